@@ -32,13 +32,13 @@ from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.runs import partition
-from swarmd.plan.runs.partition import Member, Sizes
+from swarmd.plan.runs.partition import PartitionMember, Sizes
 from swarmd.protocol.membership.identity import Identity
-from swarmd.protocol.runs.backing import Share, sign_share
+from swarmd.protocol.runs.backing import ContributionShare, sign_share
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Hello
 from swarmd.protocol.wire.rounds import Beat, Contribution, Group, GroupMember, GroupPart, Reduced
-from swarmd.train.rounds.accounts import Given
+from swarmd.train.rounds.accounts import ContributionProjection
 from swarmd.train.rounds.round import Round
 from swarmd.train.vectors.codecs import Codec
 from swarmd.train.vectors.state import Vector, average_digest
@@ -132,9 +132,9 @@ class Peer:
                 await self._round(rpc, json.loads(line), vector, nursery)
             nursery.cancel_scope.cancel()
 
-    def _sign(self, parent: bytes, average: bytes, given: Given) -> Share:
+    def _sign(self, parent: bytes, average: bytes, given: ContributionProjection) -> ContributionShare:
         """As a member signs what it gave, once it has the average."""
-        share = Share(0, 1, 0.0, given.squares, given.sums)
+        share = ContributionShare(0, 1, 0.0, given.squares, given.sums)
         return sign_share(share, parent, b"", average, Identity(b"b" * 32))
 
     async def _round(self, rpc: Rpc, told: dict[str, Any], vector: Vector, nursery: trio.Nursery) -> None:
@@ -178,7 +178,7 @@ def swarmd_rounds(n: int, n_rounds: int, links: list[float], equal: bool = False
         addresses = [json.loads(p.stdout.readline()) for p in processes]  # type: ignore[union-attr]
         peers = [PeerId(a.rpartition("/")[2]) for a in addresses]
         rates = [mbit * MBIT or None for mbit in links]
-        members = [Member(p, up_bytes_per_s=r, down_bytes_per_s=r) for p, r in zip(peers, rates, strict=True)]
+        members = [PartitionMember(p, up_bytes_per_s=r, down_bytes_per_s=r) for p, r in zip(peers, rates, strict=True)]
         sizes = Sizes(4 * n)
         plan = partition.equal_parts(members, sizes) if equal else partition.divide(members, sizes).action
         for process in processes:

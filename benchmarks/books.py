@@ -17,23 +17,23 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from swarmd.books import Books
+from swarmd.books import UsageLedger
 from swarmd.protocol.accounts import usage_receipt as bills
-from swarmd.protocol.accounts.usage_receipt import Bill, Signed
+from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.membership.identity import Identity
 
 BATCH = 20_000  # bills that are written at a time
 N_CHECKED = 5_000  # bills whose signatures are true, and checked
 
 
-def made(giver: Identity, taker: Identity, at: int, is_true: bool) -> tuple[Bill, Signed]:
-    bill = Bill(giver.peer_id, taker.peer_id, os.urandom(16), "m" * 64, 0, 15, random.randint(10, 2_000), at)
+def made(giver: Identity, taker: Identity, at: int, is_true: bool) -> tuple[UsageReceipt, SignedUsageReceipt]:
+    bill = UsageReceipt(giver.peer_id, taker.peer_id, os.urandom(16), "m" * 64, 0, 15, random.randint(10, 2_000), at)
     if is_true:
         body, given = bills.offer(bill, giver)
-        return bill, Signed(body, given, bills.accept(body, taker))
+        return bill, SignedUsageReceipt(body, given, bills.accept(body, taker))
     body, _ = bills.offer(bill, giver) if not BODIES else (BODIES[0], b"")
     BODIES.append(body)
-    return bill, Signed(body, os.urandom(64), os.urandom(64))
+    return bill, SignedUsageReceipt(body, os.urandom(64), os.urandom(64))
 
 
 BODIES: list[bytes] = []  # one body stands for all that are not checked
@@ -50,7 +50,7 @@ def main() -> None:
     vouchers = [os.urandom(32) for _ in people]
     n, rng = 2 * given.members * given.sessions * given.days, random.Random(1)
     with TemporaryDirectory() as folder:
-        books = Books(Path(folder) / "books.db")
+        books = UsageLedger(Path(folder) / "books.db")
         for number in range(n):
             giver, taker = rng.sample(range(given.members), 2)
             bill, signed = made(people[0], people[1], int(number / n * given.days * 86_400), False)
@@ -63,7 +63,7 @@ def main() -> None:
         begun = time.perf_counter()
         sums = books.sums(names[0], vouchers[0])
         sum_s = time.perf_counter() - begun
-        small = Books(Path(folder) / "small.db")
+        small = UsageLedger(Path(folder) / "small.db")
         for _ in range(N_CHECKED):
             bill, signed = made(*rng.sample(people, 2), 0, True)
             small.add(bill, signed, vouchers[0])

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.hardware.device import finish
 from swarmd.compute.passes.rates import decode_rates, last
 from swarmd.compute.passes.span import LoadedSpan
@@ -79,7 +79,7 @@ def step_ms(span: LoadedSpan, n_past: int) -> float:
     hidden, positions = (part.cpu() for part in tokens(span, 0, 1))
 
     def once() -> None:
-        piece = Piece(hidden.to(span.device), (positions + at[0]).to(span.device), cache, at[0])
+        piece = SessionTokens(hidden.to(span.device), (positions + at[0]).to(span.device), cache, at[0])
         span.forward_ragged([piece])[0].cpu()
         at[0] += 1
 

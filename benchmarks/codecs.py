@@ -22,7 +22,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from swarmd.compute.runs.gradients import Trained, build
+from swarmd.compute.runs.gradients import TrainedModel, build
 from swarmd.home import bundled_folder
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs.commit import Commit
@@ -30,9 +30,9 @@ from swarmd.protocol.runs.recipe import LOCAL, Batch, Diloco, Optimizer, Parts, 
 from swarmd.train.vectors.codecs import codec_of
 from swarmd.train.vectors.coded_sums import reduce
 from swarmd.train.vectors.error_feedback import Feedback
-from swarmd.train.vectors.inner_steps import Inner
-from swarmd.train.vectors.state import Layout, RunState, Vector
-from swarmd.train.vectors.work import Work
+from swarmd.train.vectors.inner_steps import InnerOptimizer
+from swarmd.train.vectors.state import RunState, Vector, VectorLayout
+from swarmd.train.vectors.work import UncountedWork
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 N_PEERS = 4
@@ -50,10 +50,10 @@ LEAVING_OUT = ("topk", "powersgd", "significance")
 class Peer:
     """What one peer has of its own."""
 
-    work: Work
+    work: UncountedWork
     feedback: Feedback
     vectors: dict[str, Vector]
-    inner: Inner | None
+    inner: InnerOptimizer | None
     rows: torch.Tensor
     first: int = 0
 
@@ -76,8 +76,8 @@ class Swarm:
         me = Identity(b"b" * 32)
         run = start_run(replace(recipe, anchors=(me.peer_id,)), me, 1)
         self.recipe, self.codec = recipe, codec_of(recipe)
-        self.trained = Trained(build(model, recipe), recipe, "cpu")
-        self.layout = Layout(tuple(self.trained.layout), recipe.precision)
+        self.trained = TrainedModel(build(model, recipe), recipe, "cpu")
+        self.layout = VectorLayout(tuple(self.trained.layout), recipe.precision)
         path = folder / "vectors"
         n, names = self.layout.n_elements, recipe.shared_vectors
         shared = np.memmap(path, np.float32, "w+", shape=(len(names), n))
@@ -88,11 +88,11 @@ class Swarm:
         self.peers = [self._peer(i, rows[i::N_PEERS]) for i in range(N_PEERS)]
 
     def _peer(self, i: int, rows: torch.Tensor) -> Peer:
-        work = Work(f"p{i}", self.recipe.overlaps)
+        work = UncountedWork(f"p{i}", self.recipe.overlaps)
         own: dict[str, Vector] = {}
         if self.recipe.steps_inside:
             own = {name: np.zeros(self.layout.n_elements, np.float32) for name in self.recipe.shared_vectors[1:]}
-        inner = Inner(self.state, own) if own else None
+        inner = InnerOptimizer(self.state, own) if own else None
         return Peer(work, Feedback(self.recipe, self.state), own, inner, rows)
 
     def update(self, n_steps: int) -> None:
@@ -135,7 +135,7 @@ class Swarm:
 
     def _compute(self, peer: Peer, n_steps: int) -> None:
         """What one peer computes of its own rows before a round, and offers to it."""
-        peer.work = Work("", self.recipe.overlaps)
+        peer.work = UncountedWork("", self.recipe.overlaps)
         if peer.inner is None:
             rows = peer.rows[peer.first : peer.first + BATCH * n_steps]
             loss = self.trained.compute(rows, 0, 0, is_fresh=True)

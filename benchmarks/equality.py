@@ -30,7 +30,7 @@ from swarmd.protocol.wire import worker
 from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import Op, OpenSession, framed
 from swarmd.values import Span
-from swarmd.wire.history import Budget, Sent
+from swarmd.wire.history import Budget, SentOp
 from swarmd.wire.ops import encode_op
 from swarmd.wire.tensors import unpack_untrusted
 from tests.real.smollm2 import smollm2
@@ -58,7 +58,7 @@ class Sessions:
         self._seq += 1
         for number, hidden in given.items():
             positions = torch.arange(at, at + hidden.shape[1], dtype=torch.int32)[None]
-            sent = Sent(self._seq, (), hidden, positions, None)
+            sent = SentOp(self._seq, (), hidden, positions, None)
             key = bytes([number]) * 16
             self._take(encode_op(key, self._span.span.start, 1, self._seq - 1, sent, Op(), None, "raw"))
         outs: dict[int, list[torch.Tensor]] = {number: [] for number in given}

@@ -14,7 +14,7 @@ import time
 import torch
 
 from swarmd.compute.cache.kvcache import SpanCache
-from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
 from tests.real.smollm2 import smollm2
@@ -32,9 +32,9 @@ def load(kv_cache: str) -> LoadedSpan:
     return span
 
 
-def new(span: LoadedSpan, n_past: int, n_tokens: int, cache: SpanCache) -> Piece:
+def new(span: LoadedSpan, n_past: int, n_tokens: int, cache: SpanCache) -> SessionTokens:
     positions = torch.arange(n_past, n_past + n_tokens).unsqueeze(0)
-    return Piece(torch.randn(1, n_tokens, span.hidden_size), positions, cache, n_past)
+    return SessionTokens(torch.randn(1, n_tokens, span.hidden_size), positions, cache, n_past)
 
 
 @torch.inference_mode()

@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from swarmd.compute.linear.few_bits import Int8Head, LevelsLinear
+from swarmd.compute.linear.few_bits import Int8Head, QuantisedLinear
 from swarmd.compute.linear.layers import DynamicInt8Linear, HalfLinear, PackedLinear
 from swarmd.compute.linear.tiled import TiledLinear
 from swarmd.compute.model import skeleton
@@ -72,7 +72,7 @@ SHARES = {PackedLinear: 1, HalfLinear: 1 / 2, DynamicInt8Linear: 1 / 4}  # of pl
 
 
 def _weight_bytes(module: Any) -> int:
-    if isinstance(module, LevelsLinear | TiledLinear):
+    if isinstance(module, QuantisedLinear | TiledLinear):
         return module.n_bytes
     n_bytes = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
     return n_bytes + int(SHARES[type(module)] * module.weight.nbytes if type(module) in SHARES else 0)

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import trio
 
-from swarmd.net.sim import Line, Link
-from swarmd.plan.runs.partition import Member
-from swarmd.plan.runs.synchronisation import Prediction, Setting, Swarm, choose, predict, settings
+from swarmd.net.sim import Line, SimLink
+from swarmd.plan.runs.partition import PartitionMember
+from swarmd.plan.runs.synchronisation import Prediction, RunConditions, Setting, choose, predict, settings
 from swarmd.protocol.runs.recipe import Batch, Diloco, Optimizer, Parts, Recipe
 from swarmd.train.gradients.computing import n_at_once
-from swarmd.train.gradients.source import Computed, InnerStep
+from swarmd.train.gradients.source import ComputedGradients, InnerStep
 from swarmd.train.synchronisation import ways
-from swarmd.train.vectors.state import Layout, Vector
+from swarmd.train.vectors.state import Vector, VectorLayout
 from swarmd.values import PeerId
 from tests.train.world import ToySource, TrainingWorld
 from tests.virtual_time import in_virtual_time
@@ -39,7 +39,7 @@ class MadeUp(ToySource):
 
     def __init__(self, recipe: Recipe, peer: str, sample_s: float, n_elements: int) -> None:
         super().__init__(recipe, peer, sample_s, 72)
-        self.layout = Layout((("w", (n_elements,)),), recipe.precision)
+        self.layout = VectorLayout((("w", (n_elements,)),), recipe.precision)
         rng = np.random.default_rng(abs(hash(peer)) % 2**32)
         self.parameters = np.ones(n_elements, np.float32)
         self.inner = {name: np.zeros(n_elements, np.float32) for name in recipe.shared_vectors[1:]}
@@ -47,13 +47,13 @@ class MadeUp(ToySource):
         self._change += rng.standard_normal(1).astype(np.float32) / 10
         self._n = 0
 
-    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> Computed:
+    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
         await trio.sleep(n * self.sample_s)
         if step is not None:
             self.inner["local"] -= self._change * np.float32(1e-5)
-            return Computed(n, float(n), self.inner["local"])
+            return ComputedGradients(n, float(n), self.inner["local"])
         self._n = n + (0 if is_fresh else self._n)
-        return Computed(n, float(n), self._change * np.float32(self._n))
+        return ComputedGradients(n, float(n), self._change * np.float32(self._n))
 
 
 class World(TrainingWorld):
@@ -63,7 +63,7 @@ class World(TrainingWorld):
         return MadeUp(self.recipe, peer, sample_s, self.n_elements)
 
 
-def recipe_of(setting: Setting, swarm: Swarm) -> dict[str, Any]:
+def recipe_of(setting: Setting, swarm: RunConditions) -> dict[str, Any]:
     target = swarm.batch
     more: dict[str, Any] = {}
     if setting.n_steps:
@@ -78,11 +78,11 @@ def recipe_of(setting: Setting, swarm: Swarm) -> dict[str, Any]:
     }
 
 
-async def measure(setting: Setting, swarm: Swarm, bytes_per_s: float) -> tuple[float, float]:
+async def measure(setting: Setting, swarm: RunConditions, bytes_per_s: float) -> tuple[float, float]:
     """The share of the time that is computed, and bytes moved for each sample."""
     async with trio.open_nursery() as nursery:
         world = World(nursery, SEED, 1, swarm.n_elements, **recipe_of(setting, swarm))
-        world.world.link = Link(swarm.round_trip_s / 2, 1e12)
+        world.world.link = SimLink(swarm.round_trip_s / 2, 1e12)
         world.add_anchors()
         for _ in range(N_PEERS):
             member = world.add(sample_s=1 / swarm.samples_per_s[0], bytes_per_s=bytes_per_s)
@@ -118,11 +118,14 @@ def main() -> None:
     bytes_per_s = options.mbit * 125_000
     batch = N_PEERS * MICRO * 4
     members = tuple(
-        Member(PeerId(str(i)), up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s) for i in range(N_PEERS)
+        PartitionMember(PeerId(str(i)), up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s)
+        for i in range(N_PEERS)
     )
     rate = batch / options.step_s / N_PEERS
     at_once = n_at_once(MICRO, rate)
-    swarm = Swarm(members, (rate,) * N_PEERS, options.elements, batch, MICRO, options.rtt_ms / 1000, at_once / rate)
+    swarm = RunConditions(
+        members, (rate,) * N_PEERS, options.elements, batch, MICRO, options.rtt_ms / 1000, at_once / rate
+    )
     predictions = [predict(swarm, s) for s in settings(ways("float32"), options.inner_steps)]
     chosen = choose(predictions)
     print(f"the planner's choice: {chosen.action.setting}: {chosen.reason}")

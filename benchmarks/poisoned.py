@@ -31,9 +31,9 @@ from trio.testing import MockClock
 from swarmd.home import bundled_folder
 from swarmd.plan.runs.samples import row_of
 from swarmd.protocol.runs.recipe import Batch, Optimizer
-from swarmd.train.gradients.source import Again, Computed, InnerStep
-from swarmd.train.rounds.parts import Part
-from swarmd.train.vectors.state import Layout, Vector
+from swarmd.train.gradients.source import ComputedGradients, InnerStep, RecheckRequest
+from swarmd.train.rounds.parts import ReducedPart
+from swarmd.train.vectors.state import Vector, VectorLayout
 from swarmd.values import PeerId
 from tests.real.training import tiny_model
 from tests.train.world import Member, TrainingWorld
@@ -77,9 +77,9 @@ class Model:
         self.first = torch.cat([p.detach().flatten() for p in self.parameters]).numpy().copy()
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> VectorLayout:
         named = [(name, tuple(p.shape)) for name, p in self.model.named_parameters()]
-        return Layout(tuple(named), "float32")
+        return VectorLayout(tuple(named), "float32")
 
     def use(self, vector: Vector) -> None:
         pieces = torch.split(torch.from_numpy(vector), [p.numel() for p in self.parameters])
@@ -111,7 +111,7 @@ class RealSource:
         self.attack: Attack | None = None
         self._sum: Vector = np.zeros_like(model.first)
 
-    async def open(self) -> tuple[Layout, Vector]:
+    async def open(self) -> tuple[VectorLayout, Vector]:
         await trio.sleep(0.5)
         self.parameters = self.model.first.copy()
         return self.model.layout, self.parameters
@@ -119,7 +119,7 @@ class RealSource:
     def inner_vectors(self) -> dict[str, Vector]:
         return {}
 
-    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> Computed:
+    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
         frozen = self.parameters.copy()
         await trio.sleep(n * self.sample_s)
         self.model.use(frozen)
@@ -128,16 +128,16 @@ class RealSource:
         if self.attack is not None:
             total = self.attack(total, lambda: self._spread(rows))
         self._sum = total.numpy().copy() if is_fresh else self._sum + total.numpy()
-        return Computed(n, loss, self._sum)
+        return ComputedGradients(n, loss, self._sum)
 
     @property
     def why_not_again(self) -> str:
         return ""
 
-    def again(self, parameters: Vector) -> Again:
-        return Again(parameters.copy(), np.zeros_like(parameters))
+    def again(self, parameters: Vector) -> RecheckRequest:
+        return RecheckRequest(parameters.copy(), np.zeros_like(parameters))
 
-    async def compute_again(self, again: Again, peer: str, first: int, n: int) -> float:
+    async def compute_again(self, again: RecheckRequest, peer: str, first: int, n: int) -> float:
         await trio.sleep(n * self.sample_s)
         self.model.use(again.parameters)
         loss, total = self.model.gradient(self._rows(peer, first, n))
@@ -184,7 +184,7 @@ def spoil_sums(member: Member) -> None:
         part.__class__ = SpoiltPart
 
 
-class SpoiltPart(Part):
+class SpoiltPart(ReducedPart):
     """A reducer's part whose averages are not what was given."""
 
     __slots__ = ()

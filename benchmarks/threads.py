@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from swarmd.compute.cache.pieces import Piece
-from swarmd.compute.hardware.thread_pool import Team
+from swarmd.compute.cache.pieces import SessionTokens
+from swarmd.compute.hardware.thread_pool import ThreadTeam
 from swarmd.compute.passes.fused import fuse
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
@@ -32,13 +32,13 @@ BLOCKS, N_PAST = Span(0, 15), 100
 N_TIMED = 150
 
 
-def sessions(span: LoadedSpan, n: int) -> list[Piece]:
+def sessions(span: LoadedSpan, n: int) -> list[SessionTokens]:
     made = []
     for _ in range(n):
         hidden, positions = torch.randn(1, N_PAST + 1, span.hidden_size), torch.arange(N_PAST + 1).unsqueeze(0)
         cache = span.new_cache()
         span.forward(hidden[:, :N_PAST], positions[:, :N_PAST], None, cache, 0)
-        made.append(Piece(hidden[:, N_PAST:], positions[:, N_PAST:], cache, N_PAST))
+        made.append(SessionTokens(hidden[:, N_PAST:], positions[:, N_PAST:], cache, N_PAST))
     return made
 
 
@@ -63,7 +63,7 @@ def measure(kind: str, threads: list[int]) -> None:
     def plain(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return span._decode(hidden, positions, None, ragged.cache, span.span)
 
-    teams = {n: replace(fused, team=Team(n)) for n in threads}
+    teams = {n: replace(fused, team=ThreadTeam(n)) for n in threads}
     for n_sessions in (1, 4, 8):
         pieces = sessions(span, n_sessions)
         told = [f"{n}: {median_ms(partial(by.run, pieces)):6.2f}" for n, by in teams.items()]

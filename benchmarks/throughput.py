@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 import swarmd
 from swarmd.client.entry import membership
-from swarmd.client.links.link import Terms
+from swarmd.client.links.link import SessionOptions
 from swarmd.client.swarm import AsyncSwarm, joined
 from swarmd.plan.chains.routing import Hop
 from swarmd.values import ModelId, PeerId, Span
@@ -132,7 +132,7 @@ class Load:
 
     async def stream(self, n_prompt: int, n_tokens: int, steps_s: list[float], line: Any = None) -> None:
         """Open, prefill, wait at the starting line, then take ``n_tokens`` steps; their seconds go to ``steps_s``."""
-        terms = Terms(self._model, self._n_blocks, 1, n_prompt + n_tokens, route=self._setting.chain)
+        terms = SessionOptions(self._model, self._n_blocks, 1, n_prompt + n_tokens, route=self._setting.chain)
         session = await self._swarm.open_session(terms)
         try:
             await session.step((), torch.randn(1, n_prompt, HIDDEN), positions(0, n_prompt), None, False, 1)

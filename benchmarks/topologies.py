@@ -20,9 +20,9 @@ import numpy as np
 import trio
 
 from benchmarks.plan import MadeUp
-from swarmd.net.sim import Line, Link
-from swarmd.plan.runs.partition import Member
-from swarmd.plan.runs.synchronisation import Prediction, Setting, Swarm, predict
+from swarmd.net.sim import Line, SimLink
+from swarmd.plan.runs.partition import PartitionMember
+from swarmd.plan.runs.synchronisation import Prediction, RunConditions, Setting, predict
 from swarmd.protocol.runs.recipe import Batch, Optimizer, Recipe
 from swarmd.train.synchronisation import ways
 from swarmd.train.vectors.state import Vector
@@ -33,7 +33,7 @@ from tests.virtual_time import in_virtual_time
 TOPOLOGIES = ("parts", "sites", "grid", "ring", "server")
 MICRO = 4
 AT_A_SITE = 4
-LAN = Link(0.000_25, 125e6)
+LAN = SimLink(0.000_25, 125e6)
 N_UPDATES = 3
 N_FIRST = 2  # updates that are not measured: connections open, speeds become known
 SEED = 5
@@ -58,8 +58,8 @@ class World(TrainingWorld):
     def make_source(self, peer: PeerId, sample_s: float) -> ToySource:
         return Apart(self.recipe, peer, sample_s, self.n_elements)
 
-    def settle(self, n: int, at_a_site: int, swarm: Swarm, bytes_per_s: float) -> None:
-        self.world.link = Link(swarm.round_trip_s / 2, 1e12)
+    def settle(self, n: int, at_a_site: int, swarm: RunConditions, bytes_per_s: float) -> None:
+        self.world.link = SimLink(swarm.round_trip_s / 2, 1e12)
         self.add_anchors()
         for i in range(n):
             member = self.add(sample_s=1 / swarm.samples_per_s[0], bytes_per_s=bytes_per_s)
@@ -86,7 +86,7 @@ class Measured:
     sites: tuple[int, ...]
 
 
-async def measure(setting: Setting, swarm: Swarm, n: int, at_a_site: int, bytes_per_s: float) -> Measured:
+async def measure(setting: Setting, swarm: RunConditions, n: int, at_a_site: int, bytes_per_s: float) -> Measured:
     recipe = {
         "topology": setting.topology,
         "batch": Batch(target=swarm.batch, micro=MICRO, tokens=8),
@@ -156,9 +156,13 @@ def main() -> None:
     options = parser.parse_args()
     n, bytes_per_s = options.peers, options.mbit * 125_000
     rate = MICRO * 4 / options.step_s
-    members = tuple(Member(PeerId(str(i)), up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s) for i in range(n))
+    members = tuple(
+        PartitionMember(PeerId(str(i)), up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s) for i in range(n)
+    )
     plain = ways("float32")[0]
-    home = Swarm(members, (rate,) * n, options.elements, n * MICRO * 4, MICRO, options.rtt_ms / 1000, MICRO / rate)
+    home = RunConditions(
+        members, (rate,) * n, options.elements, n * MICRO * 4, MICRO, options.rtt_ms / 1000, MICRO / rate
+    )
     for name, at_a_site in (("homes", 1), (f"sites of {AT_A_SITE}", AT_A_SITE)):
         print(f"{n} peers, {name}, {options.mbit:.0f} Mbit/s each, {options.elements} float32", flush=True)
         for topology in options.only:

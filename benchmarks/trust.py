@@ -21,23 +21,23 @@ import torch
 
 import swarmd
 from swarmd.plan.chains.routing import Hop
-from swarmd.plan.trust.audits import Record
+from swarmd.plan.trust.audits import AuditRecord
 from swarmd.values import Span
 from tests.real.harness import local_swarm
 from tests.real.smollm2 import smollm2
 
 SPANS = ((0, 15), (15, 30), (0, 15), (15, 30))
-PROVEN, NEW = Record(1_000, 1_000, 0), Record()
+PROVEN, NEW = AuditRecord(1_000, 1_000, 0), AuditRecord()
 
 
-class Trusting(dict[str, Record]):
+class Trusting(dict[str, AuditRecord]):
     """Records that are all the same, whatever is found."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: AuditRecord) -> None:
         super().__init__()
         self._record = record
 
-    def get(self, key: str, default: Any = None) -> Record:
+    def get(self, key: str, default: Any = None) -> AuditRecord:
         return self._record
 
 

@@ -16,10 +16,10 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from swarmd.plan.trust.audits import Record, is_due
-from swarmd.plan.trust.equality import Verdict, two_of_three
+from swarmd.plan.trust.audits import AuditRecord, is_due
+from swarmd.plan.trust.equality import AuditVerdict, two_of_three
 from swarmd.plan.trust.reputation import Trust, finding, name_of, trust_in
-from swarmd.protocol.membership.records import Found, PeerRecord, SpanRecord
+from swarmd.protocol.membership.records import PeerRecord, ProbeFinding, SpanRecord
 from swarmd.values import PeerId
 
 N_SPANS, N_HOLDERS, LIARS, N_CLIENTS = 10, 20, 20, 50
@@ -37,8 +37,8 @@ class Swarm:
     checks: bool = True
     spans: list[SpanRecord] = field(default_factory=list)
     liars: set[str] = field(default_factory=set)
-    found: dict[str, dict[tuple[str, bytes], Found]] = field(default_factory=lambda: defaultdict(dict))
-    records: dict[tuple[int, str], Record] = field(default_factory=dict)
+    found: dict[str, dict[tuple[str, bytes], ProbeFinding]] = field(default_factory=lambda: defaultdict(dict))
+    records: dict[tuple[int, str], AuditRecord] = field(default_factory=dict)
     trust: dict[tuple[str, int], Trust] = field(default_factory=dict)
     n_accused: int = 0
 
@@ -74,7 +74,7 @@ class Swarm:
             peer = self.rng.choice(holders)
             lied = self.lies(peer)
             is_wrong |= lied
-            known = self.records.get((client, peer), Record())
+            known = self.records.get((client, peer), AuditRecord())
             if not self.checks or not is_due(known, self.rng.random()).action:
                 continue
             n_checks, n_again = n_checks + 1, n_again + 1
@@ -83,11 +83,11 @@ class Swarm:
             with_first = not answers[0] and not answers[1]
             n_again += not with_first
             verdict = two_of_three(with_first, not (answers[0] or answers[2]), not (answers[1] or answers[2]))
-            if verdict is Verdict.RIGHT:
+            if verdict is AuditVerdict.RIGHT:
                 self.records[client, peer] = known.after(is_right=True)
-            elif verdict is Verdict.WRONG:
+            elif verdict is AuditVerdict.WRONG:
                 self.convict(peer)
-            elif verdict is Verdict.REFERENCE_WRONG:
+            elif verdict is AuditVerdict.REFERENCE_WRONG:
                 self.convict(others[0])
         return is_wrong, n_checks, n_again
 
@@ -104,7 +104,7 @@ def span(peer: str, number: int) -> SpanRecord:
     return SpanRecord(peer=peer, sequence=1, issued_at=0, expires_at=9, certificate=(), **about)  # type: ignore[arg-type]
 
 
-def record(peer: str, found: tuple[Found, ...]) -> PeerRecord:
+def record(peer: str, found: tuple[ProbeFinding, ...]) -> PeerRecord:
     return PeerRecord(peer=peer, sequence=1, issued_at=0, expires_at=9, certificate=(), found=found)
 
 

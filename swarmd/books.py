@@ -23,7 +23,7 @@ import trio
 
 from swarmd.errors import IntegrityError
 from swarmd.protocol.accounts import usage_receipt as bills
-from swarmd.protocol.accounts.usage_receipt import Bill, Signed
+from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ insert into bills values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) on conflict do update
 """
 
 
-class Kind(StrEnum):
+class UsageKind(StrEnum):
     """What a machine counts of its own giving and taking: nobody else signs it."""
 
     WEIGHTS_GIVEN = "bytes of weights given"
@@ -61,11 +61,11 @@ class Kind(StrEnum):
     SECONDS = "seconds online as a server"
 
 
-Count = Callable[[Kind, int], None]
+Count = Callable[[UsageKind, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class UsageSum:
     """What passed between this machine and the guests of one voucher: tokens times blocks, and when last.
 
     ``peers`` are those of them that gave.
@@ -79,20 +79,20 @@ class Sum:
     last_at: int
 
 
-class Books:
+class UsageLedger:
     """The bills of one home; None as file keeps them while the process lives."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
-        self._waiting: list[tuple[Bill, Signed, bytes]] = []
-        self._counted: Counter[tuple[int, Kind]] = Counter()
+        self._waiting: list[tuple[UsageReceipt, SignedUsageReceipt, bytes]] = []
+        self._counted: Counter[tuple[int, UsageKind]] = Counter()
         self._served: Counter[tuple[int, bytes]] = Counter()
 
     @property
     def are_kept(self) -> bool:
         return self._file is not None
 
-    def count(self, kind: Kind, n: int) -> None:
+    def count(self, kind: UsageKind, n: int) -> None:
         """Note that this machine gave, or took, so much of something."""
         if self._file is not None:
             self._counted[int(time.time()) // DAY_S, kind] += n
@@ -102,11 +102,11 @@ class Books:
         if self._file is not None:
             self._served[int(time.time()) // DAY_S, voucher] += n
 
-    def add_untrusted(self, signed: Signed, voucher: bytes) -> None:
+    def add_untrusted(self, signed: SignedUsageReceipt, voucher: bytes) -> None:
         """Enter a bill with someone whom ``voucher`` brought in. Raises IntegrityError."""
         self.add(bills.read_untrusted(signed), signed, voucher)
 
-    def add(self, bill: Bill, signed: Signed, voucher: bytes) -> None:
+    def add(self, bill: UsageReceipt, signed: SignedUsageReceipt, voucher: bytes) -> None:
         """Enter one whose signatures were checked."""
         if self._file is not None:
             self._waiting.append((bill, signed, voucher))
@@ -149,17 +149,17 @@ class Books:
         except IntegrityError as error:
             logger.warning("old bills stay: %s", error)
 
-    def counted(self, since: int = 0) -> dict[Kind, int]:
+    def counted(self, since: int = 0) -> dict[UsageKind, int]:
         """What was counted since the day of a time in unix seconds. Raises IntegrityError for a damaged file."""
         rows = dict(self._query("select what, sum(n) from counted where day >= ? group by 1", since // DAY_S))
-        return {kind: rows.get(str(kind), 0) for kind in Kind}
+        return {kind: rows.get(str(kind), 0) for kind in UsageKind}
 
     def served(self, since: int = 0) -> dict[bytes, int]:
         """Tokens times blocks that were computed here, by voucher, signed for or not. Raises IntegrityError."""
         rows = self._query("select voucher, sum(n) from served where day >= ? group by 1", since // DAY_S)
         return dict(rows)
 
-    def sums(self, me: str, own_voucher: bytes, since: int = 0) -> list[Sum]:
+    def sums(self, me: str, own_voucher: bytes, since: int = 0) -> list[UsageSum]:
         """By voucher, the largest first: what ``me`` computed it gave; other bills here are what its clients took.
 
         Between guests of one voucher nothing counts, for they may be one machine. Raises IntegrityError for a file that
@@ -176,7 +176,7 @@ class Books:
             row[giver != me] += amount
             row[2], row[3] = row[2] + n, max(row[3], at)
             others.setdefault(voucher, []).extend([giver] if giver != me else [])
-        sums = [Sum(voucher, tuple(others[voucher][:MOST_NAMED]), *row) for voucher, row in found.items()]
+        sums = [UsageSum(voucher, tuple(others[voucher][:MOST_NAMED]), *row) for voucher, row in found.items()]
         return sorted(sums, key=lambda s: -s.gave - s.took)
 
     def days(self, me: str, own_voucher: bytes, since: int = 0) -> dict[int, tuple[int, int]]:
@@ -194,7 +194,7 @@ class Books:
         for giver, taker, amount, body, given, taken in self._query(
             "select giver, taker, amount, body, given, taken from bills"
         ):
-            bill = bills.read_untrusted(Signed(body, given, taken))
+            bill = bills.read_untrusted(SignedUsageReceipt(body, given, taken))
             if (bill.giver, bill.taker, bill.amount) != (giver, taker, amount):
                 raise IntegrityError(f"the books say {amount} for a bill of {bill.amount}: they were changed")
             n += 1
@@ -218,6 +218,6 @@ class Books:
         return database
 
 
-def _row(bill: Bill, signed: Signed, voucher: bytes) -> tuple[object, ...]:
+def _row(bill: UsageReceipt, signed: SignedUsageReceipt, voucher: bytes) -> tuple[object, ...]:
     about = (bill.giver, bill.taker, voucher, bill.session, bill.start, bill.amount, bill.n_tokens, bill.at)
     return *about, signed.body, signed.given, signed.taken

@@ -22,11 +22,11 @@ from typing import Any
 import psutil
 import trio
 
-from swarmd.books import Books, Kind
+from swarmd.books import UsageKind, UsageLedger
 from swarmd.config import Config, split
 from swarmd.errors import Refused, SwarmError
 from swarmd.home import Home, by_peer
-from swarmd.net.api import Network, Purpose, RecordStore, TaskStatus, Ways
+from swarmd.net.api import NatTraversal, Network, Purpose, RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.standing import Standing
@@ -44,12 +44,12 @@ from swarmd.node.members.order import Order
 from swarmd.node.members.reachability import Reachability
 from swarmd.node.members.registrar import Registrar
 from swarmd.node.serving.balancer import Turnover
-from swarmd.node.serving.choosing import Around
+from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
 from swarmd.node.serving.prober import Prober
 from swarmd.node.serving.trials import Trials
 from swarmd.node.worker.worker_link import WORKER, Prestarted, Starter
-from swarmd.protocol.membership.catalog import Admitted, Catalog
+from swarmd.protocol.membership.catalog import AdmittedMember, Catalog
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.understanding import OURS, Understanding
@@ -67,7 +67,7 @@ GOODBYE_S = 1.0  # to tell others that this peer leaves
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class LocalMember:
     """Whose daemon it is: the swarm's keys, this machine's identity and certificate, what is on its disk.
 
     ``home`` keeps catalog, addresses and the control socket; None: nothing is kept, as in the simulator.
@@ -83,7 +83,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class DaemonServices:
     """The world that a daemon runs in: the real one, or a simulated one, perhaps of another version."""
 
     network: Network
@@ -92,29 +92,29 @@ class Surroundings:
     rng: random.Random
     start_worker: Starter
     understands: Understanding = OURS
-    ways: Ways | None = None
+    ways: NatTraversal | None = None
     traffic: Traffic | None = None
 
 
 class Daemon:
     """One member of the swarm: directory, store, training runs, and what it serves."""
 
-    def __init__(self, member: Member, config: Config, world: Surroundings, exchange: Exchange) -> None:
+    def __init__(self, member: LocalMember, config: Config, world: DaemonServices, exchange: Exchange) -> None:
         network, home = world.network, member.home
         self.network, self.exchange = network, exchange
         standing = Standing(world.wall_clock, home.standing_file if home else None)
         self.rpc = Rpc(network, self, standing, exchange.principal)
         self.directory = _directory_of(member, world, exchange, self.rpc, config)
         library = Library(member.weights, member.folders, int(config.disk_limit_gib * 2**30))
-        self.books = Books(home.books_file if home else None)
+        self.books = UsageLedger(home.books_file if home else None)
         self.order = Order(exchange, self.books, network.peer_id)
         changed, count = self.directory.announce_soon, self.books.count
         self.store = Store(self.rpc, self.directory.view, library, config, changed, count)
         self.presence = Presence(config.policy, self._rest, home.pause_file if home else None, world.traffic)
         folder = (home.runs if home else member.weights, world.rng, lambda: self.presence.share.value)
         around_runs = (self.rpc, member.identity, self.directory, self.store.supply, config)
-        self.runs = Runs(*around_runs, *folder, partial(count, Kind.SAMPLES))
-        around = Around(
+        self.runs = Runs(*around_runs, *folder, partial(count, UsageKind.SAMPLES))
+        around = HostingServices(
             identity=member.identity,
             rpc=self.rpc,
             exchange=exchange,
@@ -190,7 +190,7 @@ class Daemon:
         while True:
             await trio.sleep(COUNT_INTERVAL_S)
             if any(hosting.is_online for hosting in self.hosts):
-                self.books.count(Kind.SECONDS, COUNT_INTERVAL_S)
+                self.books.count(UsageKind.SECONDS, COUNT_INTERVAL_S)
 
     def _rest(self, reason: str) -> None:
         """Work for nobody, for a reason of the owner's policy; "" goes on with what this membership is for."""
@@ -251,7 +251,7 @@ class Daemon:
                     logger.info("disconnecting %s: %s", peer, error)
                     await self.network.disconnect(peer)
 
-    def _admit(self, arrivals: dict[bytes, Admitted], before: Catalog) -> bytes | None:
+    def _admit(self, arrivals: dict[bytes, AdmittedMember], before: Catalog) -> bytes | None:
         """Enter newcomers into the catalog, where a founder's key is here."""
         if self._home is None or not self._home.is_founder:
             return None
@@ -318,9 +318,9 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
         network = DirectNetwork(libp2p, libp2p.listen_hosts() if config.direct else (), config.direct_port, traffic)
         records = KademliaStore(libp2p, value_sequence(exchange, time.time))
         known = (home.weights, home.folders(), by_peer(swarm.bootstrap), home)
-        member = Member(swarm.keys, identity, swarm.certificate, *known)
+        member = LocalMember(swarm.keys, identity, swarm.certificate, *known)
         around = (network, records, time.time, random.Random(), workers.start)
-        world = Surroundings(*around, ways=libp2p.ways, traffic=traffic)
+        world = DaemonServices(*around, ways=libp2p.ways, traffic=traffic)
         async with libp2p.running(), network.running(), records.running(), trio.open_nursery() as nursery:
             daemon = Daemon(member, config, world, exchange)
 
@@ -338,7 +338,9 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
             manager.stopping()
 
 
-def _directory_of(member: Member, world: Surroundings, exchange: Exchange, rpc: Rpc, config: Config) -> Directory:
+def _directory_of(
+    member: LocalMember, world: DaemonServices, exchange: Exchange, rpc: Rpc, config: Config
+) -> Directory:
     return Directory(
         member.identity,
         member.certificate,

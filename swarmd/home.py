@@ -34,10 +34,10 @@ from swarmd.protocol.membership.catalog import (
     MAX_AHEAD_S,
     MEMBERSHIP_LIFETIME_S,
     RIGHTS,
-    Admitted,
+    AdmittedMember,
     Catalog,
+    InviteTerms,
     Right,
-    Terms,
     read_catalog_untrusted,
     sign_catalog,
     sign_catalog_as_delegate,
@@ -45,7 +45,7 @@ from swarmd.protocol.membership.catalog import (
     with_invite,
     with_what_was_lost,
 )
-from swarmd.protocol.membership.charter import Founders, Signed, founders_untrusted, missing
+from swarmd.protocol.membership.charter import Founders, SignedCharter, founders_untrusted, missing
 from swarmd.protocol.membership.charter import sign as sign_charter
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.protocol.membership.invite import Invite, SwarmKeys
@@ -197,15 +197,15 @@ class Home:
         waits: bool = False,
         may: tuple[Right, ...] = RIGHTS,
     ) -> Invite:
-        """Make an invite, and list it where its ``Terms`` are not "any number, for anything"."""
-        terms = Terms(int(time.time()) + lifetime_s, uses, waits, may)
+        """Make an invite, and list it where its ``InviteTerms`` are not "any number, for anything"."""
+        terms = InviteTerms(int(time.time()) + lifetime_s, uses, waits, may)
         known = msgspec.structs.replace(self.swarm().keys, charters=self.charters())
         made = invites.create(known, self.founder(), addresses, terms.ends_at)
-        if terms != Terms(terms.ends_at):
+        if terms != InviteTerms(terms.ends_at):
             self.change_catalog(lambda c: with_invite(c, made.identity.public_key, terms, time.time()))
         return made
 
-    def admit(self, arrivals: dict[bytes, Admitted], before: Catalog | None = None) -> Catalog:
+    def admit(self, arrivals: dict[bytes, AdmittedMember], before: Catalog | None = None) -> Catalog:
         """Let members in for good, and bring back what a catalog ``before`` said of people and this one does not.
 
         Raises ConfigError where this is no founder.
@@ -224,7 +224,7 @@ class Home:
             self._write("founder.key", Identity.generate().seed.hex(), secret=True)
         return self._key("founder.key")
 
-    def found_on(self, draft: Signed) -> Signed:
+    def found_on(self, draft: SignedCharter) -> SignedCharter:
         """Sign a charter as a founder of now; it counts once all have that must, and a new founder is here.
 
         Raises ConfigError, IntegrityError.
@@ -237,10 +237,10 @@ class Home:
                 self._write("catalog.bin", self._founded_on(draft))
         return draft
 
-    def _founded_on(self, draft: Signed) -> bytes:
+    def _founded_on(self, draft: SignedCharter) -> bytes:
         """The catalog of now under a new charter; this machine stays a member whoever let it in."""
         old, swarm = self.catalog(), self.swarm()
-        own = {self.identity().public_key: Admitted(int(time.time()) + MEMBERSHIP_LIFETIME_S)}
+        own = {self.identity().public_key: AdmittedMember(int(time.time()) + MEMBERSHIP_LIFETIME_S)}
         new = msgspec.structs.replace(
             with_admitted(old, own if own.keys() - old.admitted.keys() else {}, time.time()),
             charters=(*self.charters(), msgspec.msgpack.encode(draft)),

@@ -21,7 +21,7 @@ from swarmd.member_status import PeerRow, PeersAnswer, SpanRow, WaitingRow
 from swarmd.node.machine.gateway_process import GatewayProcess
 from swarmd.node.machine.health import Health
 from swarmd.node.members.reachability import Reachability
-from swarmd.node.serving.choosing import Around
+from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
 from swarmd.node.serving.prober import Prober
 from swarmd.plan.chains.placement import rescues
@@ -37,7 +37,7 @@ class Owner:
 
     def __init__(
         self,
-        around: Around,
+        around: HostingServices,
         hosts: Hosts,
         runs: Runs,
         home: Home | None,

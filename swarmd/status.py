@@ -345,7 +345,7 @@ class DownAnswer(Status, frozen=True, kw_only=True):
     stopping: bool
 
 
-class Refused(Status, frozen=True, kw_only=True):
+class RefusalAnswer(Status, frozen=True, kw_only=True):
     """Status 409: why not, and the exit code for the command line."""
 
     error: str

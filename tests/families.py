@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 from swarmd.client.model.remote_model import remote_model
-from swarmd.compute.cache.adapters import Lora
+from swarmd.compute.cache.adapters import LoraUpdates
 from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_untrusted
 from swarmd.compute.cache.kvcache import SpanCache
 from swarmd.compute.checkpoints.check import check_folder
@@ -300,7 +300,7 @@ def _gradient_errors(whole: Any, spans: list[LoadedSpan], ids: torch.Tensor) -> 
     n_in, n_out = (matrix.nx, matrix.nf) if is_conv else (matrix.in_features, matrix.out_features)
     a = torch.randn(2, n_in, generator=rng).requires_grad_()
     b = torch.randn(n_out, 2, generator=rng).requires_grad_()
-    lora = Lora({name: (a, b, 1.0)})
+    lora = LoraUpdates({name: (a, b, 1.0)})
 
     def enter(module: Any, args: Any, kwargs: Any) -> Any:
         hidden = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_()

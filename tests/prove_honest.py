@@ -22,7 +22,7 @@ import torch
 import trio
 
 import swarmd
-from swarmd.client.links.link import Terms
+from swarmd.client.links.link import SessionOptions
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.errors import SwarmError
 from swarmd.plan.chains.routing import Hop
@@ -67,7 +67,9 @@ class Load:
         model, _ = await self._client.resolve("demo")
         n_steps = self._rng.randint(*N_STEPS)
         codec = self._rng.choice(CODECS)
-        terms = Terms(model, N_BLOCKS, 1, 200, kind[0], route=chain, codec=codec, quantize=kind[1], verify=0.999)
+        terms = SessionOptions(
+            model, N_BLOCKS, 1, 200, kind[0], route=chain, codec=codec, quantize=kind[1], verify=0.999
+        )
         session = await self._client.open_session(terms)
         try:
             n = self._rng.randint(5, 60)

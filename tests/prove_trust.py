@@ -27,7 +27,7 @@ import swarmd
 from swarmd.client.sessions import audit
 from swarmd.errors import SwarmError
 from swarmd.plan.chains.routing import Hop
-from swarmd.plan.trust.audits import Record
+from swarmd.plan.trust.audits import AuditRecord
 from swarmd.plan.trust.standing import Fault
 from swarmd.values import Span
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
@@ -181,15 +181,15 @@ def prove(swarm: LocalSwarm, holders: list[Volunteer], liar: Volunteer, lie: str
         return Outcome(lie, probes, is_found, n_sessions, n_tokens, n_wrong, accused, believe, share, others[-1][:120])
 
 
-class RightBefore(dict[str, Record]):
+class RightBefore(dict[str, AuditRecord]):
     """Records of servers that were right a thousand times before anything was noted here."""
 
-    KNOWN = Record(1_000, 1_000, 0)
+    KNOWN = AuditRecord(1_000, 1_000, 0)
 
-    def get(self, key: str, default: Any = None) -> Record:
+    def get(self, key: str, default: Any = None) -> AuditRecord:
         return super().get(key, self.KNOWN)
 
-    def pop(self, key: str, default: Any = None) -> Record:
+    def pop(self, key: str, default: Any = None) -> AuditRecord:
         return super().pop(key, self.KNOWN)
 
 

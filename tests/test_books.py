@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from swarmd.books import DAY_S, Books, Kind
+from swarmd.books import DAY_S, UsageKind, UsageLedger
 from swarmd.errors import IntegrityError
 from swarmd.protocol.accounts import usage_receipt as bills
-from swarmd.protocol.accounts.usage_receipt import Bill, Signed
+from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.membership.identity import Identity
 
 ME, ANNE, BERT = (Identity(bytes([n]) * 32) for n in (1, 2, 3))
@@ -21,25 +21,25 @@ OWN, ANNES, BERTS = b"own voucher", b"anne's voucher", b"bert's voucher"
 
 def signed(
     giver: Identity, taker: Identity, n_tokens: int, session: int = 0, at: int = DAY_S, **other: object
-) -> Signed:
-    made = Bill(giver.peer_id, taker.peer_id, bytes([session]) * 16, "m", 0, 4, n_tokens, at)
+) -> SignedUsageReceipt:
+    made = UsageReceipt(giver.peer_id, taker.peer_id, bytes([session]) * 16, "m", 0, 4, n_tokens, at)
     body, given = bills.offer(msgspec.structs.replace(made, **other), giver)
-    return Signed(body, given, bills.accept(body, taker))
+    return SignedUsageReceipt(body, given, bills.accept(body, taker))
 
 
 @pytest.fixture
-def books(tmp_path: Path) -> Books:
-    return Books(tmp_path / "books.db")
+def books(tmp_path: Path) -> UsageLedger:
+    return UsageLedger(tmp_path / "books.db")
 
 
-def add(books: Books, *entries: tuple[Signed, bytes]) -> list[tuple[bytes, int, int]]:
+def add(books: UsageLedger, *entries: tuple[SignedUsageReceipt, bytes]) -> list[tuple[bytes, int, int]]:
     for bill, voucher in entries:
         books.add_untrusted(bill, voucher)
     books.save()
     return [(s.voucher, s.gave, s.took) for s in books.sums(ME.peer_id, OWN)]
 
 
-def test_what_was_given_and_taken_is_summed_by_voucher(books: Books) -> None:
+def test_what_was_given_and_taken_is_summed_by_voucher(books: UsageLedger) -> None:
     assert add(
         books,
         (signed(ME, ANNE, 10), ANNES),
@@ -52,36 +52,40 @@ def test_what_was_given_and_taken_is_summed_by_voucher(books: Books) -> None:
     assert books.sums(ME.peer_id, OWN, since=DAY_S + 1) == []
 
 
-def test_what_a_machine_counts_by_itself_adds_up_and_stands_apart(books: Books) -> None:
+def test_what_a_machine_counts_by_itself_adds_up_and_stands_apart(books: UsageLedger) -> None:
     assert set(books.counted().values()) <= {0}
-    books.count(Kind.MICRO_BATCHES, 3)
-    books.count(Kind.WEIGHTS_GIVEN, 2**40)
+    books.count(UsageKind.MICRO_BATCHES, 3)
+    books.count(UsageKind.WEIGHTS_GIVEN, 2**40)
     books.save()
-    books.count(Kind.MICRO_BATCHES, 4)
+    books.count(UsageKind.MICRO_BATCHES, 4)
     books.save()
     counted = books.counted(int(time.time()))
-    assert (counted[Kind.MICRO_BATCHES], counted[Kind.WEIGHTS_GIVEN], counted[Kind.SAMPLES]) == (7, 2**40, 0)
+    assert (counted[UsageKind.MICRO_BATCHES], counted[UsageKind.WEIGHTS_GIVEN], counted[UsageKind.SAMPLES]) == (
+        7,
+        2**40,
+        0,
+    )
     assert set(books.counted(int(time.time()) + DAY_S).values()) == {0}
     assert books.sums(ME.peer_id, OWN) == []
 
 
-def test_what_cannot_be_written_is_counted_later(books: Books, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_counted_later(books: UsageLedger, tmp_path: Path) -> None:
     (tmp_path / "books.db").mkdir()
-    books.count(Kind.SAMPLES, 5)
+    books.count(UsageKind.SAMPLES, 5)
     books.save()
     (tmp_path / "books.db").rmdir()
-    books.count(Kind.SAMPLES, 6)
+    books.count(UsageKind.SAMPLES, 6)
     books.save()
-    assert books.counted()[Kind.SAMPLES] == 11
+    assert books.counted()[UsageKind.SAMPLES] == 11
 
 
-def test_bills_of_long_ago_are_forgotten(books: Books) -> None:
+def test_bills_of_long_ago_are_forgotten(books: UsageLedger) -> None:
     add(books, (signed(ME, ANNE, 10), ANNES), (signed(ME, ANNE, 5, session=1, at=9 * DAY_S), ANNES))
     books.prune(9 * DAY_S)
     assert [(s.gave, s.n_sessions) for s in books.sums(ME.peer_id, OWN)] == [(20, 1)]
 
 
-def test_what_was_computed_is_counted_by_voucher_and_forgotten_with_the_bills(books: Books) -> None:
+def test_what_was_computed_is_counted_by_voucher_and_forgotten_with_the_bills(books: UsageLedger) -> None:
     for n in (3, 4):
         books.serve(b"a", n)
         books.save()
@@ -94,7 +98,7 @@ def test_what_was_computed_is_counted_by_voucher_and_forgotten_with_the_bills(bo
     assert not books.served()
 
 
-def test_a_bill_that_grows_counts_once_and_an_older_one_changes_nothing(books: Books) -> None:
+def test_a_bill_that_grows_counts_once_and_an_older_one_changes_nothing(books: UsageLedger) -> None:
     early, late = signed(ME, ANNE, 10), signed(ME, ANNE, 25)
     for entries in ([early], [late], [early], [late, early, late]):
         found = add(books, *((bill, ANNES) for bill in entries))
@@ -103,7 +107,7 @@ def test_a_bill_that_grows_counts_once_and_an_older_one_changes_nothing(books: B
 
 
 def test_what_is_withheld_by_one_side_is_in_the_others_books(tmp_path: Path) -> None:
-    bill, mine, annes = signed(ME, ANNE, 10), Books(tmp_path / "mine"), Books(tmp_path / "annes")
+    bill, mine, annes = signed(ME, ANNE, 10), UsageLedger(tmp_path / "mine"), UsageLedger(tmp_path / "annes")
     add(mine, (bill, ANNES))
     annes.add_untrusted(bill, OWN)
     annes.save()
@@ -111,19 +115,19 @@ def test_what_is_withheld_by_one_side_is_in_the_others_books(tmp_path: Path) -> 
     assert [(s.gave, s.took) for s in mine.sums(ME.peer_id, OWN)] == [(40, 0)]
 
 
-def test_between_guests_of_one_voucher_nothing_counts(books: Books) -> None:
+def test_between_guests_of_one_voucher_nothing_counts(books: UsageLedger) -> None:
     assert add(books, (signed(ME, ANNE, 10**9), OWN), (signed(BERT, ME, 1), BERTS)) == [(BERTS, 0, 4)]
 
 
-def test_forged_bills_do_not_get_in(books: Books) -> None:
+def test_forged_bills_do_not_get_in(books: UsageLedger) -> None:
     true = signed(ME, ANNE, 10)
     more = msgspec.msgpack.encode(msgspec.structs.replace(bills.read_untrusted(true), n_tokens=10**6))
     wrong = [
-        Signed(more, true.given, true.taken),
-        Signed(more, bills.given_by(ME, more), true.taken),
-        Signed(true.body, true.taken, true.given),
-        Signed(true.body, true.given, bills.accept(true.body, BERT)),
-        Signed(true.body[:-1], true.given, true.taken),
+        SignedUsageReceipt(more, true.given, true.taken),
+        SignedUsageReceipt(more, bills.given_by(ME, more), true.taken),
+        SignedUsageReceipt(true.body, true.taken, true.given),
+        SignedUsageReceipt(true.body, true.given, bills.accept(true.body, BERT)),
+        SignedUsageReceipt(true.body[:-1], true.given, true.taken),
         signed(ME, ANNE, 10, end=0),
     ]
     for bill in wrong:
@@ -132,15 +136,15 @@ def test_forged_bills_do_not_get_in(books: Books) -> None:
     assert add(books) == []
 
 
-def test_a_bill_of_one_session_is_none_of_another(books: Books) -> None:
+def test_a_bill_of_one_session_is_none_of_another(books: UsageLedger) -> None:
     """A replay under another session's name would need both signatures again."""
     true = signed(ME, ANNE, 10)
     other = msgspec.msgpack.encode(msgspec.structs.replace(bills.read_untrusted(true), session=bytes([9]) * 16))
     with pytest.raises(IntegrityError):
-        books.add_untrusted(Signed(other, true.given, true.taken), ANNES)
+        books.add_untrusted(SignedUsageReceipt(other, true.given, true.taken), ANNES)
 
 
-def test_books_that_were_changed_are_found_out(books: Books, tmp_path: Path) -> None:
+def test_books_that_were_changed_are_found_out(books: UsageLedger, tmp_path: Path) -> None:
     add(books, (signed(ME, ANNE, 10), ANNES))
     database = sqlite3.connect(tmp_path / "books.db")
     with database:
@@ -152,7 +156,7 @@ def test_books_that_were_changed_are_found_out(books: Books, tmp_path: Path) -> 
 
 def test_damaged_books_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "books.db").write_bytes(b"x" * 5_000)
-    books = Books(tmp_path / "books.db")
+    books = UsageLedger(tmp_path / "books.db")
     with pytest.raises(IntegrityError, match="move it away"):
         books.sums(ME.peer_id, OWN)
     books.add_untrusted(signed(ME, ANNE, 1), ANNES)

@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 import torch
 import trio
 
-from swarmd.client.links.client_parameters import OwnParameters
-from swarmd.client.links.link import Given, Statistics, Terms
-from swarmd.client.model.decoding import Ahead
+from swarmd.client.links.client_parameters import TunedParameters
+from swarmd.client.links.link import ServedLogits, SessionOptions, Statistics
+from swarmd.client.model.decoding import ModelSpeculation
 from swarmd.client.model.draft import DraftModel
 from swarmd.client.model.remote_model import remote_model
-from swarmd.client.model.swarm_head import Checks, head_called
+from swarmd.client.model.swarm_head import HeadChecks, head_called
 from swarmd.client.sessions.session import ChainSession
-from swarmd.client.swarm import AsyncSwarm, Membership, joined
+from swarmd.client.swarm import AsyncSwarm, ClientMembership, joined
 from swarmd.client.tuning.lane import Lane, MicroBatch
 from swarmd.client.tuning.pipeline import Pipeline, PipelineStatistics
-from swarmd.client.tuning.ticket import Ticket
+from swarmd.client.tuning.ticket import ForwardTicket
 from swarmd.config import DTYPES, FORMATS, HEADS
 from swarmd.errors import ConfigError, Unreachable, first_error
 from swarmd.plan.chains.routing import Hop
@@ -39,7 +39,7 @@ T = TypeVar("T")
 class BlockingSession:
     """A chain session for threads: a step is a queue there and back, not a portal call (facts: hotpath)."""
 
-    def __init__(self, thread: TrioThread, swarm: AsyncSwarm, terms: Terms) -> None:
+    def __init__(self, thread: TrioThread, swarm: AsyncSwarm, terms: SessionOptions) -> None:
         self.chain_session: ChainSession = thread.call(swarm.open_session, terms)
         self._thread = thread
         self._swarm = swarm
@@ -77,11 +77,11 @@ class BlockingSession:
         return answer  # type: ignore[no-any-return]
 
     @property
-    def given(self) -> Given | None:
+    def given(self) -> ServedLogits | None:
         """See ChainSession."""
         return self.chain_session.given
 
-    def refute(self, given: Given, reason: str) -> None:
+    def refute(self, given: ServedLogits, reason: str) -> None:
         """See ChainSession."""
         self._thread.call(self.chain_session.refute, given, reason)
 
@@ -143,12 +143,12 @@ class BlockingLanes:
         """The lanes that are open now."""
         return self._pipeline.lanes
 
-    def forward(self, batches: Sequence[MicroBatch]) -> list[Ticket]:
+    def forward(self, batches: Sequence[MicroBatch]) -> list[ForwardTicket]:
         """See Pipeline.forward. Blocks the calling thread."""
         return self._thread.call(self._pipeline.forward, batches)
 
     def backward(
-        self, tickets: Sequence[Ticket], gradients: Sequence[torch.Tensor]
+        self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """See Pipeline.backward. Blocks the calling thread."""
         return self._thread.call(self._pipeline.backward, tickets, gradients)
@@ -219,7 +219,7 @@ class Swarm:
     ...     ids = model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=20)
     """
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: ClientMembership) -> None:
         self._thread = TrioThread()
         self._swarm: AsyncSwarm = self._thread.start(lambda: joined(membership))
 
@@ -274,19 +274,21 @@ class Swarm:
         lora, readers = self._swarm.adapter(adapter, model), frozenset(map(self.view().peer_ending, only))
         how = head_called(head, self._swarm.weights_folder, verify)
 
-        def terms(batch: int, max_tokens: int, own: OwnParameters | None = None) -> Terms:
+        def terms(batch: int, max_tokens: int, own: TunedParameters | None = None) -> SessionOptions:
             grade = "exact" if exact else "replayed"
             kind = self._swarm.quantize(model, n_blocks) if quantize == "auto" else quantize
             what = (model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind, own)
-            return Terms(*what, only=readers, verify=verify, head=isinstance(how, Checks))
+            return SessionOptions(*what, only=readers, verify=verify, head=isinstance(how, HeadChecks))
 
-        def open_session(batch: int, max_tokens: int, own: OwnParameters | None) -> BlockingSession:
+        def open_session(batch: int, max_tokens: int, own: TunedParameters | None) -> BlockingSession:
             if own is not None and lora:
                 raise ConfigError("an adapter of the catalog and one of your own cannot be used together")
             return BlockingSession(self._thread, self._swarm, terms(batch, max_tokens, own))
 
         lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
-        ahead = Ahead(lookup and not exact, self._draft(draft, name, getattr(torch, dtype), exact) if draft else None)
+        ahead = ModelSpeculation(
+            lookup and not exact, self._draft(draft, name, getattr(torch, dtype), exact) if draft else None
+        )
         return remote_model(folder, open_session, lanes, getattr(torch, dtype), ahead, how)
 
     def _ready(self, name: str) -> tuple[tuple[ModelId, int], Path]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from swarmd.client.swarm import Membership
+from swarmd.client.swarm import ClientMembership
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.home import CLIENT_LIFETIME_S, Home, by_peer
 from swarmd.net.local import ask
@@ -17,7 +17,7 @@ from swarmd.protocol.membership.identity import Identity
 from swarmd.values import PeerId
 
 
-def membership(invite: str | None, home: str | Path | None) -> Membership:
+def membership(invite: str | None, home: str | Path | None) -> ClientMembership:
     """Make a throw-away identity and its certificate. Raises SwarmError."""
     if invite is not None and home is not None:
         raise ConfigError("connect with an invite or with a home, not with both")
@@ -26,7 +26,7 @@ def membership(invite: str | None, home: str | Path | None) -> Membership:
     if invite is not None:
         ticket = invites.decode_untrusted(invite, time.time())
         certificate = ticket.admit(identity.public_key, "client", int(time.time()) + CLIENT_LIFETIME_S)
-        return Membership(
+        return ClientMembership(
             ticket.swarm, identity, certificate, by_peer(ticket.addresses), state.folders(), state.weights
         )
     swarm = state.swarm()
@@ -34,7 +34,7 @@ def membership(invite: str | None, home: str | Path | None) -> Membership:
     near = _members_near(state)
     kept = (state.folders(), state.weights, state.checks_file, state.books_file)
     known = msgspec.structs.replace(swarm.keys, charters=state.charters())
-    return Membership(known, identity, certificate, near, *kept)
+    return ClientMembership(known, identity, certificate, near, *kept)
 
 
 def _members_near(state: Home) -> dict[PeerId, tuple[str, ...]]:

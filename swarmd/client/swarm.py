@@ -18,12 +18,12 @@ from typing import Protocol, TypeVar
 
 import trio
 
-from swarmd.books import Books
+from swarmd.books import UsageLedger
 from swarmd.client.links.checks import Checks
-from swarmd.client.links.link import Listeners, Terms
+from swarmd.client.links.link import Listeners, SessionOptions
 from swarmd.client.sessions.audit import Auditor
 from swarmd.client.sessions.session import ChainSession
-from swarmd.client.sessions.verify import Second
+from swarmd.client.sessions.verify import VerifyingChain
 from swarmd.client.tuning.lane import Lane
 from swarmd.client.tuning.pipeline import Pipeline
 from swarmd.errors import (
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class ClientMembership:
     """What a client needs to enter: the swarm's keys, its own identity and certificate, and where members are.
 
     ``folders`` are checkpoints on this machine, ``weights`` is where those that come from the swarm are kept, and
@@ -94,7 +94,7 @@ class RunGuest(Protocol):
 class AsyncSwarm:
     """A swarm inside a trio program. Made by ``joined``."""
 
-    def __init__(self, membership: Membership, network: Network, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, membership: ClientMembership, network: Network, wall_clock: Callable[[], float]) -> None:
         self.wall_clock = wall_clock
         self.exchange = Exchange(membership.keys, wall_clock)
         self.rpc = Rpc(network, self, Standing(wall_clock), self.exchange.principal)
@@ -104,7 +104,7 @@ class AsyncSwarm:
         )
         self._membership = membership
         self.identity = membership.identity
-        self.books = Books(membership.books)
+        self.books = UsageLedger(membership.books)
         self._network = network
         self._listeners: Listeners = {}
         self._trips_s: dict[PeerId, float] = {}
@@ -144,14 +144,14 @@ class AsyncSwarm:
         """How this client is connected with a member: direct, reversed, punched or relayed; None when it is not."""
         return self._network.way_to(peer)
 
-    async def open_session(self, terms: Terms, is_audited: bool = True) -> ChainSession:
+    async def open_session(self, terms: SessionOptions, is_audited: bool = True) -> ChainSession:
         """Open a session over the cheapest chain; others check it now and then. Raises SwarmError."""
         session = ChainSession(self, terms, self.budget)
         if is_audited and self.audits:
             auditor = Auditor(self, self, session)
             session.auditor, session.hops.on_lost = auditor, auditor.on_lost
         if terms.verify == 1:
-            session.second = Second(session, partial(self.open_session, is_audited=False), self.start_soon)
+            session.second = VerifyingChain(session, partial(self.open_session, is_audited=False), self.start_soon)
         self._listeners[session.key] = session
         try:
             await session.open()
@@ -162,7 +162,7 @@ class AsyncSwarm:
             raise
         return session
 
-    def pipeline(self, terms: Terms) -> Pipeline:
+    def pipeline(self, terms: SessionOptions) -> Pipeline:
         """Lanes for fine-tuning through a model's blocks."""
         return Pipeline(self, self._listeners, terms, self if self.audits else None)
 
@@ -335,7 +335,7 @@ class AsyncSwarm:
 
 
 @asynccontextmanager
-async def joined(membership: Membership) -> AsyncIterator[AsyncSwarm]:
+async def joined(membership: ClientMembership) -> AsyncIterator[AsyncSwarm]:
     """Join over libp2p; leaves on the way out. Raises SwarmError."""
     libp2p = Libp2pNetwork(membership.identity, membership.keys.psk, certificate=membership.certificate)
     network = DirectNetwork(libp2p)

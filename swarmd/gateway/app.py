@@ -15,12 +15,12 @@ from starlette.routing import Route
 from swarmd.gateway.apis import anthropic, openai, refusals, responses, schema
 from swarmd.gateway.apis.openapi import openapi
 from swarmd.gateway.apis.refusals import ApiError
-from swarmd.gateway.apis.streams import Emit, Stream, Whole, json_response, refused, while_there
-from swarmd.gateway.apis.talk import Asked, Talk, prepare, prompt_of
+from swarmd.gateway.apis.streams import Emit, EventStream, WholeAnswer, json_response, refused, while_there
+from swarmd.gateway.apis.talk import GenerationRequest, PreparedRequest, prepare, prompt_of
 from swarmd.gateway.generation.metrics import Metrics
 from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.guard import Guard, body_of
-from swarmd.gateway.models import Listed, Models
+from swarmd.gateway.models import ListedModel, ServedModels
 from swarmd.gateway.page import Page
 
 logger = logging.getLogger(__name__)
@@ -30,20 +30,20 @@ COUNT = "/v1/messages/count_tokens"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
-class Form(NamedTuple):
+class ApiForm(NamedTuple):
     """One API: how its requests are read, what they ask of the model, and how answers and errors are written."""
 
     request: type[Any]
-    asked: Callable[[Any, str], Sequence[Asked]]
-    whole: Callable[[Sequence[Talk], Any], Awaitable[dict[str, Any]]]
-    stream: Callable[[Sequence[Talk], Any, Emit], Awaitable[None]]
+    asked: Callable[[Any, str], Sequence[GenerationRequest]]
+    whole: Callable[[Sequence[PreparedRequest], Any], Awaitable[dict[str, Any]]]
+    stream: Callable[[Sequence[PreparedRequest], Any, Emit], Awaitable[None]]
     fail: Callable[[Emit, ApiError], Awaitable[None]] = openai.fail
     refused: Callable[[ApiError], Response] = refused
 
 
-def _single(request: type[Any], asked: Any, whole: Any, stream: Any, *errors: Any) -> Form:
+def _single(request: type[Any], asked: Any, whole: Any, stream: Any, *errors: Any) -> ApiForm:
     """An API of one prompt a request."""
-    return Form(
+    return ApiForm(
         request,
         lambda wanted, key: [asked(wanted, key)],
         lambda talks, wanted: whole(talks[0], wanted),
@@ -54,7 +54,7 @@ def _single(request: type[Any], asked: Any, whole: Any, stream: Any, *errors: An
 
 FORMS = {
     "/v1/chat/completions": _single(schema.ChatRequest, openai.of_chat, openai.chat, openai.stream_chat),
-    "/v1/completions": Form(
+    "/v1/completions": ApiForm(
         schema.CompletionRequest, openai.of_completion, openai.completion, openai.stream_completion
     ),
     "/v1/responses": _single(
@@ -74,7 +74,7 @@ FORMS = {
 class Gateway:
     """What the routes need, and what they do."""
 
-    def __init__(self, models: Models, guard: Guard, turns: Turns, origins: tuple[str, ...], page: Page) -> None:
+    def __init__(self, models: ServedModels, guard: Guard, turns: Turns, origins: tuple[str, ...], page: Page) -> None:
         self.models = models
         self.page = page
         self.guard = guard
@@ -156,17 +156,17 @@ class Gateway:
 
     # --- answers -----------------------------------------------------------------------------------------------
 
-    async def _answer(self, request: Request, key: str, form: Form) -> Response:
+    async def _answer(self, request: Request, key: str, form: ApiForm) -> Response:
         wanted = schema.read(await body_of(request), form.request)
         talks = await self._talks(request, form.asked(wanted, key))
         if wanted.stream:
-            return Stream(lambda emit: form.stream(talks, wanted, emit), form.fail)
-        return Whole(lambda: form.whole(talks, wanted), form.refused)
+            return EventStream(lambda emit: form.stream(talks, wanted, emit), form.fail)
+        return WholeAnswer(lambda: form.whole(talks, wanted), form.refused)
 
-    async def _talks(self, request: Request, asked: Sequence[Asked]) -> list[Talk]:
+    async def _talks(self, request: Request, asked: Sequence[GenerationRequest]) -> list[PreparedRequest]:
         """Make ready what one request asks for, as long as whoever sent it is there. Raises ApiError."""
         engine = await self.models.engine(asked[0].model)  # a model that is being loaded is there for the next one, too
-        talks: list[Talk] = []
+        talks: list[PreparedRequest] = []
 
         async def make_ready() -> None:
             for one in asked:
@@ -211,7 +211,7 @@ def allow_origin(response: Response, origin: str) -> None:
     response.headers["vary"] = "origin"
 
 
-def _entry(listed: Listed) -> dict[str, object]:
+def _entry(listed: ListedModel) -> dict[str, object]:
     about = {"id": listed.name, "object": "model", "created": 0, "owned_by": "swarmd"}
     missing = [[span.start, span.end] for span in listed.missing]
     limit = {} if listed.max_tokens is None else {"max_model_len": listed.max_tokens}

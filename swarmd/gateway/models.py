@@ -10,16 +10,16 @@ import torch
 import trio
 from tokenizers import Tokenizer
 
-from swarmd.client.links.link import Terms
-from swarmd.client.model.swarm_head import Checks, head_called
+from swarmd.client.links.link import SessionOptions
+from swarmd.client.model.swarm_head import HeadChecks, head_called
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.text.prompts import Prompts, has_template
 from swarmd.client.text.tokenizer_trial import try_out
 from swarmd.compute.model.ends import Ends
 from swarmd.errors import ConfigError, NoRoute, SwarmError
 from swarmd.gateway.apis import refusals
-from swarmd.gateway.generation.engine import Engine
-from swarmd.gateway.generation.head import Head
+from swarmd.gateway.generation.engine import GenerationEngine
+from swarmd.gateway.generation.head import HeadThread
 from swarmd.gateway.generation.turns import Turns
 from swarmd.values import ModelId, Span
 
@@ -27,7 +27,7 @@ LOADED_WITHIN_S = 600.0  # the client's part of a model, from members on a home'
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedModel:
     """A model that the swarm's catalog names; ``missing`` is what nobody serves now.
 
     ``chats``: whether it has a chat template; None as long as nothing of it is on this machine.
@@ -41,7 +41,7 @@ class Listed:
     chats: bool | None = None
 
 
-class Models:
+class ServedModels:
     """Finds and loads; engines run in the nursery that is given. ``head``: see GatewayConfig."""
 
     def __init__(self, swarm: AsyncSwarm, turns: Turns, nursery: trio.Nursery, head: str) -> None:
@@ -49,15 +49,15 @@ class Models:
         self._turns = turns
         self._nursery = nursery
         self._head = head
-        self._engines: dict[tuple[ModelId, str], Engine] = {}
+        self._engines: dict[tuple[ModelId, str], GenerationEngine] = {}
         self._loading: dict[ModelId, trio.Lock] = {}
         self._chats: dict[ModelId, bool] = {}
 
-    def listed(self) -> list[Listed]:
+    def listed(self) -> list[ListedModel]:
         view = self._swarm.view()
         limits = {model: engine.ends.max_tokens for (model, _), engine in self._engines.items()}
         return [
-            Listed(name, model, n, tuple(view.missing(model, n)), limits.get(model), self.chats(model))
+            ListedModel(name, model, n, tuple(view.missing(model, n)), limits.get(model), self.chats(model))
             for name, (model, n) in ((name, (ModelId(m), n)) for name, (m, n) in sorted(view.catalog.models.items()))
         ]
 
@@ -70,7 +70,7 @@ class Models:
             self._chats[model] = has_template(folder)
         return self._chats.get(model)
 
-    def engines(self) -> dict[str, Engine]:
+    def engines(self) -> dict[str, GenerationEngine]:
         """Those that are loaded, by name."""
         names = {listed.model: listed.name for listed in self.listed()}
         return {names.get(model, model): engine for (model, _), engine in self._engines.items()}
@@ -82,7 +82,7 @@ class Models:
             with suppress(refusals.ApiError):  # whoever asks for it is told
                 await self.engine(served[0])
 
-    async def engine(self, name: str) -> Engine:
+    async def engine(self, name: str) -> GenerationEngine:
         """The engine of a model, loaded if need be. Raises ApiError: unknown, or blocks are missing now."""
         try:
             model, n_blocks = await self._swarm.resolve(name)
@@ -102,7 +102,7 @@ class Models:
                     raise refusals.of(error) from error
         return self._engines[model, dtype]
 
-    async def _load(self, model: ModelId, n_blocks: int, dtype: str) -> Engine:
+    async def _load(self, model: ModelId, n_blocks: int, dtype: str) -> GenerationEngine:
         folder = await self._swarm.folder(model, n_blocks)
 
         by = head_called(self._head, self._swarm.weights_folder)
@@ -117,8 +117,10 @@ class Models:
         if not (folder / "tokenizer.json").is_file():
             raise ConfigError("this model has no tokenizer.json: it cannot be asked by text")
         ends, tokenizer = await trio.to_thread.run_sync(load)
-        head = Head(ends, by if isinstance(by, Checks) else None)  # of this model: another's answers say nothing of it
-        terms = Terms(model, n_blocks, 1, 1, dtype, head=head.checks is not None)
-        engine = Engine(self._swarm, terms, head, tokenizer, Prompts(folder), self._turns)
+        head = HeadThread(
+            ends, by if isinstance(by, HeadChecks) else None
+        )  # of this model: another's answers say nothing of it
+        terms = SessionOptions(model, n_blocks, 1, 1, dtype, head=head.checks is not None)
+        engine = GenerationEngine(self._swarm, terms, head, tokenizer, Prompts(folder), self._turns)
         await self._nursery.start(engine.run)
         return engine

@@ -17,8 +17,8 @@ from swarmd.errors import SwarmError
 from swarmd.gateway import news
 from swarmd.gateway.apis import openai
 from swarmd.gateway.apis.refusals import ApiError
-from swarmd.gateway.apis.streams import Emit, Stream, json_response
-from swarmd.gateway.models import Models
+from swarmd.gateway.apis.streams import Emit, EventStream, json_response
+from swarmd.gateway.models import ServedModels
 from swarmd.gateway.news import Machine
 
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -37,7 +37,7 @@ Guarded = Callable[[Request], Awaitable[Response]]
 class Page:
     """What the page needs of the swarm and of this machine."""
 
-    def __init__(self, swarm: AsyncSwarm, models: Models, machine: Machine) -> None:
+    def __init__(self, swarm: AsyncSwarm, models: ServedModels, machine: Machine) -> None:
         self._swarm = swarm
         self._models = models
         self._machine = machine
@@ -59,7 +59,7 @@ class Page:
 
             await news.tell(self._swarm_now, self._machine, say)
 
-        return Stream(produce, openai.fail)
+        return EventStream(produce, openai.fail)
 
     async def act(self, request: Request, key: str) -> Response:
         """Have the daemon do something; only whoever brought the token gets here."""

@@ -24,7 +24,7 @@ from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.guard import Guard
 from swarmd.gateway.keys import Keys
 from swarmd.gateway.listening import bound, is_loopback, url_of
-from swarmd.gateway.models import Models
+from swarmd.gateway.models import ServedModels
 from swarmd.gateway.news import Machine
 from swarmd.gateway.page import Page
 from swarmd.home import CLIENT_LIFETIME_S
@@ -53,7 +53,7 @@ async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], No
     async with joined(membership(None, folder)) as swarm, trio.open_nursery() as nursery:
         machine = Machine(folder)
         nursery.start_soon(machine.run)
-        models = Models(swarm, turns, nursery, settings.head)
+        models = ServedModels(swarm, turns, nursery, settings.head)
         nursery.start_soon(models.prepare)
         gateway = Gateway(models, guard, turns, origins, Page(swarm, models, machine))
         await nursery.start(_cancel_on_signal, nursery.cancel_scope)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from swarmd.plan.links.reachability import Answer
+from swarmd.plan.links.reachability import ReachabilityReport
 from swarmd.values import PeerId
 
 Way = Literal["direct", "relayed", "reversed", "punched"]
@@ -95,10 +95,10 @@ MayRelay = Callable[[PeerId, tuple[bytes, ...]], Relayed | None]
 """Judges who asks, with which certificate; None: nobody that is relayed for."""
 
 
-class Ways(Protocol):
+class NatTraversal(Protocol):
     """What a peer behind a router needs to be reached, and what it can do for others. All raise PeerError."""
 
-    async def ask_dial_back(self, peer: PeerId, version: int) -> Answer:
+    async def ask_dial_back(self, peer: PeerId, version: int) -> ReachabilityReport:
         """Have a member try to connect to this peer over one version of IP, 4 or 6."""
 
     async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:

@@ -48,7 +48,7 @@ HANDSHAKE_BYTES = 3_000  # of TLS, both ways
 DIRECT: tuple[Purpose, ...] = ("interactive", "training", "averaging")  # by the byte that follows a token
 
 
-class Ticket(msgspec.Struct, frozen=True, array_like=True):
+class DialTicket(msgspec.Struct, frozen=True, array_like=True):
     """What a peer gives to one that may dial it: where, whom to trust, and the token to begin with."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
@@ -56,7 +56,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
-class Inner(Network, Protocol):
+class InnerNetwork(Network, Protocol):
     """A network that also tells where a connected peer is, and carries tickets."""
 
     def remote_host(self, peer: PeerId) -> str | None:
@@ -73,7 +73,7 @@ class DirectNetwork:
     """``inner`` with direct channels for the purposes in DIRECT. ``hosts``: where to listen; empty: only dial."""
 
     def __init__(
-        self, inner: Inner, hosts: tuple[str, ...] = (), port: int = 0, traffic: Traffic | None = None
+        self, inner: InnerNetwork, hosts: tuple[str, ...] = (), port: int = 0, traffic: Traffic | None = None
     ) -> None:
         self.peer_id = inner.peer_id
         self._inner = inner
@@ -178,7 +178,7 @@ class DirectNetwork:
                 raise Unreachable(text) from None
             raise
 
-    async def _ask_ticket(self, peer: PeerId) -> tuple[Ticket, float]:
+    async def _ask_ticket(self, peer: PeerId) -> tuple[DialTicket, float]:
         """A ticket, and how many seconds it took to come."""
         stream = await self._inner.open_stream(peer, "ticket")
         raw, begun = bytearray(), trio.current_time()
@@ -191,7 +191,7 @@ class DirectNetwork:
         finally:
             with trio.CancelScope(shield=True):
                 await stream.reset()
-        return decode(bytes(raw), Ticket, "a ticket"), trio.current_time() - begun
+        return decode(bytes(raw), DialTicket, "a ticket"), trio.current_time() - begun
 
     # --- listening --------------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class DirectNetwork:
         if of_peer < MAX_TOKENS_PER_PEER and len(self._tokens) < MAX_TOKENS:
             token = os.urandom(TOKEN_BYTES)
             self._tokens[token] = _Token(stream.peer, now + TOKEN_LIFETIME_S)
-            await stream.send(msgspec.msgpack.encode(Ticket(self._port, self._certificate, token)))
+            await stream.send(msgspec.msgpack.encode(DialTicket(self._port, self._certificate, token)))
         await stream.aclose()
 
     async def _accept(self, connection: trio.SocketStream, context: ssl.SSLContext) -> None:

@@ -18,7 +18,7 @@ from swarmd.errors import Code, Forged, IntegrityError, PeerError, Refused, Remo
 from swarmd.net.interfaces import networks
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.chains.view import MAX_RECORDS, RecordBook, SwarmView, short_name
-from swarmd.plan.trust.doors import Doors, Pass
+from swarmd.plan.trust.doors import Admission, AdmissionPass
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Count, Text
 from swarmd.protocol.membership import records
@@ -59,7 +59,7 @@ class Exchange:
         self._merging = trio.Lock()
         self._taken_at: dict[str, float] = {}
         self._told_charters: dict[PeerId, int] = {}
-        self.doors = Doors(founders_untrusted(keys.founder_key, keys.charters))
+        self.doors = Admission(founders_untrusted(keys.founder_key, keys.charters))
 
     def view(self) -> SwarmView:
         """The current picture; made anew only after something changed."""
@@ -90,13 +90,13 @@ class Exchange:
             text = f"the invite of this member is for: {', '.join(may) or 'nothing'}; not to {right}"
             raise Refused(Code.NOT_ALLOWED, text)
 
-    def pass_of(self, certificate: tuple[bytes, ...]) -> Pass:
+    def pass_of(self, certificate: tuple[bytes, ...]) -> AdmissionPass:
         """What a verified certificate is worth, one's own too; until it counts, what it says itself."""
         key = read_links_untrusted(certificate)[-1].key if certificate else self.keys.founder_key
         membership = follow_untrusted(certificate, self.doors.founders.ever, peer_id_of(key))
-        return self._worth(membership) or Pass(membership.expires_at)
+        return self._worth(membership) or AdmissionPass(membership.expires_at)
 
-    def _worth(self, membership: Membership) -> Pass | None:
+    def _worth(self, membership: Membership) -> AdmissionPass | None:
         try:
             return self.doors.require(membership, self._wall_clock())
         except Refused:

@@ -31,7 +31,7 @@ NOT_SUPPORTED = 505  # "HTTP Version Not Supported"
 Connect = Callable[[trio.SocketStream], Awaitable[None]]
 
 
-class _Refused(Exception):
+class _RefusedRequest(Exception):
     """A request of another version of HTTP."""
 
 
@@ -41,13 +41,13 @@ class _HttpOne(H11Protocol):  # type: ignore[misc]  # hypercorn has no types
     async def handle(self, event: Event) -> None:
         try:
             await super().handle(event)
-        except _Refused:
+        except _RefusedRequest:
             await self._send_error_response(NOT_SUPPORTED)
             await self.send(Closed())
 
     async def _check_protocol(self, request: h11.Request) -> None:
         if request.http_version not in VERSIONS:
-            raise _Refused
+            raise _RefusedRequest
 
     async def _create_stream(self, request: h11.Request) -> None:
         headers = [(name, value) for name, value in request.headers if name.lower() != b"upgrade"]
@@ -57,7 +57,7 @@ class _HttpOne(H11Protocol):  # type: ignore[misc]  # hypercorn has no types
         await super()._create_stream(plain)
 
 
-class _Connection(TCPServer):  # type: ignore[misc]  # hypercorn has no types
+class _HttpConnection(TCPServer):  # type: ignore[misc]  # hypercorn has no types
     """hypercorn's connection over a plain socket, with HTTP/1.1 alone."""
 
     async def run(self) -> None:
@@ -99,7 +99,7 @@ async def serve_http(
     app, context = wrap_app(application, config.wsgi_max_body_size, "asgi"), WorkerContext(None)
 
     async def answer(stream: trio.SocketStream) -> None:
-        await _Connection(app, config, context, ConnectionState({}), stream)
+        await _HttpConnection(app, config, context, ConnectionState({}), stream)
 
     async def guarded(stream: trio.SocketStream) -> None:
         try:

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 from swarmd.errors import DaemonNotRunning, SwarmError
 
 
-class _Connection(http.client.HTTPConnection):
+class _UnixConnection(http.client.HTTPConnection):
     """HTTP over a Unix socket."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
@@ -33,7 +33,7 @@ def ask(
 
     Raises DaemonNotRunning when nobody answers there, and a SwarmError with the daemon's own exit code when it refuses.
     """
-    connection = _Connection(path, timeout_s)
+    connection = _UnixConnection(path, timeout_s)
     try:
         connection.request(method, f"/v1/{verb}?{urlencode(query or {})}")
         answer = connection.getresponse()

@@ -26,7 +26,7 @@ SponsorOf = Callable[[PeerId], bytes]
 """The key that answers for a peer."""
 
 
-class Answering(Protocol):
+class AnsweringChannel(Protocol):
     """What is needed of a channel."""
 
     peer: PeerId
@@ -39,7 +39,7 @@ class Outbound:
 
     def __init__(self, sponsor_of: SponsorOf) -> None:
         self._sponsor_of = sponsor_of
-        self._held: dict[Answering, int] = {}
+        self._held: dict[AnsweringChannel, int] = {}
         self._changed = trio.Event()
 
     @property
@@ -51,13 +51,13 @@ class Outbound:
         """What waits for all who have this sponsor."""
         return sum(n for channel, n in self._held.items() if self._sponsor_of(channel.peer) == sponsor)
 
-    async def may_answer(self, channel: Answering) -> None:
+    async def may_answer(self, channel: AnsweringChannel) -> None:
         """Return once those who have the same sponsor have read enough of what they asked for."""
         while self._held and self.n_bytes_of(self._sponsor_of(channel.peer)) > MAX_BYTES_OF_SPONSOR:
             await self._changed.wait()
 
     @asynccontextmanager
-    async def holding(self, channel: Answering, n_bytes: int) -> AsyncIterator[None]:
+    async def holding(self, channel: AnsweringChannel, n_bytes: int) -> AsyncIterator[None]:
         """Count an answer while it is made and sent."""
         if n_bytes <= SMALL_BYTES:
             yield
@@ -76,7 +76,7 @@ class Outbound:
         crowding = next(c for c in reversed(self._held) if self._sponsor_of(c.peer) == most)
         await crowding.close()
 
-    def _forget(self, channel: Answering, n_bytes: int) -> None:
+    def _forget(self, channel: AnsweringChannel, n_bytes: int) -> None:
         left = self._held.pop(channel) - n_bytes
         if left > 0:
             self._held[channel] = left

@@ -49,7 +49,7 @@ Spoken = Literal["PCP", "NAT-PMP"]
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class PortGrant:
     """A port of the router, and its address, that lead to a port of this machine."""
 
     host: str
@@ -61,7 +61,7 @@ class WrongVersionError(Exception):
     """The router knows NAT-PMP only."""
 
 
-async def map_port(port: int, nonce: bytes, lease_s: int) -> Granted:
+async def map_port(port: int, nonce: bytes, lease_s: int) -> PortGrant:
     """Have the router's ``port``, or another, forwarded to this machine's. ``lease_s`` 0 takes it back.
 
     The nonce (12 bytes) names who may change the mapping, after a restart too. Raises Unreachable.
@@ -76,7 +76,7 @@ async def map_port(port: int, nonce: bytes, lease_s: int) -> Granted:
             except WrongVersionError:
                 host = await _ask(asking, NAT_PMP_ADDRESS, nat_pmp_is_at)
                 outside = await _ask(asking, nat_pmp_map(port, lease_s), lambda data: nat_pmp_mapped(data, port))
-                return Granted(str(host), outside, "NAT-PMP")
+                return PortGrant(str(host), outside, "NAT-PMP")
         except OSError as error:
             raise Unreachable(f"the router speaks neither PCP nor NAT-PMP ({error.strerror})") from None
 
@@ -114,7 +114,7 @@ def pcp_map(nonce: bytes, own: IPv4Address, port: int, lease_s: int) -> bytes:
     return PCP_MAP.pack(PCP, MAP, lease_s, IPv6Address(f"::ffff:{own}").packed, nonce, TCP, port, port, any_host)
 
 
-def pcp_mapped(data: bytes, nonce: bytes, port: int) -> Granted:
+def pcp_mapped(data: bytes, nonce: bytes, port: int) -> PortGrant:
     """Raises RemoteProtocolError for what is no answer, Unreachable for a refusal, WrongVersionError."""
     if data[:1] == bytes((NAT_PMP,)):
         raise WrongVersionError
@@ -125,7 +125,7 @@ def pcp_mapped(data: bytes, nonce: bytes, port: int) -> Granted:
     address = IPv6Address(host).ipv4_mapped
     if address is None:
         raise RemoteProtocolError("an answer without an IPv4 address")
-    return Granted(str(address), outside, "PCP")
+    return PortGrant(str(address), outside, "PCP")
 
 
 def nat_pmp_map(port: int, lease_s: int) -> bytes:

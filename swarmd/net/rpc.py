@@ -51,7 +51,7 @@ MAX_PEERS_OF_SPONSOR = 100  # at once: a member with its clients, or the clients
 MAX_CHANNELS = 4  # of one purpose from one peer: a client and a daemon may share an identity
 
 
-class Guest(Protocol):
+class RpcOwner(Protocol):
     """What the owner of an Rpc decides: who may enter, what to do with a message, what to do when a peer is gone."""
 
     def hello(self) -> Hello: ...
@@ -199,7 +199,7 @@ class Rpc:
     def __init__(
         self,
         network: Network,
-        guest: Guest,
+        guest: RpcOwner,
         standing: Standing | None = None,
         sponsor_of: SponsorOf | None = None,
     ) -> None:

@@ -25,7 +25,7 @@ INDEX = PeerId("index")
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class SimLink:
     """One direction between two peers."""
 
     latency_s: float = 0.02
@@ -59,10 +59,10 @@ class SimWorld:
     ``sites`` may share a line, and what passes between them takes none.
     """
 
-    def __init__(self, seed: int = 0, link: Link | None = None) -> None:
+    def __init__(self, seed: int = 0, link: SimLink | None = None) -> None:
         self.rng = random.Random(seed)
-        self.link = link or Link()
-        self.links: dict[tuple[PeerId, PeerId], Link] = {}
+        self.link = link or SimLink()
+        self.links: dict[tuple[PeerId, PeerId], SimLink] = {}
         self.up: dict[PeerId, Line] = {}
         self.down: dict[PeerId, Line] = {}
         self.sites: dict[PeerId, str] = {}
@@ -99,7 +99,7 @@ class SimWorld:
     def is_cut(self, a: PeerId, b: PeerId) -> bool:
         return frozenset((a, b)) in self._cut
 
-    def link_between(self, source: PeerId, target: PeerId) -> Link:
+    def link_between(self, source: PeerId, target: PeerId) -> SimLink:
         return self.links.get((source, target), self.link)
 
     def lines_between(self, source: PeerId, target: PeerId) -> list[Line]:

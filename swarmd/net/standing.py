@@ -14,7 +14,7 @@ import msgspec
 import trio
 
 from swarmd.errors import ConfigError
-from swarmd.plan.trust.standing import Fault, Seen, is_allowed, is_banned, is_shunned, leave_out, note
+from swarmd.plan.trust.standing import Fault, FaultHistory, is_allowed, is_banned, is_shunned, leave_out, note
 from swarmd.protocol.untrusted import read_json
 from swarmd.status import FaultRow, StandingRow
 from swarmd.values import PeerId
@@ -33,7 +33,7 @@ class Standing:
     def __init__(self, clock: Callable[[], float] = trio.current_time, file: Path | None = None) -> None:
         self._clock = clock
         self._file = file
-        self._seen: dict[PeerId, Seen] = self._read()
+        self._seen: dict[PeerId, FaultHistory] = self._read()
         self._banned: list[PeerId] = []
         self._news = trio.Event()
         self._is_saved = True
@@ -157,7 +157,7 @@ class Standing:
         except OSError as error:
             logger.warning("cannot keep what was seen of others in %s: %s", self._file, error.strerror)
 
-    def _read(self) -> dict[PeerId, Seen]:
+    def _read(self) -> dict[PeerId, FaultHistory]:
         if self._file is None or not self._file.is_file():
             return {}
         try:
@@ -165,14 +165,14 @@ class Standing:
         except ConfigError as error:
             logger.warning("%s", error)
             return {}
-        return {PeerId(peer): Seen(**msgspec.structs.asdict(row)) for peer, row in rows.items()}
+        return {PeerId(peer): FaultHistory(**msgspec.structs.asdict(row)) for peer, row in rows.items()}
 
-    def _of(self, peer: PeerId) -> Seen:
+    def _of(self, peer: PeerId) -> FaultHistory:
         if peer not in self._seen and len(self._seen) >= MAX_PEERS:
             now = self._clock()
             least = min(self._seen, key=lambda p: (is_banned(self._seen[p], now), self._seen[p].score(now)))
             del self._seen[least]
-        return self._seen.setdefault(peer, Seen(at=self._clock()))
+        return self._seen.setdefault(peer, FaultHistory(at=self._clock()))
 
 
 class _Row(msgspec.Struct):

@@ -17,7 +17,7 @@ from swarmd.plan.links.traffic import (
     CONNECTION_BYTES,
     END_SHARE,
     Limits,
-    Used,
+    TrafficUse,
     acknowledgements,
     leaves_home,
     month_of,
@@ -51,13 +51,13 @@ class Traffic:
         self.down = Pace(lambda: self.limits.down_bytes_per_s or None)
         self._now = now
         self._file = file
-        self._used = self._written = _recall(file) or Used(month_of(now()))
+        self._used = self._written = _recall(file) or TrafficUse(month_of(now()))
 
     def beyond(self, host: str | None) -> Traffic | None:
         """This, for a connection with an IP address beyond the home; else None."""
         return self if host is not None and leaves_home(host, networks()) else None
 
-    def used(self) -> Used:
+    def used(self) -> TrafficUse:
         """What has passed this month."""
         return self._used.and_more(0, month_of(self._now()))
 
@@ -106,9 +106,9 @@ class Traffic:
             logger.warning("what passes this month is not written down: %s", error)
 
 
-def _recall(file: Path | None) -> Used | None:
+def _recall(file: Path | None) -> TrafficUse | None:
     """What was written down; None when nothing was. Raises ConfigError."""
     if file is None or not file.is_file():
         return None
     kept = read_json(file, _TrafficFile, "delete it to count this month from 0")
-    return Used(kept.month, kept.n_bytes)
+    return TrafficUse(kept.month, kept.n_bytes)

@@ -26,13 +26,13 @@ from swarmd.net.pace import Pace
 from swarmd.protocol.membership.records import RunRecord, ends_at
 from swarmd.protocol.runs.recipe import Recipe, Run, is_called
 from swarmd.run_status import RunRow
-from swarmd.train.gradients.source import Again, Computed, InnerStep
+from swarmd.train.gradients.source import ComputedGradients, InnerStep, RecheckRequest
 from swarmd.train.report import report
 from swarmd.train.store import recovery
 from swarmd.train.store.recovery import Get
-from swarmd.train.store.services import World
+from swarmd.train.store.services import TrainerServices
 from swarmd.train.trainer import Trainer
-from swarmd.train.vectors.state import Layout, Vector
+from swarmd.train.vectors.state import Vector, VectorLayout
 from swarmd.values import RunId
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ OPTIMIZERS = {"sgd": (torch.optim.SGD,), "adamw": (torch.optim.AdamW,)}
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class StepResult:
     """What a step came to: the update whose parameters the model has now, whether they are new, and what goes on."""
 
     update: int
@@ -87,7 +87,7 @@ class Collaboration:
         self._call(self._begin)
         self._take_parameters()
 
-    def step(self, n_samples: int, loss: float | torch.Tensor = 0.0) -> Stepped:
+    def step(self, n_samples: int, loss: float | torch.Tensor = 0.0) -> StepResult:
         """Give the gradients that ``backward`` left, of the *mean* loss over ``n_samples``; zeroes them.
 
         Returns once the next samples may be computed: after a round, if one was due, with its parameters in the model.
@@ -103,7 +103,7 @@ class Collaboration:
         self._model.zero_grad()
         is_new = self._take_parameters()
         idle = self._trainer.why_idle()
-        return Stepped(self._epoch, is_new, self._trainer.doing, bool(idle))
+        return StepResult(self._epoch, is_new, self._trainer.doing, bool(idle))
 
     def status(self) -> RunRow:
         """What ``swarmd train status --json`` shows of a run."""
@@ -149,7 +149,7 @@ class Collaboration:
 
     async def _begin(self) -> None:
         swarm = self._swarm
-        world = World(
+        world = TrainerServices(
             rpc=swarm.rpc,
             identity=swarm.identity,
             view=swarm.view,
@@ -203,7 +203,7 @@ class Collaboration:
         )
         await self._swarm.announce(record)
 
-    def _getter(self, layout: Layout, into: str) -> Get:
+    def _getter(self, layout: VectorLayout, into: str) -> Get:
         folder = Path(self._folder.name) / into
         return recovery.getter(self._swarm.rpc, folder, layout.dtype, Pace(lambda: None))
 
@@ -212,25 +212,25 @@ class _LoopSource:
     """See ``train.gradients.source.Source``: what is computed comes from somebody's loop, whenever it has some."""
 
     def __init__(self, parameters: list[tuple[str, nn.Parameter]], recipe: Recipe, is_over: Callable[[], bool]) -> None:
-        self._layout = Layout(tuple((name, tuple(p.shape)) for name, p in parameters), recipe.precision)
+        self._layout = VectorLayout(tuple((name, tuple(p.shape)) for name, p in parameters), recipe.precision)
         flat = torch.cat([p.detach().to("cpu").flatten() for _, p in parameters]).numpy()
         self._vector: Vector = flat.astype(recipe.precision)
         self._sums: list[Vector] = [np.zeros_like(self._vector), np.zeros_like(self._vector)]
         self._into = 0
         self._wanted = trio.Event()
         self._is_fresh = True
-        self._given: Computed | None = None
+        self._given: ComputedGradients | None = None
         self._ready = trio.Event()
         self._failure = ""
         self._is_over = is_over
 
-    async def open(self) -> tuple[Layout, Vector]:
+    async def open(self) -> tuple[VectorLayout, Vector]:
         return self._layout, self._vector
 
     def inner_vectors(self) -> dict[str, Vector]:
         raise AssertionError("a run with steps of its own is refused before")
 
-    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> Computed:
+    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
         self._is_fresh, self._ready = is_fresh, trio.Event()
         self._wanted.set()
         await self._ready.wait()
@@ -245,7 +245,7 @@ class _LoopSource:
         self._into = 1 - self._into
         total = self._sums[self._into]
         total[:] = gradient if self._is_fresh else self._sums[1 - self._into] + gradient
-        self._given = Computed(n, loss, total)
+        self._given = ComputedGradients(n, loss, total)
         self._wanted = trio.Event()
         self._ready.set()
         await self.wait_wanted()
@@ -267,10 +267,10 @@ class _LoopSource:
     def why_not_again(self) -> str:
         return "what computes here is a loop of its user's"
 
-    def again(self, parameters: Vector) -> Again:
+    def again(self, parameters: Vector) -> RecheckRequest:
         raise AssertionError("it cannot compute the run's draws")
 
-    async def compute_again(self, again: Again, peer: str, first: int, n: int) -> float:
+    async def compute_again(self, again: RecheckRequest, peer: str, first: int, n: int) -> float:
         raise AssertionError("it cannot compute the run's draws")
 
     async def close(self) -> None: ...

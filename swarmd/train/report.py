@@ -9,7 +9,7 @@ import trio
 
 from swarmd.errors import ConfigError
 from swarmd.plan.runs import partition, progress
-from swarmd.plan.runs.partition import Member
+from swarmd.plan.runs.partition import PartitionMember
 from swarmd.plan.runs.synchronisation import Prediction, choose
 from swarmd.plan.trust import gradient_audits
 from swarmd.protocol.membership.records import PeerRecord
@@ -99,13 +99,13 @@ def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
     if trainer.state is None:
         raise ConfigError("the model is not loaded here yet: try again soon, or on a peer that trains")
     up, down = trainer.links()
-    members = [Member(trainer.me, True, True, trainer.can_be_dialled(), up, down)]
+    members = [PartitionMember(trainer.me, True, True, trainer.can_be_dialled(), up, down)]
     speeds = [trainer.computing.samples_per_s]
     for peer, record in records.items():
         if record.role != "anchor":
             known, computes = peers.get(peer), record.role == "train"
             up, down = (known.up_bytes_per_s, known.down_bytes_per_s) if known else (None, None)
-            members.append(Member(peer, computes, computes, record.can_be_dialled, up, down))
+            members.append(PartitionMember(peer, computes, computes, record.can_be_dialled, up, down))
             speeds.append(record.samples_per_s)
     sizes = codec.sizes(trainer.state.n_averaged, sum(m.contributes for m in members))
     try:

@@ -46,9 +46,9 @@ from swarmd.train.report import plan, report
 from swarmd.train.store import recovery
 from swarmd.train.store.disk import RunFolder, known_runs
 from swarmd.train.store.recovery import Get, ask_run
-from swarmd.train.store.services import World
+from swarmd.train.store.services import TrainerServices
 from swarmd.train.trainer import Trainer
-from swarmd.train.vectors.state import Average, Layout, Snapshot
+from swarmd.train.vectors.state import Average, Snapshot, VectorLayout
 from swarmd.values import ModelId, PeerId, RunId
 from swarmd.weights.supply import Supply
 
@@ -60,7 +60,7 @@ LONGEST_RETRY_S = 600.0  # what this machine's user has to mend: each try starts
 
 
 @dataclass(slots=True)
-class _Taken:
+class _RunTaken:
     """A run that this daemon takes part in. ``failure``: why its trainer had to end."""
 
     trainer: Trainer
@@ -93,7 +93,7 @@ class Runs:
         self._root = root
         self._rng = rng
         self._share = share
-        self._taken: dict[RunId, _Taken] = {}
+        self._taken: dict[RunId, _RunTaken] = {}
         self._resting = ""
         self._tasks = Tasks()
 
@@ -245,11 +245,11 @@ class Runs:
 
     def _begin(self, run: Run, folder: RunFolder) -> None:
         trainer, source = self._make(run, folder)
-        taken = self._taken[run.id] = _Taken(trainer, source, trio.CancelScope())
+        taken = self._taken[run.id] = _RunTaken(trainer, source, trio.CancelScope())
         self._tasks.start_soon(self._live, taken, folder)
 
     def _make(self, run: Run, folder: RunFolder) -> tuple[Trainer, WorkerSource | None]:
-        world = World(
+        world = TrainerServices(
             rpc=self._rpc,
             identity=self._identity,
             view=self._directory.view,
@@ -269,7 +269,7 @@ class Runs:
         trainer.pause(self._resting, "policy")
         return trainer, source
 
-    async def _live(self, taken: _Taken, folder: RunFolder) -> None:
+    async def _live(self, taken: _RunTaken, folder: RunFolder) -> None:
         """Keep a trainer going: what the swarm cannot give yet is tried again, what the user must mend is said."""
         try:
             with taken.scope:
@@ -302,15 +302,15 @@ class Runs:
         return why, is_users
 
     @staticmethod
-    async def _close(taken: _Taken) -> None:
+    async def _close(taken: _RunTaken) -> None:
         with trio.CancelScope(shield=True):
             if taken.source is not None:
                 await taken.source.close()
 
-    def _getter(self, folder: RunFolder, layout: Layout, into: str) -> Get:
+    def _getter(self, folder: RunFolder, layout: VectorLayout, into: str) -> Get:
         return recovery.getter(self._rpc, folder.folder / into, layout.dtype, Pace(lambda: None))
 
-    async def _save(self, taken: _Taken) -> None:
+    async def _save(self, taken: _RunTaken) -> None:
         try:
             await taken.trainer.save()
         except ConfigError as error:

@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
-from swarmd.plan.runs.partition import Member
-from swarmd.plan.runs.synchronisation import FRAGMENTS, INNER_STEPS, Prediction, Setting, Swarm, Way, predict, settings
+from swarmd.plan.runs.partition import PartitionMember
+from swarmd.plan.runs.synchronisation import (
+    FRAGMENTS,
+    INNER_STEPS,
+    CodecTraffic,
+    Prediction,
+    RunConditions,
+    Setting,
+    predict,
+    settings,
+)
 from swarmd.protocol.runs.recipe import CodecName, Parts, Recipe
 from swarmd.train.gradients.computing import n_at_once
 from swarmd.train.vectors.codecs import BLOCK, codec_of_parts
@@ -19,7 +28,7 @@ N_UPDATES = 10  # latest ones, for how fast a run goes
 _MANY = 16 * 16 * BLOCK  # elements: whole blocks of every codec
 
 
-class Pace:
+class RunPace:
     """How fast a run goes, by counted samples of the latest updates; and what the last plan ``predicted``, if any."""
 
     def __init__(self) -> None:
@@ -39,18 +48,18 @@ class Pace:
         return (self._seen[-1][1] - self._seen[0][1]) / (self._seen[-1][0] - self._seen[0][0])
 
 
-def ways(precision: str, given: Parts | None = None) -> list[Way]:
+def ways(precision: str, given: Parts | None = None) -> list[CodecTraffic]:
     """Each codec, with a recipe's own settings for the one that it names."""
     found = []
     for name in get_args(CodecName):
         parts = given if given is not None and given.codec == name else Parts(codec=name)
         codec = codec_of_parts(parts, precision)
-        found.append(Way(name, codec.n_bytes(_MANY) / _MANY, codec.forwards, codec.dtype.itemsize))
+        found.append(CodecTraffic(name, codec.n_bytes(_MANY) / _MANY, codec.forwards, codec.dtype.itemsize))
     return found
 
 
 def predictions(
-    recipe: Recipe, members: Sequence[Member], samples_per_s: Sequence[float], n_elements: int
+    recipe: Recipe, members: Sequence[PartitionMember], samples_per_s: Sequence[float], n_elements: int
 ) -> tuple[Prediction | None, list[Prediction]]:
     """What the recipe itself comes to, and all that there is to choose from; nothing where nobody computes yet."""
     n_computing = sum(rate > 0 for rate in samples_per_s)
@@ -59,7 +68,7 @@ def predictions(
     fastest = max(samples_per_s)
     unbroken_s = n_at_once(recipe.batch.micro, fastest) / fastest
     batch = recipe.batch.target if not recipe.steps_inside else recipe.diloco.batch * n_computing
-    swarm = Swarm(
+    swarm = RunConditions(
         tuple(members), tuple(samples_per_s), n_elements, batch, recipe.diloco.batch, ROUND_TRIP_S, unbroken_s
     )
     n_steps, found = INNER_STEPS, ways(recipe.precision, recipe.parts)

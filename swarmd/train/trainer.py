@@ -19,7 +19,7 @@ from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.net.tasks import Tasks
 from swarmd.plan.runs import progress
-from swarmd.plan.runs.progress import Action, Progress
+from swarmd.plan.runs.progress import Action, MemberProgress
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.runs.recipe import Run
 from swarmd.protocol.untrusted import decode
@@ -28,7 +28,7 @@ from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage
 from swarmd.train.gradients.computing import Computing
 from swarmd.train.gradients.gradient_audits import GradientAudits
-from swarmd.train.gradients.source import Source
+from swarmd.train.gradients.source import GradientSource
 from swarmd.train.rounds.joining import LOOK_INTERVAL_S, Joining
 from swarmd.train.rounds.round import Numbers
 from swarmd.train.store import recovery
@@ -37,11 +37,11 @@ from swarmd.train.store.chronicle import Chronicle
 from swarmd.train.store.disk import RunFolder, read_vectors
 from swarmd.train.store.members import Members
 from swarmd.train.store.memories import Memories
-from swarmd.train.store.recovery import Get, Givers
-from swarmd.train.store.services import News, World
-from swarmd.train.synchronisation import Pace
+from swarmd.train.store.recovery import Get, StateDonors
+from swarmd.train.store.services import TrainerServices, Wakeups
+from swarmd.train.synchronisation import RunPace
 from swarmd.train.vectors.averages import Averages
-from swarmd.train.vectors.state import Average, Layout, RunState, Snapshot
+from swarmd.train.vectors.state import Average, RunState, Snapshot, VectorLayout
 from swarmd.values import Decision, PeerId, count
 
 logger = logging.getLogger(__name__)
@@ -56,12 +56,12 @@ class Trainer:
 
     def __init__(
         self,
-        world: World,
+        world: TrainerServices,
         run: Run,
         role: str,
-        source: Source | None,
+        source: GradientSource | None,
         folder: RunFolder | None,
-        make_get: Callable[[Layout, str], Get],
+        make_get: Callable[[VectorLayout, str], Get],
     ) -> None:
         self.run_spec = run
         self.role = role
@@ -70,12 +70,12 @@ class Trainer:
         self.trouble = ""
         self.state: RunState | None = None
         self.members = Members(run.id, self.me, world.view, world.rpc.network.learn, world.rpc.standing)
-        self._news = News()
+        self._news = Wakeups()
         self.chronicle = Chronicle(world, run, self.members, folder, self._news, self.record)
         self.ledger = self.chronicle.ledger
         self.computing = Computing(world, self.ledger, self._news)
         self.work = self.computing.work
-        self.pace = Pace()
+        self.pace = RunPace()
         self._averages = Averages()
         own = (self._averages, self._news, lambda: (self.state, self.work.offered))
         self.joining = Joining(world, self.chronicle, self.members, *own)
@@ -87,7 +87,7 @@ class Trainer:
         self._source = source
         self._folder = folder
         self._make_get = make_get
-        self._givers = Givers()
+        self._givers = StateDonors()
         self._paused: dict[str, str] = {}  # by whom: why
         self._announced_head = b""
         self.memories = Memories(world, run.recipe, folder)
@@ -122,7 +122,7 @@ class Trainer:
                 if not mark.is_set():
                     await self._news.wait(LOOK_INTERVAL_S)
 
-    async def _load(self, source: Source) -> RunState:
+    async def _load(self, source: GradientSource) -> RunState:
         """Get the model, and the newest state that this disk has."""
         self.why = "loading the model"
         layout, parameters = await source.open()
@@ -194,10 +194,10 @@ class Trainer:
             else:
                 self.computing.go_on()
 
-    def progress(self, epoch: int, head: bytes) -> Progress:
+    def progress(self, epoch: int, head: bytes) -> MemberProgress:
         """How far this peer is itself."""
         rate, left = self.computing.samples_per_s, self.computing.audit_left
-        return Progress(self.me, epoch, head, self.work.n, rate, audit_left=left)
+        return MemberProgress(self.me, epoch, head, self.work.n, rate, audit_left=left)
 
     def _decide(self, state: RunState) -> Decision[Action]:
         """What ``plan.runs.progress`` says, if nothing that only this peer knows speaks against it."""

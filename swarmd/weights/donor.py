@@ -27,7 +27,7 @@ MAX_ANNOUNCED = 32  # models, and ranges of each at most
 MAX_RANGES = 8  # announced for a model: the record has 8 KiB
 
 
-class Readable(Protocol):
+class ReadableModel(Protocol):
     """What can be given away: a model's folder, or the state of a training run in memory."""
 
     @property
@@ -37,7 +37,7 @@ class Readable(Protocol):
         """One chunk. Raises Refused when it is not here."""
 
 
-Find = Callable[[ModelId], Readable | None]
+Find = Callable[[ModelId], ReadableModel | None]
 
 
 class Donor:
@@ -77,7 +77,7 @@ class Donor:
         async with channel.room_for(PIECE_BYTES):
             await self._give(channel, folder, message)
 
-    async def _give(self, channel: Channel, folder: Readable, message: WantChunks) -> None:
+    async def _give(self, channel: Channel, folder: ReadableModel, message: WantChunks) -> None:
         async with self._reads:
             payload = await trio.to_thread.run_sync(read_piece, folder, message.refs)
         frame, n_bytes = framed(ChunksAre(re=message.id), payload), len(payload)
@@ -91,7 +91,7 @@ class Donor:
         self._given(n_bytes)
 
 
-def read_piece(folder: Readable, refs: tuple[tuple[int, int], ...]) -> bytes:
+def read_piece(folder: ReadableModel, refs: tuple[tuple[int, int], ...]) -> bytes:
     """Read chunks, of bounded size together. Raises Refused."""
     parts, total = [], 0
     for ref in refs:

@@ -26,14 +26,14 @@ from swarmd.errors import (
 )
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Rpc
-from swarmd.plan.links.download import Download, Piece, cut
+from swarmd.plan.links.download import ChunkRequest, Download, cut
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Message
 from swarmd.protocol.models import manifest as manifests
 from swarmd.protocol.models.manifest import Manifest
 from swarmd.protocol.wire.messages import ChunksAre, ManifestIs, WantChunks, WantManifest
 from swarmd.values import ModelId, PeerId, Span, ranges
-from swarmd.weights.folder import ModelFolder, Part
+from swarmd.weights.folder import GroupDownload, ModelFolder
 from swarmd.weights.hub import HUB, Hub
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ Donors = Callable[[], dict[PeerId, frozenset[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class DownloadProgress:
     """How far a download is. ``given_bytes`` by donor; ``resumed_bytes`` were on disk, verified, when it began."""
 
     model: ModelId
@@ -124,7 +124,7 @@ def _want_manifest(model: ModelId, call_id: int) -> Message:
 
 
 @dataclass(slots=True)
-class Turn:
+class DonorTurn:
     """Since when a donor has given nothing in its turn, and how often that was too long."""
 
     since: float = 0.0
@@ -149,10 +149,10 @@ class Fetch:
         self._donors = donors
         self._pace = pace
         self._download = Download([])
-        self._parts: dict[int, Part] = {}
-        self._unfinished: dict[int, Part] = {}  # each is put in place once
+        self._parts: dict[int, GroupDownload] = {}
+        self._unfinished: dict[int, GroupDownload] = {}  # each is put in place once
         self._given: dict[PeerId, int] = {}
-        self._turns: dict[PeerId, Turn] = {}
+        self._turns: dict[PeerId, DonorTurn] = {}
         self._hub = hub
         self._resumed_bytes = 0
         self._done_bytes = 0
@@ -161,10 +161,10 @@ class Fetch:
         self._waiting_for = "looking at what is on disk"
         self._news = trio.Event()
 
-    def progress(self) -> Progress:
+    def progress(self) -> DownloadProgress:
         elapsed = max(trio.current_time() - self._began_at, 1e-6) if self._began_at else 0.0
         rate = (self._done_bytes - self._resumed_bytes) / elapsed if elapsed else 0.0
-        return Progress(
+        return DownloadProgress(
             self._target.model,
             tuple(ranges(self.groups)),
             self._total_bytes,
@@ -224,7 +224,7 @@ class Fetch:
         """Donors that there is no room for: those that came last, after those that were there and gave nothing."""
 
         def rank(peer: PeerId) -> tuple[int, bool, int]:
-            turn = self._turns.setdefault(peer, Turn())
+            turn = self._turns.setdefault(peer, DonorTurn())
             if peer in serving and now - turn.since > YIELD_S * 2**turn.n_yielded:
                 turn.n_yielded += 1
             elif peer not in serving:
@@ -234,9 +234,9 @@ class Fetch:
         return sorted(offers, key=rank)[MAX_DONORS:]
 
     async def _look_at_disk(self) -> None:
-        pieces: list[Piece] = []
+        pieces: list[ChunkRequest] = []
         for group in sorted(self.groups):
-            part = self._parts[group] = Part(self._target, group)
+            part = self._parts[group] = GroupDownload(self._target, group)
             await trio.to_thread.run_sync(part.begin)
             there = part.n_bytes - sum(part.missing.values())
             self._resumed_bytes += there
@@ -277,7 +277,7 @@ class Fetch:
                 self._rpc.standing.leave_out(peer, str(error), LEFT_OUT_S, LONGEST_LEFT_OUT_S)
                 self._give_up(peer, str(error))
 
-    async def _get(self, peer: PeerId, piece: Piece) -> None:
+    async def _get(self, peer: PeerId, piece: ChunkRequest) -> None:
         """Ask for a piece, check it and write it. Raises PeerError or IntegrityError."""
 
         def request(call_id: int) -> Message:
@@ -305,7 +305,7 @@ class Fetch:
         self._given[peer] = self._given.get(peer, 0) + piece.n_bytes
         self._rpc.standing.did_well(peer)
         self._fed_at = trio.current_time()
-        self._turns[peer] = Turn(self._fed_at)
+        self._turns[peer] = DonorTurn(self._fed_at)
         with trio.CancelScope(shield=True):  # its donor may be given up meanwhile
             self._download.arrived(peer, piece, self._fed_at)
             if not part.missing and self._unfinished.pop(piece.group, None) is not None:
@@ -313,7 +313,7 @@ class Fetch:
         self._notify()
 
     @staticmethod
-    async def _of_hub(hub: Hub, piece: Piece) -> bytes:
+    async def _of_hub(hub: Hub, piece: ChunkRequest) -> bytes:
         return await trio.to_thread.run_sync(hub.read_piece, piece.refs, abandon_on_cancel=True)  # type: ignore[call-arg]
 
     def _patience_s(self, peer: PeerId) -> float:

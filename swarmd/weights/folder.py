@@ -139,16 +139,16 @@ class ModelFolder:
                     slot.part.unlink(missing_ok=True)
         self.look()
 
-    def slots(self, group: int) -> list[Slot]:
+    def slots(self, group: int) -> list[GroupSlot]:
         """The files that a group becomes: one of safetensors, and the head's plain ones."""
         members = self.entries_of(group)
         tensors = [(i, e) for i, e in members if i >= len(self.manifest.files)]
-        found = [Slot(self.folder / e.name, b"", ((i, 0),)) for i, e in members if i < len(self.manifest.files)]
+        found = [GroupSlot(self.folder / e.name, b"", ((i, 0),)) for i, e in members if i < len(self.manifest.files)]
         if tensors:
             prefix, places = shards.make_header((e.name, e.dtype, e.shape) for _, e in tensors)
             starts = tuple((i, place.start) for (i, _), place in zip(tensors, places, strict=True))
             name = "head" if group == self.head else f"block-{group:04d}"
-            found.append(Slot(self.folder / f"{name}.safetensors", prefix, starts))
+            found.append(GroupSlot(self.folder / f"{name}.safetensors", prefix, starts))
         return found
 
     def shards(self) -> list[Path]:
@@ -161,7 +161,7 @@ class ModelFolder:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class GroupSlot:
     """One file of a group: its path when complete, the bytes before its data, where each entry starts."""
 
     path: Path
@@ -173,7 +173,7 @@ class Slot:
         return self.path.with_name(self.path.name + PART)
 
 
-class Part:
+class GroupDownload:
     """One group on its way into a folder. ``missing`` holds the chunks that are not there yet."""
 
     def __init__(self, target: ModelFolder, group: int) -> None:
@@ -183,7 +183,7 @@ class Part:
         self._target = target
         self._entries = dict(target.entries_of(group))
         self._at: dict[int, tuple[Path, int]] = {}
-        self._slots: list[Slot] = []
+        self._slots: list[GroupSlot] = []
 
     def begin(self) -> None:
         """Make room, or find out what an earlier attempt left. Raises ConfigError when the disk says no."""
@@ -229,13 +229,13 @@ class Part:
                 slot.part.replace(slot.path)
         self._target.look()
 
-    def _chunks(self, slot: Slot) -> Iterator[tuple[Ref, int]]:
+    def _chunks(self, slot: GroupSlot) -> Iterator[tuple[Ref, int]]:
         """Each chunk of a file, with where its entry starts."""
         for index, start in slot.starts:
             for chunk in range(len(self._entries[index].chunks)):
                 yield (index, chunk), start
 
-    def _prepare(self, slot: Slot) -> bool:
+    def _prepare(self, slot: GroupSlot) -> bool:
         """Make the part file; is it new?"""
         size = len(slot.prefix) + sum(self._entries[i].n_bytes for i, _ in slot.starts)
         with _Disk(slot.part):

@@ -28,7 +28,7 @@ RESERVE_BYTES = 1 << 30  # what is left free on the disk, whatever the limit say
 
 
 @dataclass(frozen=True, slots=True)
-class Unused:
+class UnusedModel:
     """A group that could be deleted: of a folder that swarmd fills, and not in use."""
 
     used_at: float
@@ -140,14 +140,14 @@ class Library:
             raise ConfigError("its files are no longer those that were added: add it again")
         return manifest
 
-    def _unused(self, in_use: Mapping[ModelId, frozenset[int]]) -> list[Unused]:
-        found: list[Unused] = []
+    def _unused(self, in_use: Mapping[ModelId, frozenset[int]]) -> list[UnusedModel]:
+        found: list[UnusedModel] = []
         for model, folder in list(self.folders.items()):
             groups = set(range(folder.head + 1)) - in_use.get(model, frozenset())
             for group in groups if self.is_filled(folder) else ():
                 times = [p.stat().st_mtime for s in folder.slots(group) for p in (s.path, s.part) if p.is_file()]
                 if times:
-                    found.append(Unused(max(times), folder, group))
+                    found.append(UnusedModel(max(times), folder, group))
         return found
 
 

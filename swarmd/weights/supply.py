@@ -15,7 +15,7 @@ from swarmd.plan.chains.view import SwarmView
 from swarmd.protocol.models.manifest import Manifest
 from swarmd.values import ModelId, PeerId
 from swarmd.weights.donor import groups_held
-from swarmd.weights.fetch import Fetch, Progress, fetch_manifest
+from swarmd.weights.fetch import DownloadProgress, Fetch, fetch_manifest
 from swarmd.weights.folder import ModelFolder, disk_bytes
 from swarmd.weights.hub import HUB, Hub
 from swarmd.weights.library import Library
@@ -55,7 +55,7 @@ class Supply:
         self._fetches: dict[ModelId, Fetch] = {}
         self._reserved: dict[ModelId, frozenset[int]] = {}
 
-    def progress(self) -> list[Progress]:
+    def progress(self) -> list[DownloadProgress]:
         """The downloads under way."""
         return [fetch.progress() for fetch in self._fetches.values()]
 

@@ -12,7 +12,7 @@ import hashlib
 import torch
 
 from swarmd.errors import Code, Refused
-from swarmd.protocol.wire.tuning import Row
+from swarmd.protocol.wire.tuning import MicroBatchRow
 
 MOST_BYTES = 64 * 2**20  # of rows that are remembered at each end, in each direction: the first that come
 ID_BYTES = 8  # of a row's name
@@ -25,12 +25,14 @@ class Changes:
         self.n_bytes = 0
         self._kept: dict[bytes, tuple[int, torch.Tensor]] = {}
 
-    def before(self, rows: tuple[Row, ...], hidden: torch.Tensor) -> tuple[tuple[Row, ...], torch.Tensor]:
+    def before(
+        self, rows: tuple[MicroBatchRow, ...], hidden: torch.Tensor
+    ) -> tuple[tuple[MicroBatchRow, ...], torch.Tensor]:
         """The rows of hidden [b, t, d] with how often each was sent before, and what the receiver then came to."""
-        found = tuple(Row(row.id, self._times(row.id, hidden)) for row in rows)
+        found = tuple(MicroBatchRow(row.id, self._times(row.id, hidden)) for row in rows)
         return found, self._base(found, hidden)
 
-    def take(self, rows: tuple[Row, ...], change: torch.Tensor) -> torch.Tensor:
+    def take(self, rows: tuple[MicroBatchRow, ...], change: torch.Tensor) -> torch.Tensor:
         """What a change [b, t, d] that was received comes to. Raises Refused when those rows are not known so."""
         if len(rows) != len(change) or any(row.times != self._times(row.id, change) for row in rows if row.times):
             raise Refused(Code.NOT_HELD, "a change of rows that are not remembered here: send them whole")
@@ -38,7 +40,7 @@ class Changes:
         self.note(rows, values)
         return values
 
-    def note(self, rows: tuple[Row, ...], values: torch.Tensor) -> None:
+    def note(self, rows: tuple[MicroBatchRow, ...], values: torch.Tensor) -> None:
         """The receiver has come to these values [b, t, d]; what is not finite is nothing to go on from."""
         if not torch.isfinite(values).all():
             return
@@ -56,12 +58,12 @@ class Changes:
         times, value = self._kept.get(row, (0, None))
         return times if value is not None and value.shape == like.shape[1:] and value.dtype == like.dtype else 0
 
-    def _base(self, rows: tuple[Row, ...], like: torch.Tensor) -> torch.Tensor:
+    def _base(self, rows: tuple[MicroBatchRow, ...], like: torch.Tensor) -> torch.Tensor:
         nothing = torch.zeros(like.shape[1:], dtype=like.dtype)
         return torch.stack([self._kept[row.id][1] if row.times else nothing for row in rows])
 
 
-def rows_of(hidden: torch.Tensor, mask: torch.Tensor | None) -> tuple[Row, ...]:
+def rows_of(hidden: torch.Tensor, mask: torch.Tensor | None) -> tuple[MicroBatchRow, ...]:
     """A name for each row of what enters the first block: by its second half, which no soft prompt changes.
 
     ``mask`` [b, t] says where there is something, if rows are padded.
@@ -70,7 +72,7 @@ def rows_of(hidden: torch.Tensor, mask: torch.Tensor | None) -> tuple[Row, ...]:
     for i, row in enumerate(hidden.detach().cpu()):
         there = row if mask is None else row[mask[i].bool().cpu()]
         half = there[len(there) // 2 :].contiguous().view(torch.uint8)
-        found.append(Row(hashlib.blake2b(half.numpy().tobytes(), digest_size=ID_BYTES).digest()))
+        found.append(MicroBatchRow(hashlib.blake2b(half.numpy().tobytes(), digest_size=ID_BYTES).digest()))
     return tuple(found)
 
 

@@ -41,7 +41,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentOp:
     """One op as it was sent: edits first, then hidden [b, t, d], positions [b, t], mask [b, t] or None."""
 
     seq: int
@@ -51,7 +51,7 @@ class Sent:
     mask: torch.Tensor | None
     record_past: bool = False
 
-    def last(self, n_tokens: int) -> Sent:
+    def last(self, n_tokens: int) -> SentOp:
         """The same op with the last ``n_tokens`` of each row only."""
         if self.hidden is None or self.positions is None or n_tokens >= self.hidden.shape[1]:
             return self
@@ -71,14 +71,14 @@ class History:
         self.record_past = False
         self.recent_tokens = 0
         self.recent_edits = 0
-        self._recent: list[Sent] = []
+        self._recent: list[SentOp] = []
         self._budget = budget
         self._hidden: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None
         self._charged = 0
 
-    def add(self, sent: Sent) -> None:
+    def add(self, sent: SentOp) -> None:
         self._recent.append(sent)
         self.recent_tokens += 0 if sent.hidden is None else sent.hidden.shape[1]
         self.recent_edits += n_changes(sent.edits, sent.hidden is not None)
@@ -91,11 +91,11 @@ class History:
             self.recent_edits -= n_changes(settled.edits, settled.hidden is not None)
             self._merge(settled)
 
-    def after(self, seq: int) -> Iterator[Sent]:
+    def after(self, seq: int) -> Iterator[SentOp]:
         """The separate ops after ``seq``, in order."""
         return (s for s in self._recent if s.seq > seq)
 
-    def base(self, max_tokens: int) -> Iterator[tuple[int, int, Sent]]:
+    def base(self, max_tokens: int) -> Iterator[tuple[int, int, SentOp]]:
         """The merged history in parts of at most ``max_tokens``: (part, parts, op)."""
         if self._hidden is None or self._positions is None or not self.n_tokens:
             return
@@ -104,7 +104,7 @@ class History:
             window = slice(part * max_tokens, min(self.n_tokens, (part + 1) * max_tokens))
             mask = None if self._mask is None else self._mask[:, window]
             hidden, positions = self._hidden[:, window], self._positions[:, window]
-            yield part, n_parts, Sent(self.base_seq, (), hidden, positions, mask, self.record_past)
+            yield part, n_parts, SentOp(self.base_seq, (), hidden, positions, mask, self.record_past)
 
     def tokens(self, start: int, end: int) -> torch.Tensor:
         """Hidden states [b, end - start, d] of tokens that no later edit has touched, as a copy."""
@@ -149,7 +149,7 @@ class History:
         self._hidden = self._positions = self._mask = None
         self._recent = []
 
-    def _merge(self, sent: Sent) -> None:
+    def _merge(self, sent: SentOp) -> None:
         for edit in sent.edits:
             if edit.crop is not None:
                 self.n_tokens -= edit.crop

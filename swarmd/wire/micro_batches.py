@@ -9,7 +9,7 @@ import torch
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.tensors import max_tokens_per_frame
-from swarmd.protocol.wire.tuning import Backward, Forward, Row
+from swarmd.protocol.wire.tuning import Backward, Forward, MicroBatchRow
 from swarmd.wire.changes import Changes
 from swarmd.wire.tensors import pack, pack_gradient, unpack_untrusted, unpack_values_untrusted
 
@@ -28,7 +28,7 @@ def forward_frames(
 
     With ``changes`` rows that the message names travel as such.
     """
-    rows: tuple[Row, ...] = ()
+    rows: tuple[MicroBatchRow, ...] = ()
     came, base, frames = [], None, []
     if changes is not None and message.rows:
         rows, base = changes.before(message.rows, hidden)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.messages import Op
 from swarmd.protocol.wire.tensors import max_tokens_per_frame
-from swarmd.wire.history import History, Sent
+from swarmd.wire.history import History, SentOp
 from swarmd.wire.tensors import pack
 
 REPLAY_FRAME_BYTES = 4 * 2**20  # four ops' worth: a replay is in a hurry
@@ -38,7 +38,7 @@ def encode_op(
     start: int,
     epoch: int,
     settled: int,
-    sent: Sent,
+    sent: SentOp,
     marks: Op,
     base: tuple[int, int] | None,
     codec: str,

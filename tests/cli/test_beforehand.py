@@ -105,16 +105,16 @@ CHATS: dict[str, bool | None] = {"demo": False, "smol": True}
 
 
 def test_a_chat_without_a_name_is_with_the_model_that_can() -> None:
-    assert chat.Talk(PlayedGateway(CHATS), "", "", {})._chosen() == "smol"
+    assert chat.Conversation(PlayedGateway(CHATS), "", "", {})._chosen() == "smol"
 
 
 def test_a_chat_refuses_a_name_that_its_gateway_does_not_know() -> None:
     with pytest.raises(ConfigError, match="no model 'smole'; it has: demo, smol"):
-        chat.Talk(PlayedGateway(CHATS), "smole", "", {}).run()
+        chat.Conversation(PlayedGateway(CHATS), "smole", "", {}).run()
 
 
 def test_a_chat_stays_with_its_model_when_the_next_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    talk = chat.Talk(PlayedGateway(CHATS), "smol", "", {})
+    talk = chat.Conversation(PlayedGateway(CHATS), "smol", "", {})
     talk._command("model", "smole")
     assert talk.model == "smol"
     assert "no model 'smole'; it has: demo, smol" in capsys.readouterr().out

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from swarmd.errors import ConfigError
 from swarmd.home import Home, bundled_folder
 from swarmd.protocol.membership import invite as invites
-from swarmd.protocol.membership.catalog import Admitted
+from swarmd.protocol.membership.catalog import AdmittedMember
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.invite import Invite, SwarmKeys, create
 from tests.real import forks
@@ -181,7 +181,7 @@ def test_founding_and_a_daemon_that_is_not_running(tmp_path: Path) -> None:
 def test_a_member_that_is_away_is_found_by_the_end_of_its_id(tmp_path: Path) -> None:
     home, away = Home(tmp_path), Identity.generate()
     home.found("ours")
-    home.admit({away.public_key: Admitted(int(time.time()) + 600, b"", ("use",))})
+    home.admit({away.public_key: AdmittedMember(int(time.time()) + 600, b"", ("use",))})
     done = swarmd("members", "favour", away.peer_id[-8:], "4", home=tmp_path)
     assert done.returncode == 0, done.stderr
     assert list(home.catalog().favours) == [away.public_key]

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from swarmd.client.tuning.dataset import IGNORED, Row
+from swarmd.client.tuning.dataset import IGNORED, DatasetRow
 from swarmd.client.tuning.fine_tuning import loss_and_gradients, padded, with_peft
-from swarmd.client.tuning.tuning_recipe import METHODS, Recipe
+from swarmd.client.tuning.tuning_recipe import METHODS, TuningRecipe
 from tests import checkpoints
 
 TARGETS = {"llama": ("q_proj", "down_proj"), "gpt2": ("c_attn",), "bloom": ("query_key_value",)}
@@ -29,7 +29,7 @@ def tuned(family: str, method: str) -> Any:
     with TemporaryDirectory() as folder:
         checkpoints.make(family, Path(folder), n_layers=1)
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    recipe = Recipe("m", method=method, rank=2, virtual_tokens=3, targets=TARGETS[family])
+    recipe = TuningRecipe("m", method=method, rank=2, virtual_tokens=3, targets=TARGETS[family])
     model = with_peft(base, recipe).to(torch.float64)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -38,7 +38,7 @@ def tuned(family: str, method: str) -> Any:
 
 
 def one_backward(
-    model: Any, parameters: Sequence[torch.nn.Parameter], rows: Sequence[Row]
+    model: Any, parameters: Sequence[torch.nn.Parameter], rows: Sequence[DatasetRow]
 ) -> tuple[float, tuple[torch.Tensor, ...]]:
     ids, mask, labels = padded(rows)
     loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
@@ -46,13 +46,13 @@ def one_backward(
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> list[Row]:
+def batches(draw: st.DrawFn) -> list[DatasetRow]:
     """Rows of unequal length; of each the loss counts some, among them always one behind the first."""
     rows = []
     for n in draw(st.lists(st.integers(2, 12), min_size=1, max_size=6)):
         ids = draw(st.lists(st.integers(3, 319), min_size=n, max_size=n))
         n_prompt = draw(st.integers(0, n - 1))
-        rows.append(Row(tuple(ids), (*[IGNORED] * n_prompt, *ids[n_prompt:])))
+        rows.append(DatasetRow(tuple(ids), (*[IGNORED] * n_prompt, *ids[n_prompt:])))
     return rows
 
 
@@ -61,7 +61,7 @@ def batches(draw: st.DrawFn) -> list[Row]:
 @settings(max_examples=15)
 @given(rows=batches(), n_parts=st.integers(1, 6))
 def test_parts_have_the_loss_and_gradients_of_one_backward(
-    family: str, method: str, rows: list[Row], n_parts: int
+    family: str, method: str, rows: list[DatasetRow], n_parts: int
 ) -> None:
     model = tuned(family, method)
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton")  # Linux has it
 
-from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.cuda import attention, pointwise, products, ready
 from swarmd.compute.cuda.attention import Attention
 from swarmd.compute.linear.four_bits import in_4_bits
@@ -122,12 +122,12 @@ def test_four_bits_on_cards_are_those_of_cpus() -> None:
     assert relative_error(ours.weight.cpu(), theirs.weight) < 5e-3
 
 
-def rows_of_two(span: LoadedSpan) -> Piece:
+def rows_of_two(span: LoadedSpan) -> SessionTokens:
     """A session of two rows with three tokens each and two new ones."""
     hidden = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(5))
     positions, cache = torch.arange(5).expand(2, -1), span.new_cache()
     span.forward(hidden[:, :3], positions[:, :3], None, cache, 0)
-    return Piece(hidden[:, 3:], positions[:, 3:], cache, 3)
+    return SessionTokens(hidden[:, 3:], positions[:, 3:], cache, 3)
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")

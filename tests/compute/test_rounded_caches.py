@@ -9,7 +9,7 @@ import torch
 
 from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_untrusted
 from swarmd.compute.cache.kvcache import RoundedLayer
-from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes.fused import fuse
 from swarmd.compute.passes.quantisation_error import quantization_error
@@ -71,7 +71,7 @@ def test_every_way_to_compute_is_a_little_off_what_whole_caches_give(
         new, where = hidden[:, at : at + 1], positions[:, at : at + 1]
         expected = plain.forward(new, where, None, caches[0], at)
         alone = rounded.forward(new, where, None, caches[1], at)
-        [quick] = rounded.forward_ragged([Piece(new, where, caches[2], at)])
+        [quick] = rounded.forward_ragged([SessionTokens(new, where, caches[2], at)])
         for got in (alone, quick):
             assert 0 < relative_error(got, expected) < ERROR
 
@@ -87,7 +87,7 @@ def test_one_call_reads_and_writes_them(tmp_path: Path) -> None:
         span.forward(hidden[:, :4], positions[:, :4], None, cache, 0)
     assert fused.takes([ours])
     for at, end in ((4, 5), (5, 8), (8, 9)):
-        piece = Piece(hidden[:, at:end], positions[:, at:end], ours, at)
+        piece = SessionTokens(hidden[:, at:end], positions[:, at:end], ours, at)
         expected = span.forward(hidden[:, at:end], positions[:, at:end], None, theirs, at)
         assert relative_error(fused.run([piece])[0], expected) < 1e-3, "the same levels, but for ties"
         for cache in (ours, theirs):

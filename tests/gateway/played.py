@@ -14,18 +14,18 @@ import trio
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from swarmd.client.links.link import Statistics, Terms
+from swarmd.client.links.link import SessionOptions, Statistics
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.text.chat_template import ChatTemplate
 from swarmd.client.text.prompts import Prompt, answer
 from swarmd.errors import ConfigError
 from swarmd.gateway.app import Gateway
-from swarmd.gateway.generation.engine import Engine
-from swarmd.gateway.generation.head import Head
+from swarmd.gateway.generation.engine import GenerationEngine
+from swarmd.gateway.generation.head import HeadThread
 from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.guard import Guard
 from swarmd.gateway.keys import Keys
-from swarmd.gateway.models import Listed
+from swarmd.gateway.models import ListedModel
 from swarmd.gateway.page import Page
 from swarmd.home import bundled_folder
 from swarmd.values import ModelId
@@ -92,7 +92,7 @@ class PlayedSwarm:
     def quantize(self, model: ModelId, n_blocks: int) -> str:
         return "none"
 
-    async def open_session(self, terms: Terms) -> PlayedSession:
+    async def open_session(self, terms: SessionOptions) -> PlayedSession:
         self.opened.append(PlayedSession())
         return self.opened[-1]
 
@@ -133,17 +133,17 @@ class PlayedPrompts:
 class PlayedModels:
     """One model, loaded."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
 
-    async def engine(self, name: str) -> Engine:
+    async def engine(self, name: str) -> GenerationEngine:
         return self._engine
 
-    def engines(self) -> dict[str, Engine]:
+    def engines(self) -> dict[str, GenerationEngine]:
         return {MODEL: self._engine}
 
-    def listed(self) -> list[Listed]:
-        return [Listed(MODEL, HASH, 1, (), LONGEST, True)]
+    def listed(self) -> list[ListedModel]:
+        return [ListedModel(MODEL, HASH, 1, (), LONGEST, True)]
 
 
 @dataclass
@@ -151,7 +151,7 @@ class PlayedGateway:
     """What a test talks with, and what is behind it."""
 
     http: httpx.AsyncClient
-    engine: Engine
+    engine: GenerationEngine
     swarm: PlayedSwarm
     keys: Keys
 
@@ -178,7 +178,7 @@ async def played_gateway(
     played: Any = PlayedEnds(logits_after or (lambda token: torch.zeros(vocabulary)), vocabulary, **ends)
     swarm, turns, keys = PlayedSwarm(), Turns(4, 8, 8), Keys(folder)
     prompts: Any = PlayedPrompts(made, folder, template)
-    engine = Engine(swarm, Terms(HASH, 1, 1, 1, "float32"), Head(played), made, prompts, turns)  # type: ignore[arg-type]  # a swarm of its kind
+    engine = GenerationEngine(swarm, SessionOptions(HASH, 1, 1, 1, "float32"), HeadThread(played), made, prompts, turns)  # type: ignore[arg-type]  # a swarm of its kind
     models: Any = PlayedModels(engine)
     nobody: Any = None
     gateway = Gateway(models, Guard(keys, (), (), "token", True), turns, (), Page(nobody, models, nobody))

@@ -13,7 +13,7 @@ from swarmd.client.text import prompts, tokenizer_trial
 from swarmd.errors import ConfigError, SwarmUnavailable
 from swarmd.gateway.apis.refusals import ApiError
 from swarmd.gateway.generation.turns import Turns
-from swarmd.gateway.models import Models
+from swarmd.gateway.models import ServedModels
 from swarmd.home import bundled_folder
 from swarmd.plan.chains.view import SwarmView
 from swarmd.protocol.membership.catalog import Catalog
@@ -46,8 +46,8 @@ class OneModel:
         return self._folder
 
 
-async def prepared(folder: Path, nursery: trio.Nursery) -> Models:
-    models = Models(OneModel(folder), Turns(1, 1, 1), nursery, "own")  # type: ignore[arg-type]  # a swarm of its kind
+async def prepared(folder: Path, nursery: trio.Nursery) -> ServedModels:
+    models = ServedModels(OneModel(folder), Turns(1, 1, 1), nursery, "own")  # type: ignore[arg-type]  # a swarm of its kind
     await models.prepare()
     return models
 
@@ -70,7 +70,7 @@ async def test_whether_a_model_can_chat_is_told_by_its_files(
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     async with trio.open_nursery() as nursery:
-        models = Models(OneModel(tmp_path), Turns(1, 1, 1), nursery, "own")  # type: ignore[arg-type]  # a swarm of its kind
+        models = ServedModels(OneModel(tmp_path), Turns(1, 1, 1), nursery, "own")  # type: ignore[arg-type]  # a swarm of its kind
         assert [listed.chats for listed in models.listed()] == [chats]
 
 

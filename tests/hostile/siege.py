@@ -37,7 +37,7 @@ import trio
 from transformers import AutoModelForCausalLM
 
 import swarmd
-from swarmd.client.swarm import AsyncSwarm, Membership, joined
+from swarmd.client.swarm import AsyncSwarm, ClientMembership, joined
 from swarmd.errors import SwarmError
 from swarmd.home import bundled_folder, by_peer
 from swarmd.net.api import PURPOSES
@@ -96,7 +96,7 @@ async def _attack(invite: str, peers: list[PeerId], model: str, run: str, rng: r
     certificate = ticket.admit(identity.public_key, "member", int(time.time()) + 3_600)
     bootstrap = by_peer(ticket.addresses)
     nowhere = Path(tempfile.gettempdir()) / "nowhere"
-    async with joined(Membership(ticket.swarm, identity, certificate, bootstrap, {}, nowhere)) as swarm:
+    async with joined(ClientMembership(ticket.swarm, identity, certificate, bootstrap, {}, nowhere)) as swarm:
         while True:
             peer = rng.choice(peers)
             attack = rng.choice(ATTACKS)

@@ -11,7 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
-from swarmd.node.serving.adapters import Adapters
+from swarmd.node.serving.adapters import ServerAdapters
 from swarmd.protocol.models import manifest as manifests
 from swarmd.protocol.models.configuration import ADAPTER
 from swarmd.protocol.models.manifest import CHUNK_BYTES, Entry, Manifest
@@ -61,7 +61,7 @@ class PlayedSupply:
         return type("Folder", (), {"manifest": self.known, "shards": staticmethod(list)})
 
 
-async def settle(shelf: Adapters) -> Refused | None:
+async def settle(shelf: ServerAdapters) -> Refused | None:
     """Ask until the answer is no longer that it is on its way."""
     for _ in range(10):
         try:
@@ -86,7 +86,7 @@ async def settle(shelf: Adapters) -> Refused | None:
 async def test_other_things_are_not_fetched_as_adapters(virtual_time: MockClock, known: Manifest, reason: str) -> None:
     supply = PlayedSupply(known)
     async with trio.open_nursery() as nursery:
-        shelf = Adapters(supply, BASE, PlayedWorker(), lambda: LISTED)  # type: ignore[arg-type]
+        shelf = ServerAdapters(supply, BASE, PlayedWorker(), lambda: LISTED)  # type: ignore[arg-type]
         await nursery.start(shelf.run)
         refusal = await settle(shelf)
         assert refusal is not None
@@ -98,7 +98,7 @@ async def test_other_things_are_not_fetched_as_adapters(virtual_time: MockClock,
 async def test_a_session_waits_until_the_worker_has_its_adapter(virtual_time: MockClock) -> None:
     supply, worker = PlayedSupply(manifest()), PlayedWorker()
     async with trio.open_nursery() as nursery:
-        shelf = Adapters(supply, BASE, worker, lambda: LISTED)  # type: ignore[arg-type]
+        shelf = ServerAdapters(supply, BASE, worker, lambda: LISTED)  # type: ignore[arg-type]
         await nursery.start(shelf.run)
         assert await settle(shelf) is None
         assert supply.fetched == [LORA]
@@ -112,7 +112,7 @@ async def test_what_no_catalog_lists_is_refused_before_any_byte(virtual_time: Mo
     """Made-up names neither fetch anything nor keep others from being fetched."""
     supply = PlayedSupply(manifest())
     async with trio.open_nursery() as nursery:
-        shelf = Adapters(supply, BASE, PlayedWorker(), lambda: {**LISTED, "e" * 64: "f" * 64})  # type: ignore[arg-type]
+        shelf = ServerAdapters(supply, BASE, PlayedWorker(), lambda: {**LISTED, "e" * 64: "f" * 64})  # type: ignore[arg-type]
         await nursery.start(shelf.run)
         for number in range(200):
             with pytest.raises(Refused, match="no catalog") as refused:
@@ -129,7 +129,7 @@ async def test_what_no_catalog_lists_is_refused_before_any_byte(virtual_time: Mo
 async def test_an_adapter_that_the_worker_cannot_use_is_deleted(virtual_time: MockClock) -> None:
     supply = PlayedSupply(manifest())
     async with trio.open_nursery() as nursery:
-        shelf = Adapters(supply, BASE, PlayedWorker("no such module"), lambda: LISTED)  # type: ignore[arg-type]
+        shelf = ServerAdapters(supply, BASE, PlayedWorker("no such module"), lambda: LISTED)  # type: ignore[arg-type]
         await nursery.start(shelf.run)
         refusal = await settle(shelf)
         assert refusal is not None

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from swarmd.client.sessions.receipts import Account
+from swarmd.client.sessions.receipts import HopAccount
 from swarmd.errors import IntegrityError, RemoteProtocolError
 from swarmd.protocol.accounts import evidence, receipt
 from swarmd.protocol.accounts.evidence import Evidence
@@ -34,14 +34,14 @@ class Session:
     def __init__(self, rng: random.Random) -> None:
         self._numbers = np.random.default_rng(rng.getrandbits(32))
         self.receipts: list[tuple[Signed, Floats]] = []  # each with all that had entered when it was signed
-        self.account = Account()
+        self.account = HopAccount()
         self.reopen()
 
     def reopen(self) -> None:
         self._trail = Trail(shape=(1, WIDTH))
         self._seq = 0
         self.entered: Floats = np.zeros((1, 0, WIDTH), np.float32)
-        self.account = Account()
+        self.account = HopAccount()
 
     def op(self, n_cropped: int, n_tokens: int) -> None:
         """Take back some tokens, and compute others."""

@@ -17,7 +17,7 @@ from swarmd.protocol.wire import worker as worker_link
 from swarmd.protocol.wire.frames import MAX_PAYLOAD_BYTES, FrameDecoder
 from swarmd.protocol.wire.messages import Edit, Op, OpenSession, Refusal
 from swarmd.protocol.wire.worker import Tick
-from swarmd.wire.history import Sent
+from swarmd.wire.history import SentOp
 from swarmd.wire.ops import encode_op
 from tests import checkpoints
 from tests.compute.serving.test_engine import BLOCKS, Bench
@@ -54,7 +54,7 @@ def still_serves(bench: Bench) -> bool:
 def test_an_op_whose_answer_might_not_fit_a_frame_is_refused(span: LoadedSpan) -> None:
     bench, n_tokens = opened(span, "int8"), 1 + MAX_PAYLOAD_BYTES // (ROWS * 64 * 4)
     positions = torch.arange(n_tokens, dtype=torch.int32).expand(ROWS, -1)
-    sent = Sent(1, (), torch.randn(ROWS, n_tokens, 64), positions, None)
+    sent = SentOp(1, (), torch.randn(ROWS, n_tokens, 64), positions, None)
     raw = encode_op(HOSTILE, 0, 1, 0, sent, Op(), None, "int8")
     assert len(raw) < MAX_PAYLOAD_BYTES / 2, "small on the wire"
     bench.feed(raw)
@@ -154,7 +154,7 @@ def test_replays_give_signs_of_life_between_frames(span: LoadedSpan, monkeypatch
     bench.open(HONEST)
     for step in range(5):
         bench.seq[HONEST] += 1
-        sent = Sent(bench.seq[HONEST], (), torch.randn(1, 1, 64), torch.full((1, 1), step, dtype=torch.int32), None)
+        sent = SentOp(bench.seq[HONEST], (), torch.randn(1, 1, 64), torch.full((1, 1), step, dtype=torch.int32), None)
         bench.feed(encode_op(HONEST, 0, 1, 0, sent, Op(), None, "raw"))
         bench.run()
     monkeypatch.setattr(span, "on_block", lambda: signs.append(1))

@@ -24,12 +24,12 @@ from swarmd.net.rpc import Channel
 from swarmd.protocol.fields import Message
 from swarmd.protocol.runs import backing
 from swarmd.protocol.runs import commit as commits
-from swarmd.protocol.runs.backing import N_DIRECTIONS, Backed, Share, sign_assent, sign_share
+from swarmd.protocol.runs.backing import N_DIRECTIONS, BackedCommit, ContributionShare, sign_assent, sign_share
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.runs.recipe import Parts, RunOrder, sign_order
 from swarmd.protocol.wire.rounds import Beat, Prepare, Propose, Reduced
 from swarmd.train.rounds.leader import Leader
-from swarmd.train.rounds.parts import Part
+from swarmd.train.rounds.parts import ReducedPart
 from swarmd.train.rounds.round import Round
 from swarmd.train.store.anchor import Anchor
 from swarmd.train.vectors.state import Vector
@@ -76,7 +76,7 @@ class Lying:
     async def _lying(self, function: Callable[..., Any], *arguments: Any) -> Any:
         result = function(*arguments)
         part = getattr(function, "__self__", None)
-        if not isinstance(part, Part):
+        if not isinstance(part, ReducedPart):
             return result
         self.n += 1
         place = slice(result.start - part.start, result.start - part.start + result.n)
@@ -230,7 +230,7 @@ async def test_leader_that_shows_other_shares(virtual_time: MockClock, monkeypat
         liar, *honest = world.trainers()
         make = Leader._commit
 
-        def lie(leader: Leader, shares: tuple[Share, ...], average: bytes) -> Commit:
+        def lie(leader: Leader, shares: tuple[ContributionShare, ...], average: bytes) -> Commit:
             made = make(leader, shares, average)
             if leader._me != liar.peer:
                 return made
@@ -266,7 +266,7 @@ def made_up(liar: Member, others: tuple[Member, ...] = (), **changes: Any) -> by
     shares = []
     for member in (liar, *others):
         first, n = ledger.next_draw.get(member.peer, 0), 64
-        share = Share(first, n, 1.0, (norm * n) ** 2, (0.0,) * N_DIRECTIONS)
+        share = ContributionShare(first, n, 1.0, (norm * n) ** 2, (0.0,) * N_DIRECTIONS)
         shares.append(sign_share(share, ledger.head, root, average, liar.identity))
     commit = Commit(
         run=ledger.run.genesis,
@@ -280,8 +280,8 @@ def made_up(liar: Member, others: tuple[Member, ...] = (), **changes: Any) -> by
     )
     body = commits.encode(replace(commit, **changes))
     if changes.get("restores"):
-        return backing.encode(Backed(body))
-    return backing.encode(Backed(body, tuple(shares), ((0, sign_assent(body, liar.identity)),)))
+        return backing.encode(BackedCommit(body))
+    return backing.encode(BackedCommit(body, tuple(shares), ((0, sign_assent(body, liar.identity)),)))
 
 
 async def test_anchor_signs_no_commit_that_no_round_made(virtual_time: MockClock) -> None:
@@ -294,7 +294,7 @@ async def test_anchor_signs_no_commit_that_no_round_made(virtual_time: MockClock
         cases: list[tuple[Callable[[], bytes], str]] = [
             (lambda: made_up(liar), alone),
             (lambda: made_up(liar, (honest[0],)), "signature of a share"),
-            (lambda: backing.encode(Backed(backing.read_untrusted(made_up(liar))[1].body)), "0 shares"),
+            (lambda: backing.encode(BackedCommit(backing.read_untrusted(made_up(liar))[1].body)), "0 shares"),
             (
                 lambda: backing.encode(replace(backing.read_untrusted(made_up(liar))[1], assents=())),
                 "most must",
@@ -326,7 +326,7 @@ async def test_owner_takes_a_run_back_whose_newest_state_nobody_gives(
         await world.until(3)
         anchor = world.members[world.anchors[0].peer_id]
 
-        async def trusts(anchor: Anchor, commit: Commit, backed: Backed) -> None: ...
+        async def trusts(anchor: Anchor, commit: Commit, backed: BackedCommit) -> None: ...
 
         honestly = Anchor._check_backing
         monkeypatch.setattr(Anchor, "_check_backing", trusts)

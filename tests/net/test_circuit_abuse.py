@@ -16,9 +16,9 @@ from swarmd.errors import PeerError
 from swarmd.net.api import Relayed
 from swarmd.net.libp2p import circuits
 from swarmd.net.libp2p.circuits import Caller
-from swarmd.net.libp2p.dial_back import Tried, Try
+from swarmd.net.libp2p.dial_back import DialRequest, DialResult
 from swarmd.net.libp2p.host import Libp2pNetwork
-from swarmd.net.libp2p.punching import Go, Meet
+from swarmd.net.libp2p.punching import MeetRequest, PunchStart
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import MAX_PENDING_PER_ADDRESS
 from swarmd.net.libp2p.ways import CIRCUIT, DIAL_BACK, PUNCH
@@ -70,8 +70,8 @@ async def test_row_21_ipv6_is_no_relay() -> None:
 
 async def test_who_claims_to_have_dialled_back_stays_behind_the_relay() -> None:
     async def lie(stream: Libp2pStream) -> None:
-        await read(stream, Meet)
-        await write(stream, Meet())
+        await read(stream, MeetRequest)
+        await write(stream, MeetRequest())
 
     async with place(client_listens=True) as p:
         p.client.ways.is_open(True)
@@ -90,13 +90,13 @@ async def test_nobody_names_what_is_dialled_on_this_machine(is_relayed: bool) ->
         knocked.append(await stream.receive_some(100))
 
     async def meet(asker: Libp2pNetwork, victim: Libp2pNetwork, port: int) -> None:
-        for wanted in (Meet(dial=(f"/ip4/127.0.0.1/tcp/{port}",)), Meet(seen_at=("127.0.0.1", port))):
+        for wanted in (MeetRequest(dial=(f"/ip4/127.0.0.1/tcp/{port}",)), MeetRequest(seen_at=("127.0.0.1", port))):
             stream = await asker.open(victim.peer_id, PUNCH)
             try:
                 await write(stream, wanted)
                 if wanted.seen_at:
-                    await read(stream, Meet)
-                    await write(stream, Go())
+                    await read(stream, MeetRequest)
+                    await write(stream, PunchStart())
                 await stream.receive()
             except PeerError:
                 pass
@@ -213,8 +213,8 @@ async def test_answered_questions_leave_no_streams() -> None:
         before = len(connection.get_streams())
         for _ in range(5):
             stream = await stranger.open(victim.peer_id, DIAL_BACK)
-            await write(stream, Try(()))
-            assert await read(stream, Tried)
+            await write(stream, DialRequest(()))
+            assert await read(stream, DialResult)
             await stream.aclose()
         with trio.fail_after(2):
             while len(connection.get_streams()) > before:

@@ -16,7 +16,7 @@ from multiaddr import Multiaddr
 from swarmd.errors import RemoteProtocolError, Unreachable
 from swarmd.net.api import Relayed, Stream
 from swarmd.net.libp2p import circuits, punching
-from swarmd.net.libp2p.dial_back import Tried
+from swarmd.net.libp2p.dial_back import DialResult
 from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.libp2p.own_port import connect_from, kept_port
 from swarmd.net.libp2p.stream import Libp2pStream
@@ -250,7 +250,7 @@ async def test_a_member_that_tries_tells_what_is_open_and_nonsense_is_no_answer(
         assert (await a.ways.ask_dial_back(b.peer_id, 4)).open_ports == (port,), "nobody answers at port 1"
 
         async def lie(stream: Libp2pStream) -> None:
-            await write(stream, Tried("5.0.0.1/tcp/80", (port,)))
+            await write(stream, DialResult("5.0.0.1/tcp/80", (port,)))
 
         b.serve("dial_back", lie)
         with pytest.raises(RemoteProtocolError, match="is no IP address"):

@@ -14,7 +14,7 @@ import trio.testing
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net import direct
 from swarmd.net.api import Stream
-from swarmd.net.direct import DirectNetwork, DirectStream, Ticket
+from swarmd.net.direct import DialTicket, DirectNetwork, DirectStream
 from swarmd.net.libp2p.host import Libp2pNetwork, Libp2pStream
 from swarmd.net.outbound import Outbound
 from swarmd.net.rpc import Channel
@@ -47,10 +47,10 @@ class Pair:
             async with self.alice.running(), self.bob.running():
                 yield self
 
-    async def ticket(self) -> Ticket:
+    async def ticket(self) -> DialTicket:
         return (await self.alice._ask_ticket(self.bob.peer_id))[0]
 
-    async def knock(self, ticket: Ticket, token: bytes, purpose: int = 0) -> bytes:
+    async def knock(self, ticket: DialTicket, token: bytes, purpose: int = 0) -> bytes:
         """What a stranger gets who comes with ``token``: b"" when the door stays shut."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -155,7 +155,7 @@ async def test_another_certificate_at_the_port_is_not_trusted() -> None:
         true = await pair.ticket()
 
         async def lie(stream: Stream) -> None:
-            await stream.send(msgspec.msgpack.encode(Ticket(true.port, other, true.token)))
+            await stream.send(msgspec.msgpack.encode(DialTicket(true.port, other, true.token)))
             await stream.aclose()
 
         pair.libp2p_of_bob.set_handler("ticket", lie)

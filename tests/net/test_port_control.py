@@ -18,7 +18,7 @@ from swarmd.errors import RemoteProtocolError, Unreachable
 from swarmd.net import port_control
 from swarmd.net.port_control import (
     NAT_PMP_ADDRESS,
-    Granted,
+    PortGrant,
     WrongVersionError,
     gateway,
     map_port,
@@ -65,7 +65,7 @@ def test_messages_have_the_sizes_and_places_of_the_standards() -> None:
 
 
 def test_answers_are_read() -> None:
-    assert pcp_mapped(pcp_answer(), NONCE, PORT) == Granted(HOST, OUTSIDE, "PCP")
+    assert pcp_mapped(pcp_answer(), NONCE, PORT) == PortGrant(HOST, OUTSIDE, "PCP")
     assert nat_pmp_mapped(nat_pmp_answer(), PORT) == OUTSIDE
     assert str(nat_pmp_is_at(nat_pmp_address())) == HOST
     with pytest.raises(WrongVersionError):
@@ -143,12 +143,12 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Iterator[trio.socket.SocketType]:
 @pytest.mark.parametrize(
     ("answers", "granted"),
     [
-        ([[b"", b"nonsense", pcp_answer()]], Granted(HOST, OUTSIDE, "PCP")),
-        ([[], [pcp_answer()]], Granted(HOST, OUTSIDE, "PCP")),
-        ([[bytes((0, 129, 0, 1))], [nat_pmp_address()], [nat_pmp_answer()]], Granted(HOST, OUTSIDE, "NAT-PMP")),
+        ([[b"", b"nonsense", pcp_answer()]], PortGrant(HOST, OUTSIDE, "PCP")),
+        ([[], [pcp_answer()]], PortGrant(HOST, OUTSIDE, "PCP")),
+        ([[bytes((0, 129, 0, 1))], [nat_pmp_address()], [nat_pmp_answer()]], PortGrant(HOST, OUTSIDE, "NAT-PMP")),
     ],
 )
-async def test_an_exchange(monkeypatch: pytest.MonkeyPatch, answers: list[list[bytes]], granted: Granted) -> None:
+async def test_an_exchange(monkeypatch: pytest.MonkeyPatch, answers: list[list[bytes]], granted: PortGrant) -> None:
     """What is no answer is passed over, a datagram that is lost is sent again, an older router is understood."""
     asked: list[bytes] = []
 

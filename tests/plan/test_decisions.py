@@ -29,7 +29,7 @@ from swarmd.plan.chains.routing import best_rejected, best_route, least_loaded, 
 from swarmd.plan.chains.view import RecordBook, SwarmView, short_name
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Identity, Membership
-from swarmd.protocol.membership.records import SpanRecord, Verified
+from swarmd.protocol.membership.records import SpanRecord, VerifiedRecord
 from swarmd.values import ModelId, PeerId, Span, ranges
 
 ME = PeerId("me")
@@ -362,8 +362,8 @@ def test_who_uses_more_than_a_fair_share_gives_way() -> None:
         ledger.reserve((b"o", 0), b"yet another", 40_000, 1.0)
 
 
-def verified(record: SpanRecord) -> Verified:
-    return Verified(
+def verified(record: SpanRecord) -> VerifiedRecord:
+    return VerifiedRecord(
         record, Membership(PeerId(record.peer), "member", (record.peer.encode(),), 100), record.peer.encode()
     )
 

@@ -15,15 +15,15 @@ from swarmd.errors import IntegrityError
 from swarmd.plan.runs import partition
 from swarmd.plan.runs.arrivals import Arrivals
 from swarmd.plan.runs.ballot import Acceptor, bound_to
-from swarmd.plan.runs.contributions import Weighed, outliers
+from swarmd.plan.runs.contributions import WeighedContributions, outliers
 from swarmd.plan.runs.ledger import Ledger
-from swarmd.plan.runs.partition import Member, Sizes
-from swarmd.plan.runs.progress import LONGEST_HOLD_S, Action, Progress, decide, forecast, hold_s, leader_order
-from swarmd.plan.runs.recovery import Offer, choose_way, restorable
+from swarmd.plan.runs.partition import PartitionMember, Sizes
+from swarmd.plan.runs.progress import LONGEST_HOLD_S, Action, MemberProgress, decide, forecast, hold_s, leader_order
+from swarmd.plan.runs.recovery import DonorOffer, choose_way, restorable
 from swarmd.plan.runs.samples import permuted, row_of, shard_of
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs import commit as commits
-from swarmd.protocol.runs.commit import Commit, Counted
+from swarmd.protocol.runs.commit import Commit, CountedContribution
 from swarmd.protocol.runs.recipe import Batch, Recipe, Schedule, Stop, start_run
 from swarmd.values import PeerId
 
@@ -33,7 +33,7 @@ ANCHORS = {0: (OWNER.peer_id,)}
 A, B, C, D = (PeerId(name) for name in "abcd")
 
 
-def commit_after(ledger: Ledger, *counted: Counted, **changes: object) -> Commit:
+def commit_after(ledger: Ledger, *counted: CountedContribution, **changes: object) -> Commit:
     fields: dict[str, object] = {
         "run": RUN.genesis,
         "epoch": ledger.epoch + 1,
@@ -47,7 +47,7 @@ def commit_after(ledger: Ledger, *counted: Counted, **changes: object) -> Commit
     return Commit(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def sealed(commit: Commit) -> commits.Sealed:
+def sealed(commit: Commit) -> commits.SealedCommit:
     body = commits.encode(commit)
     return commits.read_untrusted(commits.seal(body, (1, "p"), {0: commits.sign(body, (1, "p"), OWNER)}), ANCHORS)
 
@@ -95,14 +95,14 @@ def test_acceptor_takes_one_commit_in_a_ballot() -> None:
 
 def test_ledger_refuses_what_cannot_follow() -> None:
     ledger = Ledger(RUN)
-    assert ledger.add(sealed(commit_after(ledger, Counted("a", 0, 4, 1.0, 1.0))))
+    assert ledger.add(sealed(commit_after(ledger, CountedContribution("a", 0, 4, 1.0, 1.0))))
     first = ledger.sealed[0]
     assert not ledger.add(first)
     for wrong, why in [
-        (commit_after(ledger, Counted("a", 3, 4, 1.0, 1.0)), "counted twice"),
-        (commit_after(ledger, Counted("a", 4, 4, 1.0, 1.0), parent=RUN.genesis), "parent"),
-        (commit_after(ledger, Counted("a", 4, 4, 1.0, 1.0), learning_rate=9.0), "learning rate"),
-        (commit_after(ledger, Counted("a", 4, 4, 1.0, 1.0), run=b"x" * 32), "another run"),
+        (commit_after(ledger, CountedContribution("a", 3, 4, 1.0, 1.0)), "counted twice"),
+        (commit_after(ledger, CountedContribution("a", 4, 4, 1.0, 1.0), parent=RUN.genesis), "parent"),
+        (commit_after(ledger, CountedContribution("a", 4, 4, 1.0, 1.0), learning_rate=9.0), "learning rate"),
+        (commit_after(ledger, CountedContribution("a", 4, 4, 1.0, 1.0), run=b"x" * 32), "another run"),
     ]:
         with pytest.raises(IntegrityError, match=why):
             ledger.add(sealed(wrong))
@@ -112,7 +112,7 @@ def test_ledger_refuses_what_cannot_follow() -> None:
 
 
 def test_commit_of_who_is_no_anchor_does_not_count() -> None:
-    body = commits.encode(commit_after(Ledger(RUN), Counted("a", 0, 1, 1.0, 1.0)))
+    body = commits.encode(commit_after(Ledger(RUN), CountedContribution("a", 0, 1, 1.0, 1.0)))
     stranger = Identity(b"s" * 32)
     for signatures in ({0: commits.sign(body, (1, "p"), stranger)}, {}, {1: commits.sign(body, (1, "p"), OWNER)}):
         with pytest.raises(IntegrityError):
@@ -148,14 +148,14 @@ def test_peer_sees_every_row_once_before_any_again_and_one_shard_at_a_time() -> 
 
 
 def test_decisions_explain_themselves() -> None:
-    me = Progress(A, 3, b"h", 4, 2.0)
-    same = Progress(B, 3, b"h", 3, 1.0, age_s=1.0)
+    me = MemberProgress(A, 3, b"h", 4, 2.0)
+    same = MemberProgress(B, 3, b"h", 3, 1.0, age_s=1.0)
     assert decide(me, [same], 100).action is Action.CONTINUE
     assert decide(me, [same], 8).action is Action.JOIN_ROUND
-    ahead = decide(me, [Progress(B, 5, b"x", 0, 1.0)], 8)
+    ahead = decide(me, [MemberProgress(B, 5, b"x", 0, 1.0)], 8)
     assert ahead.action is Action.CATCH_UP
     assert "newest at 5" in ahead.reason
-    assert decide(me, [Progress(B, 3, b"other", 0, 1.0)], 100).action is Action.CATCH_UP
+    assert decide(me, [MemberProgress(B, 3, b"other", 0, 1.0)], 100).action is Action.CATCH_UP
     assert forecast([me, same], b"h", 14).left_s == pytest.approx(2.0)
     assert forecast([], b"h", 14).left_s is None
 
@@ -183,26 +183,29 @@ def test_deadlines_follow_what_was_seen() -> None:
 
 
 def test_clients_reduce_nothing_and_slow_links_little() -> None:
-    members = [Member(PeerId(str(i)), up_bytes_per_s=r, down_bytes_per_s=r) for i, r in enumerate((1e6, 5e6, 1e7, 1e7))]
+    members = [
+        PartitionMember(PeerId(str(i)), up_bytes_per_s=r, down_bytes_per_s=r)
+        for i, r in enumerate((1e6, 5e6, 1e7, 1e7))
+    ]
     plan = partition.divide(members, Sizes(40_000_000)).action
     assert plan.shares[0] <= 0.01
     assert plan.shares[1] < plan.shares[2]
     assert sum(plan.shares) == pytest.approx(1)
     assert plan.expected_s < partition.equal_parts(members, Sizes(40_000_000)).expected_s / 1.4
-    client = [Member(A, can_reduce=False), Member(B)]
+    client = [PartitionMember(A, can_reduce=False), PartitionMember(B)]
     assert partition.divide(client, Sizes(1_000)).action.shares == (0.0, 1.0)
     with pytest.raises(ValueError, match="can reduce"):
-        partition.divide([Member(A, can_reduce=False)], Sizes(1_000))
+        partition.divide([PartitionMember(A, can_reduce=False)], Sizes(1_000))
 
 
 def test_equal_links_mean_equal_parts() -> None:
-    members = [Member(PeerId(str(i)), up_bytes_per_s=1e6, down_bytes_per_s=1e6) for i in range(5)]
+    members = [PartitionMember(PeerId(str(i)), up_bytes_per_s=1e6, down_bytes_per_s=1e6) for i in range(5)]
     assert partition.divide(members, Sizes(1_000_000)).action.shares == pytest.approx((0.2,) * 5)
 
 
 @given(st.lists(st.floats(1e5, 1e9), min_size=1, max_size=8), st.integers(1, 5_000))
 def test_no_plan_is_worse_than_equal_parts_and_ranges_cover_all(rates: list[float], n: int) -> None:
-    members = [Member(PeerId(str(i)), up_bytes_per_s=r, down_bytes_per_s=2 * r) for i, r in enumerate(rates)]
+    members = [PartitionMember(PeerId(str(i)), up_bytes_per_s=r, down_bytes_per_s=2 * r) for i, r in enumerate(rates)]
     plan = partition.divide(members, Sizes(4 * n)).action
     # shares below one per cent are given to the others, which may cost a little
     assert plan.expected_s <= partition.equal_parts(members, Sizes(4 * n)).expected_s * 1.1 + 1e-9
@@ -215,14 +218,27 @@ def test_no_plan_is_worse_than_equal_parts_and_ranges_cover_all(rates: list[floa
 
 
 def test_outliers_are_named_with_their_reason() -> None:
-    members = {A: Weighed(10, 1.0), B: Weighed(10, 1.2), C: Weighed(10, 30.0), D: Weighed(10, math.nan)}
+    members = {
+        A: WeighedContributions(10, 1.0),
+        B: WeighedContributions(10, 1.2),
+        C: WeighedContributions(10, 30.0),
+        D: WeighedContributions(10, math.nan),
+    }
     found = outliers(members, [])
     assert set(found) == {C, D}
     assert "limit" in found[C]
-    assert outliers({A: Weighed(10, 1.0), B: Weighed(10, 30.0)}, []) == {}, "two cannot tell who is right"
-    assert set(outliers({A: Weighed(10, 1.0), B: Weighed(10, 30.0)}, [Weighed(10, 1.0)] * 8)) == {B}
-    assert outliers({A: Weighed(10, 30.0)}, [Weighed(10, 1.0)] * 8) == {}, "somebody must be left"
-    few = {A: Weighed(100, 1.0), B: Weighed(100, 1.0), C: Weighed(1, 30.0)}
+    assert outliers({A: WeighedContributions(10, 1.0), B: WeighedContributions(10, 30.0)}, []) == {}, (
+        "two cannot tell who is right"
+    )
+    assert set(
+        outliers(
+            {A: WeighedContributions(10, 1.0), B: WeighedContributions(10, 30.0)}, [WeighedContributions(10, 1.0)] * 8
+        )
+    ) == {B}
+    assert outliers({A: WeighedContributions(10, 30.0)}, [WeighedContributions(10, 1.0)] * 8) == {}, (
+        "somebody must be left"
+    )
+    few = {A: WeighedContributions(100, 1.0), B: WeighedContributions(100, 1.0), C: WeighedContributions(1, 30.0)}
     assert outliers(few, []) == {}, "the mean of one sample is noisier"
 
 
@@ -230,7 +246,7 @@ def test_outliers_are_named_with_their_reason() -> None:
 
 
 def test_the_cheaper_way_and_the_majority_win() -> None:
-    offers = {A: Offer(9, b"x", 3), B: Offer(9, b"x", 1), C: Offer(9, b"liar", 9)}
+    offers = {A: DonorOffer(9, b"x", 3), B: DonorOffer(9, b"x", 1), C: DonorOffer(9, b"liar", 9)}
     near = choose_way(7, 9, offers, 10, 30).action
     assert near is not None
     assert (near.state, near.donors) == (b"", (A, C))
@@ -256,13 +272,13 @@ def test_learning_rates() -> None:
 
 
 def test_who_audits_first_is_forecast_to_gather_later() -> None:
-    audits, computes = Progress(A, 3, b"h", 2, 4.0, audit_left=40), Progress(B, 3, b"h", 10, 2.0)
+    audits, computes = MemberProgress(A, 3, b"h", 2, 4.0, audit_left=40), MemberProgress(B, 3, b"h", 10, 2.0)
     total = forecast([audits, computes], b"h", 32)
     assert total.n_samples == 12
     assert total.left_s == 10.0  # 20 samples by one at 2/s, when the other has audited
     assert forecast([audits, computes], b"h", 38).left_s == 11.0  # and 6 by both
     assert forecast([audits], b"h", 32).left_s == 17.5
-    later = Progress(A, 3, b"h", 2, 4.0, age_s=11.0, audit_left=40)
+    later = MemberProgress(A, 3, b"h", 2, 4.0, age_s=11.0, audit_left=40)
     assert forecast([later], b"h", 32).n_samples == 6
 
 

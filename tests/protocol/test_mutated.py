@@ -247,7 +247,7 @@ def test_what_a_run_signs_changed_a_little_is_read_or_refused(what: str) -> None
     rng, n_refused = random.Random(6), 0
     run = recipe.start_run(recipe.Recipe("r", "0" * 64, "1" * 64, anchors=(MEMBER.peer_id,)), MEMBER, 1)
     order = recipe.sign_order(recipe.RunOrder(run.id, 1, anchors=(MEMBER.peer_id,)), MEMBER)
-    counted = (commits.Counted(MEMBER.peer_id, 0, 8, 9.5, 1.5),)
+    counted = (commits.CountedContribution(MEMBER.peer_id, 0, 8, 9.5, 1.5),)
     body = commits.encode(commits.Commit(run.genesis, 1, run.genesis, 0, counted, b"a" * 32, b"s" * 32, 0.1))
     readers: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
         "run": (run.raw, recipe.read_run_untrusted),

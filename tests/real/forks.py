@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from swarmd.node.worker.forkserver import Forked
+from swarmd.node.worker.forkserver import ForkedProcess
 
 DAEMON = (
     "swarmd_cli.main",
@@ -75,7 +75,7 @@ class Command:
         self._out, self._error = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - closed by finish
         if IS_ON:
             files = [self._out.fileno(), self._error.fileno()]
-            self.process: Forked | subprocess.Popen[bytes] = Forked(
+            self.process: ForkedProcess | subprocess.Popen[bytes] = ForkedProcess(
                 server(*COMMANDS), "swarmd_cli.main", arguments, files, environment, outputs=2
             )
         else:

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from swarmd.home import Home
-from swarmd.node.worker.forkserver import VARIABLE, Forked
+from swarmd.node.worker.forkserver import VARIABLE, ForkedProcess
 from swarmd.plan.chains.routing import Hop
 from swarmd.protocol.membership import invite as invites
 from swarmd.values import ModelId, PeerId, Span
@@ -41,7 +41,7 @@ class Volunteer:
     environment: dict[str, str] = field(default_factory=dict)
     inside: tuple[str, ...] = ()
     program: str = COMMAND
-    process: subprocess.Popen[bytes] | Forked | None = None
+    process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property
     def peer(self) -> PeerId:
@@ -58,7 +58,9 @@ class Volunteer:
             if forks.IS_ON and not self.inside and self.program == COMMAND:
                 environment = {VARIABLE: forks.server(*forks.WORKER), **environment}
                 server = forks.server(*(forks.TRAINER if "--no-serve" in self.arguments else forks.DAEMON))
-                self.process = Forked(server, "swarmd_cli.main", arguments, [log.fileno()], environment, outputs=1)
+                self.process = ForkedProcess(
+                    server, "swarmd_cli.main", arguments, [log.fileno()], environment, outputs=1
+                )
                 return
             command = [*self.inside, sys.executable, "-m", self.program, *arguments]
             self.process = subprocess.Popen(

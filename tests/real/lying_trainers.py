@@ -21,7 +21,7 @@ LIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class LyingTrained(gradients.Trained):
+class LyingTrained(gradients.TrainedModel):
     """Honest about everything but its own draws."""
 
     def compute(self, rows: torch.Tensor, seed: int, into: int, is_fresh: bool) -> float:
@@ -36,5 +36,5 @@ class LyingTrained(gradients.Trained):
 
 def main() -> None:
     """A worker's entry, as swarmd.compute.runs.gradients'."""
-    gradients.Trained = LyingTrained  # type: ignore[misc]
+    gradients.TrainedModel = LyingTrained  # type: ignore[misc]
     gradients.main()

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import trio
 
-from swarmd.client.links.link import Terms
-from swarmd.client.swarm import AsyncSwarm, Membership
+from swarmd.client.links.link import SessionOptions
+from swarmd.client.swarm import AsyncSwarm, ClientMembership
 from swarmd.compute.serving.engine import Engine
 from swarmd.config import Config, Serve
-from swarmd.daemon import Daemon, Member, Surroundings
+from swarmd.daemon import Daemon, DaemonServices, LocalMember
 from swarmd.net.exchange import Exchange
 from swarmd.net.sim import SimRecordStore, SimWorld
 from swarmd.node.worker.worker_link import WorkerLost, WorkerProcess
@@ -205,10 +205,10 @@ class SimSwarm:
         blocks = f"{span.start}:{span.end}" if is_fixed else "auto"
         config = Config(blocks=blocks, model="toy", cache_tokens=10**6, hosted=hosted)
         folders = {self.model: self.folder}
-        member = Member(self.keys, identity, certificate, NOWHERE, folders, self._bootstrap())
+        member = LocalMember(self.keys, identity, certificate, NOWHERE, folders, self._bootstrap())
         records = SimRecordStore(self.world, identity.peer_id)
         rng = random.Random(self.rng.random())
-        world = Surroundings(network, records, self.wall_clock, rng, start_worker, understands)
+        world = DaemonServices(network, records, self.wall_clock, rng, start_worker, understands)
         daemon = Daemon(member, config, world, exchange)
         scope = trio.CancelScope()
 
@@ -251,14 +251,14 @@ class SimSwarm:
     async def client(self) -> AsyncSwarm:
         identity, certificate = self._identity()
         network = self.world.join(identity.peer_id)
-        membership = Membership(self.keys, identity, certificate, self._bootstrap(), {}, NOWHERE)
+        membership = ClientMembership(self.keys, identity, certificate, self._bootstrap(), {}, NOWHERE)
         swarm = AsyncSwarm(membership, network, self.wall_clock)
         self._nursery.start_soon(network.run)
         await self._nursery.start(swarm.run)
         return swarm
 
-    def terms(self, max_tokens: int) -> Terms:
-        return Terms(self.model, self.n_blocks, 1, max_tokens, codec="raw")
+    def terms(self, max_tokens: int) -> SessionOptions:
+        return SessionOptions(self.model, self.n_blocks, 1, max_tokens, codec="raw")
 
     def views_agree(self) -> bool:
         """Does everybody know exactly who is there?"""

@@ -17,7 +17,7 @@ from swarmd.plan.chains.placement import Target
 from swarmd.plan.chains.view import RecordBook, SwarmView
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Membership
-from swarmd.protocol.membership.records import AnyRecord, PeerRecord, SpanRecord, Verified
+from swarmd.protocol.membership.records import AnyRecord, PeerRecord, SpanRecord, VerifiedRecord
 from swarmd.protocol.wire.messages import OpenSession
 from swarmd.values import Decision, ModelId, PeerId, Span
 
@@ -57,7 +57,7 @@ class World:
                 SpanRecord(peer=peer, **common, **about, **fields),
             ]
             for record in records:
-                book.add(Verified(record, Membership(PeerId(peer), "member", (peer.encode(),), 10**9), b""))
+                book.add(VerifiedRecord(record, Membership(PeerId(peer), "member", (peer.encode(),), 10**9), b""))
         return book.view()
 
     def trials(self, me: str) -> Trials:

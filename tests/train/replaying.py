@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from swarmd.plan.runs.ledger import Ledger
-from swarmd.protocol.runs.commit import Commit, Counted
+from swarmd.protocol.runs.commit import Commit, CountedContribution
 from swarmd.protocol.runs.recipe import Recipe
 from swarmd.train.gradients.source import InnerStep
 from swarmd.train.vectors.codecs import codec_of
@@ -18,7 +18,7 @@ Take = Callable[[dict[str, Vector], str, range, InnerStep], object]
 """Takes a step of a peer's own, by the mean gradient of its draws, on its inner vectors."""
 
 
-def counted_of(commit: Commit) -> Iterator[tuple[Counted, int, bool]]:
+def counted_of(commit: Commit) -> Iterator[tuple[CountedContribution, int, bool]]:
     """Each contributor, how many of its draws were late, and whether it began anew."""
     n = len(commit.contributors)
     yield from zip(commit.contributors, commit.late or [0] * n, commit.anew or [False] * n, strict=True)

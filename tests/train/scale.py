@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import trio
 
-from swarmd.net.sim import Link
+from swarmd.net.sim import SimLink
 from swarmd.protocol.runs.recipe import Batch, Optimizer
 from tests.train.world import Member, TrainingWorld, check_ledger
 from tests.virtual_time import in_virtual_time
@@ -63,7 +63,7 @@ async def simulate(n_peers: int, hours: float, seed: int) -> Outcome:
                 sample_s = 10 ** rng.uniform(-0.5, 0.5)
                 rate = MBIT * 10 ** rng.uniform(1, 3)
                 member = world.add(sample_s=sample_s, bytes_per_s=rate)
-                world.world.links.update({(member.peer, other): Link(0.03, rate) for other in world.members})
+                world.world.links.update({(member.peer, other): SimLink(0.03, rate) for other in world.members})
                 begun = trio.current_time()
                 await trio.sleep(min(rng.expovariate(1 / SESSION_S), hours * 3600 - begun + 10))
                 _leave(world, member, outcome, trio.current_time() - begun)

@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from swarmd.net.sim import Link
+from swarmd.net.sim import SimLink
 from swarmd.protocol.runs.recipe import Batch, Checkpoints, Diloco, Optimizer, Parts
 from swarmd.train.store.disk import RunFolder
 from tests.train.replaying import counted_of
@@ -67,7 +67,7 @@ def check(world: TrainingWorld) -> None:
 async def test_the_ledger_is_replayed_bit_for_bit(virtual_time: MockClock, codec: str, fragments: int) -> None:
     """With a death, and somebody who joins late."""
     async with training(seed=1, n=4, n_anchors=3, **recipe(codec, **steps_inside(fragments))) as world:
-        world.world.link = Link(latency_s=0.1)
+        world.world.link = SimLink(latency_s=0.1)
         live = (await world.in_a_round("leader")).trainer.joining.round
         assert live is not None
         assert len(live.group.parts) > 1 or codec == "powersgd", "one alone reduces: this test shows too little"

@@ -8,7 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from swarmd.net.sim import Link
+from swarmd.net.sim import SimLink
 from swarmd.protocol.runs.recipe import Batch
 from tests.train.world import Member, TrainingWorld
 
@@ -30,7 +30,7 @@ async def test_death_costs_one_deadline(virtual_time: MockClock, way: str, seed:
     rng = random.Random(seed)
     async with trio.open_nursery() as nursery:
         world = TrainingWorld(nursery, seed=seed, n_anchors=3, batch=Batch(target=100, micro=2, tokens=8))
-        world.world.link = Link(latency_s=0.02, bytes_per_s=4e3)  # averaging takes about half a second
+        world.world.link = SimLink(latency_s=0.02, bytes_per_s=4e3)  # averaging takes about half a second
         world.add_anchors()
         for _ in range(N_TRAINERS):
             world.add(sample_s=0.2)

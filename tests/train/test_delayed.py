@@ -9,13 +9,13 @@ from msgspec.structs import replace
 from trio.testing import MockClock
 
 from swarmd.errors import IntegrityError
-from swarmd.net.sim import Link
-from swarmd.protocol.runs.commit import Commit, Counted
+from swarmd.net.sim import SimLink
+from swarmd.protocol.runs.commit import Commit, CountedContribution
 from swarmd.protocol.runs.recipe import Batch, Optimizer
-from swarmd.train.vectors.work import Gathered, Work
+from swarmd.train.vectors.work import GatheredWork, UncountedWork
 from tests.train.world import replay, training
 
-SLOW = Link(latency_s=0.1)  # averaging takes about as long as gathering
+SLOW = SimLink(latency_s=0.1)  # averaging takes about as long as gathering
 
 
 @pytest.mark.parametrize(
@@ -88,18 +88,20 @@ async def test_who_was_cut_off_for_a_moment_is_soon_back(virtual_time: MockClock
 
 
 def commit(n: int, first: int = 0, restores: bytes = b"") -> Commit:
-    contributors = (Counted("me", first, n, 1.0, 1.0),) if n else (Counted("other", 0, 4, 1.0, 1.0),)
+    contributors = (
+        (CountedContribution("me", first, n, 1.0, 1.0),) if n else (CountedContribution("other", 0, 4, 1.0, 1.0),)
+    )
     contributors = () if restores else contributors
     return Commit(b"r" * 32, 1, b"p" * 32, 0, contributors, b"a" * 32, b"s" * 32, 0.1, restores=restores)
 
 
-def add(work: Work, n: int) -> None:
+def add(work: UncountedWork, n: int) -> None:
     first, old = work.next_draw(0), work.since.vector
     work.add(first, n, float(n), np.full(2, float(n)) + (0 if old is None else old))
 
 
 def test_work_is_offered_counted_and_late() -> None:
-    work = Work("me", overlaps=True)
+    work = UncountedWork("me", overlaps=True)
     add(work, 3)
     work.offer()
     add(work, 2)
@@ -115,7 +117,7 @@ def test_work_is_offered_counted_and_late() -> None:
 
 
 def test_work_of_a_round_that_failed_is_offered_with_what_came_since() -> None:
-    work = Work("me", overlaps=True)
+    work = UncountedWork("me", overlaps=True)
     add(work, 3)
     work.offer()
     add(work, 2)
@@ -124,13 +126,13 @@ def test_work_of_a_round_that_failed_is_offered_with_what_came_since() -> None:
     add(work, 1)
     work.offer()
     given = work.offered
-    assert (given.first, given.n, given.late, work.since) == (3, 3, 2, Gathered())
+    assert (given.first, given.n, given.late, work.since) == (3, 3, 2, GatheredWork())
     assert given.vector is not None
     assert given.vector.tolist() == [3.0, 3.0]
 
 
 def test_work_is_not_late_by_two_states() -> None:
-    work = Work("me", overlaps=True)
+    work = UncountedWork("me", overlaps=True)
     add(work, 3)
     work.settle(commit(0))
     assert (work.since.late, work.n_wasted) == (3, 0)
@@ -141,7 +143,7 @@ def test_work_is_not_late_by_two_states() -> None:
 @pytest.mark.parametrize(("overlaps", "n", "restores"), [(False, 3, b""), (True, 0, b"x" * 32), (True, 0, b"")])
 def test_work_is_lost_where_it_cannot_be_counted(overlaps: bool, n: int, restores: bytes) -> None:
     """In a run that waits for its rounds; where the run goes back; where a round went on without this peer."""
-    work = Work("me", overlaps=overlaps)
+    work = UncountedWork("me", overlaps=overlaps)
     add(work, 3)
     work.offer()
     add(work, 2)

@@ -13,17 +13,17 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import ConfigError
-from swarmd.net.sim import Link
+from swarmd.net.sim import SimLink
 from swarmd.protocol.runs.recipe import Batch, Diloco, Optimizer
 from swarmd.train.store.disk import RunFolder
-from swarmd.train.vectors.inner_steps import Inner, Memory
+from swarmd.train.vectors.inner_steps import InnerOptimizer, Memory
 from swarmd.train.vectors.state import Vector
-from swarmd.train.vectors.work import Work
+from swarmd.train.vectors.work import UncountedWork
 from tests.train.replaying import counted_of
 from tests.train.world import N_ELEMENTS, TrainingWorld, replay_steps, training
 
 ADAMW, SGD = {"kind": "adamw", "weight_decay": 0.1}, {"kind": "sgd", "momentum": 0.5}
-SLOW = Link(latency_s=0.1)  # averaging takes about as long as gathering
+SLOW = SimLink(latency_s=0.1)  # averaging takes about as long as gathering
 
 
 def recipe(fragments: int, **optimizer: Any) -> dict[str, Any]:
@@ -174,8 +174,8 @@ def test_steps_behind_an_offer_that_nobody_counts_are_no_whole() -> None:
         run=SimpleNamespace(recipe=SimpleNamespace(fragments=1)),
     )
     vectors: dict[str, Vector] = {"local": np.zeros(4, np.float32), "momentum": np.zeros(4, np.float32)}
-    inner = Inner(state, vectors, Memory(8, 2, {"momentum": np.ones(4, np.float32)}))  # type: ignore[arg-type]
-    work = Work("me", overlaps=False)
+    inner = InnerOptimizer(state, vectors, Memory(8, 2, {"momentum": np.ones(4, np.float32)}))  # type: ignore[arg-type]
+    work = UncountedWork("me", overlaps=False)
 
     def step() -> None:
         inner.follow(work, 8)

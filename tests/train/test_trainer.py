@@ -7,9 +7,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from swarmd.net.sim import Link
+from swarmd.net.sim import SimLink
 from swarmd.protocol.runs.recipe import Batch, Optimizer
-from swarmd.train.gradients.source import Computed, InnerStep
+from swarmd.train.gradients.source import ComputedGradients, InnerStep
 from swarmd.train.vectors.state import Snapshot
 from tests.train.world import replay, training
 
@@ -148,7 +148,7 @@ async def test_micro_batch_that_ends_after_its_peer_has_joined_is_not_of_that_ro
         assert slow.source is not None
         compute = slow.source.compute
 
-        async def late_now_and_then(first: int, n: int, is_fresh: bool, step: InnerStep | None) -> Computed:
+        async def late_now_and_then(first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
             done = await compute(first, n, is_fresh, step)
             while first % 8 == 0 and not is_fresh and not slow.trainer.joining.doing:
                 await trio.sleep(0.01)
@@ -163,7 +163,7 @@ async def test_micro_batch_that_ends_after_its_peer_has_joined_is_not_of_that_ro
 async def test_what_a_broken_channel_carried_is_sent_again(virtual_time: MockClock) -> None:
     """A channel ends behind numbers that had left: nobody is left out for that, and nobody waits for a deadline."""
     async with training(seed=8) as world:
-        world.world.link = Link(latency_s=0.3)
+        world.world.link = SimLink(latency_s=0.3)
         await world.until(6)
         usual_s = np.mean(await world.pace())
         begun = world.epoch

@@ -34,12 +34,12 @@ from swarmd.protocol.models.manifest import Manifest
 from swarmd.protocol.runs.recipe import Batch, Optimizer, Recipe, Run, Stop, start_run
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Hello
-from swarmd.train.gradients.source import Again, Computed, InnerStep, SourceLost
+from swarmd.train.gradients.source import ComputedGradients, InnerStep, RecheckRequest, SourceLost
 from swarmd.train.store.disk import RunFolder
 from swarmd.train.store.recovery import Get
-from swarmd.train.store.services import World
+from swarmd.train.store.services import TrainerServices
 from swarmd.train.trainer import Trainer
-from swarmd.train.vectors.state import Layout, Vector, describe, digest_of
+from swarmd.train.vectors.state import Vector, VectorLayout, describe, digest_of
 from swarmd.values import PeerId
 from tests.train.replaying import counted_of, replay_diloco
 
@@ -79,7 +79,7 @@ class ToySource:
 
     def __init__(self, recipe: Recipe, peer: str, sample_s: float, n_elements: int) -> None:
         dtype = recipe.precision
-        self.layout = Layout((("w", (6, 6)), ("b", (n_elements - 36,))), dtype)
+        self.layout = VectorLayout((("w", (6, 6)), ("b", (n_elements - 36,))), dtype)
         self.parameters: Vector = np.full(n_elements, 3.0, dtype)
         self.sample_s = sample_s
         self.began_at = 0.0
@@ -90,7 +90,7 @@ class ToySource:
         self.inner = {name: np.zeros(n_elements, dtype) for name in recipe.shared_vectors[1:]}
         self._gathered: Vector = np.zeros(n_elements, dtype)
 
-    async def open(self) -> tuple[Layout, Vector]:
+    async def open(self) -> tuple[VectorLayout, Vector]:
         self.began_at = trio.current_time()
         await trio.sleep(0.5)
         return self.layout, self.parameters
@@ -98,7 +98,7 @@ class ToySource:
     def inner_vectors(self) -> dict[str, Vector]:
         return self.inner
 
-    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> Computed:
+    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
         frozen = self.parameters.copy()
         await trio.sleep(n * self.sample_s)
         if step is not None:
@@ -106,7 +106,7 @@ class ToySource:
                 self.lose, self.inner["local"][:] = False, np.nan
                 raise SourceLost("it was lost")
             loss = inner_step(self._recipe, self.inner, self._peer, range(first, first + n), step)
-            return Computed(n, loss, self.inner["local"])
+            return ComputedGradients(n, loss, self.inner["local"])
         total = np.zeros_like(self._gathered) if is_fresh else self._gathered.copy()
         loss = 0.0
         for draw in range(first, first + n):
@@ -114,16 +114,16 @@ class ToySource:
             loss += value
             total += change
         self._gathered = self.spoil(total)
-        return Computed(n, loss, self._gathered)
+        return ComputedGradients(n, loss, self._gathered)
 
     @property
     def why_not_again(self) -> str:
         return ""
 
-    def again(self, parameters: Vector) -> Again:
-        return Again(parameters.copy(), np.zeros_like(parameters))
+    def again(self, parameters: Vector) -> RecheckRequest:
+        return RecheckRequest(parameters.copy(), np.zeros_like(parameters))
 
-    async def compute_again(self, again: Again, peer: str, first: int, n: int) -> float:
+    async def compute_again(self, again: RecheckRequest, peer: str, first: int, n: int) -> float:
         await trio.sleep(n * self.sample_s)
         loss = 0.0
         for draw in range(first, first + n):
@@ -209,7 +209,7 @@ class TrainingWorld:
         source = self.make_source(peer, sample_s) if role == "train" else None
         member = Member(identity, network, None, None, source)  # type: ignore[arg-type]
         member.rpc = Rpc(network, member)  # type: ignore[arg-type]
-        world = World(
+        world = TrainerServices(
             rpc=member.rpc,
             identity=identity,
             view=lambda: self._view(peer),
@@ -347,7 +347,7 @@ class TrainingWorld:
                 seen.append(known)
         return SwarmView({}, (), Catalog(), tuple(sorted(seen, key=lambda r: r.peer))), until
 
-    def _getter(self, me: PeerId, layout: Layout, into: str) -> Get:
+    def _getter(self, me: PeerId, layout: VectorLayout, into: str) -> Get:
         async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...], n: int) -> dict[str, Vector]:
             await trio.sleep(0.2)
             for peer in donors:

@@ -189,13 +189,13 @@ async def test_a_group_is_put_in_place_once_though_its_last_pieces_come_together
     virtual_time: MockClock, whole: ModelFolder, target: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished: list[int] = []
-    finish = files.Part.finish
+    finish = files.GroupDownload.finish
 
-    def counted(part: files.Part) -> None:
+    def counted(part: files.GroupDownload) -> None:
         finished.append(part.group)
         finish(part)
 
-    monkeypatch.setattr(files.Part, "finish", counted)
+    monkeypatch.setattr(files.GroupDownload, "finish", counted)
     rpc = PlayedRpc({peer: PlayedDonor(whole, 100) for peer in (A, B, C)})
     await fetch_of(rpc, target).run()
     assert sorted(finished) == sorted(ALL)

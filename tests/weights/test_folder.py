@@ -12,15 +12,15 @@ from safetensors import safe_open
 
 from swarmd.errors import ConfigError, IntegrityError, Refused
 from swarmd.weights import folder as files
-from swarmd.weights.folder import ModelFolder, Part
+from swarmd.weights.folder import GroupDownload, ModelFolder
 from swarmd.weights.library import Library
 from tests.weights.conftest import N_BLOCKS, make_model
 
 HEAD = N_BLOCKS
 
 
-def copy(source: ModelFolder, target: ModelFolder, group: int, at_most: int | None = None) -> Part:
-    part = Part(target, group)
+def copy(source: ModelFolder, target: ModelFolder, group: int, at_most: int | None = None) -> GroupDownload:
+    part = GroupDownload(target, group)
     part.begin()
     for ref in list(part.missing)[:at_most]:
         part.put(ref, source.read(ref))
@@ -59,21 +59,21 @@ def test_what_was_verified_before_a_crash_is_not_asked_for_again(whole: ModelFol
     first = copy(whole, target, 2, at_most=2)
     left = set(first.missing)
     assert left, "the part is not complete"
-    again = Part(target, 2)
+    again = GroupDownload(target, 2)
     again.begin()
     assert set(again.missing) == left
     path = next(slot.part for slot in target.slots(2))
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         file.write(b"spoiled")
-    spoiled = Part(target, 2)
+    spoiled = GroupDownload(target, 2)
     spoiled.begin()
     assert len(spoiled.missing) > len(left), "what a crash left half written is not believed"
 
 
 def test_other_bytes_are_refused_and_nothing_is_written(whole: ModelFolder, tmp_path: Path) -> None:
     target = files.create(tmp_path / "store", whole.manifest)
-    part = Part(target, 0)
+    part = GroupDownload(target, 0)
     part.begin()
     ref = next(iter(part.missing))
     before = set(part.missing)
@@ -84,7 +84,7 @@ def test_other_bytes_are_refused_and_nothing_is_written(whole: ModelFolder, tmp_
 
 def test_two_processes_that_fetch_the_same_group_do_each_other_no_harm(whole: ModelFolder, tmp_path: Path) -> None:
     target = files.create(tmp_path / "store", whole.manifest)
-    ours, theirs = Part(target, HEAD), Part(target, HEAD)
+    ours, theirs = GroupDownload(target, HEAD), GroupDownload(target, HEAD)
     ours.begin()
     theirs.begin()
     refs = list(ours.missing)
@@ -123,7 +123,7 @@ def test_a_symbolic_link_in_the_way_is_not_followed(whole: ModelFolder, tmp_path
     victim.write_text("precious")
     next(slot.part for slot in target.slots(0)).symlink_to(victim)
     with pytest.raises(ConfigError, match="a symbolic link is in the way"):
-        Part(target, 0).begin()
+        GroupDownload(target, 0).begin()
     assert victim.read_text() == "precious"
 
 
@@ -178,7 +178,7 @@ def test_a_folder_that_is_no_longer_what_was_added_is_left_out(whole: ModelFolde
 def test_groups_that_are_finished_at_the_same_time_are_all_there(whole: ModelFolder, tmp_path: Path) -> None:
     for attempt in range(10):
         target = files.create(tmp_path / f"store{attempt}", whole.manifest)
-        parts = [Part(target, group) for group in range(N_BLOCKS + 1)]
+        parts = [GroupDownload(target, group) for group in range(N_BLOCKS + 1)]
         for part in parts:
             part.begin()
             for ref in list(part.missing):

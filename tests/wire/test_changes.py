@@ -10,7 +10,7 @@ import torch
 from swarmd.errors import Refused
 from swarmd.protocol.wire import worker
 from swarmd.protocol.wire.frames import FrameDecoder
-from swarmd.protocol.wire.tuning import Forward, Row
+from swarmd.protocol.wire.tuning import Forward, MicroBatchRow
 from swarmd.wire import changes
 from swarmd.wire.changes import Changes, rows_of
 from swarmd.wire.micro_batches import forward_frames, read_values
@@ -65,7 +65,7 @@ def test_changes_of_what_is_not_remembered_so_are_refused() -> None:
     with pytest.raises(Refused, match="send them whole"):
         through(hidden, (ends[0], Changes()))
     with pytest.raises(Refused, match="send them whole"):
-        ends[1].take((Row(b"x", 3),), hidden)
+        ends[1].take((MicroBatchRow(b"x", 3),), hidden)
     with pytest.raises(Refused, match="send them whole"):
         ends[1].take((), hidden)
 

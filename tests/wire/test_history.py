@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmd.protocol.wire.messages import Edit
-from swarmd.wire.history import Budget, History, Sent
+from swarmd.wire.history import Budget, History, SentOp
 
 B, D = 3, 4
 
 
-def sent(seq: int, n_tokens: int, edits: tuple[Edit, ...] = (), mask: torch.Tensor | None = None) -> Sent:
+def sent(seq: int, n_tokens: int, edits: tuple[Edit, ...] = (), mask: torch.Tensor | None = None) -> SentOp:
     rng = torch.Generator().manual_seed(seq)
     hidden = torch.randn(B, n_tokens, D, generator=rng)
-    return Sent(seq, edits, hidden, torch.full((B, n_tokens), seq, dtype=torch.int32), mask)
+    return SentOp(seq, edits, hidden, torch.full((B, n_tokens), seq, dtype=torch.int32), mask)
 
 
 steps = st.lists(

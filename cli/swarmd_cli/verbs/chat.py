@@ -45,11 +45,11 @@ def chat(
     given = {"temperature": temperature, "max_tokens": max_tokens}
     options = {name: value for name, value in given.items() if value is not None}
     with gateway_of_this_home() as gateway:
-        Talk(gateway, model, system, options).run()
+        Conversation(gateway, model, system, options).run()
 
 
 @dataclass
-class Talk:
+class Conversation:
     """A conversation and where it goes."""
 
     gateway: GatewayClient

@@ -28,12 +28,12 @@ def credit(
 
     Example: swarmd credit --days 7
     """
-    from swarmd.books import DAY_S, Books
+    from swarmd.books import DAY_S, UsageLedger
     from swarmd.protocol.membership.identity import read_links_untrusted
 
     state = home()
     own_voucher = read_links_untrusted(state.swarm().certificate)[0].key
-    books, me, now = Books(state.books_file), state.identity().peer_id, int(time.time())
+    books, me, now = UsageLedger(state.books_file), state.identity().peer_id, int(time.time())
     since = now - days * DAY_S
     n_checked = books.check() if check else None
     counted = books.counted(since)
@@ -67,15 +67,15 @@ def credit(
 
 
 def _own(counted: dict[Any, int], served: int) -> list[list[str]]:
-    from swarmd.books import Kind
+    from swarmd.books import UsageKind
 
     return [
         ["tokens x blocks for others, signed for or not", f"{served:,}"],
-        ["weights given to others", size(counted[Kind.WEIGHTS_GIVEN])],
-        ["weights taken from others", size(counted[Kind.WEIGHTS_TAKEN])],
-        ["micro-batches of fine-tuning", f"{counted[Kind.MICRO_BATCHES]:,}"],
-        ["samples for training runs", f"{counted[Kind.SAMPLES]:,}"],
-        ["online as a server", f"{counted[Kind.SECONDS] / 3600:.1f} h"],
+        ["weights given to others", size(counted[UsageKind.WEIGHTS_GIVEN])],
+        ["weights taken from others", size(counted[UsageKind.WEIGHTS_TAKEN])],
+        ["micro-batches of fine-tuning", f"{counted[UsageKind.MICRO_BATCHES]:,}"],
+        ["samples for training runs", f"{counted[UsageKind.SAMPLES]:,}"],
+        ["online as a server", f"{counted[UsageKind.SECONDS] / 3600:.1f} h"],
     ]
 
 

@@ -139,7 +139,7 @@ def talk(source: Path) -> int:
                     f"  {name:8} process {process.pid:<7} serves blocks [{start},{end})  (kill -9 one of them)"
                 )
             with gateway_of_this_home() as gateway:
-                chat.Talk(gateway, "chat", "", {}).run()
+                chat.Conversation(gateway, "chat", "", {}).run()
     return 0
 
 

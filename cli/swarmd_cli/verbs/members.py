@@ -116,7 +116,7 @@ def approve(
     Example: swarmd members approve 8auXSk2p --may use,serve
     """
     from swarmd.errors import ConfigError
-    from swarmd.protocol.membership.catalog import Admitted
+    from swarmd.protocol.membership.catalog import AdmittedMember
     from swarmd.protocol.membership.identity import public_key_of_untrusted
     from swarmd_cli.verbs.member import rights
 
@@ -130,7 +130,7 @@ def approve(
     if not may and like is None and not voucher:
         raise ConfigError("it is not known here what it was invited for: say so with --may use,serve,train,give")
     granted = rights(may) if may or like is None else like.may
-    state.admit({key: Admitted(int(time.time()) + days * 86_400, invite, granted)})
+    state.admit({key: AdmittedMember(int(time.time()) + days * 86_400, invite, granted)})
     tell_daemon()
     print(f"{found} is a member for {days} days, and may {', '.join(granted)}.")
 

@@ -18,7 +18,7 @@ from swarmd_cli.verbs.look import Json
 if TYPE_CHECKING:
     from swarmd.client.tuning.dataset import Dataset, Encoding
     from swarmd.client.tuning.fine_tuning import Step, Tuner
-    from swarmd.client.tuning.tuning_recipe import Recipe
+    from swarmd.client.tuning.tuning_recipe import TuningRecipe
 
 METHOD = "lora (matrices in the blocks), prompt (virtual tokens in front) or prefix (keys and values in every block)."
 TARGETS = "LoRA: modules to adapt, comma-separated, or all-linear; PEFT's own choice for the family if left out."
@@ -52,11 +52,11 @@ def tune(
     Example: swarmd tune demo --data examples/caesar.jsonl --method lora --steps 60
     """
     home().swarm()
-    from swarmd.client.tuning.tuning_recipe import Recipe, checkpoints
+    from swarmd.client.tuning.tuning_recipe import TuningRecipe, checkpoints
     from swarmd.errors import ConfigError
 
     chosen = tuple(name.strip() for name in targets.split(",") if name.strip())
-    recipe = Recipe(
+    recipe = TuningRecipe(
         model, method, steps, batch, rate, warmup, seed, rank, alpha, chosen, virtual_tokens, max_length, codec
     ).check()
     if checkpoints(out) and not resume:
@@ -79,7 +79,7 @@ def _require_extra() -> None:
         raise ConfigError(f"fine-tuning needs {' and '.join(missing)}: pip install -e '.[tune]' in swarmd's repository")
 
 
-def _tune(recipe: Recipe, data: Path, out: Path, every: int, resume: bool, as_json: bool) -> None:
+def _tune(recipe: TuningRecipe, data: Path, out: Path, every: int, resume: bool, as_json: bool) -> None:
     with importing():
         import swarmd.client.blocking
         from swarmd.client.tuning.fine_tuning import Tuner, with_peft
@@ -130,7 +130,7 @@ def _tune(recipe: Recipe, data: Path, out: Path, every: int, resume: bool, as_js
         print(f"to have the swarm serve it: swarmd models add {out / 'adapter'} --name NAME --base {recipe.model}")
 
 
-def _encoding(tokenizer: Any, model: Any, recipe: Recipe) -> Encoding:
+def _encoding(tokenizer: Any, model: Any, recipe: TuningRecipe) -> Encoding:
     """How this model's texts become tokens, as its own tokenizer begins them, and ended by its end of text."""
     from swarmd.client.tuning.dataset import Encoding
 
@@ -147,7 +147,7 @@ def _encoding(tokenizer: Any, model: Any, recipe: Recipe) -> Encoding:
     )
 
 
-def _announce(tuner: Tuner, rows: Dataset, recipe: Recipe, first: int) -> None:
+def _announce(tuner: Tuner, rows: Dataset, recipe: TuningRecipe, first: int) -> None:
     n = sum(p.numel() for p in tuner.model.parameters() if p.requires_grad)
     n_tokens = sum(len(row.ids) for row in rows.rows)
     print(

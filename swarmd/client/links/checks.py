@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from swarmd.errors import ConfigError
-from swarmd.plan.trust.audits import Record, is_due
+from swarmd.plan.trust.audits import AuditRecord, is_due
 from swarmd.protocol.untrusted import read_json
 from swarmd.values import Decision
 
@@ -32,7 +32,7 @@ N_KEPT = 64  # findings that people are shown
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckFinding:
     """One check: of which hop, how it ended, and why."""
 
     hop: str
@@ -49,13 +49,13 @@ class Checks:
         self.outcomes: Counter[str] = Counter()
         self._n_evasions: Counter[str] = Counter()
         self._excuses: dict[str, tuple[int, float]] = {}
-        self.findings: deque[Finding] = deque(maxlen=N_KEPT)
+        self.findings: deque[CheckFinding] = deque(maxlen=N_KEPT)
         self._rng = rng
         self._file = file
-        self._records: dict[str, Record] = self._read()
+        self._records: dict[str, AuditRecord] = self._read()
 
-    def record(self, key: str) -> Record:
-        return self._records.get(key, Record())
+    def record(self, key: str) -> AuditRecord:
+        return self._records.get(key, AuditRecord())
 
     def is_due(self, key: str, least: float = 0.0) -> Decision[bool]:
         """Is a window checked? At least a share ``least`` of them is."""
@@ -67,11 +67,11 @@ class Checks:
 
     def note(self, key: str, is_right: bool) -> None:
         """Count one check that was decided."""
-        self._records[key] = self._records.pop(key, Record()).after(is_right)
+        self._records[key] = self._records.pop(key, AuditRecord()).after(is_right)
         while len(self._records) > MAX_RECORDS:
             del self._records[next(iter(self._records))]
 
-    def tell(self, finding: Finding) -> None:
+    def tell(self, finding: CheckFinding) -> None:
         """Keep how a check ended, decided or not."""
         self.findings.append(finding)
         self.outcomes[finding.outcome] += 1
@@ -113,7 +113,7 @@ class Checks:
         except OSError as error:
             logger.warning("cannot keep what was checked in %s: %s", self._file, error.strerror)
 
-    def _read(self) -> dict[str, Record]:
+    def _read(self) -> dict[str, AuditRecord]:
         if self._file is None or not self._file.is_file():
             return {}
         try:
@@ -121,4 +121,4 @@ class Checks:
         except ConfigError as error:
             logger.warning("%s", error)
             return {}
-        return {key: Record(*row) for key, row in rows.items()}
+        return {key: AuditRecord(*row) for key, row in rows.items()}

@@ -28,7 +28,7 @@ GIVE_TIMEOUT_S = 120.0  # a client's parameters, up to some 100 MB, on a home's 
 
 
 @dataclass(slots=True)
-class OwnParameters:
+class TunedParameters:
     """Parameters for remote blocks at one moment, by the names that servers know, with the block of each."""
 
     tensors: dict[str, torch.Tensor]
@@ -59,7 +59,7 @@ class OwnParameters:
         return self._raw[span]
 
 
-async def give(rpc: Rpc, model: ModelId, hop: Hop, own: OwnParameters) -> None:
+async def give(rpc: Rpc, model: ModelId, hop: Hop, own: TunedParameters) -> None:
     """Give a hop its part of a client's parameters, and wait until it holds them. Raises PeerError."""
     channel = await rpc.channel(hop.peer, "training")
 
@@ -221,9 +221,9 @@ def prefix_of(cache: Any) -> dict[str, tuple[int, torch.Tensor]]:
     return found
 
 
-def gather(parameters: dict[str, tuple[int, torch.Tensor]], n_prefix: int) -> OwnParameters:
+def gather(parameters: dict[str, tuple[int, torch.Tensor]], n_prefix: int) -> TunedParameters:
     """Parameters as they are now, cut off from autograd."""
-    return OwnParameters(
+    return TunedParameters(
         {name: tensor.detach() for name, (_, tensor) in parameters.items()},
         {name: block for name, (block, _) in parameters.items()},
         n_prefix,

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from swarmd.client.links.client_parameters import OwnParameters
-from swarmd.client.links.timing import Passes
+from swarmd.client.links.client_parameters import TunedParameters
+from swarmd.client.links.timing import PassTimes
 from swarmd.errors import ConfigError
 from swarmd.net.rpc import Rpc
 from swarmd.plan.chains.routing import Hop
@@ -38,7 +38,7 @@ class Listener(Protocol):
 Listeners = dict[bytes, Listener]
 
 
-class Swarm(Protocol):
+class SessionServices(Protocol):
     """What a session needs of the swarm around it."""
 
     rpc: Rpc
@@ -64,7 +64,7 @@ CHANGES_CODEC = "int4"  # how those travel
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class SessionOptions:
     """What is fixed when a session opens. Raises ConfigError for a codec that this version does not know.
 
     A session is of blocks ``start`` to ``n_blocks``, through servers of ``only`` (none: any) and not of ``without``.
@@ -82,7 +82,7 @@ class Terms:
     codec: str = "auto"
     adapter: str = ""
     quantize: str = "any"
-    own: OwnParameters | None = None
+    own: TunedParameters | None = None
     start: int = 0
     only: frozenset[PeerId] = frozenset()
     without: frozenset[PeerId] = frozenset()
@@ -102,7 +102,7 @@ class Terms:
             raise ConfigError(f"verify=1 compares numbers as they are: codec raw, or auto, not {self.codec}")
 
 
-def suits(span: SpanRecord, terms: Terms, numerics: str) -> bool:
+def suits(span: SpanRecord, terms: SessionOptions, numerics: str) -> bool:
     """May a session use this server? In the exact grade ``numerics`` binds it, once one is known."""
     if terms.grade == "exact" and numerics not in ("", span.numerics):
         return False
@@ -111,21 +111,21 @@ def suits(span: SpanRecord, terms: Terms, numerics: str) -> bool:
     return span.dtype == terms.dtype and terms.quantize in ("any", span.quantize)
 
 
-def needs_of(terms: Terms, codec: str) -> frozenset[str]:
+def needs_of(terms: SessionOptions, codec: str) -> frozenset[str]:
     """What servers must understand for a session of these terms that travels in ``codec``."""
     needs = {"exact": terms.grade == "exact", "codec": codec not in ("auto", "raw"), "adapter": bool(terms.adapter)}
     needs |= {"tuned": terms.own is not None, "changes": codec == CHANGES}
     return frozenset(need for need, is_needed in needs.items() if is_needed)
 
 
-def understands(view: SwarmView, span: SpanRecord, terms: Terms) -> bool:
+def understands(view: SwarmView, span: SpanRecord, terms: SessionOptions) -> bool:
     """Does a server announce all that a session of these terms uses?"""
     codec = CHANGES_CODEC if terms.codec == CHANGES else terms.codec
     return understanding_of(view.peers.get(PeerId(span.peer))).knows(codec, needs_of(terms, terms.codec))
 
 
 @dataclass(slots=True)
-class Link:
+class HopLink:
     """One hop as the client sees it. ``received`` is how far it had come when last asked; None: a new hop.
 
     An heir has its caches from another server. ``joined``: how many tokens the session had when the hop was opened.
@@ -141,11 +141,11 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ServedLogits:
     """Logits that came with an answer, by whom, and how the hidden states beside them travelled."""
 
     top: Top
-    link: Link
+    link: HopLink
     codec: str
 
     @property
@@ -154,9 +154,9 @@ class Given:
         return f"{self.link.hop.peer}/{self.link.hop.slot}"
 
 
-def joined(links: list[Link]) -> list[Link]:
+def joined(links: list[HopLink]) -> list[HopLink]:
     """Make one hop of neighbouring new ones on the same peer."""
-    whole: list[Link] = []
+    whole: list[HopLink] = []
     for link in links:
         last = whole[-1] if whole else None
         is_same = last is not None and (last.hop.peer, last.hop.slot) == (link.hop.peer, link.hop.slot)
@@ -164,11 +164,13 @@ def joined(links: list[Link]) -> list[Link]:
             whole.append(link)
         else:
             span = Span(last.hop.span.start, link.hop.span.end)
-            whole[-1] = Link(replace(link.hop, span=span))
+            whole[-1] = HopLink(replace(link.hop, span=span))
     return whole
 
 
-def lacks(links: list[Link], index: int, seq: int, answered: int, n_blocks: int) -> tuple[int | None, int, int] | None:
+def lacks(
+    links: list[HopLink], index: int, seq: int, answered: int, n_blocks: int
+) -> tuple[int | None, int, int] | None:
     """What hop ``index`` (past the last: the client) needs from the one before: (have, silent_through, end)."""
     sender = seq if index == 0 else links[index - 1].received
     if sender is None:
@@ -185,7 +187,7 @@ def lacks(links: list[Link], index: int, seq: int, answered: int, n_blocks: int)
 
 
 @dataclass(slots=True)
-class Declined:
+class DeclinedServers:
     """Servers that told one session no: for a while, or (UNSUPPORTED) for as long as it lives. Nothing is held
     against them; where nobody else is left, who said it for a while is soon asked again."""
 
@@ -245,4 +247,4 @@ class Statistics:
     repairs: list[Repair] = field(default_factory=list)
     blamed: list[tuple[PeerId, str]] = field(default_factory=list)
     doubts: list[Doubt] = field(default_factory=list)
-    passes: Passes = field(default_factory=Passes)
+    passes: PassTimes = field(default_factory=PassTimes)

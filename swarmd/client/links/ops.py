@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from swarmd.client.links.link import Swarm, Terms
+from swarmd.client.links.link import SessionOptions, SessionServices
 from swarmd.errors import RemoteProtocolError
 from swarmd.net.interfaces import is_loopback
 from swarmd.plan.chains.batching import tokens_of_op
@@ -19,14 +19,14 @@ from swarmd.protocol.wire.messages import Op
 from swarmd.protocol.wire.tensors import CHANGES, CODECS, max_tokens_per_frame
 from swarmd.values import Decision, PeerId
 from swarmd.wire import top
-from swarmd.wire.history import Sent
+from swarmd.wire.history import SentOp
 from swarmd.wire.tensors import unpack_untrusted
 from swarmd.wire.top import Top
 
 MAX_OP_BYTES = 8 * 2**20  # half a frame: other sessions' frames come between
 
 
-def codec_for(swarm: Swarm, terms: Terms, peers: list[PeerId]) -> Decision[str]:
+def codec_for(swarm: SessionServices, terms: SessionOptions, peers: list[PeerId]) -> Decision[str]:
     """Choose a session's codec by the trips of its chain, and the slower direction of each peer. Raises ConfigError.
 
     A peer that announces nothing but loopback is on this machine: however long a busy machine takes, no link is slow.
@@ -45,7 +45,7 @@ def codec_for(swarm: Swarm, terms: Terms, peers: list[PeerId]) -> Decision[str]:
     return choose_codec(asked, terms.grade, terms.dtype, trips, rates, known_to_all)
 
 
-def cut(step: Sent, prefill_tokens_per_s: Sequence[float]) -> list[Sent]:
+def cut(step: SentOp, prefill_tokens_per_s: Sequence[float]) -> list[SentOp]:
     """Make the ops of one step: one for a token, several for a long prompt, so that all hops work at the same time."""
     if step.hidden is None or step.positions is None:
         return [step]

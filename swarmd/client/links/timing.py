@@ -13,7 +13,7 @@ MOST_TOKENS = 32  # of a pass that counts: longer ones are prompts
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class TimeBreakdown:
     """Seconds of a pass, medians: in the client before it, at each hop computing and waiting, and on the way."""
 
     here_s: float
@@ -31,7 +31,7 @@ class Where:
 
 
 @dataclass(slots=True)
-class Passes:
+class PassTimes:
     """The last passes of a session."""
 
     _kept: deque[tuple[float, float, timing.Times]] = field(default_factory=lambda: deque(maxlen=N_KEPT))
@@ -40,14 +40,14 @@ class Passes:
         """Note what passed since the answer before, until this one, and what the hops say of it (``Op.times``)."""
         self._kept.append((here_s, total_s, times))
 
-    def where(self) -> Where | None:
+    def where(self) -> TimeBreakdown | None:
         """None before a pass was measured; else of those through the same hops as the last one."""
         if not self._kept:
             return None
         alike = [kept for kept in self._kept if timing.goes_alike(kept[2], self._kept[-1][2])]
         hops = timing.medians_s([times for _, _, times in alike])
         away = [total - sum(w + c for _, w, c in times) / 1e6 for _, total, times in alike]
-        return Where(
+        return TimeBreakdown(
             statistics.median(here for here, _, _ in alike),
             tuple(computing for _, _, computing in hops),
             tuple(waiting for _, waiting, _ in hops),

@@ -16,9 +16,9 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 from swarmd.client.model.draft import Draft, DraftModel
-from swarmd.client.model.speculation import Costs, Lookup, Source, Speculation
+from swarmd.client.model.speculation import Costs, DraftSource, Lookup, Speculation
 from swarmd.client.model.swarm_head import SwarmHead, is_enough
-from swarmd.client.model.traced_pass import Straight
+from swarmd.client.model.traced_pass import TracedPass
 
 PLAIN = frozenset(
     ("inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria", "streamer")
@@ -36,7 +36,7 @@ NEVER = (
 Loop = Callable[..., torch.Tensor]
 
 
-class Ahead:
+class ModelSpeculation:
     """What is tried ahead for one model, and what passes through its chain take."""
 
     def __init__(self, looks_up: bool, draft: DraftModel | None = None) -> None:
@@ -46,7 +46,7 @@ class Ahead:
 
     def speculation(self) -> Speculation:
         """For one text."""
-        sources: list[Source] = [Lookup()] if self._looks_up else []
+        sources: list[DraftSource] = [Lookup()] if self._looks_up else []
         if self._draft is not None:
             sources.append(Draft(self._draft))
         return Speculation(self.costs, sources)
@@ -76,7 +76,7 @@ def is_plain(model: Any, inputs: Any, config: GenerationConfig, given: Mapping[s
 
 
 def loop(
-    speculation: Speculation, cache_name: str, streamer: Any, line: Straight | None, head: SwarmHead | None
+    speculation: Speculation, cache_name: str, streamer: Any, line: TracedPass | None, head: SwarmHead | None
 ) -> Loop:
     """What ``generate`` takes as ``custom_generate``: decode until a stopping criterion holds."""
 
@@ -127,7 +127,7 @@ def loop(
 
 
 def _passed(
-    model: Any, sent: torch.Tensor, n: int, name: str, cache: Any, line: Straight | None, head: SwarmHead | None
+    model: Any, sent: torch.Tensor, n: int, name: str, cache: Any, line: TracedPass | None, head: SwarmHead | None
 ) -> torch.Tensor:
     """Logits of the tokens that are sent, or of the last n: by the swarm's head, a line, or the family's forward."""
     if head is not None:

@@ -10,8 +10,8 @@ import torch
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from swarmd.client.links.client_parameters import OwnParameters
-from swarmd.client.links.link import Given
+from swarmd.client.links.client_parameters import TunedParameters
+from swarmd.client.links.link import ServedLogits
 from swarmd.compute.model import skeleton
 from swarmd.errors import CacheExhausted
 from swarmd.protocol.wire.messages import Edit
@@ -35,16 +35,16 @@ class Session(Protocol):
     ) -> torch.Tensor | None: ...
 
     @property
-    def given(self) -> Given | None: ...
+    def given(self) -> ServedLogits | None: ...
 
-    def refute(self, given: Given, reason: str) -> None: ...
+    def refute(self, given: ServedLogits, reason: str) -> None: ...
 
     def finish(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-OpenSession = Callable[[int, int, OwnParameters | None], Session]
+OpenSession = Callable[[int, int, TunedParameters | None], Session]
 """Open a session for (batch, max_tokens), and parameters of the client's own that its tokens pass through."""
 
 
@@ -79,7 +79,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
         self.max_tokens = max_tokens
         self.dtype = dtype  # in which the swarm computes, whatever the client's part is in
         self.n_expected = 0  # prompt tokens that max_tokens reckons with, if that is known
-        self.own: OwnParameters | None = None
+        self.own: TunedParameters | None = None
         self.session: Session | None = None
         self._open_session = open_session
         self._edits: list[Edit] = []
@@ -113,7 +113,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         raise NotImplementedError("a remote cache has a fixed batch: keep all rows, or start anew with fewer")
 
-    def precede(self, own: OwnParameters) -> None:
+    def precede(self, own: TunedParameters) -> None:
         """Have the session's tokens pass through the client's own parameters, after their prefix."""
         self.own = own
         self.n_tokens += own.n_prefix

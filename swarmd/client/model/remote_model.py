@@ -23,12 +23,12 @@ from transformers import DynamicCache
 
 from swarmd.client.links import client_parameters
 from swarmd.client.model import decoding
-from swarmd.client.model.decoding import Ahead
+from swarmd.client.model.decoding import ModelSpeculation
 from swarmd.client.model.remote_cache import OpenSession, RemoteCache
 from swarmd.client.model.speculation import Speculation
-from swarmd.client.model.swarm_head import Checks, HeadBy, SwarmHead
+from swarmd.client.model.swarm_head import HeadBy, HeadChecks, SwarmHead
 from swarmd.client.model.traced_pass import write_down
-from swarmd.client.tuning.remote_layers import Lanes, Places, through_lanes
+from swarmd.client.tuning.remote_layers import AutogradLanes, TokenPositions, through_lanes
 from swarmd.compute.linear.kernels import quicken
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.ends import all_look_back, put_int8_head
@@ -61,9 +61,9 @@ class _Call(threading.local):
 def remote_model(
     folder: Path,
     open_session: OpenSession,
-    lanes: Lanes,
+    lanes: AutogradLanes,
     dtype: torch.dtype = torch.float32,
-    ahead: Ahead | None = None,
+    ahead: ModelSpeculation | None = None,
     head: HeadBy = None,
 ) -> Any:
     """Load the client's part of a checkpoint and connect its layer 0 to the swarm.
@@ -91,7 +91,9 @@ def remote_model(
             raise ConfigError("no gradients flow through a session: call the model without a cache, or under no_grad()")
         if trains or (call.own and not call.is_step and not call.wants_cache):
             call.cache = None
-            places = Places(call.positions.to(torch.int32).expand(hidden.shape[:2]), _chunk(call.mask, hidden.shape[1]))
+            places = TokenPositions(
+                call.positions.to(torch.int32).expand(hidden.shape[:2]), _chunk(call.mask, hidden.shape[1])
+            )
             sent = hidden.to(dtype)
             out = through_lanes(lanes, sent, places, dict(call.own), call.n_prefix, model.micro_batch_rows)
             arity = lanes.layer_arity
@@ -109,7 +111,7 @@ def remote_model(
     for name in ELSEWHERE:  # a checkpoint may ask for them in each pass
         setattr(model.config, name, False)
     _own_forward(model, call, lambda: client_parameters.lora_of(model, every))
-    _own_generate(model, every, call, ahead or Ahead(looks_up=False), head)
+    _own_generate(model, every, call, ahead or ModelSpeculation(looks_up=False), head)
     return model
 
 
@@ -228,13 +230,13 @@ def _cache_name(model: Any) -> str:
     return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
-def _own_generate(model: Any, layers: list[Any], call: _Call, ahead: Ahead, head: HeadBy) -> None:
+def _own_generate(model: Any, layers: list[Any], call: _Call, ahead: ModelSpeculation, head: HeadBy) -> None:
     """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
     generate, cache_name = model.generate, _cache_name(model)
     can_crop = all_look_back(skeleton.text_config(model.config))
-    straight = write_down(model, layers, cache_name, isinstance(head, Checks)) if can_crop else None
-    of_swarm = SwarmHead(model, straight, head) if straight is not None and isinstance(head, Checks) else None
-    if isinstance(head, Checks) and of_swarm is None:
+    straight = write_down(model, layers, cache_name, isinstance(head, HeadChecks)) if can_crop else None
+    of_swarm = SwarmHead(model, straight, head) if straight is not None and isinstance(head, HeadChecks) else None
+    if isinstance(head, HeadChecks) and of_swarm is None:
         logger.warning("%s computes its head here: steps of its family are no straight line", type(model).__name__)
 
     def generate_remotely(*args: Any, **kwargs: Any) -> Any:

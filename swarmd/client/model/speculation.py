@@ -64,7 +64,7 @@ def tokens_ahead(chance: float, most: int, one_s: float, each_s: float) -> Decis
     return Decision(best, f"{best} tokens ahead: {costs}, {gain:.2f} tokens in the time of one")
 
 
-class Source(Protocol):
+class DraftSource(Protocol):
     """Who proposes how a text goes on."""
 
     @property
@@ -120,10 +120,10 @@ class Lookup:
 class Speculation:
     """The tries of one answer: what to try next, by what the ones before were worth."""
 
-    def __init__(self, costs: Costs, sources: Sequence[Source]) -> None:
+    def __init__(self, costs: Costs, sources: Sequence[DraftSource]) -> None:
         self.costs = costs
-        self._sources = [_Tried(source) for source in sources]
-        self._last: tuple[_Tried, int] | None = None
+        self._sources = [_SourceRecord(source) for source in sources]
+        self._last: tuple[_SourceRecord, int] | None = None
         self._n_passes = 0
         self._won_s = 0.0
         self.n_sent = 0
@@ -174,10 +174,10 @@ class Speculation:
         return self._won_s + (GRANTED + GRANTED_SHARE * self._n_passes) * self.costs.one_s
 
 
-class _Tried:
+class _SourceRecord:
     """What is known of a source in this text."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DraftSource) -> None:
         self.source = source
         self._n_right = 0.0
         self._n_tried = 0.0

@@ -25,9 +25,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from swarmd.client.links.link import Given
+from swarmd.client.links.link import ServedLogits
 from swarmd.client.model.remote_cache import RemoteCache
-from swarmd.client.model.traced_pass import Straight
+from swarmd.client.model.traced_pass import TracedPass
 from swarmd.protocol.fields import MOST_LOGITS
 from swarmd.wire.top import largest
 
@@ -66,7 +66,7 @@ def is_enough(processors: Iterable[Any], samples: bool) -> bool:
     return are_enough(n_needed(processors, samples))
 
 
-class Checks:
+class HeadChecks:
     """Which answers of which servers are computed here again: a share, ``least`` at least. For one model."""
 
     def __init__(self, least: float = 0.0, rng: random.Random | None = None) -> None:
@@ -76,14 +76,14 @@ class Checks:
         self.n_taken = 0
         self.n_checked = 0
 
-    def is_due(self, given: Given) -> bool:
+    def is_due(self, given: ServedLogits) -> bool:
         """Are these logits to be computed here, too? Until a server was right once, all are."""
         self.n_taken += 1
         is_due = given.giver not in self._right or self._rng.random() < self._share
         self.n_checked += is_due
         return is_due
 
-    def wrong(self, given: Given, own: torch.Tensor, dtype: torch.dtype) -> str:
+    def wrong(self, given: ServedLogits, own: torch.Tensor, dtype: torch.dtype) -> str:
         """What is wrong with logits, by float32 ones [n, vocabulary] computed here; "" if nothing is.
 
         ``dtype`` is what the head is computed in.
@@ -102,19 +102,19 @@ class Checks:
         return ""
 
 
-HeadBy = Path | Checks | None
+HeadBy = Path | HeadChecks | None
 """What computes logits: the swarm, with these checks; 8 bits, compiled into a folder; or the head as it is."""
 
 
 def head_called(name: str, compiled_in: Path, verify: float = 0.0) -> HeadBy:
     """What one of config.HEADS means; of logits at least the share ``verify`` is checked; 1 takes none."""
-    return {"own": None, "int8": compiled_in, "swarm": Checks(verify) if verify < 1 else None}[name]
+    return {"own": None, "int8": compiled_in, "swarm": HeadChecks(verify) if verify < 1 else None}[name]
 
 
 class SwarmHead:
     """One model's steps, with logits of the last hop where it gives them."""
 
-    def __init__(self, model: Any, straight: Straight, checks: Checks) -> None:
+    def __init__(self, model: Any, straight: TracedPass, checks: HeadChecks) -> None:
         assert straight.enter is not None
         self._straight, self._enter, self._checks = straight, straight.enter, checks
         self._weights = list(model.get_output_embeddings().parameters())

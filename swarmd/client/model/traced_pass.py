@@ -62,7 +62,7 @@ def _instead_of(owner: Any, name: str, function: Call) -> Iterator[None]:
             setattr(owner, name, before)
 
 
-class Straight:
+class TracedPass:
     """See the module. ``write_down`` makes one.
 
     ``enter`` is the line up to the swarm: ids and positions [1, n] to hidden states [1, n, d].
@@ -93,7 +93,7 @@ class Straight:
         return [*map(id, own), hooks, vars(self._model).get("forward"), *weights]
 
 
-def write_down(model: Any, layers: Sequence[Any], cache_name: str, enters: bool = False) -> Straight | None:
+def write_down(model: Any, layers: Sequence[Any], cache_name: str, enters: bool = False) -> TracedPass | None:
     """The line of a client's model, by its family's forward; None where there is none. ``layers`` are all its stubs.
 
     ``enters``: its beginning by itself is wanted, too.
@@ -132,7 +132,7 @@ def write_down(model: Any, layers: Sequence[Any], cache_name: str, enters: bool 
     except Exception as failure:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
         logger.info("steps go through the family's own forward: %s", failure)
         return None
-    return Straight(model, line, entering, [*constants, *more])
+    return TracedPass(model, line, entering, [*constants, *more])
 
 
 def _hole(which: int) -> Call:

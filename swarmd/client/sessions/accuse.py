@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from swarmd.client.links.link import Link, Swarm, Terms, suits
+from swarmd.client.links.link import HopLink, SessionOptions, SessionServices, suits
 from swarmd.errors import PeerError
 from swarmd.plan.trust.reputation import shared
 from swarmd.protocol.accounts import evidence
@@ -24,7 +24,7 @@ ACCUSE_TIMEOUT_S = 60.0  # to receive and compute it: others' work comes first
 
 
 def evidence_of(
-    terms: Terms,
+    terms: SessionOptions,
     signed: tuple[tuple[bytes, bytes], ...],
     entered: tuple[torch.Tensor, torch.Tensor],
     left: tuple[torch.Tensor, torch.Tensor],
@@ -42,7 +42,12 @@ def evidence_of(
 
 
 async def accuse(
-    swarm: Swarm, voucher_of: Callable[[PeerId], bytes], terms: Terms, link: Link, record: SpanRecord, payload: bytes
+    swarm: SessionServices,
+    voucher_of: Callable[[PeerId], bytes],
+    terms: SessionOptions,
+    link: HopLink,
+    record: SpanRecord,
+    payload: bytes,
 ) -> None:
     """Tell some who hold the blocks, and may read the text, and say what they found."""
     known = set[bytes]()

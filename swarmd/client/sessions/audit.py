@@ -16,15 +16,15 @@ import numpy as np
 import torch
 import trio
 
-from swarmd.client.links.checks import Checks, Finding
-from swarmd.client.links.link import Doubt, Link, Swarm, Terms
+from swarmd.client.links.checks import CheckFinding, Checks
+from swarmd.client.links.link import Doubt, HopLink, SessionOptions, SessionServices
 from swarmd.client.sessions.accuse import accuse, evidence_of
 from swarmd.client.sessions.chain import Chain
 from swarmd.client.sessions.session import ChainSession
-from swarmd.client.sessions.statements import Excused, Inconclusive, NotShown, Silent, Statement, Statements
+from swarmd.client.sessions.statements import ExcusedHop, NoConclusion, SilentHop, Statement, Statements, TokensNotShown
 from swarmd.errors import NoRoute, PeerError, SwarmError
 from swarmd.plan.trust.audits import next_window
-from swarmd.plan.trust.equality import Verdict, bound_of, errors, is_equal, two_of_three
+from swarmd.plan.trust.equality import AuditVerdict, bound_of, errors, is_equal, two_of_three
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.accounts.receipt import DIGEST_BYTES
 from swarmd.protocol.membership.records import SpanRecord
@@ -39,12 +39,12 @@ SECOND_TIMEOUT_S = 4.0  # for a third answer, when two differ: half of what the 
 LAST_LOOK_TIMEOUT_S = 8.0  # after a session: its hops, and whoever ends the program, wait for so long
 
 
-class Opens(Protocol):
+class SessionOpener(Protocol):
     """What an audit needs of the client: sessions of its own, who vouches for whom, and what was found so far."""
 
     checks: Checks
 
-    async def open_session(self, terms: Terms, is_audited: bool = True) -> ChainSession: ...
+    async def open_session(self, terms: SessionOptions, is_audited: bool = True) -> ChainSession: ...
 
     async def close_session(self, session: ChainSession) -> None: ...
 
@@ -52,7 +52,7 @@ class Opens(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Again:
+class _Recomputation:
     """What others computed for the same input: [b, t, d], and who they were."""
 
     left: np.ndarray
@@ -63,7 +63,7 @@ class _Again:
 class Auditor:
     """The audits of one session; one at a time."""
 
-    def __init__(self, swarm: Swarm, opens: Opens, session: ChainSession) -> None:
+    def __init__(self, swarm: SessionServices, opens: SessionOpener, session: ChainSession) -> None:
         self._swarm = swarm
         self._opens = opens
         self._session = session
@@ -74,9 +74,9 @@ class Auditor:
         self._idle = trio.Event()
         self._idle.set()
         self._is_over = False
-        self._lost: list[Link] = []  # of which it was said already
+        self._lost: list[HopLink] = []  # of which it was said already
 
-    def on_lost(self, links: list[Link]) -> None:
+    def on_lost(self, links: list[HopLink]) -> None:
         """These hops are lost, and with them what would show whether they were right: say so, as often as is checked.
 
         Else whoever lies would only have to fall silent before the first look.
@@ -89,16 +89,16 @@ class Auditor:
                 self._doubt_unchecked(link, first, "it was lost before what it gave could be checked")
             self._lost.append(link)
 
-    def _doubt_unchecked(self, link: Link, first: int, reason: str) -> None:
+    def _doubt_unchecked(self, link: HopLink, first: int, reason: str) -> None:
         """Tell of a window that cannot be checked any more, where it is one of those that are checked."""
         passed, doubts = self._session.hops.accounts, self._session.statistics.doubts
         is_known = any(doubt.first_token <= first for doubt in doubts)
         if is_known or passed.is_reordered or passed.is_padded or not self._is_due(link):
             return
         doubts.append(Doubt(first, str(link.hop), reason))
-        self._opens.checks.tell(Finding(str(link.hop), "inconclusive", reason))
+        self._opens.checks.tell(CheckFinding(str(link.hop), "inconclusive", reason))
 
-    def _is_due(self, link: Link) -> bool:
+    def _is_due(self, link: HopLink) -> bool:
         second = self._session.second
         least = self._session.terms.verify if second is None else float(second.has_failed)
         return self._opens.checks.is_due(self._key(link), least).action
@@ -121,10 +121,10 @@ class Auditor:
                     nursery.start_soon(self._settle, link)
         if scope.cancelled_caught:
             reason = f"not done within {LAST_LOOK_TIMEOUT_S:.0f} s"
-            self._opens.checks.tell(Finding("the end of a session", "inconclusive", reason))
+            self._opens.checks.tell(CheckFinding("the end of a session", "inconclusive", reason))
         self._opens.checks.save()
 
-    async def _settle(self, link: Link) -> None:
+    async def _settle(self, link: HopLink) -> None:
         """Have the last bill of a hop that is there."""
         if self._gives_receipts(link) and self._swarm.rpc.existing(link.hop.peer) is not None:
             with suppress(PeerError):
@@ -155,31 +155,31 @@ class Auditor:
             try:
                 with trio.fail_after(AUDIT_TIMEOUT_S):
                     await self._audit(link, first, n_tokens)
-            except (Inconclusive, SwarmError, trio.TooSlowError) as error:
-                is_evading = isinstance(error, NotShown) and checks.is_evading(self._key(link))
-                if is_evading or (isinstance(error, Excused) and self._is_excused_too_often(link)):
+            except (NoConclusion, SwarmError, trio.TooSlowError) as error:
+                is_evading = isinstance(error, TokensNotShown) and checks.is_evading(self._key(link))
+                if is_evading or (isinstance(error, ExcusedHop) and self._is_excused_too_often(link)):
                     self._swarm.rpc.standing.fault(link.hop.peer, Fault.UNACCOUNTED, str(error))
                 reason = str(error) or f"not done within {AUDIT_TIMEOUT_S:.0f} s"
-                if isinstance(error, Silent | NotShown | Excused):
+                if isinstance(error, SilentHop | TokensNotShown | ExcusedHop):
                     doubt = Doubt(max(first, link.joined), str(link.hop), f"it could not be checked: {reason}")
                     self._session.statistics.doubts.append(doubt)
-                checks.tell(Finding(str(link.hop), "inconclusive", reason))
+                checks.tell(CheckFinding(str(link.hop), "inconclusive", reason))
                 logger.info("%s could not be checked: %s", link.hop, reason)
 
-    def _is_excused_too_often(self, link: Link) -> bool:
+    def _is_excused_too_often(self, link: HopLink) -> bool:
         return self._opens.checks.is_excused_too_often(self._key(link), trio.current_time())
 
-    def _gives_receipts(self, link: Link) -> bool:
+    def _gives_receipts(self, link: HopLink) -> bool:
         record = self._swarm.view().peers.get(link.hop.peer)
         return not link.is_lost and understanding_of(record).minor >= RECEIPTS
 
-    def _key(self, link: Link) -> str:
+    def _key(self, link: HopLink) -> str:
         hop = link.hop
         return f"{hop.peer}/{self._session.terms.model[:16]}/{hop.span.start}:{hop.span.end}/{hop.numerics}"
 
     # --- one audit -------------------------------------------------------------------------------------------
 
-    async def _audit(self, link: Link, first: int, end: int) -> None:
+    async def _audit(self, link: HopLink, first: int, end: int) -> None:
         """Audit tokens ``first`` to ``end`` of one hop. Raises Inconclusive or SwarmError."""
         record = self._record(link)
         self._terms_again(link.hop.span, record, end, frozenset({link.hop.peer}), frozenset())
@@ -189,26 +189,26 @@ class Auditor:
         bound = bound_of(self._session.terms.dtype, record.quantize)
         found = errors(entered, left, again.left[:, said.window], bound)
         equal = is_equal(found, bound)
-        verdict, reason = Verdict.RIGHT, equal.reason
+        verdict, reason = AuditVerdict.RIGHT, equal.reason
         if not equal.action:
             verdict, second = await self._second_opinion(link, record, said, again)
             reason = f"{equal.reason}; {second}"
-        level = logging.INFO if verdict is Verdict.RIGHT else logging.WARNING
+        level = logging.INFO if verdict is AuditVerdict.RIGHT else logging.WARNING
         logger.log(level, "audit of %s: %s: %s", link.hop, verdict, reason)
-        self._opens.checks.tell(Finding(str(link.hop), str(verdict), reason))
+        self._opens.checks.tell(CheckFinding(str(link.hop), str(verdict), reason))
         await self._act(link, verdict, _doubt(link, said.window, found, bound.token, reason), again)
-        if verdict is Verdict.WRONG and not link.is_heir and int((found > bound.token).sum()):
+        if verdict is AuditVerdict.WRONG and not link.is_heir and int((found > bound.token).sum()):
             await self._tell(link, record, said, found)
 
-    async def _act(self, link: Link, verdict: Verdict, doubt: Doubt, again: _Again) -> None:
+    async def _act(self, link: HopLink, verdict: AuditVerdict, doubt: Doubt, again: _Recomputation) -> None:
         """What follows from a verdict, for the session and for those who computed."""
         checks, hops, hop = self._opens.checks, self._session.hops, link.hop
-        if verdict in (Verdict.RIGHT, Verdict.REFERENCE_WRONG):
+        if verdict in (AuditVerdict.RIGHT, AuditVerdict.REFERENCE_WRONG):
             checks.note(self._key(link), is_right=True)
-            if verdict is Verdict.REFERENCE_WRONG and len(again.peers) == 1:
+            if verdict is AuditVerdict.REFERENCE_WRONG and len(again.peers) == 1:
                 (peer,) = again.peers
                 self._swarm.rpc.standing.fault(peer, Fault.WRONG_RESULTS, f"as a reference: {doubt.reason}")
-        elif verdict is Verdict.UNDECIDED:
+        elif verdict is AuditVerdict.UNDECIDED:
             hops.statistics.doubts.append(doubt)
             if (behind := hops.links_from(link)) and not self._has_moved:  # once: the other one may be wrong
                 self._has_moved = True
@@ -222,7 +222,7 @@ class Auditor:
             if behind := hops.links_from(link):  # or who gave it its caches: that one does not serve any more
                 hops.dispute(behind, doubt.reason)
 
-    async def _tell(self, link: Link, record: SpanRecord, said: Statement, found: np.ndarray) -> None:
+    async def _tell(self, link: HopLink, record: SpanRecord, said: Statement, found: np.ndarray) -> None:
         """Tell others: all that entered up to the token that is most wrong, and that token."""
         worst = said.window.start + int(np.argmax(found))
         (hidden, positions), terms = said.entered, self._session.terms
@@ -234,8 +234,8 @@ class Auditor:
                 await accuse(self._swarm, self._opens.voucher_of, terms, link, record, payload)
 
     async def _second_opinion(
-        self, link: Link, record: SpanRecord, said: Statement, first: _Again
-    ) -> tuple[Verdict, str]:
+        self, link: HopLink, record: SpanRecord, said: Statement, first: _Recomputation
+    ) -> tuple[AuditVerdict, str]:
         """Ask one whom another voucher brought in; without such a one nothing is decided."""
         bound, window = bound_of(self._session.terms.dtype, record.quantize), said.window
         vouchers = first.vouchers | {self._opens.voucher_of(link.hop.peer)}
@@ -243,11 +243,11 @@ class Auditor:
         try:
             with trio.fail_after(limit_s := SECOND_TIMEOUT_S if self._is_over else AUDIT_TIMEOUT_S / 2):
                 again = await self._again(link.hop.span, record, said.entered, without, vouchers)
-        except (NoRoute, Inconclusive):
-            return Verdict.UNDECIDED, "nobody else, of another voucher, holds these blocks"
+        except (NoRoute, NoConclusion):
+            return AuditVerdict.UNDECIDED, "nobody else, of another voucher, holds these blocks"
         except (SwarmError, trio.TooSlowError) as error:
             # that two differ is known, and must not be lost with the third
-            return Verdict.UNDECIDED, f"nobody else answers: {error or f'not within {limit_s:.0f} s'}"
+            return AuditVerdict.UNDECIDED, f"nobody else answers: {error or f'not within {limit_s:.0f} s'}"
         entered, second = _floats(said.entered[0])[:, window], again.left[:, window]
         with_second = is_equal(errors(entered, _floats(said.left), second, bound), bound)
         among = is_equal(errors(entered, first.left[:, window], second, bound), bound)
@@ -257,13 +257,13 @@ class Auditor:
 
     # --- computing again -------------------------------------------------------------------------------------
 
-    def _record(self, link: Link) -> SpanRecord:
+    def _record(self, link: HopLink) -> SpanRecord:
         """What the server of a hop announces of the blocks. Raises Inconclusive."""
         hop, slot = link.hop, link.hop.slot
         for span in self._swarm.view().serving(self._session.terms.model):
             if (span.peer, span.slot) == (hop.peer, slot):
                 return span
-        raise Inconclusive("it does not announce these blocks any more")
+        raise NoConclusion("it does not announce these blocks any more")
 
     async def _again(
         self,
@@ -272,7 +272,7 @@ class Auditor:
         given: tuple[torch.Tensor, torch.Tensor],
         without: frozenset[PeerId],
         vouchers: frozenset[bytes],
-    ) -> _Again:
+    ) -> _Recomputation:
         """Have others compute a span, none of ``without`` or of these vouchers. Raises NoRoute, SwarmError."""
         hidden, positions = given
         terms = self._terms_again(span, like, hidden.shape[1], without, vouchers)
@@ -285,11 +285,11 @@ class Auditor:
             with trio.CancelScope(shield=True):
                 await self._opens.close_session(session)
         self._opens.checks.n_computed_tokens += hidden.shape[1] * len(span)
-        return _Again(_floats(out), peers, frozenset(self._opens.voucher_of(peer) for peer in peers))
+        return _Recomputation(_floats(out), peers, frozenset(self._opens.voucher_of(peer) for peer in peers))
 
     def _terms_again(
         self, span: Span, like: SpanRecord, n_tokens: int, without: frozenset[PeerId], vouchers: frozenset[bytes]
-    ) -> Terms:
+    ) -> SessionOptions:
         """How others are asked. Raises NoRoute when there is nobody."""
         own = self._session.terms.own
         strangers = {PeerId(s.peer) for s in self._swarm.view().serving(self._session.terms.model)}
@@ -315,6 +315,6 @@ def _floats(hidden: torch.Tensor) -> np.ndarray:
     return np.asarray(hidden.detach().float().numpy())
 
 
-def _doubt(link: Link, window: slice, found: np.ndarray, bound: float, reason: str) -> Doubt:
+def _doubt(link: HopLink, window: slice, found: np.ndarray, bound: float, reason: str) -> Doubt:
     """From the first token on that differs by itself; 0 is the first where only all of them together do."""
     return Doubt(int(window.start + np.argmax(found > bound)), str(link.hop), reason)

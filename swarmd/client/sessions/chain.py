@@ -17,9 +17,18 @@ from functools import partial
 import trio
 
 from swarmd.client.links.client_parameters import give
-from swarmd.client.links.link import Declined, Doubt, Link, Statistics, Swarm, Terms, suits, understands
+from swarmd.client.links.link import (
+    DeclinedServers,
+    Doubt,
+    HopLink,
+    SessionOptions,
+    SessionServices,
+    Statistics,
+    suits,
+    understands,
+)
 from swarmd.client.links.ops import codec_for
-from swarmd.client.sessions.receipts import Account, Accounts
+from swarmd.client.sessions.receipts import HopAccount, HopAccounts
 from swarmd.client.sessions.requests import Requests
 from swarmd.errors import (
     OUR_MEMBERSHIP,
@@ -66,23 +75,23 @@ class Position:
 class Chain:
     """See the module. All of it runs in the client's trio thread."""
 
-    def __init__(self, swarm: Swarm, terms: Terms) -> None:
+    def __init__(self, swarm: SessionServices, terms: SessionOptions) -> None:
         self.key = os.urandom(16)
         self.terms = terms
         self.swarm = swarm
         self.position = Position()
-        self.links: list[Link] = []
+        self.links: list[HopLink] = []
         self.epoch = 1
         self.trouble: str | None = None
         self.changed = trio.Event()
-        self.on_lost: Callable[[list[Link]], None] = lambda links: None  # before others take their places
+        self.on_lost: Callable[[list[HopLink]], None] = lambda links: None  # before others take their places
         self.statistics = Statistics()
         about = (terms.model, terms.adapter, terms.own.version if terms.own else b"")
-        self.accounts = Accounts(self.key, swarm.rpc.network.peer_id, terms.max_tokens, about)
+        self.accounts = HopAccounts(self.key, swarm.rpc.network.peer_id, terms.max_tokens, about)
         self.layer_arity = 0
         self.codec = Decision("raw", "not opened yet")
         self.requests = Requests(self.key, terms, swarm.addresses_of, swarm.audits)
-        self._declined = Declined()
+        self._declined = DeclinedServers()
         self._opened: set[tuple[PeerId, int]] = set()
         self._numerics = ""
 
@@ -96,11 +105,11 @@ class Chain:
     def index_at(self, start: int) -> int | None:
         return next((i for i, link in enumerate(self.links) if link.hop.span.start == start), None)
 
-    def links_from(self, link: Link) -> list[Link]:
+    def links_from(self, link: HopLink) -> list[HopLink]:
         """A hop and all behind it; none when it was replaced."""
         return self.links[self.links.index(link) :] if link in self.links else []
 
-    def link_at(self, start: int) -> Link | None:
+    def link_at(self, start: int) -> HopLink | None:
         index = self.index_at(start)
         return None if index is None else self.links[index]
 
@@ -113,7 +122,7 @@ class Chain:
         while True:
             try:
                 hops = list(self.terms.route) or list(self.route(self.terms.blocks).hops)
-                self.links = [Link(hop) for hop in hops]
+                self.links = [HopLink(hop) for hop in hops]
                 self.codec = codec_for(self.swarm, self.terms, [hop.peer for hop in hops])
                 failures = await self.open_hops(range(len(self.links)))
                 if not failures:
@@ -223,7 +232,7 @@ class Chain:
 
     # --- what is wrong with hops -----------------------------------------------------------------------------
 
-    def lose(self, link: Link, reason: str, is_silent: bool = True) -> None:
+    def lose(self, link: HopLink, reason: str, is_silent: bool = True) -> None:
         """Do without a hop. Who speaks, and is wrong, does so over a way that works."""
         link.is_lost = True
         self.statistics.blamed.append((link.hop.peer, reason))
@@ -231,7 +240,7 @@ class Chain:
         is_relayed = is_silent and self.swarm.rpc.doubt(link.hop.peer)
         self.swarm.rpc.standing.leave_out(link.hop.peer, reason, is_way_to_blame=is_relayed)
 
-    def drop(self, link: Link, error: PeerError) -> None:
+    def drop(self, link: HopLink, error: PeerError) -> None:
         """A hop failed a request: a silent peer is blamed, one that says why it cannot is only left out for a while."""
         if not isinstance(error, Refused):
             self.lose(link, str(error))
@@ -257,7 +266,7 @@ class Chain:
 
     # --- what audits find ------------------------------------------------------------------------------------
 
-    async def ask_receipt(self, link: Link) -> Account:
+    async def ask_receipt(self, link: HopLink) -> HopAccount:
         """All that a hop has signed by now. Raises PeerError."""
         hop = link.hop
 
@@ -273,14 +282,14 @@ class Chain:
             self.swarm.rpc.standing.fault(hop.peer, Fault.FORGED, str(error))
             raise
 
-    async def take_receipt(self, peer: PeerId, message: ReceiptIs, frame: Frame) -> Account:
+    async def take_receipt(self, peer: PeerId, message: ReceiptIs, frame: Frame) -> HopAccount:
         """Enter what a hop has signed. Raises Forged for a receipt that no hop of the session gives."""
         link = self.link_at(message.start)
         if link is None or link.hop.peer != peer:
-            return Account()  # of a hop that is no more
+            return HopAccount()  # of a hop that is no more
         return await self._enter_receipt(link.hop, message, frame)
 
-    async def _enter_receipt(self, hop: Hop, message: ReceiptIs, frame: Frame) -> Account:
+    async def _enter_receipt(self, hop: Hop, message: ReceiptIs, frame: Frame) -> HopAccount:
         """Enter it, and sign the bill that came with it."""
         place, end, now = (hop.peer, hop.span.start), hop.span.end, self.swarm.wall_clock()
         try:
@@ -293,7 +302,7 @@ class Chain:
             await channel.send(Taken(session=self.key, start=hop.span.start, taken=taken), message.bill)
         return account
 
-    def convict(self, link: Link, doubt: Doubt, kind: Fault = Fault.WRONG_RESULTS) -> None:
+    def convict(self, link: HopLink, doubt: Doubt, kind: Fault = Fault.WRONG_RESULTS) -> None:
         """A hop computed wrongly: it is done without, and all behind it begin anew from what is right."""
         self.statistics.doubts.append(doubt)
         self.swarm.rpc.standing.fault(link.hop.peer, kind, doubt.reason)
@@ -302,7 +311,7 @@ class Chain:
                 lost.is_lost = True
             self.lose(link, doubt.reason, is_silent=False)
 
-    def dispute(self, links: list[Link], reason: str) -> None:
+    def dispute(self, links: list[HopLink], reason: str) -> None:
         """Of these one lies, and nobody knows which: others take over."""
         for link in links:
             link.is_lost = True

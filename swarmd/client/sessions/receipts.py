@@ -15,13 +15,13 @@ from swarmd.protocol.accounts import receipt
 from swarmd.protocol.accounts import usage_receipt as bills
 from swarmd.protocol.accounts.evidence import MAX_RECEIPTS
 from swarmd.protocol.accounts.receipt import DIGEST_BYTES, UNSEEN, Receipt, digest_before, digests_of
-from swarmd.protocol.accounts.usage_receipt import Bill, Signed
+from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.records import MAX_SKEW_S
 from swarmd.protocol.wire.messages import cropped, is_reordered
 from swarmd.values import PeerId
-from swarmd.wire.history import Sent
+from swarmd.wire.history import SentOp
 from swarmd.wire.tensors import pack
 
 Place = tuple[PeerId, int]
@@ -29,7 +29,7 @@ Place = tuple[PeerId, int]
 
 
 @dataclass(slots=True)
-class Account:
+class HopAccount:
     """What one hop has signed: digests of tokens as they entered and left, and the last receipt itself."""
 
     entered: bytearray = field(default_factory=bytearray)
@@ -65,7 +65,7 @@ class Account:
         self._signed.append((said.first, body, signature))
 
 
-class Accounts:
+class HopAccounts:
     """The receipts of one session. ``n_tokens`` each row holds; ``low`` is the least since ``mark``.
 
     ``bills`` are the last of each hop, as both have signed them.
@@ -83,14 +83,14 @@ class Accounts:
         self._client = client
         self._max_tokens = max_tokens
         self._about = about  # model, adapter and the version of own parameters
-        self._accounts: dict[Place, Account] = {}
-        self.bills: dict[Place, tuple[Bill, Signed]] = {}
+        self._accounts: dict[Place, HopAccount] = {}
+        self.bills: dict[Place, tuple[UsageReceipt, SignedUsageReceipt]] = {}
 
     def mark(self) -> None:
         """Begin to notice crops."""
         self.low = self.n_tokens
 
-    def sent(self, sent: Sent) -> None:
+    def sent(self, sent: SentOp) -> None:
         """An op is on its way."""
         self.is_reordered |= is_reordered(sent.edits)
         self.is_padded |= sent.mask is not None
@@ -101,7 +101,7 @@ class Accounts:
         self.n_tokens += n_tokens
         self.n_sent += n_tokens
 
-    def answered(self, sent: Sent, meta: TensorMeta | None, payload: memoryview) -> None:
+    def answered(self, sent: SentOp, meta: TensorMeta | None, payload: memoryview) -> None:
         """Its answer is here, perhaps with the last tokens only. Raises RemoteProtocolError."""
         n_cropped = cropped(sent.edits)
         if n_cropped:
@@ -110,10 +110,10 @@ class Accounts:
         digests = b"" if meta is None else digests_of(meta, payload)
         self.answers += UNSEEN * (n_tokens - len(digests) // DIGEST_BYTES) + digests
 
-    def take_untrusted(self, place: Place, end: int, body: bytes, signature: bytes, now: float) -> Account:
+    def take_untrusted(self, place: Place, end: int, body: bytes, signature: bytes, now: float) -> HopAccount:
         """Enter a receipt. Raises IntegrityError for one that is forged, or of something else."""
         said = receipt.read_untrusted(body, signature)
-        account = self._accounts.setdefault(place, Account())
+        account = self._accounts.setdefault(place, HopAccount())
         if said.end != end or (account.last is not None and said.seq <= account.last.seq):
             return account  # on its way when the hop began anew, or overtaken
         expected = (place[0], self._client, self._session, place[1], *self._about)
@@ -140,16 +140,16 @@ class Accounts:
         if bill.n_tokens > self.n_sent:
             raise IntegrityError(f"a bill for {bill.n_tokens} tokens; {self.n_sent} were sent")
         taken = bills.accept(body, me)
-        self.bills[place] = bill, Signed(body, given, taken)
+        self.bills[place] = bill, SignedUsageReceipt(body, given, taken)
         return taken
 
-    def account(self, place: Place) -> Account:
-        return self._accounts.get(place, Account())
+    def account(self, place: Place) -> HopAccount:
+        return self._accounts.get(place, HopAccount())
 
     def pass_on(self, giver: Place, heir: Place) -> None:
         """A cache moved to another server: what was signed of its tokens holds on, what follows the heir signs."""
         known = self.account(giver)
-        self._accounts[heir] = Account(bytearray(known.entered), bytearray(known.left), is_whole=False)
+        self._accounts[heir] = HopAccount(bytearray(known.entered), bytearray(known.left), is_whole=False)
 
     def reopened(self, place: Place) -> None:
         """A hop begins anew: what it signed before is of another cache."""

@@ -13,7 +13,7 @@ from functools import partial
 
 import trio
 
-from swarmd.client.links.link import Link, Repair, joined, lacks
+from swarmd.client.links.link import HopLink, Repair, joined, lacks
 from swarmd.client.sessions.chain import PATIENCE_S, Chain
 from swarmd.errors import NoRoute, PeerError, PeerTimeout, SwarmUnavailable
 from swarmd.plan.chains.routing import Hop
@@ -107,7 +107,7 @@ class Repairs:
 
     def _replace_lost(self) -> None:
         """Put the cheapest live hops where lost ones were; neighbouring lost hops are replaced together."""
-        links: list[Link] = []
+        links: list[HopLink] = []
         index = 0
         while index < len(self._chain.links):
             if not self._chain.links[index].is_lost:
@@ -119,7 +119,7 @@ class Repairs:
                 index += 1
             gap = Span(self._chain.links[first].hop.span.start, self._chain.links[index - 1].hop.span.end)
             previous = links[-1].hop.peer if links else None
-            links += [Link(hop) for hop in self._chain.route(gap, previous).hops]
+            links += [HopLink(hop) for hop in self._chain.route(gap, previous).hops]
         self._chain.links = joined(links)
 
     async def _move_leaving(self) -> list[str]:
@@ -138,11 +138,11 @@ class Repairs:
                 link.is_lost = True
         return moved
 
-    async def _hand_over(self, index: int, link: Link) -> None:
+    async def _hand_over(self, index: int, link: HopLink) -> None:
         """Open the hop at another holder of its blocks and have the caches sent there. Raises PeerError or NoRoute."""
         hop = link.hop
         found = self._chain.route(hop.span, whole=True).hops[0]
-        heir = self._chain.links[index] = Link(Hop(found.peer, hop.span, found.numerics), is_heir=True)
+        heir = self._chain.links[index] = HopLink(Hop(found.peer, hop.span, found.numerics), is_heir=True)
         failures: dict[int, PeerError] = {}
         self._inherited.pop(hop.span.start, None)
         await self._chain.open_hop(index, failures, inherit=hop.peer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from swarmd.client.links.link import Link, Terms, needs_of
+from swarmd.client.links.link import HopLink, SessionOptions, needs_of
 from swarmd.protocol.wire.messages import HandOver, OpenSession, Replay, Reroute
 from swarmd.values import PeerId
 
@@ -13,7 +13,7 @@ class Requests:
     """Builds the requests of one session."""
 
     def __init__(
-        self, session: bytes, terms: Terms, addresses_of: Callable[[PeerId], tuple[str, ...]], receipts: bool
+        self, session: bytes, terms: SessionOptions, addresses_of: Callable[[PeerId], tuple[str, ...]], receipts: bool
     ) -> None:
         self._session = session
         self._terms = terms
@@ -21,7 +21,7 @@ class Requests:
         self._receipts = receipts
 
     def open(
-        self, links: Sequence[Link], index: int, epoch: int, codec: str, numerics: str, inherit: str, call_id: int
+        self, links: Sequence[HopLink], index: int, epoch: int, codec: str, numerics: str, inherit: str, call_id: int
     ) -> OpenSession:
         """Reserve hop ``index``; ``numerics`` binds it in the exact grade, ``inherit`` names who sends its caches."""
         hop, terms = links[index].hop, self._terms
@@ -49,7 +49,7 @@ class Requests:
             needs=tuple(sorted(needs_of(terms, codec))),
         )
 
-    def reroute(self, links: Sequence[Link], index: int, epoch: int, settled: int, call_id: int) -> Reroute:
+    def reroute(self, links: Sequence[HopLink], index: int, epoch: int, settled: int, call_id: int) -> Reroute:
         """Give a surviving hop its neighbours of a new epoch."""
         before, after = _neighbours(links, index)
         return Reroute(
@@ -63,7 +63,7 @@ class Requests:
             successor_addresses=self._addresses_of(after) if after else (),
         )
 
-    def replay(self, link: Link, epoch: int, lacks: tuple[int | None, int, int], call_id: int) -> Replay:
+    def replay(self, link: HopLink, epoch: int, lacks: tuple[int | None, int, int], call_id: int) -> Replay:
         """Have a hop send its successor what that ``lacks``: (have, silent_through, replay_end)."""
         have, silent_through, replay_end = lacks
         return Replay(
@@ -76,7 +76,7 @@ class Requests:
             replay_end=replay_end,
         )
 
-    def hand_over(self, link: Link, epoch: int, to: PeerId, call_id: int) -> HandOver:
+    def hand_over(self, link: HopLink, epoch: int, to: PeerId, call_id: int) -> HandOver:
         """Have a hop that stops serving send its caches to ``to``."""
         return HandOver(
             id=call_id,
@@ -88,7 +88,7 @@ class Requests:
         )
 
 
-def _neighbours(links: Sequence[Link], index: int) -> tuple[PeerId, PeerId]:
+def _neighbours(links: Sequence[HopLink], index: int) -> tuple[PeerId, PeerId]:
     """The peers before and after hop ``index``; an empty one stands for the client."""
     before = links[index - 1].hop.peer if index else PeerId("")
     after = links[index + 1].hop.peer if index + 1 < len(links) else PeerId("")

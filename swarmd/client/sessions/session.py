@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import trio
 
-from swarmd.client.links.link import Doubt, Given, Link, Statistics, Swarm, Terms
+from swarmd.client.links.link import Doubt, HopLink, ServedLogits, SessionOptions, SessionServices, Statistics
 from swarmd.client.links.ops import WrongCount, cut, read_answer, read_top
 from swarmd.client.links.timing import MOST_TOKENS
 from swarmd.client.sessions.chain import LEAVING_FOR_S, OPEN_TIMEOUT_S, Chain
@@ -42,7 +42,7 @@ from swarmd.protocol.wire.messages import (
     Suspect,
 )
 from swarmd.values import Decision, PeerId
-from swarmd.wire.history import Budget, History, Sent
+from swarmd.wire.history import Budget, History, SentOp
 from swarmd.wire.ops import encode_op
 
 MAX_IN_FLIGHT = 16  # ops of a long prompt that may be under way
@@ -69,7 +69,7 @@ class AnswerAudit(Protocol):
 class SecondChain(Protocol):
     """Checks every token of a session, behind it, by a chain of other servers (``verify``)."""
 
-    def follow(self, sent: Sent, out: torch.Tensor | None, want: int | None) -> None:
+    def follow(self, sent: SentOp, out: torch.Tensor | None, want: int | None) -> None:
         """An op was answered. Raises WrongAnswer once something before differs, or why nothing can be checked."""
 
     @property
@@ -86,17 +86,17 @@ class SecondChain(Protocol):
 class ChainSession:
     """One session. All methods run in the client's trio thread; steps come one at a time."""
 
-    def __init__(self, swarm: Swarm, terms: Terms, budget: Budget) -> None:
+    def __init__(self, swarm: SessionServices, terms: SessionOptions, budget: Budget) -> None:
         self.hops = Chain(swarm, terms)
         self._swarm = swarm
         self._position = self.hops.position
         self.history = History(terms.grade == "exact", budget)
         self._repairs = Repairs(self.hops, self.history)
-        self._entered: dict[int, tuple[Sent, int | None]] = {}  # what is on its way, and what is wanted of it
+        self._entered: dict[int, tuple[SentOp, int | None]] = {}  # what is on its way, and what is wanted of it
         self.auditor: AnswerAudit | None = None
         self.second: SecondChain | None = None
         self.width = 0
-        self.given: Given | None = None  # logits of the tokens that the last step wanted
+        self.given: ServedLogits | None = None  # logits of the tokens that the last step wanted
         self._vocabulary = 0  # what the present step asks logits of
         self._answers: dict[int, torch.Tensor] = {}
         self._moved_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
@@ -117,7 +117,7 @@ class ChainSession:
         return self.hops.key
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> SessionOptions:
         return self.hops.terms
 
     @property
@@ -174,7 +174,7 @@ class ChainSession:
         self._entered.clear()
         self._faulty.clear()
         first = self._position.seq + 1
-        whole = Sent(first, edits, hidden, positions, mask, record_past)
+        whole = SentOp(first, edits, hidden, positions, mask, record_past)
         is_exact = self.terms.grade == "exact"  # which must not depend on what was measured
         parts = cut(whole, () if is_exact else self._prefill_speeds())
         outs: list[torch.Tensor] = []
@@ -194,7 +194,7 @@ class ChainSession:
         records = [known.get(link.hop.peer) for link in self.hops.links]
         return [(r.prefill_tokens_per_s or 0.0) if r else 0.0 for r in records]
 
-    async def _send(self, sent: Sent, want: int | None) -> None:
+    async def _send(self, sent: SentOp, want: int | None) -> None:
         if not self._entered:
             self._here_s = trio.current_time() - self._moved_at
             self._moved_at = trio.current_time()
@@ -219,7 +219,7 @@ class ChainSession:
             await self._wait()
         return self._answers.pop(seq)
 
-    async def refute(self, given: Given, reason: str) -> None:
+    async def refute(self, given: ServedLogits, reason: str) -> None:
         """These logits are wrong: who gave them is done without."""
         doubt = Doubt(max(0, self.hops.accounts.n_tokens - 1), str(given.link.hop), reason)
         self.hops.convict(given.link, doubt)
@@ -310,7 +310,7 @@ class ChainSession:
                 self._is_wrong(self.hops.links[-1], str(error))
                 return
             self._answers[op.seq] = answer
-            self.given = None if top is None else Given(top, self.hops.links[-1], self.codec.action)
+            self.given = None if top is None else ServedLogits(top, self.hops.links[-1], self.codec.action)
             self.statistics.n_logits += 0 if top is None else len(top.ids)
             while self._faulty:  # there is a right answer: whoever gave another one is at fault, and not the model
                 giver, reason = self._faulty.pop()
@@ -370,7 +370,7 @@ class ChainSession:
         accuser.is_lost = True
         self._is_wrong(accused, f"{accuser.hop} refused what it was given: {reason}")
 
-    def _is_wrong(self, link: Link, reason: str) -> None:
+    def _is_wrong(self, link: HopLink, reason: str) -> None:
         """A hop gave what cannot be right: it is as good as dead."""
         self._count_wrong(reason)
         self.hops.lose(link, reason, is_silent=False)

@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from swarmd.client.links.link import Doubt, Link, Swarm
-from swarmd.client.sessions.receipts import Account, are_seen, digests, disagreement
+from swarmd.client.links.link import Doubt, HopLink, SessionServices
+from swarmd.client.sessions.receipts import HopAccount, are_seen, digests, disagreement
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import Code, PeerError, PeerTimeout, Refused, RemoteProtocolError, Unreachable
 from swarmd.plan.trust.standing import Fault
@@ -29,19 +29,19 @@ Placed = tuple[torch.Tensor, torch.Tensor]
 """Hidden states [b, t, d] and their positions [b, t]."""
 
 
-class Inconclusive(Exception):
+class NoConclusion(Exception):
     """Nothing follows from an audit, and why."""
 
 
-class NotShown(Inconclusive):
+class TokensNotShown(NoConclusion):
     """The hop that is audited refuses to say what it did."""
 
 
-class Silent(Inconclusive):
+class SilentHop(NoConclusion):
     """The hop that is audited does not answer."""
 
 
-class Excused(Inconclusive):
+class ExcusedHop(NoConclusion):
     """It says that its worker died, or that it leaves: nobody's fault, unless it says so again and again."""
 
 
@@ -58,68 +58,68 @@ class Statement:
 class Statements:
     """Those of one session's hops."""
 
-    def __init__(self, swarm: Swarm, session: ChainSession) -> None:
+    def __init__(self, swarm: SessionServices, session: ChainSession) -> None:
         self._swarm = swarm
         self._session = session
         self._hops = session.hops
 
-    async def take(self, link: Link, first: int, end: int) -> Statement:
-        """Ask for tokens ``first`` to ``end`` of a hop. Raises Inconclusive, NotShown or PeerError."""
+    async def take(self, link: HopLink, first: int, end: int) -> Statement:
+        """Ask for tokens ``first`` to ``end`` of a hop. Raises Inconclusive, TokensNotShown or PeerError."""
         links, epoch, passed = self._hops.links, self._hops.epoch, self._hops.accounts
         if link not in links:
-            raise Inconclusive("the hop was replaced")
+            raise NoConclusion("the hop was replaced")
         at = links.index(link)
         before, after = links[at - 1] if at else None, links[at + 1] if at + 1 < len(links) else None
         own = await self._own_account(link)
         if own.last is None:
-            raise NotShown("it signed nothing that counts")
+            raise TokensNotShown("it signed nothing that counts")
         others = [None if of is None else await self._account(of) for of in (before, after)]
         size = self._session.terms.batch * self._session.width * 4
         end = min(end, own.n_tokens, MAX_AUDIT_BYTES // max(1, size))
         if end <= first:  # a hop that has just inherited caches, or was just opened
-            raise Inconclusive("the hop has signed nothing of this window")
+            raise NoConclusion("the hop has signed nothing of this window")
         entered = await self._entered(before, end)
         seen = [t for t in range(first, end) if are_seen(own.left, t, t + 1)]
         left = await self._shown(link, seen[0], seen[-1] + 1) if seen else None
         if self._hops.epoch != epoch or passed.low < end or passed.is_reordered or link not in self._hops.links:
-            raise Inconclusive("the session went on otherwise meanwhile")
+            raise NoConclusion("the session went on otherwise meanwhile")
         self._require_agreement((before, others[0]), (link, own), (after, others[1]), end)
         if not are_seen(own.entered, 0, end) or not self._are(entered, own.entered):
-            raise Inconclusive("what entered the hop is not shown any more as it was")
+            raise NoConclusion("what entered the hop is not shown any more as it was")
         if left is None:
-            raise Inconclusive("nothing of this window has left the hop")
+            raise NoConclusion("nothing of this window has left the hop")
         window = slice(seen[0], seen[-1] + 1)
         if not self._are(left, own.left[window.start * DIGEST_BYTES :]):
             doubt = Doubt(window.start, str(link.hop), "it shows other numbers than it signed")
             self._hops.convict(link, doubt, Fault.UNACCOUNTED)
-            raise Inconclusive(doubt.reason)
+            raise NoConclusion(doubt.reason)
         return Statement(self._travelled(entered), left[0], window, own.signed)
 
-    async def _own_account(self, link: Link) -> Account:
+    async def _own_account(self, link: HopLink) -> HopAccount:
         try:
             return await self._hops.ask_receipt(link)
         except Refused as error:
             raise self._refusal(error) from None
         except (PeerTimeout, Unreachable) as error:
-            raise Silent(str(error)) from None
+            raise SilentHop(str(error)) from None
 
-    async def _account(self, link: Link) -> Account | None:
+    async def _account(self, link: HopLink) -> HopAccount | None:
         """A neighbour's; None where it gives none: an older version, or one that is gone."""
         try:
             return await self._hops.ask_receipt(link)
         except PeerError:
             return None
 
-    def _refusal(self, error: Refused) -> Inconclusive:
+    def _refusal(self, error: Refused) -> NoConclusion:
         if self._hops.accounts.is_reordered:
-            return Inconclusive(str(error))
-        return Excused(str(error)) if error.code in NOBODYS_FAULT else NotShown(str(error))
+            return NoConclusion(str(error))
+        return ExcusedHop(str(error)) if error.code in NOBODYS_FAULT else TokensNotShown(str(error))
 
     def _require_agreement(
         self,
-        before: tuple[Link | None, Account | None],
-        own: tuple[Link, Account],
-        after: tuple[Link | None, Account | None],
+        before: tuple[HopLink | None, HopAccount | None],
+        own: tuple[HopLink, HopAccount],
+        after: tuple[HopLink | None, HopAccount | None],
         end: int,
     ) -> None:
         """Do both ends of each link say the same? Of two that do not, one lies: both are done without."""
@@ -134,30 +134,30 @@ class Statements:
             at = disagreement(account.left, took.entered, end, link.joined)
             self._do_without(at, [link, taker])
 
-    def _do_without(self, at: int | None, links: list[Link]) -> None:
+    def _do_without(self, at: int | None, links: list[HopLink]) -> None:
         if at is None:
             return
         reason = f"{' and '.join(str(of.hop) for of in links)} signed different numbers of token {at + 1}"
         self._session.statistics.doubts.append(Doubt(at, str(links[0].hop), reason))
         self._hops.dispute(links, reason)
-        raise Inconclusive(reason)
+        raise NoConclusion(reason)
 
-    async def _entered(self, before: Link | None, end: int) -> Placed:
+    async def _entered(self, before: HopLink | None, end: int) -> Placed:
         """What entered a hop, and the positions, which are the client's own. Raises Inconclusive or PeerError."""
         try:
             hidden, positions = self._session.history.placed(0, end)
         except LookupError as error:
-            raise Inconclusive(str(error)) from None
+            raise NoConclusion(str(error)) from None
         if before is not None:
             try:
                 hidden, _ = await self._shown(before, 0, end)
-            except NotShown as error:  # its own audit will say so
-                raise Inconclusive(str(error)) from None
+            except TokensNotShown as error:  # its own audit will say so
+                raise NoConclusion(str(error)) from None
         if hidden.shape[1] != end or positions.shape[1] != end:
-            raise Inconclusive("the session went back behind what is audited")
+            raise NoConclusion("the session went back behind what is audited")
         return hidden, positions
 
-    async def _shown(self, link: Link, first: int, end: int) -> Placed:
+    async def _shown(self, link: HopLink, first: int, end: int) -> Placed:
         """Tokens ``first`` to ``end`` as they left a hop, piece by piece. Raises Inconclusive or PeerError."""
         terms, key = self._session.terms, self._session.key
         step = max_tokens_per_frame(terms.batch, self._session.width, terms.dtype, PIECE_BYTES)
@@ -173,7 +173,7 @@ class Statements:
                 raise RemoteProtocolError(f"expected tokens, got {type(reply).__name__}")
             hidden, positions, _ = unpack_untrusted(reply.tensor, frame.payload)
             if hidden.shape != (terms.batch, n, self._session.width) or str(hidden.dtype) != f"torch.{terms.dtype}":
-                raise Inconclusive(f"{link.hop} holds other tokens by now")
+                raise NoConclusion(f"{link.hop} holds other tokens by now")
             parts.append((hidden, positions))
         return torch.cat([hidden for hidden, _ in parts], 1), torch.cat([places for _, places in parts], 1)
 

@@ -13,18 +13,18 @@ import numpy as np
 import torch
 import trio
 
-from swarmd.client.links.link import Terms
+from swarmd.client.links.link import SessionOptions
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import SwarmError, SwarmUnavailable, WrongAnswer
 from swarmd.plan.trust.equality import Bound, bound_of, errors, is_equal, through_hops
 from swarmd.protocol.wire.messages import cropped
-from swarmd.wire.history import Sent
+from swarmd.wire.history import SentOp
 
 TOKENS_BEHIND = 16  # that the second chain waits for: fewer cost it as much as the first
-OpenSecond = Callable[[Terms], Awaitable[ChainSession]]
+OpenSecond = Callable[[SessionOptions], Awaitable[ChainSession]]
 
 
-class Second:
+class VerifyingChain:
     """The second chain of one session. ``bound`` grows with the hops: each rounds what the one before gave."""
 
     def __init__(self, first: ChainSession, open_second: OpenSecond, start: Callable[..., None]) -> None:
@@ -32,7 +32,7 @@ class Second:
         self._open = open_second
         self._start = start
         self._session: ChainSession | None = None
-        self._waiting: list[tuple[Sent, torch.Tensor]] = []  # ops, and what came of them; nan was not asked for
+        self._waiting: list[tuple[SentOp, torch.Tensor]] = []  # ops, and what came of them; nan was not asked for
         self._n_waiting = 0
         self._n_checked = 0  # tokens in the second chain's caches
         self._failure: SwarmError | None = None
@@ -48,7 +48,7 @@ class Second:
         await self._idle.wait()
         return self._session
 
-    def follow(self, sent: Sent, out: torch.Tensor | None, want: int | None) -> None:
+    def follow(self, sent: SentOp, out: torch.Tensor | None, want: int | None) -> None:
         """An op was answered. Raises WrongAnswer once something before differs, or why nothing can be checked."""
         if self._failure is not None:
             raise self._failure
@@ -85,7 +85,7 @@ class Second:
         finally:
             self._idle.set()
 
-    async def _check(self, sent: Sent, out: torch.Tensor) -> None:
+    async def _check(self, sent: SentOp, out: torch.Tensor) -> None:
         second = await self._apart()
         again = await second.step(sent.edits, sent.hidden, sent.positions, sent.mask, sent.record_past)
         self._n_checked -= cropped(sent.edits)
@@ -135,9 +135,9 @@ def _wanted(out: torch.Tensor | None, want: int | None) -> torch.Tensor:
     return torch.cat([torch.full_like(out[:, : out.shape[1] - want], float("nan")), out[:, out.shape[1] - want :]], 1)
 
 
-def merged(ops: list[tuple[Sent, torch.Tensor]]) -> list[tuple[Sent, torch.Tensor]]:
+def merged(ops: list[tuple[SentOp, torch.Tensor]]) -> list[tuple[SentOp, torch.Tensor]]:
     """The same with tokens that were cropped again left out, and what follows in one op: [b, t, d] each."""
-    whole: list[tuple[Sent, torch.Tensor]] = []
+    whole: list[tuple[SentOp, torch.Tensor]] = []
     for sent, out in ops:
         n_cropped, has_rows = cropped(sent.edits), any(e.rows is not None for e in sent.edits)
         last = whole[-1] if whole else None
@@ -148,13 +148,13 @@ def merged(ops: list[tuple[Sent, torch.Tensor]]) -> list[tuple[Sent, torch.Tenso
     return whole
 
 
-def _can_drop(sent: Sent, n_tokens: int) -> bool:
+def _can_drop(sent: SentOp, n_tokens: int) -> bool:
     return sent.hidden is not None and n_tokens < sent.hidden.shape[1]
 
 
 def _joined(
-    last: tuple[Sent, torch.Tensor], n_cropped: int, sent: Sent, out: torch.Tensor
-) -> tuple[Sent, torch.Tensor]:
+    last: tuple[SentOp, torch.Tensor], n_cropped: int, sent: SentOp, out: torch.Tensor
+) -> tuple[SentOp, torch.Tensor]:
     before, came = last
     assert before.hidden is not None
     assert before.positions is not None

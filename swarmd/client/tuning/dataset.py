@@ -21,7 +21,7 @@ KINDS = ({"text"}, {"prompt", "completion"}, {"input_ids"}, {"input_ids", "label
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DatasetRow:
     """Token ids, and for each the label that the loss counts there (IGNORED: none)."""
 
     ids: tuple[int, ...]
@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    rows: tuple[Row, ...]
+    rows: tuple[DatasetRow, ...]
     digest: str
 
 
@@ -73,7 +73,7 @@ def read_dataset(path: Path, encoding: Encoding) -> Dataset:
     return Dataset(tuple(rows), sha256(raw).hexdigest())
 
 
-def _read_row(line: bytes, encoding: Encoding) -> Row:
+def _read_row(line: bytes, encoding: Encoding) -> DatasetRow:
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
@@ -95,7 +95,7 @@ def _read_row(line: bytes, encoding: Encoding) -> Row:
     return row
 
 
-def _row_of_text(value: dict[str, Any], encoding: Encoding) -> Row:
+def _row_of_text(value: dict[str, Any], encoding: Encoding) -> DatasetRow:
     for name, text in value.items():
         if not isinstance(text, str):
             raise _BadRow(f'"{name}" is {type(text).__name__}, expected text')
@@ -106,10 +106,10 @@ def _row_of_text(value: dict[str, Any], encoding: Encoding) -> Row:
     prompt = [*encoding.begin, *(encoding.encode(value["prompt"]) if "prompt" in value else ())]
     learned = [*encoding.encode(value.get("completion", value.get("text", ""))), *encoding.end]
     ignored = [IGNORED] * len(prompt) if "prompt" in value else prompt
-    return Row((*prompt, *learned), (*ignored, *learned))
+    return DatasetRow((*prompt, *learned), (*ignored, *learned))
 
 
-def _row_of_ids(value: dict[str, Any], encoding: Encoding) -> Row:
+def _row_of_ids(value: dict[str, Any], encoding: Encoding) -> DatasetRow:
     ids, labels = value["input_ids"], value.get("labels", value["input_ids"])
     for name, numbers, others in (("input_ids", ids, ()), ("labels", labels, (IGNORED,))):
         if not isinstance(numbers, list) or not numbers:
@@ -120,4 +120,4 @@ def _row_of_ids(value: dict[str, Any], encoding: Encoding) -> Row:
             raise _BadRow(f'"{name}" holds {wrong[0]!r}, expected {allowed}')
     if len(ids) != len(labels):
         raise _BadRow(f'{len(ids)} "input_ids" and {len(labels)} "labels": expected as many')
-    return Row(tuple(ids), tuple(labels))
+    return DatasetRow(tuple(ids), tuple(labels))

@@ -25,8 +25,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from swarmd.client.tuning.dataset import IGNORED, Dataset, Row
-from swarmd.client.tuning.tuning_recipe import PREFIX, Recipe, checkpoints
+from swarmd.client.tuning.dataset import IGNORED, Dataset, DatasetRow
+from swarmd.client.tuning.tuning_recipe import PREFIX, TuningRecipe, checkpoints
 from swarmd.compute.runs.lora import with_lora
 from swarmd.errors import ConfigError
 
@@ -48,7 +48,7 @@ class Step:
     seconds: float
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
+def learning_rate(recipe: TuningRecipe, step: int) -> float:
     """The rate of step 1, 2, ...: it rises over ``warmup`` steps, then falls to a tenth along a cosine."""
     if step <= recipe.warmup:
         return recipe.learning_rate * step / max(1, recipe.warmup)
@@ -56,7 +56,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return recipe.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, done))) / 2)
 
 
-def samples(recipe: Recipe, n_rows: int, step: int) -> list[int]:
+def samples(recipe: TuningRecipe, n_rows: int, step: int) -> list[int]:
     """Which rows step 1, 2, ... takes: each pass over the data is another seeded order of all rows."""
     chosen, orders = [], dict[int, list[int]]()
     for place in range((step - 1) * recipe.batch, step * recipe.batch):
@@ -67,7 +67,7 @@ def samples(recipe: Recipe, n_rows: int, step: int) -> list[int]:
     return chosen
 
 
-def padded(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def padded(rows: Sequence[DatasetRow]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids, mask and labels of a batch [b, t]; short rows are filled up at their ends, where nothing counts."""
     t = max(len(row.ids) for row in rows)
     ids = torch.tensor([[*row.ids, *[0] * (t - len(row.ids))] for row in rows])
@@ -87,7 +87,7 @@ def _first_counted(model: Any) -> int:
 
 
 def loss_and_gradients(
-    model: Any, parameters: Sequence[torch.nn.Parameter], rows: Sequence[Row], n_parts: int = 2
+    model: Any, parameters: Sequence[torch.nn.Parameter], rows: Sequence[DatasetRow], n_parts: int = 2
 ) -> tuple[float, list[torch.Tensor | None]]:
     """The mean loss of a batch and its gradients, as one backward gives them.
 
@@ -117,7 +117,7 @@ def loss_and_gradients(
     return sum(loss for loss, _ in found), sums
 
 
-def _with_virtual_tokens(model: Any, recipe: Recipe) -> Any:
+def _with_virtual_tokens(model: Any, recipe: TuningRecipe) -> Any:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it has opinions
     try:
         from peft import PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
@@ -131,7 +131,7 @@ def _with_virtual_tokens(model: Any, recipe: Recipe) -> Any:
         raise ConfigError(f"PEFT cannot tune this model so: {error}") from None
 
 
-def with_peft(model: Any, recipe: Recipe) -> Any:
+def with_peft(model: Any, recipe: TuningRecipe) -> Any:
     """Wrap a remote model in PEFT's own, with parameters drawn from the recipe's seed. Raises ConfigError."""
     torch.manual_seed(recipe.seed)
     model = model.requires_grad_(False)
@@ -145,7 +145,7 @@ def with_peft(model: Any, recipe: Recipe) -> Any:
 class Tuner:
     """One run: a model with its trainable parameters, an optimizer, and a folder that it can be resumed from."""
 
-    def __init__(self, model: Any, recipe: Recipe, data: Dataset, folder: Path) -> None:
+    def __init__(self, model: Any, recipe: TuningRecipe, data: Dataset, folder: Path) -> None:
         self.model = model
         self.recipe = recipe
         self.losses: list[float] = []
@@ -218,7 +218,7 @@ class Tuner:
     def _require_same(self, state: dict[str, Any], folder: Path) -> None:
         """A run goes on with what it began with. Raises ConfigError."""
         mine = json.loads(json.dumps(asdict(self.recipe)))
-        changed = [f.name for f in fields(Recipe) if state["recipe"].get(f.name) != mine[f.name]]
+        changed = [f.name for f in fields(TuningRecipe) if state["recipe"].get(f.name) != mine[f.name]]
         if changed:
             was = ", ".join(f"{name} was {state['recipe'].get(name)!r}, is {mine[name]!r}" for name in changed)
             raise ConfigError(f"{folder} is of another run: {was}: take the same options, or another --out")

@@ -19,8 +19,8 @@ import torch
 import trio
 from safetensors import SafetensorError
 
-from swarmd.client.links.client_parameters import OwnParameters, give
-from swarmd.client.links.link import CHANGES_CODEC, Swarm, Terms
+from swarmd.client.links.client_parameters import TunedParameters, give
+from swarmd.client.links.link import CHANGES_CODEC, SessionOptions, SessionServices
 from swarmd.client.links.ops import codec_for
 from swarmd.client.tuning.lane_failure import BLAMED_S, FINAL, LaneFailed, failure_of
 from swarmd.errors import Code, PeerError, Refused, RemoteProtocolError
@@ -28,7 +28,7 @@ from swarmd.plan.chains.routing import Hop
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Ping, Refusal
 from swarmd.protocol.wire.tensors import CHANGES
-from swarmd.protocol.wire.tuning import Backward, CloseLane, Forward, Gradients, OpenLane, Row
+from swarmd.protocol.wire.tuning import Backward, CloseLane, Forward, Gradients, MicroBatchRow, OpenLane
 from swarmd.values import Decision, PeerId
 from swarmd.wire.changes import Changes, rows_of
 from swarmd.wire.micro_batches import backward_frames, forward_frames
@@ -52,7 +52,7 @@ class MicroBatch:
     hidden: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor | None
-    own: OwnParameters
+    own: TunedParameters
     keep: bool
 
 
@@ -60,9 +60,9 @@ class MicroBatch:
 class _Pending:
     like: torch.Tensor  # what is waited for has its shape and dtype
     gradients_from: dict[int, list[str]] = field(default_factory=dict)  # hop's first block: names it gives
-    own: OwnParameters | None = None
+    own: TunedParameters | None = None
     parts: list[torch.Tensor] = field(default_factory=list)
-    rows: tuple[Row, ...] = ()
+    rows: tuple[MicroBatchRow, ...] = ()
     pieces: dict[int, list[bytes]] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     values: torch.Tensor | None = None
@@ -73,7 +73,7 @@ class _Pending:
 class Lane:
     """See the module. All methods run in the client's trio thread."""
 
-    def __init__(self, swarm: Swarm, terms: Terms, hops: tuple[Hop, ...]) -> None:
+    def __init__(self, swarm: SessionServices, terms: SessionOptions, hops: tuple[Hop, ...]) -> None:
         self.key = os.urandom(16)
         self.hops = hops
         self.failure: LaneFailed | None = None
@@ -200,7 +200,7 @@ class Lane:
         return seq, pending.values
 
     async def backward(
-        self, seq: int, gradient: torch.Tensor, own: OwnParameters
+        self, seq: int, gradient: torch.Tensor, own: TunedParameters
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Send a gradient [b, t, d] back; returns that of the input, and those of the parameters. Raises LaneFailed."""
         last = self.hops[-1]
@@ -259,7 +259,7 @@ class Lane:
         await self._over.wait()
         scope.cancel()
 
-    async def _give_parameters(self, own: OwnParameters) -> None:
+    async def _give_parameters(self, own: TunedParameters) -> None:
         """Give each hop its part of the client's parameters, once for each version. Raises LaneFailed."""
         if not own.version:
             return
@@ -272,7 +272,7 @@ class Lane:
             if failures:
                 raise failures[0]
 
-    async def _give_to(self, hop: Hop, own: OwnParameters, failures: list[LaneFailed]) -> None:
+    async def _give_to(self, hop: Hop, own: TunedParameters, failures: list[LaneFailed]) -> None:
         try:
             await give(self._swarm.rpc, self._terms.model, hop, own)
             self._put[hop.span.start] = own.version

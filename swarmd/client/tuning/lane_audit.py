@@ -19,13 +19,22 @@ import numpy as np
 import torch
 import trio
 
-from swarmd.client.links.checks import Checks, Finding
-from swarmd.client.links.link import Swarm, Terms
+from swarmd.client.links.checks import CheckFinding, Checks
+from swarmd.client.links.link import SessionOptions, SessionServices
 from swarmd.client.tuning.lane import Lane, MicroBatch
-from swarmd.client.tuning.ticket import Ticket, Twin
+from swarmd.client.tuning.ticket import DuplicateBatch, ForwardTicket
 from swarmd.errors import NoRoute, SwarmError
 from swarmd.plan.chains.routing import Hop
-from swarmd.plan.trust.equality import ROUNDED, Bound, Verdict, bound_of, errors, is_equal, through_hops, two_of_three
+from swarmd.plan.trust.equality import (
+    ROUNDED,
+    AuditVerdict,
+    Bound,
+    bound_of,
+    errors,
+    is_equal,
+    through_hops,
+    two_of_three,
+)
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.wire.tensors import CHANGES
 from swarmd.values import Decision, PeerId, Span
@@ -41,7 +50,7 @@ Answer = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """What came of a micro-batch: [b, t, d], and on the way back the gradients of the client's parameters by name."""
 
 
-class Judged(Protocol):
+class CheckHistory(Protocol):
     """What an audit needs of the client: what was found so far, and who vouches for whom."""
 
     checks: Checks
@@ -49,13 +58,15 @@ class Judged(Protocol):
     def voucher_of(self, peer: PeerId) -> bytes: ...
 
 
-class Lanes(Protocol):
+class AuditLanes(Protocol):
     """The pipeline, as audits use it. All raise SwarmError (LaneFailed and NoRoute are)."""
 
-    async def again(self, batch: MicroBatch, without: frozenset[PeerId], quantize: str, limit_s: float) -> Ticket:
+    async def again(
+        self, batch: MicroBatch, without: frozenset[PeerId], quantize: str, limit_s: float
+    ) -> ForwardTicket:
         """Send a micro-batch forward through servers of one format of weights, and none of ``without``."""
 
-    async def back(self, ticket: Ticket, gradient: torch.Tensor) -> Answer: ...
+    async def back(self, ticket: ForwardTicket, gradient: torch.Tensor) -> Answer: ...
 
     async def alone(
         self, span: Span, peer: PeerId, quantize: str, batch: MicroBatch, gradient: torch.Tensor
@@ -70,15 +81,15 @@ class Lanes(Protocol):
 class LaneAudits:
     """The audits of one pipeline. ``doubts`` are what its user should know."""
 
-    swarm: Swarm
-    judged: Judged
-    terms: Terms
-    lanes: Lanes
+    swarm: SessionServices
+    judged: CheckHistory
+    terms: SessionOptions
+    lanes: AuditLanes
     doubts: list[str]
     has_told_alone: bool = False
     undecided: set[tuple[Hop, ...]] = field(default_factory=set)
 
-    async def forward(self, ticket: Ticket, took_s: float) -> Ticket | None:
+    async def forward(self, ticket: ForwardTicket, took_s: float) -> ForwardTicket | None:
         """Have a micro-batch, which took so long, computed again where that is due; returns what counts of it.
 
         None: nothing does, for somebody who is banned now had a part in it.
@@ -90,16 +101,16 @@ class LaneAudits:
             for twin in await self._twins(ticket, due, limit_s) if due else ():
                 answers: tuple[Answer, Answer] = (ticket.out, {}), (twin.ticket.out, {})
                 verdict, third = await self._verdict(ticket, twin.ticket, ticket.batch.hidden, *answers, None)
-                if verdict is Verdict.WRONG:
-                    twin.ticket.twins = [Twin(third, twin.ticket.lane.hops)] if third is not None else []
+                if verdict is AuditVerdict.WRONG:
+                    twin.ticket.twins = [DuplicateBatch(third, twin.ticket.lane.hops)] if third is not None else []
                     twin.ticket.others = ticket.others
                     return twin.ticket if self._banned(twin.ticket.lane) is None else None
-                if verdict is Verdict.UNDECIDED:
+                if verdict is AuditVerdict.UNDECIDED:
                     break
-                if verdict is Verdict.RIGHT and not ticket.batch.keep:
+                if verdict is AuditVerdict.RIGHT and not ticket.batch.keep:
                     self._is_right(twin.audited)
-                kept = twin.ticket if verdict is Verdict.RIGHT else third
-                ticket.twins += [Twin(kept, twin.audited)] if ticket.batch.keep and kept is not None else []
+                kept = twin.ticket if verdict is AuditVerdict.RIGHT else third
+                ticket.twins += [DuplicateBatch(kept, twin.audited)] if ticket.batch.keep and kept is not None else []
         except SwarmError as error:
             self._tell_nothing(ticket.lane.hops, error)
         return ticket if self._banned(ticket.lane) is None else None
@@ -112,30 +123,30 @@ class LaneAudits:
         due = [hop for hop in lane.hops if checks.is_due(self._key(hop), self.terms.verify).action]
         return sorted(due, key=lambda hop: checks.record(self._key(hop)).n_checks)
 
-    async def _looked_at(self, hop: Hop, ticket: Ticket, limit_s: float) -> Ticket:
+    async def _looked_at(self, hop: Hop, ticket: ForwardTicket, limit_s: float) -> ForwardTicket:
         """Where hops round in different ways, chains are not compared: ask one hop alone, beside its like."""
         verdict, _ = await self._alone(hop, ticket.batch, torch.randn_like(ticket.batch.hidden))
-        if verdict is Verdict.WRONG:
+        if verdict is AuditVerdict.WRONG:
             self._convict((hop,), "alone, beside two others")
             return await self.lanes.again(ticket.batch, frozenset({hop.peer}), MIXED, limit_s)
         self._is_right((hop,))
         return ticket
 
-    async def _twins(self, ticket: Ticket, due: list[Hop], limit_s: float) -> list[Twin]:
+    async def _twins(self, ticket: ForwardTicket, due: list[Hop], limit_s: float) -> list[DuplicateBatch]:
         """The same micro-batch through others: instead of all hops or, where there are too few, of each that is due.
 
         Who does not answer in time is left out for a while, and others are asked. Raises SwarmError.
         """
         hops, failed = ticket.lane.hops, list[SwarmError]()
 
-        async def without(*audited: Hop) -> list[Twin]:
+        async def without(*audited: Hop) -> list[DuplicateBatch]:
             try:
                 peers = frozenset(hop.peer for hop in audited)
                 again = await self.lanes.again(ticket.batch, peers, self._format(*hops), limit_s)
             except SwarmError as error:
                 failed.append(error)
                 return []
-            return [Twin(again, audited)]
+            return [DuplicateBatch(again, audited)]
 
         twins = await without(*hops) or await without(*hops)
         with trio.move_on_after(limit_s):  # for all of them
@@ -145,7 +156,9 @@ class LaneAudits:
             raise failed[-1]
         return twins
 
-    async def backward(self, ticket: Ticket, gradient: torch.Tensor, found: Answer, took_s: float) -> Answer | None:
+    async def backward(
+        self, ticket: ForwardTicket, gradient: torch.Tensor, found: Answer, took_s: float
+    ) -> Answer | None:
         """Compare the gradients of a micro-batch that went forward twice; returns what counts, None as ``forward``."""
         twins, ticket.twins, limit_s = ticket.twins, [], _limit_s(took_s)
         try:
@@ -155,17 +168,17 @@ class LaneAudits:
                 if (again := await self._back(twin, gradient, limit_s)) is None:
                     continue
                 verdict, _ = await self._verdict(ticket, twin.ticket, gradient, found, again, gradient)
-                if verdict is Verdict.RIGHT:
+                if verdict is AuditVerdict.RIGHT:
                     self._is_right(twin.audited)
-                elif verdict is Verdict.WRONG:
+                elif verdict is AuditVerdict.WRONG:
                     return again if self._banned(twin.ticket.lane) is None else None
-                elif verdict is Verdict.UNDECIDED:
+                elif verdict is AuditVerdict.UNDECIDED:
                     break
         except SwarmError as error:
             self._tell_nothing(ticket.lane.hops, error)
         return found if self._banned(ticket.lane) is None else None
 
-    async def _back(self, twin: Twin, gradient: torch.Tensor, limit_s: float) -> Answer | None:
+    async def _back(self, twin: DuplicateBatch, gradient: torch.Tensor, limit_s: float) -> Answer | None:
         """The gradients of a twin, if they come; who takes too long is left out for a while."""
         try:
             with trio.fail_after(limit_s):
@@ -181,32 +194,32 @@ class LaneAudits:
 
     async def _verdict(
         self,
-        ticket: Ticket,
-        twin: Ticket,
+        ticket: ForwardTicket,
+        twin: ForwardTicket,
         entered: torch.Tensor,
         first: Answer,
         second: Answer,
         gradient: torch.Tensor | None,
-    ) -> tuple[Verdict, Ticket | None]:
+    ) -> tuple[AuditVerdict, ForwardTicket | None]:
         """What two answers say; where they differ, what others say, and what follows for who computed."""
         equal = same(entered, first, second, self._bound(ticket.lane, twin.lane))
         if equal.action:
-            return Verdict.RIGHT, None
+            return AuditVerdict.RIGHT, None
         with trio.move_on_after(DECIDE_WITHIN_S):
-            for lane, verdict in ((ticket.lane, Verdict.WRONG), (twin.lane, Verdict.REFERENCE_WRONG)):
+            for lane, verdict in ((ticket.lane, AuditVerdict.WRONG), (twin.lane, AuditVerdict.REFERENCE_WRONG)):
                 if (hop := await self._who(lane, ticket.batch)) is not None:
                     self._convict((hop,), equal.reason)
                     return verdict, None
             verdict, third = await self._by_chains(ticket, twin, entered, first, second, gradient)
-            if verdict is not Verdict.UNDECIDED:
-                self._convict((ticket if verdict is Verdict.WRONG else twin).lane.hops, equal.reason)
+            if verdict is not AuditVerdict.UNDECIDED:
+                self._convict((ticket if verdict is AuditVerdict.WRONG else twin).lane.hops, equal.reason)
                 return verdict, third
-        self._tell(ticket.lane.hops, str(Verdict.UNDECIDED), equal.reason)
+        self._tell(ticket.lane.hops, str(AuditVerdict.UNDECIDED), equal.reason)
         self.doubts.append(f"{_names(ticket.lane.hops)} and {_names(twin.lane.hops)} disagree on a micro-batch")
         if ticket.lane.hops not in self.undecided:  # once: the other one may be wrong
             self.undecided.add(ticket.lane.hops)
             self.lanes.decline(_peers(ticket.lane))
-        return Verdict.UNDECIDED, None
+        return AuditVerdict.UNDECIDED, None
 
     async def _who(self, lane: Lane, batch: MicroBatch) -> Hop | None:
         """Ask each hop of a lane alone, beside others; who is wrong again, or None where nobody is, or can be named.
@@ -224,14 +237,14 @@ class LaneAudits:
             except SwarmError as error:
                 logger.info("%s could not be checked alone: %s", hop, error)
                 return self._banned(lane)
-            if verdict is Verdict.WRONG:
+            if verdict is AuditVerdict.WRONG:
                 return hop
         return None
 
     def _banned(self, lane: Lane) -> Hop | None:
         return next((hop for hop in lane.hops if self.swarm.rpc.standing.ban_left_s(hop.peer)), None)
 
-    async def _alone(self, hop: Hop, part: MicroBatch, gradient: torch.Tensor) -> tuple[Verdict, torch.Tensor]:
+    async def _alone(self, hop: Hop, part: MicroBatch, gradient: torch.Tensor) -> tuple[AuditVerdict, torch.Tensor]:
         """Two of three on one hop, and what leaves it by what they say. Raises SwarmError without three."""
         quantize, entered = self._format(hop), (part.hidden, gradient)
         part, bound = replace(part, keep=True), bound_of(self.terms.dtype, quantize)
@@ -245,25 +258,25 @@ class LaneAudits:
             with suppress(SwarmError):
                 said.append(await self.lanes.alone(hop.span, peer, quantize, part, gradient))
             if len(said) == 1 and agree(one, said[0]):
-                return Verdict.RIGHT, said[0][0][0]
+                return AuditVerdict.RIGHT, said[0][0][0]
             if len(said) == 2:
                 break
         if len(said) < 2:
             raise NoRoute(f"{len(said)} others, of other vouchers, hold {hop.span} and answer")
         verdict = two_of_three(False, agree(one, said[1]), agree(said[0], said[1]))
-        if verdict is Verdict.UNDECIDED:
+        if verdict is AuditVerdict.UNDECIDED:
             raise NoRoute(f"three answers for {hop.span} are three")
-        return verdict, (one if verdict is Verdict.REFERENCE_WRONG else said[1])[0][0]
+        return verdict, (one if verdict is AuditVerdict.REFERENCE_WRONG else said[1])[0][0]
 
     async def _by_chains(
         self,
-        ticket: Ticket,
-        twin: Ticket,
+        ticket: ForwardTicket,
+        twin: ForwardTicket,
         entered: torch.Tensor,
         first: Answer,
         second: Answer,
         gradient: torch.Tensor | None,
-    ) -> tuple[Verdict, Ticket | None]:
+    ) -> tuple[AuditVerdict, ForwardTicket | None]:
         """Who lies only beside others is not named: a third chain says which of two was wrong, and all of it is."""
         with suppress(SwarmError):
             used = self._kin(_peers(ticket.lane) | _peers(twin.lane))
@@ -272,7 +285,7 @@ class LaneAudits:
             with_third = same(entered, first, answer, self._bound(ticket.lane, third.lane)).action
             among = same(entered, second, answer, self._bound(twin.lane, third.lane)).action
             return two_of_three(False, with_third, among), third
-        return Verdict.UNDECIDED, None
+        return AuditVerdict.UNDECIDED, None
 
     def _convict(self, hops: tuple[Hop, ...], reason: str) -> None:
         """Do without a hop, or for a while without several of which one was wrong."""
@@ -282,7 +295,7 @@ class LaneAudits:
         for hop in hops:
             self.swarm.rpc.standing.fault(hop.peer, fault, f"fine-tuning: {reason}")
             self.judged.checks.note(self._key(hop), is_right=False)
-        self._tell(hops, str(Verdict.WRONG), reason)
+        self._tell(hops, str(AuditVerdict.WRONG), reason)
         self.doubts.append(f"{_names(hops)} computed wrongly in fine-tuning, and is left out: {reason}")
         self.lanes.decline(hop.peer for hop in hops)
 
@@ -322,7 +335,7 @@ class LaneAudits:
     def _is_right(self, audited: tuple[Hop, ...]) -> None:
         for hop in audited:
             self.judged.checks.note(self._key(hop), is_right=True)
-        self._tell(audited, str(Verdict.RIGHT), "a micro-batch, there and back")
+        self._tell(audited, str(AuditVerdict.RIGHT), "a micro-batch, there and back")
 
     def _tell_nothing(self, hops: tuple[Hop, ...], error: SwarmError) -> None:
         """Of an audit that came to nothing; where nobody else holds the blocks, once."""
@@ -331,9 +344,9 @@ class LaneAudits:
             self._tell(hops, "inconclusive", str(error))
 
     def _tell(self, hops: tuple[Hop, ...], outcome: str, reason: str) -> None:
-        level = logging.INFO if outcome in (Verdict.RIGHT, "inconclusive") else logging.WARNING
+        level = logging.INFO if outcome in (AuditVerdict.RIGHT, "inconclusive") else logging.WARNING
         logger.log(level, "audit of the lane through %s: %s: %s", _names(hops), outcome, reason)
-        self.judged.checks.tell(Finding(_names(hops), outcome, reason))
+        self.judged.checks.tell(CheckFinding(_names(hops), outcome, reason))
 
 
 def same(entered: torch.Tensor, one: Answer, other: Answer, bound: Bound) -> Decision[bool]:

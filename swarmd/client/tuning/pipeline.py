@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 import torch
 import trio
 
-from swarmd.client.links.link import Declined, Listeners, Swarm, Terms, suits, understands
+from swarmd.client.links.link import DeclinedServers, Listeners, SessionOptions, SessionServices, suits, understands
 from swarmd.client.tuning.lane import Lane, MicroBatch
-from swarmd.client.tuning.lane_audit import Judged, LaneAudits
+from swarmd.client.tuning.lane_audit import CheckHistory, LaneAudits
 from swarmd.client.tuning.lane_failure import LaneFailed
-from swarmd.client.tuning.ticket import Others, Ticket
+from swarmd.client.tuning.ticket import ForwardTicket, OtherHolders
 from swarmd.config import KV_CACHE, format_of
 from swarmd.errors import ConfigError, NoRoute, PeerError, SwarmError, SwarmUnavailable
 from swarmd.plan.chains.fine_tuning import Window
@@ -63,7 +63,9 @@ class PipelineStatistics:
 class Pipeline:
     """All lanes of one model. Methods run in the client's trio thread."""
 
-    def __init__(self, swarm: Swarm, listeners: Listeners, terms: Terms, judged: Judged | None = None) -> None:
+    def __init__(
+        self, swarm: SessionServices, listeners: Listeners, terms: SessionOptions, judged: CheckHistory | None = None
+    ) -> None:
         self.statistics = PipelineStatistics()
         self.layer_arity = 0
         self._swarm = swarm
@@ -71,7 +73,7 @@ class Pipeline:
         self._terms = terms
         self._lanes: dict[tuple[Hop, ...], Lane] = {}
         self._opening = trio.Lock()
-        self._declined = Declined()
+        self._declined = DeclinedServers()
         self._suspects: set[PeerId] = set()  # were blamed, and have not shown since that they are there
         self._in_flight: dict[bool, int] = {False: 0, True: 0}
         self._windows = {False: Window(), True: Window()}
@@ -84,14 +86,14 @@ class Pipeline:
     def lanes(self) -> tuple[Lane, ...]:
         return tuple(self._lanes.values())
 
-    async def forward(self, batches: Sequence[MicroBatch]) -> list[Ticket]:
+    async def forward(self, batches: Sequence[MicroBatch]) -> list[ForwardTicket]:
         """Send micro-batches through the chain, side by side. Raises SwarmError when one cannot be computed."""
         if self._terms.adapter:
             raise ConfigError("a model with an adapter of the catalog is not tuned: load that with PEFT, and train it")
         return await self._each([partial(self._forward, batch) for batch in batches])
 
     async def backward(
-        self, tickets: Sequence[Ticket], gradients: Sequence[torch.Tensor]
+        self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """Gradients of what entered, and of the client's parameters, for each micro-batch. Raises SwarmError."""
         pairs = zip(tickets, gradients, strict=True)
@@ -122,7 +124,7 @@ class Pipeline:
 
     # --- one micro-batch -------------------------------------------------------------------------------------
 
-    async def _forward(self, batch: MicroBatch) -> Ticket:
+    async def _forward(self, batch: MicroBatch) -> ForwardTicket:
         while True:
             async with self._slot(is_backward=False):
                 begun = trio.current_time()
@@ -133,7 +135,9 @@ class Pipeline:
                 return counted
             self.statistics.retries.append(WRONG)
 
-    async def _backward(self, ticket: Ticket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    async def _backward(
+        self, ticket: ForwardTicket, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         while True:
             async with self._slot(is_backward=True):
                 begun = trio.current_time()
@@ -145,7 +149,9 @@ class Pipeline:
                 return counted
             self.statistics.retries.append(WRONG)
 
-    async def _try_forward(self, batch: MicroBatch, others: Others = Others(), limit_s: float = math.inf) -> Ticket:
+    async def _try_forward(
+        self, batch: MicroBatch, others: OtherHolders = OtherHolders(), limit_s: float = math.inf
+    ) -> ForwardTicket:
         lane: Lane | None = None
         try:
             with trio.fail_after(limit_s):
@@ -158,9 +164,9 @@ class Pipeline:
             names = ", ".join(map(str, hops)) or "others"
             raise LaneFailed(f"{names} did not compute it again within {limit_s:.1f} s") from None
         self.statistics.forwards += not others.without
-        return Ticket(batch, out, lane, seq, others)
+        return ForwardTicket(batch, out, lane, seq, others)
 
-    async def back(self, ticket: Ticket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    async def back(self, ticket: ForwardTicket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Send a gradient back once. Raises LaneFailed or NoRoute."""
         if not ticket.lane.is_open or not ticket.seq:
             again = await self._try_forward(ticket.batch, ticket.others)  # a twin's never comes to who is audited
@@ -214,9 +220,11 @@ class Pipeline:
 
     # --- for audits ------------------------------------------------------------------------------------------
 
-    async def again(self, batch: MicroBatch, without: frozenset[PeerId], quantize: str, limit_s: float) -> Ticket:
+    async def again(
+        self, batch: MicroBatch, without: frozenset[PeerId], quantize: str, limit_s: float
+    ) -> ForwardTicket:
         """Send a micro-batch forward once, through other servers. Raises LaneFailed or NoRoute."""
-        return await self._try_forward(batch, Others(without, quantize), limit_s)
+        return await self._try_forward(batch, OtherHolders(without, quantize), limit_s)
 
     async def alone(
         self, span: Span, peer: PeerId, quantize: str, batch: MicroBatch, gradient: torch.Tensor
@@ -224,7 +232,7 @@ class Pipeline:
         """What one server makes of a micro-batch for these blocks, there and back. Raises LaneFailed or NoRoute."""
         whole, only = self._terms, frozenset({peer})
         terms = replace(whole, start=span.start, n_blocks=span.end, route=(), only=only, quantize=quantize, codec="raw")
-        lane = Lane(self._swarm, terms, self._route(1, Others(), terms))
+        lane = Lane(self._swarm, terms, self._route(1, OtherHolders(), terms))
         self._listeners[lane.key] = lane
         try:
             with trio.fail_after(ALONE_TIMEOUT_S):  # nobody else looks whether such a lane is alive
@@ -247,7 +255,7 @@ class Pipeline:
 
     # --- lanes -----------------------------------------------------------------------------------------------
 
-    async def _lane(self, n_tokens: int, others: Others) -> Lane:
+    async def _lane(self, n_tokens: int, others: OtherHolders) -> Lane:
         """The lane that is free first. Raises LaneFailed or NoRoute."""
         lane = self._lanes.get(self._chosen(n_tokens, others))
         if lane is not None and lane.takes_more:
@@ -276,11 +284,11 @@ class Pipeline:
                 self._swarm.start_soon(self._look)
             return lane
 
-    def _chosen(self, n_tokens: int, others: Others) -> tuple[Hop, ...]:
+    def _chosen(self, n_tokens: int, others: OtherHolders) -> tuple[Hop, ...]:
         is_pinned = bool(self._terms.route) and not others.without
         return self._terms.route if is_pinned else self._route(n_tokens, others, self._terms)
 
-    def _route(self, n_tokens: int, others: Others, terms: Terms) -> tuple[Hop, ...]:
+    def _route(self, n_tokens: int, others: OtherHolders, terms: SessionOptions) -> tuple[Hop, ...]:
         if others.without:
             quantize = others.quantize or terms.quantize
             terms = replace(terms, without=terms.without | others.without, quantize=quantize)

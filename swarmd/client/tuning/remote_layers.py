@@ -15,26 +15,26 @@ from torch.autograd.function import once_differentiable
 
 from swarmd.client.links.client_parameters import gather
 from swarmd.client.tuning.lane import MicroBatch
-from swarmd.client.tuning.ticket import Ticket
+from swarmd.client.tuning.ticket import ForwardTicket
 from swarmd.errors import ConfigError
 from swarmd.plan.chains.fine_tuning import micro_batches
 
 
-class Lanes(Protocol):
+class AutogradLanes(Protocol):
     """The pipeline as autograd uses it: blocking calls from any thread."""
 
     @property
     def layer_arity(self) -> int: ...
 
-    def forward(self, batches: Sequence[MicroBatch]) -> list[Ticket]: ...
+    def forward(self, batches: Sequence[MicroBatch]) -> list[ForwardTicket]: ...
 
     def backward(
-        self, tickets: Sequence[Ticket], gradients: Sequence[torch.Tensor]
+        self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TokenPositions:
     """Where the tokens are: int32 positions [b, t], and uint8 mask [b, t] where rows are padded."""
 
     positions: torch.Tensor
@@ -42,9 +42,9 @@ class Places:
 
 
 def through_lanes(
-    lanes: Lanes,
+    lanes: AutogradLanes,
     hidden: torch.Tensor,
-    places: Places,
+    places: TokenPositions,
     own: dict[str, tuple[int, torch.Tensor]],
     n_prefix: int,
     rows: int = 0,
@@ -63,8 +63,8 @@ class _RemoteBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        lanes: Lanes,
-        places: Places,
+        lanes: AutogradLanes,
+        places: TokenPositions,
         how: tuple[list[str], dict[str, int], int, int, bool],
         hidden: torch.Tensor,
         *tensors: torch.Tensor,

@@ -12,7 +12,7 @@ from swarmd.values import PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
+class OtherHolders:
     """Whom an audit does without, and how the weights of whoever computes again are kept."""
 
     without: frozenset[PeerId] = frozenset()
@@ -20,15 +20,15 @@ class Others:
 
 
 @dataclass(slots=True)
-class Twin:
+class DuplicateBatch:
     """The same micro-batch another way: without these hops, whose turn it is to be looked at."""
 
-    ticket: Ticket
+    ticket: ForwardTicket
     audited: tuple[Hop, ...]
 
 
 @dataclass(slots=True)
-class Ticket:
+class ForwardTicket:
     """What left the last block [b, t, d], and where its backward should go, which calls it ``seq`` (0: nowhere).
 
     One that is audited has twins.
@@ -38,8 +38,8 @@ class Ticket:
     out: torch.Tensor
     lane: Lane
     seq: int
-    others: Others
-    twins: list[Twin] = field(default_factory=list)
+    others: OtherHolders
+    twins: list[DuplicateBatch] = field(default_factory=list)
     went_again: bool = False  # its lane ended: what comes back comes another way, which nobody has looked at
 
     def __del__(self) -> None:

@@ -14,7 +14,7 @@ PREFIX = "checkpoint-"
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class TuningRecipe:
     """What decides the result. ``targets`` of LoRA are names of modules, or PEFT's own choice for the family."""
 
     model: str
@@ -31,7 +31,7 @@ class Recipe:
     max_length: int = 256
     codec: str = "auto"
 
-    def check(self) -> Recipe:
+    def check(self) -> TuningRecipe:
         """Return the recipe if it can be right. Raises ConfigError."""
         if self.method not in METHODS:
             raise ConfigError(f"--method is one of {', '.join(METHODS)}, not {self.method!r}")

@@ -28,13 +28,13 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class Lora:
+class LoraUpdates:
     """One adapter's updates for a span, by module: A [r, in], B [out, r], scale."""
 
     updates: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
 
 
-class Adapters:
+class SpanAdapters:
     """The adapters of one span. ``using`` says whose tokens a pass holds."""
 
     def __init__(
@@ -51,15 +51,15 @@ class Adapters:
         self._all_blocks = names[layers].rstrip(".") + "."
         self._model = model
         self._dtype, self._device = dtype, device
-        self._known: dict[str, Lora] = {}
+        self._known: dict[str, LoraUpdates] = {}
         self._hooked: set[str] = set()
-        self._now: list[tuple[int, Lora]] = []
+        self._now: list[tuple[int, LoraUpdates]] = []
         self._on_tensor = on_tensor  # reading takes a while, and is progress
 
     def __contains__(self, adapter: str) -> bool:
         return adapter in self._known
 
-    def get(self, adapter: str) -> Lora | None:
+    def get(self, adapter: str) -> LoraUpdates | None:
         return self._known.get(adapter)
 
     def load(self, adapter: str, shards: Sequence[Path], raw_config: bytes) -> None:
@@ -71,14 +71,14 @@ class Adapters:
         except ConfigError as error:
             raise ConfigError(f"adapter {adapter[:12]}: {error}") from None
 
-    def read(self, shards: Sequence[Path], raw_config: bytes) -> Lora:
+    def read(self, shards: Sequence[Path], raw_config: bytes) -> LoraUpdates:
         """This span's part of an adapter, its modules hooked. Raises ConfigError for one that cannot be used here."""
         try:
             return self._read(shards, read_settings(msgspec.json.decode(raw_config)))
         except (IntegrityError, SafetensorError, msgspec.DecodeError, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(str(error)) from None
 
-    def _read(self, shards: Sequence[Path], config: LoraConfig) -> Lora:
+    def _read(self, shards: Sequence[Path], config: LoraConfig) -> LoraUpdates:
         tensors: dict[str, torch.Tensor] = {}
         for shard in shards:
             with safe_open(shard, "pt") as file:
@@ -86,7 +86,7 @@ class Adapters:
                     if self._is_here(name):
                         tensors[name] = file.get_tensor(name)
                         self._on_tensor()
-        lora = Lora()
+        lora = LoraUpdates()
         for name in [n for n in tensors if n.endswith(".lora_A.weight")]:
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
             a, b = tensors[name], tensors.get(name.replace(".lora_A.", ".lora_B."))
@@ -101,7 +101,7 @@ class Adapters:
         self.hook(lora)
         return lora
 
-    def hook(self, lora: Lora) -> None:
+    def hook(self, lora: LoraUpdates) -> None:
         """Have the modules that ``lora`` updates look at who uses a pass."""
         for module in lora.updates.keys() - self._hooked:
             self._model.get_submodule(module).register_forward_hook(partial(self._add, module))
@@ -112,12 +112,12 @@ class Adapters:
         return next((i for prefix, i in self._blocks.items() if module.startswith(prefix)), None)
 
     @contextmanager
-    def using(self, sessions: Sequence[tuple[int, Lora | None]]) -> Iterator[None]:
+    def using(self, sessions: Sequence[tuple[int, LoraUpdates | None]]) -> Iterator[None]:
         """Passes inside compute (tokens, adapter) of each session, one after the other in the flattened input."""
         if all(lora is None for _, lora in sessions):
             yield
             return
-        self._now = [(n_tokens, lora or Lora()) for n_tokens, lora in sessions]
+        self._now = [(n_tokens, lora or LoraUpdates()) for n_tokens, lora in sessions]
         try:
             yield
         finally:

@@ -19,7 +19,7 @@ from swarmd.compute.cache.kvcache import SpanCache
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire.messages import Edit
-from swarmd.wire.history import History, Sent
+from swarmd.wire.history import History, SentOp
 
 MAX_RECENT = 4_096  # single ops of a session beside its merged history
 UNREADABLE = (SafetensorError, RemoteProtocolError, LookupError, ValueError, TypeError, RuntimeError, ArithmeticError)
@@ -124,13 +124,13 @@ def _restore(layer: Any, like: Any, tensors: Tensors, index: int, n_rows: int, n
         raise Refused(Code.MALFORMED, f"layer {index} of the caches {error}") from None
 
 
-def _put(tensors: Tensors, name: str, sent: Sent) -> None:
+def _put(tensors: Tensors, name: str, sent: SentOp) -> None:
     for part, value in (("hidden", sent.hidden), ("positions", sent.positions), ("mask", sent.mask)):
         if value is not None:
             tensors[f"{name}.{part}"] = value.contiguous()
 
 
-def _get(tensors: Tensors, name: str, seq: int, record_past: int, shape: StateShape) -> Sent:
+def _get(tensors: Tensors, name: str, seq: int, record_past: int, shape: StateShape) -> SentOp:
     hidden, positions, mask = (tensors.get(f"{name}.{part}") for part in ("hidden", "positions", "mask"))
     if hidden is not None:
         n = hidden.shape[1] if hidden.ndim == 3 else -1
@@ -141,4 +141,4 @@ def _get(tensors: Tensors, name: str, seq: int, record_past: int, shape: StateSh
     edits: tuple[Edit, ...] = ()
     if (raw := tensors.get(f"{name}.edits")) is not None:
         edits = decode(bytes(raw.tolist()), tuple[Edit, ...], "edits")
-    return Sent(seq, edits, hidden, positions, mask, bool(record_past))
+    return SentOp(seq, edits, hidden, positions, mask, bool(record_past))

@@ -277,7 +277,7 @@ def _where(part: torch.Tensor) -> int:
     return part.data_ptr()
 
 
-class Ghost(DynamicLayer):  # type: ignore[misc]
+class PlaceholderLayer(DynamicLayer):  # type: ignore[misc]
     """A layer that is not here: it only knows how many tokens the session has, which masks look at."""
 
     def __init__(self, is_sliding: bool) -> None:
@@ -321,7 +321,7 @@ class SpanCache:
         self.owned = layers[span.start : span.end] if span else []
         self._placed: list[tuple[Kept, Kept | None] | None] = [None] * len(self.owned)
         self._places = np.zeros((len(self.owned), N_PLACES), np.int64)
-        self.ghosts: list[Ghost] = []
+        self.ghosts: list[PlaceholderLayer] = []
         for index, layer in enumerate(layers):
             if span and span.start <= index < span.end:
                 continue
@@ -329,7 +329,7 @@ class SpanCache:
             if twin is not None:
                 layers[index] = twin
             elif isinstance(layer, CacheLayerMixin):
-                layers[index] = Ghost(getattr(layer, "is_sliding", False))
+                layers[index] = PlaceholderLayer(getattr(layer, "is_sliding", False))
                 self.ghosts.append(layers[index])
 
     def see(self, n_tokens: int) -> None:

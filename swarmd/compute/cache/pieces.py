@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
-from swarmd.compute.cache.adapters import Lora
+from swarmd.compute.cache.adapters import LoraUpdates
 from swarmd.compute.cache.kvcache import SpanCache
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SessionTokens:
     """Tokens of one session: hidden [b, t, d], positions [b, t], its cache holding ``n_past`` tokens of each row."""
 
     hidden: torch.Tensor
     positions: torch.Tensor
     cache: SpanCache
     n_past: int
-    lora: Lora | None = None
+    lora: LoraUpdates | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -27,13 +27,13 @@ class Piece:
         return self.hidden.shape[0] * self.hidden.shape[1]
 
 
-def in_one_row(pieces: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
+def in_one_row(pieces: Sequence[SessionTokens]) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of all pieces, one after another, in memory of their own: hidden [1, n, d], positions [1, n]."""
     hidden = torch.cat([p.hidden.reshape(1, -1, p.hidden.shape[2]) for p in pieces], 1)
     return hidden, torch.cat([p.positions.reshape(1, -1) for p in pieces], 1)
 
 
-def of_each(row: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+def of_each(row: torch.Tensor, pieces: Sequence[SessionTokens]) -> list[torch.Tensor]:
     """What was computed for such a row, [n, d], as each piece's part [b, t, d]."""
     parts = torch.split_with_sizes(row, [piece.n_tokens for piece in pieces])
     return [part.view(piece.hidden.shape) for piece, part in zip(pieces, parts, strict=True)]

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmd.compute.cache.kvcache import N_PLACES
-from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.cache.pieces import SessionTokens
 
 Numbers = npt.NDArray[Any]
 
 
-def make_room(pieces: Sequence[Piece]) -> tuple[Numbers, Numbers]:
+def make_room(pieces: Sequence[SessionTokens]) -> tuple[Numbers, Numbers]:
     """Make room for the pieces' tokens, one after another, and say where: kept [layers, n, 6], counts [n, 2].
 
     ``kept`` is as ``SpanCache.places`` has it, of the row that a token is in. ``counts`` says how many keys are shared,
@@ -36,7 +36,7 @@ def make_room(pieces: Sequence[Piece]) -> tuple[Numbers, Numbers]:
     return kept, counts
 
 
-def keep(pieces: Sequence[Piece]) -> None:
+def keep(pieces: Sequence[SessionTokens]) -> None:
     """The pieces' keys and values were written where ``make_room`` said."""
     for piece in pieces:
         for layer in piece.cache.owned:

@@ -16,7 +16,7 @@ Kept = tuple[torch.Tensor, torch.Tensor]
 """Keys and values [b, heads, n, d]."""
 
 
-class Row(NamedTuple):
+class AttentionRow(NamedTuple):
     """One session: queries [b, h, t, d], the beginning, what is behind it, and a mask [1, 1, t, n] for that or None."""
 
     query: torch.Tensor
@@ -25,7 +25,7 @@ class Row(NamedTuple):
     mask: torch.Tensor | None
 
 
-def attend(rows: list[Row], scale: float | None) -> list[torch.Tensor]:
+def attend(rows: list[AttentionRow], scale: float | None) -> list[torch.Tensor]:
     """Attention of each session, [b, t, h, d]. Only on CPUs, whose kernel tells the log-sums at any batch."""
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
@@ -44,7 +44,7 @@ def attend(rows: list[Row], scale: float | None) -> list[torch.Tensor]:
     return outs
 
 
-def _packed(row: Row) -> torch.Tensor:
+def _packed(row: AttentionRow) -> torch.Tensor:
     """Heads that share keys as further queries: [b, kv heads, groups * t, d]."""
     b, h, t, d = row.query.shape
     heads = row.own[0].shape[1]
@@ -52,7 +52,7 @@ def _packed(row: Row) -> torch.Tensor:
 
 
 def _merged(
-    row: Row, packed: torch.Tensor, first: torch.Tensor, first_log: torch.Tensor, scale: float | None
+    row: AttentionRow, packed: torch.Tensor, first: torch.Tensor, first_log: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     mask = None
     if row.mask is not None:

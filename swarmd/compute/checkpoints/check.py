@@ -16,7 +16,7 @@ import msgspec
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from swarmd.compute.cache.adapters import Adapters
+from swarmd.compute.cache.adapters import SpanAdapters
 from swarmd.compute.checkpoints.rehearsal import rehearse
 from swarmd.compute.model import skeleton
 from swarmd.errors import ConfigError
@@ -51,7 +51,7 @@ def check_adapter(folder: Path, manifest: Manifest, base: Path) -> None:
     """Refuse an adapter that the model in ``base`` cannot use as it is. Raises ConfigError."""
     hollow = _without_numbers(base, skeleton.read_config(base))
     layers = skeleton.decoder_layers(hollow)
-    adapters = Adapters(hollow, layers, Span(0, len(layers)), torch.float32, torch.device("cpu"))
+    adapters = SpanAdapters(hollow, layers, Span(0, len(layers)), torch.float32, torch.device("cpu"))
     settings = msgspec.json.encode(lora_of(manifest))
     try:
         used = adapters.read([folder / WEIGHTS_FILE], settings).updates

@@ -38,7 +38,7 @@ def finish(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-class Kept:
+class OwnerReserve:
     """Memory that this process leaves to the machine's owner, in bytes; of all that it computes on."""
 
     n_bytes = 0
@@ -51,4 +51,4 @@ def free_memory_bytes(device: str) -> int:
         free = int(torch.cuda.mem_get_info(device)[0]) + kept_for_itself
     else:
         free = int(psutil.virtual_memory().available)
-    return max(0, free - Kept.n_bytes)
+    return max(0, free - OwnerReserve.n_bytes)

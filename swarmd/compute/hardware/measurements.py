@@ -24,7 +24,7 @@ MOST_KEPT = 64  # results, the newest: a volunteer serves a handful of models
 MOST_BYTES = 2**20  # of the file
 
 
-class Remembered:
+class Measurements:
     """Results by what they are of, in ``folder``; without one nothing is kept."""
 
     def __init__(self, folder: Path | None) -> None:

@@ -24,7 +24,7 @@ Call = Callable[[int, int], Any]
 """Part ``part`` of ``parts`` of the work."""
 
 
-class Worth:
+class TeamTiming:
     """Is it faster together or alone? Of calls of one size; the other way is tried at times, at first more often."""
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class Worth:
         self._took_s[is_together].append(seconds)
 
 
-class Team:
+class ThreadTeam:
     """``n`` threads, that of the caller among them. The others wait, and end with the process."""
 
     def __init__(self, n: int) -> None:
         self.n = n
         self._is_taken = threading.Lock()
-        self._worth: defaultdict[int, Worth] = defaultdict(Worth)
+        self._worth: defaultdict[int, TeamTiming] = defaultdict(TeamTiming)
         self._calls: list[queue.SimpleQueue[Call]] = [queue.SimpleQueue() for _ in range(1, n)]
         for part, calls in enumerate(self._calls, 1):
             threading.Thread(target=_serve, args=(calls, part, n), name=f"part {part}", daemon=True).start()
@@ -80,9 +80,9 @@ class Team:
 
 
 @functools.cache
-def common_team(n: int) -> Team:
+def common_team(n: int) -> ThreadTeam:
     """Threads that all layers of a process share."""
-    return Team(n)
+    return ThreadTeam(n)
 
 
 os.register_at_fork(after_in_child=common_team.cache_clear)  # which has no threads but one

@@ -15,7 +15,7 @@ from torch import nn
 
 from swarmd.compute.compiled import layout
 from swarmd.compute.compiled.build import NotFused, compiling
-from swarmd.compute.hardware.thread_pool import MOST_THREADS, Team, common_team
+from swarmd.compute.hardware.thread_pool import MOST_THREADS, ThreadTeam, common_team
 from swarmd.compute.linear.kernels import Kernel, Kernels
 from swarmd.compute.linear.layers import FrozenLinear, Int4Linear, Int8Linear, in_pieces, rows_together, scales_of
 from swarmd.compute.linear.tiled import rows_at_once
@@ -25,7 +25,7 @@ MOST_ROWS = 16  # at a time: what enters should stay in the nearest cache
 TOLERANCE = 0.05  # of torch's kernel, which rounds to bfloat16
 
 
-class LevelsLinear(FrozenLinear):
+class QuantisedLinear(FrozenLinear):
     """Another way to compute such a layer. Raises NotFused where nothing can be compiled."""
 
     _most_rows = MOST_ROWS
@@ -40,7 +40,7 @@ class LevelsLinear(FrozenLinear):
             self._multiply = multiply_together
             if by_tiles(self._stored, MOST_ROWS, self.in_features, self.out_features):
                 self._most_rows = rows_at_once(4 * self.in_features)  # levels of 16 bits, and two bytes of each
-            self._compute_some(Team(1), torch.zeros(1, self.in_features), torch.empty(1, self.out_features))
+            self._compute_some(ThreadTeam(1), torch.zeros(1, self.in_features), torch.empty(1, self.out_features))
 
     @property
     def n_bytes(self) -> int:
@@ -82,13 +82,13 @@ class LevelsLinear(FrozenLinear):
         team = common_team(n_threads if is_many else min(n_threads, MOST_THREADS))
         return in_pieces(hidden, self.out_features, self._most_rows, partial(self._compute_some, team))
 
-    def _compute_some(self, team: Team, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def _compute_some(self, team: ThreadTeam, rows: torch.Tensor, out: torch.Tensor) -> None:
         layer = self._levels.data_ptr(), self.stored_scales.data_ptr(), 0  # anew: a copy of this has weights of its own
         about, meeting = (self._stored, layer, rows.numpy(), out.numpy()), np.zeros(1, np.int64)
         team.run(out.numel() * self.in_features, partial(self._multiply, *about, meeting))
 
 
-class Int8Head(LevelsLinear):
+class Int8Head(QuantisedLinear):
     """A head in 8 bits: hidden [..., d] to float32 logits [..., vocabulary]. Raises ConfigError where it cannot be."""
 
     def __init__(self, head: nn.Linear, cache_folder: Path) -> None:
@@ -104,6 +104,6 @@ class Int8Head(LevelsLinear):
 
 
 def kernels(cache_folder: Path) -> Kernels:
-    """LevelsLinear, among what may compute layers; what is compiled is kept there (``build.compiling``)."""
-    kernel = Kernel(lambda layer: LevelsLinear(layer, cache_folder), LevelsLinear.fits, TOLERANCE)
+    """QuantisedLinear, among what may compute layers; what is compiled is kept there (``build.compiling``)."""
+    kernel = Kernel(lambda layer: QuantisedLinear(layer, cache_folder), QuantisedLinear.fits, TOLERANCE)
     return {torch.int8: {"levels": kernel}, torch.uint8: {"levels": kernel}}

@@ -99,11 +99,11 @@ def quicken(layer: nn.Linear) -> Decision[str]:
     decision, kernel = _decide([part], ROWS)
     if kernel is not None and kernel.fits(layer):
         layer.__class__ = QuickLinear
-        layer.__dict__["quick"] = _Quick(kernel.make(layer), layer.weight)
+        layer.__dict__["quick"] = _FastestKernel(kernel.make(layer), layer.weight)
     return decision
 
 
-class _Quick:
+class _FastestKernel:
     """Another layer for the same weight, as long as nobody has changed that."""
 
     def __init__(self, other: FrozenLinear, weight: torch.Tensor) -> None:

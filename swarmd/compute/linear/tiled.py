@@ -14,7 +14,7 @@ from swarmd.compute.compiled.build import compiling
 from swarmd.compute.compiled.layout import SIDE, STEP
 from swarmd.compute.hardware.device import free_memory_bytes
 from swarmd.compute.hardware.matrix_unit import has_tiles
-from swarmd.compute.hardware.thread_pool import Team, common_team
+from swarmd.compute.hardware.thread_pool import ThreadTeam, common_team
 from swarmd.compute.linear.kernels import Kernel, Kernels
 from swarmd.compute.linear.layers import ROOM, STORED, PackedOnce, exact_dtype, in_pieces
 
@@ -49,7 +49,7 @@ class TiledLinear(PackedOnce):
             from swarmd.compute.compiled.amx_products import multiply, room_for
 
             self._multiply, self._room_for = multiply, room_for
-            self._compute_some(Team(1), torch.zeros(1, self.in_features), torch.empty(1, self.out_features))
+            self._compute_some(ThreadTeam(1), torch.zeros(1, self.in_features), torch.empty(1, self.out_features))
 
     @property
     def n_bytes(self) -> int:
@@ -81,7 +81,7 @@ class TiledLinear(PackedOnce):
             out += self.bias.detach()
         return out.to(hidden.dtype)
 
-    def _compute_some(self, team: Team, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def _compute_some(self, team: ThreadTeam, rows: torch.Tensor, out: torch.Tensor) -> None:
         stored, meeting = STORED[self._kept.dtype], np.zeros(1, np.int64)
         room = np.empty(self._room_for(stored, *rows.shape), np.uint8)
         about = stored, rows.numpy(), self._kept.data_ptr(), room, out.numpy()

@@ -24,7 +24,7 @@ MAX_EMBEDDED = 512  # tokens in one pass: families make a mask of this, squared
 MOST_ROWS = 64  # tokens in one pass through the head: its logits are some 60 MB with a vocabulary of 256,000
 
 
-class _Embedded(Exception):
+class _EmbeddingGradient(Exception):
     """Carries the hidden states out of a forward that ends at block 0."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
@@ -103,13 +103,13 @@ class Ends:
     def _embed(self, ids: list[list[int]], positions: list[list[int]]) -> torch.Tensor:
         try:
             self._model(input_ids=torch.tensor(ids), position_ids=torch.tensor(positions), use_cache=False)
-        except _Embedded as found:
+        except _EmbeddingGradient as found:
             return found.hidden
         raise AssertionError("a forward that does not reach block 0")
 
     def _at_block_0(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._answered is None:
-            raise _Embedded(hidden)
+            raise _EmbeddingGradient(hidden)
         return self._answered
 
 

@@ -13,7 +13,7 @@ from swarmd.protocol.fields import MOST_LOGITS
 from swarmd.wire import top
 
 
-class Head:
+class LogitsHead:
     """That of one model, beside a span that ends it. ``arity`` is what its layers return.
 
     Raises ConfigError where the checkpoint has none, or it cannot be computed.

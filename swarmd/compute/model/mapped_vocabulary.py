@@ -25,7 +25,7 @@ OFTEN, WITHIN_S = 8, 2.0  # so often in so many seconds: not for checks, which a
 PART_ROWS = 4_096  # of a head at a time: 16 MB in float32 for a width of 1,024
 
 
-class _Mapped(nn.Module):
+class _MappedMatrix(nn.Module):
     """A matrix [vocabulary, d] of a file, in a dtype of its own; it moves nowhere, and nobody trains or saves it."""
 
     def __init__(self, stored: torch.Tensor, dtype: torch.dtype) -> None:
@@ -38,20 +38,20 @@ class _Mapped(nn.Module):
         """All of it, read and converted anew: whoever changes that changes nothing here."""
         return self._rows[0].to(self._dtype, copy=True)
 
-    def requires_grad_(self, requires_grad: bool = True) -> _Mapped:
+    def requires_grad_(self, requires_grad: bool = True) -> _MappedMatrix:
         if requires_grad:
             raise ConfigError("this vocabulary stays on the disk, and is not trained: take the model with head='own'")
         return self
 
 
-class MappedEmbedding(_Mapped):
+class MappedEmbedding(_MappedMatrix):
     """As nn.Embedding."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return nn.functional.embedding(ids, self._rows[0]).to(self._dtype)
 
 
-class MappedHead(_Mapped):
+class MappedHead(_MappedMatrix):
     """As nn.Linear without a bias. Asked for again and again it is kept in memory: converting it takes seven times."""
 
     def __init__(self, stored: torch.Tensor, dtype: torch.dtype) -> None:

@@ -24,7 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from swarmd.compute.cuda.ready import trouble
-from swarmd.compute.hardware.device import Kept, free_memory_bytes
+from swarmd.compute.hardware.device import OwnerReserve, free_memory_bytes
 from swarmd.compute.linear.layers import quantised, replace
 from swarmd.compute.linear.quantize import library_config
 from swarmd.errors import ConfigError, SwarmError
@@ -322,7 +322,7 @@ def _share_config(module: nn.Module, old: Any, new: Any) -> None:
 def _check_memory(folder: Path, shapes: list[Any], dtype: torch.dtype, quantize: str, device: str) -> None:
     needed = sum(tensor_bytes(shape, str(dtype).removeprefix("torch."), quantize) for shape in shapes)
     free = free_memory_bytes(device)
-    kept = f" ({Kept.n_bytes / 2**30:.2f} GiB are left to its owner)" if Kept.n_bytes else ""
+    kept = f" ({OwnerReserve.n_bytes / 2**30:.2f} GiB are left to its owner)" if OwnerReserve.n_bytes else ""
     if needed + WORKSPACE_BYTES > free:
         raise ConfigError(
             f"{folder}: {needed / 2**30:.2f} GiB of weights and {WORKSPACE_BYTES >> 20} MiB to work in do not fit the "

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from swarmd.compute.cache.kvcache import SpanCache
-from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.passes.ragged import RaggedAttention
 from swarmd.compute.passes.traced import Pass
 from swarmd.values import Decision
@@ -21,7 +21,7 @@ from swarmd.values import Decision
 MAX_CAPTURED = 8  # tokens of a pass by a straight line: longer ones are bound by arithmetic
 
 
-class OneCall(Protocol):
+class FusedBackend(Protocol):
     """Computes a few new tokens of several sessions at once."""
 
     @property
@@ -35,17 +35,17 @@ class OneCall(Protocol):
     def takes(self, caches: Sequence[SpanCache]) -> bool:
         """Can it read how all of these are kept?"""
 
-    def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    def run(self, pieces: Sequence[SessionTokens]) -> list[torch.Tensor]:
         """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
 
 
-class Quick:
+class Backends:
     """The quick ways of one span, as far as they are known to be right and fast."""
 
     def __init__(self, ragged: RaggedAttention) -> None:
         self._ragged = ragged
         self.captured: Pass | None = None
-        self.fused: OneCall | None = None
+        self.fused: FusedBackend | None = None
         self.n_fused = 0  # tokens of a pass up to which one call is the fastest
         self.why = ""
 
@@ -58,12 +58,12 @@ class Quick:
         fused = self._may_call(n_tokens, longest)
         return fused is not None and fused.takes(caches)
 
-    def _may_call(self, n_tokens: int, longest: int) -> OneCall | None:
+    def _may_call(self, n_tokens: int, longest: int) -> FusedBackend | None:
         """The one call, if it is the quickest way for so many tokens."""
         fused = self.fused
         return fused if fused is not None and n_tokens <= self.n_fused and longest <= fused.longest else None
 
-    def run(self, pieces: list[Piece], n_tokens: int) -> list[torch.Tensor] | None:
+    def run(self, pieces: list[SessionTokens], n_tokens: int) -> list[torch.Tensor] | None:
         """Compute ``n_tokens`` in all, by the quickest way that takes them; None where there is none."""
         longest = max(piece.hidden.shape[1] for piece in pieces)
         if self.fused is not None and self.calls(n_tokens, [piece.cache for piece in pieces], longest):

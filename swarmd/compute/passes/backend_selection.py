@@ -6,7 +6,7 @@ A span is online as soon as the family's own pass gives right results. What is f
       -> a straight line is tried where one call is not much faster -> the other blocks are laid out, one by one
       -> the whole is compared once with the family's own pass -> sessions use it from their next step on
 
-Whoever makes the steps may break one off (``GiveWay``, raised from within a pass) and repeat it later: a step changes
+Whoever makes the steps may break one off (``Preempted``, raised from within a pass) and repeat it later: a step changes
 nothing before its end. What was timed is remembered for this machine, and not timed again; what is right is verified at
 each start.
 """
@@ -24,15 +24,15 @@ import torch
 from torch import nn
 
 from swarmd.compute.compiled.build import NotFused, compiled_folder
-from swarmd.compute.hardware.measurements import Remembered
+from swarmd.compute.hardware.measurements import Measurements
 from swarmd.compute.passes import precompile
-from swarmd.compute.passes.backend import MAX_CAPTURED, OneCall, Quick
+from swarmd.compute.passes.backend import MAX_CAPTURED, Backends, FusedBackend
 from swarmd.compute.passes.backend_trial import Trial
 from swarmd.compute.passes.fused import (
     TIMED,
+    BlockLayout,
     FusedPass,
     FusedShape,
-    LaidOut,
     assemble,
     common_format,
     format_of,
@@ -51,12 +51,12 @@ TRACER_ERRORS = (Exception,)  # a tracer, a recorder and a compiler fail in many
 FUSED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.01}  # with 30 blocks half of it is seen
 
 
-class GiveWay(BaseException):
+class Preempted(BaseException):
     """Raised by ``on_block`` in the midst of a step: somebody waits. No Exception, which tracers catch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class TrialSubject:
     """What is to become quick: the blocks of a span, hops of one block of each kind, and a part that no cache holds."""
 
     span: Span
@@ -68,22 +68,22 @@ class Subject:
     tolerance: float  # relative, of a straight line
     about: tuple[object, ...]  # all that timings depend on, beside the machine
     on_block: Callable[[], None]
-    record: Callable[[Pass], OneCall] | None = None  # on a card: one call made of a straight line
+    record: Callable[[Pass], FusedBackend] | None = None  # on a card: one call made of a straight line
     trouble: str = ""  # why that cannot be
 
 
-class Quickening:
+class BackendSelection:
     """The steps to quick ways: ``step()`` while ``has_steps``. Each has a name that says in words what it does."""
 
     def __init__(
-        self, subject: Subject, ragged: RaggedAttention, trial: Trial, cache_folder: Path, remembered: Remembered
+        self, subject: TrialSubject, ragged: RaggedAttention, trial: Trial, cache_folder: Path, remembered: Measurements
     ) -> None:
-        self.quick = Quick(ragged)
+        self.quick = Backends(ragged)
         self._subject, self._ragged, self._trial = subject, ragged, trial
         self._cache_folder, self._remembered = cache_folder, remembered
         self._about = (subject.about, compiled_folder(cache_folder).name)
         self._steps: deque[tuple[str, Callable[[], None]]] = deque()
-        self._laid_out: dict[int, LaidOut] = {}
+        self._laid_out: dict[int, BlockLayout] = {}
         self._stored_in: torch.dtype | None = None
         self._told: list[str] = []
         self._n_fused = 0
@@ -105,7 +105,7 @@ class Quickening:
         return is_for_call and self.has_steps and not precompile.is_compiled(self._cache_folder)
 
     def step(self) -> None:
-        """Make the next step; if it raises GiveWay, it is still the next one."""
+        """Make the next step; if it raises Preempted, it is still the next one."""
         _, make = self._steps[0]
         try:
             make()
@@ -302,7 +302,7 @@ class Quickening:
             logger.info("passes are not recorded: %s", failure)
             quick.why = f"no one call: {str(failure)[:200]}"
 
-    def _take_recorded(self, made: OneCall) -> None:
+    def _take_recorded(self, made: FusedBackend) -> None:
         """Take what was recorded for as many tokens as it is worth."""
         span, line = self._subject.span, self.quick.captured
         assert line is not None

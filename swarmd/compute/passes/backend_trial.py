@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.hardware.device import finish
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes.backend import MAX_CAPTURED
@@ -22,8 +22,8 @@ CHECKED = (1, 4, MAX_CAPTURED)  # tokens of passes that have to give the same
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
 FAR = 4_096  # a position, where a model does not say how far it goes
 FROM_THE_END = 32  # positions that examples take
-Way = Callable[[list[Piece]], list[torch.Tensor]]
-Examples = Callable[[int, int, Span], list[Piece]]
+Way = Callable[[list[SessionTokens]], list[torch.Tensor]]
+Examples = Callable[[int, int, Span], list[SessionTokens]]
 """Of n, position and hop: n sessions with some past and a new token each, the same ones each time."""
 Forward = Callable[[torch.Tensor, torch.Tensor, Span], torch.Tensor]
 """The family's own pass: hidden [1, n, d], positions [1, n], hop to [1, n, d]."""
@@ -56,7 +56,7 @@ class Trial:
         ours, theirs = (_longer(self.examples(2, 0, hop), n_tokens // 2) for _ in range(2))
         return _worst(self._errors(way, ours, theirs, hop))
 
-    def _errors(self, way: Way, ours: list[Piece], theirs: list[Piece], hop: Span) -> list[float]:
+    def _errors(self, way: Way, ours: list[SessionTokens], theirs: list[SessionTokens], hop: Span) -> list[float]:
         pairs = zip(way(ours), self.run_pass(theirs, hop), strict=True)
         return [relative_error(got, expected) for got, expected in pairs]
 
@@ -77,21 +77,21 @@ class Trial:
             self._pass_s[n_tokens, hop] = self.seconds(lambda pieces: self.run_pass(pieces, hop), hop, n_tokens)
         return self._pass_s[n_tokens, hop]
 
-    def run_pass(self, pieces: list[Piece], hop: Span) -> list[torch.Tensor]:
+    def run_pass(self, pieces: list[SessionTokens], hop: Span) -> list[torch.Tensor]:
         """The family's own pass."""
         return self._ragged.run(pieces, lambda hidden, positions: self.forward(hidden, positions, hop))
 
 
-def _next(pieces: Sequence[Piece]) -> list[Piece]:
+def _next(pieces: Sequence[SessionTokens]) -> list[SessionTokens]:
     """The same sessions with a token more in their caches, and the same token again."""
-    return [Piece(p.hidden, p.positions + 1, p.cache, p.n_past + p.hidden.shape[1]) for p in pieces]
+    return [SessionTokens(p.hidden, p.positions + 1, p.cache, p.n_past + p.hidden.shape[1]) for p in pieces]
 
 
-def _longer(pieces: Sequence[Piece], n_tokens: int) -> list[Piece]:
+def _longer(pieces: Sequence[SessionTokens], n_tokens: int) -> list[SessionTokens]:
     """The same sessions with so many new tokens, each another."""
     steps = torch.arange(n_tokens, device=pieces[0].hidden.device)
     hidden = [torch.stack([p.hidden[:, 0].roll(i, -1) for i in range(n_tokens)], 1) for p in pieces]
-    return [Piece(h, p.positions + steps, p.cache, p.n_past) for h, p in zip(hidden, pieces, strict=True)]
+    return [SessionTokens(h, p.positions + steps, p.cache, p.n_past) for h, p in zip(hidden, pieces, strict=True)]
 
 
 def _worst(errors: Sequence[float]) -> float:

@@ -21,12 +21,12 @@ from torch import nn
 from torch.nn import functional
 
 from swarmd.compute.cache.kvcache import SpanCache
-from swarmd.compute.cache.pieces import Piece, in_one_row, of_each
+from swarmd.compute.cache.pieces import SessionTokens, in_one_row, of_each
 from swarmd.compute.cache.positions import Numbers, keep, make_room
 from swarmd.compute.compiled import layout
 from swarmd.compute.compiled.build import NotFused, compiling
 from swarmd.compute.hardware.device import free_memory_bytes
-from swarmd.compute.hardware.thread_pool import MOST_THREADS, Team
+from swarmd.compute.hardware.thread_pool import MOST_THREADS, ThreadTeam
 from swarmd.compute.linear.layers import (
     ROOM,
     STORED,
@@ -74,7 +74,7 @@ class FusedPass:
     dtype: torch.dtype
     held: Sequence[Any]
     on_pass: Callable[[], None]
-    team: Team
+    team: ThreadTeam
 
     @property
     def timed(self) -> Sequence[int]:
@@ -93,7 +93,7 @@ class FusedPass:
             cache.is_plain and all(layer.has_shape and layer.dtype == kept for layer in cache.owned) for cache in caches
         )
 
-    def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    def run(self, pieces: Sequence[SessionTokens]) -> list[torch.Tensor]:
         """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
         hidden, positions = in_one_row(pieces)
         x, (kept, counts) = hidden[0].float(), make_room(pieces)
@@ -120,7 +120,7 @@ class FusedShape:
 
 
 @dataclass(frozen=True, slots=True)
-class LaidOut:
+class BlockLayout:
     """The weights of one block as compiled code reads them: a row of addresses, and what keeps the memory there."""
 
     row: Numbers
@@ -159,7 +159,7 @@ def describe(decoder: Any, blocks: Sequence[nn.Module], dtype: torch.dtype, keep
 def assemble(
     shape: FusedShape,
     stored_in: torch.dtype,
-    blocks: Sequence[LaidOut],
+    blocks: Sequence[BlockLayout],
     cache_folder: Path,
     on_pass: Callable[[], None] = lambda: None,
 ) -> FusedPass:
@@ -167,7 +167,7 @@ def assemble(
     numbers = shape.shape.copy()
     numbers[layout.STORED] = STORED[stored_in]
     table, held = np.stack([block.row for block in blocks]), [block.held for block in blocks]
-    team = Team(min(torch.get_num_threads(), MOST_THREADS))
+    team = ThreadTeam(min(torch.get_num_threads(), MOST_THREADS))
     run_blocks = compiled_blocks(cache_folder)
     return FusedPass(run_blocks, numbers, shape.floats, table, shape.frequencies, shape.dtype, held, on_pass, team)
 
@@ -270,7 +270,7 @@ def common_format(formats: Sequence[torch.dtype]) -> torch.dtype:
     return torch.float32
 
 
-def lay_out(block: nn.Module, shape: FusedShape, stored_in: torch.dtype) -> LaidOut:
+def lay_out(block: nn.Module, shape: FusedShape, stored_in: torch.dtype) -> BlockLayout:
     """Move a block's weights to memory of their own, in large pages where there are any. Raises NotFused.
 
     Layers that can read them there share that memory, so that no weight is kept twice.
@@ -305,7 +305,7 @@ def lay_out(block: nn.Module, shape: FusedShape, stored_in: torch.dtype) -> Laid
             if norm.weight.numel() != n:
                 raise NotFused(f"{name} has {norm.weight.numel()} weights")
             row[which] = keep(_norm_weight(norm))
-    return LaidOut(row, held)
+    return BlockLayout(row, held)
 
 
 def _bytes_of(stored_in: torch.dtype) -> float:

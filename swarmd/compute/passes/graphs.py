@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from swarmd.compute.cache.kvcache import SlabLayer, SpanCache
-from swarmd.compute.cache.pieces import Piece, in_one_row, of_each
+from swarmd.compute.cache.pieces import SessionTokens, in_one_row, of_each
 from swarmd.compute.cache.positions import keep, make_room
 from swarmd.compute.cuda.attention import Attention
 from swarmd.compute.passes.ragged import RaggedAttention
@@ -26,7 +26,7 @@ WARMING = 2  # passes before one is recorded: libraries set themselves up in the
 
 
 @dataclass(slots=True)
-class _Recorded:
+class _RecordedGraph:
     """A graph, and the memory that it reads and writes."""
 
     hidden: torch.Tensor
@@ -44,7 +44,7 @@ class GraphedPass:
     """
 
     def __init__(
-        self, ragged: RaggedAttention, line: Pass, example: Piece, on_pass: Callable[[], None] = lambda: None
+        self, ragged: RaggedAttention, line: Pass, example: SessionTokens, on_pass: Callable[[], None] = lambda: None
     ) -> None:
         self._ragged, self._line = ragged, line
         self._on_pass = on_pass
@@ -81,7 +81,7 @@ class GraphedPass:
             for layer in cache.owned
         )
 
-    def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    def run(self, pieces: Sequence[SessionTokens]) -> list[torch.Tensor]:
         """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
         hidden, positions = in_one_row(pieces)
         n = hidden.shape[1]
@@ -98,7 +98,7 @@ class GraphedPass:
         self._on_pass()
         return of_each(out, pieces)
 
-    def _record(self, n: int) -> _Recorded:
+    def _record(self, n: int) -> _RecordedGraph:
         device = self._like.device
         hidden = torch.zeros(1, n, self._like.shape[2], dtype=self._like.dtype, device=device)
         positions = torch.zeros(1, n, dtype=torch.int64, device=device)
@@ -116,7 +116,7 @@ class GraphedPass:
                 return self._line(hidden, positions)
 
         if self._pool is None:  # a test's, where there is no card
-            recorded = _Recorded(hidden, positions, table, once(), lambda: None, attention)
+            recorded = _RecordedGraph(hidden, positions, table, once(), lambda: None, attention)
             recorded.repeat = lambda: setattr(recorded, "out", once())
             return recorded
         here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ class GraphedPass:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(here), torch.cuda.graph(graph, pool=self._pool):
             out = once()
-        return _Recorded(hidden, positions, table, out, graph.replay, attention)
+        return _RecordedGraph(hidden, positions, table, out, graph.replay, attention)
 
 
 @contextmanager

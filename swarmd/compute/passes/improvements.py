@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from subprocess import Popen
 
-from swarmd.compute.passes.backend_selection import GiveWay
+from swarmd.compute.passes.backend_selection import Preempted
 from swarmd.compute.passes.quantisation_error import measure_quantization
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.protocol.wire.worker import Improved
@@ -17,7 +17,7 @@ from swarmd.protocol.wire.worker import Improved
 MOST_TEXT = 500  # characters of what is told
 
 
-class Improving:
+class Improvements:
     """Steps for one span, loaded from ``folder``. ``news`` holds what is to be told, at most one message.
 
     ``compiler`` is the process that compiles, where that was not done before.
@@ -48,7 +48,7 @@ class Improving:
         return f"{found.action}: {found.reason}{later}"[:MOST_TEXT]
 
     def step(self) -> bool:
-        """Do a little; False where all that is left waits for compiled code. Raises GiveWay."""
+        """Do a little; False where all that is left waits for compiled code. Raises Preempted."""
         if self._quickening is not None and self._is_quickening and not self._waits_for_compiler():
             self._quickening.step()
             if not self._is_quickening:
@@ -58,7 +58,7 @@ class Improving:
             return False
         try:
             self._error = next(self._loss)
-        except GiveWay:  # what was raised within ended it
+        except Preempted:  # what was raised within ended it
             self._loss = measure_quantization(self._span, self._folder)
             raise
         except StopIteration:

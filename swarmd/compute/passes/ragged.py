@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swarmd.compute.cache import shared_prefix
 from swarmd.compute.cache.kvcache import SlabLayer, SpanCache
-from swarmd.compute.cache.pieces import Piece, in_one_row, of_each
+from swarmd.compute.cache.pieces import SessionTokens, in_one_row, of_each
 from swarmd.compute.model.skeleton import text_config
 from swarmd.compute.passes import traced
 from swarmd.compute.passes.traced import Pass
@@ -39,16 +39,16 @@ class RaggedAttention:
         self._config = text_config(config)
         self._original = self._config._attn_implementation
         self._name = f"swarmd_ragged_{id(self)}"
-        self._cuts: list[tuple[Piece, slice]] = []
+        self._cuts: list[tuple[SessionTokens, slice]] = []
         self._on_layer = on_layer
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
         self._sites: dict[int, tuple[Any, Callable[..., Any], dict[str, Any]]] = {}
         self._is_capturing = False
         self._attend_by: traced.Attend = self._attend_sessions
-        self.cache = Cache(layers=[_PassOn() for _ in range(self._config.num_hidden_layers)])
+        self.cache = Cache(layers=[_PassThrough() for _ in range(self._config.num_hidden_layers)])
         ALL_ATTENTION_FUNCTIONS.register(self._name, self._attend)
 
-    def run(self, pieces: list[Piece], forward: Pass) -> list[torch.Tensor]:
+    def run(self, pieces: list[SessionTokens], forward: Pass) -> list[torch.Tensor]:
         """Call ``forward(hidden [1, n, d], positions [1, n])`` with all pieces in one row; returns each one's part."""
         hidden, positions = self._lay_out(pieces)
         self._config._attn_implementation = self._name
@@ -59,7 +59,7 @@ class RaggedAttention:
             self._cuts, self._masks = [], {}
         return of_each(out[0], pieces)
 
-    def run_captured(self, pieces: list[Piece], captured: Pass) -> list[torch.Tensor]:
+    def run_captured(self, pieces: list[SessionTokens], captured: Pass) -> list[torch.Tensor]:
         """The same by a captured pass."""
         hidden, positions = self._lay_out(pieces)
         try:
@@ -92,11 +92,11 @@ class RaggedAttention:
         finally:
             self._attend_by = self._attend_sessions
 
-    def capture(self, two: list[Piece], three: list[Piece], forward: Pass) -> Pass:
+    def capture(self, two: list[SessionTokens], three: list[SessionTokens], forward: Pass) -> Pass:
         """Write down passes over 2 and 3 tokens, for any number. Raises RuntimeError and others where it cannot."""
         return traced.capture(self._trace(two, forward), self._trace(three, forward), {traced.ATTEND: self._attend_at})
 
-    def _trace(self, pieces: list[Piece], forward: Pass) -> fx.GraphModule:
+    def _trace(self, pieces: list[SessionTokens], forward: Pass) -> fx.GraphModule:
         hidden, positions = self._lay_out(pieces)
         self._config._attn_implementation = self._name
         self._is_capturing = True
@@ -107,7 +107,7 @@ class RaggedAttention:
             self._config._attn_implementation = self._original
             self._cuts, self._masks = [], {}
 
-    def _lay_out(self, pieces: list[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _lay_out(self, pieces: list[SessionTokens]) -> tuple[torch.Tensor, torch.Tensor]:
         """Put all tokens in one row: hidden [1, n, d], positions [1, n]; remembers whose are where."""
         at = 0
         for piece in pieces:
@@ -139,13 +139,13 @@ class RaggedAttention:
         """Attention of one layer for every session: [1, h, n, d] each, out [1, n, h, d]."""
         module, function, kwargs = self._sites[layer]
         outs: list[torch.Tensor] = []
-        in_parts: dict[int, shared_prefix.Row] = {}
+        in_parts: dict[int, shared_prefix.AttentionRow] = {}
         for piece, cut in self._cuts:
             own, queries = piece.cache.cache.layers[layer], _rows(query, piece, cut)
             new = _rows(key, piece, cut), _rows(value, piece, cut)
             if function is _attend_packed and isinstance(own, SlabLayer) and _pays_in_parts(own, queries, *new):
                 beginning, behind = own.append_behind(*new)
-                in_parts[len(outs)] = shared_prefix.Row(
+                in_parts[len(outs)] = shared_prefix.AttentionRow(
                     queries, beginning, behind, self._mask(piece, behind[0].shape[2], None)
                 )
                 outs.append(queries)
@@ -166,7 +166,7 @@ class RaggedAttention:
         function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self._original, own)
         return function
 
-    def _mask(self, piece: Piece, n_keys: int, window: int | None) -> torch.Tensor | None:
+    def _mask(self, piece: SessionTokens, n_keys: int, window: int | None) -> torch.Tensor | None:
         """Which of the last ``n_keys`` keys each new token may see: [1, 1, t, n_keys], or None for all."""
         t = piece.hidden.shape[1]
         if t == 1:
@@ -186,7 +186,7 @@ class RaggedAttention:
         return self._masks[key]
 
 
-class _PassOn(DynamicLayer):  # type: ignore[misc]
+class _PassThrough(DynamicLayer):  # type: ignore[misc]
     """Stands for one layer's cache in a ragged pass: new keys and values go on to the attention, which stores them."""
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -232,7 +232,7 @@ def _pays_in_parts(own: SlabLayer, query: torch.Tensor, key: torch.Tensor, value
     return own.beginning is not None or (query.shape[2] > 1 and own.get_seq_length() >= LONG_PAST)
 
 
-def _rows(states: torch.Tensor, piece: Piece, cut: slice) -> torch.Tensor:
+def _rows(states: torch.Tensor, piece: SessionTokens, cut: slice) -> torch.Tensor:
     """Cut one session's part out of [1, h, n, d]: [b, h, t, d]."""
     part = states if cut == slice(0, states.shape[2]) else states[:, :, cut]
     b, t, _ = piece.hidden.shape

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.hardware.device import finish
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
@@ -29,7 +29,7 @@ def decode_rates(span: LoadedSpan, n_streams: int, budget_s: float, hop: Span | 
     def decode(step: int) -> int:
         at = n_past + step
         if span.can_batch:
-            span.forward_ragged([Piece(hidden, positions + at, cache, at) for cache in caches], hop)
+            span.forward_ragged([SessionTokens(hidden, positions + at, cache, at) for cache in caches], hop)
         else:
             for cache in caches:
                 span.forward(hidden, positions + at, None, cache, at, hop)

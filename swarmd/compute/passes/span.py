@@ -20,20 +20,20 @@ from typing import Any
 import torch
 import transformers
 
-from swarmd.compute.cache.adapters import Adapters, Lora
+from swarmd.compute.cache.adapters import LoraUpdates, SpanAdapters
 from swarmd.compute.cache.kvcache import UNBOUNDED, SpanCache
-from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.compiled.build import NotFused, compiled_folder
 from swarmd.compute.cuda.ready import prepare, trouble
 from swarmd.compute.hardware.matrix_unit import has_tiles
-from swarmd.compute.hardware.measurements import Remembered
+from swarmd.compute.hardware.measurements import Measurements
 from swarmd.compute.linear import few_bits, tiled
 from swarmd.compute.linear.kernels import NO_MORE, PROMPT_ROWS, ROWS, TIMED_BYTES, choose
 from swarmd.compute.linear.layers import has_bfloat16
 from swarmd.compute.model import skeleton
 from swarmd.compute.passes import precompile
-from swarmd.compute.passes.backend import OneCall, Quick
-from swarmd.compute.passes.backend_selection import Quickening, Subject
+from swarmd.compute.passes.backend import Backends, FusedBackend
+from swarmd.compute.passes.backend_selection import BackendSelection, TrialSubject
 from swarmd.compute.passes.backend_trial import Trial
 from swarmd.compute.passes.fused import FusedShape, describe
 from swarmd.compute.passes.ragged import RaggedAttention, can_batch
@@ -46,7 +46,7 @@ PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError,
 SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 ONE_BY_ONE_TOLERANCE = 1e-5  # on CPUs the same kernels compute the same numbers
 USUAL_SESSION_TOKENS = 512  # states that do not grow with a session are counted as so many tokens' share each
-NOTHING_REMEMBERED = Remembered(None)
+NOTHING_REMEMBERED = Measurements(None)
 
 
 class LoadedSpan:
@@ -63,7 +63,7 @@ class LoadedSpan:
         cache_folder: Path = Path(tempfile.gettempdir()),
         is_quick: bool = True,
         kv_cache: str = "none",
-        remembered: Remembered = NOTHING_REMEMBERED,
+        remembered: Measurements = NOTHING_REMEMBERED,
         on_part: Callable[[str, int, int], None] = lambda stage, done, total: None,
     ) -> None:
         self.span = span
@@ -86,7 +86,7 @@ class LoadedSpan:
         self._entering: torch.Tensor | None = None
         self._leaving: torch.Tensor | None = None
         self._beside: tuple[Any, ...] = ()  # what the hop's last block returned beside hidden states
-        self.adapters = Adapters(self.model, self._layers, span, dtype, self.device, on_progress)
+        self.adapters = SpanAdapters(self.model, self._layers, span, dtype, self.device, on_progress)
         self.layer_arity = 0  # how many values a block of this family returns; 0 is a bare tensor
         self.goes_on_at_once = True  # may a session that has tokens get several more in one pass?
         self.batching = "not tested yet"  # why sessions are computed together or one at a time
@@ -102,7 +102,7 @@ class LoadedSpan:
         self._install_gates()
         self._find_arity()
         self._ragged: RaggedAttention | None = None
-        self._quick: Quick | None = None
+        self._quick: Backends | None = None
 
     def new_cache(
         self, hop: Span | None = None, max_tokens: int = UNBOUNDED, with_gradients: bool = False
@@ -119,7 +119,7 @@ class LoadedSpan:
         cache: SpanCache | None = None,
         n_past: int = 0,
         hop: Span | None = None,
-        lora: Lora | None = None,
+        lora: LoraUpdates | None = None,
     ) -> torch.Tensor:
         """Run ``hop`` (or the whole span): hidden [b, t, d], positions [b, t], mask [b, n_past + t] -> [b, t, d]."""
         n_tokens = hidden.shape[1]
@@ -140,7 +140,7 @@ class LoadedSpan:
         positions: torch.Tensor,
         mask: torch.Tensor | None = None,
         hop: Span | None = None,
-        lora: Lora | None = None,
+        lora: LoraUpdates | None = None,
         cache: SpanCache | None = None,
     ) -> torch.Tensor:
         """As ``forward``, so that gradients flow from what leaves [b, t, d] to what enters, ``lora`` and ``cache``."""
@@ -148,7 +148,7 @@ class LoadedSpan:
             return self._decode(hidden, positions, mask, cache.cache if cache else None, hop or self.span)
 
     @torch.inference_mode()
-    def forward_ragged(self, pieces: list[Piece], hop: Span | None = None) -> list[torch.Tensor]:
+    def forward_ragged(self, pieces: list[SessionTokens], hop: Span | None = None) -> list[torch.Tensor]:
         """Run the new tokens of several sessions as one pass; returns [b, t, d] for each piece."""
         ragged, hop = self._ragged, hop or self.span
         assert ragged is not None, "only a span that can_batch"
@@ -201,13 +201,13 @@ class LoadedSpan:
         """What speed depends on, beside the machine."""
         return (self._shapes, type(self.config).__name__, str(self.dtype), self.quantize, self.kv_cache)
 
-    def quickening(self) -> Quickening | None:
+    def quickening(self) -> BackendSelection | None:
         """The steps that find quick ways to compute a few new tokens; None where sessions are computed one by one."""
         ragged = self._ragged
         if ragged is None:
             return None
         blocks, computes_in = [self._layers[b] for b in self.span.blocks()], self._computes_in
-        subject = Subject(
+        subject = TrialSubject(
             self.span,
             blocks,
             self.kinds,
@@ -228,7 +228,7 @@ class LoadedSpan:
 
         farthest = getattr(skeleton.text_config(self.config), "max_position_embeddings", None)
         trial = Trial(ragged, forward, self._examples, farthest)
-        quickening = Quickening(subject, ragged, trial, self._cache_folder, self._remembered)
+        quickening = BackendSelection(subject, ragged, trial, self._cache_folder, self._remembered)
         self._quick = quickening.quick
         return quickening
 
@@ -249,16 +249,16 @@ class LoadedSpan:
     def _give_sign(self) -> None:
         self.on_block()
 
-    def _examples(self, n_sessions: int, at: int, hop: Span) -> list[Piece]:
+    def _examples(self, n_sessions: int, at: int, hop: Span) -> list[SessionTokens]:
         rng, made = torch.Generator().manual_seed(0), []
         for n_past in range(2, 2 + n_sessions):
             text = torch.randn(1, n_past + 1, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
             cache, positions = self.new_cache(hop), at + torch.arange(n_past + 1, device=self.device).unsqueeze(0)
             self.forward(text[:, :-1], positions[:, :-1], None, cache, 0, hop)
-            made.append(Piece(text[:, -1:], positions[:, -1:], cache, n_past))
+            made.append(SessionTokens(text[:, -1:], positions[:, -1:], cache, n_past))
         return made
 
-    def _recorded(self, ragged: RaggedAttention, line: Pass, example: Piece) -> OneCall:
+    def _recorded(self, ragged: RaggedAttention, line: Pass, example: SessionTokens) -> FusedBackend:
         from swarmd.compute.passes.graphs import GraphedPass  # late: Triton comes with torch where CUDA does
 
         return GraphedPass(ragged, line, example, self.on_block)
@@ -458,7 +458,7 @@ class LoadedSpan:
             for cache in caches if n_past else ():
                 self.forward(hidden[:, :n_past], positions[:, :n_past], None, cache, 0, hop)
             alone.append(self.forward(hidden[:, n_past:], positions[:, n_past:], None, caches[0], n_past, hop))
-            together.append(Piece(hidden[:, n_past:], positions[:, n_past:], caches[1], n_past))
+            together.append(SessionTokens(hidden[:, n_past:], positions[:, n_past:], caches[1], n_past))
         pairs = list(zip(self.forward_ragged(together, hop), alone, strict=True))
         errors = [(x - y).abs().max().item() / max(1.0, y.abs().max().item()) for x, y in pairs]
         return max(error if error == error else math.inf for error in errors)

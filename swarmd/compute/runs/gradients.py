@@ -55,7 +55,7 @@ REPEATS_WITHIN = 0.01  # of the gradient's norm: a fifth of what an audit allows
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-class Trained:
+class TrainedModel:
     """A model whose trained parameters, and sums of their gradients, lie in one flat vector each."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, device: str) -> None:
@@ -238,7 +238,7 @@ class GradientWorker:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._trained: Trained
+        self._trained: TrainedModel
 
     def run(self) -> None:
         decoder = FrameDecoder()
@@ -275,7 +275,7 @@ class GradientWorker:
         recipe = read_run_untrusted(raw).recipe
         device = pick_device()
         model = build(Path(message.path), recipe)
-        self._trained = Trained(model, recipe, device)
+        self._trained = TrainedModel(model, recipe, device)
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         loaded = RunLoaded(
             device=device_description(device)[0],

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from swarmd.compute.cache.adapters import DTYPES, Lora
+from swarmd.compute.cache.adapters import DTYPES, LoraUpdates
 from swarmd.compute.cache.kvcache import SpanCache
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.errors import Code, ConfigError, Refused
@@ -30,10 +30,10 @@ _PREFIX = re.compile(r"(0|[1-9][0-9]{0,3})\.(keys|values)")
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class ClientParameters:
     """Parameters of the blocks of one hop; ``leaves`` by block and name, as they came."""
 
-    lora: Lora
+    lora: LoraUpdates
     leaves: Mapping[int, dict[str, torch.Tensor]]
     n_prefix: int = 0
     n_bytes: int = 0
@@ -53,7 +53,7 @@ class Tuned:
         cache.see(self.n_prefix)
 
 
-NOTHING = Tuned(Lora(), {})
+NOTHING = ClientParameters(LoraUpdates(), {})
 
 
 Key = tuple[bytes, bytes, Span]  # client, version, hop
@@ -67,16 +67,16 @@ class _Upload:
     refusal: Refused | None = None
 
 
-class TunedStore:
+class ClientParameterStore:
     """What clients gave, within ``limit_bytes``: a client may hold half of it, and who holds most gives way first."""
 
     def __init__(self, span: LoadedSpan, limit_bytes: int) -> None:
         self._span = span
         self._limit_bytes = limit_bytes
-        self._held: dict[Key, Tuned] = {}
+        self._held: dict[Key, ClientParameters] = {}
         self._coming: dict[tuple[bytes, Span], _Upload] = {}
 
-    def find(self, client: bytes, version: bytes, hop: Span) -> Tuned:
+    def find(self, client: bytes, version: bytes, hop: Span) -> ClientParameters:
         """A client's own parameters for a hop. Raises Refused where they are not held."""
         if not version:
             return NOTHING
@@ -139,19 +139,19 @@ class TunedStore:
 
 
 @dataclass(slots=True)
-class _Reading:
+class _ParameterReader:
     leaves: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     matrices: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     prefixes: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
-def read_tuned_untrusted(span: LoadedSpan, hop: Span, raw: bytes) -> Tuned:
+def read_tuned_untrusted(span: LoadedSpan, hop: Span, raw: bytes) -> ClientParameters:
     """Check a client's parameters for ``hop`` and make leaves of them. Raises ConfigError."""
     try:
         tensors = safetensors.torch.load(raw)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"the parameters do not parse: {error}") from None
-    reading = _Reading()
+    reading = _ParameterReader()
     for name, tensor in tensors.items():
         is_prefix = _PREFIX.fullmatch(name) is not None
         if is_prefix and (tensor.dtype not in DTYPES or not torch.isfinite(tensor).all()):  # matrices: Adapters.checked
@@ -163,13 +163,13 @@ def read_tuned_untrusted(span: LoadedSpan, hop: Span, raw: bytes) -> Tuned:
         if block is None or not hop.start <= block < hop.end:
             raise ConfigError(f"{name[:100]} is no parameter of blocks {hop} of this model")
         reading.leaves.setdefault(block, {})[name] = leaf
-    lora = Lora({module: (*_matrices(span, module, pair), 1.0) for module, pair in reading.matrices.items()})
+    lora = LoraUpdates({module: (*_matrices(span, module, pair), 1.0) for module, pair in reading.matrices.items()})
     n_prefix = _check_prefixes(span, hop, reading.prefixes) if reading.prefixes else 0
     span.adapters.hook(lora)
-    return Tuned(lora, reading.leaves, n_prefix, len(raw))
+    return ClientParameters(lora, reading.leaves, n_prefix, len(raw))
 
 
-def _sort(span: LoadedSpan, reading: _Reading, name: str, leaf: torch.Tensor) -> int | None:
+def _sort(span: LoadedSpan, reading: _ParameterReader, name: str, leaf: torch.Tensor) -> int | None:
     """Note what a tensor is for; returns its block."""
     if (match := _PREFIX.fullmatch(name)) is not None:
         reading.prefixes.setdefault(int(match[1]), {})[match[2]] = leaf

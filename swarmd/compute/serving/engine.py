@@ -16,16 +16,16 @@ from dataclasses import dataclass
 import torch
 
 from swarmd.compute.hardware.device import finish
-from swarmd.compute.model.head import Head
+from swarmd.compute.model.head import LogitsHead
 from swarmd.compute.passes.span import LoadedSpan
-from swarmd.compute.serving.client_parameters import NOTHING, Tuned
+from swarmd.compute.serving.client_parameters import NOTHING, ClientParameters
 from swarmd.compute.serving.session import HopSession
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.plan.chains.batching import (
     ACTIVE_PASSES,
     MIN_ACTIVE_S,
-    Ready,
-    Share,
+    PassShare,
+    ReadyOp,
     Speed,
     choose_pass,
     may_let_in,
@@ -55,15 +55,15 @@ AT_ONCE_S = 0.05  # of work without tokens (edits, replays) for one client betwe
 _SMOOTHING = 0.2  # weight of the newest pass in what a pass is expected to take
 PASS_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError)  # torch's own, out of memory too
 Key = tuple[bytes, int]
-FindTuned = Callable[[bytes, bytes, Span], Tuned]  # by client, version and hop; raises Refused
+FindTuned = Callable[[bytes, bytes, Span], ClientParameters]  # by client, version and hop; raises Refused
 
 
-def _none_held(client: bytes, version: bytes, hop: Span) -> Tuned:
+def _none_held(client: bytes, version: bytes, hop: Span) -> ClientParameters:
     return NOTHING
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingOp:
     message: Op | Replay | HandOver | CachePart | WantTokens
     payload: memoryview
     order: int
@@ -79,7 +79,7 @@ class Engine:
         budget: Budget,
         clock: Callable[[], float] = time.perf_counter,
         calls_aside: bool = False,
-        head: Head | None = None,
+        head: LogitsHead | None = None,
     ) -> None:
         self.span = span
         self._head = head
@@ -90,7 +90,7 @@ class Engine:
         self._budget = budget
         self._clock = clock
         self._sessions: dict[Key, HopSession] = {}
-        self._queues: dict[Key, list[_Waiting]] = {}
+        self._queues: dict[Key, list[_WaitingOp]] = {}
         self._served: dict[bytes, float] = {}
         self._at_once_s: dict[bytes, float] = {}  # since the last pass, by client
         self._weights: dict[bytes, float] = {}
@@ -122,7 +122,7 @@ class Engine:
                 client = self._sessions[key].client
                 active = [self._served[self._sessions[k].client] for k in self._queues]
                 self._served[client] = max(self._served[client], min(active, default=0.0))
-            self._queues.setdefault(key, []).append(_Waiting(message, frame.payload, self._n_taken, self._clock()))
+            self._queues.setdefault(key, []).append(_WaitingOp(message, frame.payload, self._n_taken, self._clock()))
             if not self._sessions[key].is_computing:
                 yield from self._advance(key)
             return
@@ -209,7 +209,7 @@ class Engine:
         """Can its step be computed in the midst of a pass, and is there nothing but steps behind it?"""
         return self._sessions[key].goes_aside and all(isinstance(w.message, Op) for w in self._queues[key])
 
-    def _run(self, ready: list[Ready], shares: tuple[Share, ...]) -> Iterator[bytes]:
+    def _run(self, ready: list[ReadyOp], shares: tuple[PassShare, ...]) -> Iterator[bytes]:
         """Compute these shares; yields the answers of ops that they complete."""
         begun, aside_s = self._clock(), self._aside_s
         n_tokens = {share.key: share.t * self._sessions[share.key].n_rows for share in shares}
@@ -295,7 +295,7 @@ class Engine:
                 continue
             self.n_reused += n_left - session.tokens_left
 
-    def _compute(self, shares: tuple[Share, ...]) -> None:
+    def _compute(self, shares: tuple[PassShare, ...]) -> None:
         sessions = [self._sessions[share.key] for share in shares]
         n_tokens = sum(s.n_rows * share.t for s, share in zip(sessions, shares, strict=True))
         can_share = self.span.can_batch and all(s.can_share for s in sessions)
@@ -308,11 +308,13 @@ class Engine:
         for session, out in zip(sessions, outs, strict=True):
             session.put(out)
 
-    def _ready(self, key: Key) -> Ready:
+    def _ready(self, key: Key) -> ReadyOp:
         session, waiting = self._sessions[key], self._queues[key][0]
         can_share = self.span.can_batch and session.can_share
         left = session.tokens_left
-        return Ready(key, session.client, session.n_rows, left, waiting.order, can_share, session.hop, session.is_begun)
+        return ReadyOp(
+            key, session.client, session.n_rows, left, waiting.order, can_share, session.hop, session.is_begun
+        )
 
     def _advance(self, key: Key) -> Iterator[bytes]:
         """Begin the next op of a session; what has no tokens to compute is done at once.
@@ -343,7 +345,7 @@ class Engine:
                 return
             self._next(key)
 
-    def _begin(self, session: HopSession, waiting: _Waiting) -> Iterator[bytes]:
+    def _begin(self, session: HopSession, waiting: _WaitingOp) -> Iterator[bytes]:
         if isinstance(waiting.message, Replay):
             yield from self._replay(session, waiting.message)
         elif isinstance(waiting.message, WantTokens):
@@ -399,7 +401,9 @@ class Engine:
         self.handled += 1
         return messages.framed(messages.refusal_for(message, error))
 
-    def _learn(self, ready: list[Ready], shares: tuple[Share, ...], n_tokens: dict[Key, int], took_s: float) -> None:
+    def _learn(
+        self, ready: list[ReadyOp], shares: tuple[PassShare, ...], n_tokens: dict[Key, int], took_s: float
+    ) -> None:
         """Account tokens to clients, and follow what passes and prefill tokens take."""
         by_key, now = {r.key: r for r in ready}, self._clock()
         self._stepped_at.update({key: now for key in n_tokens if by_key[key].is_decode})

@@ -17,11 +17,11 @@ import safetensors.torch
 import torch
 
 from swarmd.compute.passes.span import LoadedSpan
-from swarmd.compute.serving.client_parameters import Tuned, TunedStore
+from swarmd.compute.serving.client_parameters import ClientParameters, ClientParameterStore
 from swarmd.compute.serving.engine import PASS_ERRORS
 from swarmd.compute.serving.micro_batch import KeptBatch
 from swarmd.errors import Code, Refused, RemoteProtocolError
-from swarmd.plan.chains.fine_tuning import Held, Key, Work, choose_work, make_room
+from swarmd.plan.chains.fine_tuning import HeldBatch, Key, TuningPass, choose_work, make_room
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.tuning import Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned, TunedHeld
@@ -54,10 +54,10 @@ class _Lane:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingPass:
     key: Key
     message: Forward | Backward
-    work: Work
+    work: TuningPass
     steps: Steps
     weight: float
 
@@ -77,11 +77,11 @@ class Training:
         self._limit_bytes = limit_bytes
         self._clock = clock
         self._lanes: dict[Key, _Lane] = {}
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingPass] = []
         self._served: dict[bytes, float] = {}
         self._max_tokens = max_tokens
-        self._current: _Waiting | None = None
-        self._tuned = TunedStore(span, limit_bytes)
+        self._current: _WaitingPass | None = None
+        self._tuned = ClientParameterStore(span, limit_bytes)
         self._n_taken = 0
         self._parameters = {p.untyped_storage().data_ptr() for p in span.model.parameters()}
 
@@ -108,7 +108,7 @@ class Training:
         self.handled += 1
         return iter(())
 
-    def tuned(self, client: bytes, version: bytes, hop: Span) -> Tuned:
+    def tuned(self, client: bytes, version: bytes, hop: Span) -> ClientParameters:
         """A client's own parameters for a hop. Raises Refused where they are not held."""
         return self._tuned.find(client, version, hop)
 
@@ -157,7 +157,9 @@ class Training:
             self._served[lane.client] = max(self._served.get(lane.client, 0.0), min(others, default=0.0))
         is_backward = isinstance(message, Backward)
         steps = self._backward(lane, *whole) if is_backward else self._forward(key, lane, *whole)
-        self._waiting.append(_Waiting(key, message, Work(lane.client, is_backward, self._n_taken), steps, lane.weight))
+        self._waiting.append(
+            _WaitingPass(key, message, TuningPass(lane.client, is_backward, self._n_taken), steps, lane.weight)
+        )
 
     def _lane_of(self, message: Forward | Backward) -> tuple[Key, _Lane | None]:
         if isinstance(message, Forward):
@@ -351,9 +353,9 @@ class Training:
 
     # --- memory ----------------------------------------------------------------------------------------------
 
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[HeldBatch]:
         return [
-            Held((key, seq), lane.client, batch.n_bytes, batch.order)
+            HeldBatch((key, seq), lane.client, batch.n_bytes, batch.order)
             for key, lane in self._lanes.items()
             for seq, batch in lane.batches.items()
         ]

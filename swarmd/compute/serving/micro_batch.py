@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarmd.compute.serving.client_parameters import Tuned
+from swarmd.compute.serving.client_parameters import ClientParameters
 
 
 @dataclass(slots=True)
@@ -16,7 +16,7 @@ class KeptBatch:
     hidden: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor | None
-    tuned: Tuned
+    tuned: ClientParameters
     graphs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     graph_bytes: int = 0
     is_whole: bool = False  # the graphs of all blocks are here

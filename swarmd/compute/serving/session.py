@@ -16,13 +16,13 @@ import torch
 
 from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_untrusted
 from swarmd.compute.cache.kvcache import SpanCache
-from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.passes.ragged import LONG_PAST
 from swarmd.compute.passes.span import LoadedSpan
-from swarmd.compute.serving.client_parameters import NOTHING, Tuned
+from swarmd.compute.serving.client_parameters import NOTHING, ClientParameters
 from swarmd.errors import Code, Refused
 from swarmd.plan.chains.batching import MAX_TOKENS_PER_PASS
-from swarmd.plan.chains.prefixes import BLOCK_TOKENS, Ahead, Prefix
+from swarmd.plan.chains.prefixes import BLOCK_TOKENS, Prefix, PrefixExtension
 from swarmd.protocol.fields import MOST_HOPS_TIMED
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import MAX_PAYLOAD_BYTES
@@ -42,7 +42,7 @@ from swarmd.protocol.wire.messages import (
 from swarmd.protocol.wire.tensors import max_tokens_per_frame
 from swarmd.protocol.wire.worker import Done
 from swarmd.values import Span
-from swarmd.wire.history import Budget, History, Sent
+from swarmd.wire.history import Budget, History, SentOp
 from swarmd.wire.ops import encode_op, replay_frames
 from swarmd.wire.tensors import pack, unpack_untrusted
 from swarmd.wire.top import MOST_WITH_LOGITS
@@ -54,7 +54,7 @@ LEAST_KEPT_EDITS = 64  # of a session, however short: each takes what a token of
 
 
 @dataclass(slots=True)
-class _Begun:
+class _OpInProgress:
     """An op whose edits are applied and whose tokens are being computed."""
 
     op: Op
@@ -64,14 +64,16 @@ class _Begun:
     mask: torch.Tensor | None = None
     n_done: int = 0
     computed_s: float = 0.0
-    ahead: Ahead | None = None  # the session's beginning with these tokens
+    ahead: PrefixExtension | None = None  # the session's beginning with these tokens
     outs: list[torch.Tensor] = field(default_factory=list)
 
 
 class HopSession:
     """Caches of one session for one hop of the loaded span."""
 
-    def __init__(self, span: LoadedSpan, opened: OpenSession, budget: Budget, tuned: Tuned = NOTHING) -> None:
+    def __init__(
+        self, span: LoadedSpan, opened: OpenSession, budget: Budget, tuned: ClientParameters = NOTHING
+    ) -> None:
         self.hop = Span(opened.start, opened.end)
         self.session = opened.session
         self.client = opened.client
@@ -88,7 +90,7 @@ class HopSession:
                 tuned.fill(self._cache, self.hop.blocks(), opened.batch)
         self._mask: torch.Tensor | None = None
         self._n_tokens = tuned.n_prefix
-        self._begun: _Begun | None = None
+        self._begun: _OpInProgress | None = None
         self._reached = 0  # the last op that is part of the caches
         self._parts: list[bytes] = []
         self._epoch = opened.epoch
@@ -157,14 +159,14 @@ class HopSession:
         self._edit(op.edits)
         if op.record_past:
             self._cache.record_past()
-        self._begun = _Begun(op, came_at)
+        self._begun = _OpInProgress(op, came_at)
         if entering is not None:
             hidden, positions, mask = entering
-            self._begun = _Begun(op, came_at, hidden, positions, mask)
+            self._begun = _OpInProgress(op, came_at, hidden, positions, mask)
             self._look_ahead(self._begun)
             self._extend_mask(hidden.shape[1], mask)
 
-    def piece(self, n_tokens: int) -> Piece:
+    def piece(self, n_tokens: int) -> SessionTokens:
         """The next ``n_tokens`` of each row, for a pass with others. ``put`` must follow."""
         assert self._begun is not None
         assert self._begun.hidden is not None
@@ -172,7 +174,7 @@ class HopSession:
         window = slice(self._begun.n_done, self._begun.n_done + n_tokens)
         device = self._span.device
         hidden, positions = self._begun.hidden[:, window].to(device), self._begun.positions[:, window].long().to(device)
-        return Piece(hidden, positions, self._cache, self._n_tokens, self._lora)
+        return SessionTokens(hidden, positions, self._cache, self._n_tokens, self._lora)
 
     def put(self, out: torch.Tensor) -> None:
         """Take what a pass gave for ``piece``."""
@@ -238,14 +240,14 @@ class HopSession:
         self.history.settle(begun.op.seq if begun.op.base else begun.op.settled)
 
     @staticmethod
-    def _sent(begun: _Begun) -> Sent:
+    def _sent(begun: _OpInProgress) -> SentOp:
         op = begun.op
         if begun.hidden is None:
-            return Sent(op.seq, op.edits, None, None, None, op.record_past)
+            return SentOp(op.seq, op.edits, None, None, None, op.record_past)
         if len(begun.outs) > 1:
             begun.outs = [torch.cat(begun.outs, 1)]
         begun.outs[0] = begun.outs[0].cpu()
-        return Sent(op.seq, op.edits, begun.outs[0], begun.positions, begun.mask, op.record_past)
+        return SentOp(op.seq, op.edits, begun.outs[0], begun.positions, begun.mask, op.record_past)
 
     def replay(self, request: Replay) -> Iterator[bytes]:
         """Yield the op frames that bring a successor from ``request.have`` (None: nothing) up to date."""
@@ -357,7 +359,7 @@ class HopSession:
             raise Refused(Code.BAD_SHAPE, f"positions outside 0 to {self._max_tokens}")
         return hidden, positions, mask
 
-    def _look_ahead(self, begun: _Begun) -> None:
+    def _look_ahead(self, begun: _OpInProgress) -> None:
         """Note what the cache will begin with: until something else than a part of a long prompt comes."""
         prefix, hidden, positions = self._prefix, begun.hidden, begun.positions
         if prefix is None or prefix.is_over or hidden is None or positions is None:

@@ -20,13 +20,13 @@ from pathlib import Path
 import msgspec
 import torch
 
-from swarmd.compute.hardware.device import Kept, device_description, pick_device
+from swarmd.compute.hardware.device import OwnerReserve, device_description, pick_device
 from swarmd.compute.hardware.exit_reason import last_words
-from swarmd.compute.hardware.measurements import Remembered
-from swarmd.compute.model.head import Head
+from swarmd.compute.hardware.measurements import Measurements
+from swarmd.compute.model.head import LogitsHead
 from swarmd.compute.passes import precompile
-from swarmd.compute.passes.backend_selection import GiveWay
-from swarmd.compute.passes.improvements import MOST_TEXT, Improving
+from swarmd.compute.passes.backend_selection import Preempted
+from swarmd.compute.passes.improvements import MOST_TEXT, Improvements
 from swarmd.compute.passes.rates import decode_rates, first_rates, prefill_rates
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.serving.engine import Engine
@@ -46,8 +46,8 @@ from swarmd.protocol.wire.worker import (
     LoadSpan,
     Measured,
     Rest,
+    SetComputeShare,
     Tick,
-    Work,
     WorkerFailed,
 )
 from swarmd.values import Span
@@ -87,7 +87,7 @@ class Worker:
         self._speed = Measured()
         self._duty = Duty()
         self._woke_at = time.monotonic()
-        self._improving: Improving | None = None
+        self._improving: Improvements | None = None
         self._improved_at = 0.0
         self._gives_way = False
 
@@ -166,7 +166,7 @@ class Worker:
         self._gives_way = gives_way
         try:
             is_made = self._improving.step()
-        except GiveWay:
+        except Preempted:
             return False
         finally:
             self._gives_way = False
@@ -249,10 +249,10 @@ class Worker:
         if isinstance(message, LoadSpan):
             self._n_own += 1
             return [messages.framed(self._load(message))]
-        if isinstance(message, Rest | Work):
+        if isinstance(message, Rest | SetComputeShare):
             self._n_own += 1
             self._rests |= isinstance(message, Rest)
-            if isinstance(message, Work):
+            if isinstance(message, SetComputeShare):
                 self._duty, self._woke_at = Duty(message.share), time.monotonic()  # loading is nobody's debt
             return []
         assert self._engine is not None, "the daemon sends work after Loaded"
@@ -280,7 +280,7 @@ class Worker:
     def _load(self, request: LoadSpan) -> Message:
         if request.threads:
             torch.set_num_threads(request.threads)
-        Kept.n_bytes = request.leave_free_bytes
+        OwnerReserve.n_bytes = request.leave_free_bytes
         folder = self._kept_in(request)
         try:
             is_cpu = pick_device(request.device) == "cpu"
@@ -289,7 +289,7 @@ class Worker:
             head = _load_head(request, span) if request.head else None
             decode, prefill = first_rates(span, QUICK_S)
             self._speed = Measured(decode_tokens_per_s=decode, prefill_tokens_per_s=prefill)
-            self._improving = Improving(span, Path(request.path), compiler)
+            self._improving = Improvements(span, Path(request.path), compiler)
         except (ConfigError, torch.OutOfMemoryError) as error:
             return WorkerFailed(message=str(error)[:4000])
         budget = Budget(request.history_bytes or 1 << 30, folder)
@@ -314,7 +314,7 @@ class Worker:
             kept_in,
             kv_cache=request.kv_cache,
             on_part=self._tell_progress,
-            remembered=Remembered(Path(request.spill_folder) if request.spill_folder else None),
+            remembered=Measurements(Path(request.spill_folder) if request.spill_folder else None),
         )
         span.self_test()
         return span
@@ -335,7 +335,7 @@ class Worker:
         """
         self._tick()
         if self._gives_way and select.select([self._connection], [], [], 0)[0]:
-            raise GiveWay
+            raise Preempted
         if self._engine is None or not self._engine.lets_in or self._is_letting_in:
             return
         self._is_letting_in = True
@@ -363,11 +363,11 @@ class Worker:
             self._send([])
 
 
-def _load_head(request: LoadSpan, span: LoadedSpan) -> Head | None:
+def _load_head(request: LoadSpan, span: LoadedSpan) -> LogitsHead | None:
     """Norm and head, where the span ends the model. Raises ConfigError."""
     if span.span.end < span.n_layers:
         return None
-    return Head(Path(request.path), span.dtype, span.device, span.layer_arity)
+    return LogitsHead(Path(request.path), span.dtype, span.device, span.layer_arity)
 
 
 def _is_op(frame: Frame) -> bool:

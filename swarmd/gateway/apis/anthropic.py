@@ -14,14 +14,14 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from swarmd.gateway.apis import streams
-from swarmd.gateway.apis.openai import Heard, function_tool, schema_of, thinking_of
-from swarmd.gateway.apis.parts import Part
+from swarmd.gateway.apis.openai import CollectedAnswer, function_tool, schema_of, thinking_of
+from swarmd.gateway.apis.parts import AnswerPart
 from swarmd.gateway.apis.refusals import ApiError, bad
 from swarmd.gateway.apis.responses import is_web_search
-from swarmd.gateway.apis.schema import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Count, Sampled, Share, Stop
+from swarmd.gateway.apis.schema import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Count, SamplingFields, Share, Stop
 from swarmd.gateway.apis.streams import Emit
-from swarmd.gateway.apis.talk import Asked, Event, Talk
-from swarmd.gateway.generation.row import Told
+from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
+from swarmd.gateway.generation.row import RowReport
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
@@ -47,14 +47,14 @@ class MessagesRequest(msgspec.Struct):
     output_config: dict[str, Any] | None = None
 
 
-def of_answered(request: MessagesRequest, key: str) -> Asked:
+def of_answered(request: MessagesRequest, key: str) -> GenerationRequest:
     """What is asked for an answer, not only counted: it needs ``max_tokens``. Raises ApiError."""
     if request.max_tokens is None:
         raise bad("max_tokens is missing", "max_tokens")
     return of_messages(request, key)
 
 
-def of_messages(request: MessagesRequest, key: str) -> Asked:
+def of_messages(request: MessagesRequest, key: str) -> GenerationRequest:
     """Raises ApiError for what is not done here."""
     tools = tuple(_tool(tool) for tool in request.tools or () if not is_web_search(tool))
     choice = request.tool_choice or {"type": "auto"}
@@ -62,9 +62,9 @@ def of_messages(request: MessagesRequest, key: str) -> Asked:
     if named is None:
         raise bad("tool_choice.type is auto, any, tool or none", "tool_choice")
     messages = _messages(request)
-    return Asked(
+    return GenerationRequest(
         model=request.model,
-        sampled=Sampled(
+        sampled=SamplingFields(
             temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, stop=request.stop_sequences
         ),
         messages=messages,
@@ -150,7 +150,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 # --- answers -------------------------------------------------------------------------------------------------------
 
 
-def _usage(told: Told) -> dict[str, int]:
+def _usage(told: RowReport) -> dict[str, int]:
     fresh = told.n_prompt - told.n_cached
     cache = {"cache_read_input_tokens": told.n_cached, "cache_creation_input_tokens": 0}
     return {"input_tokens": fresh, "output_tokens": told.n_generated, **cache}
@@ -160,13 +160,13 @@ def _head(model: str) -> dict[str, Any]:
     return {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
 
 
-def _call(part: Part) -> dict[str, Any]:
+def _call(part: AnswerPart) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": part.name}
 
 
-async def message(talk: Talk, request: MessagesRequest) -> dict[str, Any]:
+async def message(talk: PreparedRequest, request: MessagesRequest) -> dict[str, Any]:
     """The whole answer."""
-    heard = Heard()
+    heard = CollectedAnswer()
     told = await talk.run(0, heard.hear)
     content: list[dict[str, Any]] = []
     if heard.reasoning:
@@ -177,7 +177,7 @@ async def message(talk: Talk, request: MessagesRequest) -> dict[str, Any]:
     return {**_head(request.model), "content": content, **_reason(heard), "usage": _usage(told)}
 
 
-def _input(part: Part) -> dict[str, Any]:
+def _input(part: AnswerPart) -> dict[str, Any]:
     """A call's arguments; what a model wrote that is no object is shown as it is."""
     try:
         written = json.loads(part.text or "{}")
@@ -186,14 +186,14 @@ def _input(part: Part) -> dict[str, Any]:
     return written if isinstance(written, dict) else {"arguments": part.text}
 
 
-def _reason(heard: Heard) -> dict[str, Any]:
+def _reason(heard: CollectedAnswer) -> dict[str, Any]:
     reason = "stop_sequence" if heard.stopped is not None else REASONS[heard.finish]
     return {"stop_reason": reason, "stop_sequence": heard.stopped}
 
 
-async def stream_message(talk: Talk, request: MessagesRequest, emit: Emit) -> None:
+async def stream_message(talk: PreparedRequest, request: MessagesRequest, emit: Emit) -> None:
     """The same as events: blocks open, grow and close."""
-    heard, opened, n_blocks = Heard(), "", 0
+    heard, opened, n_blocks = CollectedAnswer(), "", 0
 
     async def say(kind: str, **fields: Any) -> None:
         await emit.event({"type": kind, **fields}, kind)
@@ -212,7 +212,7 @@ async def stream_message(talk: Talk, request: MessagesRequest, emit: Emit) -> No
             opened = kind
         await say("content_block_delta", index=n_blocks, delta=delta)
 
-    async def hear(event: Event) -> None:
+    async def hear(event: AnswerEvent) -> None:
         await heard.hear(event)
         for part in event.parts:
             if part.kind == "call":
@@ -227,7 +227,7 @@ async def stream_message(talk: Talk, request: MessagesRequest, emit: Emit) -> No
                 await write("thinking", block, {"type": "thinking_delta", "thinking": part.text})
 
     empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-    begun = {**_head(request.model), **empty, "usage": _usage(Told(len(talk.wanted.prompt)))}
+    begun = {**_head(request.model), **empty, "usage": _usage(RowReport(len(talk.wanted.prompt)))}
     await say("message_start", message=begun)
     told = await talk.run(0, hear)
     await close()

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions: their requests as ``Asked``, what comes of it in their form.
+"""OpenAI's chat completions and completions: their requests as ``GenerationRequest``, what comes of it in their form.
 
 Source: OpenAI's API reference; what its clients insist on is in ../shared/facts/gateway.md.
 """
@@ -15,13 +15,13 @@ from typing import Any
 
 import trio
 
-from swarmd.gateway.apis.parts import Part
+from swarmd.gateway.apis.parts import AnswerPart
 from swarmd.gateway.apis.refusals import ApiError, bad
-from swarmd.gateway.apis.schema import ChatRequest, CompletionRequest, Message, Tool, length_of
+from swarmd.gateway.apis.schema import ChatMessage, ChatRequest, CompletionRequest, Tool, length_of
 from swarmd.gateway.apis.streams import Emit
-from swarmd.gateway.apis.talk import Asked, Event, Talk
-from swarmd.gateway.generation.row import Told
-from swarmd.gateway.generation.sampling import Choice
+from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
+from swarmd.gateway.generation.row import RowReport
+from swarmd.gateway.generation.sampling import SampledToken
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
@@ -39,7 +39,7 @@ MAX_PROMPTS = 64  # of one request for completions
 # --- requests ------------------------------------------------------------------------------------------------------
 
 
-def of_chat(request: ChatRequest, key: str) -> Asked:
+def of_chat(request: ChatRequest, key: str) -> GenerationRequest:
     """Raises ApiError for what is not done here."""
     if request.top_logprobs is not None and not request.logprobs:
         raise bad("top_logprobs needs logprobs: true", "top_logprobs")
@@ -51,7 +51,7 @@ def of_chat(request: ChatRequest, key: str) -> Asked:
     max_tokens = length_of(request.max_completion_tokens, "max_completion_tokens")
     if request.max_completion_tokens is None:
         max_tokens = length_of(request.max_tokens, "max_tokens")
-    return Asked(
+    return GenerationRequest(
         model=request.model,
         sampled=request,
         messages=messages,
@@ -69,7 +69,7 @@ def of_chat(request: ChatRequest, key: str) -> Asked:
     )
 
 
-def of_completion(request: CompletionRequest, key: str) -> list[Asked]:
+def of_completion(request: CompletionRequest, key: str) -> list[GenerationRequest]:
     """One for each prompt. Raises ApiError for what is not done here."""
     if request.suffix:
         raise bad("suffix is not supported here: this model continues text", "suffix", "unsupported_parameter")
@@ -87,7 +87,7 @@ def of_completion(request: CompletionRequest, key: str) -> list[Asked]:
     if not 1 <= len(prompts) <= MAX_PROMPTS or not all(isinstance(p, str) or _are_ids(p) for p in prompts):
         raise bad(f"prompt is a text, token ids, or 1 to {MAX_PROMPTS} of these", "prompt")
     return [
-        Asked(
+        GenerationRequest(
             model=request.model,
             sampled=request,
             prompt=prompt if isinstance(prompt, str) else tuple(prompt),
@@ -104,7 +104,7 @@ def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(type(i) is int and i >= 0 for i in prompt)
 
 
-def message(written: Message, index: int) -> dict[str, Any]:
+def message(written: ChatMessage, index: int) -> dict[str, Any]:
     """A turn as chat templates take it. Raises ApiError."""
     where = f"messages[{index}]"
     if written.role not in ROLES:
@@ -203,17 +203,17 @@ def schema_of(written: dict[str, Any] | None, param: str) -> dict[str, Any] | No
 
 
 @dataclass(slots=True)
-class Heard:
+class CollectedAnswer:
     """One answer, put together of its events."""
 
     content: str = ""
     reasoning: str = ""
-    calls: list[Part] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
+    calls: list[AnswerPart] = field(default_factory=list)
+    choices: list[SampledToken] = field(default_factory=list)
     finish: str = "stop"
     stopped: str | None = None
 
-    async def hear(self, event: Event) -> None:
+    async def hear(self, event: AnswerEvent) -> None:
         for part in event.parts:
             if part.kind == "call":
                 self.calls.append(part)
@@ -225,10 +225,10 @@ class Heard:
         self.finish, self.stopped = event.finish or self.finish, event.stopped or self.stopped
 
 
-async def all_of(talks: Sequence[Talk], n: int) -> tuple[list[Heard], list[Told]]:
+async def all_of(talks: Sequence[PreparedRequest], n: int) -> tuple[list[CollectedAnswer], list[RowReport]]:
     """Every answer to every prompt, computed side by side. Raises ApiError."""
-    heard = [Heard() for _ in range(n * len(talks))]
-    told: list[Told | None] = [None] * len(heard)
+    heard = [CollectedAnswer() for _ in range(n * len(talks))]
+    told: list[RowReport | None] = [None] * len(heard)
 
     async def one(place: int) -> None:
         told[place] = await talks[place // n].run(place % n, heard[place].hear)
@@ -237,7 +237,7 @@ async def all_of(talks: Sequence[Talk], n: int) -> tuple[list[Heard], list[Told]
     return heard, [t for t in told if t is not None]
 
 
-def usage(told: Sequence[Told], n_prompts: int = 1) -> dict[str, Any]:
+def usage(told: Sequence[RowReport], n_prompts: int = 1) -> dict[str, Any]:
     """Tokens as OpenAI counts them: a prompt counts once, however many answers it has."""
     n = max(1, len(told) // n_prompts)
     prompt, written = sum(t.n_prompt for t in told[::n]), sum(t.n_generated for t in told)
@@ -250,7 +250,7 @@ def usage(told: Sequence[Told], n_prompts: int = 1) -> dict[str, Any]:
     }
 
 
-def extra(told: Sequence[Told]) -> dict[str, Any]:
+def extra(told: Sequence[RowReport]) -> dict[str, Any]:
     """What the page and ``swarmd chat`` show under an answer."""
     last = told[-1]
     return {
@@ -272,7 +272,7 @@ def envelope(kind: str, prefix: str, model: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
 
 
-async def chat(talk: Talk, request: ChatRequest) -> dict[str, Any]:
+async def chat(talk: PreparedRequest, request: ChatRequest) -> dict[str, Any]:
     """The whole answer."""
     heard, told = await all_of([talk], request.n or 1)
     choices = [_chat_choice(i, h, talk) for i, h in enumerate(heard)]
@@ -280,7 +280,7 @@ async def chat(talk: Talk, request: ChatRequest) -> dict[str, Any]:
     return {**head, "choices": choices, "usage": usage(told), "swarmd": extra(told)}
 
 
-def _chat_choice(index: int, heard: Heard, talk: Talk) -> dict[str, Any]:
+def _chat_choice(index: int, heard: CollectedAnswer, talk: PreparedRequest) -> dict[str, Any]:
     content = heard.content or (None if heard.calls else "")
     written: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if heard.reasoning:
@@ -291,7 +291,7 @@ def _chat_choice(index: int, heard: Heard, talk: Talk) -> dict[str, Any]:
     return {"index": index, "message": written, "logprobs": told, "finish_reason": heard.finish}
 
 
-def call_of(part: Part) -> dict[str, Any]:
+def call_of(part: AnswerPart) -> dict[str, Any]:
     return {
         "id": f"call_{secrets.token_hex(12)}",
         "type": "function",
@@ -299,7 +299,7 @@ def call_of(part: Part) -> dict[str, Any]:
     }
 
 
-def _logprobs(choices: Sequence[Choice], talk: Talk) -> dict[str, Any]:
+def _logprobs(choices: Sequence[SampledToken], talk: PreparedRequest) -> dict[str, Any]:
     def one(token: int, logprob: float) -> dict[str, Any]:
         text = talk.engine.tokenizer.decode([token], skip_special_tokens=False)
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(talk.engine.token_bytes[token])}
@@ -308,11 +308,11 @@ def _logprobs(choices: Sequence[Choice], talk: Talk) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-async def stream_chat(talk: Talk, request: ChatRequest, emit: Emit) -> None:
+async def stream_chat(talk: PreparedRequest, request: ChatRequest, emit: Emit) -> None:
     """The same in pieces: role first, then what comes, then why it ended, then the usage if wanted."""
     head = envelope("chat.completion.chunk", "chatcmpl", request.model)
     wants_usage = bool(request.stream_options and request.stream_options.include_usage)
-    told: list[Told] = []
+    told: list[RowReport] = []
 
     async def chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
@@ -322,7 +322,7 @@ async def stream_chat(talk: Talk, request: ChatRequest, emit: Emit) -> None:
         await chunk(index, {"role": "assistant", "content": ""})
         n_calls = 0
 
-        async def hear(event: Event) -> None:
+        async def hear(event: AnswerEvent) -> None:
             nonlocal n_calls
             logprobs = _logprobs(event.choices, talk) if talk.asked.tells and event.choices else None
             for part in event.parts:
@@ -367,7 +367,7 @@ async def together(tasks: Sequence[Any]) -> None:
         raise failures[0]
 
 
-async def completion(talks: Sequence[Talk], request: CompletionRequest) -> dict[str, Any]:
+async def completion(talks: Sequence[PreparedRequest], request: CompletionRequest) -> dict[str, Any]:
     """The whole continuation, of every prompt."""
     n = request.n or 1
     heard, told = await all_of(talks, n)
@@ -384,12 +384,12 @@ async def completion(talks: Sequence[Talk], request: CompletionRequest) -> dict[
     return {**head, "choices": choices, "usage": usage(told, len(talks)), "swarmd": extra(told)}
 
 
-def _echo(talk: Talk) -> str:
+def _echo(talk: PreparedRequest) -> str:
     prompt = talk.asked.prompt
     return prompt if isinstance(prompt, str) else talk.engine.tokenizer.decode(list(prompt))
 
 
-def _old_logprobs(choices: Sequence[Choice], talk: Talk, offset: int = 0) -> dict[str, Any]:
+def _old_logprobs(choices: Sequence[SampledToken], talk: PreparedRequest, offset: int = 0) -> dict[str, Any]:
     texts = [talk.engine.tokenizer.decode([c.token], skip_special_tokens=False) for c in choices]
     offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
     decode = talk.engine.tokenizer.decode
@@ -398,10 +398,10 @@ def _old_logprobs(choices: Sequence[Choice], talk: Talk, offset: int = 0) -> dic
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
-async def stream_completion(talks: Sequence[Talk], request: CompletionRequest, emit: Emit) -> None:
+async def stream_completion(talks: Sequence[PreparedRequest], request: CompletionRequest, emit: Emit) -> None:
     head = envelope("text_completion", "cmpl", request.model)
     wants_usage = bool(request.stream_options and request.stream_options.include_usage)
-    n, told = request.n or 1, list[Told]()
+    n, told = request.n or 1, list[RowReport]()
 
     async def one(place: int) -> None:
         talk, n_characters = talks[place // n], 0
@@ -410,7 +410,7 @@ async def stream_completion(talks: Sequence[Talk], request: CompletionRequest, e
             choice = {"index": place, "text": text, "logprobs": logprobs, "finish_reason": finish}
             await emit.event({**head, "choices": [choice], **({"usage": None} if wants_usage else {})})
 
-        async def hear(event: Event) -> None:
+        async def hear(event: AnswerEvent) -> None:
             nonlocal n_characters
             text = "".join(part.text for part in event.parts)
             shown = request.logprobs is not None and event.choices

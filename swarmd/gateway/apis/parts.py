@@ -15,7 +15,7 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AnswerPart:
     """A piece of "content" or "reasoning" as it comes, or a whole "call" with its name and arguments (JSON)."""
 
     kind: str
@@ -23,19 +23,19 @@ class Part:
     name: str = ""
 
 
-class Plain:
+class PlainParts:
     """Text is text."""
 
     keeps_special = False
 
-    def feed(self, text: str) -> list[Part]:
-        return [Part("content", text)] if text else []
+    def feed(self, text: str) -> list[AnswerPart]:
+        return [AnswerPart("content", text)] if text else []
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[AnswerPart]:
         return []
 
 
-class Marked:
+class MarkedParts:
     """Parts as the family marks them."""
 
     keeps_special = True
@@ -45,25 +45,25 @@ class Marked:
 
         self._parser = ResponseParser(template, prefix=tail, tools=tools)
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         return self._parts(self._parser.feed(text)) if text else []
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[AnswerPart]:
         return self._parts(self._parser.finalize()[1])
 
-    def _parts(self, events: list[dict[str, Any]]) -> list[Part]:
+    def _parts(self, events: list[dict[str, Any]]) -> list[AnswerPart]:
         parts = []
         for event in events:
             kind, field = event.get("type"), event.get("field", "content")
             if kind == "region_chunk" and field in ("content", *THOUGHTS) and event.get("text"):
-                parts.append(Part("content" if field == "content" else "reasoning", event["text"]))
+                parts.append(AnswerPart("content" if field == "content" else "reasoning", event["text"]))
             elif kind == "region_close" and field == "tool_calls":
                 values = event.get("value")
                 parts += [_call(v) for v in (values if isinstance(values, list) else [values]) if isinstance(v, dict)]
         return parts
 
 
-class Called:
+class ToolCallParts:
     """JSON of calls, which a grammar has forced: [{"name": ..., "arguments": {...}}, ...] or one such object."""
 
     keeps_special = False
@@ -71,26 +71,26 @@ class Called:
     def __init__(self) -> None:
         self._text = ""
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         self._text += text
         return []
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[AnswerPart]:
         try:
             written = json.loads(self._text)
         except ValueError:  # cut off in the middle: what is there is all that there is
-            return [Part("content", self._text)] if self._text else []
+            return [AnswerPart("content", self._text)] if self._text else []
         return [_call({"function": call}) for call in (written if isinstance(written, list) else [written])]
 
 
-Parts = Plain | Marked | Called
+Parts = PlainParts | MarkedParts | ToolCallParts
 
 
-def _call(value: dict[str, Any]) -> Part:
+def _call(value: dict[str, Any]) -> AnswerPart:
     function = value.get("function", value)
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return Part("call", text, str(function.get("name", "")))
+    return AnswerPart("call", text, str(function.get("name", "")))
 
 
 @cache

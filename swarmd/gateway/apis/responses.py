@@ -15,16 +15,16 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from swarmd.gateway.apis.openai import Heard, function_tool, schema_of, text_of, tool_choice_of
-from swarmd.gateway.apis.parts import Part
+from swarmd.gateway.apis.openai import CollectedAnswer, function_tool, schema_of, text_of, tool_choice_of
+from swarmd.gateway.apis.parts import AnswerPart
 from swarmd.gateway.apis.refusals import ApiError, bad
-from swarmd.gateway.apis.schema import MAX_MESSAGES, MAX_TOOLS, Length, Sampled, StreamOptions, length_of
+from swarmd.gateway.apis.schema import MAX_MESSAGES, MAX_TOOLS, Length, SamplingFields, StreamOptions, length_of
 from swarmd.gateway.apis.streams import Emit
-from swarmd.gateway.apis.talk import Asked, Event, Talk
-from swarmd.gateway.generation.row import Told
+from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
+from swarmd.gateway.generation.row import RowReport
 
 
-class ResponsesRequest(Sampled):
+class ResponsesRequest(SamplingFields):
     """POST /v1/responses. ``reasoning`` and ``include`` are hints; nothing is stored, so nothing can be looked up."""
 
     model: str
@@ -42,7 +42,7 @@ class ResponsesRequest(Sampled):
     include: list[str] | None = None
 
 
-def of_responses(request: ResponsesRequest, key: str) -> Asked:
+def of_responses(request: ResponsesRequest, key: str) -> GenerationRequest:
     """Raises ApiError for what is not done here."""
     if request.truncation not in (None, "disabled"):
         raise bad("truncation is not supported here: shorten the input", "truncation", "unsupported_parameter")
@@ -50,7 +50,7 @@ def of_responses(request: ResponsesRequest, key: str) -> Asked:
     form = (request.text or {}).get("format")
     flat = form if isinstance(form, dict) else {"type": "text"}
     nested = {"type": flat.get("type"), "json_schema": {"schema": flat.get("schema")}}
-    return Asked(
+    return GenerationRequest(
         model=request.model,
         sampled=request,
         messages=_messages(request),
@@ -106,7 +106,7 @@ def _add(turns: list[dict[str, Any]], item: dict[str, Any], where: str, names: M
 
 
 @dataclass(frozen=True, slots=True)
-class _Offered:
+class _OfferedFunction:
     """A function as the model is offered it, its own name, and the namespace that it is in ("" for none)."""
 
     function: dict[str, Any]
@@ -118,7 +118,7 @@ class _Offered:
         return str(self.function["function"]["name"])
 
 
-def _functions(request: ResponsesRequest) -> list[_Offered]:
+def _functions(request: ResponsesRequest) -> list[_OfferedFunction]:
     """The functions among the tools. Raises ApiError.
 
     One whose name another one has, too, is offered with its namespace before it. A search of the web is left out:
@@ -132,12 +132,12 @@ def _functions(request: ResponsesRequest) -> list[_Offered]:
         elif not is_web_search(tool):
             written.append((tool, ""))
     times = Counter(str(tool.get("name")) for tool, _ in written)
-    found: list[_Offered] = []
+    found: list[_OfferedFunction] = []
     for tool, namespace in written:
         name = str(tool.get("name"))
         is_twice = bool(namespace) and times[name] > 1
         function = _function({**tool, "name": f"{namespace}__{name}"} if is_twice else tool)
-        found.append(_Offered(function, name, namespace))
+        found.append(_OfferedFunction(function, name, namespace))
     if len({one.offered_name for one in found}) < len(found):
         raise bad("tools: two functions have the same name, in the same namespace", "tools")
     return found
@@ -183,7 +183,9 @@ def _response(request: ResponsesRequest, about: dict[str, Any], **more: Any) -> 
     return {**about, "object": "response", **fixed, **more}
 
 
-def _ended(request: ResponsesRequest, about: dict[str, Any], heard: Heard, output: Any, told: Told) -> dict[str, Any]:
+def _ended(
+    request: ResponsesRequest, about: dict[str, Any], heard: CollectedAnswer, output: Any, told: RowReport
+) -> dict[str, Any]:
     is_cut = heard.finish == "length"
     usage = {
         "input_tokens": told.n_prompt,
@@ -201,32 +203,32 @@ def _text_item(item: str, text: str, status: str) -> dict[str, Any]:
     return {"id": item, "type": "message", "role": "assistant", "status": status, "content": part}
 
 
-def _call_item(part: Part, request: ResponsesRequest) -> dict[str, Any]:
+def _call_item(part: AnswerPart, request: ResponsesRequest) -> dict[str, Any]:
     about = {"id": _new_id("fc"), "call_id": _new_id("call"), "type": "function_call", "status": "completed"}
     found = next((one for one in _functions(request) if one.offered_name == part.name), None)
     place = {"namespace": found.namespace} if found is not None and found.namespace else {}
     return {**about, **place, "name": part.name if found is None else found.name, "arguments": part.text}
 
 
-async def respond(talk: Talk, request: ResponsesRequest) -> dict[str, Any]:
+async def respond(talk: PreparedRequest, request: ResponsesRequest) -> dict[str, Any]:
     """The whole answer."""
     about = {"id": _new_id("resp"), "created_at": int(time.time())}
-    heard = Heard()
+    heard = CollectedAnswer()
     told = await talk.run(0, heard.hear)
     output = [_text_item(_new_id("msg"), heard.content, "completed")] if heard.content or not heard.calls else []
     return _ended(request, about, heard, [*output, *(_call_item(part, request) for part in heard.calls)], told)
 
 
-class Writing:
+class ResponseWriter:
     """A response as it is streamed: items open and close, every event has its number."""
 
-    def __init__(self, talk: Talk, request: ResponsesRequest, emit: Emit) -> None:
+    def __init__(self, talk: PreparedRequest, request: ResponsesRequest, emit: Emit) -> None:
         self._talk = talk
         self._request = request
         self._emit = emit
         self._about = {"id": _new_id("resp"), "created_at": int(time.time())}
         self._number = -1
-        self._heard = Heard()
+        self._heard = CollectedAnswer()
         self._output: list[dict[str, Any]] = []
         self._text_id = ""  # of the item that grows
         self._text = ""
@@ -245,7 +247,7 @@ class Writing:
         failed = _response(self._request, self._about, status="failed", error=reason, output=self._output)
         await self._say("response.failed", response=failed)
 
-    async def _hear(self, event: Event) -> None:
+    async def _hear(self, event: AnswerEvent) -> None:
         await self._heard.hear(event)
         for part in event.parts:
             if part.kind == "call":
@@ -276,7 +278,7 @@ class Writing:
         self._output.append(item)
         self._text_id = ""
 
-    async def _add_call(self, part: Part) -> None:
+    async def _add_call(self, part: AnswerPart) -> None:
         item, index = _call_item(part, self._request), len(self._output)
         begun = {**item, "status": "in_progress", "arguments": ""}
         await self._say("response.output_item.added", output_index=index, item=begun)
@@ -292,9 +294,9 @@ class Writing:
         await self._emit.event({"type": kind, "sequence_number": self._number, **fields}, kind)
 
 
-async def stream_response(talk: Talk, request: ResponsesRequest, emit: Emit) -> None:
+async def stream_response(talk: PreparedRequest, request: ResponsesRequest, emit: Emit) -> None:
     """The same as events."""
-    writing = Writing(talk, request, emit)
+    writing = ResponseWriter(talk, request, emit)
     try:
         await writing.run()
     except ApiError as error:

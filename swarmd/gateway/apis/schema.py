@@ -40,7 +40,7 @@ NEUTRAL: dict[str, Any] = {
 """Fields of others that are not done here, with the value that asks for nothing (0, false and null never do)."""
 
 
-class Sampled(msgspec.Struct, kw_only=True):
+class SamplingFields(msgspec.Struct, kw_only=True):
     """What every form of request can say of sampling; None is the author's or a default (``talk.sampling_of``)."""
 
     temperature: Temperature | None = None
@@ -62,7 +62,7 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = False
 
 
-class Message(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
     """One turn. ``content`` is text, or parts of which only text is taken."""
 
     role: str
@@ -85,11 +85,11 @@ class Tool(msgspec.Struct):
     type: str | None = "function"
 
 
-class ChatRequest(Sampled):
+class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
     model: str
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Length | None = None
@@ -107,7 +107,7 @@ class ChatRequest(Sampled):
     add_generation_prompt: bool | None = None
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SamplingFields):
     """POST /v1/completions: plain continuation."""
 
     model: str

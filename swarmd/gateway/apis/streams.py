@@ -45,7 +45,7 @@ class Emit:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-class Stream(Response):
+class EventStream(Response):
     """Server-sent events, written by ``produce``; ``fail`` puts an error into the API's form."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Stream(Response):
             nursery.cancel_scope.cancel()
 
 
-class Whole(Response):
+class WholeAnswer(Response):
     """One JSON answer, made by ``produce``; ``refuse`` puts an error into the API's form."""
 
     def __init__(self, produce: Callable[[], Awaitable[Any]], refuse: Callable[[ApiError], Response]) -> None:

@@ -1,6 +1,6 @@
 """A request in one form, whoever's API it came by: a conversation or a text, how to go on, and what comes of it.
 
-``prepare`` refuses whatever can be refused before any work; ``Talk.run`` writes, part by part.
+``prepare`` refuses whatever can be refused before any work; ``PreparedRequest.run`` writes, part by part.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from swarmd.client.text.prompts import Prompt
 from swarmd.compute.model.ends import Ends
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.gateway.apis import refusals
-from swarmd.gateway.apis.parts import Called, Marked, Part, Parts, Plain, marks_of
+from swarmd.gateway.apis.parts import AnswerPart, MarkedParts, Parts, PlainParts, ToolCallParts, marks_of
 from swarmd.gateway.apis.refusals import bad
-from swarmd.gateway.apis.schema import Sampled
-from swarmd.gateway.generation.answer import Piece, Wanted
-from swarmd.gateway.generation.engine import Engine
+from swarmd.gateway.apis.schema import SamplingFields
+from swarmd.gateway.generation.answer import AnswerDelta, AnswerOptions
+from swarmd.gateway.generation.engine import GenerationEngine
 from swarmd.gateway.generation.grammar import Grammar
 from swarmd.gateway.generation.json_schema import BadSchema, calls_of
 from swarmd.gateway.generation.metrics import Metrics
-from swarmd.gateway.generation.row import Told
-from swarmd.gateway.generation.sampling import Choice, Sampling
+from swarmd.gateway.generation.row import RowReport
+from swarmd.gateway.generation.sampling import SampledToken, Sampling
 from swarmd.gateway.generation.turns import QueueFull
 
 DEFAULT_TOKENS = 2_048  # of an answer whose length nobody named, if the context has room
@@ -35,11 +35,11 @@ OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "tokenize", "chat_te
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GenerationRequest:
     """What any API's request comes down to. ``prompt`` without messages is text, or tokens."""
 
     model: str
-    sampled: Sampled
+    sampled: SamplingFields
     messages: list[dict[str, Any]] = field(default_factory=list)
     prompt: str | tuple[int, ...] = ""
     max_tokens: int | None = None
@@ -57,42 +57,42 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class AnswerEvent:
     """What came: parts, the tokens that they came from, and at the end why it ended."""
 
-    parts: tuple[Part, ...]
-    choices: tuple[Choice, ...] = ()
+    parts: tuple[AnswerPart, ...]
+    choices: tuple[SampledToken, ...] = ()
     finish: str | None = None
     stopped: str | None = None
     repairs: tuple[str, ...] = ()  # of the chain, since the event before
 
 
-Hear = Callable[[Event], Awaitable[None]]
+Hear = Callable[[AnswerEvent], Awaitable[None]]
 
 
 @dataclass(slots=True)
-class Talk:
+class PreparedRequest:
     """A request that is ready to run, once or several times."""
 
-    engine: Engine
-    wanted: Wanted
+    engine: GenerationEngine
+    wanted: AnswerOptions
     tail: str
-    asked: Asked
+    asked: GenerationRequest
     is_forced: bool
     metrics: Metrics
 
-    async def run(self, number: int, hear: Hear) -> Told:
+    async def run(self, number: int, hear: Hear) -> RowReport:
         """Write answer ``number`` of those asked for. Raises ApiError."""
-        told, parts, calls, ended, n_repairs = Told(len(self.wanted.prompt)), self._parts(), 0, "abort", 0
+        told, parts, calls, ended, n_repairs = RowReport(len(self.wanted.prompt)), self._parts(), 0, "abort", 0
 
-        async def give(piece: Piece) -> None:
+        async def give(piece: AnswerDelta) -> None:
             nonlocal calls, ended, n_repairs
             found = [*parts.feed(piece.text), *(parts.end() if piece.finish else [])]
             calls += sum(part.kind == "call" for part in found)
             finish = "tool_calls" if piece.finish == "stop" and calls else piece.finish
             ended = finish or ended
             repairs, n_repairs = tuple(told.repairs[n_repairs:]), len(told.repairs)
-            await hear(Event(tuple(found), piece.choices, finish, piece.stopped, repairs))
+            await hear(AnswerEvent(tuple(found), piece.choices, finish, piece.stopped, repairs))
 
         try:
             await self.engine.write(self._numbered(number), give, told)
@@ -108,12 +108,12 @@ class Talk:
 
     def _parts(self) -> Parts:
         if self.is_forced:
-            return Called()
+            return ToolCallParts()
         marks = marks_of(self.engine.ends.family) if self.asked.messages else None
         tools = list(self.asked.tools) or None
-        return Plain() if marks is None or self.wanted.grammar else Marked(marks, self.tail, tools)
+        return PlainParts() if marks is None or self.wanted.grammar else MarkedParts(marks, self.tail, tools)
 
-    def _numbered(self, number: int) -> Wanted:
+    def _numbered(self, number: int) -> AnswerOptions:
         """Several answers to one prompt draw differently, and each follows the grammar by itself."""
         sampling, grammar = self.wanted.sampling, self.wanted.grammar
         seed = None if sampling.seed is None else (sampling.seed + number) % 2**63
@@ -121,7 +121,7 @@ class Talk:
         return replace(self.wanted, sampling=replace(sampling, seed=seed), grammar=own)
 
 
-async def prepare(engine: Engine, asked: Asked, metrics: Metrics) -> Talk:
+async def prepare(engine: GenerationEngine, asked: GenerationRequest, metrics: Metrics) -> PreparedRequest:
     """Make the prompt and check what can be checked. Raises ApiError."""
     try:
         engine.turns.require_room(asked.key)
@@ -144,7 +144,7 @@ async def prepare(engine: Engine, asked: Asked, metrics: Metrics) -> Talk:
     if not 0 <= min(ids) <= max(ids) < engine.ends.vocabulary:
         raise bad(f"token ids are from 0 to {engine.ends.vocabulary - 1}", "prompt")
     stop = asked.sampled.stop or []
-    wanted = Wanted(
+    wanted = AnswerOptions(
         prompt=ids,
         max_tokens=most,
         sampling=sampling,
@@ -155,10 +155,10 @@ async def prepare(engine: Engine, asked: Asked, metrics: Metrics) -> Talk:
         looks_up=engine.ends.can_crop,
         key=asked.key,
     )
-    return Talk(engine, wanted, prompt.tail, asked, is_forced, metrics)
+    return PreparedRequest(engine, wanted, prompt.tail, asked, is_forced, metrics)
 
 
-async def prompt_of(engine: Engine, asked: Asked) -> Prompt:
+async def prompt_of(engine: GenerationEngine, asked: GenerationRequest) -> Prompt:
     """What the model is given, however long. Raises ApiError."""
     try:
         if not asked.messages:
@@ -172,7 +172,7 @@ async def prompt_of(engine: Engine, asked: Asked) -> Prompt:
         raise refusals.of(error) from None
 
 
-def _options(asked: Asked) -> dict[str, Any]:
+def _options(asked: GenerationRequest) -> dict[str, Any]:
     """What the template is told beside the messages. Raises ApiError."""
     wrong = [name for name in asked.template if name in OWN_FIELDS or not name.isidentifier()]
     if wrong or len(asked.template) > TEMPLATE_FIELDS:
@@ -181,11 +181,11 @@ def _options(asked: Asked) -> dict[str, Any]:
     return {**asked.template, "add_generation_prompt": begins, "continue_final_message": asked.continues}
 
 
-def _shown(asked: Asked) -> list[dict[str, Any]] | None:
+def _shown(asked: GenerationRequest) -> list[dict[str, Any]] | None:
     return None if asked.tool_choice == "none" else list(asked.tools) or None
 
 
-def _with_tools(engine: Engine, asked: Asked) -> list[dict[str, Any]]:
+def _with_tools(engine: GenerationEngine, asked: GenerationRequest) -> list[dict[str, Any]]:
     """The messages; a template that knows no tools leaves them out, so they are told in the system's turn."""
     tools = _shown(asked)
     if tools is None or engine.prompts.shows_tools:
@@ -198,7 +198,7 @@ def _with_tools(engine: Engine, asked: Asked) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}, *asked.messages]
 
 
-async def _grammar(engine: Engine, asked: Asked, is_forced: bool) -> Grammar | None:
+async def _grammar(engine: GenerationEngine, asked: GenerationRequest, is_forced: bool) -> Grammar | None:
     """What the answer has to fit. Raises ApiError."""
     try:
         schema = _forced_calls(asked) if is_forced else asked.schema
@@ -213,7 +213,7 @@ async def _grammar(engine: Engine, asked: Asked, is_forced: bool) -> Grammar | N
         raise refusals.of(error) from None
 
 
-def _forced_calls(asked: Asked) -> dict[str, Any]:
+def _forced_calls(asked: GenerationRequest) -> dict[str, Any]:
     """The schema of the calls that have to be made. Raises BadSchema."""
     name = asked.tool_choice.removeprefix("=") if asked.tool_choice.startswith("=") else None
     chosen = [tool for tool in asked.tools if name in (None, tool["function"]["name"])]
@@ -222,7 +222,7 @@ def _forced_calls(asked: Asked) -> dict[str, Any]:
     return calls_of(chosen, asked.several_calls and name is None)
 
 
-def sampling_of(asked: Asked, ends: Ends) -> Sampling:
+def sampling_of(asked: GenerationRequest, ends: Ends) -> Sampling:
     """Decide how tokens are chosen. Raises ApiError.
 
     For each number: what the request says, else what the model's author does (where he wants sampling). An author who

@@ -13,7 +13,7 @@ import torch
 
 from swarmd.client.model.speculation import Costs, Lookup, Speculation
 from swarmd.gateway.generation.grammar import Grammar
-from swarmd.gateway.generation.sampling import Choice, Sampler, Sampling
+from swarmd.gateway.generation.sampling import SampledToken, Sampler, Sampling
 from swarmd.gateway.generation.token_bytes import TokenBytes
 from swarmd.gateway.generation.writing import Writer
 
@@ -21,7 +21,7 @@ N_BEFORE = 64  # of a prompt's last tokens: a character that begins there has fo
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class AnswerOptions:
     """What is asked for: a prompt, and how to go on from there. ``eos`` ends it; ``key`` is who asks."""
 
     prompt: tuple[int, ...]
@@ -42,11 +42,11 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerDelta:
     """What came of one pass; of the last one, ``finish`` is "stop" or "length", ``stopped`` the stop string, if any."""
 
     text: str
-    choices: tuple[Choice, ...]
+    choices: tuple[SampledToken, ...]
     finish: str | None = None
     stopped: str | None = None
 
@@ -54,14 +54,14 @@ class Piece:
 class Answer:
     """The growing answer to one request. ``rejected`` of the tokens sent last are no part of it."""
 
-    def __init__(self, wanted: Wanted, tokens: TokenBytes, costs: Costs) -> None:
+    def __init__(self, wanted: AnswerOptions, tokens: TokenBytes, costs: Costs) -> None:
         self._wanted = wanted
         self.speculation = Speculation(costs, [Lookup()] if wanted.looks_up and not wanted.grammar else [])
         self._sampler = Sampler(wanted.sampling, wanted.prompt)
         self._writer = Writer(tokens, wanted.stops, wanted.prompt[-N_BEFORE:], wanted.keeps_special)
         self._tokens: list[int] = list(wanted.prompt)
         self._ahead: list[int] = []
-        self._new: list[Choice] = []
+        self._new: list[SampledToken] = []
         self._text = ""
         self.rejected = 0
         self.finish: str | None = None
@@ -93,18 +93,18 @@ class Answer:
         self._ahead = self.speculation.ahead(self._tokens, self._wanted.max_tokens - self.n_tokens - 1)
         return [*sent, *self._ahead]
 
-    def piece(self) -> Piece:
+    def piece(self) -> AnswerDelta:
         """What is new since the last one."""
         text = self._text + (self._writer.finish() if self.finish else "")
-        piece = Piece(text, tuple(self._new), self.finish, self._writer.stopped)
+        piece = AnswerDelta(text, tuple(self._new), self.finish, self._writer.stopped)
         self._new, self._text = [], ""
         return piece
 
-    def _choose(self, logits: torch.Tensor) -> Choice:
+    def _choose(self, logits: torch.Tensor) -> SampledToken:
         grammar = self._wanted.grammar
         return self._sampler.choose(logits, grammar.allowed() if grammar else None)
 
-    def _take(self, choice: Choice) -> None:
+    def _take(self, choice: SampledToken) -> None:
         if choice.token in self._wanted.eos:
             self._tokens.append(choice.token)
             self.finish = "stop"
@@ -127,7 +127,7 @@ class Answer:
             return []
         taken = []
         for token in self._wanted.grammar.forced():
-            self._take(Choice(token))
+            self._take(SampledToken(token))
             taken.append(token)
             if self.finish:
                 break

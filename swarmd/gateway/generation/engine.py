@@ -12,19 +12,19 @@ from dataclasses import replace
 import trio
 from tokenizers import Tokenizer
 
-from swarmd.client.links.link import Terms
+from swarmd.client.links.link import SessionOptions
 from swarmd.client.model.speculation import Costs
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.text.prompts import Prompts
 from swarmd.errors import SwarmError
 from swarmd.gateway.generation import kept_sessions as keeping
-from swarmd.gateway.generation.answer import Piece, Wanted
+from swarmd.gateway.generation.answer import AnswerDelta, AnswerOptions
 from swarmd.gateway.generation.ending import ends_named
 from swarmd.gateway.generation.grammars import Grammars
-from swarmd.gateway.generation.head import Head
-from swarmd.gateway.generation.kept_sessions import Kept
-from swarmd.gateway.generation.row import Row, Told
+from swarmd.gateway.generation.head import HeadThread
+from swarmd.gateway.generation.kept_sessions import KeptSession
+from swarmd.gateway.generation.row import GenerationRow, RowReport
 from swarmd.gateway.generation.token_bytes import TokenBytes
 from swarmd.gateway.generation.turns import Turns
 from swarmd.net.api import TaskStatus
@@ -37,14 +37,20 @@ SWEEP_INTERVAL_S = 15.0  # between two looks for sessions that were kept long en
 CLOSE_WITHIN_S = 2.0  # to tell the servers of a session that it is over, whatever happens
 
 
-Give = Callable[[Piece], Awaitable[None]]
+Give = Callable[[AnswerDelta], Awaitable[None]]
 
 
-class Engine:
+class GenerationEngine:
     """One model for any number of requests."""
 
     def __init__(
-        self, swarm: AsyncSwarm, terms: Terms, head: Head, tokenizer: Tokenizer, prompts: Prompts, turns: Turns
+        self,
+        swarm: AsyncSwarm,
+        terms: SessionOptions,
+        head: HeadThread,
+        tokenizer: Tokenizer,
+        prompts: Prompts,
+        turns: Turns,
     ) -> None:
         self.head = head
         self.ends = head.ends
@@ -53,7 +59,7 @@ class Engine:
         self.turns = turns
         self._swarm = swarm
         self._terms = terms
-        self._kept: list[Kept] = []
+        self._kept: list[KeptSession] = []
         self._costs = Costs()
         self.token_bytes = TokenBytes(tokenizer)
         ends = self.ends.eos | ends_named(prompts.folder, tokenizer)
@@ -85,7 +91,7 @@ class Engine:
             finally:
                 await self._give_back(self._kept)
 
-    async def write(self, wanted: Wanted, give: Give, told: Told) -> None:
+    async def write(self, wanted: AnswerOptions, give: Give, told: RowReport) -> None:
         """Generate; every piece goes to ``give`` as it comes, what becomes of it into ``told``.
 
         Cancelled, the servers have their room back at once. Raises SwarmError, QueueFull.
@@ -95,7 +101,7 @@ class Engine:
             told.queued_s = trio.current_time() - asked_at
             await self._in_turn(wanted, give, told)
 
-    async def _in_turn(self, wanted: Wanted, give: Give, told: Told) -> None:
+    async def _in_turn(self, wanted: AnswerOptions, give: Give, told: RowReport) -> None:
         begun = trio.current_time()
         row = self._take_kept(wanted)
         if row is not None:
@@ -110,7 +116,7 @@ class Engine:
         told.n_cached = 0
         await self._write(await self._open(wanted), give, told, begun)
 
-    async def _write(self, row: Row, give: Give, told: Told, begun: float) -> None:
+    async def _write(self, row: GenerationRow, give: Give, told: RowReport, begun: float) -> None:
         is_whole = False
         try:
             work = await self.head(row)
@@ -125,13 +131,13 @@ class Engine:
             told.total_s = trio.current_time() - begun
             if is_whole:
                 now = trio.current_time()
-                self._kept.append(Kept(row.session, tuple(row.tokens), row.max_tokens, now, row.key))
+                self._kept.append(KeptSession(row.session, tuple(row.tokens), row.max_tokens, now, row.key))
             else:
                 await self._close(row.session)
 
     # --- sessions that are kept --------------------------------------------------------------------------------
 
-    def _take_kept(self, wanted: Wanted) -> Row | None:
+    def _take_kept(self, wanted: AnswerOptions) -> GenerationRow | None:
         found = keeping.best(self._kept, wanted.prompt, wanted.max_tokens, wanted.key)
         if found is None or (len(found[0].tokens) > found[1] and not self.ends.can_crop):
             return None
@@ -142,7 +148,7 @@ class Engine:
         row.crop = len(chosen.tokens) - n_shared
         return row
 
-    async def _open(self, wanted: Wanted) -> Row:
+    async def _open(self, wanted: AnswerOptions) -> GenerationRow:
         room = min(self.ends.max_tokens, len(wanted.prompt) + wanted.max_tokens + HEADROOM_TOKENS)
         try:
             session = await self._swarm.open_session(self._terms_of(room))
@@ -153,18 +159,20 @@ class Engine:
             session = await self._swarm.open_session(self._terms_of(room))
         return self._row(session, room, wanted)
 
-    def _row(self, session: ChainSession, room: int, wanted: Wanted, tokens: tuple[int, ...] = ()) -> Row:
+    def _row(
+        self, session: ChainSession, room: int, wanted: AnswerOptions, tokens: tuple[int, ...] = ()
+    ) -> GenerationRow:
         vocabulary = self.ends.vocabulary if self.head.checks is not None else 0
-        return Row(session, room, wanted, self.token_bytes, self._costs, tokens, vocabulary)
+        return GenerationRow(session, room, wanted, self.token_bytes, self._costs, tokens, vocabulary)
 
-    def _terms_of(self, max_tokens: int) -> Terms:
+    def _terms_of(self, max_tokens: int) -> SessionOptions:
         kind = self._swarm.quantize(self._terms.model, self._terms.n_blocks)
         return replace(self._terms, max_tokens=max_tokens, quantize=kind)
 
     async def _sweep(self) -> None:
         await self._give_back(keeping.outdated(self._kept, trio.current_time()))
 
-    async def _give_back(self, those: list[Kept]) -> None:
+    async def _give_back(self, those: list[KeptSession]) -> None:
         """End sessions, all at once: one whose servers are gone takes as long as it takes to be sure."""
         sessions = [one.session for one in those]
         self._kept = [one for one in self._kept if one not in those]

@@ -11,13 +11,13 @@ from typing import Protocol
 import torch
 import trio
 
-from swarmd.client.links.link import Given
-from swarmd.client.model.swarm_head import Checks
+from swarmd.client.links.link import ServedLogits
+from swarmd.client.model.swarm_head import HeadChecks
 from swarmd.client.sessions.session import ChainSession
 from swarmd.compute.model.ends import MOST_ROWS, Ends
 
 
-class Sends(Protocol):
+class HeadClient(Protocol):
     """One of those that share a head."""
 
     @property
@@ -29,25 +29,25 @@ class Sends(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ServerLogits:
     """Logits that a server gave a session, and whether they are computed here again."""
 
     session: ChainSession
-    given: Given
+    given: ServedLogits
     is_checked: bool
 
 
 @dataclass(slots=True)
-class Work:
+class HeadWork:
     """What the last block gave a row, [k, d] (None at first); then its next tokens, and these embedded, [1, t, d].
 
     ``wrong`` says what is wrong with the logits that were on ``offer``, if anything is.
     """
 
-    row: Sends
+    row: HeadClient
     hidden: torch.Tensor | None = None
     arity: int = 0
-    offer: Offer | None = None
+    offer: ServerLogits | None = None
     wrong: str = ""
     ids: list[int] = field(default_factory=list)
     embedded: torch.Tensor | None = None
@@ -55,22 +55,22 @@ class Work:
     done: trio.Event = field(default_factory=trio.Event)
 
 
-class Head:
+class HeadThread:
     """Computes for whoever waits, as long as it runs. With ``checks`` servers' logits are taken, and looked at."""
 
-    def __init__(self, ends: Ends, checks: Checks | None = None) -> None:
+    def __init__(self, ends: Ends, checks: HeadChecks | None = None) -> None:
         self.ends, self.checks = ends, checks
-        self._waiting: list[Work] = []
+        self._waiting: list[HeadWork] = []
         self._wake = trio.Event()
 
     async def __call__(
-        self, row: Sends, hidden: torch.Tensor | None = None, arity: int = 0, offer: Offer | None = None
-    ) -> Work:
+        self, row: HeadClient, hidden: torch.Tensor | None = None, arity: int = 0, offer: ServerLogits | None = None
+    ) -> HeadWork:
         """Have a row computed, with all others that wait by then; ``arity`` is what the model's layers return.
 
         Raises what ``decide`` raised.
         """
-        work = Work(row, hidden, arity, offer)
+        work = HeadWork(row, hidden, arity, offer)
         self._waiting.append(work)
         self._wake.set()
         await work.done.wait()
@@ -90,7 +90,7 @@ class Head:
                         await work.offer.session.refute(work.offer.given, work.wrong)
                     work.done.set()
 
-    def _next_batch(self) -> list[Work]:
+    def _next_batch(self) -> list[HeadWork]:
         n_rows = 0
         for count, work in enumerate(self._waiting):
             n_rows += 0 if work.hidden is None else len(work.hidden)
@@ -101,7 +101,7 @@ class Head:
         batch, self._waiting = self._waiting[:count], self._waiting[count:]
         return batch
 
-    def _compute(self, batch: list[Work]) -> None:
+    def _compute(self, batch: list[HeadWork]) -> None:
         try:
             with torch.inference_mode():
                 self._decide_all(batch)
@@ -113,7 +113,7 @@ class Head:
             for work in batch:
                 work.error = work.error or error
 
-    def _decide_all(self, batch: list[Work]) -> None:
+    def _decide_all(self, batch: list[HeadWork]) -> None:
         answered = []
         for work in batch:
             if work.hidden is None:
@@ -136,7 +136,7 @@ class Head:
                 start += len(work.hidden)
 
 
-def _decide(work: Work, logits: torch.Tensor | None) -> None:
+def _decide(work: HeadWork, logits: torch.Tensor | None) -> None:
     try:
         work.ids = work.row.decide(logits)
     except Exception as error:  # noqa: BLE001 - one row's trouble is none of the others'

@@ -16,7 +16,7 @@ LEAST_SHARE = 0.5  # of a kept session's tokens: cutting off more would rob anot
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptSession:
     """A session that waits: its tokens so far, how many it has room for, when it was put away, and whose it is."""
 
     session: Hashable
@@ -32,7 +32,9 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i in range(n) if a[i] != b[i]), n)
 
 
-def best(kept: Sequence[Kept], prompt: Sequence[int], n_more: int, key: str = "") -> tuple[Kept, int] | None:
+def best(
+    kept: Sequence[KeptSession], prompt: Sequence[int], n_more: int, key: str = ""
+) -> tuple[KeptSession, int] | None:
     """The session to go on with, and how many of the prompt's tokens it has; None: begin anew.
 
     At least one token is left to send, since an answer begins with what comes after it. A session that has no room
@@ -48,7 +50,7 @@ def best(kept: Sequence[Kept], prompt: Sequence[int], n_more: int, key: str = ""
     return chosen, n
 
 
-def outdated(kept: Sequence[Kept], now: float) -> list[Kept]:
+def outdated(kept: Sequence[KeptSession], now: float) -> list[KeptSession]:
     """Those to give back: too old, and of too many the oldest of the key that has most of them."""
     given_back = [k for k in kept if now - k.since_s > KEPT_FOR_S]
     young = sorted((k for k in kept if now - k.since_s <= KEPT_FOR_S), key=lambda k: k.since_s)

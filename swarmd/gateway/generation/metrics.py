@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from swarmd.gateway.generation.row import Told
+from swarmd.gateway.generation.row import RowReport
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKENS = (1, 8, 32, 128, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 131_072)
@@ -44,7 +44,7 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"swarmd_{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
 
-    def answered(self, model: str, told: Told, finish: str) -> None:
+    def answered(self, model: str, told: RowReport, finish: str) -> None:
         """Count one answer, however it ended ("stop", "length", "tool_calls", "abort", "error")."""
         self.ended.labels(model, finish).inc()
         self.prompt.labels(model).inc(told.n_prompt)

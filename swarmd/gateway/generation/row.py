@@ -9,16 +9,16 @@ import trio
 
 from swarmd.client.links.link import Doubt
 from swarmd.client.model.speculation import Costs
-from swarmd.client.model.swarm_head import Checks, are_enough
+from swarmd.client.model.swarm_head import HeadChecks, are_enough
 from swarmd.client.sessions.session import ChainSession
-from swarmd.gateway.generation.answer import Answer, Wanted
-from swarmd.gateway.generation.head import Offer
+from swarmd.gateway.generation.answer import Answer, AnswerOptions
+from swarmd.gateway.generation.head import ServerLogits
 from swarmd.gateway.generation.token_bytes import TokenBytes
 from swarmd.protocol.wire.messages import Edit
 
 
 @dataclass(slots=True)
-class Told:
+class RowReport:
     """What became of a request, in numbers and words; times are seconds since it began."""
 
     n_prompt: int
@@ -36,7 +36,7 @@ class Told:
     doubts: list[Doubt] = field(default_factory=list)
 
 
-class Row:
+class GenerationRow:
     """An answer that grows over a session. ``tokens`` are in its cache, the last ``crop`` of them no longer wanted.
 
     With a ``vocabulary`` the last hop is asked for logits, where those that come decide all that is wanted.
@@ -46,7 +46,7 @@ class Row:
         self,
         session: ChainSession,
         max_tokens: int,
-        wanted: Wanted,
+        wanted: AnswerOptions,
         written: TokenBytes,
         costs: Costs,
         tokens: tuple[int, ...] = (),
@@ -89,12 +89,12 @@ class Row:
         self.tokens[start:], self.crop = ids, 0
         return out[0, -want:]
 
-    def offer(self, checks: Checks | None) -> Offer | None:
+    def offer(self, checks: HeadChecks | None) -> ServerLogits | None:
         """The logits that came with the last step, and whether they are looked at."""
         given = self.session.given
-        return None if given is None or checks is None else Offer(self.session, given, checks.is_due(given))
+        return None if given is None or checks is None else ServerLogits(self.session, given, checks.is_due(given))
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: RowReport) -> None:
         """Note what has happened so far."""
         told.chain = self.session.chain
         for repair in self.session.statistics.repairs[self._n_repairs :]:

@@ -49,7 +49,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledToken:
     """A token, its log-probability (0 where nobody asked), and the most likely ones with theirs."""
 
     token: int
@@ -71,7 +71,7 @@ class Sampler:
             self._generator.manual_seed(sampling.seed)
         self._warpers = _warpers(sampling) if sampling.temperature > 0 else []
 
-    def choose(self, logits: torch.Tensor, allowed: torch.Tensor | None = None) -> Choice:
+    def choose(self, logits: torch.Tensor, allowed: torch.Tensor | None = None) -> SampledToken:
         """Choose from [vocabulary] logits, of the ``allowed`` ones (a mask) if given; ``took`` says that it counts."""
         scores = self._penalised(logits)
         if allowed is not None:
@@ -105,12 +105,12 @@ class Sampler:
             scores = scores.index_add(0, ids, values)
         return scores
 
-    def _told(self, token: int, logits: torch.Tensor) -> Choice:
+    def _told(self, token: int, logits: torch.Tensor) -> SampledToken:
         if not self._sampling.tells:
-            return Choice(token)
+            return SampledToken(token)
         logprobs = logits.log_softmax(-1)
         values, ids = logprobs.topk(min(self._sampling.n_top, logits.shape[0]))
-        return Choice(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+        return SampledToken(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 def _warpers(sampling: Sampling) -> list[TemperatureLogitsWarper]:

@@ -95,7 +95,7 @@ class _Text(Protocol):
 
 def _text_after(tokens: TokenBytes, before: Sequence[int]) -> _Text:
     if not tokens.is_known:
-        return _Decoded(tokens, before)
+        return _DecodedText(tokens, before)
     return _Runs(tokens, before) if tokens.has_runs else _Utf8(tokens, before)
 
 
@@ -168,7 +168,7 @@ class _Runs:
         return text
 
 
-class _Decoded:
+class _DecodedText:
     """By a decoder that nothing is known of: what decoding some tokens more makes longer, once it is whole."""
 
     def __init__(self, tokens: TokenBytes, before: Sequence[int]) -> None:

@@ -42,14 +42,14 @@ ANSWER_TIMEOUT_S = 3.0  # for a relay that has the other peer at hand
 BULK_BYTES_PER_S = 262_144  # a circuit that moves more lets others go first: tokens move less
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
+class RelayRequest(msgspec.Struct, frozen=True, array_like=True):
     """To a relay: a circuit to ``target``, or, if that is empty, a reservation; with the asker's ``certificate``."""
 
     target: Name = ""
     certificate: Certificate = ()
 
 
-class Granted(msgspec.Struct, frozen=True, array_like=True):
+class RelayGrant(msgspec.Struct, frozen=True, array_like=True):
     """From a relay: ``why_not`` is empty, and the bytes of the other side follow; ``seen_at``: where you come from."""
 
     why_not: Text = ""
@@ -108,7 +108,7 @@ class Circuits:
         stream = await self._network.open_for_reservation(relay)
         self._relays[relay] += 1  # it may bring somebody before its answer has been read
         try:
-            self._network.note_seen_at((await self._ask(stream, Ask(certificate=self._certificate))).seen_at)
+            self._network.note_seen_at((await self._ask(stream, RelayRequest(certificate=self._certificate))).seen_at)
             held()
             await stream.receive()
         finally:
@@ -119,17 +119,17 @@ class Circuits:
     async def dial(self, relay: PeerId, target: PeerId) -> IRawConnection:
         """Have a relay connect this peer to another. Raises PeerError."""
         stream = await self._network.open_for_relay(relay)
-        granted = await self._ask(stream, Ask(target, self._certificate))
+        granted = await self._ask(stream, RelayRequest(target, self._certificate))
         if not self._network.announced_ports():  # else the connection comes from another port than reservations
             self._network.note_seen_at(granted.seen_at)
         return Circuit(stream, is_initiator=True)
 
-    async def _ask(self, stream: Libp2pStream, ask: Ask) -> Granted:
+    async def _ask(self, stream: Libp2pStream, ask: RelayRequest) -> RelayGrant:
         is_granted = False
         try:
             with trio.fail_after(ANSWER_TIMEOUT_S):
                 await write(stream, ask)
-                granted = await read(stream, Granted)
+                granted = await read(stream, RelayGrant)
             is_granted = not granted.why_not
         except trio.TooSlowError:
             raise Unreachable(f"the relay {stream.peer} did not answer within {ANSWER_TIMEOUT_S} s") from None
@@ -156,11 +156,11 @@ class Circuits:
     async def asked(self, stream: Libp2pStream) -> None:
         """Somebody asks this peer to relay."""
         with trio.fail_after(ANSWER_TIMEOUT_S):
-            ask = await read(stream, Ask)
+            ask = await read(stream, RelayRequest)
         relayed = self.may_relay(stream.peer, ask.certificate) if self.may_relay else None
         why_not = self._why_not(stream.peer, ask, relayed)
         if relayed is None or why_not:
-            await write(stream, Granted(why_not))
+            await write(stream, RelayGrant(why_not))
             await stream.aclose()
             return
         self._sponsors[stream.peer] = relayed.sponsor
@@ -173,7 +173,9 @@ class Circuits:
             if not self._reserved[stream.peer] and not self._asked[stream.peer]:
                 self._sponsors.pop(stream.peer, None)
 
-    async def _while_member(self, ask: Ask, stream: Libp2pStream, relay: Callable[[], Awaitable[None]]) -> None:
+    async def _while_member(
+        self, ask: RelayRequest, stream: Libp2pStream, relay: Callable[[], Awaitable[None]]
+    ) -> None:
         """Relay until it ends, or until who asked is no member any more, or this peer relays no more."""
         async with trio.open_nursery() as nursery:
 
@@ -189,7 +191,7 @@ class Circuits:
                 logger.debug("relaying for %s ended: %s", stream.peer, error)
             nursery.cancel_scope.cancel()
 
-    def _why_not(self, peer: PeerId, ask: Ask, relayed: Relayed | None) -> str:
+    def _why_not(self, peer: PeerId, ask: RelayRequest, relayed: Relayed | None) -> str:
         if self.may_relay is None:
             return "this member does not relay"
         if relayed is None:
@@ -222,7 +224,7 @@ class Circuits:
         peer = stream.peer
         self._reserved[peer] += 1
         try:
-            await write(stream, Granted(seen_at=stream.remote_address))
+            await write(stream, RelayGrant(seen_at=stream.remote_address))
             await stream.receive()
         finally:
             self._reserved = self._reserved - Counter([peer])
@@ -235,13 +237,13 @@ class Circuits:
         try:
             other = await self._network.open_to_reserved(target)
             await write(other, Caller(stream.peer))
-            await write(stream, Granted(seen_at=stream.remote_address))
+            await write(stream, RelayGrant(seen_at=stream.remote_address))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_pour, stream, other, nursery.cancel_scope)
                 nursery.start_soon(_pour, other, stream, nursery.cancel_scope)
         except PeerError as error:
             if other is None:
-                await write(stream, Granted(f"{target} is gone: {error}"[:200]))
+                await write(stream, RelayGrant(f"{target} is gone: {error}"[:200]))
         finally:
             self._asked = self._asked - Counter([stream.peer])
             with trio.CancelScope(shield=True):

@@ -15,7 +15,7 @@ import trio
 from swarmd.errors import RemoteProtocolError, Unreachable
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.wire import read, write
-from swarmd.plan.links.reachability import Answer
+from swarmd.plan.links.reachability import ReachabilityReport
 from swarmd.protocol.fields import Text
 from swarmd.values import PeerId
 
@@ -28,13 +28,13 @@ Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 Ports = Annotated[tuple[Port, ...], msgspec.Meta(max_length=MAX_PORTS)]
 
 
-class Try(msgspec.Struct, frozen=True, array_like=True):
+class DialRequest(msgspec.Struct, frozen=True, array_like=True):
     """Ask to be dialled at these ports of the address that this comes from."""
 
     ports: Ports = ()
 
 
-class Tried(msgspec.Struct, frozen=True, array_like=True):
+class DialResult(msgspec.Struct, frozen=True, array_like=True):
     """What came of it: the address, and the ports where the asker answered."""
 
     host: Text = ""
@@ -55,13 +55,13 @@ class DialBack:
         self._network = network
         self._tried_for: set[PeerId] = set()
 
-    async def ask(self, stream: Libp2pStream, ports: tuple[int, ...]) -> Answer:
+    async def ask(self, stream: Libp2pStream, ports: tuple[int, ...]) -> ReachabilityReport:
         """Ask over a stream, which ends with that. Raises PeerError when the other cannot say."""
         peer = stream.peer
         try:
             with trio.fail_after(ANSWER_TIMEOUT_S):
-                await write(stream, Try(ports[:MAX_PORTS]))
-                tried = await read(stream, Tried)
+                await write(stream, DialRequest(ports[:MAX_PORTS]))
+                tried = await read(stream, DialResult)
         except trio.TooSlowError:
             raise Unreachable(f"{peer} did not say within {ANSWER_TIMEOUT_S} s whether it can connect here") from None
         finally:
@@ -73,15 +73,15 @@ class DialBack:
             ipaddress.ip_address(tried.host)
         except ValueError:
             raise RemoteProtocolError(f"{peer} sees this peer at {tried.host[:80]!r}, which is no IP address") from None
-        return Answer(peer, tried.host, tuple(port for port in tried.open_ports if port in ports))
+        return ReachabilityReport(peer, tried.host, tuple(port for port in tried.open_ports if port in ports))
 
     async def asked(self, stream: Libp2pStream) -> None:
         """Somebody wants to be dialled."""
         with trio.fail_after(ANSWER_TIMEOUT_S):
-            wanted = await read(stream, Try)
+            wanted = await read(stream, DialRequest)
         remote, peer = stream.remote_address, stream.peer
         if remote is None or peer in self._tried_for or len(self._tried_for) >= MAX_AT_ONCE:
-            await write(stream, Tried())
+            await write(stream, DialResult())
             await stream.aclose()
             return
         found: list[int] = []
@@ -98,5 +98,5 @@ class DialBack:
                     nursery.start_soon(attempt, port)
         finally:
             self._tried_for.discard(peer)
-        await write(stream, Tried(remote[0], tuple(sorted(found))))
+        await write(stream, DialResult(remote[0], tuple(sorted(found))))
         await stream.aclose()

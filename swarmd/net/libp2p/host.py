@@ -36,7 +36,7 @@ from swarmd.net.interfaces import expand, has_ipv6, networks
 from swarmd.net.libp2p.noise import BufferedNoise
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, HandshakeError, OurMuxer, connection_config, one_attempt
-from swarmd.net.libp2p.ways import Libp2pWays, is_relayed, remote_of
+from swarmd.net.libp2p.ways import Libp2pNatTraversal, is_relayed, remote_of
 from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.net.traffic import Traffic
 from swarmd.plan.links.dialing import host_of, is_circuit, is_private
@@ -104,7 +104,7 @@ class Libp2pNetwork:
         self._channels = frozenset(_protocol(purpose) for purpose in PURPOSES)
         for purpose in purposes:
             self.host.set_stream_handler(_protocol(purpose), self._accept(purpose))
-        self.ways = Libp2pWays(self, certificate)
+        self.ways = Libp2pNatTraversal(self, certificate)
         self.swarm.dial_circuit = self.ways.dial_circuit
 
     @asynccontextmanager

@@ -14,7 +14,7 @@ MAX_READ_OF_STRANGER = 4_096  # at a time
 MAX_BYTES_OF_STRANGER = 65_536  # a handshake takes 2 KiB
 
 
-class Metered(OverConnection):
+class MeteredConnection(OverConnection):
     """A connection of which little is read before the other side has shown its key; ``traffic`` counts its bytes.
 
     py-libp2p reads as many bytes as a stranger's length prefix says, up to 2^64.

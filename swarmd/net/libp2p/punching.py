@@ -35,14 +35,14 @@ AGAIN_AFTER_S = 300.0  # what could not be made direct is not tried at each conn
 Place = tuple[Text, Annotated[int, msgspec.Meta(ge=1, le=65_535)]]
 
 
-class Meet(msgspec.Struct, frozen=True, array_like=True):
+class MeetRequest(msgspec.Struct, frozen=True, array_like=True):
     """Where the sender can be dialled (multiaddrs), or else where relays see it (host, port), if they do."""
 
     dial: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
     seen_at: Place | None = None
 
 
-class Go(msgspec.Struct, frozen=True, array_like=True):
+class PunchStart(msgspec.Struct, frozen=True, array_like=True):
     """Dial now."""
 
 
@@ -55,7 +55,7 @@ class Meeting(Protocol):
     async def open_punch(self, peer: PeerId) -> Libp2pStream:
         """A stream over the connection that there is."""
 
-    def whereabouts(self) -> Meet: ...
+    def whereabouts(self) -> MeetRequest: ...
 
     async def dial_back(self, addresses: tuple[str, ...], peer: PeerId) -> bool:
         """Make a new connection to any of these."""
@@ -105,12 +105,12 @@ class Punching:
         """How the new connection came to be; None when there is none."""
         own = self._network.whereabouts()
         await write(stream, own)
-        other = await read(stream, Meet)
+        other = await read(stream, MeetRequest)
         if own.dial:
             return "reversed"  # it answers once it has dialled
         if own.seen_at is None or other.seen_at is None:
             return None
-        await write(stream, Go())
+        await write(stream, PunchStart())
         return "punched" if await self._punch(other.seen_at, stream.peer, is_initiator=True) else None
 
     async def met(self, stream: Libp2pStream) -> None:
@@ -135,14 +135,14 @@ class Punching:
 
     async def _meet_halfway(self, stream: Libp2pStream) -> None:
         with trio.move_on_after(UPGRADE_TIMEOUT_S):
-            other = await read(stream, Meet)
+            other = await read(stream, MeetRequest)
             if other.dial:
                 wanted = tuple(a for a in other.dial if (host := host_of(a)) and self._network.may_dial(str(host)))
                 if wanted and await self._network.dial_back(wanted, stream.peer):
-                    await write(stream, Meet())
+                    await write(stream, MeetRequest())
                 return
-            await write(stream, Meet(seen_at=self._network.whereabouts().seen_at))
-            await read(stream, Go)
+            await write(stream, MeetRequest(seen_at=self._network.whereabouts().seen_at))
+            await read(stream, PunchStart)
             if other.seen_at is not None and self._network.may_dial(other.seen_at[0]):
                 await self._punch(other.seen_at, stream.peer, is_initiator=False)
 

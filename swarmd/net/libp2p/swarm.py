@@ -36,7 +36,7 @@ from multiaddr import Multiaddr
 
 from swarmd.net.handles import is_scarce
 from swarmd.net.interfaces import expand, networks
-from swarmd.net.libp2p.metered import Metered, beyond
+from swarmd.net.libp2p.metered import MeteredConnection, beyond
 from swarmd.net.libp2p.noise import remote_of
 from swarmd.net.libp2p.own_port import connect_from, kept_port
 from swarmd.net.libp2p.yamux import YamuxConnection, YamuxStream
@@ -332,7 +332,7 @@ class GuardedSwarm(Swarm):
             await raw_conn.close()
             raise SwarmException(f"{address} has {limit} connections pending already")
         self._pending_by_address[address] += 1
-        metered = Metered(raw_conn, False, beyond(raw_conn, self.traffic))
+        metered = MeteredConnection(raw_conn, False, beyond(raw_conn, self.traffic))
         try:
             muxed = await super().upgrade_inbound_raw_conn(metered, maddr)
         finally:
@@ -343,7 +343,7 @@ class GuardedSwarm(Swarm):
     async def upgrade_outbound_raw_conn(
         self, raw_conn: IRawConnection, peer_id: ID, pre_scope: Any = None
     ) -> SwarmConn:
-        metered = Metered(raw_conn, True, beyond(raw_conn, self.traffic))
+        metered = MeteredConnection(raw_conn, True, beyond(raw_conn, self.traffic))
         upgraded = await super().upgrade_outbound_raw_conn(metered, peer_id, pre_scope)
         metered.trust()
         return upgraded

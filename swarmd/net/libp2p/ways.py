@@ -25,12 +25,12 @@ from swarmd.net.api import MayRelay, Way
 from swarmd.net.interfaces import networks
 from swarmd.net.libp2p.circuits import Circuits
 from swarmd.net.libp2p.dial_back import DialBack
-from swarmd.net.libp2p.punching import MAX_ADDRESSES, Meet, Place, Punching
+from swarmd.net.libp2p.punching import MAX_ADDRESSES, MeetRequest, Place, Punching
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import GuardedSwarm
 from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.plan.links.dialing import host_of, is_circuit, is_private, may_be_named, relay_of
-from swarmd.plan.links.reachability import Answer, version_of
+from swarmd.plan.links.reachability import ReachabilityReport, version_of
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Host(Protocol):
     def is_used(self, connection: INetConn) -> bool: ...
 
 
-class Libp2pWays:
+class Libp2pNatTraversal:
     """See ``net.api.Ways``, and the module."""
 
     def __init__(self, host: Host, certificate: tuple[bytes, ...]) -> None:
@@ -85,7 +85,7 @@ class Libp2pWays:
 
     # --- net.api.Ways ----------------------------------------------------------------------------------------
 
-    async def ask_dial_back(self, peer: PeerId, version: int) -> Answer:
+    async def ask_dial_back(self, peer: PeerId, version: int) -> ReachabilityReport:
         ports = [self._port_of_router] if self._port_of_router else []
         async with self._connection_over(peer, version) as connection:
             remote = remote_of(connection)
@@ -213,10 +213,10 @@ class Libp2pWays:
     async def open_punch(self, peer: PeerId) -> Libp2pStream:
         return await self._host.open(peer, PUNCH)
 
-    def whereabouts(self) -> Meet:
+    def whereabouts(self) -> MeetRequest:
         direct = [a for a in self._host.addresses() if not is_circuit(a)]
         direct.sort(key=lambda a: (host := host_of(a)) is not None and is_private(host))  # who is not near needs others
-        return Meet(dial=tuple(direct[:MAX_ADDRESSES])) if self._is_open else Meet(seen_at=self._seen_at)
+        return MeetRequest(dial=tuple(direct[:MAX_ADDRESSES])) if self._is_open else MeetRequest(seen_at=self._seen_at)
 
     async def dial_back(self, addresses: tuple[str, ...], peer: PeerId) -> bool:
         wanted = tuple(address for address in addresses if not is_circuit(address))

@@ -43,7 +43,7 @@ class StreamState:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class YamuxEvent:
     """Something the shell must act on: what happened and to which stream (0: the connection)."""
 
     kind: str  # opened, readable, writable, closed, reset, pong, go_away
@@ -126,10 +126,10 @@ class YamuxCore:
     def unanswered_pings(self) -> int:
         return len(self._pings)
 
-    def receive_untrusted(self, data: bytes, now: float) -> tuple[list[Event], bytes]:
+    def receive_untrusted(self, data: bytes, now: float) -> tuple[list[YamuxEvent], bytes]:
         """Take bytes from the peer; returns events and bytes to answer with. Raises YamuxError."""
         self._buffer += data
-        events: list[Event] = []
+        events: list[YamuxEvent] = []
         replies: list[bytes] = []
         at = 0
         while len(self._buffer) - at >= HEADER.size:
@@ -162,26 +162,28 @@ class YamuxCore:
         length: int,
         payload: memoryview,
         now: float,
-        events: list[Event],
+        events: list[YamuxEvent],
         replies: list[bytes],
     ) -> None:
         if kind == PING:
             self._handle_ping(flags, length, now, events, replies)
         elif kind == GO_AWAY:
-            events.append(Event("go_away"))
+            events.append(YamuxEvent("go_away"))
         else:
             stream = self._stream_for(stream_id, flags, events, replies)
             if stream is not None:
                 self._handle_stream(stream, kind, flags, length, payload, events)
 
-    def _handle_ping(self, flags: int, value: int, now: float, events: list[Event], replies: list[bytes]) -> None:
+    def _handle_ping(self, flags: int, value: int, now: float, events: list[YamuxEvent], replies: list[bytes]) -> None:
         if flags & SYN:
             replies.append(HEADER.pack(0, PING, ACK, 0, value))
         elif (sent := self._pings.pop(value, None)) is not None:
             self.round_trip_s = now - sent if self.round_trip_s is None else min(self.round_trip_s, now - sent)
-            events.append(Event("pong"))
+            events.append(YamuxEvent("pong"))
 
-    def _stream_for(self, stream_id: int, flags: int, events: list[Event], replies: list[bytes]) -> StreamState | None:
+    def _stream_for(
+        self, stream_id: int, flags: int, events: list[YamuxEvent], replies: list[bytes]
+    ) -> StreamState | None:
         stream = self.streams.get(stream_id)
         if stream is not None or not flags & SYN:
             return stream  # frames for a stream that was reset here are dropped
@@ -192,28 +194,28 @@ class YamuxCore:
             return None
         stream = self.streams[stream_id] = StreamState(stream_id)
         replies.append(HEADER.pack(0, WINDOW, ACK, stream_id, 0))
-        events.append(Event("opened", stream_id))
+        events.append(YamuxEvent("opened", stream_id))
         return stream
 
     def _handle_stream(
-        self, stream: StreamState, kind: int, flags: int, length: int, payload: memoryview, events: list[Event]
+        self, stream: StreamState, kind: int, flags: int, length: int, payload: memoryview, events: list[YamuxEvent]
     ) -> None:
         if kind == WINDOW and length:
             stream.send_window = min(stream.send_window + length, 2**32)
-            events.append(Event("writable", stream.id))
+            events.append(YamuxEvent("writable", stream.id))
         if kind == DATA and length:
             stream.credit_left -= length
             stream.received += length
             stream.readable += payload
-            events.append(Event("readable", stream.id))
+            events.append(YamuxEvent("readable", stream.id))
         if flags & RST:
             stream.reset = True
             self._forget(stream)
-            events.append(Event("reset", stream.id))
+            events.append(YamuxEvent("reset", stream.id))
         elif flags & FIN:
             stream.remote_closed = True
             self._forget_if_done(stream)
-            events.append(Event("closed", stream.id))
+            events.append(YamuxEvent("closed", stream.id))
 
     def _window_growth(self, stream: StreamState, now: float) -> int:
         fast = self.round_trip_s is not None and now - stream.credited_at < 2 * self.round_trip_s + 0.002

@@ -32,7 +32,7 @@ from swarmd.status import Status
 SCHEMA = 1  # of what is answered; raised when a field changes its meaning
 
 
-class ControlledRuns(Protocol):
+class RunControl(Protocol):
     """What it can ask of a daemon's training runs."""
 
     def status(self) -> run_status.RunsAnswer: ...
@@ -50,11 +50,11 @@ class ControlledRuns(Protocol):
     async def checkpoint(self, name: str) -> run_status.CheckpointAnswer: ...
 
 
-class Controlled(Protocol):
+class ControlServices(Protocol):
     """What the control API can ask of a daemon."""
 
     @property
-    def runs(self) -> ControlledRuns: ...
+    def runs(self) -> RunControl: ...
 
     @property
     def stop(self) -> Callable[[], None]: ...
@@ -91,7 +91,7 @@ class Controlled(Protocol):
 
 
 Query = dict[str, str]
-Call = Callable[[Controlled, Query], Status | Awaitable[Status]]
+Call = Callable[[ControlServices, Query], Status | Awaitable[Status]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ VERBS = (
 )
 
 
-def application(daemon: Controlled) -> Starlette:
+def application(daemon: ControlServices) -> Starlette:
     """Build the ASGI application."""
 
     async def stop_daemon() -> None:  # once the answer is on its way
@@ -150,13 +150,13 @@ def application(daemon: Controlled) -> Starlette:
     )
 
 
-def _route(daemon: Controlled, verb: Verb, after: BackgroundTask | None) -> Route:
+def _route(daemon: ControlServices, verb: Verb, after: BackgroundTask | None) -> Route:
     async def endpoint(request: Request) -> Response:
         try:
             answer = verb.call(daemon, {name: request.query_params.get(name, "") for name in verb.parameters})
             value = await answer if isinstance(answer, Awaitable) else answer
         except SwarmError as error:
-            return _json(answers.Refused(error=str(error), exit_code=error.exit_code), 409)
+            return _json(answers.RefusalAnswer(error=str(error), exit_code=error.exit_code), 409)
         return _json(value, 200, after)
 
     return Route(f"/v1/{verb.path}", endpoint, methods=[verb.method])
@@ -170,7 +170,7 @@ def _json(value: Status, code: int, after: BackgroundTask | None = None) -> Resp
 
 def openapi() -> dict[str, Any]:
     """The control API as OpenAPI 3.1: docs/openapi.json is this, and a test says so."""
-    structs = [*dict.fromkeys(verb.answer for verb in VERBS), answers.Refused]
+    structs = [*dict.fromkeys(verb.answer for verb in VERBS), answers.RefusalAnswer]
     schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     by_struct = dict(zip(structs, schemas, strict=True))
 
@@ -182,7 +182,7 @@ def openapi() -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for verb in VERBS:
         parameters = [{"name": n, "in": "query", "schema": {"type": "string"}} for n in verb.parameters]
-        found = {"200": response(verb.answer, "the answer"), "409": response(answers.Refused, "why not")}
+        found = {"200": response(verb.answer, "the answer"), "409": response(answers.RefusalAnswer, "why not")}
         paths[f"/v1/{verb.path}"] = {verb.method.lower(): {"parameters": parameters, "responses": found}}
     info = {"title": "swarmd control API", "version": str(SCHEMA)}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
@@ -196,7 +196,7 @@ def quiet_config() -> HypercornConfig:
 
 
 async def serve_control(
-    daemon: Controlled, path: Path, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    daemon: ControlServices, path: Path, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
     """Serve the API on a Unix socket of mode 0600 until cancelled."""
     path.unlink(missing_ok=True)

@@ -29,9 +29,9 @@ from swarmd.folders import write_file
 from swarmd.hours import Hours
 from swarmd.net.api import TaskStatus
 from swarmd.net.traffic import Traffic
-from swarmd.node.worker.share import Share
+from swarmd.node.worker.share import ComputeShare
 from swarmd.plan.links.traffic import MBIT, Limits
-from swarmd.plan.owner.policy import GIB, Pause, Rules, Sensors, Verdict, decide
+from swarmd.plan.owner.policy import GIB, Pause, Rules, Sensors, WorkPermission, decide
 from swarmd.protocol.untrusted import read_json
 from swarmd.status import PolicyStatus
 
@@ -69,9 +69,9 @@ class Presence:
         self._sensors = Sensors(datetime.now())
         self._changed = trio.Event()
         self.rules = rules_of(config)
-        self.share = Share(config.compute_share)
+        self.share = ComputeShare(config.compute_share)
         self.kept_bytes = int(config.leave_free_gib * GIB)
-        self.verdict = Verdict("has not looked yet")
+        self.verdict = WorkPermission("has not looked yet")
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Look again and again, until cancelled; it has started once it has looked."""
@@ -165,7 +165,7 @@ class Presence:
         )
 
 
-def verdict_now(config: PolicyConfig, file: Path, traffic: Traffic) -> Verdict:
+def verdict_now(config: PolicyConfig, file: Path, traffic: Traffic) -> WorkPermission:
     """What is decided before, or without, a daemon. Raises ConfigError."""
     rules = rules_of(config)
     return decide(rules, replace(read_sensors(rules), month_bytes=traffic.used().n_bytes), recall(file))

@@ -8,7 +8,7 @@ from functools import partial
 
 import trio
 
-from swarmd.books import Count, Kind
+from swarmd.books import Count, UsageKind
 from swarmd.config import Config
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.net.api import TaskStatus
@@ -45,9 +45,9 @@ class Store:
     ) -> None:
         self.library = library
         down = Pace(lambda: config.down_limit_mbit * MBIT or None)
-        taken = partial(count, Kind.WEIGHTS_TAKEN)
+        taken = partial(count, UsageKind.WEIGHTS_TAKEN)
         self.supply = Supply(library, rpc, view, down, self._in_use, config.hub, changed, taken)
-        self.donor = Donor(library.folders, Pace(self._up_bytes_per_s), partial(count, Kind.WEIGHTS_GIVEN))
+        self.donor = Donor(library.folders, Pace(self._up_bytes_per_s), partial(count, UsageKind.WEIGHTS_GIVEN))
         self._config = config
         self._held: dict[int, tuple[ModelId, frozenset[int]]] = {}
         self._uplink: Uplink = lambda: (None, False)

@@ -43,7 +43,7 @@ class _Visitor:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedIn:
+class CheckinResult:
     """What the swarm says: its catalog, or that a founder has to approve first."""
 
     catalog: bytes | None = None
@@ -52,7 +52,7 @@ class CheckedIn:
 
 async def check_in(
     keys: SwarmKeys, identity: Identity, certificate: tuple[bytes, ...], bootstrap: dict[PeerId, tuple[str, ...]]
-) -> CheckedIn:
+) -> CheckinResult:
     """Exchange once with any of ``bootstrap``.
 
     Raises ConfigError when the swarm says no (wrong key, revoked, expired), SwarmUnavailable when nobody answers.
@@ -86,7 +86,7 @@ async def check_in(
                 said.append(str(error))
         nursery.cancel_scope.cancel()
     if not said and bootstrap:
-        return CheckedIn(exchange.book.catalog_raw, waits)
+        return CheckinResult(exchange.book.catalog_raw, waits)
     if mismatches == len(bootstrap) and said:
         raise ConfigError(f"the swarm does not let this machine in: {'; '.join(said)}")
     raise SwarmUnavailable(f"no member answers: {'; '.join(said) or 'the invite names no address'}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import trio
 
-from swarmd.books import Books
+from swarmd.books import UsageLedger
 from swarmd.errors import IntegrityError
 from swarmd.net.exchange import Exchange
 from swarmd.plan.trust import order
@@ -24,7 +24,7 @@ SINCE_S = 30 * 86_400  # what was given earlier is thanked for
 class Order:
     """``weight`` is asked when a session opens, ``run`` reads the books now and then."""
 
-    def __init__(self, exchange: Exchange, books: Books, me: PeerId) -> None:
+    def __init__(self, exchange: Exchange, books: UsageLedger, me: PeerId) -> None:
         self._exchange = exchange
         self._books = books
         self._me = me

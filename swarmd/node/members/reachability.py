@@ -14,7 +14,7 @@ from ipaddress import ip_address
 import trio
 
 from swarmd.errors import IntegrityError, PeerError, Refused
-from swarmd.net.api import Relayed, Ways
+from swarmd.net.api import NatTraversal, Relayed
 from swarmd.net.port_control import NONCE_BYTES
 from swarmd.net.port_mapping import LEASE_S, Mapping, map_port, unmap_port
 from swarmd.net.rpc import Rpc
@@ -22,8 +22,8 @@ from swarmd.node.members.directory import Directory
 from swarmd.plan.links.dialing import is_circuit, is_private
 from swarmd.plan.links.reachability import (
     N_RELAYS,
-    Answer,
     Reach,
+    ReachabilityReport,
     choose_relays,
     forwarded,
     judge,
@@ -49,7 +49,13 @@ class Reachability:
     """See the module. ``offers``: it relays for others when it can be reached; ``asks_router`` to open a port."""
 
     def __init__(
-        self, ways: Ways, rpc: Rpc, directory: Directory, rng: random.Random, offers: bool, asks_router: bool = False
+        self,
+        ways: NatTraversal,
+        rpc: Rpc,
+        directory: Directory,
+        rng: random.Random,
+        offers: bool,
+        asks_router: bool = False,
     ) -> None:
         self._asks_router = asks_router
         self._nonce = hashlib.sha256(f"swarmd port {rpc.network.peer_id}".encode()).digest()[:NONCE_BYTES]
@@ -60,7 +66,9 @@ class Reachability:
         self._directory = directory
         self._rng = rng
         self._offers = offers
-        self._answers: dict[tuple[PeerId, int], tuple[Answer, float]] = {}  # by whom, over which version of IP
+        self._answers: dict[
+            tuple[PeerId, int], tuple[ReachabilityReport, float]
+        ] = {}  # by whom, over which version of IP
         self._asked_at: dict[tuple[PeerId, int], float] = {}
         self._relays: list[PeerId] = []
         self._holding: dict[PeerId, trio.CancelScope] = {}

@@ -14,7 +14,7 @@ import trio
 
 from swarmd.errors import SwarmError
 from swarmd.net.exchange import Exchange
-from swarmd.protocol.membership.catalog import MEMBERSHIP_LIFETIME_S, Admitted, Catalog, with_what_was_lost
+from swarmd.protocol.membership.catalog import MEMBERSHIP_LIFETIME_S, AdmittedMember, Catalog, with_what_was_lost
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Registrar:
     def __init__(
         self,
         exchange: Exchange,
-        admit: Callable[[dict[bytes, Admitted], Catalog], bytes | None],
+        admit: Callable[[dict[bytes, AdmittedMember], Catalog], bytes | None],
         announce: Callable[[], None],
         rng: random.Random,
     ) -> None:
@@ -55,6 +55,8 @@ class Registrar:
             except (SwarmError, OSError) as error:
                 logger.warning("%d newcomers are not in the catalog yet: %s", len(arrivals), error)
 
-    def _arrivals(self) -> dict[bytes, Admitted]:
+    def _arrivals(self) -> dict[bytes, AdmittedMember]:
         ends_at = int(self._exchange.now()) + MEMBERSHIP_LIFETIME_S
-        return {key: Admitted(ends_at, invite, terms.may) for key, invite, terms in self._exchange.doors.arrived()}
+        return {
+            key: AdmittedMember(ends_at, invite, terms.may) for key, invite, terms in self._exchange.doors.arrived()
+        }

@@ -27,7 +27,7 @@ MAX_BYTES = 1 << 30  # of one adapter: three times rank 64 on every matrix of an
 MAX_FETCHES = 2  # at a time: sessions share the link with them
 
 
-class Adapters:
+class ServerAdapters:
     """The adapters of one server. ``listed`` gives those of the catalog: hash to the hash of what each is made for."""
 
     def __init__(

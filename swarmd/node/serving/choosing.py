@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import trio
 
-from swarmd.books import Books
+from swarmd.books import UsageLedger
 from swarmd.config import Config, Serve
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Rpc
@@ -33,7 +33,7 @@ FIRST_LOOK_S = 4.0  # to see who else is there before choosing
 
 
 @dataclass(slots=True)
-class Choice:
+class PlacementChoice:
     """What a hosting chose: others of the same daemon choose beside it, and leave it its memory."""
 
     model: ModelId
@@ -43,7 +43,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class HostingServices:
     """What all hostings of a daemon share. History that memory does not hold goes to ``spill_folder``."""
 
     identity: Identity
@@ -58,18 +58,20 @@ class Around:
     turnover: Turnover
     understands: Understanding
     presence: Presence
-    books: Books
+    books: UsageLedger
     order: Order
     trials: Trials
     spill_folder: str = ""
-    choices: dict[int, Choice] = field(default_factory=dict)
+    choices: dict[int, PlacementChoice] = field(default_factory=dict)
 
     @property
     def me(self) -> PeerId:
         return self.rpc.network.peer_id
 
 
-async def choose_blocks(around: Around, wanted: Serve, slot: int, at_most: int, model: ModelId) -> Decision[Span]:
+async def choose_blocks(
+    around: HostingServices, wanted: Serve, slot: int, at_most: int, model: ModelId
+) -> Decision[Span]:
     """Choose the blocks of a model that a worker holds: ``at_most`` so many (0: as many as fit). Raises SwarmError."""
     if wanted.span is not None:
         return Decision(wanted.span, f"blocks {wanted.span}, as --blocks says")
@@ -98,11 +100,13 @@ async def choose_blocks(around: Around, wanted: Serve, slot: int, at_most: int, 
     decision = choose_span(holders, n_blocks, n_fit, speed)
     n_bytes = sum(blocks[decision.action.start : decision.action.end])
     n_bytes += head_bytes if wanted.head and decision.action.end == n_blocks else 0
-    around.choices[slot] = Choice(model, decision.action, n_bytes)
+    around.choices[slot] = PlacementChoice(model, decision.action, n_bytes)
     return decision
 
 
-async def fetch_blocks(around: Around, wanted: Serve, model: ModelId, span: Span, slot: int | None = None) -> Path:
+async def fetch_blocks(
+    around: HostingServices, wanted: Serve, model: ModelId, span: Span, slot: int | None = None
+) -> Path:
     """Have blocks on the disk, and the head where it is served, kept for worker ``slot``. Raises SwarmError."""
     groups = frozenset(span.blocks())
     if slot is not None:

@@ -16,7 +16,7 @@ from swarmd.errors import Code, Refused
 from swarmd.plan.chains import timing
 from swarmd.plan.chains.session import HopState, Watch
 from swarmd.protocol.accounts.receipt import Trail
-from swarmd.protocol.accounts.usage_receipt import Bill, Signed
+from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import Frame, FrameDecoder
 from swarmd.protocol.wire.messages import AnyMessage, Refusal
@@ -53,7 +53,7 @@ class SessionHop:
     limit_bytes: int = 0
     limit_edits: int = 0
     trail: Trail | None = None
-    bill: tuple[Bill, Signed] | None = None
+    bill: tuple[UsageReceipt, SignedUsageReceipt] | None = None
     unfinished: deque[tuple[int, int, int]] = field(default_factory=deque)
     waiting_bytes: int = 0
     waiting_edits: int = 0

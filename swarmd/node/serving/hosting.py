@@ -22,13 +22,13 @@ from swarmd.errors import ConfigError, SwarmError
 from swarmd.net.api import Purpose, TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.node.serving.balancer import Balancer
-from swarmd.node.serving.choosing import Around, choose_blocks, fetch_blocks
+from swarmd.node.serving.choosing import HostingServices, choose_blocks, fetch_blocks
 from swarmd.node.serving.hops import Deliver
-from swarmd.node.serving.lanes import Lanes
-from swarmd.node.serving.leaving import Hold, leave
-from swarmd.node.serving.served import Served
+from swarmd.node.serving.lanes import ServerLanes
+from swarmd.node.serving.leaving import ServingPause, leave
+from swarmd.node.serving.served import ServedBlocks
 from swarmd.node.serving.server import Server
-from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerStatus
+from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerLinkStatus
 from swarmd.plan.chains.admission import CacheLedger
 from swarmd.plan.chains.placement import Target, choose_model
 from swarmd.plan.owner.health import WorkerLife
@@ -68,14 +68,14 @@ class _Serving:
     model: ModelId
     placement: Decision[Span]
     server: Server
-    lanes: Lanes
+    lanes: ServerLanes
     worker: WorkerLink
 
 
 class Hosting:
     """See the module. ``slot`` is its number in this daemon's list; ``deliver`` takes frames for this very peer."""
 
-    def __init__(self, around: Around, wanted: Serve, slot: int, deliver: Deliver) -> None:
+    def __init__(self, around: HostingServices, wanted: Serve, slot: int, deliver: Deliver) -> None:
         self.wanted = wanted
         self.slot = slot
         self.state = State.CHOOSING
@@ -85,7 +85,7 @@ class Hosting:
         self._serving: _Serving | None = None
         self._coming: tuple[ModelId, Span] | None = None  # chosen, and not served yet
         self._next: tuple[ModelId, Decision[Span]] | None = None  # what a move decided
-        self._held: dict[Hold, str] = {}  # why nothing is to be served here
+        self._held: dict[ServingPause, str] = {}  # why nothing is to be served here
         self._is_urgent = trio.Event()  # its owner wants the machine now
         self._changed_mind = trio.Event()
         self._left_record: list[dict[str, Any]] = []
@@ -164,26 +164,26 @@ class Hosting:
         elif self._serving is not None and purpose == "training":
             self._serving.lanes.peer_gone(peer)
 
-    def hold(self, hold: Hold, reason: str) -> int:
+    def hold(self, hold: ServingPause, reason: str) -> int:
         """Serve nothing until ``release``; returns how many sessions have to be taken over elsewhere."""
         if hold not in self._held:
             self._changed_mind.set()
         self._held[hold] = reason
-        if hold is Hold.POLICY:
+        if hold is ServingPause.POLICY:
             self._is_urgent.set()
         if self._serving is None:
             self._set(State.PAUSED, reason)
             return 0
         return len(self._serving.server.sessions())
 
-    def is_held(self, hold: Hold) -> bool:
+    def is_held(self, hold: ServingPause) -> bool:
         return hold in self._held
 
-    def release(self, hold: Hold) -> None:
+    def release(self, hold: ServingPause) -> None:
         """Serve again, unless something else is against it."""
         if self._held.pop(hold, ""):
             self._changed_mind.set()
-        if Hold.POLICY not in self._held:
+        if ServingPause.POLICY not in self._held:
             self._is_urgent = trio.Event()
 
     async def drain(self) -> None:
@@ -253,11 +253,11 @@ class Hosting:
         """Serve until somebody changes their mind; then have the sessions taken over elsewhere."""
         around, wanted, config = self._around, self.wanted, self._around.config
         mine = (around.identity, around.books, model, placement.action, wanted.dtype)
-        served = Served(*mine, config.tuning_mib << 20, around.understands, around.order.weight)
+        served = ServedBlocks(*mine, config.tuning_mib << 20, around.understands, around.order.weight)
         worker = WorkerLink(around.start_worker, self._load_request(served, folder), around.presence.share)
         ledger, world = CacheLedger(wanted.cache_tokens), (around.rpc, around.exchange)
         server = Server(*world, served, worker, ledger, around.store.supply, self._on_server_change, self._deliver)
-        lanes = Lanes(*world, server, worker, self._deliver)
+        lanes = ServerLanes(*world, server, worker, self._deliver)
 
         async def on_refusal(refusal: Refusal, frame: Frame, more: bool) -> None:
             if not lanes.take_worker_refusal(refusal, frame):
@@ -278,7 +278,7 @@ class Hosting:
             self._serving = None
             around.directory.announce_soon()
 
-    def _load_request(self, served: Served, folder: Path) -> LoadSpan:
+    def _load_request(self, served: ServedBlocks, folder: Path) -> LoadSpan:
         wanted, config = self.wanted, self._around.config
         return LoadSpan(
             path=str(folder),
@@ -459,7 +459,7 @@ class Hosting:
         return self._serving.server.sessions() if self._serving else ()
 
 
-def _worker_status(worker: WorkerStatus) -> status.WorkerStatus:
+def _worker_status(worker: WorkerLinkStatus) -> status.WorkerStatus:
     return status.WorkerStatus(
         state=worker.state,
         pid=worker.pid,

@@ -11,9 +11,9 @@ import swarmd.status as status
 from swarmd.errors import Code, ConfigError, Refused
 from swarmd.net.api import Purpose, TaskStatus
 from swarmd.net.rpc import Channel
-from swarmd.node.serving.choosing import Around
+from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosting import Hosting
-from swarmd.node.serving.leaving import Hold
+from swarmd.node.serving.leaving import ServingPause
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import (
     AnyMessage,
@@ -41,7 +41,7 @@ TO_WHERE_IT_ENDS = (Progress, Backward)
 class Hosts:
     """See the module."""
 
-    def __init__(self, around: Around) -> None:
+    def __init__(self, around: HostingServices) -> None:
         self._around = around
         wanted = enumerate(around.config.to_host())
         self._hostings = [Hosting(around, serve, slot, self.deliver) for slot, serve in wanted]
@@ -104,25 +104,25 @@ class Hosts:
 
     def drain(self, model: str = "") -> int:
         """Stop serving a model ("": all) until ``resume``; returns how many sessions are to be taken over."""
-        chosen = [h for h in self._named(model) if not h.is_held(Hold.DRAIN)]
+        chosen = [h for h in self._named(model) if not h.is_held(ServingPause.DRAIN)]
         if not chosen:
             raise ConfigError("this daemon serves no blocks: there is nothing to drain")
-        return sum(hosting.hold(Hold.DRAIN, PAUSED_BY_DRAIN) for hosting in chosen)
+        return sum(hosting.hold(ServingPause.DRAIN, PAUSED_BY_DRAIN) for hosting in chosen)
 
     def resume(self, model: str = "") -> None:
         """Serve again after a drain."""
         if not self._hostings:
             raise ConfigError("this daemon was started with --no-serve: start it without")
         for hosting in self._named(model):
-            hosting.release(Hold.DRAIN)
+            hosting.release(ServingPause.DRAIN)
 
     def rest(self, reason: str) -> None:
         """Stop all at once for a reason; "" serves again."""
         for hosting in self._hostings:
             if reason:
-                hosting.hold(Hold.POLICY, reason)
+                hosting.hold(ServingPause.POLICY, reason)
             else:
-                hosting.release(Hold.POLICY)
+                hosting.release(ServingPause.POLICY)
 
     def _named(self, model: str) -> list[Hosting]:
         if not model:

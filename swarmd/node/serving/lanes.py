@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 import trio
 
-from swarmd.books import Kind
+from swarmd.books import UsageKind
 from swarmd.errors import Code, Refused
 from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
@@ -22,7 +22,7 @@ from swarmd.net.tasks import Tasks
 from swarmd.node.serving.hops import Deliver, Hops, Key, LaneHop, deliver_here
 from swarmd.node.serving.outbox import Outbox
 from swarmd.node.serving.server import Server
-from swarmd.node.worker.worker_link import Answer, Handlers, WorkerLink, WorkerLost
+from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerLost, WorkerReply
 from swarmd.protocol.membership.identity import require_peer_ids
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import Frame
@@ -42,7 +42,7 @@ DRAIN_LOOK_S = 0.05  # a few micro-batches are left, each some tens of ms
 RETRY_AFTER_S = 1.0  # some micro-batches: then there is room again
 
 
-class Lanes:
+class ServerLanes:
     """All lanes through one server. What may wait for its worker is bounded; with a bound of 0 none are taken.
 
     A client may have so much waiting, all together twice that.
@@ -161,7 +161,7 @@ class Lanes:
         lane.used_at = trio.current_time()
         if not is_forward:
             self._tokens_trained += message.tensor.b * message.tensor.t
-            self._server.served.books.count(Kind.MICRO_BATCHES, int(message.part[0] + 1 == message.part[1]))
+            self._server.served.books.count(UsageKind.MICRO_BATCHES, int(message.part[0] + 1 == message.part[1]))
         await self._worker.send(frame.raw)
 
     async def _on_put(self, peer: PeerId, message: PutTuned, frame: Frame) -> None:
@@ -181,7 +181,7 @@ class Lanes:
         else:
             await self._worker.send(framed(request(0), frame.payload))
 
-    async def _reply_put(self, peer: PeerId, call_id: int, answer: Answer) -> None:
+    async def _reply_put(self, peer: PeerId, call_id: int, answer: WorkerReply) -> None:
         self._outbox.tell(peer, framed(await answer.reply(call_id, lambda _: TunedHeld(re=call_id))))
 
     # --- what the worker says --------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import trio
 
-from swarmd.node.serving.lanes import Lanes
+from swarmd.node.serving.lanes import ServerLanes
 from swarmd.node.serving.server import Server
 from swarmd.node.worker.worker_link import WorkerLink, WorkerLost
 from swarmd.protocol.wire.messages import framed
@@ -22,14 +22,14 @@ WIND_DOWN_S = 0.6  # after which nothing is computed for a pause: what was asked
 GRACE_S = 3.0  # for caches to be handed over; then the worker ends, and its memory is free
 
 
-class Hold(StrEnum):
+class ServingPause(StrEnum):
     """Why nothing is served: its owner drained it, or wants the machine now (``plan.owner.policy``)."""
 
     DRAIN = "drain"
     POLICY = "policy"
 
 
-async def leave(server: Server, lanes: Lanes, worker: WorkerLink, is_urgent: trio.Event) -> None:
+async def leave(server: Server, lanes: ServerLanes, worker: WorkerLink, is_urgent: trio.Event) -> None:
     """Take no new work and give away what is here, within a bounded time.
 
     ``is_urgent``, which may be set meanwhile: its owner wants the machine, so computing ends at once, all else soon.

@@ -17,7 +17,7 @@ from swarmd.net.tasks import Tasks
 from swarmd.node.serving.hops import Key
 from swarmd.node.serving.onward import Onward
 from swarmd.node.serving.outbox import Outbox
-from swarmd.node.worker.worker_link import Answer, WorkerLink, WorkerLost
+from swarmd.node.worker.worker_link import WorkerLink, WorkerLost, WorkerReply
 from swarmd.protocol.fields import Message
 from swarmd.protocol.wire.messages import HandedOver, HandOver, Refusal, framed
 from swarmd.values import PeerId
@@ -57,7 +57,7 @@ class Migrations:
             self._parts[key].send_nowait(frame)
 
     async def _migrate(
-        self, client: PeerId, request: HandOver, answer: Answer, outgoing: trio.MemoryReceiveChannel[bytes]
+        self, client: PeerId, request: HandOver, answer: WorkerReply, outgoing: trio.MemoryReceiveChannel[bytes]
     ) -> None:
         """Send parts as they come; the last thing is the answer for the client, once all parts have left."""
         said: list[Message] = []
@@ -71,7 +71,7 @@ class Migrations:
             said = [Refusal(re=request.id, code=Code.REFUSED.value, message=failure[:500])]
         self._outbox.tell(client, framed(said[0]))
 
-    async def _close_when_answered(self, request: HandOver, answer: Answer, said: list[Message]) -> None:
+    async def _close_when_answered(self, request: HandOver, answer: WorkerReply, said: list[Message]) -> None:
         def handed(answered: HandedOver) -> HandedOver:
             return HandedOver(re=request.id, n_bytes=answered.n_bytes)
 

@@ -29,7 +29,7 @@ TOGETHER_BYTES = 256 * 1024  # in one write: more gives nothing, and would delay
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _QueuedFrames:
     """Frames for one peer, whose sponsor it has (``net.outbound``), and when it last took any."""
 
     sponsor: bytes
@@ -56,7 +56,7 @@ class Outbox:
         self._failed = failed
         self._to_self = to_self
         self._purpose = purpose
-        self._waiting: dict[PeerId, _Waiting] = {}
+        self._waiting: dict[PeerId, _QueuedFrames] = {}
         self._is_sent = trio.Event()  # something that waited, or its peer is lost
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -76,7 +76,7 @@ class Outbox:
             return
         waiting = self._waiting.get(peer)
         if waiting is None:
-            waiting = self._waiting[peer] = _Waiting(self._rpc.sponsor_of(peer), trio.current_time())
+            waiting = self._waiting[peer] = _QueuedFrames(self._rpc.sponsor_of(peer), trio.current_time())
             self._tasks.start_soon(self._drain, peer, waiting)
         if refusal := self._why_not(waiting, len(frame)):
             self._failed(peer, refusal)
@@ -84,7 +84,7 @@ class Outbox:
         waiting.frames.append(frame)
         waiting.n_bytes += len(frame)
 
-    def _why_not(self, waiting: _Waiting, n_bytes: int) -> str:
+    def _why_not(self, waiting: _QueuedFrames, n_bytes: int) -> str:
         """Why a frame cannot wait with those for peers of the same sponsor; "" when it can."""
         of_others = sum(w.n_bytes for w in self._waiting.values() if w.sponsor != waiting.sponsor)
         of_sponsor = sum(w.n_bytes for w in self._waiting.values() if w.sponsor == waiting.sponsor)
@@ -116,7 +116,7 @@ class Outbox:
         except PeerError as error:
             self._failed(peer, str(error))
 
-    async def _drain(self, peer: PeerId, waiting: _Waiting) -> None:
+    async def _drain(self, peer: PeerId, waiting: _QueuedFrames) -> None:
         try:
             while waiting.frames:
                 frames = _leading(waiting.frames, 1 if peer == self._rpc.network.peer_id else TOGETHER_BYTES)

@@ -24,7 +24,7 @@ from swarmd.errors import (
     SwarmUnavailable,
 )
 from swarmd.net.rpc import Channel
-from swarmd.node.serving.choosing import Around
+from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
 from swarmd.node.serving.server import Server
 from swarmd.node.serving.short_session import opening_of, short_session
@@ -39,8 +39,8 @@ from swarmd.plan.trust.reputation import (
     to_probe,
 )
 from swarmd.plan.trust.standing import Fault
-from swarmd.protocol.accounts.evidence import Shown, read_untrusted
-from swarmd.protocol.membership.records import Found, PeerRecord, SpanRecord
+from swarmd.protocol.accounts.evidence import CoherentEvidence, read_untrusted
+from swarmd.protocol.membership.records import PeerRecord, ProbeFinding, SpanRecord
 from swarmd.protocol.wire.arrays import Floats, pack_array, rounded, unpack_array_untrusted
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import (
@@ -70,17 +70,17 @@ MAX_FOUND = 32  # of a record: wrong ones first
 class Prober:
     """What this daemon has found of others, and goes on finding."""
 
-    def __init__(self, around: Around, hosts: Hosts) -> None:
+    def __init__(self, around: HostingServices, hosts: Hosts) -> None:
         self._around = around
         self._hosts = hosts
         self._probed_at: dict[tuple[str, bytes], float] = {}
-        self._found: dict[tuple[str, bytes], tuple[Found, str]] = {}
+        self._found: dict[tuple[str, bytes], tuple[ProbeFinding, str]] = {}
         self._unsaid_since: dict[tuple[str, bytes], float] = {}  # servers of which too few have said anything
         self._judging = trio.Lock()
         self._judged: dict[tuple[str, bytes], None] = {}  # whom, and of which session
         self._answers: dict[tuple[bytes, PeerId], trio.MemorySendChannel[Floats]] = {}
 
-    def announced(self) -> tuple[Found, ...]:
+    def announced(self) -> tuple[ProbeFinding, ...]:
         """What is found of servers that are there, and who of those that left was wrong, as records carry it."""
         present = {(s.peer, name_of(s)) for s in self._around.directory.view().spans}
         found = [found for key, (found, _) in self._found.items() if key in present or not found.is_right]
@@ -170,7 +170,9 @@ class Prober:
             self._note(accused, decision)
         await channel.send(Believed(re=message.id, is_wrong=not decision.action, why=decision.reason))
 
-    async def _recomputed(self, shown: Shown, accused: SpanRecord, mine: SpanRecord) -> tuple[Decision[bool], bool]:
+    async def _recomputed(
+        self, shown: CoherentEvidence, accused: SpanRecord, mine: SpanRecord
+    ) -> tuple[Decision[bool], bool]:
         """Is it equal, and clearly so?"""
         b, n, _ = shown.entered.shape
         try:

@@ -13,11 +13,11 @@ from swarmd.net.exchange import Exchange
 from swarmd.net.tasks import Tasks
 from swarmd.node.serving.hops import Key, SessionHop
 from swarmd.node.serving.outbox import Outbox
-from swarmd.node.serving.served import Served
-from swarmd.node.worker.worker_link import Answer, WorkerLink, WorkerLost
+from swarmd.node.serving.served import ServedBlocks
+from swarmd.node.worker.worker_link import WorkerLink, WorkerLost, WorkerReply
 from swarmd.protocol.accounts import receipt, usage_receipt
 from swarmd.protocol.accounts.receipt import Receipt, Trail
-from swarmd.protocol.accounts.usage_receipt import Bill, Signed
+from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.wire.messages import (
     OpenSession,
@@ -37,7 +37,9 @@ OPS_INTERVAL = 32  # ops that one receipt is for: a signature costs 0.1 ms, a di
 class Receipts:
     """Those of one server. ``outbox`` reaches clients."""
 
-    def __init__(self, exchange: Exchange, served: Served, worker: WorkerLink, outbox: Outbox, tasks: Tasks) -> None:
+    def __init__(
+        self, exchange: Exchange, served: ServedBlocks, worker: WorkerLink, outbox: Outbox, tasks: Tasks
+    ) -> None:
         self._exchange = exchange
         self._served = served
         self._worker = worker
@@ -72,7 +74,7 @@ class Receipts:
             usage_receipt.verify_taken_untrusted(said, body, message.taken)
         except IntegrityError as error:
             raise Forged(str(error)) from None
-        hop.bill = said, Signed(body, usage_receipt.given_by(identity, body), message.taken)
+        hop.bill = said, SignedUsageReceipt(body, usage_receipt.given_by(identity, body), message.taken)
 
     def ended(self, hop: SessionHop) -> None:
         """A session is over: what it came to goes into the books."""
@@ -89,7 +91,7 @@ class Receipts:
             raise Refused(Code.NOT_HELD, "no receipts of this session: its rows were reordered")
         self._outbox.tell(hop.state.client, self._signed((request.session, request.start), hop, request.id))
 
-    async def _pass_on(self, client: PeerId, request: WantTokens, answer: Answer) -> None:
+    async def _pass_on(self, client: PeerId, request: WantTokens, answer: WorkerReply) -> None:
         try:
             said = await answer.wait()
         except (Refused, WorkerLost) as error:
@@ -124,7 +126,7 @@ class Receipts:
             ),
             self._served.identity,
         )
-        so_far = Bill(
+        so_far = UsageReceipt(
             giver=self._served.identity.peer_id,
             taker=hop.state.client,
             session=key[0],

@@ -8,7 +8,7 @@ import numpy as np
 import trio
 
 from swarmd.errors import Code, PeerTimeout, Refused
-from swarmd.node.serving.served import Served
+from swarmd.node.serving.served import ServedBlocks
 from swarmd.node.worker.worker_link import WorkerLink
 from swarmd.protocol.wire.arrays import Floats, pack_array, unpack_array_untrusted
 from swarmd.protocol.wire.frames import Frame
@@ -22,7 +22,7 @@ TOKENS_AT_ONCE = 64  # in one op: decoding goes on between
 class Recompute:
     """See the module. ``take`` is given what the worker says of sessions that are nobody else's."""
 
-    def __init__(self, served: Served, worker: WorkerLink) -> None:
+    def __init__(self, served: ServedBlocks, worker: WorkerLink) -> None:
         self._served = served
         self._worker = worker
         self._parts: dict[bytes, trio.MemorySendChannel[Floats | Refusal]] = {}

@@ -6,7 +6,7 @@ from swarmd.net.rpc import Channel
 from swarmd.node.serving.hops import SessionHop
 from swarmd.node.serving.onward import Onward
 from swarmd.node.serving.outbox import Outbox
-from swarmd.node.worker.worker_link import Answer, WorkerLink
+from swarmd.node.worker.worker_link import WorkerLink, WorkerReply
 from swarmd.protocol.wire.messages import Opened, OpenSession, Replay, Replayed, Reroute, Rerouted, framed
 from swarmd.values import PeerId
 
@@ -36,7 +36,7 @@ class Replies:
         reply = Rerouted(re=message.id, received=hop.state.received, push=hop.push, why=hop.why[:500])
         self._outbox.tell(channel.peer, framed(reply))
 
-    async def replayed(self, peer: PeerId, message: Replay, answer: Answer) -> None:
+    async def replayed(self, peer: PeerId, message: Replay, answer: WorkerReply) -> None:
         def replayed(said: Replayed) -> Replayed:
             return Replayed(re=message.id, ops=said.ops, tokens=said.tokens)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swarmd.books import Books
+from swarmd.books import UsageLedger
 from swarmd.errors import Code, Refused
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.understanding import OURS, Understanding
@@ -13,14 +13,14 @@ from swarmd.values import ModelId, PeerId, Span
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedBlocks:
     """Blocks of a model, in one dtype, by ``identity``; what was given is in ``books``.
 
     ``limit_bytes`` may wait here for fine-tuning. ``weight_of`` a client says how much it gets of what is short.
     """
 
     identity: Identity
-    books: Books
+    books: UsageLedger
     model: ModelId
     span: Span
     dtype: str

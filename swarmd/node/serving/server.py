@@ -19,7 +19,7 @@ from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
-from swarmd.node.serving.adapters import Adapters
+from swarmd.node.serving.adapters import ServerAdapters
 from swarmd.node.serving.heartbeat import Heartbeats
 from swarmd.node.serving.hops import Deliver, Hops, Key, SessionHop, deliver_here, rows
 from swarmd.node.serving.migration import Migrations
@@ -28,10 +28,10 @@ from swarmd.node.serving.outbox import Outbox
 from swarmd.node.serving.receipts import Receipts
 from swarmd.node.serving.recompute import Recompute
 from swarmd.node.serving.replies import Replies
-from swarmd.node.serving.served import Served
+from swarmd.node.serving.served import ServedBlocks
 from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerLost
 from swarmd.plan.chains.admission import CacheLedger
-from swarmd.plan.chains.session import HopState, Verdict, Watch, accept_op, judge_op
+from swarmd.plan.chains.session import HopState, OpVerdict, Watch, accept_op, judge_op
 from swarmd.protocol.membership.identity import require_peer_ids
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import Frame
@@ -77,7 +77,7 @@ class Server:
         self,
         rpc: Rpc,
         exchange: Exchange,
-        served: Served,
+        served: ServedBlocks,
         worker: WorkerLink,
         ledger: CacheLedger,
         supply: Supply,
@@ -101,7 +101,7 @@ class Server:
         self._migrations = Migrations(rpc, self.onward, worker, self._outbox, self._tasks)
         self._replies = Replies(self.onward, worker, self._outbox)
         self._receipts = Receipts(exchange, served, worker, self._outbox, self._tasks)
-        self._adapters = Adapters(supply, served.model, worker, self._adapters_listed)
+        self._adapters = ServerAdapters(supply, served.model, worker, self._adapters_listed)
         self._tokens_served = 0
         self._refused: Counter[str] = Counter()
         self._ended = trio.Event()
@@ -192,10 +192,10 @@ class Server:
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
         decision = judge_op(hop.state, op, peer)
         now = trio.current_time()
-        if decision.action.verdict is Verdict.REFUSE:
+        if decision.action.verdict is OpVerdict.REFUSE:
             raise Refused(decision.action.code, decision.reason)
         hop.sender, hop.used_at = peer, now
-        if decision.action.verdict is Verdict.DUPLICATE:
+        if decision.action.verdict is OpVerdict.DUPLICATE:
             hop.told_finished = -1  # whoever asks twice has not heard
             if op.seq <= hop.state.finished:
                 await self._resend(op, hop)

@@ -35,7 +35,7 @@ NO_WORD_ABOUT_IT = (*OUR_MEMBERSHIP, Code.BANNED, Code.UNSUPPORTED)  # of this p
 
 
 @dataclass(slots=True)
-class _Tried:
+class _TrialResult:
     at: float
     n_refusals: int = 0
 
@@ -52,7 +52,7 @@ class Trials:
         self._rpc = rpc
         self._exchange = exchange
         self._rng = rng
-        self._tried: dict[Own, _Tried] = {}
+        self._tried: dict[Own, _TrialResult] = {}
         self._joining_since: dict[Own, float] = {}
 
     def cover(self, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
@@ -118,6 +118,6 @@ class Trials:
         if before is not None and not is_serving:
             n_refusals = before.n_refusals + (now - before.at >= APART_S)
         is_early = before is not None and not is_serving and now - before.at < APART_S
-        self._tried[of(span)] = _Tried(before.at if is_early and before is not None else now, n_refusals)
+        self._tried[of(span)] = _TrialResult(before.at if is_early and before is not None else now, n_refusals)
         if len(self._tried) > MAX_REMEMBERED:
             del self._tried[next(iter(self._tried))]

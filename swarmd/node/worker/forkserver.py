@@ -29,7 +29,7 @@ LOOK_S = 0.02  # how late the end of a child is told at most
 _INT = array.array("i").itemsize
 
 
-class Forked:
+class ForkedProcess:
     """A child of the fork server, as ``subprocess.Popen`` shows one: pid, poll, wait, send_signal."""
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 
 
-class Share:
+class ComputeShare:
     """A part of 1."""
 
     def __init__(self, value: float = 1.0) -> None:

@@ -25,8 +25,8 @@ import trio
 
 from swarmd.errors import Code, Refused, RemoteProtocolError, SwarmUnavailable
 from swarmd.net.api import TaskStatus
-from swarmd.node.worker.forkserver import VARIABLE, Forked
-from swarmd.node.worker.share import Share
+from swarmd.node.worker.forkserver import VARIABLE, ForkedProcess
+from swarmd.node.worker.share import ComputeShare
 from swarmd.protocol.fields import Message
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import Frame, FrameDecoder
@@ -38,8 +38,8 @@ from swarmd.protocol.wire.worker import (
     Loading,
     LoadSpan,
     Measured,
+    SetComputeShare,
     Tick,
-    Work,
     WorkerFailed,
     WorkerMessage,
 )
@@ -122,11 +122,11 @@ class SubprocessWorker:
         self._stream.socket.close()
 
 
-def _launch(module: str, file: int) -> subprocess.Popen[bytes] | Forked:
+def _launch(module: str, file: int) -> subprocess.Popen[bytes] | ForkedProcess:
     """Start a worker that talks at ``file``: a new process, or one of the fork server where there is one."""
     environment = {**os.environ, **WITHOUT_A_HUB}
     if server := os.environ.get(VARIABLE):
-        return Forked(server, module, ["{0}"], [file], environment)
+        return ForkedProcess(server, module, ["{0}"], [file], environment)
     command = [*COMMAND, START.format(module), str(file)]
     return subprocess.Popen(command, pass_fds=[file], stdin=subprocess.DEVNULL, env=environment)
 
@@ -153,7 +153,7 @@ Handler = Callable[[Any, Frame, bool], Awaitable[None]]
 Handlers = Mapping[type[Message], Handler]
 
 
-class Answer:
+class WorkerReply:
     """What a worker will say to a request that was handed to it."""
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStatus:
+class WorkerLinkStatus:
     """What the link says of its worker: state is loading, online, failed or down."""
 
     state: str
@@ -204,14 +204,14 @@ class WorkerStatus:
 class WorkerLink:
     """Supervises one worker that serves one span."""
 
-    def __init__(self, start: Starter, request: LoadSpan, share: Share | None = None) -> None:
+    def __init__(self, start: Starter, request: LoadSpan, share: ComputeShare | None = None) -> None:
         self._loaded: Loaded | None = None
-        self._share = share or Share()
+        self._share = share or ComputeShare()
         self._start = start
         self._request = request
         self._handlers: Handlers = {}
         self._on_change: Callable[[], Awaitable[None]]
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, WorkerReply] = {}
         self._n_asked = 0
         self._process: WorkerProcess | None = None
         self._waiting: list[bytes] = []
@@ -242,9 +242,9 @@ class WorkerLink:
             return None
         return msgspec.structs.replace(self._loaded, speed=_shared(self._loaded.speed, self._share.value))
 
-    def snapshot(self) -> WorkerStatus:
+    def snapshot(self) -> WorkerLinkStatus:
         pid = self._process.pid if self._process else None
-        return WorkerStatus(self._state, pid, max(0, self._restarts), self.loaded, self._reason, self._last_end)
+        return WorkerLinkStatus(self._state, pid, max(0, self._restarts), self.loaded, self._reason, self._last_end)
 
     async def send(self, frame: bytes) -> None:
         """Hand one frame to the worker. Raises WorkerLost."""
@@ -261,11 +261,11 @@ class WorkerLink:
         while self._waiting_bytes > MAX_WAITING_BYTES and self._process is process:
             await self._drained.wait()
 
-    async def ask(self, request: Callable[[int], Message], payload: bytes | memoryview = b"") -> Answer:
+    async def ask(self, request: Callable[[int], Message], payload: bytes | memoryview = b"") -> WorkerReply:
         """Hand ``request(id)`` to the worker, after all that was handed to it before. Raises WorkerLost."""
         self._n_asked += 1
         call_id = self._n_asked
-        answer = self._answers[call_id] = Answer()
+        answer = self._answers[call_id] = WorkerReply()
         try:
             await self.send(messages.framed(request(call_id), payload))
         except BaseException:
@@ -401,7 +401,7 @@ class WorkerLink:
     async def _follow_share(self) -> None:
         with suppress(WorkerLost):
             while True:
-                await self.send(messages.framed(Work(share=self._share.value)))
+                await self.send(messages.framed(SetComputeShare(share=self._share.value)))
                 await self._share.change()
 
     async def _watch(self, scope: trio.CancelScope) -> None:

@@ -23,7 +23,7 @@ PREFILL_SHARE = 0.5  # of a decode pass, that prefill may add to it
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyOp:
     """The next op of one session: rows ``b``, ``t`` tokens left of each, and when it came (a running number)."""
 
     key: tuple[bytes, int]
@@ -49,7 +49,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class PassShare:
     """``t`` tokens of each row of one session's next op."""
 
     key: tuple[bytes, int]
@@ -57,8 +57,8 @@ class Share:
 
 
 def choose_pass(
-    ready: Sequence[Ready], served: dict[bytes, float], speed: Speed, n_active: int = 0, lets_in: bool = False
-) -> Decision[tuple[Share, ...]]:
+    ready: Sequence[ReadyOp], served: dict[bytes, float], speed: Speed, n_active: int = 0, lets_in: bool = False
+) -> Decision[tuple[PassShare, ...]]:
     """Choose what one pass computes.
 
     ``served`` is what each client was given so far, in tokens; ``n_active`` sessions decode, and come again soon. A
@@ -71,9 +71,9 @@ def choose_pass(
     contenders = [r for r in ready if r.is_decode or not r.can_share or r.group not in busy]
     turn = min(contenders, key=lambda r: (served.get(r.client, 0.0), r.order))
     if not turn.can_share:
-        return Decision((Share(turn.key, _longest(turn)),), "a session that cannot share a pass, in its turn")
+        return Decision((PassShare(turn.key, _longest(turn)),), "a session that cannot share a pass, in its turn")
     together = [r for r in decoding if r.can_share and r.group == turn.group]
-    shares = [Share(r.key, r.t) for r in together]
+    shares = [PassShare(r.key, r.t) for r in together]
     waiting = [r for r in ready if not r.is_decode and r.can_share and r.group == turn.group]
     if not waiting:
         return Decision(tuple(shares), f"{len(shares)} decode steps together")
@@ -81,12 +81,12 @@ def choose_pass(
     bearable = int(PREFILL_SHARE * speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
     if not together and not n_active:
         chunk = _longest(longest)
-        return Decision((Share(longest.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
+        return Decision((PassShare(longest.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
     least = MIN_CHUNK_TOKENS if together and not lets_in else MIN_TOKENS_BETWEEN
     chunk = min(_longest(longest), max(least, bearable) // longest.b or 1)
     if lets_in:
-        return Decision((Share(longest.key, chunk),), f"{chunk} tokens of prefill, which let decode steps in")
-    shares.append(Share(longest.key, chunk))
+        return Decision((PassShare(longest.key, chunk),), f"{chunk} tokens of prefill, which let decode steps in")
+    shares.append(PassShare(longest.key, chunk))
     return Decision(tuple(shares), f"{count(len(together), 'decode step')} and {chunk} tokens of prefill")
 
 
@@ -95,13 +95,13 @@ def may_let_in(aside_s: float, own_s: float) -> bool:
     return own_s >= PREFILL_SHARE * aside_s
 
 
-def steps_of_call(steps: Sequence[Ready], n_tokens: int) -> tuple[Share, ...]:
+def steps_of_call(steps: Sequence[ReadyOp], n_tokens: int) -> tuple[PassShare, ...]:
     """The decode steps that a call for so many tokens computes in the midst of a pass, the oldest first."""
-    shares = list[Share]()
+    shares = list[PassShare]()
     for step in sorted(steps, key=lambda r: r.order):
         if step.b * step.t <= n_tokens:
             n_tokens -= step.b * step.t
-            shares.append(Share(step.key, step.t))
+            shares.append(PassShare(step.key, step.t))
     return tuple(shares)
 
 
@@ -141,5 +141,5 @@ def tokens_of_op(b: int, t: int, prefill_tokens_per_s: Sequence[float]) -> int:
     return min(t, -(-n_even // BLOCK_TOKENS) * BLOCK_TOKENS)
 
 
-def _longest(ready: Ready) -> int:
+def _longest(ready: ReadyOp) -> int:
     return min(ready.t, max(1, MAX_TOKENS_PER_PASS // ready.b))

@@ -67,7 +67,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TuningPass:
     """A forward or backward pass that waits in a worker; ``order`` is a running number."""
 
     client: bytes
@@ -75,7 +75,7 @@ class Work:
     order: int
 
 
-def choose_work(waiting: Sequence[Work], served: Mapping[bytes, float]) -> Decision[int]:
+def choose_work(waiting: Sequence[TuningPass], served: Mapping[bytes, float]) -> Decision[int]:
     """Choose what to compute next, by its place in ``waiting``. ``served``: the seconds that each client was given."""
     turn = min(waiting, key=lambda w: (served.get(w.client, 0.0), not w.is_backward, w.order))
     reason = "a backward pass, which frees memory" if turn.is_backward else "a forward pass, in its turn"
@@ -112,7 +112,7 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBatch:
     """What a worker keeps of one micro-batch for its backward."""
 
     key: tuple[Key, int]
@@ -122,7 +122,7 @@ class Held:
 
 
 def make_room(
-    held: Sequence[Held], client: bytes, n_bytes: int, limit_bytes: int
+    held: Sequence[HeldBatch], client: bytes, n_bytes: int, limit_bytes: int
 ) -> Decision[list[tuple[Key, int]] | None]:
     """Choose what gives way to ``n_bytes`` more of ``client``; None: nothing does, and the new one is not kept.
 

@@ -17,7 +17,7 @@ DIGEST_BYTES = 16  # sessions of one client only are compared: nobody gains by a
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class PrefixExtension:
     """A prefix with the tokens of one more op: its digests so far, and what the next ones go on from."""
 
     marks: tuple[bytes, ...]
@@ -30,28 +30,28 @@ class Prefix:
     """The beginning of one session. ``about`` is what else its cache depends on: client, blocks, adapter."""
 
     about: tuple[bytes, ...]
-    reached: Ahead = field(init=False)
+    reached: PrefixExtension = field(init=False)
     is_over: bool = False
 
     def __post_init__(self) -> None:
         hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for part in self.about:
             hasher.update(len(part).to_bytes(4, "big") + part)
-        self.reached = Ahead((), 0, hasher)
+        self.reached = PrefixExtension((), 0, hasher)
 
-    def ahead(self, tokens: Sequence[bytes | memoryview]) -> Ahead:
+    def ahead(self, tokens: Sequence[bytes | memoryview]) -> PrefixExtension:
         """How it would go on with these tokens, each as the bytes that enter the session."""
         hasher, marks = self.reached.hasher.copy(), list(self.reached.marks)
         for n_tokens, token in enumerate(tokens, self.reached.n_tokens + 1):
             hasher.update(token)
             if n_tokens % BLOCK_TOKENS == 0:
                 marks.append(hasher.digest())
-        return Ahead(tuple(marks), self.reached.n_tokens + len(tokens), hasher)
+        return PrefixExtension(tuple(marks), self.reached.n_tokens + len(tokens), hasher)
 
     def crop(self, n_tokens: int) -> None:
         """Only the first ``n_tokens`` are still as they were; nothing that follows is known."""
         self.is_over = True
-        self.reached = Ahead(self.reached.marks[: n_tokens // BLOCK_TOKENS], n_tokens, self.reached.hasher)
+        self.reached = PrefixExtension(self.reached.marks[: n_tokens // BLOCK_TOKENS], n_tokens, self.reached.hasher)
 
 
 class Prefixes(Generic[Key]):

@@ -18,7 +18,7 @@ PROGRESS_INTERVAL_S = 0.5  # a sign of life while work is under way; small besid
 LEASE_S = 300.0  # a person thinks about the next message for less
 
 
-class Verdict(Enum):
+class OpVerdict(Enum):
     EXECUTE = "execute"
     DUPLICATE = "duplicate"
     REFUSE = "refuse"
@@ -38,7 +38,7 @@ class HopState:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    verdict: Verdict
+    verdict: OpVerdict
     code: Code = Code.REFUSED
 
 
@@ -46,7 +46,7 @@ def judge_op(state: HopState, op: Op, sender: PeerId) -> Decision[Judgement]:
     """Decide what to do with an op from ``sender``, without changing anything."""
 
     def refuse(code: Code, reason: str) -> Decision[Judgement]:
-        return Decision(Judgement(Verdict.REFUSE, code), reason)
+        return Decision(Judgement(OpVerdict.REFUSE, code), reason)
 
     if sender not in (state.client, state.predecessor):
         return refuse(Code.STRANGER, f"{sender} is neither the client nor the predecessor of this hop")
@@ -57,9 +57,9 @@ def judge_op(state: HopState, op: Op, sender: PeerId) -> Decision[Judgement]:
     if op.base is not None:
         return _judge_base(state, op)
     if op.seq == state.received + 1:
-        return Decision(Judgement(Verdict.EXECUTE), "the next op")
+        return Decision(Judgement(OpVerdict.EXECUTE), "the next op")
     if op.seq <= state.received:
-        return Decision(Judgement(Verdict.DUPLICATE), f"op {op.seq} came before")
+        return Decision(Judgement(OpVerdict.DUPLICATE), f"op {op.seq} came before")
     return refuse(Code.OP_GAP, f"op {op.seq} after op {state.received}: the ones between are missing")
 
 
@@ -67,9 +67,9 @@ def _judge_base(state: HopState, op: Op) -> Decision[Judgement]:
     assert op.base is not None
     part, n_parts = op.base
     if state.received == 0 and part == state.next_base_part < n_parts and op.silent_through >= op.seq:
-        return Decision(Judgement(Verdict.EXECUTE), f"part {part + 1} of {n_parts} of merged history")
+        return Decision(Judgement(OpVerdict.EXECUTE), f"part {part + 1} of {n_parts} of merged history")
     reason = f"part {part} of {n_parts} of merged history; expected part {state.next_base_part} of a new hop"
-    return Decision(Judgement(Verdict.REFUSE, Code.OP_GAP), reason)
+    return Decision(Judgement(OpVerdict.REFUSE, Code.OP_GAP), reason)
 
 
 def accept_op(state: HopState, op: Op) -> None:

@@ -19,7 +19,7 @@ from swarmd.errors import ConfigError, NoRoute
 from swarmd.plan.links.dialing import IpNetwork, leads_there
 from swarmd.protocol.membership.catalog import MAX_USES, Catalog, Right
 from swarmd.protocol.membership.identity import Membership
-from swarmd.protocol.membership.records import AnyRecord, PeerRecord, RunRecord, SpanRecord, Verified
+from swarmd.protocol.membership.records import AnyRecord, PeerRecord, RunRecord, SpanRecord, VerifiedRecord
 from swarmd.protocol.wire.tensors import ITEM_BYTES
 from swarmd.values import Decision, ModelId, PeerId, RunId, Span, count, ranges
 
@@ -162,7 +162,7 @@ def short_name(key: str) -> str:
 class RecordBook:
     """Every record that was verified and has not expired. The only mutable thing here; owned by one task."""
 
-    entries: dict[str, Verified] = field(default_factory=dict)
+    entries: dict[str, VerifiedRecord] = field(default_factory=dict)
     catalog: Catalog = field(default_factory=Catalog)
     catalog_raw: bytes | None = None
     talked_with: Container[str] = ()
@@ -187,7 +187,7 @@ class RecordBook:
                 return Decision(False, f"whoever brought in {peer} has brought in {who} that are here now")
         return Decision(True, "new")
 
-    def add(self, verified: Verified) -> Decision[bool]:
+    def add(self, verified: VerifiedRecord) -> Decision[bool]:
         """Take a record if it is newer than what is known under its key, and its voucher has not too many here."""
         peer, vouchers = verified.record.peer, verified.membership.vouchers
         wanted = self.wants(verified.key, verified.record.sequence, peer, vouchers)

@@ -22,7 +22,7 @@ Ref = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChunkRequest:
     """What one request asks for."""
 
     group: int
@@ -30,26 +30,26 @@ class Piece:
     n_bytes: int
 
 
-def cut(group: int, missing: Iterable[tuple[Ref, int]]) -> list[Piece]:
+def cut(group: int, missing: Iterable[tuple[Ref, int]]) -> list[ChunkRequest]:
     """Put what is missing of a group, with its bytes, into pieces, in order."""
-    pieces: list[Piece] = []
+    pieces: list[ChunkRequest] = []
     refs: list[Ref] = []
     total = 0
     for ref, n_bytes in missing:
         if refs and (total + n_bytes > PIECE_BYTES or len(refs) >= MAX_REFS):
-            pieces.append(Piece(group, tuple(refs), total))
+            pieces.append(ChunkRequest(group, tuple(refs), total))
             refs, total = [], 0
         refs.append(ref)
         total += n_bytes
-    return [*pieces, Piece(group, tuple(refs), total)] if refs else pieces
+    return [*pieces, ChunkRequest(group, tuple(refs), total)] if refs else pieces
 
 
 @dataclass(slots=True)
-class Giver:
+class DonorQueue:
     """A donor as the download sees it: what it holds, what it is asked for, how fast it was."""
 
     groups: frozenset[int]
-    asked: dict[Piece, float] = field(default_factory=dict)
+    asked: dict[ChunkRequest, float] = field(default_factory=dict)
     bytes_per_s: float | None = None
     last_at: float = 0.0
 
@@ -57,10 +57,10 @@ class Giver:
 class Download:
     """Pieces that are wanted, and who was asked for them."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.givers: dict[PeerId, Giver] = {}
-        self._open: dict[int, list[Piece]] = {}
-        self._left: set[Piece] = set(pieces)
+    def __init__(self, pieces: Sequence[ChunkRequest]) -> None:
+        self.givers: dict[PeerId, DonorQueue] = {}
+        self._open: dict[int, list[ChunkRequest]] = {}
+        self._left: set[ChunkRequest] = set(pieces)
         for piece in reversed(pieces):
             self._open.setdefault(piece.group, []).append(piece)
 
@@ -70,7 +70,7 @@ class Download:
 
     def offers(self, peer: PeerId, groups: frozenset[int], now: float) -> None:
         """Note what a donor holds at present."""
-        giver = self.givers.setdefault(peer, Giver(groups, last_at=now))
+        giver = self.givers.setdefault(peer, DonorQueue(groups, last_at=now))
         giver.groups = groups
 
     def leaves(self, peer: PeerId) -> None:
@@ -79,7 +79,7 @@ class Download:
         for piece in giver.asked if giver else ():
             self._reopen(piece)
 
-    def next_piece(self, peer: PeerId, now: float) -> Decision[Piece | None]:
+    def next_piece(self, peer: PeerId, now: float) -> Decision[ChunkRequest | None]:
         """Choose what to ask ``peer`` for, and note that it is asked."""
         giver = self.givers[peer]
         mine = [g for g, pieces in self._open.items() if pieces and g in giver.groups]
@@ -98,7 +98,7 @@ class Download:
         giver.asked[piece] = now
         return Decision(piece, reason)
 
-    def arrived(self, peer: PeerId, piece: Piece, now: float) -> None:
+    def arrived(self, peer: PeerId, piece: ChunkRequest, now: float) -> None:
         """Note a verified piece."""
         giver = self.givers.get(peer)
         if giver is not None:
@@ -111,7 +111,7 @@ class Download:
         if piece in (pieces := self._open.get(piece.group, [])):
             pieces.remove(piece)
 
-    def failed(self, peer: PeerId, piece: Piece, holds_group: bool) -> None:
+    def failed(self, peer: PeerId, piece: ChunkRequest, holds_group: bool) -> None:
         """A donor did not give a piece; without the group it is not asked for that again."""
         giver = self.givers.get(peer)
         if giver is not None:
@@ -125,10 +125,10 @@ class Download:
         offered = frozenset[int]().union(*(giver.groups for giver in self.givers.values()))
         return sorted(g for g, pieces in self._open.items() if pieces and g not in offered)
 
-    def _latest_elsewhere(self, peer: PeerId, giver: Giver, now: float) -> Piece | None:
+    def _latest_elsewhere(self, peer: PeerId, giver: DonorQueue, now: float) -> ChunkRequest | None:
         """The piece that is under way for longest at others, if this donor is likely to give it sooner."""
         mine_s = PIECE_BYTES / giver.bytes_per_s if giver.bytes_per_s else 1.0
-        found: tuple[float, Piece] | None = None
+        found: tuple[float, ChunkRequest] | None = None
         for other, theirs in self.givers.items():
             for piece, asked_at in theirs.asked.items() if other != peer else ():
                 due_s = theirs.last_at + len(theirs.asked) * piece.n_bytes / (theirs.bytes_per_s or 1.0) - now
@@ -137,7 +137,7 @@ class Download:
                     found = min(found or (asked_at, piece), (asked_at, piece), key=lambda pair: pair[0])
         return found[1] if found else None
 
-    def _reopen(self, piece: Piece) -> None:
+    def _reopen(self, piece: ChunkRequest) -> None:
         is_asked = any(piece in giver.asked for giver in self.givers.values())
         pieces = self._open.setdefault(piece.group, [])
         if piece in self._left and not is_asked and piece not in pieces:

@@ -23,7 +23,7 @@ Reach = Literal["unknown", "open", "closed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReachabilityReport:
     """What one member found: the host that it sees this peer at, and which ports of it answered as this peer.
 
     ``is_neighbour``: it is on a network of this machine, so no router is between.
@@ -35,7 +35,7 @@ class Answer:
     is_neighbour: bool = False
 
 
-def judge(answers: Collection[Answer], own_hosts: Collection[str]) -> Decision[Reach]:
+def judge(answers: Collection[ReachabilityReport], own_hosts: Collection[str]) -> Decision[Reach]:
     """Open when at least half could connect: who shows this peer's key has been here, who could not may be to blame.
 
     Neighbours only count where nobody else was asked. IPv4 decides where somebody tried it: not all members have IPv6.
@@ -52,7 +52,7 @@ def judge(answers: Collection[Answer], own_hosts: Collection[str]) -> Decision[R
     return Decision("closed", f"{len(failed)} of {who} could not connect to it at {hosts}")
 
 
-def lead_nowhere(answers: Collection[Answer], own_hosts: Collection[str]) -> frozenset[int]:
+def lead_nowhere(answers: Collection[ReachabilityReport], own_hosts: Collection[str]) -> frozenset[int]:
     """The IP versions (4, 6) of which this machine's public addresses need not be announced: a firewall is before it.
 
     One that nobody from outside has tried may lead here only as long as the machine as a whole is not closed.
@@ -66,7 +66,7 @@ def lead_nowhere(answers: Collection[Answer], own_hosts: Collection[str]) -> fro
     return frozenset(found)
 
 
-def versions_to_try(answers: Iterable[Answer], own_hosts: Collection[str]) -> tuple[int, ...]:
+def versions_to_try(answers: Iterable[ReachabilityReport], own_hosts: Collection[str]) -> tuple[int, ...]:
     """Over which IP versions to ask one more member to connect, until enough from outside have: most lacking first."""
     outside = _outside(answers, own_hosts)
     hosts = [ip_address(host) for host in own_hosts]
@@ -83,11 +83,11 @@ def version_of(host: str) -> int:
     return 6 if ":" in host else 4
 
 
-def _outside(answers: Iterable[Answer], own_hosts: Collection[str]) -> list[Answer]:
+def _outside(answers: Iterable[ReachabilityReport], own_hosts: Collection[str]) -> list[ReachabilityReport]:
     return [answer for answer in answers if not is_near(answer, own_hosts)]
 
 
-def is_near(answer: Answer, own_hosts: Collection[str]) -> bool:
+def is_near(answer: ReachabilityReport, own_hosts: Collection[str]) -> bool:
     """Does it come from the same network, so that it says nothing of others?"""
     try:
         return answer.is_neighbour or (answer.host in own_hosts and is_private(ip_address(answer.host)))
@@ -95,7 +95,7 @@ def is_near(answer: Answer, own_hosts: Collection[str]) -> bool:
         return False
 
 
-def forwarded(answers: Iterable[Answer], own_hosts: Collection[str]) -> tuple[tuple[str, int], ...]:
+def forwarded(answers: Iterable[ReachabilityReport], own_hosts: Collection[str]) -> tuple[tuple[str, int], ...]:
     """Hosts and ports of IPv4 that lead here although no interface has the address: a router forwards them.
 
     Public ones, that two members found, where two were asked: one could name somebody else's.

@@ -28,15 +28,15 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
+class TrafficUse:
     """Bytes both ways in one month, which is written as 2026-11."""
 
     month: str
     n_bytes: int = 0
 
-    def and_more(self, n_bytes: int, month: str) -> Used:
+    def and_more(self, n_bytes: int, month: str) -> TrafficUse:
         """With what has passed in a month; a clock that is set back begins none anew."""
-        return Used(month, n_bytes) if month > self.month else Used(self.month, self.n_bytes + n_bytes)
+        return TrafficUse(month, n_bytes) if month > self.month else TrafficUse(self.month, self.n_bytes + n_bytes)
 
 
 def month_of(now: datetime) -> str:

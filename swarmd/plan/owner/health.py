@@ -41,7 +41,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class HealthFinding:
     """``is_fine`` None: that cannot be said."""
 
     kind: Kind
@@ -50,42 +50,42 @@ class Finding:
     remedy: str = ""
 
 
-def findings(facts: Facts) -> tuple[Finding, ...]:
+def findings(facts: Facts) -> tuple[HealthFinding, ...]:
     """Everything that was looked at."""
     looked_at = (_clock, _identity, _version, _disk, _index, _device, _worker)
     return tuple(look(facts) for look in looked_at)
 
 
-def _clock(facts: Facts) -> Finding:
+def _clock(facts: Facts) -> HealthFinding:
     if not facts.clocks_s:
-        return Finding("clock", None, "no other member has told its time yet")
+        return HealthFinding("clock", None, "no other member has told its time yet")
     n, n_near = len(facts.clocks_s), sum(abs(s) <= CLOCK_S for s in facts.clocks_s)
     if 2 * n_near >= n:  # else most say that it is this one that is wrong
-        return Finding("clock", True, f"within {CLOCK_S:.0f} s of {n_near} of {n} other members")
+        return HealthFinding("clock", True, f"within {CLOCK_S:.0f} s of {n_near} of {n} other members")
     ahead_s = statistics.median(s for s in facts.clocks_s if abs(s) > CLOCK_S)
     others = f"{n - n_near} of {n} other members"
     which = "behind" if ahead_s > 0 else "ahead of"
     remedy = "set it by the network (timedatectl set-ntp true), or certificates and records do not count"
-    return Finding("clock", False, f"{abs(ahead_s):.0f} s {which} {others}", remedy)
+    return HealthFinding("clock", False, f"{abs(ahead_s):.0f} s {which} {others}", remedy)
 
 
-def _identity(facts: Facts) -> Finding:
+def _identity(facts: Facts) -> HealthFinding:
     if not facts.is_cloned:
-        return Finding("identity", True, "no other machine speaks as this one")
+        return HealthFinding("identity", True, "no other machine speaks as this one")
     remedy = "its state folder was copied: on one of the two, swarmd leave and join anew"
-    return Finding("identity", False, "another machine speaks as this one", remedy)
+    return HealthFinding("identity", False, "another machine speaks as this one", remedy)
 
 
-def _version(facts: Facts) -> Finding:
+def _version(facts: Facts) -> HealthFinding:
     if not facts.versions:
-        return Finding("version", None, f"{facts.version}; no other member is known")
+        return HealthFinding("version", None, f"{facts.version}; no other member is known")
     others = count(len(facts.versions), "other")
     newer = [v for v in facts.versions if release(v) > release(facts.version)]
     if not newer:
-        return Finding("version", True, f"{facts.version}; none of {others} runs a newer one")
+        return HealthFinding("version", True, f"{facts.version}; none of {others} runs a newer one")
     newest = max(newer, key=release)
     text = f"{facts.version}; {len(newer)} of {others} run newer ones, the newest {newest}"
-    return Finding("version", False, text, "update swarmd, then restart the daemon")
+    return HealthFinding("version", False, text, "update swarmd, then restart the daemon")
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -94,40 +94,40 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-def _disk(facts: Facts) -> Finding:
+def _disk(facts: Facts) -> HealthFinding:
     if facts.free_disk_bytes is None:
-        return Finding("disk", None, "nothing is kept on a disk")
+        return HealthFinding("disk", None, "nothing is kept on a disk")
     text = f"{facts.free_disk_bytes / 2**30:.1f} GiB free"
     if facts.free_disk_bytes >= LEAST_DISK_BYTES:
-        return Finding("disk", True, text)
-    return Finding("disk", False, text, "make room, or bound what swarmd keeps: disk_limit_gib in config.toml")
+        return HealthFinding("disk", True, text)
+    return HealthFinding("disk", False, text, "make room, or bound what swarmd keeps: disk_limit_gib in config.toml")
 
 
-def _index(facts: Facts) -> Finding:
+def _index(facts: Facts) -> HealthFinding:
     remedy = "members that know each other go on, but newcomers may not find them"
-    return Finding("index", facts.is_indexed, facts.index, remedy if facts.is_indexed is False else "")
+    return HealthFinding("index", facts.is_indexed, facts.index, remedy if facts.is_indexed is False else "")
 
 
-def _device(facts: Facts) -> Finding:
+def _device(facts: Facts) -> HealthFinding:
     if not facts.devices:
-        return Finding("device", None, "no worker has told its device yet")
+        return HealthFinding("device", None, "no worker has told its device yet")
     text = ", ".join(sorted(set(facts.devices)))
     if not facts.has_card or _computes_on_cards(facts.devices):
-        return Finding("device", True, text)
+        return HealthFinding("device", True, text)
     remedy = 'install torch for CUDA, or say device = "cpu" if that is wanted'
-    return Finding("device", False, f"{text}, though an NVIDIA card is here", remedy)
+    return HealthFinding("device", False, f"{text}, though an NVIDIA card is here", remedy)
 
 
-def _worker(facts: Facts) -> Finding:
+def _worker(facts: Facts) -> HealthFinding:
     if not facts.workers:
-        return Finding("worker", None, "no blocks are served")
+        return HealthFinding("worker", None, "no blocks are served")
     ended = [worker for worker in facts.workers if worker.last_end]
     if not ended:
-        return Finding("worker", True, f"{count(len(facts.workers), 'worker')}, none of them ended")
+        return HealthFinding("worker", True, f"{count(len(facts.workers), 'worker')}, none of them ended")
     worst = max(ended, key=lambda worker: (not worker.is_online, worker.restarts))
     text = f"{count(worst.restarts, 'restart')}, the last because {worst.last_end}"
     remedy = "what it said last is in the log; swarmd bugreport collects it"
-    return Finding("worker", worst.is_online, text, "" if worst.is_online else remedy)
+    return HealthFinding("worker", worst.is_online, text, "" if worst.is_online else remedy)
 
 
 def _computes_on_cards(devices: Iterable[str]) -> bool:

@@ -48,7 +48,7 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class WorkPermission:
     """Why it may work or not, which rule is against it (""), and when that changes next if time alone can change it."""
 
     reason: str
@@ -60,12 +60,12 @@ class Verdict:
         return not self.rule
 
 
-def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_hot: bool = False) -> Verdict:
+def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_hot: bool = False) -> WorkPermission:
     """Work unless the owner or one of their rules says no; the first that does is the reason."""
     now = sensors.now
     if pause is not None and (pause.until is None or now < pause.until):
         until = "swarmd resume" if pause.until is None else told(pause.until, now)
-        return Verdict(f"paused by its owner until {until}", "pause", pause.until)
+        return WorkPermission(f"paused by its owner until {until}", "pause", pause.until)
     for verdict in (
         _hours(rules, now),
         _battery(rules, sensors),
@@ -78,10 +78,10 @@ def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_h
             return verdict
     change = rules.hours.next_change(now)
     why = f"may serve until {told(change, now)}" if change else "may serve: no rule of its owner forbids it"
-    return Verdict(why, changes_at=change - MOVING if change else None)
+    return WorkPermission(why, changes_at=change - MOVING if change else None)
 
 
-def _hours(rules: Rules, now: datetime) -> Verdict | None:
+def _hours(rules: Rules, now: datetime) -> WorkPermission | None:
     hours = rules.hours
     change = hours.next_change(now)
     if hours.include(now):
@@ -89,52 +89,52 @@ def _hours(rules: Rules, now: datetime) -> Verdict | None:
             return None
         change = hours.next_change(change)
     when = f": next {told(change, now)}" if change else ""
-    return Verdict(f"outside its hours ({hours.text}){when}", "hours", change)
+    return WorkPermission(f"outside its hours ({hours.text}){when}", "hours", change)
 
 
-def _battery(rules: Rules, sensors: Sensors) -> Verdict | None:
+def _battery(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     if sensors.on_battery and not rules.on_battery:
-        return Verdict("on battery: works again when it is plugged in", "on_battery")
+        return WorkPermission("on battery: works again when it is plugged in", "on_battery")
     return None
 
 
-def _programs(rules: Rules, sensors: Sensors) -> Verdict | None:
+def _programs(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     running = [name for name in rules.not_while if name.lower().removesuffix(".exe") in sensors.programs]
     if not running:
         return None
-    return Verdict(f"not while {' and '.join(running)} run{'s' if len(running) == 1 else ''}", "not_while")
+    return WorkPermission(f"not while {' and '.join(running)} run{'s' if len(running) == 1 else ''}", "not_while")
 
 
-def _untouched(rules: Rules, sensors: Sensors) -> Verdict | None:
+def _untouched(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     if not rules.untouched_s:
         return None
     if sensors.untouched_s is None:
-        return Verdict("only when nobody uses it, and whether somebody does cannot be read here", "idle_minutes")
+        return WorkPermission("only when nobody uses it, and whether somebody does cannot be read here", "idle_minutes")
     left_s = rules.untouched_s - sensors.untouched_s
     if left_s <= 0:
         return None
     at = sensors.now + timedelta(seconds=left_s)
-    return Verdict(f"somebody uses it: at {told(at, sensors.now)} at the earliest", "idle_minutes", at)
+    return WorkPermission(f"somebody uses it: at {told(at, sensors.now)} at the earliest", "idle_minutes", at)
 
 
-def _heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> Verdict | None:
+def _heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> WorkPermission | None:
     if not rules.hottest_c:
         return None
     if sensors.hottest_c is None:
-        return Verdict(f"not above {rules.hottest_c:g} °C, and no temperature can be read here", "hottest_c")
+        return WorkPermission(f"not above {rules.hottest_c:g} °C, and no temperature can be read here", "hottest_c")
     again_c = rules.hottest_c - COOLER_C
     if sensors.hottest_c <= (again_c if was_too_hot else rules.hottest_c):
         return None
     reason = f"too hot: {sensors.hottest_c:.0f} °C, limit {rules.hottest_c:g}; again at {again_c:g}"
-    return Verdict(reason, "hottest_c")
+    return WorkPermission(reason, "hottest_c")
 
 
-def _month(rules: Rules, sensors: Sensors) -> Verdict | None:
+def _month(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     if not rules.month_bytes or sensors.month_bytes < REST_SHARE * rules.month_bytes:
         return None
     again = next_month(sensors.now)
     used = f"{sensors.month_bytes / GIB:.1f} of {rules.month_bytes / GIB:g} GiB of this month are used"
-    return Verdict(f"{used}: again on {again:%Y-%m-%d}", "month_gib", again)
+    return WorkPermission(f"{used}: again on {again:%Y-%m-%d}", "month_gib", again)
 
 
 def told(at: datetime, now: datetime) -> str:

@@ -24,14 +24,14 @@ LEAST_MEMBERS = 3  # of two nobody knows which one is wrong
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class WeighedContributions:
     """A member's samples, and the norm of their mean gradient as the reducers measured it."""
 
     n_samples: int
     norm: float
 
 
-def radius(history: Sequence[Weighed], n_samples: int) -> float:
+def radius(history: Sequence[WeighedContributions], n_samples: int) -> float:
     """How far the mean of so many samples may be from the momentum, where contributions are clipped round that.
 
     Twice the usual distance in ``history``, the update before, each reckoned for one sample: means of fewer are
@@ -42,8 +42,8 @@ def radius(history: Sequence[Weighed], n_samples: int) -> float:
 
 
 def outliers(
-    members: Mapping[PeerId, Weighed],
-    history: Sequence[Weighed],
+    members: Mapping[PeerId, WeighedContributions],
+    history: Sequence[WeighedContributions],
     limit_of: Callable[[int], float] = lambda n_samples: math.inf,
 ) -> dict[PeerId, str]:
     """Who must be left out, each with the reason. ``limit_of`` so many samples: their radius, where that is a limit."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarmd.plan.runs.topology import Edge, edges_of, trees_of
-from swarmd.plan.runs.verdicts import SILENT, Said, Seen, is_there, said_by
+from swarmd.plan.runs.verdicts import SILENT, HeartbeatSummary, Seen, is_there, said_by
 from swarmd.protocol.runs.backing import N_DIRECTIONS, TOLERANCE
 from swarmd.protocol.wire.rounds import Gave, Group, Received, Reduction
 from swarmd.values import PeerId
@@ -24,12 +24,12 @@ SQUARES_TOLERANCE = 0.01  # of a size that two computed in their own order
 Pair = tuple[PeerId, PeerId]
 """A member and its parent, one of whom is at fault."""
 
-ReceivedIn = Callable[[Said], Mapping[int, Received]]
-GivenIn = Callable[[Said], Mapping[int, Gave]]
+ReceivedIn = Callable[[HeartbeatSummary], Mapping[int, Received]]
+GivenIn = Callable[[HeartbeatSummary], Mapping[int, Gave]]
 
 
 @dataclass(slots=True)
-class Found:
+class DisputeReview:
     """``pairs`` with what is between them; ``faults``: peers whose own words show it."""
 
     pairs: dict[Pair, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Found:
 
 
 @dataclass(slots=True)
-class Verdict:
+class DisputeVerdict:
     """``faulty`` peers with the reason and who witnessed it.
 
     ``doubted``: who shall add up nothing more, each with the member that contradicts it.
@@ -47,9 +47,9 @@ class Verdict:
     doubted: dict[PeerId, PeerId] = field(default_factory=dict)
 
 
-def find(group: Group, seen: Seen, me: PeerId) -> Found:
+def find(group: Group, seen: Seen, me: PeerId) -> DisputeReview:
     """What the members' latest beats say against each other. ``me`` leads, and holds the average if anybody does."""
-    looking = _Looking(group, seen)
+    looking = _Review(group, seen)
     looking.compare_results()
     looking.compare_numbers(edges_of(group).own, lambda said: said.received, lambda said: said.gave)
     looking.compare_numbers(edges_of(group).subtotals, lambda said: said.subtotals, lambda said: said.passed)
@@ -59,11 +59,11 @@ def find(group: Group, seen: Seen, me: PeerId) -> Found:
     return looking.found
 
 
-def stuck(group: Group, seen: Seen, incomplete: bool, me: PeerId) -> Found:
+def stuck(group: Group, seen: Seen, incomplete: bool, me: PeerId) -> DisputeReview:
     """Everybody lives, and nothing moves: between whom is it that something does not come?"""
     if deaf := [p for p, known in seen.items() if known.beat is None]:
-        return Found(faults=dict.fromkeys(deaf, "it has not taken part"))
-    looking = _Looking(group, seen)
+        return DisputeReview(faults=dict.fromkeys(deaf, "it has not taken part"))
+    looking = _Review(group, seen)
     if incomplete:
         looking.late_numbers(me)
     else:
@@ -75,9 +75,9 @@ def stuck(group: Group, seen: Seen, incomplete: bool, me: PeerId) -> Found:
     return looking.found
 
 
-def settle(pairs: Iterable[Pair], me: PeerId | None) -> Verdict:
+def settle(pairs: Iterable[Pair], me: PeerId | None) -> DisputeVerdict:
     """Who is at fault, given all disputes of a round so far. ``me``: who need not be told what it sees, if anybody."""
-    verdict, left = Verdict(), set(pairs)
+    verdict, left = DisputeVerdict(), set(pairs)
     for member, reducer in sorted(left):
         if me in (member, reducer):
             _convict(reducer if member == me else member, {me}, "its numbers are others than those seen here", verdict)
@@ -95,15 +95,15 @@ def settle(pairs: Iterable[Pair], me: PeerId | None) -> Verdict:
     return verdict
 
 
-def _convict(peer: PeerId, witnesses: set[PeerId], why: str, verdict: Verdict) -> None:
+def _convict(peer: PeerId, witnesses: set[PeerId], why: str, verdict: DisputeVerdict) -> None:
     verdict.faulty.setdefault(peer, (why, witnesses))
 
 
-class _Looking:
+class _Review:
     """One look at what all members of a group say; ``results``: the averages that they name, by their hash."""
 
     def __init__(self, group: Group, seen: Seen) -> None:
-        self.found = Found()
+        self.found = DisputeReview()
         self.results = {p: k.beat.result for p, k in seen.items() if k.beat is not None and k.beat.result}
         self._group = group
         self._seen = seen

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 
 from swarmd.errors import IntegrityError
-from swarmd.plan.runs.contributions import LEAST_MEMBERS, Weighed, radius
-from swarmd.protocol.runs.commit import Commit, Counted, Sealed
+from swarmd.plan.runs.contributions import LEAST_MEMBERS, WeighedContributions, radius
+from swarmd.protocol.runs.commit import Commit, CountedContribution, SealedCommit
 from swarmd.protocol.runs.recipe import Run
 
 LOSS_WINDOW = 10  # updates: the loss of one is noise
@@ -23,7 +23,7 @@ class Ledger:
     """
 
     run: Run
-    sealed: list[Sealed] = field(default_factory=list)
+    sealed: list[SealedCommit] = field(default_factory=list)
     next_draw: dict[str, int] = field(default_factory=dict)
     n_contributions: dict[str, int] = field(default_factory=dict)
     _steps: list[int] = field(default_factory=lambda: [0])
@@ -52,7 +52,7 @@ class Ledger:
     def steps_at(self, epoch: int) -> int:
         return self._steps[epoch]
 
-    def add(self, sealed: Sealed) -> bool:
+    def add(self, sealed: SealedCommit) -> bool:
         """Append what follows the head; False when it is known already. Raises IntegrityError."""
         commit = sealed.commit
         if commit.epoch <= self.epoch and self.digest_at(commit.epoch) == sealed.digest:
@@ -94,7 +94,7 @@ class Ledger:
         """May draws on the state before the newest be counted by the next commit?"""
         return self.run.recipe.overlaps and bool(self.sealed) and not self.sealed[-1].commit.restores
 
-    def check_counted(self, counted: Counted) -> None:
+    def check_counted(self, counted: CountedContribution) -> None:
         """Refuse samples that are counted already, skipped, too many, or of a loss that none has. IntegrityError."""
         expected, who = self.next_draw.get(counted.peer, 0), counted.peer[-8:]
         if counted.first < expected:
@@ -145,15 +145,15 @@ class Ledger:
             return math.inf
         return radius(self._latest(LEAST_MEMBERS, before), n_samples)
 
-    def contributions(self, n: int) -> list[Weighed]:
+    def contributions(self, n: int) -> list[WeighedContributions]:
         """The latest ones that were counted, as the outlier rule wants them."""
         return self._latest(n)[:n]
 
-    def _latest(self, n: int, before: int | None = None) -> list[Weighed]:
+    def _latest(self, n: int, before: int | None = None) -> list[WeighedContributions]:
         """Those of the newest commits (``before`` an update), as many as it takes for ``n`` of them."""
-        found: list[Weighed] = []
+        found: list[WeighedContributions] = []
         for sealed in reversed(self.sealed[: None if before is None else before - 1]):
-            found += [Weighed(c.n, c.norm) for c in sealed.commit.contributors]
+            found += [WeighedContributions(c.n, c.norm) for c in sealed.commit.contributors]
             if len(found) >= n:
                 break
         return found

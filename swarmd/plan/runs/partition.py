@@ -28,7 +28,7 @@ Shares = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class PartitionMember:
     """One peer of a group as the program sees it; None: not measured."""
 
     peer: PeerId
@@ -54,7 +54,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class ReductionTrees:
     """``parents`` of each member in the tree of each who reduces, by place; ``sites``: of each member, if known."""
 
     parents: Mapping[int, Sequence[int]]
@@ -73,7 +73,7 @@ class Plan:
     moved_bytes: float
 
 
-def divide(members: Sequence[Member], sizes: Sizes, ways: Ways | None = None) -> Decision[Plan]:
+def divide(members: Sequence[PartitionMember], sizes: Sizes, ways: ReductionTrees | None = None) -> Decision[Plan]:
     """Choose shares; without ``ways`` all talk to all. Raises ValueError when nobody can reduce."""
     able = [i for i, m in enumerate(members) if m.can_reduce]
     if not able:
@@ -90,22 +90,22 @@ def divide(members: Sequence[Member], sizes: Sizes, ways: Ways | None = None) ->
     return Decision(plan, f"{n} of {len(members)} peers reduce, {plan.expected_s:.2f} s expected")
 
 
-def only_server(members: Sequence[Member]) -> list[Member]:
+def only_server(members: Sequence[PartitionMember]) -> list[PartitionMember]:
     """The same members, of whom only the one with the best link reduces."""
 
-    def slowest_bytes_per_s(member: Member) -> float:
+    def slowest_bytes_per_s(member: PartitionMember) -> float:
         return min(member.up_bytes_per_s or UNKNOWN_BYTES_PER_S, member.down_bytes_per_s or UNKNOWN_BYTES_PER_S)
 
     best = max((m for m in members if m.can_reduce), key=slowest_bytes_per_s, default=None)
     return [replace(m, can_reduce=m is best) for m in members]
 
 
-def talk_to_all(members: Sequence[Member]) -> Ways:
+def talk_to_all(members: Sequence[PartitionMember]) -> ReductionTrees:
     """Everybody right below each who can reduce."""
-    return Ways({i: (i,) * len(members) for i, m in enumerate(members) if m.can_reduce})
+    return ReductionTrees({i: (i,) * len(members) for i, m in enumerate(members) if m.can_reduce})
 
 
-def equal_parts(members: Sequence[Member], sizes: Sizes) -> Plan:
+def equal_parts(members: Sequence[PartitionMember], sizes: Sizes) -> Plan:
     """What the program is compared with: the same share for all who can reduce."""
     return _loads(members, sizes, talk_to_all(members)).plan(_equal(members), sizes)
 
@@ -155,7 +155,7 @@ class _Loads:
         return max(self.slowest_s(shares), gathering + spreading / n_chunks, gathering / n_chunks + spreading)
 
 
-def _loads(members: Sequence[Member], sizes: Sizes, ways: Ways) -> _Loads:
+def _loads(members: Sequence[PartitionMember], sizes: Sizes, ways: ReductionTrees) -> _Loads:
     n = len(members)
     sites = ways.sites or range(n)
     moved = {direction: (np.zeros((n, n)), np.zeros((n, n))) for direction in (True, False)}  # sent, received
@@ -187,7 +187,7 @@ def _loads(members: Sequence[Member], sizes: Sizes, ways: Ways) -> _Loads:
 
 
 def _sendings(
-    members: Sequence[Member], sizes: Sizes, root: int, parents: Sequence[int]
+    members: Sequence[PartitionMember], sizes: Sizes, root: int, parents: Sequence[int]
 ) -> list[tuple[int, int, bool, float]]:
     """(child, parent, upwards, size) of all that travels along one tree, for a vector that its root reduces."""
     depth = {root: 0}
@@ -243,7 +243,7 @@ def _least_s(loads: _Loads, member: int, able: set[int]) -> float:
     return float(loads.seconds[np.ix_(own, others)].min(axis=1).max(initial=0.0)) if others and own else 0.0
 
 
-def _equal(members: Sequence[Member]) -> Shares:
+def _equal(members: Sequence[PartitionMember]) -> Shares:
     n = sum(m.can_reduce for m in members)
     return np.array([1.0 / n if m.can_reduce else 0.0 for m in members])
 

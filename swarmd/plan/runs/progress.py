@@ -25,7 +25,7 @@ class Action(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class MemberProgress:
     """One member as its record shows it; ``age_s`` is how old that is. ``head``: the commit that it builds on.
 
     ``audit_left``: samples of others that it computes again before more of its own.
@@ -60,14 +60,14 @@ class Forecast:
     left_s: float | None
 
 
-def forecast(members: Iterable[Progress], head: bytes, target: int) -> Forecast:
+def forecast(members: Iterable[MemberProgress], head: bytes, target: int) -> Forecast:
     """Add up those that build on the same commit."""
     same = [m for m in members if m.head == head]
     n, rate = sum(min(target, m.n_expected()) for m in same), sum(m.samples_per_s for m in same)
     return Forecast(n, rate, _left_s(same, max(0.0, target - n)))
 
 
-def _left_s(members: Sequence[Progress], lacking: float) -> float | None:
+def _left_s(members: Sequence[MemberProgress], lacking: float) -> float | None:
     """When members will have gathered so many more samples: each begins when it has audited."""
     if not lacking:
         return 0.0
@@ -80,7 +80,7 @@ def _left_s(members: Sequence[Progress], lacking: float) -> float | None:
     return now_s + lacking / rate if rate else None
 
 
-def decide(me: Progress, others: Sequence[Progress], target: int) -> Decision[Action]:
+def decide(me: MemberProgress, others: Sequence[MemberProgress], target: int) -> Decision[Action]:
     """Choose what to do. ``others`` are the fresh records of the run's other members."""
     ahead = [o for o in others if o.epoch > me.epoch]
     if ahead:

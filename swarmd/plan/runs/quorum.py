@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from swarmd.plan.runs.contributions import Weighed, outliers
+from swarmd.plan.runs.contributions import WeighedContributions, outliers
 from swarmd.plan.runs.recovery import restorable
 from swarmd.values import Decision, PeerId
 
@@ -16,9 +16,9 @@ LOST_AFTER_S = 60.0  # since a commit: whoever has its state has said so by then
 
 
 def may_count(
-    contributors: Mapping[PeerId, Weighed],
+    contributors: Mapping[PeerId, WeighedContributions],
     assenting: Collection[PeerId],
-    history: Sequence[Weighed],
+    history: Sequence[WeighedContributions],
     limit_of: Callable[[int], float] = lambda n_samples: math.inf,
 ) -> Decision[bool]:
     """May a commit count these contributors, of whom those that assent have checked the sums?"""

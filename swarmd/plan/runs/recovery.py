@@ -10,7 +10,7 @@ from swarmd.values import Decision, PeerId, count
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class DonorOffer:
     """What a donor's record says: its update, the digest of its state there, and how many averages it still has."""
 
     epoch: int
@@ -19,7 +19,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RecoveryPath:
     """``averages``: fetch those of updates (from, to]. ``state``: fetch this snapshot, of update ``epoch``."""
 
     epoch: int
@@ -28,8 +28,8 @@ class Way:
 
 
 def choose_way(
-    mine: int | None, newest: int, offers: Mapping[PeerId, Offer], average_bytes: float, state_bytes: float
-) -> Decision[Way | None]:
+    mine: int | None, newest: int, offers: Mapping[PeerId, DonorOffer], average_bytes: float, state_bytes: float
+) -> Decision[RecoveryPath | None]:
     """Choose what costs fewer bytes; inf is never. ``mine``: the update of the state held here, None without any.
 
     A snapshot counts if most donors of the newest update that is offered name the same digest; a liar is outvoted.
@@ -39,7 +39,7 @@ def choose_way(
         able = tuple(sorted(p for p, o in offers.items() if o.epoch >= newest and o.n_averages >= missed))
         if able:
             return Decision(
-                Way(newest, able),
+                RecoveryPath(newest, able),
                 f"{count(missed, 'update')} behind, of which {count(len(able), 'peer')} can give the averages",
             )
     known = [o for o in offers.values() if o.state and o.epoch <= newest and (mine is None or o.epoch > mine)]
@@ -48,7 +48,9 @@ def choose_way(
     best = max(o.epoch for o in known)
     state, votes = Counter(o.state for o in known if o.epoch == best).most_common(1)[0]
     donors = tuple(sorted(p for p, o in offers.items() if o.epoch == best and o.state == state))
-    return Decision(Way(best, donors, state), f"the state of update {best} on which {count(votes, 'peer')} agreed")
+    return Decision(
+        RecoveryPath(best, donors, state), f"the state of update {best} on which {count(votes, 'peer')} agreed"
+    )
 
 
 def restorable(newest: int, states: Sequence[int]) -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmd.plan.runs import partition, topology
-from swarmd.plan.runs.partition import Member, Sizes, Ways
+from swarmd.plan.runs.partition import PartitionMember, ReductionTrees, Sizes
 from swarmd.values import Decision
 
 ENOUGH = 0.9  # of the time that all could compute
@@ -25,7 +25,7 @@ NEWS_S = 0.3  # until all know that enough samples are there: they compute on me
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class CodecTraffic:
     """How a codec lets numbers travel. ``forwards``: averages are as large as all contributions together.
 
     ``plain_bytes``: of an element as it is.
@@ -38,14 +38,14 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Swarm:
+class RunConditions:
     """Who trains, what was measured, and what a recipe asks for.
 
     ``batch`` samples make an update, ``inner_batch`` a step of a peer's own; ``micro_batch_s``: what is not broken off;
     ``sites``: of each member, where it is known (plan.runs.topology).
     """
 
-    members: tuple[Member, ...]
+    members: tuple[PartitionMember, ...]
     samples_per_s: tuple[float, ...]
     n_elements: int
     batch: int
@@ -60,7 +60,7 @@ class Setting:
     """What a recipe may say: ``n_steps`` of each peer between updates where it takes its own, else 0."""
 
     synchronisation: str
-    codec: Way
+    codec: CodecTraffic
     n_steps: int = 0
     fragments: int = 1
     topology: str = "auto"
@@ -87,7 +87,7 @@ class Prediction:
     bytes_per_sample: float
 
 
-def predict(swarm: Swarm, setting: Setting) -> Prediction:
+def predict(swarm: RunConditions, setting: Setting) -> Prediction:
     """What a setting comes to. Raises ValueError when nobody computes, or nobody can reduce."""
     rate = sum(swarm.samples_per_s)
     if not rate > 0:
@@ -133,7 +133,7 @@ def _short_of(near: Prediction) -> str:
     return f"{near.setting}, which moves more, would put {near.excess:.1f} times the samples into an update"
 
 
-def settings(ways: Sequence[Way], n_steps: int = INNER_STEPS, fragments: int = FRAGMENTS) -> list[Setting]:
+def settings(ways: Sequence[CodecTraffic], n_steps: int = INNER_STEPS, fragments: int = FRAGMENTS) -> list[Setting]:
     """What there is to choose from; what changes the mathematics least comes first."""
     near, far = [w for w in ways if not w.forwards], [w for w in ways if w.forwards]
     found = [Setting("step", way) for way in near]
@@ -144,7 +144,7 @@ def settings(ways: Sequence[Way], n_steps: int = INNER_STEPS, fragments: int = F
     return [*found, *(Setting("delayed", way) for way in far)]
 
 
-def _sizes(swarm: Swarm, setting: Setting) -> Sizes:
+def _sizes(swarm: RunConditions, setting: Setting) -> Sizes:
     """What travels in a round."""
     way, n_elements = setting.codec, swarm.n_elements / setting.fragments
     n_bytes = max(1, round(n_elements * way.bytes_per_element))
@@ -152,7 +152,7 @@ def _sizes(swarm: Swarm, setting: Setting) -> Sizes:
     return Sizes(n_bytes, n_contributors, way.plain_bytes / way.bytes_per_element, way.forwards)
 
 
-def _depth(ways: Ways) -> int:
+def _depth(ways: ReductionTrees) -> int:
     """How many hops lie between a member and a root at most."""
 
     def hops(place: int, root: int, parents: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from swarmd.plan.runs.partition import Member, Ways, only_server
+from swarmd.plan.runs.partition import PartitionMember, ReductionTrees, only_server
 from swarmd.protocol.wire.rounds import Group
 from swarmd.values import Decision, count
 
@@ -31,7 +31,7 @@ MOST_IN_ONE_ROW = 32  # members that all talk to all: above, a grid saves more c
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SumSource:
     """Whose numbers a member adds up: a member's own, or those of all ``n_contributors`` at and below one."""
 
     place: int
@@ -48,7 +48,7 @@ class Tree:
 
     root: int
     parents: tuple[int, ...]
-    sources: Mapping[int, tuple[Source, ...]]
+    sources: Mapping[int, tuple[SumSource, ...]]
     receivers: Mapping[int, tuple[int, ...]]
 
     def passes_on(self, place: int) -> bool:
@@ -101,14 +101,16 @@ def parents_of(kind: Kind, rows: Sequence[int], collects: Sequence[bool], root: 
     return (root,) * n
 
 
-def ways_of(kind: Kind, rows: Sequence[int], members: Sequence[Member], sites: Sequence[int]) -> Ways:
+def ways_of(
+    kind: Kind, rows: Sequence[int], members: Sequence[PartitionMember], sites: Sequence[int]
+) -> ReductionTrees:
     """The parents in the tree of everybody who can reduce, for who divides the work."""
     collects = [may_collect(m) for m in members]
     able = [place for place, m in enumerate(members) if m.can_reduce]
-    return Ways({root: parents_of(kind, rows, collects, root) for root in able}, sites)
+    return ReductionTrees({root: parents_of(kind, rows, collects, root) for root in able}, sites)
 
 
-def may_collect(member: Member) -> bool:
+def may_collect(member: PartitionMember) -> bool:
     """May a member stand between others? It must be found by them, and hold what it passes on."""
     return member.can_reduce and member.receives
 
@@ -166,13 +168,13 @@ def _tree(parents: tuple[int, ...], root: int, counted: Sequence[bool], receives
         order += children.get(place, [])
     below: dict[int, int] = {}  # contributors at a member and under it
     wants = dict[int, bool]()
-    sources, receivers = dict[int, tuple[Source, ...]](), dict[int, tuple[int, ...]]()
+    sources, receivers = dict[int, tuple[SumSource, ...]](), dict[int, tuple[int, ...]]()
     for place in reversed(order):
         found = []
         for child in sorted([*children.get(place, []), place]):
             n = int(counted[place]) if child == place else below[child]
             if n:
-                found.append(Source(child, n, child != place and n != counted[child]))
+                found.append(SumSource(child, n, child != place and n != counted[child]))
         below[place] = sum(source.n_contributors for source in found)
         receivers[place] = tuple(child for child in children.get(place, ()) if wants[child])
         wants[place] = receives[place] or bool(receivers[place])
@@ -203,21 +205,21 @@ def grid(n: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TopologyLayout:
     """A topology for some members: their rows by place, who of them may reduce, and by which ways."""
 
     kind: Kind
     rows: list[int]
-    members: Sequence[Member]
-    ways: Ways
+    members: Sequence[PartitionMember]
+    ways: ReductionTrees
 
 
-def lay_out(asked: str, members: Sequence[Member], sites: Sequence[int]) -> Decision[Layout]:
+def lay_out(asked: str, members: Sequence[PartitionMember], sites: Sequence[int]) -> Decision[TopologyLayout]:
     """What a recipe's ``asked`` comes to for these members."""
     chosen = choose(asked, sites)
     kind, rows = chosen.action
     able = only_server(members) if asked == "server" else members
-    return Decision(Layout(kind, rows, able, ways_of(kind, rows, able, sites)), chosen.reason)
+    return Decision(TopologyLayout(kind, rows, able, ways_of(kind, rows, able, sites)), chosen.reason)
 
 
 def choose(asked: str, sites: Sequence[int]) -> Decision[tuple[Kind, list[int]]]:

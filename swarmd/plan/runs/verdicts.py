@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from swarmd.plan.runs.contributions import Weighed
+from swarmd.plan.runs.contributions import WeighedContributions
 from swarmd.plan.runs.topology import edges_of
 from swarmd.protocol.wire.rounds import Beat, Gave, Group, Received, Reduction
 from swarmd.values import Decision, PeerId, count
@@ -33,7 +33,7 @@ Seen = Mapping[PeerId, MemberSeen]
 class Reports:
     """What reducers have of each counted member, put together."""
 
-    weighed: dict[PeerId, Weighed] = field(default_factory=dict)
+    weighed: dict[PeerId, WeighedContributions] = field(default_factory=dict)
     incomplete: set[PeerId] = field(default_factory=set)
 
 
@@ -55,7 +55,7 @@ def silent(seen: Seen, gone: Collection[PeerId], limit_s: float, now: float) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class HeartbeatSummary:
     """A member's latest beat, each list of it by the place of whom it is about."""
 
     received: Mapping[int, Received]
@@ -65,10 +65,10 @@ class Said:
     reductions: Mapping[int, Reduction]
 
 
-SILENT = Said({}, {}, {}, {}, {})
+SILENT = HeartbeatSummary({}, {}, {}, {}, {})
 
 
-def said_by(group: Group, seen: Seen) -> dict[int, Said]:
+def said_by(group: Group, seen: Seen) -> dict[int, HeartbeatSummary]:
     """What each member said last, by its place; nothing of those that are not waited for."""
     found = {}
     for place, member in enumerate(group.members):
@@ -77,7 +77,7 @@ def said_by(group: Group, seen: Seen) -> dict[int, Said]:
         found[place] = (
             SILENT
             if beat is None
-            else Said(
+            else HeartbeatSummary(
                 {r.member: r for r in beat.received},
                 {r.member: r for r in beat.subtotals},
                 {g.parent: g for g in beat.gave},
@@ -104,7 +104,9 @@ def put_together(group: Group, seen: Seen) -> Reports:
                 if (r := said[parent].received.get(place)) is not None and r.squares is not None
             ]
             if len(squares) == len(edges.parents.get(place, ())):
-                reports.weighed[PeerId(member.peer)] = Weighed(member.n, math.sqrt(sum(squares)) / member.n)
+                reports.weighed[PeerId(member.peer)] = WeighedContributions(
+                    member.n, math.sqrt(sum(squares)) / member.n
+                )
             else:
                 reports.incomplete.add(PeerId(member.peer))
     for child, parent in edges.subtotals:

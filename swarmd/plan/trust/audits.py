@@ -16,25 +16,25 @@ FIRST_WINDOW_OPS = 32  # a window twice as long follows each: a session is looke
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class AuditRecord:
     """What was found of one (peer, span, numerics): checks, right ones since the last wrong one, wrong ones."""
 
     n_checks: int = 0
     n_right: int = 0
     n_wrong: int = 0
 
-    def after(self, is_right: bool) -> Record:
+    def after(self, is_right: bool) -> AuditRecord:
         if is_right:
-            return Record(self.n_checks + 1, self.n_right + 1, self.n_wrong)
-        return Record(self.n_checks + 1, 0, self.n_wrong + 1)
+            return AuditRecord(self.n_checks + 1, self.n_right + 1, self.n_wrong)
+        return AuditRecord(self.n_checks + 1, 0, self.n_wrong + 1)
 
 
-def rate(record: Record) -> float:
+def rate(record: AuditRecord) -> float:
     """The probability with which a window is checked."""
     return 1.0 if record.n_right < ALWAYS_BELOW else max(LEAST_RATE, 1.0 / record.n_right)
 
 
-def is_due(record: Record, draw: float, least: float = 0.0) -> Decision[bool]:
+def is_due(record: AuditRecord, draw: float, least: float = 0.0) -> Decision[bool]:
     """Is this window checked? ``draw`` is uniform in [0, 1); a share ``least`` is asked for in any case."""
     p = max(least, rate(record))
     return Decision(draw < p, f"{record.n_right} right in a row: one window in {1 / p:.0f}")

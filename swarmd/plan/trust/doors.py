@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from swarmd.errors import Code, Refused
-from swarmd.protocol.membership.catalog import RIGHTS, Admitted, Catalog, Right, Terms
+from swarmd.protocol.membership.catalog import RIGHTS, AdmittedMember, Catalog, InviteTerms, Right
 from swarmd.protocol.membership.charter import Founders
 from swarmd.protocol.membership.identity import Membership, peer_id_of
 from swarmd.values import PeerId
@@ -21,14 +21,14 @@ MAX_WAITING = 64  # who knocked lately; more people than a founder answers in an
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class AdmissionPass:
     """What a membership is worth now: until when (unix seconds), and for what."""
 
     ends_at: int
     may: tuple[Right, ...] = RIGHTS
 
 
-class Doors:
+class Admission:
     """The doors of one swarm as one process sees them. Owned by one task."""
 
     def __init__(self, founders: Founders) -> None:
@@ -42,7 +42,10 @@ class Doors:
     @property
     def are_limited(self) -> bool:
         """May anybody do less than everything?"""
-        entries: list[Terms | Admitted] = [*self._catalog.invites.values(), *self._catalog.admitted.values()]
+        entries: list[InviteTerms | AdmittedMember] = [
+            *self._catalog.invites.values(),
+            *self._catalog.admitted.values(),
+        ]
         return any(set(entry.may) != set(RIGHTS) for entry in entries)
 
     def follow(self, catalog: Catalog, founders: Founders) -> None:
@@ -53,14 +56,14 @@ class Doors:
         settled = {peer_id_of(key) for key in (*catalog.admitted, *catalog.revoked)}
         self.waiting = {peer: entry for peer, entry in self.waiting.items() if peer not in settled}
 
-    def require(self, membership: Membership, now: float) -> Pass:
+    def require(self, membership: Membership, now: float) -> AdmissionPass:
         """What a membership is worth. Raises Refused (REVOKED, WAITS or NOT_A_MEMBER) where that is nothing."""
         if self._revoked.intersection(membership.keys):
             raise Refused(Code.REVOKED, f"the membership of {membership.peer} was revoked by the founder")
         admitted = self._catalog.admitted.get(membership.member)
         if admitted is not None:
             below = membership.ends[1:] if membership.invite else membership.ends
-            worth = Pass(min(admitted.ends_at, *below), admitted.may)
+            worth = AdmissionPass(min(admitted.ends_at, *below), admitted.may)
         else:
             worth = self._by_invite(membership, now)
         if worth.ends_at <= now:
@@ -68,7 +71,7 @@ class Doors:
             raise Refused(Code.NOT_A_MEMBER, text)
         return worth
 
-    def arrived(self) -> list[tuple[bytes, bytes, Terms]]:
+    def arrived(self) -> list[tuple[bytes, bytes, InviteTerms]]:
         """Who came by an invite for so many and is not in the catalog: keys of member and invite, its terms."""
         return [(k, invite, self._catalog.invites[invite]) for invite, guests in self._came.items() for k in guests]
 
@@ -77,22 +80,22 @@ class Doors:
         left = self._catalog.invites[invite].uses - self._n_admitted[invite]
         return [key for key in guests if key not in self._catalog.admitted][: max(0, left)]
 
-    def _by_invite(self, membership: Membership, now: float) -> Pass:
+    def _by_invite(self, membership: Membership, now: float) -> AdmissionPass:
         if membership.keys[0] not in self.founders.charter.issuers:
             text = "was let in by a key that founds this swarm no more: ask a founder for a new invite"
             raise Refused(Code.REVOKED, f"{membership.peer} {text}")
         if not self._catalog.version and membership.invite:  # nothing is known yet of who was admitted for good
-            return Pass(min(membership.ends[1:], default=membership.expires_at))
+            return AdmissionPass(min(membership.ends[1:], default=membership.expires_at))
         terms = self._catalog.invites.get(membership.invite)
         if terms is None or membership.expires_at <= now:
-            return Pass(membership.expires_at)
+            return AdmissionPass(membership.expires_at)
         if terms.waits:
             if membership.role == "member":
                 self._note_waiting(membership, now)
             raise Refused(Code.WAITS, f"{membership.peer} waits for a founder: swarmd members approve")
         if terms.uses:
             self._take_use(membership, terms)
-        return Pass(membership.expires_at, terms.may)
+        return AdmissionPass(membership.expires_at, terms.may)
 
     def _note_waiting(self, membership: Membership, now: float) -> None:
         """Who knocks once more is the latest; of one invite, and of all, the earliest are forgotten."""
@@ -104,7 +107,7 @@ class Doors:
         if len(self.waiting) > MAX_WAITING:
             del self.waiting[next(iter(self.waiting))]
 
-    def _take_use(self, membership: Membership, terms: Terms) -> None:
+    def _take_use(self, membership: Membership, terms: InviteTerms) -> None:
         """Count a machine that comes by an invite for so many; its clients, and the invite's own, count as none."""
         guests = self._came.setdefault(membership.invite, [])
         left = terms.uses - self._n_admitted[membership.invite]

@@ -82,7 +82,7 @@ def is_equal(found: Floats, bound: Bound) -> Decision[bool]:
     return Decision(True, f"{n} tokens, the largest error {worst:.2g}; bound {bound.token:g}")
 
 
-class Verdict(StrEnum):
+class AuditVerdict(StrEnum):
     """What three answers to one question say."""
 
     RIGHT = "right"
@@ -91,14 +91,14 @@ class Verdict(StrEnum):
     UNDECIDED = "undecided"
 
 
-def two_of_three(with_first: bool, with_second: bool | None, among_them: bool | None) -> Verdict:
+def two_of_three(with_first: bool, with_second: bool | None, among_them: bool | None) -> AuditVerdict:
     """Whether an answer equals a first and a second reference (None: there is none), and these each other."""
     if with_first:
-        return Verdict.RIGHT
+        return AuditVerdict.RIGHT
     if with_second is None or among_them is None:
-        return Verdict.UNDECIDED
+        return AuditVerdict.UNDECIDED
     if with_second and not among_them:
-        return Verdict.REFERENCE_WRONG
+        return AuditVerdict.REFERENCE_WRONG
     if among_them and not with_second:
-        return Verdict.WRONG
-    return Verdict.UNDECIDED
+        return AuditVerdict.WRONG
+    return AuditVerdict.UNDECIDED

@@ -21,7 +21,7 @@ LOSS_BOUND = 0.01  # relative
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class RecheckResult:
     """What a contribution comes to: its summed loss, its norm, and its sums along the directions."""
 
     loss: float
@@ -74,7 +74,7 @@ def work(n_right: Mapping[PeerId, int], n_samples: Mapping[PeerId, float], one_i
     return found
 
 
-def is_same(said: Came, found: Came, rounding: float = 0.0) -> Decision[bool | None]:
+def is_same(said: RecheckResult, found: RecheckResult, rounding: float = 0.0) -> Decision[bool | None]:
     """Has a contributor given what comes of its draws? ``rounding``: what its codec may be off by along a direction.
 
     None: what comes of them is no number, and proves nothing.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
 
-from swarmd.protocol.membership.records import Found, PeerRecord, SpanRecord
+from swarmd.protocol.membership.records import PeerRecord, ProbeFinding, SpanRecord
 from swarmd.values import PeerId, Span
 
 PROBES_OF_EACH = 2  # holders that probe a server: one may be wrong itself
@@ -105,7 +105,7 @@ def trust_in(
     speaking = [record for record in peers if record.found]
     if not speaking:
         return {}
-    said: dict[tuple[str, bytes], Said] = defaultdict(Said)
+    said: dict[tuple[str, bytes], Testimony] = defaultdict(Testimony)
     guests: dict[bytes, dict[bytes, set[str]]] = defaultdict(lambda: defaultdict(set))
     accused_by: dict[bytes, set[str]] = defaultdict(set)
     names = [(span.peer, name_of(span)) for span in spans]
@@ -134,13 +134,13 @@ def trust_in(
         kind = (span.model, span.dtype, span.quantize)
         is_alone = all(n_holders[(*kind, block)] < 2 for block in range(span.start, min(span.end, MAX_BLOCKS)))
         is_leaky = voucher_of(PeerId(span.peer))[:VOUCHER_BYTES] in leaky
-        about = said.get(name, Said())
+        about = said.get(name, Testimony())
         trust[span.peer, span.slot] = Trust.DOUBTED if is_leaky else about.trust(is_alone, accused_by)
     return trust
 
 
 @dataclass(slots=True)
-class Said:
+class Testimony:
     """Vouchers that found a server right, and wrong; of its own voucher apart."""
 
     right: set[bytes] = field(default_factory=set)
@@ -184,6 +184,6 @@ def n_speakers(spans: Iterable[SpanRecord], peers: Iterable[PeerRecord]) -> dict
     return n_said
 
 
-def finding(span: SpanRecord, is_right: bool, voucher: bytes = b"") -> Found:
+def finding(span: SpanRecord, is_right: bool, voucher: bytes = b"") -> ProbeFinding:
     """What is announced of a server."""
-    return Found(PeerId(span.peer), name_of(span), is_right, b"" if is_right else voucher[:VOUCHER_BYTES])
+    return ProbeFinding(PeerId(span.peer), name_of(span), is_right, b"" if is_right else voucher[:VOUCHER_BYTES])

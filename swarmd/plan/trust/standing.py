@@ -58,7 +58,7 @@ RULES: Mapping[Fault, Rule] = {
 
 
 @dataclass(slots=True)
-class Seen:
+class FaultHistory:
     """What was seen of one peer: faults by kind as (count, weight as of ``at``), and what follows from them.
 
     It is left out until ``out_until``, or as a last resort until ``last_resort_at``, though nothing is held against it;
@@ -84,7 +84,7 @@ class Seen:
         return sum(self.weight(kind, now) for kind in self.faults)
 
 
-def note(seen: Seen, kind: Fault, why: str, now: float, witness: str = "") -> Decision[bool]:
+def note(seen: FaultHistory, kind: Fault, why: str, now: float, witness: str = "") -> Decision[bool]:
     """Count one fault; tells whether the peer is banned from now on. Of a witness each kind counts once."""
     if witness:
         seen.witnesses = {w: at for w, at in seen.witnesses.items() if now - at < HALF_LIFE_S}
@@ -107,7 +107,7 @@ def note(seen: Seen, kind: Fault, why: str, now: float, witness: str = "") -> De
     return Decision(True, f"banned for {ban_s:.0f} s, for the {seen.n_bans}. time: {seen.why}")
 
 
-def leave_out(seen: Seen, now: float, for_s: float, longest_s: float, is_way_to_blame: bool = False) -> float:
+def leave_out(seen: FaultHistory, now: float, for_s: float, longest_s: float, is_way_to_blame: bool = False) -> float:
     """Do without a peer for a while, twice as long each time until it does something right; returns until when.
 
     ``is_way_to_blame``: a relay may be what is silent, so it is a last resort at once, unless it was left out before.
@@ -120,16 +120,16 @@ def leave_out(seen: Seen, now: float, for_s: float, longest_s: float, is_way_to_
     return seen.out_until
 
 
-def is_banned(seen: Seen, now: float) -> bool:
+def is_banned(seen: FaultHistory, now: float) -> bool:
     return now < seen.banned_until
 
 
-def is_shunned(seen: Seen, now: float) -> bool:
+def is_shunned(seen: FaultHistory, now: float) -> bool:
     """Has this peer lost its standing by what it did?"""
     return is_banned(seen, now) or seen.score(now) > LEFT_OUT_ABOVE
 
 
-def is_allowed(seen: Seen, now: float, is_last_resort: bool = False) -> bool:
+def is_allowed(seen: FaultHistory, now: float, is_last_resort: bool = False) -> bool:
     """May this peer be used? As a last resort one is that is left out, soon after it was, but none that is banned."""
     if is_banned(seen, now):
         return False

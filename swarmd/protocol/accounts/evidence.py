@@ -35,7 +35,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class CoherentEvidence:
     """Evidence that holds together: ``left`` [b, t, d] is said to be the last of what a span makes of ``entered``."""
 
     receipt: Receipt
@@ -46,7 +46,7 @@ class Shown:
     left: Floats
 
 
-def read_untrusted(payload: memoryview, accused: str) -> Shown:
+def read_untrusted(payload: memoryview, accused: str) -> CoherentEvidence:
     """Check that the accused signed these very numbers. Raises RemoteProtocolError."""
     evidence = decode(payload, Evidence, "evidence")
     try:
@@ -79,7 +79,7 @@ def read_untrusted(payload: memoryview, accused: str) -> Shown:
     positions = np.frombuffer(evidence.entered[1][-4 * b * n :], np.int32).reshape(b, n)
     if first.adapter or first.tuned or (positions != np.arange(n)).any():
         raise RemoteProtocolError("expected evidence of plain blocks, and of all tokens from the first on")
-    return Shown(
+    return CoherentEvidence(
         first, max(one.at for one in said), evidence.left[0].dtype, Span(first.start, first.end), shown[0], shown[1]
     )
 

@@ -20,7 +20,7 @@ MAX_BODY_BYTES = 1_024  # of a bill: names, numbers
 Body = Annotated[bytes, msgspec.Meta(max_length=MAX_BODY_BYTES)]
 
 
-class Bill(msgspec.Struct, frozen=True, array_like=True):
+class UsageReceipt(msgspec.Struct, frozen=True, array_like=True):
     """``giver`` computed ``n_tokens`` through blocks [start, end) of a model for ``taker``; ``at``: unix seconds."""
 
     giver: Name
@@ -38,7 +38,7 @@ class Bill(msgspec.Struct, frozen=True, array_like=True):
         return self.n_tokens * (self.end - self.start)
 
 
-class Signed(msgspec.Struct, frozen=True, array_like=True):
+class SignedUsageReceipt(msgspec.Struct, frozen=True, array_like=True):
     """A bill as both have signed it."""
 
     body: Body
@@ -46,7 +46,7 @@ class Signed(msgspec.Struct, frozen=True, array_like=True):
     taken: Signature
 
 
-def offer(bill: Bill, giver: Identity) -> tuple[bytes, bytes]:
+def offer(bill: UsageReceipt, giver: Identity) -> tuple[bytes, bytes]:
     """The body of a bill, and the signature of who computed."""
     body = msgspec.msgpack.encode(bill)
     return body, given_by(giver, body)
@@ -62,27 +62,27 @@ def accept(body: bytes, taker: Identity) -> bytes:
     return taker.sign(_TAKEN, body)
 
 
-def read_body_untrusted(body: bytes) -> Bill:
+def read_body_untrusted(body: bytes) -> UsageReceipt:
     """A bill whose signatures are another question. Raises IntegrityError."""
-    bill = decode(body, Bill, "a bill", IntegrityError)
+    bill = decode(body, UsageReceipt, "a bill", IntegrityError)
     if bill.start >= bill.end:
         raise IntegrityError(f"a bill for blocks [{bill.start},{bill.end})")
     return bill
 
 
-def read_offer_untrusted(body: bytes, given: bytes) -> Bill:
+def read_offer_untrusted(body: bytes, given: bytes) -> UsageReceipt:
     """Check what a giver has signed. Raises IntegrityError."""
     bill = read_body_untrusted(body)
     verify(public_key_of_untrusted(bill.giver), _GIVEN, body, given, f"a bill of {bill.giver}")
     return bill
 
 
-def verify_taken_untrusted(bill: Bill, body: bytes, taken: bytes) -> None:
+def verify_taken_untrusted(bill: UsageReceipt, body: bytes, taken: bytes) -> None:
     """Check the taker's signature. Raises IntegrityError."""
     verify(public_key_of_untrusted(bill.taker), _TAKEN, body, taken, f"a bill for {bill.taker}")
 
 
-def read_untrusted(signed: Signed) -> Bill:
+def read_untrusted(signed: SignedUsageReceipt) -> UsageReceipt:
     """Check both signatures. Raises IntegrityError."""
     bill = read_offer_untrusted(signed.body, signed.given)
     verify_taken_untrusted(bill, signed.body, signed.taken)

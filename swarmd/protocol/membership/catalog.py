@@ -35,7 +35,7 @@ Right = Annotated[str, msgspec.Meta(max_length=16)]  # one of these; others are 
 Rights = Annotated[tuple[Right, ...], msgspec.Meta(max_length=16)]
 
 
-class Terms(msgspec.Struct, frozen=True, array_like=True):
+class InviteTerms(msgspec.Struct, frozen=True, array_like=True):
     """What an invite lets in until it ends: ``uses`` machines (0: any number), each after approval if it ``waits``."""
 
     ends_at: Count
@@ -44,7 +44,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     may: Rights = RIGHTS
 
 
-class Admitted(msgspec.Struct, frozen=True, array_like=True):
+class AdmittedMember(msgspec.Struct, frozen=True, array_like=True):
     """A member that a founder let in for good, by which invite (b"": by none that is known), and what it may do."""
 
     ends_at: Count
@@ -70,8 +70,8 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
     root: Count = 0
     adapters: Annotated[dict[Name, tuple[Name, Name]], msgspec.Meta(max_length=1_024)] = {}
     sources: Annotated[dict[Name, Text], msgspec.Meta(max_length=1_024)] = {}
-    invites: Annotated[dict[PublicKey, Terms], msgspec.Meta(max_length=MAX_INVITES)] = {}
-    admitted: Annotated[dict[PublicKey, Admitted], msgspec.Meta(max_length=MAX_ADMITTED)] = {}
+    invites: Annotated[dict[PublicKey, InviteTerms], msgspec.Meta(max_length=MAX_INVITES)] = {}
+    admitted: Annotated[dict[PublicKey, AdmittedMember], msgspec.Meta(max_length=MAX_ADMITTED)] = {}
     charters: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_CHARTERS)] = ()
     order: Annotated[str, msgspec.Meta(max_length=16)] = "equal"
     favours: Annotated[dict[PublicKey, Favour], msgspec.Meta(max_length=MAX_ADMITTED)] = {}
@@ -124,7 +124,7 @@ def with_what_was_lost(now_counts: Catalog, before: Catalog, now: float) -> Cata
     return merged if fits and merged != now_counts else None
 
 
-def with_invite(catalog: Catalog, key: bytes, terms: Terms, now: float) -> Catalog:
+def with_invite(catalog: Catalog, key: bytes, terms: InviteTerms, now: float) -> Catalog:
     """A catalog with one more invite, and without those that have ended. Raises ConfigError where it is full."""
     listed = {k: t for k, t in catalog.invites.items() if t.ends_at > now}
     if len(listed) >= MAX_INVITES:
@@ -132,7 +132,7 @@ def with_invite(catalog: Catalog, key: bytes, terms: Terms, now: float) -> Catal
     return msgspec.structs.replace(catalog, invites={**listed, key: terms})
 
 
-def with_admitted(catalog: Catalog, arrivals: dict[bytes, Admitted], now: float) -> Catalog:
+def with_admitted(catalog: Catalog, arrivals: dict[bytes, AdmittedMember], now: float) -> Catalog:
     """A catalog with more members, and without those whose time is over. Raises ConfigError where it is full."""
     listed = {k: a for k, a in catalog.admitted.items() if a.ends_at > now} | arrivals
     if len(listed) > MAX_ADMITTED:

@@ -52,7 +52,7 @@ class Charter(msgspec.Struct, frozen=True, array_like=True):
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
 
-class Signed(msgspec.Struct, frozen=True, array_like=True):
+class SignedCharter(msgspec.Struct, frozen=True, array_like=True):
     """A charter, encoded, and who of the founders before it has signed it."""
 
     body: Annotated[bytes, msgspec.Meta(max_length=8_192)]
@@ -63,31 +63,31 @@ class Signed(msgspec.Struct, frozen=True, array_like=True):
         return decode(self.body, Charter, "a charter", IntegrityError)
 
 
-def follower(now: Charter, keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...]) -> Signed:
+def follower(now: Charter, keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...]) -> SignedCharter:
     """Draft what could follow a charter. Raises ConfigError for one that could not be changed again."""
     if not 1 <= len(keys) <= MAX_FOUNDERS or len(set(keys)) < len(keys):
         raise ConfigError(f"a swarm has 1 to {MAX_FOUNDERS} founders, each once, not {len(keys)}")
     if not 1 <= needed <= len(keys):
         raise ConfigError(f"{count(len(keys), 'founder')} cannot be asked for {count(needed, 'signature')}")
-    return Signed(msgspec.msgpack.encode(Charter(keys, needed, honoured, now.digest)))
+    return SignedCharter(msgspec.msgpack.encode(Charter(keys, needed, honoured, now.digest)))
 
 
-def sign(draft: Signed, founder: Identity) -> Signed:
+def sign(draft: SignedCharter, founder: Identity) -> SignedCharter:
     """Add a founder's signature; each counts once."""
     others = tuple(entry for entry in draft.signatures if entry[0] != founder.public_key)
     signature = founder.sign(_DOMAIN, draft.body)
-    return Signed(draft.body, (*others, (founder.public_key, signature)))
+    return SignedCharter(draft.body, (*others, (founder.public_key, signature)))
 
 
-def encode(draft: Signed) -> str:
+def encode(draft: SignedCharter) -> str:
     """A draft as a line that founders send each other."""
     return lines.encode(_PREFIX + _VERSION, msgspec.msgpack.encode(draft))
 
 
-def decode_line_untrusted(text: str) -> Signed:
+def decode_line_untrusted(text: str) -> SignedCharter:
     """Read a draft as typed or pasted. Raises ConfigError."""
     body = lines.decode_untrusted(text, _PREFIX, _VERSION, "the draft of a charter")
-    draft = decode(body, Signed, "the draft", ConfigError)
+    draft = decode(body, SignedCharter, "the draft", ConfigError)
     decode(draft.body, Charter, "the draft", ConfigError)
     return draft
 
@@ -109,7 +109,7 @@ def decode_key_untrusted(text: str) -> bytes:
     return key
 
 
-def missing(draft: Signed, now: Charter) -> int:
+def missing(draft: SignedCharter, now: Charter) -> int:
     """How many founders have still to sign a draft. Raises IntegrityError when it follows another charter."""
     new = draft.charter
     if new.before != now.digest:
@@ -139,7 +139,7 @@ def founders_untrusted(founder_key: bytes, charters: tuple[bytes, ...] = ()) -> 
     charter = Charter((founder_key,))
     ever = charter.keys
     for raw in charters:
-        signed = decode(raw, Signed, "a charter", IntegrityError)
+        signed = decode(raw, SignedCharter, "a charter", IntegrityError)
         if left := missing(signed, charter):
             raise IntegrityError(f"a charter lacks {left} of {charter.needed} founders' signatures")
         charter = signed.charter

@@ -78,7 +78,7 @@ def verify(public_key: bytes, domain: bytes, body: bytes, signature: bytes, what
         raise IntegrityError(f"the signature of {what} does not match its key") from None
 
 
-class Link(msgspec.Struct, frozen=True, array_like=True):
+class CertificateLink(msgspec.Struct, frozen=True, array_like=True):
     """One step of a certificate: ``key`` holds ``role`` until ``expires_at`` (unix seconds)."""
 
     key: PublicKey
@@ -93,7 +93,7 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
 def certify(issuer: Identity, key: bytes, role: str, expires_at: int) -> bytes:
     """Sign one link: ``issuer`` says that ``key`` holds ``role``."""
     body = msgspec.msgpack.encode((key, role, expires_at))
-    return msgspec.msgpack.encode(Link(key, role, expires_at, issuer.sign(_LINK_DOMAIN, body)))
+    return msgspec.msgpack.encode(CertificateLink(key, role, expires_at, issuer.sign(_LINK_DOMAIN, body)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,8 @@ class Membership:
         return self.keys[1:-1]
 
 
-def read_links_untrusted(certificate: tuple[bytes, ...]) -> list[Link]:
-    return [decode(raw, Link, "a certificate", IntegrityError) for raw in certificate]
+def read_links_untrusted(certificate: tuple[bytes, ...]) -> list[CertificateLink]:
+    return [decode(raw, CertificateLink, "a certificate", IntegrityError) for raw in certificate]
 
 
 def verify_certificate_untrusted(
@@ -171,7 +171,7 @@ def _follow_untrusted(certificate: tuple[bytes, ...], issuers: tuple[bytes, ...]
     return Membership(peer_id_of(signer), role, tuple(keys), min(ends, default=NO_END), roles, ends)
 
 
-def _issuer(links: list[Link], issuers: tuple[bytes, ...]) -> bytes:
+def _issuer(links: list[CertificateLink], issuers: tuple[bytes, ...]) -> bytes:
     """Which founder signed the first link; the first of them where only one can have."""
     for key in issuers[1:] if links else ():
         with contextlib.suppress(IntegrityError):

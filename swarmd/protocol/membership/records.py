@@ -47,7 +47,7 @@ class Record(msgspec.Struct, tag_field="kind", frozen=True, omit_defaults=True):
     certificate: Certificate
 
 
-class Found(msgspec.Struct, frozen=True, array_like=True):
+class ProbeFinding(msgspec.Struct, frozen=True, array_like=True):
     """What a member found of another's blocks, by computing the same (plan.trust.reputation says what ``name`` is of).
 
     Of who was wrong ``voucher`` is the beginning of the key that brought it in: whose guests are wrong again and again
@@ -84,7 +84,7 @@ class PeerRecord(Record, tag="peer", frozen=True):
     up_since: Count = 0
     reach: Name = ""
     relays: bool = False
-    found: Annotated[tuple[Found, ...], msgspec.Meta(max_length=32)] = ()
+    found: Annotated[tuple[ProbeFinding, ...], msgspec.Meta(max_length=32)] = ()
     holds: Annotated[
         dict[Name, Annotated[tuple[tuple[Block, Block], ...], msgspec.Meta(max_length=8)]], msgspec.Meta(max_length=32)
     ] = {}
@@ -174,7 +174,7 @@ class ExchangeBody(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifiedRecord:
     """A record whose signature, ownership, membership and times were checked, with the bytes to pass on."""
 
     record: AnyRecord
@@ -230,7 +230,7 @@ def read_claim(raw: bytes) -> Claim:
     return decode(decode(raw, Envelope, "a record", IntegrityError).body, Claim, "a record", IntegrityError)
 
 
-def read_untrusted(raw: bytes, issuers: bytes | tuple[bytes, ...], now: float) -> Verified:
+def read_untrusted(raw: bytes, issuers: bytes | tuple[bytes, ...], now: float) -> VerifiedRecord:
     """Check one record from anywhere; whether its author is a member now is for plan.trust.doors to say.
 
     Raises IntegrityError for forged or malformed bytes, which cost their sender standing, and Refused for an honest
@@ -258,4 +258,4 @@ def read_untrusted(raw: bytes, issuers: bytes | tuple[bytes, ...], now: float) -
     membership = follow_untrusted(record.certificate, issuers, record.peer)
     if membership.role == "client" and not isinstance(record, RunRecord):
         raise Refused(Code.NOT_A_MEMBER, "clients announce nothing but their part in a training run")
-    return Verified(record, membership, raw)
+    return VerifiedRecord(record, membership, raw)

@@ -16,7 +16,15 @@ from swarmd.errors import IntegrityError
 from swarmd.protocol.fields import Count
 from swarmd.protocol.membership.identity import Identity, Signature, public_key_of_untrusted, verify
 from swarmd.protocol.runs import commit as commits
-from swarmd.protocol.runs.commit import MAX_COMMIT_BYTES, MAX_CONTRIBUTORS, Ballot, Commit, Counted, Finite, Size
+from swarmd.protocol.runs.commit import (
+    MAX_COMMIT_BYTES,
+    MAX_CONTRIBUTORS,
+    Ballot,
+    Commit,
+    CountedContribution,
+    Finite,
+    Size,
+)
 from swarmd.protocol.runs.recipe import MAX_ANCHORS
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId
@@ -28,7 +36,7 @@ _ASSENT_DOMAIN = b"swarmd assent 1\0"
 Sums = Annotated[tuple[Finite, ...], msgspec.Meta(max_length=N_DIRECTIONS)]
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
+class ContributionShare(msgspec.Struct, frozen=True, array_like=True):
     """What a contributor gave. ``squares``: of its whole sum; ``sums``: along each direction; the rest as in Commit."""
 
     first: Count
@@ -40,9 +48,9 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     late: Count = 0
     anew: bool = False
 
-    def counted(self, peer: PeerId) -> Counted:
+    def counted(self, peer: PeerId) -> CountedContribution:
         """As a commit says it."""
-        return Counted(peer, self.first, self.n, self.loss, math.sqrt(self.squares) / self.n)
+        return CountedContribution(peer, self.first, self.n, self.loss, math.sqrt(self.squares) / self.n)
 
 
 class Witness(msgspec.Struct, frozen=True, array_like=True):
@@ -53,14 +61,14 @@ class Witness(msgspec.Struct, frozen=True, array_like=True):
     signature: Signature
 
 
-class Backed(msgspec.Struct, frozen=True, array_like=True):
+class BackedCommit(msgspec.Struct, frozen=True, array_like=True):
     """A commit's body, the shares of its contributors in their order, and assents by their place among them.
 
     ``witness``: who has accepted it before, if a proposer is bound to it.
     """
 
     body: Annotated[bytes, msgspec.Meta(max_length=MAX_COMMIT_BYTES)]
-    shares: Annotated[tuple[Share, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
+    shares: Annotated[tuple[ContributionShare, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
     assents: Annotated[
         tuple[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_CONTRIBUTORS)], Signature], ...],
         msgspec.Meta(max_length=MAX_CONTRIBUTORS),
@@ -68,7 +76,9 @@ class Backed(msgspec.Struct, frozen=True, array_like=True):
     witness: Witness | None = None
 
 
-def sign_share(share: Share, parent: bytes, state: bytes, average: bytes, contributor: Identity) -> Share:
+def sign_share(
+    share: ContributionShare, parent: bytes, state: bytes, average: bytes, contributor: Identity
+) -> ContributionShare:
     """A share with its contributor's signature, for one outcome of one round."""
     signature = contributor.sign(_SHARE_DOMAIN, _statement(share, parent, state, average))
     return msgspec.structs.replace(share, signature=signature)
@@ -78,7 +88,7 @@ def sign_assent(body: bytes, contributor: Identity) -> bytes:
     return contributor.sign(_ASSENT_DOMAIN, commits.digest_of(body))
 
 
-def check_share_untrusted(share: Share, peer: PeerId, parent: bytes, state: bytes, average: bytes) -> None:
+def check_share_untrusted(share: ContributionShare, peer: PeerId, parent: bytes, state: bytes, average: bytes) -> None:
     """Is this what ``peer`` says that it gave to this outcome? Raises IntegrityError."""
     if share.n < 1 or len(share.sums) != N_DIRECTIONS:
         raise IntegrityError(f"a share of {peer[-8:]} without samples or sums")
@@ -92,13 +102,13 @@ def check_assent_untrusted(body: bytes, peer: PeerId, signature: bytes) -> None:
     verify(public_key_of_untrusted(peer), _ASSENT_DOMAIN, commits.digest_of(body), signature, who)
 
 
-def encode(backed: Backed) -> bytes:
+def encode(backed: BackedCommit) -> bytes:
     return msgspec.msgpack.encode(backed)
 
 
-def read_untrusted(payload: bytes) -> tuple[Commit, Backed]:
+def read_untrusted(payload: bytes) -> tuple[Commit, BackedCommit]:
     """A commit that is to be signed, each of its shares and assents checked. Raises IntegrityError."""
-    backed = decode(payload, Backed, "a commit with its backing", IntegrityError)
+    backed = decode(payload, BackedCommit, "a commit with its backing", IntegrityError)
     commit = commits.read_body_untrusted(backed.body)
     check_shares_untrusted(commit, backed.shares)
     places = [place for place, _ in backed.assents]
@@ -111,10 +121,10 @@ def read_untrusted(payload: bytes) -> tuple[Commit, Backed]:
 
 def body_of(payload: bytes) -> bytes:
     """The commit's body in what was checked before. Raises IntegrityError when it is no commit with its backing."""
-    return decode(payload, Backed, "a commit with its backing", IntegrityError).body
+    return decode(payload, BackedCommit, "a commit with its backing", IntegrityError).body
 
 
-def check_shares_untrusted(commit: Commit, shares: tuple[Share, ...]) -> None:
+def check_shares_untrusted(commit: Commit, shares: tuple[ContributionShare, ...]) -> None:
     """Has each contributor signed what a commit counts of it? Raises IntegrityError."""
     if len(shares) != len(commit.contributors):
         raise IntegrityError(f"a commit with {len(shares)} shares of {len(commit.contributors)} contributors")
@@ -128,7 +138,7 @@ def check_shares_untrusted(commit: Commit, shares: tuple[Share, ...]) -> None:
         raise IntegrityError("a commit says of its contributors what they did not sign: what is late, who began anew")
 
 
-def add_up(shares: tuple[Share, ...], of_average: Sums, rounding: float = 0.0) -> bool:
+def add_up(shares: tuple[ContributionShare, ...], of_average: Sums, rounding: float = 0.0) -> bool:
     """Do the shares come to their mean, which comes to ``of_average`` along the same directions?
 
     ``rounding``: what it may be off by because it was rounded on its way.
@@ -140,7 +150,7 @@ def add_up(shares: tuple[Share, ...], of_average: Sums, rounding: float = 0.0) -
     )
 
 
-def _statement(share: Share, parent: bytes, state: bytes, average: bytes) -> bytes:
+def _statement(share: ContributionShare, parent: bytes, state: bytes, average: bytes) -> bytes:
     said = (share.first, share.n, share.loss, share.squares, share.sums, b"")
     more = (share.late, share.anew) if share.late or share.anew else ()
     return msgspec.msgpack.encode((parent, state, average, (*said, *more)))

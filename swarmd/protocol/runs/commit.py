@@ -32,7 +32,7 @@ Ballot = tuple[Annotated[int, msgspec.Meta(ge=0, le=2**53)], Name]
 """A number, and who proposes under it: totally ordered, never shared."""
 
 
-class Counted(msgspec.Struct, frozen=True, array_like=True):
+class CountedContribution(msgspec.Struct, frozen=True, array_like=True):
     """One contributor: its draws ``first`` to ``first + n`` (exclusive), their summed loss, their mean's norm."""
 
     peer: Name
@@ -55,7 +55,7 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     epoch: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
     parent: Digest
     generation: Count
-    contributors: Annotated[tuple[Counted, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)]
+    contributors: Annotated[tuple[CountedContribution, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)]
     average: bytes
     state: bytes
     learning_rate: Size
@@ -74,7 +74,7 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
         return sum(c.loss for c in self.contributors) / max(1, self.n_samples)
 
 
-class Signed(msgspec.Struct, frozen=True, array_like=True):
+class SignedCommit(msgspec.Struct, frozen=True, array_like=True):
     """A commit with its ballot and its anchors' signatures, by their place in the list of anchors."""
 
     body: Annotated[bytes, msgspec.Meta(max_length=MAX_COMMIT_BYTES)]
@@ -86,7 +86,7 @@ class Signed(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class SealedCommit:
     """A commit whose signatures were checked, its digest, and the bytes to pass on."""
 
     commit: Commit
@@ -139,12 +139,12 @@ def verify_signature_untrusted(body: bytes, ballot: Ballot, anchor: PeerId, sign
 
 
 def seal(body: bytes, ballot: Ballot, signatures: dict[int, bytes]) -> bytes:
-    return msgspec.msgpack.encode(Signed(body, ballot, tuple(sorted(signatures.items()))))
+    return msgspec.msgpack.encode(SignedCommit(body, ballot, tuple(sorted(signatures.items()))))
 
 
-def read_untrusted(raw: bytes, anchors_of: dict[int, tuple[PeerId, ...]]) -> Sealed:
+def read_untrusted(raw: bytes, anchors_of: dict[int, tuple[PeerId, ...]]) -> SealedCommit:
     """Check a commit from anywhere against the anchors of its generation. Raises IntegrityError."""
-    signed = decode(raw, Signed, "a commit", IntegrityError)
+    signed = decode(raw, SignedCommit, "a commit", IntegrityError)
     commit = read_body_untrusted(signed.body)
     anchors = anchors_of.get(commit.generation)
     if anchors is None:
@@ -156,7 +156,7 @@ def read_untrusted(raw: bytes, anchors_of: dict[int, tuple[PeerId, ...]]) -> Sea
         raise IntegrityError(f"a commit with {len(places)} of {len(anchors)} signatures: a majority is needed")
     for place, signature in signed.signatures:
         verify_signature_untrusted(signed.body, signed.ballot, anchors[place], signature)
-    return Sealed(commit, digest_of(signed.body), raw)
+    return SealedCommit(commit, digest_of(signed.body), raw)
 
 
 def _statement(body: bytes, ballot: Ballot) -> bytes:

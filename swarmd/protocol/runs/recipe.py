@@ -49,11 +49,11 @@ CodecName = Literal["none", "float16", "int8", "topk", "powersgd", "significance
 Steps = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class RecipeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A table of the recipe: what it does not know is refused."""
 
 
-class Optimizer(Part, frozen=True):
+class Optimizer(RecipeTable, frozen=True):
     """SGD with momentum, or AdamW (Loshchilov & Hutter 2019); weight decay on matrices only, decoupled for both."""
 
     kind: Literal["sgd", "adamw"] = "adamw"
@@ -73,7 +73,7 @@ class Optimizer(Part, frozen=True):
         return ("momentum",) if self.momentum else ()
 
 
-class Schedule(Part, frozen=True):
+class Schedule(RecipeTable, frozen=True):
     """The learning rate's factor: up over ``warmup`` updates, then constant, or down to ``floor``.
 
     The last update is one step before ``floor``, as in transformers' schedules: a rate of 0 would learn nothing.
@@ -84,7 +84,7 @@ class Schedule(Part, frozen=True):
     floor: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
 
 
-class Batch(Part, frozen=True):
+class Batch(RecipeTable, frozen=True):
     """Samples (rows of ``tokens`` tokens) of one update; a peer computes ``micro`` of them at a time."""
 
     target: Annotated[int, msgspec.Meta(ge=1, le=10**8)] = 256
@@ -92,7 +92,7 @@ class Batch(Part, frozen=True):
     tokens: Annotated[int, msgspec.Meta(ge=2, le=65_536)] = 256
 
 
-class Diloco(Part, frozen=True):
+class Diloco(RecipeTable, frozen=True):
     """Inner steps of ``batch`` samples by the recipe's optimizer; the outer one is SGD with Nesterov's momentum.
 
     DiLoCo (Douillard et al. 2023, 2311.08105, algorithm 1). ``fragments``: of the vector, one of which each update
@@ -105,7 +105,7 @@ class Diloco(Part, frozen=True):
     fragments: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
 
 
-class Parts(Part, frozen=True):
+class Parts(RecipeTable, frozen=True):
     """How a round's numbers travel (train.vectors.codecs). ``keep``: of each 4,096, for topk; ``rank``: for powersgd.
 
     ``threshold``: the least relative change that travels, for significance. ``decay``: how much of what a contribution
@@ -119,7 +119,7 @@ class Parts(Part, frozen=True):
     decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
 
 
-class Lora(Part, frozen=True):
+class LoraSettings(RecipeTable, frozen=True):
     """Which low-rank updates are trained, in PEFT's words. In a file, ``targets`` may be "all-linear"."""
 
     rank: Annotated[int, msgspec.Meta(ge=1, le=1_024)] = 8
@@ -127,21 +127,21 @@ class Lora(Part, frozen=True):
     targets: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_TARGETS)] = ()
 
 
-class Stop(Part, frozen=True):
+class Stop(RecipeTable, frozen=True):
     """The run ends after ``steps`` updates, or when the mean loss of the last ten is at most ``loss``."""
 
     steps: Steps = 1_000
     loss: NotNegative = 0.0
 
 
-class Checkpoints(Part, frozen=True):
+class Checkpoints(RecipeTable, frozen=True):
     """How often each peer writes the state to its disk, in updates, and how many of them it keeps."""
 
     every: Steps = 50
     keep: Annotated[int, msgspec.Meta(ge=1, le=100)] = 2
 
 
-class Recipe(Part, frozen=True):
+class Recipe(RecipeTable, frozen=True):
     """What a run is. In a file, ``model`` and ``data`` may be paths; in a signed run they are hashes.
 
     ``robust``: contributions are clipped round the momentum (train.vectors.clipping).
@@ -153,7 +153,7 @@ class Recipe(Part, frozen=True):
     model: Text
     data: Text
     train: Literal["all", "lora"] = "all"
-    lora: Lora = Lora()
+    lora: LoraSettings = LoraSettings()
     synchronisation: Literal["step", "delayed", "diloco"] = "step"
     diloco: Diloco = Diloco()
     topology: Literal["auto", "parts", "server", "sites", "grid", "ring"] = "auto"

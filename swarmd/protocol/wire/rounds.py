@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from swarmd.protocol.fields import Count, Digest, Message, Name, SessionKey, Text
-from swarmd.protocol.runs.backing import Share, Sums
+from swarmd.protocol.runs.backing import ContributionShare, Sums
 from swarmd.protocol.runs.commit import MAX_CONTRIBUTORS, Ballot, Finite, Size
 
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
@@ -262,7 +262,7 @@ class Beat(Message, tag="beat", frozen=True):
     passed: Annotated[tuple[Gave, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
     reductions: Annotated[tuple[Reduction, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
     result: Digest = b""
-    share: Share | None = None
+    share: ContributionShare | None = None
     assent: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     n_elements: Element = 0
 

@@ -20,7 +20,7 @@ INT4_BLOCK = 32  # the same of 4 bits, which outliers spoil more: an eighth more
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PayloadLayout:
     """Byte ranges of one payload: hidden [b, t, d], int32 positions [b, t] or nothing, uint8 mask likewise."""
 
     hidden: slice
@@ -29,7 +29,7 @@ class Layout:
     total_bytes: int
 
 
-def layout_untrusted(meta: TensorMeta, payload_bytes: int) -> Layout:
+def layout_untrusted(meta: TensorMeta, payload_bytes: int) -> PayloadLayout:
     """Work out where the parts lie and check that they fill the payload exactly.
 
     Raises RemoteProtocolError for an unknown dtype or codec, or a payload of another size than the shape needs.
@@ -47,7 +47,9 @@ def layout_untrusted(meta: TensorMeta, payload_bytes: int) -> Layout:
             f"shape [{meta.b}, {meta.t}, {meta.d}] {meta.dtype} as {meta.codec} needs {total} B of payload, "
             f"got {payload_bytes}"
         )
-    return Layout(slice(0, hidden), slice(hidden, positions), slice(positions, total) if meta.has_mask else None, total)
+    return PayloadLayout(
+        slice(0, hidden), slice(hidden, positions), slice(positions, total) if meta.has_mask else None, total
+    )
 
 
 def token_bytes(hidden: int, dtype: str, codec: str) -> int:

@@ -50,7 +50,7 @@ class CloseLane(Message, tag="close_lane", frozen=True):
     start: Block = 0
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class MicroBatchRow(msgspec.Struct, frozen=True, array_like=True):
     """A row of a micro-batch by its name, and how often it was sent over this link before: then it is a change."""
 
     id: Annotated[bytes, msgspec.Meta(max_length=16)]
@@ -73,7 +73,7 @@ class Forward(Message, tag="forward", frozen=True):
     keep: bool = False
     tuned: Digest = b""
     settled: Count = 0
-    rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=1_024)] = ()
+    rows: Annotated[tuple[MicroBatchRow, ...], msgspec.Meta(max_length=1_024)] = ()
 
 
 class Backward(Message, tag="backward", frozen=True):

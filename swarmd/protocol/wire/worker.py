@@ -43,7 +43,7 @@ class Rest(Message, tag="rest", frozen=True):
     """Daemon to worker: begin no other pass; caches of sessions that wait for none may still be handed over."""
 
 
-class Work(Message, tag="work", frozen=True):
+class SetComputeShare(Message, tag="work", frozen=True):
     """Daemon to worker: compute for this share of the time, and rest for the others'."""
 
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
@@ -206,7 +206,7 @@ WorkerMessage = (
     | WorkerFailed
     | Ending
     | Rest
-    | Work
+    | SetComputeShare
     | LoadRun
     | RunLoaded
     | MapRun

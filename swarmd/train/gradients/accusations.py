@@ -19,14 +19,14 @@ from swarmd.net.tasks import Tasks
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.runs import backing
-from swarmd.protocol.runs.backing import Share
+from swarmd.protocol.runs.backing import ContributionShare
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire.rounds import Contradict
-from swarmd.train.gradients.recheck import Case, open_case
+from swarmd.train.gradients.recheck import Recheck, open_case
 from swarmd.train.store.members import Members
 from swarmd.train.store.recovery import Get
-from swarmd.train.store.services import News, World, tell
+from swarmd.train.store.services import TrainerServices, Wakeups, tell
 from swarmd.train.vectors.state import RunState, Snapshot
 from swarmd.values import PeerId
 
@@ -41,8 +41,8 @@ N_HEARD = 256  # accusations that are not listened to again
 class Accusations:
     """See the module. ``cases`` are those of others; ``trouble`` is what was found in what this machine gave."""
 
-    def __init__(self, world: World, ledger: Ledger, members: Members, news: News) -> None:
-        self.cases: list[Case] = []
+    def __init__(self, world: TrainerServices, ledger: Ledger, members: Members, news: Wakeups) -> None:
+        self.cases: list[Recheck] = []
         self.trouble = ""
         self._world = world
         self._me = world.rpc.network.peer_id
@@ -70,7 +70,7 @@ class Accusations:
         """
         peer, standing = PeerId(message.peer), self._members.standing
         try:
-            share = decode(payload, Share, "a share", IntegrityError)
+            share = decode(payload, ContributionShare, "a share", IntegrityError)
             commit = self._commit_of(peer, share, accuser, message.parent)
             if commit is None:
                 return  # not known here
@@ -93,7 +93,7 @@ class Accusations:
             self.cases.append(case)
             self._tasks.start_soon(self._fetch, case, accuser, self._state)
 
-    def _commit_of(self, peer: PeerId, share: Share, accuser: PeerId, parent: bytes) -> Commit | None:
+    def _commit_of(self, peer: PeerId, share: ContributionShare, accuser: PeerId, parent: bytes) -> Commit | None:
         """The ledger's commit that counts this share. Raises IntegrityError when it counts something else."""
         sealed = next((s for s in reversed(self._ledger.sealed) if s.commit.parent == parent), None)
         if sealed is None:
@@ -107,7 +107,7 @@ class Accusations:
             raise IntegrityError("no such contribution is counted")
         return commit
 
-    async def _fetch(self, case: Case, accuser: PeerId, state: RunState) -> None:
+    async def _fetch(self, case: Recheck, accuser: PeerId, state: RunState) -> None:
         """Get the states that a contribution was computed on from who found it wrong; their hashes are commits'."""
         why = "it takes too long"
         get = self._get(f"evidence-{accuser[-8:]}")
@@ -122,14 +122,14 @@ class Accusations:
             self._members.standing.fault(accuser, Fault.UNACCOUNTED, f"it accuses {case.peer[-8:]}: {why}")
         self._news.notify()
 
-    def drop(self, case: Case) -> None:
+    def drop(self, case: Recheck) -> None:
         """It is decided, or cannot be."""
         if case in self.cases:
             self.cases.remove(case)
 
     # --- what is said here ---------------------------------------------------------------------------------------
 
-    async def tell(self, case: Case) -> None:
+    async def tell(self, case: Recheck) -> None:
         """Have the others see for themselves, and the contributor know: its machine may be broken."""
         until = trio.current_time() + EVIDENCE_S
         fresh = {root: (held, until) for root, held in case.states.items() if isinstance(held, Snapshot)}

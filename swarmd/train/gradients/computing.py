@@ -13,12 +13,12 @@ from swarmd.plan.runs.arrivals import Arrivals
 from swarmd.plan.runs.ledger import MOST_TARGETS, Ledger
 from swarmd.protocol.runs.commit import Commit
 from swarmd.train.gradients.gradient_audits import GradientAudits
-from swarmd.train.gradients.source import Computed, InnerStep, Source, SourceBroken
-from swarmd.train.store.services import News, World
+from swarmd.train.gradients.source import ComputedGradients, GradientSource, InnerStep, SourceBroken
+from swarmd.train.store.services import TrainerServices, Wakeups
 from swarmd.train.vectors.error_feedback import Feedback
-from swarmd.train.vectors.inner_steps import Inner, Memory
+from swarmd.train.vectors.inner_steps import InnerOptimizer, Memory
 from swarmd.train.vectors.state import RunState
-from swarmd.train.vectors.work import Work
+from swarmd.train.vectors.work import UncountedWork
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +33,17 @@ class Computing:
     nothing is computed any more.
     """
 
-    def __init__(self, world: World, ledger: Ledger, news: News) -> None:
+    def __init__(self, world: TrainerServices, ledger: Ledger, news: Wakeups) -> None:
         self.trouble = ""
         self.broken = ""
         self.samples_per_s = 0.0
         self._me = world.rpc.network.peer_id
         self._recipe = ledger.run.recipe
-        self.work = Work(self._me, self._recipe.overlaps)
+        self.work = UncountedWork(self._me, self._recipe.overlaps)
         self._world = world
         self._ledger = ledger
         self._news = news
-        self.inner: Inner | None = None
+        self.inner: InnerOptimizer | None = None
         self._feedback: Feedback | None = None
         self._batches = Arrivals(least_s=1.0, first_s=60.0)
         self._is_computing = False
@@ -52,7 +52,7 @@ class Computing:
         self.audit_left = 0  # samples of others that are computed again before more of its own
 
     async def run(
-        self, source: Source, state: RunState, feedback: Feedback, memory: Memory | None, audits: GradientAudits
+        self, source: GradientSource, state: RunState, feedback: Feedback, memory: Memory | None, audits: GradientAudits
     ) -> None:
         """Compute while it is allowed, until cancelled; ``memory`` is of steps inside (train.vectors.inner_steps).
 
@@ -62,7 +62,7 @@ class Computing:
         """
         self._feedback = feedback
         if self._recipe.steps_inside:
-            self.inner = Inner(state, source.inner_vectors(), memory)
+            self.inner = InnerOptimizer(state, source.inner_vectors(), memory)
         while True:
             if self.broken:
                 await self._news.wait()
@@ -125,7 +125,7 @@ class Computing:
         if left > before or (before and not left):
             self._world.announce()
 
-    async def _micro_batch(self, source: Source, state: RunState) -> None:
+    async def _micro_batch(self, source: GradientSource, state: RunState) -> None:
         """Compute some samples, and rest as this machine's owner asks. Raises SwarmError."""
         inner, begun = self.inner, trio.current_time()
         if inner is not None:
@@ -151,7 +151,7 @@ class Computing:
         if rest_s:
             await trio.sleep(rest_s)
 
-    def _add(self, first: int, done: Computed) -> None:
+    def _add(self, first: int, done: ComputedGradients) -> None:
         if self.inner is None:
             self.work.add(first, done.n, done.loss, done.gathered)
             return

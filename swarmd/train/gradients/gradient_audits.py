@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from swarmd.errors import SwarmError
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.trust import gradient_audits
-from swarmd.plan.trust.gradient_audits import Came
+from swarmd.plan.trust.gradient_audits import RecheckResult
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.runs import commit as commits
-from swarmd.protocol.runs.backing import Backed, Share
+from swarmd.protocol.runs.backing import BackedCommit, ContributionShare
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.wire.rounds import Contradict
 from swarmd.train.gradients.accusations import Accusations
-from swarmd.train.gradients.recheck import Case, open_case
-from swarmd.train.gradients.source import Source
+from swarmd.train.gradients.recheck import Recheck, open_case
+from swarmd.train.gradients.source import GradientSource
 from swarmd.train.store.members import Members
 from swarmd.train.store.recovery import Get
-from swarmd.train.store.services import News, World
+from swarmd.train.store.services import TrainerServices, Wakeups
 from swarmd.train.vectors.state import RunState, Snapshot
 from swarmd.values import PeerId
 
@@ -36,7 +36,7 @@ LONGEST_S = 600.0  # for what others ask for: who would take longer takes the wo
 
 
 @dataclass(slots=True)
-class Counts:
+class AuditCounts:
     """For people: contributions that were computed again here, how many samples that took, and how many were wrong."""
 
     checked: int = 0
@@ -52,14 +52,14 @@ class GradientAudits:
 
     def __init__(
         self,
-        world: World,
+        world: TrainerServices,
         ledger: Ledger,
         members: Members,
-        news: News,
-        backed: Callable[[], Backed | None],
+        news: Wakeups,
+        backed: Callable[[], BackedCommit | None],
         why_idle: Callable[[], str],
     ) -> None:
-        self.counts = Counts()
+        self.counts = AuditCounts()
         self.accusations = Accusations(world, ledger, members, news)
         self._world = world
         self._me = world.rpc.network.peer_id
@@ -68,14 +68,16 @@ class GradientAudits:
         self._standing = members.standing
         self._backed = backed
         self._why_idle = why_idle
-        self._source: Source | None = None
+        self._source: GradientSource | None = None
         self._state: RunState | None = None
         self._speed: Callable[[], float] = lambda: 0.0
-        self._own: Case | None = None
+        self._own: Recheck | None = None
         self._watched: tuple[PeerId, bytes, Snapshot] | None = None  # its next contribution is begun on this state
         self._wrong_at: dict[PeerId, int] = {}
 
-    async def run(self, source: Source, state: RunState, get: Callable[[str], Get], speed: Callable[[], float]) -> None:
+    async def run(
+        self, source: GradientSource, state: RunState, get: Callable[[str], Get], speed: Callable[[], float]
+    ) -> None:
         """Own what is fetched, until cancelled. ``speed``: samples/s of this peer; ``get``: see Accusations."""
         self._source, self._state, self._speed = source, state, speed
         await self.accusations.run(state, get)
@@ -120,7 +122,7 @@ class GradientAudits:
         """The state here is no longer the one that followed from what was held."""
         self._watched = None
 
-    def _draw(self, shares: dict[PeerId, Share]) -> PeerId | None:
+    def _draw(self, shares: dict[PeerId, ContributionShare]) -> PeerId | None:
         n_samples = {peer: float(share.n) for peer, share in shares.items()}
         rates = {p: gradient_audits.rate(self._n_right(p), self._recipe.audit) for p in shares}
         decision = gradient_audits.draw(rates, n_samples, self._me, self._world.rng.random())
@@ -171,23 +173,23 @@ class GradientAudits:
             await self._judge(case)
         return n
 
-    def _next(self) -> Case | None:
+    def _next(self) -> Recheck | None:
         return next((case for case in self._waiting() if case.is_ready), None)
 
-    def _waiting(self) -> list[Case]:
+    def _waiting(self) -> list[Recheck]:
         """What others say comes first: they have reason to."""
         return [*self.accusations.cases, *([self._own] if self._own is not None else [])]
 
-    def _drop(self, case: Case) -> None:
+    def _drop(self, case: Recheck) -> None:
         if case is self._own:
             self._own = None
         self.accusations.drop(case)
 
-    async def _judge(self, case: Case) -> None:
+    async def _judge(self, case: Recheck) -> None:
         """It has been computed: is it what its contributor signed?"""
         found, rounding = await self._world.off_loop(case.came, self._ledger)
         share, who, update = case.share, case.peer[-8:], case.commit.epoch
-        said = Came(share.loss, math.sqrt(share.squares), share.sums)
+        said = RecheckResult(share.loss, math.sqrt(share.squares), share.sums)
         decision = gradient_audits.is_same(said, found, rounding)
         case.again = None
         self.counts.checked += 1

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swarmd.plan.runs.ledger import Ledger
-from swarmd.plan.trust.gradient_audits import Came
-from swarmd.protocol.runs.backing import Share
+from swarmd.plan.trust.gradient_audits import RecheckResult
+from swarmd.protocol.runs.backing import ContributionShare
 from swarmd.protocol.runs.commit import Commit
-from swarmd.train.gradients.source import Again, Source
+from swarmd.train.gradients.source import GradientSource, RecheckRequest
 from swarmd.train.vectors.clipping import clipped
 from swarmd.train.vectors.codecs import codec_of
 from swarmd.train.vectors.directions import directions_of
@@ -23,7 +23,7 @@ Held = Snapshot | Mapping[str, Vector]
 
 
 @dataclass(slots=True)
-class Case:
+class Recheck:
     """See the module. ``accuser``: who asks for it; None: it was drawn here.
 
     ``pieces``: the states that its draws were computed on, by hash, in order, each with the number of its last draw,
@@ -31,12 +31,12 @@ class Case:
     """
 
     peer: PeerId
-    share: Share
+    share: ContributionShare
     commit: Commit
     pieces: tuple[tuple[bytes, int], ...]
     accuser: PeerId | None = None
     states: dict[bytes, Held] = field(default_factory=dict)
-    again: Again | None = None
+    again: RecheckRequest | None = None
     on: bytes = b""
     done: int = 0
     loss: float = 0.0
@@ -61,7 +61,7 @@ class Case:
         root, upto = next(piece for piece in self.pieces if self.done < piece[1])
         return root, upto - self.done
 
-    def go_on_from(self, root: bytes, source: Source) -> None:
+    def go_on_from(self, root: bytes, source: GradientSource) -> None:
         """Compute on this state's parameters from here on. Call it in a thread."""
         parameters = _vector(self.states[root], "parameters")
         if self.again is None:
@@ -70,7 +70,7 @@ class Case:
             self.again.parameters[:] = parameters
         self.on = root
 
-    def came(self, ledger: Ledger) -> tuple[Came, float]:
+    def came(self, ledger: Ledger) -> tuple[RecheckResult, float]:
         """What it comes to, as the recipe would have it given, and what rounding may change. Call it in a thread."""
         assert self.again is not None
         recipe, commit, n = ledger.run.recipe, self.commit, self.share.n
@@ -84,14 +84,16 @@ class Case:
             total = codec.code(total).values
             rounding = codec.rounding(total) / 8  # both round nearly the same: few elements go another way
         sums = directions_of(recipe, commit.parent, len(total), commit.average).of(total, 0)
-        return Came(self.loss, math.sqrt(squares_of(total)), sums), rounding
+        return RecheckResult(self.loss, math.sqrt(squares_of(total)), sums), rounding
 
 
-def open_case(ledger: Ledger, peer: PeerId, share: Share, commit: Commit, accuser: PeerId | None = None) -> Case:
+def open_case(
+    ledger: Ledger, peer: PeerId, share: ContributionShare, commit: Commit, accuser: PeerId | None = None
+) -> Recheck:
     """A contribution that the ledger counts: its late draws were computed on the state of the commit before."""
     late = ((ledger.sealed[commit.epoch - 2].commit.state, share.late),) if share.late else ()
     rest = ((commit.state, share.n),) if share.late < share.n else ()
-    return Case(peer, share, commit, (*late, *rest), accuser)
+    return Recheck(peer, share, commit, (*late, *rest), accuser)
 
 
 def _vector(held: Held, name: str) -> Vector:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarmd.errors import ConfigError, SwarmUnavailable
-from swarmd.train.vectors.state import Layout, Vector
+from swarmd.train.vectors.state import Vector, VectorLayout
 
 
 class SourceBroken(ConfigError):
@@ -18,7 +18,7 @@ class SourceLost(SwarmUnavailable):
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedGradients:
     """How many samples were computed, their summed loss, and the sum of gradients of all gathered so far."""
 
     n: int
@@ -35,7 +35,7 @@ class InnerStep:
 
 
 @dataclass(slots=True)
-class Again:
+class RecheckRequest:
     """Somebody's draws that are computed once more: on which parameters, and the sum of gradients so far.
 
     ``memory`` is what both lie in, where that must live as long; ``path`` where another process finds it.
@@ -47,14 +47,14 @@ class Again:
     path: str = ""
 
 
-class Source(Protocol):
+class GradientSource(Protocol):
     """Computes gradients of draws on the parameters as they are, or takes inner steps (train.vectors.inner_steps)."""
 
-    async def open(self) -> tuple[Layout, Vector]:
+    async def open(self) -> tuple[VectorLayout, Vector]:
         """Get ready; returns the layout, and the parameters that the run begins with. They are changed in place
         while nothing is computed. Raises SwarmError."""
 
-    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> Computed:
+    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
         """Add the gradients of draws from ``first`` on, about ``n`` of them, to what is gathered, or begin anew.
 
         What was returned before stays as it is until the call after next. With ``step`` their mean is taken as one step
@@ -69,10 +69,10 @@ class Source(Protocol):
     def why_not_again(self) -> str:
         """Why what others gave cannot be computed again here; "" when it can."""
 
-    def again(self, parameters: Vector) -> Again:
+    def again(self, parameters: Vector) -> RecheckRequest:
         """Get ready to compute on a copy of other parameters. Call it in a thread. Raises ConfigError."""
 
-    async def compute_again(self, again: Again, peer: str, first: int, n: int) -> float:
+    async def compute_again(self, again: RecheckRequest, peer: str, first: int, n: int) -> float:
         """Add the gradients of a peer's draws from ``first`` on; returns their summed loss. Raises SwarmError."""
 
     async def close(self) -> None: ...

@@ -32,9 +32,9 @@ from swarmd.protocol.wire.worker import (
     RunMapped,
     WorkerFailed,
 )
-from swarmd.train.gradients.source import Again, Computed, InnerStep, SourceBroken, SourceLost
+from swarmd.train.gradients.source import ComputedGradients, InnerStep, RecheckRequest, SourceBroken, SourceLost
 from swarmd.train.store.data import Data
-from swarmd.train.vectors.state import Layout, Vector
+from swarmd.train.vectors.state import Vector, VectorLayout
 from swarmd.values import ModelId
 from swarmd.weights.supply import Supply
 
@@ -70,7 +70,7 @@ class WorkerSource:
         self._frames: list[Frame] = []
         self._decoder = FrameDecoder()
         self._incoming: AsyncIterator[bytes]
-        self._layout: Layout | None = None
+        self._layout: VectorLayout | None = None
         self._memory: _Memory | None = None
         self._into = 0
         self._is_repeatable = True
@@ -82,7 +82,7 @@ class WorkerSource:
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
-    async def open(self) -> tuple[Layout, Vector]:
+    async def open(self) -> tuple[VectorLayout, Vector]:
         await self._data.open()
         await self._start()
         assert self._layout is not None
@@ -93,7 +93,7 @@ class WorkerSource:
         assert self._memory is not None
         return {name: self._memory.vectors[name] for name in self._run.recipe.shared_vectors[1:]}
 
-    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> Computed:
+    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
         rows = await self._data.read(self._peer, first, n)
         begun, into = trio.current_time(), 1 - self._into
         request = Compute(
@@ -108,19 +108,19 @@ class WorkerSource:
         self._took.add(trio.current_time() - begun)
         self._into = into
         assert self._memory is not None
-        return Computed(n, answer.loss, self._memory.vectors[LOCAL if step is not None else f"sum{into}"])
+        return ComputedGradients(n, answer.loss, self._memory.vectors[LOCAL if step is not None else f"sum{into}"])
 
     @property
     def why_not_again(self) -> str:
         return "" if self._is_repeatable else "its model drops out at random"
 
-    def again(self, parameters: Vector) -> Again:
+    def again(self, parameters: Vector) -> RecheckRequest:
         assert self._layout is not None
         memory = _Memory(self._layout, AGAIN)
         memory.vectors["parameters"][:] = parameters
-        return Again(memory.vectors["parameters"], memory.vectors["sum"], memory, str(memory.path))
+        return RecheckRequest(memory.vectors["parameters"], memory.vectors["sum"], memory, str(memory.path))
 
-    async def compute_again(self, again: Again, peer: str, first: int, n: int) -> float:
+    async def compute_again(self, again: RecheckRequest, peer: str, first: int, n: int) -> float:
         rows = await self._data.read(peer, first, n)
         request = ComputeAgain(path=again.path, n=n, seed=self._data.seed(peer, first))
         return (await self._compute(request, rows.tobytes())).loss
@@ -162,7 +162,7 @@ class WorkerSource:
         request = LoadRun(path=str(folder.folder), threads=self._threads)
         loaded, frame = await self._ask(request, self._run.raw, LOAD_TIMEOUT_S, RunLoaded)
         self.device, self._is_repeatable = loaded.device, loaded.is_repeatable
-        layout = Layout(tuple(decode(frame.payload, TensorList, "a layout")), self._run.recipe.precision)
+        layout = VectorLayout(tuple(decode(frame.payload, TensorList, "a layout")), self._run.recipe.precision)
         is_new = self._memory is None
         if self._memory is None or self._layout != layout:
             self._layout, self._memory = layout, _Memory(layout, self._run.recipe.shared_vectors)
@@ -201,7 +201,7 @@ class WorkerSource:
 class _Memory:
     """Vectors in memory that another process can map."""
 
-    def __init__(self, layout: Layout, names: Sequence[str]) -> None:
+    def __init__(self, layout: VectorLayout, names: Sequence[str]) -> None:
         self._folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
         n_bytes = max(1, len(names) * layout.n_bytes)
         self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - it lives as long as the map

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from swarmd.protocol.runs.backing import N_DIRECTIONS, Sums
 from swarmd.protocol.wire.rounds import Group
 from swarmd.train.rounds.duties import Duties, Key
-from swarmd.train.rounds.parts import Part
+from swarmd.train.rounds.parts import ReducedPart
 from swarmd.train.vectors.codecs import Codec
 from swarmd.train.vectors.directions import Directions
 from swarmd.train.vectors.state import Vector
@@ -41,7 +41,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ContributionProjection:
     """What a member gave: the sum of its squares, and what it comes to along an average's directions."""
 
     squares: float
@@ -49,7 +49,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class AverageProjection:
     """Numbers along the average's own directions (train.vectors.directions).
 
     ``given``: this member's contribution, if it counts; ``average``: the average; ``rounding``: what that may be off
@@ -57,17 +57,17 @@ class Account:
     results, and their rounding; the others are as in Flow.
     """
 
-    given: Given | None
+    given: ContributionProjection | None
     average: Sums
     rounding: float
     reductions: dict[int, tuple[bytes, Sums, float]]
     received: dict[PeerId, Sums]
     gave: dict[PeerId, Sums]
     subtotals: dict[PeerId, Sums]
-    passed: dict[PeerId, Given]
+    passed: dict[PeerId, ContributionProjection]
 
 
-def flow_of(duties: Duties, parts: Mapping[Key, Part], given: Vector | None) -> Flow:
+def flow_of(duties: Duties, parts: Mapping[Key, ReducedPart], given: Vector | None) -> Flow:
     """What has gone through a member, once all of it has. ``given``: its own contribution, if it counts."""
     received, subtotals = (defaultdict[PeerId, list[tuple[int, Vector]]](list) for _ in range(2))
     for key, sources in duties.sources.items():
@@ -80,14 +80,14 @@ def flow_of(duties: Duties, parts: Mapping[Key, Part], given: Vector | None) -> 
     return Flow(received, gave, subtotals, passed)
 
 
-def given_to(directions: Directions, mine: Vector) -> Given:
+def given_to(directions: Directions, mine: Vector) -> ContributionProjection:
     """What a contribution is along the directions of an average, which need not be here."""
-    return Given(squares_of(mine), directions.of(mine, 0))
+    return ContributionProjection(squares_of(mine), directions.of(mine, 0))
 
 
 def account_for(
     group: Group, directions: Directions, average: Vector, mine: tuple[PeerId, Vector] | None, flow: Flow, codec: Codec
-) -> Account:
+) -> AverageProjection:
     """Account for an average. ``mine`` is this member and its contribution, if it counts: what it gave and keeps."""
     reductions: dict[int, tuple[bytes, Sums, float]] = {}
     for place in sorted({p.reducer for p in group.parts}):
@@ -110,8 +110,10 @@ def account_for(
     given = None
     if mine is not None:
         me, vector = mine
-        given = Given(squares_of(vector), _together([*gave.values(), received.get(me, _sums(_nothing()))]))
-    return Account(
+        given = ContributionProjection(
+            squares_of(vector), _together([*gave.values(), received.get(me, _sums(_nothing()))])
+        )
+    return AverageProjection(
         given=given,
         average=_together([total for _, total, _ in reductions.values()]),
         rounding=math.hypot(*(rounding for *_, rounding in reductions.values())),
@@ -119,7 +121,9 @@ def account_for(
         received=received,
         gave=gave,
         subtotals=along(flow.subtotals),
-        passed={p: Given(sum(squares_of(v) for _, v in flow.passed[p]), sums) for p, sums in passed.items()},
+        passed={
+            p: ContributionProjection(sum(squares_of(v) for _, v in flow.passed[p]), sums) for p, sums in passed.items()
+        },
     )
 
 

@@ -13,13 +13,13 @@ from swarmd.protocol.fields import Message
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs import backing
 from swarmd.protocol.runs import commit as commits
-from swarmd.protocol.runs.backing import N_DIRECTIONS, TOLERANCE, Backed, Share
+from swarmd.protocol.runs.backing import N_DIRECTIONS, TOLERANCE, BackedCommit, ContributionShare
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.wire.rounds import Check, Group, GroupMember, JoinRound
-from swarmd.train.rounds.accounts import Given
+from swarmd.train.rounds.accounts import ContributionProjection
 from swarmd.train.rounds.groups import counted_of
 from swarmd.train.rounds.round import Round
-from swarmd.train.vectors.work import Gathered
+from swarmd.train.vectors.work import GatheredWork
 from swarmd.values import PeerId, count
 
 logger = logging.getLogger(__name__)
@@ -36,9 +36,9 @@ class _Shares:
         self._group = group
         self._joined = joined
         self._state = state
-        self._checked: dict[PeerId, Share] = {}
+        self._checked: dict[PeerId, ContributionShare] = {}
 
-    def look(self, seen: Seen) -> tuple[Share, ...] | None:
+    def look(self, seen: Seen) -> tuple[ContributionShare, ...] | None:
         """All of them, or None while some lack."""
         for member in counted_of(self._group):
             peer = PeerId(member.peer)
@@ -60,13 +60,13 @@ class _Shares:
         """Whose are not here."""
         return [PeerId(m.peer) for m in counted_of(self._group) if m.peer not in self._checked]
 
-    def _check(self, peer: PeerId, member: GroupMember, share: Share) -> None:
+    def _check(self, peer: PeerId, member: GroupMember, share: ContributionShare) -> None:
         backing.check_share_untrusted(share, peer, self._group.parent, self._state, self.average)
         if (share.first, share.n, share.loss) != (member.first, member.n, self._joined[peer].loss):
             raise IntegrityError("its share is of other samples than it joined with")
 
 
-def _contradicts_itself(share: Share, peer: PeerId, place: int, seen: Seen) -> bool:
+def _contradicts_itself(share: ContributionShare, peer: PeerId, place: int, seen: Seen) -> bool:
     """Does a member say other sums of what it gave, and keeps of its own, than it signs?"""
     beat = seen[peer].beat if peer in seen else None
     if beat is None or not beat.result:
@@ -81,7 +81,7 @@ def _contradicts_itself(share: Share, peer: PeerId, place: int, seen: Seen) -> b
 class _Assents:
     """The signatures of contributors under one commit as they come in."""
 
-    def __init__(self, body: bytes, shares: tuple[Share, ...], peers: list[PeerId]) -> None:
+    def __init__(self, body: bytes, shares: tuple[ContributionShare, ...], peers: list[PeerId]) -> None:
         self.body = body
         self.shares = shares
         self._peers = peers
@@ -108,7 +108,7 @@ class _Assents:
 
     def backed(self) -> bytes:
         """What anchors are asked to sign."""
-        return backing.encode(Backed(self.body, self.shares, tuple(sorted(self._signatures.items()))))
+        return backing.encode(BackedCommit(self.body, self.shares, tuple(sorted(self._signatures.items()))))
 
 
 class Backing:
@@ -123,7 +123,7 @@ class Backing:
         joined: Mapping[PeerId, JoinRound],
         state: bytes,
         average: bytes,
-        make: Callable[[tuple[Share, ...], bytes], Commit],
+        make: Callable[[tuple[ContributionShare, ...], bytes], Commit],
         tell_all: Callable[[Iterable[str], Message, bytes], Awaitable[None]],
         limit_s: float,
     ) -> None:
@@ -165,7 +165,7 @@ class Backing:
             body = commits.encode(self._make(shares, self._average))
             self._assents = _Assents(body, shares, self._peers)
             self._asked_at = now
-            await self._tell_all(self._peers, self._check(), backing.encode(Backed(body, shares)))
+            await self._tell_all(self._peers, self._check(), backing.encode(BackedCommit(body, shares)))
         n = self._assents.look(seen)
         self.waits_for = f"{count(len(self._peers) - n, 'member')} to stand for the average"
         is_enough = self._assents.are_all or now - self._asked_at > self._limit_s
@@ -181,22 +181,24 @@ def _has_average(peer: PeerId, seen: Seen) -> bool:
     return beat is not None and bool(beat.result)
 
 
-class Member:
+class ContributingMember:
     """What a member signs: its share of an average, and the commit that its leader shows it.
 
     ``backed``: the commit that it stood for last, with all shares.
     """
 
     def __init__(self, ledger: Ledger, identity: Identity, clip: Callable[[bytes], float]) -> None:
-        self.backed: Backed | None = None
+        self.backed: BackedCommit | None = None
         self._ledger = ledger
         self._identity = identity
         self._clip = clip
 
-    def share(self, parent: bytes, state: bytes, offered: Gathered, average: bytes, given: Given) -> Share:
+    def share(
+        self, parent: bytes, state: bytes, offered: GatheredWork, average: bytes, given: ContributionProjection
+    ) -> ContributionShare:
         """What this peer says that it gave to an average."""
         said = offered.first, offered.n, offered.loss, given.squares, given.sums, b"", offered.late, offered.anew
-        return backing.sign_share(Share(*said), parent, state, average, self._identity)
+        return backing.sign_share(ContributionShare(*said), parent, state, average, self._identity)
 
     def assent_untrusted(self, payload: bytes, live: Round, generation: int, state: bytes) -> bytes:
         """This peer's assent. Raises IntegrityError for a commit that it does not stand for.

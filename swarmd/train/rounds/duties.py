@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from swarmd.plan.runs.topology import trees_of
 from swarmd.protocol.wire.rounds import Group, GroupPart
-from swarmd.train.rounds.parts import From, Part
+from swarmd.train.rounds.parts import InputSource, ReducedPart
 from swarmd.values import PeerId
 
 Key = tuple[int, int]
@@ -22,7 +22,7 @@ class Duties:
     who brings the results of a part.
     """
 
-    sources: Mapping[Key, tuple[From, ...]]
+    sources: Mapping[Key, tuple[InputSource, ...]]
     averages: frozenset[Key]
     gives: Mapping[PeerId, list[Key]]
     passes: Mapping[PeerId, list[Key]]
@@ -34,7 +34,7 @@ def duties_of(group: Group, me: PeerId) -> Duties:
     """Those of ``me``, a member of the group."""
     here = next(place for place, member in enumerate(group.members) if member.peer == me)
     trees = trees_of(group)
-    sources: dict[Key, tuple[From, ...]] = {}
+    sources: dict[Key, tuple[InputSource, ...]] = {}
     gives: dict[PeerId, list[Key]] = {}
     passes: dict[PeerId, list[Key]] = {}
     tells: dict[PeerId, list[GroupPart]] = {}
@@ -53,7 +53,7 @@ def duties_of(group: Group, me: PeerId) -> Duties:
             bringers[key] = parent
         if part.reducer == here or tree.passes_on(here):
             sources[key] = tuple(
-                From(peer(s.place), s.is_subtotal, s.n_contributors) for s in tree.sources.get(here, ())
+                InputSource(peer(s.place), s.is_subtotal, s.n_contributors) for s in tree.sources.get(here, ())
             )
             if part.reducer != here:
                 passes.setdefault(parent, []).append(key)
@@ -64,6 +64,6 @@ def duties_of(group: Group, me: PeerId) -> Duties:
     return Duties(sources, frozenset(averages), gives, passes, tells, bringers)
 
 
-def all_came(duties: Duties, parts: Mapping[Key, Part]) -> bool:
+def all_came(duties: Duties, parts: Mapping[Key, ReducedPart]) -> bool:
     """Is all here that this member adds up?"""
     return all(parts[key].is_done_with(s.peer, s.is_subtotal) for key, of in duties.sources.items() for s in of)

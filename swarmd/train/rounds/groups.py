@@ -119,6 +119,6 @@ def rate(said: float) -> float:
     return max(LEAST_BYTES_PER_S, said)
 
 
-def _able(peer: PeerId, joined: JoinRound) -> partition.Member:
+def _able(peer: PeerId, joined: JoinRound) -> partition.PartitionMember:
     up, down = (None if r is None else rate(r) for r in (joined.up_bytes_per_s, joined.down_bytes_per_s))
-    return partition.Member(peer, joined.n > 0, joined.receives, joined.can_reduce, up, down)
+    return partition.PartitionMember(peer, joined.n > 0, joined.receives, joined.can_reduce, up, down)

@@ -10,29 +10,31 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from swarmd.protocol.runs.backing import Share, Sums
+from swarmd.protocol.runs.backing import ContributionShare, Sums
 from swarmd.protocol.wire.rounds import Beat, Gave, Group, Received, Reduction
-from swarmd.train.rounds.accounts import Account
+from swarmd.train.rounds.accounts import AverageProjection
 from swarmd.train.rounds.duties import Duties, Key
-from swarmd.train.rounds.parts import MOST_SQUARES, Part
+from swarmd.train.rounds.parts import MOST_SQUARES, ReducedPart
 from swarmd.values import PeerId
 
 UNSOUND = "its gradient is not finite, or beyond all bounds"
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class HeartbeatState:
     """What a beat is made of: ``results``, elements that are here of each part, by its first one; ``parts`` that are
     added up here; ``squares`` of its own numbers, by whom they went to; ``faults`` of results, by their reducer."""
 
     results: Mapping[int, int]
-    parts: Mapping[Key, Part]
+    parts: Mapping[Key, ReducedPart]
     squares: Mapping[PeerId, float]
     faults: Mapping[int, str]
-    account: Account | None
+    account: AverageProjection | None
 
 
-def beat_of(group: Group, duties: Duties, said: Said, result: bytes, share: Share | None, assent: bytes) -> Beat:
+def beat_of(
+    group: Group, duties: Duties, said: HeartbeatState, result: bytes, share: ContributionShare | None, assent: bytes
+) -> Beat:
     """A sign of life, with how far this member is."""
     account = said.account
     places = {PeerId(m.peer): place for place, m in enumerate(group.members)}
@@ -65,7 +67,7 @@ def for_others(beat: Beat) -> Beat:
 
 
 def _received(
-    duties: Duties, said: Said, places: Mapping[PeerId, int], subtotals: bool, sums: Mapping[PeerId, Sums]
+    duties: Duties, said: HeartbeatState, places: Mapping[PeerId, int], subtotals: bool, sums: Mapping[PeerId, Sums]
 ) -> tuple[Received, ...]:
     """Of whom all is here that it gives, its own numbers or subtotals, or what is wrong with them."""
     wanted: dict[PeerId, list[Key]] = {}
@@ -85,7 +87,7 @@ def _received(
     return tuple(found)
 
 
-def _reductions(group: Group, said: Said) -> Iterator[Reduction]:
+def _reductions(group: Group, said: HeartbeatState) -> Iterator[Reduction]:
     """Whose results are all here, or faulty."""
     sizes: dict[int, int] = {}
     here: dict[int, int] = {}

@@ -31,10 +31,10 @@ from swarmd.train.rounds.round import Numbers, Round
 from swarmd.train.store.chronicle import Chronicle
 from swarmd.train.store.members import Members
 from swarmd.train.store.proposer import RoundFailed
-from swarmd.train.store.services import News, World, tell
+from swarmd.train.store.services import TrainerServices, Wakeups, tell
 from swarmd.train.vectors.averages import Averages
 from swarmd.train.vectors.state import RunState, average_digest
-from swarmd.train.vectors.work import Gathered
+from swarmd.train.vectors.work import GatheredWork
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ GROUP_LATE_S = 1.0  # parts of a round may come before the group that they are f
 LONGEST_GATHER_S = 30.0  # a leader that has begun nothing for so long is suspected
 N_ROUNDS_KNOWN = 16  # latest rounds; older parts are not for anybody
 
-Mine = Callable[[], tuple[RunState | None, Gathered]]
+Mine = Callable[[], tuple[RunState | None, GatheredWork]]
 """This peer's state, if it has the model, and what it gives to the round after it."""
 
 
@@ -54,7 +54,13 @@ class Joining:
     """See the module."""
 
     def __init__(
-        self, world: World, chronicle: Chronicle, members: Members, averages: Averages, news: News, mine: Mine
+        self,
+        world: TrainerServices,
+        chronicle: Chronicle,
+        members: Members,
+        averages: Averages,
+        news: Wakeups,
+        mine: Mine,
     ) -> None:
         self.counters = RoundCounters()
         self.pulses = Arrivals(least_s=2.0, first_s=3.0)
@@ -68,13 +74,13 @@ class Joining:
         self._chronicle = chronicle
         self._members = members
         self._averages = averages
-        self.signer = assents.Member(chronicle.ledger, world.identity, self._clip)
+        self.signer = assents.ContributingMember(chronicle.ledger, world.identity, self._clip)
         self._news = news
         self._mine = mine
         self._begun: deque[bytes] = deque(maxlen=N_ROUNDS_KNOWN)  # rounds that this peer is or was in
         self._followed: PeerId | None = None
         self._leaders = Leaders(self._me, members)
-        self._offered = Gathered()  # what this peer joined with; a micro-batch that ends later is not of this round
+        self._offered = GatheredWork()  # what this peer joined with; a micro-batch that ends later is not of this round
         self._pulsed_at = 0.0
         self._awaited_at = 0.0
         self._scope = trio.CancelScope()

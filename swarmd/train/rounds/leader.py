@@ -20,8 +20,8 @@ from swarmd.plan.runs.topology import edges_of
 from swarmd.plan.runs.verdicts import MemberSeen
 from swarmd.protocol.fields import Message
 from swarmd.protocol.runs import commit as commits
-from swarmd.protocol.runs.backing import Share
-from swarmd.protocol.runs.commit import Commit, Counted
+from swarmd.protocol.runs.backing import ContributionShare
+from swarmd.protocol.runs.commit import Commit, CountedContribution
 from swarmd.protocol.runs.recipe import RunOrder
 from swarmd.protocol.wire.rounds import Beat, Group, GroupMember, JoinRound, Pulse
 from swarmd.train.rounds import groups
@@ -29,7 +29,7 @@ from swarmd.train.rounds.assents import Backing
 from swarmd.train.rounds.groups import counted_of
 from swarmd.train.rounds.outcome import Outcome, RoundTimes, Timing
 from swarmd.train.store.proposer import Proposer, RoundFailed
-from swarmd.train.store.services import News
+from swarmd.train.store.services import Wakeups
 from swarmd.train.vectors.codecs import codec_of
 from swarmd.values import PeerId
 
@@ -102,7 +102,7 @@ class Leader:
         self._doubted: set[PeerId] = set()  # add up nothing more in this round
         self._by_way = ""
         self._backing: Backing | None = None
-        self._news = News()
+        self._news = Wakeups()
         self._began_at = trio.current_time()
 
     @property
@@ -125,7 +125,7 @@ class Leader:
             raise Refused(Code.NO_CAPACITY, "the round has begun without you; the next one follows", 1.0)
         if message.n:
             try:
-                self._ledger.check_counted(Counted(peer, message.first, message.n, message.loss, 0.0))
+                self._ledger.check_counted(CountedContribution(peer, message.first, message.n, message.loss, 0.0))
             except IntegrityError as error:
                 raise Refused(Code.MALFORMED, str(error)) from None
         if len(self.joined) >= commits.MAX_CONTRIBUTORS:
@@ -351,7 +351,7 @@ class Leader:
             self._backing = Backing(*asked, self._commit, self._tell_all, limit_s)
         return self._backing
 
-    def _commit(self, shares: tuple[Share, ...], average: bytes) -> Commit:
+    def _commit(self, shares: tuple[ContributionShare, ...], average: bytes) -> Commit:
         assert self._group is not None
         return Commit(
             run=self._run.genesis,

@@ -9,7 +9,7 @@ import numpy as np
 
 from swarmd.errors import OutOfStep
 from swarmd.plan.runs.partition import CHUNK_BYTES
-from swarmd.train.vectors.codecs import Buffer, Codec, Coded
+from swarmd.train.vectors.codecs import Buffer, Codec, CodedVector
 from swarmd.train.vectors.coded_sums import add_up, reduce
 from swarmd.train.vectors.state import Vector
 from swarmd.train.vectors.sums import squares_of
@@ -29,7 +29,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class From:
+class InputSource:
     """Whose numbers are added up: a member's own, or the subtotal of ``n_contributors``."""
 
     peer: PeerId
@@ -47,7 +47,7 @@ class Input:
 
 
 @dataclass(slots=True)
-class Incoming:
+class IncomingPart:
     """What has come of one member: its numbers up to an element, the sum of their squares, and how they came."""
 
     values: Vector
@@ -62,7 +62,7 @@ class Incoming:
 
 
 @dataclass(slots=True)
-class Part:
+class ReducedPart:
     """See the module. Elements [start, end); numbers come, and go, in chunks of ``chunk`` elements.
 
     ``contributions`` of members are kept from version to version of the group; ``subtotals``, what comes of all below
@@ -74,16 +74,16 @@ class Part:
     chunk: int
     codec: Codec
     total: Vector
-    own: tuple[PeerId, Coded] | None = None
-    contributions: dict[PeerId, Incoming] = field(default_factory=dict)
-    subtotals: dict[PeerId, Incoming] = field(default_factory=dict)
+    own: tuple[PeerId, CodedVector] | None = None
+    contributions: dict[PeerId, IncomingPart] = field(default_factory=dict)
+    subtotals: dict[PeerId, IncomingPart] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.own is not None:
             me, given = self.own
             values = given.values[self.start : self.end]
-            mine = self.contributions[me] = Incoming(values, self.end, squares_of(values))
+            mine = self.contributions[me] = IncomingPart(values, self.end, squares_of(values))
             if not mine.is_sound:
                 mine.upto = self.start
 
@@ -95,11 +95,11 @@ class Part:
         """In another version of the group, from what is here."""
         self.total, self.results, self.subtotals = np.empty_like(self.total), [], {}
 
-    def of(self, peer: PeerId, is_subtotal: bool = False) -> Incoming:
+    def of(self, peer: PeerId, is_subtotal: bool = False) -> IncomingPart:
         """What has come of a member: its own numbers, or what all below it give."""
         kept = self.subtotals if is_subtotal else self.contributions
         if peer not in kept:
-            kept[peer] = Incoming(np.empty_like(self.total), self.start)
+            kept[peer] = IncomingPart(np.empty_like(self.total), self.start)
         return kept[peer]
 
     def lacks(self, peer: PeerId, start: int, n: int, is_subtotal: bool = False) -> bool:
@@ -126,14 +126,14 @@ class Part:
         came = self.of(peer, is_subtotal)
         return came.upto == self.end or not came.is_sound
 
-    def next_chunk(self, sources: Sequence[From]) -> tuple[int, int] | None:
+    def next_chunk(self, sources: Sequence[InputSource]) -> tuple[int, int] | None:
         """Elements [start, end) that are here of everybody and not added up yet."""
         at = self.reduced_to
         end = min(at + self.chunk, self.end)
         is_here = at < self.end and all(self.of(s.peer, s.is_subtotal).upto >= end for s in sources)
         return (at, end) if is_here else None
 
-    def inputs(self, sources: Sequence[From], start: int, end: int) -> list[Input]:
+    def inputs(self, sources: Sequence[InputSource], start: int, end: int) -> list[Input]:
         """What is to be added up, in the order of ``sources``: the group may change while a thread does it."""
         place = slice(start - self.start, end - self.start)
         found = []

@@ -18,17 +18,17 @@ import trio
 from swarmd.errors import OutOfStep
 from swarmd.net.rpc import Rpc
 from swarmd.net.tasks import Tasks
-from swarmd.protocol.runs.backing import Share
+from swarmd.protocol.runs.backing import ContributionShare
 from swarmd.protocol.runs.recipe import Recipe
 from swarmd.protocol.wire.rounds import Beat, Contribution, Group, Reduced, Subtotal
 from swarmd.train.rounds import heartbeats
-from swarmd.train.rounds.accounts import Account, Flow, Given, account_for, flow_of, given_to
+from swarmd.train.rounds.accounts import AverageProjection, ContributionProjection, Flow, account_for, flow_of, given_to
 from swarmd.train.rounds.duties import Key, all_came, duties_of
 from swarmd.train.rounds.groups import counted_of
-from swarmd.train.rounds.parts import MOST_SQUARES, Part, Result, chunk_of
-from swarmd.train.rounds.sending import BEAT_INTERVAL_S, Ready, Sending
-from swarmd.train.store.services import News, OffLoop
-from swarmd.train.vectors.codecs import Coded, codec_of
+from swarmd.train.rounds.parts import MOST_SQUARES, ReducedPart, Result, chunk_of
+from swarmd.train.rounds.sending import BEAT_INTERVAL_S, ReadyParts, Sending
+from swarmd.train.store.services import OffLoop, Wakeups
+from swarmd.train.vectors.codecs import CodedVector, codec_of
 from swarmd.train.vectors.coded_sums import read_reduced, read_subtotal
 from swarmd.train.vectors.directions import directions_of
 from swarmd.train.vectors.state import Vector
@@ -49,9 +49,9 @@ class Round:
         rpc: Rpc,
         group: Group,
         recipe: Recipe,
-        given: Coded | None,
+        given: CodedVector | None,
         digest: Callable[[Vector], bytes],
-        sign: Callable[[bytes, Given], Share],
+        sign: Callable[[bytes, ContributionProjection], ContributionShare],
         off_loop: OffLoop[Any],
     ) -> None:
         self._sign = sign
@@ -64,8 +64,8 @@ class Round:
         self._digest = digest
         self._directions = partial(directions_of, recipe, group.parent, group.n_elements)
         self._off_loop = off_loop
-        self._parts: dict[Key, Part] = {}
-        self._news = News()  # anything
+        self._parts: dict[Key, ReducedPart] = {}
+        self._news = Wakeups()  # anything
         self.moved_at = trio.current_time()
         self._beat_now = trio.Event()
         self._tasks = Tasks()
@@ -197,14 +197,14 @@ class Round:
         is_given = any(m.peer == self._me and m.receives for m in group.members)
         self.average: Vector | None = np.empty(group.n_elements, group.dtype) if is_given else None
         self.result = b""
-        self.account: Account | None = None
+        self.account: AverageProjection | None = None
         self._duties = duties_of(group, self._me)
         self._got: dict[int, int] = {}
         told = {(p.start, p.end) for parts in self._duties.tells.values() for p in parts}
         self._relayed: dict[Key, list[Result]] = {key: [] for key in told & self._duties.bringers.keys()}
         self._squares: dict[PeerId, float] = {}  # of this peer's numbers, by whom they go to
         self._faults: dict[int, str] = {}  # of results, by the place of their reducer
-        self._share: Share | None = None
+        self._share: ContributionShare | None = None
         self._assent = b""
         for start, end in self._duties.sources:
             if known := self._parts.get((start, end)):
@@ -212,9 +212,9 @@ class Round:
                 continue
             total: Vector = np.empty(end - start, group.dtype)
             own = (self._me, self._given) if self._given is not None else None
-            self._parts[start, end] = Part(start, end, self._chunk, self._codec, total, own)
+            self._parts[start, end] = ReducedPart(start, end, self._chunk, self._codec, total, own)
 
-    async def _part(self, key: Key) -> Part | None:
+    async def _part(self, key: Key) -> ReducedPart | None:
         """A part that is added up here; the group that gives it to this peer may be on its way."""
         with trio.move_on_after(CHANGES_WITHIN_S):
             while key not in self._parts:
@@ -275,12 +275,12 @@ class Round:
                     self._beat_now.set()
             await news.wait()
 
-    def _given_to(self, digest: bytes, mine: Vector) -> Given:
+    def _given_to(self, digest: bytes, mine: Vector) -> ContributionProjection:
         return given_to(self._directions(digest), mine)
 
     def _account_for(
         self, group: Group, digest: bytes, average: Vector, mine: tuple[PeerId, Vector] | None, flow: Flow
-    ) -> Account:
+    ) -> AverageProjection:
         return account_for(group, self._directions(digest), average, mine, flow, self._codec)
 
     def _is_whole(self) -> bool:
@@ -301,18 +301,18 @@ class Round:
     def _counts(self) -> bool:
         return any(m.peer == self._me for m in counted_of(self.group))
 
-    def _ready(self) -> Ready:
+    def _ready(self) -> ReadyParts:
         """What can be sent on so far."""
         made = {key: self._parts[key].results for key in self._duties.sources}
         own = {key: made[key] for key in self._duties.averages}
-        return Ready(made, {**self._relayed, **own})
+        return ReadyParts(made, {**self._relayed, **own})
 
     # --- small things ------------------------------------------------------------------------------------------
 
     def _beat(self) -> Beat:
         """What the leader is told."""
         parts = {key: self._parts[key] for key in self._duties.sources}
-        said = heartbeats.Said(
+        said = heartbeats.HeartbeatState(
             self._results_here(), parts, self._squares if self._counts else {}, self._faults, self.account
         )
         return heartbeats.beat_of(self.group, self._duties, said, self.result, self._share, self._assent)

@@ -17,15 +17,15 @@ from swarmd.net.tasks import Tasks
 from swarmd.protocol.wire.rounds import Contribution, Group, Reduced, Subtotal
 from swarmd.train.rounds.duties import Duties, Key
 from swarmd.train.rounds.parts import Result
-from swarmd.train.store.services import News
-from swarmd.train.vectors.codecs import Buffer, Coded
+from swarmd.train.store.services import Wakeups
+from swarmd.train.vectors.codecs import Buffer, CodedVector
 from swarmd.values import PeerId
 
 BEAT_INTERVAL_S = 0.5  # a sign of life from who is slow, small beside any deadline
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyParts:
     """What can be sent on of each part: sums that go up, averages that go down."""
 
     sums: Mapping[Key, Sequence[Result]]
@@ -35,8 +35,10 @@ class Ready:
 class Sending:
     """See the module. ``given``: this peer's contribution; ``ready`` says what can be sent on, ``news`` that it may."""
 
-    def __init__(self, rpc: Rpc, tasks: Tasks, given: Coded | None, chunk: int, ready: Callable[[], Ready]) -> None:
-        self.news = News()
+    def __init__(
+        self, rpc: Rpc, tasks: Tasks, given: CodedVector | None, chunk: int, ready: Callable[[], ReadyParts]
+    ) -> None:
+        self.news = Wakeups()
         self._rpc = rpc
         self._me = rpc.network.peer_id
         self._tasks = tasks

@@ -15,12 +15,12 @@ import trio
 from swarmd.errors import Code, ConfigError, IntegrityError, Refused
 from swarmd.plan.runs import quorum
 from swarmd.plan.runs.ballot import NO_BALLOT, Acceptor
-from swarmd.plan.runs.contributions import N_HISTORY, Weighed
+from swarmd.plan.runs.contributions import N_HISTORY, WeighedContributions
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs import backing
 from swarmd.protocol.runs import commit as commits
-from swarmd.protocol.runs.backing import Backed, Witness
+from swarmd.protocol.runs.backing import BackedCommit, Witness
 from swarmd.protocol.runs.commit import Ballot, Commit
 from swarmd.protocol.runs.recipe import RunOrder
 from swarmd.protocol.wire.rounds import Accepted, Prepare, Promised, Propose
@@ -35,7 +35,7 @@ MOST_AHEAD = 10_000  # of the highest ballot promised: nobody needs more, and no
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AnchorView:
     """What an anchor sees of its run itself.
 
     ``computing``: who computes on a commit; ``answers``: does any of these live; ``states``: of which updates members
@@ -59,7 +59,7 @@ class Anchor:
         acceptor: Acceptor | None,
         folder: RunFolder | None,
         off_loop: OffLoop[object],
-        sight: Sight,
+        sight: AnchorView,
     ) -> None:
         self.order = RunOrder(ledger.run.id, 0)
         self._ledger = ledger
@@ -119,7 +119,7 @@ class Anchor:
             raise Refused(Code.NO_CAPACITY, "this proposer has had its promises, and made nothing of them", 1.0)
         self._asked[peer] = [*times, now]
 
-    async def _check_backing(self, commit: Commit, backed: Backed) -> None:
+    async def _check_backing(self, commit: Commit, backed: BackedCommit) -> None:
         """Is this what a round made, as far as can be seen from here? Raises Refused."""
         if commit.parent != self._ledger.head:
             return  # _for says what is wrong with it
@@ -130,7 +130,7 @@ class Anchor:
                 known_for_s = self._sight.known_for_s()
                 _require(quorum.may_go_back(self._ledger.epoch, self._sight.states(), known_for_s))
             return
-        contributors = {PeerId(c.peer): Weighed(c.n, c.norm) for c in commit.contributors}
+        contributors = {PeerId(c.peer): WeighedContributions(c.n, c.norm) for c in commit.contributors}
         assenting = {PeerId(commit.contributors[place].peer) for place, _ in backed.assents}
         _require(quorum.may_count(contributors, assenting, self._ledger.contributions(N_HISTORY), self._ledger.radius))
         others = self._sight.computing(commit.parent) - contributors.keys()
@@ -163,7 +163,7 @@ class Anchor:
                 raise Refused(Code.NO_CAPACITY, str(error), 5.0) from None
         self._acceptor = acceptor
 
-    def _is_witnessed(self, backed: Backed, witness: Witness) -> bool:
+    def _is_witnessed(self, backed: BackedCommit, witness: Witness) -> bool:
         """Has another anchor accepted this commit?"""
         anchors = self.order.anchors_of(self._ledger.run.recipe)
         try:

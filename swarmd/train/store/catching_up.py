@@ -15,16 +15,16 @@ import trio
 from swarmd.errors import SwarmError
 from swarmd.net.tasks import Tasks
 from swarmd.plan.runs import progress
-from swarmd.plan.runs.recovery import Offer, choose_way, restorable
+from swarmd.plan.runs.recovery import DonorOffer, choose_way, restorable
 from swarmd.protocol.runs import backing
 from swarmd.protocol.runs import commit as commits
-from swarmd.protocol.runs.backing import Backed
+from swarmd.protocol.runs.backing import BackedCommit
 from swarmd.protocol.runs.commit import Commit
 from swarmd.train.store import recovery
 from swarmd.train.store.chronicle import Chronicle
 from swarmd.train.store.members import Members
 from swarmd.train.store.recovery import Get, Vectors
-from swarmd.train.store.services import World
+from swarmd.train.store.services import TrainerServices
 from swarmd.train.vectors.averages import Averages
 from swarmd.train.vectors.state import RunState, Vector
 from swarmd.values import PeerId
@@ -44,7 +44,7 @@ class CatchingUp:
 
     def __init__(
         self,
-        world: World,
+        world: TrainerServices,
         chronicle: Chronicle,
         members: Members,
         averages: Averages,
@@ -139,7 +139,7 @@ class CatchingUp:
         state, newest = self._state, self._ledger.epoch
         others = self._members.look(trio.current_time())
         offers = {
-            p: Offer(r.state_epoch, r.state, r.n_averages) for p, r in others.items() if r.state_epoch is not None
+            p: DonorOffer(r.state_epoch, r.state, r.n_averages) for p, r in others.items() if r.state_epoch is not None
         }
         mine = None if self._is_mistrusted else state.epoch
         order = self._chronicle.order
@@ -230,6 +230,6 @@ class CatchingUp:
             restores=self._state.head,
         )
         self._behind_since = None
-        raw = await self._chronicle.proposer().settle(backing.encode(Backed(commits.encode(commit))))
+        raw = await self._chronicle.proposer().settle(backing.encode(BackedCommit(commits.encode(commit))))
         await self._chronicle.spread(self._tasks, raw, self._members.look(trio.current_time()))
         return True

@@ -20,11 +20,11 @@ from swarmd.protocol.runs import commit as commits
 from swarmd.protocol.runs.recipe import Run, RunOrder, read_order_untrusted
 from swarmd.protocol.wire.rounds import Prepare, Propose
 from swarmd.train.store import recovery
-from swarmd.train.store.anchor import Anchor, Sight
+from swarmd.train.store.anchor import Anchor, AnchorView
 from swarmd.train.store.disk import RunFolder
 from swarmd.train.store.members import Members
 from swarmd.train.store.proposer import Proposer
-from swarmd.train.store.services import News, World, tell
+from swarmd.train.store.services import TrainerServices, Wakeups, tell
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,11 @@ class Chronicle:
 
     def __init__(
         self,
-        world: World,
+        world: TrainerServices,
         run: Run,
         members: Members,
         folder: RunFolder | None,
-        news: News,
+        news: Wakeups,
         own: Own,
     ) -> None:
         self.run = run
@@ -161,7 +161,7 @@ class Chronicle:
         """Be an anchor if the order says so, once what an earlier life promised is known."""
         if self._anchor is None and self._is_ready and self._me in self.anchors:
             world = self._world
-            sight = Sight(
+            sight = AnchorView(
                 self._computing,
                 self._answers,
                 self._states,

@@ -44,7 +44,7 @@ class _AcceptorFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedRun:
     """One checkpoint: where it is, and what it says of itself."""
 
     path: Path
@@ -213,14 +213,14 @@ class RunFolder:
             raise ConfigError(f"{path} holds the moments of {len(said)} optimizers")
         return Memory(*said.pop(), moments)
 
-    def saved(self) -> list[Saved]:
+    def saved(self) -> list[SavedRun]:
         """The checkpoints here, the newest first."""
         found = []
         for path in sorted(self.folder.glob("state-*.safetensors"), reverse=True):
             try:
                 said: dict[str, Any] = json.loads(path.with_suffix(".json").read_bytes())
                 head, root = bytes.fromhex(said["head"]), bytes.fromhex(said["root"])
-                found.append(Saved(path, int(said["epoch"]), int(said["steps"]), head, root))
+                found.append(SavedRun(path, int(said["epoch"]), int(said["steps"]), head, root))
             except (OSError, ValueError, KeyError, TypeError) as error:
                 logger.warning("leaving out the checkpoint %s: %s", path, error)
         return found

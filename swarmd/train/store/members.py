@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from swarmd.net.standing import Standing
 from swarmd.plan.chains.view import SwarmView
-from swarmd.plan.runs.progress import Progress
+from swarmd.plan.runs.progress import MemberProgress
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.membership.records import RECORD_LIFETIME_S, RunRecord
 from swarmd.values import PeerId, RunId
@@ -18,7 +18,7 @@ LEADS_FOR_S = 1.5  # after its last sign of life
 
 
 @dataclass(slots=True)
-class _Heard:
+class _MemberNews:
     sequence: int
     at: float
 
@@ -52,7 +52,7 @@ class Members:
     view: Callable[[], SwarmView]
     learn: Callable[[PeerId, tuple[str, ...]], None]
     standing: Standing
-    _heard: dict[PeerId, _Heard] = field(default_factory=dict)
+    _heard: dict[PeerId, _MemberNews] = field(default_factory=dict)
     _suspects: dict[PeerId, _Suspicion] = field(default_factory=dict)
     _distrusted: dict[PeerId, bytes] = field(default_factory=dict)
     _leading: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Members:
                 continue
             heard = self._heard.get(peer)
             if heard is None or heard.sequence != record.sequence:
-                self._heard[peer] = _Heard(record.sequence, now)
+                self._heard[peer] = _MemberNews(record.sequence, now)
                 if (known := self.view().peers.get(peer)) is not None:
                     self.learn(peer, known.addresses)
             is_left_out = (not with_suspects and self._is_suspect(record, now)) or self._distrusted.get(
@@ -147,16 +147,16 @@ class Members:
         """A commit is known: who contributed to it goes on from there, though its record may not say so yet."""
         self._last = _Commit(epoch, head, contributors, now)
 
-    def progress(self, now: float, with_suspects: bool = False) -> list[Progress]:
+    def progress(self, now: float, with_suspects: bool = False) -> list[MemberProgress]:
         """How far the others are that compute."""
         found = []
         for peer, r in self.look(now, with_suspects).items():
             if r.role == "train" and self._is_moving_on(peer, r):
                 age_s = now - self._last.at
-                found.append(Progress(peer, self._last.epoch, self._last.head, 0, r.samples_per_s, age_s))
+                found.append(MemberProgress(peer, self._last.epoch, self._last.head, 0, r.samples_per_s, age_s))
             elif r.role == "train":
                 age_s = now - self._heard[peer].at
-                found.append(Progress(peer, r.epoch, r.head, r.n_samples, r.samples_per_s, age_s, r.audit_left))
+                found.append(MemberProgress(peer, r.epoch, r.head, r.n_samples, r.samples_per_s, age_s, r.audit_left))
         return found
 
     def states(self) -> dict[PeerId, int]:

@@ -10,9 +10,9 @@ import logging
 from swarmd.errors import ConfigError
 from swarmd.protocol.runs.recipe import Recipe
 from swarmd.train.store.disk import RunFolder
-from swarmd.train.store.services import World
+from swarmd.train.store.services import TrainerServices
 from swarmd.train.vectors.error_feedback import Feedback
-from swarmd.train.vectors.inner_steps import Inner, Memory
+from swarmd.train.vectors.inner_steps import InnerOptimizer, Memory
 from swarmd.train.vectors.state import RunState
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class Memories:
     """See the module; nothing is kept without a ``folder``. ``trouble`` is what went wrong last, for people."""
 
-    def __init__(self, world: World, recipe: Recipe, folder: RunFolder | None) -> None:
+    def __init__(self, world: TrainerServices, recipe: Recipe, folder: RunFolder | None) -> None:
         self.trouble = ""
         self.feedback: Feedback | None = None
         self._off_loop = world.off_loop
@@ -49,7 +49,7 @@ class Memories:
         self._inner_kept = memory.upto
         return feedback, memory
 
-    async def keep(self, inner: Inner | None) -> None:
+    async def keep(self, inner: InnerOptimizer | None) -> None:
         """Write both to the disk, unless they are there."""
         feedback, folder = self.feedback, self._folder
         if folder is None:

@@ -19,7 +19,7 @@ from swarmd.errors import Code, IntegrityError, PeerError, Refused, RemoteProtoc
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.chains.view import SwarmView
-from swarmd.plan.runs.recovery import Offer
+from swarmd.plan.runs.recovery import DonorOffer
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Message
 from swarmd.protocol.models.manifest import Manifest
@@ -137,9 +137,9 @@ def asked_of(peers: Iterable[PeerId]) -> list[PeerId]:
     return sorted(peers)[:MAX_DONORS]
 
 
-async def ask_states(rpc: Rpc, peers: Iterable[PeerId], run: str) -> dict[PeerId, Offer]:
+async def ask_states(rpc: Rpc, peers: Iterable[PeerId], run: str) -> dict[PeerId, DonorOffer]:
     """Have donors keep their present state; returns who keeps what."""
-    offers: dict[PeerId, Offer] = {}
+    offers: dict[PeerId, DonorOffer] = {}
 
     def request(call_id: int) -> Message:
         return WantState(id=call_id, run=run)
@@ -148,7 +148,7 @@ async def ask_states(rpc: Rpc, peers: Iterable[PeerId], run: str) -> dict[PeerId
         try:
             reply, _ = await rpc.call(peer, request, timeout_s=STATE_TIMEOUT_S, purpose="bulk")
             if isinstance(reply, StateIs) and len(reply.state) == 32:
-                offers[peer] = Offer(reply.epoch, reply.state, 0)
+                offers[peer] = DonorOffer(reply.epoch, reply.state, 0)
         except PeerError as error:
             logger.info("%s keeps no state for us: %s", peer[-8:], error)
 
@@ -158,20 +158,20 @@ async def ask_states(rpc: Rpc, peers: Iterable[PeerId], run: str) -> dict[PeerId
     return offers
 
 
-class Givers:
+class StateDonors:
     """The donor's side: snapshots that are kept for a while, and averages, both by hash."""
 
     def __init__(self) -> None:
         self._renewed: dict[bytes, tuple[int, float]] = {}
 
-    def freeze(self, state: RunState, now: float) -> Offer:
+    def freeze(self, state: RunState, now: float) -> DonorOffer:
         """Keep the present state for somebody. Raises Refused when too many are fetched at the moment."""
         self.expire(state, now, SNAPSHOT_LEASE_S if len(state.snapshots) < MAX_SNAPSHOTS else SHORT_LEASE_S)
         if state.root not in state.snapshots and len(state.snapshots) >= MAX_SNAPSHOTS:
             raise Refused(Code.NO_CAPACITY, f"{MAX_SNAPSHOTS} snapshots are being fetched already", SHORT_LEASE_S)
         snapshot = state.freeze()
         self._renewed[state.root] = (snapshot.n_reads, now)
-        return Offer(state.epoch, state.root, len(state.averages))
+        return DonorOffer(state.epoch, state.root, len(state.averages))
 
     def expire(self, state: RunState, now: float, lease_s: float = SNAPSHOT_LEASE_S) -> None:
         """Let go of snapshots that nobody has read for a while."""

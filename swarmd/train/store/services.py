@@ -25,7 +25,7 @@ OffLoop = Callable[..., Awaitable[T]]
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class TrainerServices:
     """The network, who this peer is, what it sees of the swarm, how work leaves the event loop.
 
     ``links`` gives this peer's measured bytes/s, up and down, ``share`` how much of its time it computes, ``near`` who
@@ -46,7 +46,7 @@ class World:
 
 
 @dataclass(slots=True)
-class News:
+class Wakeups:
     """Something has changed: whoever waits looks again."""
 
     _event: trio.Event = field(default_factory=trio.Event)

@@ -35,7 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class CodedVector:
     """A vector in the form in which it travels: what it stands for, and the bytes of elements [start, end)."""
 
     values: Vector
@@ -67,9 +67,9 @@ class Codec:
         plain = n_elements * self.dtype.itemsize / n_bytes
         return Sizes(n_bytes, float(self.weight(n_contributors)), plain, self.forwards)
 
-    def code(self, values: Vector, least: Vector | None = None) -> Coded:
+    def code(self, values: Vector, least: Vector | None = None) -> CodedVector:
         """Code a vector of finite numbers. ``least``: what each element must exceed to matter, for who asks for it."""
-        return Coded(values, lambda start, end: values[start:end].view(np.uint8).data)
+        return CodedVector(values, lambda start, end: values[start:end].view(np.uint8).data)
 
     def read(self, payload: Buffer, n_elements: int, n_vectors: int = 1) -> list[Vector]:
         """The vectors in a payload, of so many elements each. Raises RemoteProtocolError when it holds others."""
@@ -90,10 +90,10 @@ class Blocks(Codec):
     def n_bytes(self, n_elements: int) -> int:
         return -(-n_elements // self.block) * self.size
 
-    def code(self, values: Vector, least: Vector | None = None) -> Coded:
+    def code(self, values: Vector, least: Vector | None = None) -> CodedVector:
         coded = self._pack(_rows(values, self.block))
         stands_for = self._unpack(coded).reshape(-1)[: len(values)].astype(self.dtype)
-        return Coded(stands_for, lambda start, end: coded[start // self.block : -(-end // self.block)].tobytes())
+        return CodedVector(stands_for, lambda start, end: coded[start // self.block : -(-end // self.block)].tobytes())
 
     def read(self, payload: Buffer, n_elements: int, n_vectors: int = 1) -> list[Vector]:
         each = _whole(payload, n_vectors, self.n_bytes(n_elements)).reshape(n_vectors, -1, self.size)
@@ -248,7 +248,7 @@ class Significance(Codec):
     def n_bytes(self, n_elements: int) -> int:
         return n_elements // 2  # depends on the numbers; about a quarter of them
 
-    def code(self, values: Vector, least: Vector | None = None) -> Coded:
+    def code(self, values: Vector, least: Vector | None = None) -> CodedVector:
         rows = _rows(values, BLOCK)
         sizes = np.abs(rows)
         chosen = sizes > _rows(least if least is not None else np.zeros_like(values), BLOCK)
@@ -259,7 +259,7 @@ class Significance(Codec):
             exponents[i].tobytes() + there[i].tobytes() + halves[i][chosen[i]].tobytes() for i in range(len(rows))
         ]
         stands_for = self.read(b"".join(pieces), len(values))[0]
-        return Coded(stands_for, lambda start, end: b"".join(pieces[start // BLOCK : -(-end // BLOCK)]))
+        return CodedVector(stands_for, lambda start, end: b"".join(pieces[start // BLOCK : -(-end // BLOCK)]))
 
     def read(self, payload: Buffer, n_elements: int, n_vectors: int = 1) -> list[Vector]:
         found, at = [], 0

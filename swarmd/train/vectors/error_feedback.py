@@ -15,7 +15,7 @@ from swarmd.protocol.runs.recipe import Recipe
 from swarmd.train.vectors.clipping import clipped
 from swarmd.train.vectors.codecs import codec_of
 from swarmd.train.vectors.state import RunState, Vector
-from swarmd.train.vectors.work import Gathered
+from swarmd.train.vectors.work import GatheredWork
 
 
 class Feedback:
@@ -33,7 +33,7 @@ class Feedback:
         """Go on from what this peer wrote to its disk."""
         self.upto, self.residual = upto, residual
 
-    def code(self, offered: Gathered, limit: float) -> Gathered:
+    def code(self, offered: GatheredWork, limit: float) -> GatheredWork:
         """What is offered, as it is given to the round. Raises ValueError when it is not finite.
 
         ``limit``: how far a mean may be from the momentum, where the recipe has contributions clipped.
@@ -59,7 +59,7 @@ class Feedback:
         self._left = low, (whole - given.values) * whole.dtype.type(self._recipe.parts.decay)
         return replace(offered, given=given, anew=is_anew)
 
-    def settle(self, offered: Gathered, is_counted: bool) -> None:
+    def settle(self, offered: GatheredWork, is_counted: bool) -> None:
         """A round is over; what was offered to it was counted, or not."""
         left, self._left = self._left, None
         if left is not None and is_counted:

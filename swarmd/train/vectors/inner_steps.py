@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from swarmd.protocol.runs.recipe import LOCAL
 from swarmd.train.vectors.state import RunState, Vector, fragment_of
-from swarmd.train.vectors.work import Work
+from swarmd.train.vectors.work import UncountedWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Memory:
     moments: dict[str, Vector]
 
 
-class Inner:
+class InnerOptimizer:
     """See the module. ``vectors`` are the peer's own parameters and its optimizer's moments; ``steps`` counts them.
 
     ``memory``: what can be gone on from, as this peer's disk has it or the latest commit that counted something.
@@ -49,7 +49,7 @@ class Inner:
         """What computes was lost, perhaps in the middle of a step."""
         self._is_spoiled = True
 
-    def follow(self, work: Work, counted: int) -> None:
+    def follow(self, work: UncountedWork, counted: int) -> None:
         """Be on the run's present state. Steps that nobody counts are undone: go on from the memory, or begin anew.
 
         ``counted``: how many of this peer's draws the ledger has counted.

@@ -31,7 +31,7 @@ BLOCK_ELEMENTS = 1 << 16  # what fits a processor's cache together with its mome
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class VectorLayout:
     """Which tensors lie where in the vector: names and shapes, one after the other."""
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
@@ -71,7 +71,7 @@ class RunState:
     Threads change it: whoever needs several facts of one state takes ``version`` once.
     """
 
-    def __init__(self, run: Run, layout: Layout, parameters: Vector, average_limit_bytes: int) -> None:
+    def __init__(self, run: Run, layout: VectorLayout, parameters: Vector, average_limit_bytes: int) -> None:
         self.run = run
         self.layout = layout
         self.parameters = parameters

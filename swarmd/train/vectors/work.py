@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swarmd.protocol.runs.commit import Commit
-from swarmd.train.vectors.codecs import Coded
+from swarmd.train.vectors.codecs import CodedVector
 from swarmd.train.vectors.state import Vector
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class GatheredWork:
     """Draws ``first`` to ``first + n``, their summed loss, and the sum of their gradients.
 
     The first ``late`` of them were computed on the state before the newest; ``anew``: nothing is left of earlier ones;
@@ -29,19 +29,19 @@ class Gathered:
     vector: Vector | None = None
     late: int = 0
     anew: bool = False
-    given: Coded | None = None
+    given: CodedVector | None = None
 
     @property
     def end(self) -> int:
         return self.first + self.n
 
 
-class Work:
+class UncountedWork:
     """See the module. ``n_counted`` and ``n_wasted`` are samples that commits did, or never will, count."""
 
     def __init__(self, me: str, overlaps: bool) -> None:
-        self.offered = Gathered()
-        self.since = Gathered()
+        self.offered = GatheredWork()
+        self.since = GatheredWork()
         self.n_counted = 0
         self.n_wasted = 0
         self._me = me
@@ -58,7 +58,7 @@ class Work:
 
     def add(self, first: int, n: int, loss: float, gathered: Vector, anew: bool = False) -> None:
         """Draws from ``first`` on were computed; ``gathered`` is the sum with them."""
-        old = self.since if self.since.n else Gathered(first, anew=anew)
+        old = self.since if self.since.n else GatheredWork(first, anew=anew)
         self.since = replace(old, n=old.n + n, loss=old.loss + loss, vector=gathered)
 
     def offer(self, of_own_steps: Callable[[int], Vector] | None = None) -> None:
@@ -79,16 +79,16 @@ class Work:
         else:
             vector = new.vector.copy() if old.vector is None else old.vector + new.vector
         first = old if old.n else new
-        self.offered = Gathered(first.first, n, old.loss + new.loss, vector, old.late + new.late, first.anew)
-        self.since = Gathered()
+        self.offered = GatheredWork(first.first, n, old.loss + new.loss, vector, old.late + new.late, first.anew)
+        self.since = GatheredWork()
 
     def settle(self, commit: Commit) -> bool:
         """A commit on the state that all of this was computed on was applied: does it count what was offered?"""
         given, before = self.offered, self.n
         n_counted = sum(c.n for c in commit.contributors if given.n and (c.peer, c.first) == (self._me, given.first))
         is_lost = not self._overlaps or bool(commit.restores) or self.since.late > 0 or given.n > n_counted
-        self.offered = Gathered()
-        self.since = Gathered() if is_lost else replace(self.since, late=self.since.n)
+        self.offered = GatheredWork()
+        self.since = GatheredWork() if is_lost else replace(self.since, late=self.since.n)
         self.n_counted += n_counted
         self.n_wasted += before - n_counted - self.n
         return n_counted > 0
@@ -96,9 +96,9 @@ class Work:
     def drop(self) -> None:
         """Nothing of it can be counted any more."""
         self.n_wasted += self.n
-        self.offered, self.since = Gathered(), Gathered()
+        self.offered, self.since = GatheredWork(), GatheredWork()
 
     def drop_since(self) -> None:
         """What was gathered after the offer is of no use."""
         self.n_wasted += self.since.n
-        self.since = Gathered()
+        self.since = GatheredWork()

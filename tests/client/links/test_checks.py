@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarmd.client.links.checks import EXCUSED_SHARE, MOST_EXCUSES, ONE_DEATH_S, Checks
-from swarmd.client.sessions.statements import Excused, Inconclusive, NotShown
+from swarmd.client.sessions.statements import ExcusedHop, NoConclusion, TokensNotShown
 
 
 @pytest.mark.parametrize(("n_decided", "n_excused"), [(0, MOST_EXCUSES), (1_000, int(EXCUSED_SHARE * 1_000))])
@@ -23,8 +23,8 @@ def test_a_worker_that_dies_is_excused_but_not_each_time_that_it_is_looked_at(n_
 
 
 def test_an_excuse_is_no_refusal_to_show() -> None:
-    assert issubclass(Excused, Inconclusive)
-    assert not issubclass(Excused, NotShown)
+    assert issubclass(ExcusedHop, NoConclusion)
+    assert not issubclass(ExcusedHop, TokensNotShown)
 
 
 def test_what_was_found_outlives_the_process_and_a_damaged_file_is_made_anew(tmp_path: Path) -> None:

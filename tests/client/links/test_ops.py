@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from swarmd.client.links.link import Terms
+from swarmd.client.links.link import SessionOptions
 from swarmd.client.links.ops import codec_for
 from swarmd.values import ModelId, PeerId
 
-TERMS = Terms(ModelId("m" * 64), 4, 1, 100)
+TERMS = SessionOptions(ModelId("m" * 64), 4, 1, 100)
 
 
 def swarm(*addresses: str, codecs: tuple[str, ...] = ("raw", "float16", "int8")) -> Any:

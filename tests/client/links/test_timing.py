@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from swarmd.client.links.timing import Passes
+from swarmd.client.links.timing import PassTimes
 
 
 def test_medians_of_the_present_chain() -> None:
-    passes = Passes()
+    passes = PassTimes()
     assert passes.where() is None
     passes.note(0.5, 9.0, ((0, 1, 1), (3, 1, 1)))  # of a chain that is no more
     for total_s, waited in ((0.050, 1_000), (0.052, 3_000), (5.0, 2_000)):
@@ -24,7 +24,7 @@ def test_medians_of_the_present_chain() -> None:
 
 
 def test_hops_that_tell_too_much_are_no_trouble() -> None:
-    passes = Passes()
+    passes = PassTimes()
     passes.note(0.004, 0.05, ((0, 9_000_000, 9_000_000),))
     found = passes.where()
     assert found is not None

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmd.client.model.remote_model import remote_model
-from swarmd.client.model.traced_pass import Straight, write_down
+from swarmd.client.model.traced_pass import TracedPass, write_down
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.ends import Ends
@@ -100,17 +100,17 @@ class TestSteps:
     ) -> None:
         model, ids = client(checkpoints.make(family, tmp_path, n_layers=2)), torch.arange(3, 40).unsqueeze(0)
         taken: list[int] = []
-        compute = Straight.compute
+        compute = TracedPass.compute
 
-        def noted(self: Straight, ids: torch.Tensor, *about: Any) -> torch.Tensor:
+        def noted(self: TracedPass, ids: torch.Tensor, *about: Any) -> torch.Tensor:
             taken.append(ids.shape[1])
             return compute(self, ids, *about)
 
-        monkeypatch.setattr(Straight, "compute", noted)
+        monkeypatch.setattr(TracedPass, "compute", noted)
         text = model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)
         has_line = family in ("llama", "qwen3_moe")  # gpt2 looks at values, gemma3's windows move on
         assert taken == ([1] * 7 if has_line else [])
-        monkeypatch.setattr(Straight, "holds", False)
+        monkeypatch.setattr(TracedPass, "holds", False)
         assert torch.equal(text, model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False))
         assert len(taken) == (7 if has_line else 0)
 

@@ -18,11 +18,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from swarmd.client.links.link import Given, Link
+from swarmd.client.links.link import HopLink, ServedLogits
 from swarmd.client.model.remote_model import remote_model
-from swarmd.client.model.swarm_head import Checks, is_enough
+from swarmd.client.model.swarm_head import HeadChecks, is_enough
 from swarmd.compute.model.ends import Ends
-from swarmd.compute.model.head import Head
+from swarmd.compute.model.head import LogitsHead
 from swarmd.plan.chains.routing import Hop
 from swarmd.protocol.fields import MOST_LOGITS
 from swarmd.protocol.wire.tensors import CODECS
@@ -62,8 +62,8 @@ def test_some_are_enough_where_no_other_can_be_chosen(processors: list[Any], sam
     assert is_enough(LogitsProcessorList(processors), samples) is enough
 
 
-def given(of: Top, peer: str = "last", codec: str = "raw") -> Given:
-    return Given(of, Link(Hop(PeerId(peer), Span(0, 2))), codec)
+def given(of: Top, peer: str = "last", codec: str = "raw") -> ServedLogits:
+    return ServedLogits(of, HopLink(Hop(PeerId(peer), Span(0, 2))), codec)
 
 
 class Chain:
@@ -71,9 +71,9 @@ class Chain:
 
     layer_arity = 0
 
-    def __init__(self, head: Head | None, lie: float = 0.0) -> None:
+    def __init__(self, head: LogitsHead | None, lie: float = 0.0) -> None:
         self.head, self.lie = head, lie
-        self.given: Given | None = None
+        self.given: ServedLogits | None = None
         self.refuted: list[str] = []
         self.n_tops = 0
 
@@ -87,7 +87,7 @@ class Chain:
             self.n_tops += 1
         return out
 
-    def refute(self, given: Given, reason: str) -> None:
+    def refute(self, given: ServedLogits, reason: str) -> None:
         assert given is self.given
         self.refuted.append(reason)
         self.head = None
@@ -97,8 +97,8 @@ class Chain:
     def close(self) -> None: ...
 
 
-def client(folder: Path, chain: Chain) -> tuple[Any, Checks]:
-    checks = Checks(rng=random.Random(0))
+def client(folder: Path, chain: Chain) -> tuple[Any, HeadChecks]:
+    checks = HeadChecks(rng=random.Random(0))
     return remote_model(folder, lambda *about: chain, None, head=checks), checks  # type: ignore[arg-type, return-value]
 
 
@@ -120,7 +120,7 @@ def folder(tmp_path: Path) -> Path:
 class TestGenerating:
     @pytest.mark.parametrize("how", [{}, {"do_sample": True, "top_k": 40, "top_p": 0.9, "temperature": 0.8}])
     def test_it_gives_what_ones_own_head_gives(self, how: dict[str, Any], folder: Path) -> None:
-        chain = Chain(Head(folder, torch.float32, torch.device("cpu"), 0))
+        chain = Chain(LogitsHead(folder, torch.float32, torch.device("cpu"), 0))
         model, checks = client(folder, chain)
         own, _ = client(folder, Chain(None))
         assert generate(model, **how) == generate(own, **how)
@@ -129,13 +129,13 @@ class TestGenerating:
 
     @pytest.mark.parametrize("how", [{"do_sample": True, "top_k": 0}, {"repetition_penalty": 1.2}, {"num_beams": 2}])
     def test_where_others_may_count_it_is_not_asked(self, how: dict[str, Any], folder: Path) -> None:
-        chain = Chain(Head(folder, torch.float32, torch.device("cpu"), 0))
+        chain = Chain(LogitsHead(folder, torch.float32, torch.device("cpu"), 0))
         model, own = client(folder, chain)[0], client(folder, Chain(None))[0]
         assert generate(model, **how) == generate(own, **how)
         assert not chain.n_tops
 
     def test_a_head_that_lies_is_found_at_its_first_token_and_done_without(self, folder: Path) -> None:
-        chain = Chain(Head(folder, torch.float32, torch.device("cpu"), 0), lie=1.0)
+        chain = Chain(LogitsHead(folder, torch.float32, torch.device("cpu"), 0), lie=1.0)
         model, checks = client(folder, chain)
         assert generate(model) == generate(client(folder, Chain(None))[0])
         assert len(chain.refuted) == 1
@@ -146,7 +146,7 @@ class TestGenerating:
     def test_a_head_that_was_trained_here_is_ones_own(
         self, is_new: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        chain = Chain(Head(folder, torch.float32, torch.device("cpu"), 0))
+        chain = Chain(LogitsHead(folder, torch.float32, torch.device("cpu"), 0))
         mapping = "swarmd.client.model.remote_model.map_vocabulary"
         monkeypatch.setattr(mapping, lambda *about: None)  # as where it is not plain
         model, _ = client(folder, chain)
@@ -164,13 +164,13 @@ OWN = 4 * torch.randn(2, 1_000, generator=torch.Generator().manual_seed(0))
 
 
 def test_all_are_checked_where_that_is_asked_for() -> None:
-    checks, right = Checks(1.0), given(top.largest(OWN, MOST_LOGITS))
+    checks, right = HeadChecks(1.0), given(top.largest(OWN, MOST_LOGITS))
     assert not checks.wrong(right, OWN, torch.float32)
     assert all(checks.is_due(right) for _ in range(99))
 
 
 def test_every_server_is_checked_until_it_was_right_and_then_now_and_then() -> None:
-    checks = Checks(rng=random.Random(1))
+    checks = HeadChecks(rng=random.Random(1))
     for peer in ("one", "other"):
         right = given(top.largest(OWN, MOST_LOGITS), peer)
         assert all(checks.is_due(right) for _ in range(9)), "nobody has looked yet"
@@ -191,7 +191,7 @@ def test_wrong_logits_differ_by_more_than_kernels_do(what: str) -> None:
         without = OWN.clone()
         without[1, OWN[1].argmax()] = -100.0
         of = top.largest(without, MOST_LOGITS)
-    assert bool(Checks().wrong(given(of), OWN, torch.float32)) == (what != "right")
+    assert bool(HeadChecks().wrong(given(of), OWN, torch.float32)) == (what != "right")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -205,13 +205,13 @@ def test_what_a_codec_loses_is_no_lie(codec: str, dtype: torch.dtype) -> None:
     meta, payload = pack(sent, torch.arange(20, dtype=torch.int32)[None], None, codec)
     came = unpack_untrusted(meta, memoryview(payload))[0]
     there, here = (torch.nn.functional.linear(of[0], weight).float() for of in (sent, came))
-    assert not Checks().wrong(given(top.largest(there, MOST_LOGITS), codec=codec), here, dtype)
+    assert not HeadChecks().wrong(given(top.largest(there, MOST_LOGITS), codec=codec), here, dtype)
 
 
 def test_the_ends_of_a_model_come_from_its_checkpoint(folder: Path) -> None:
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     own = Ends(folder, torch.float32).logits(hidden, 0)
-    parts = Head(folder, torch.float32, torch.device("cpu"), 0).largest([hidden[:1], hidden[1:]])
+    parts = LogitsHead(folder, torch.float32, torch.device("cpu"), 0).largest([hidden[:1], hidden[1:]])
     found = [top.unpack_untrusted(raw, n, own.shape[1]) for raw, n in zip(parts, (1, 2), strict=True)]
     assert torch.equal(torch.cat([of.ids[:, 0] for of in found]), own.argmax(1))
-    assert not Checks().wrong(given(found[1]), own[1:], torch.float32)
+    assert not HeadChecks().wrong(given(found[1]), own[1:], torch.float32)

@@ -14,9 +14,9 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from swarmd.client.links.link import Link
+from swarmd.client.links.link import HopLink
 from swarmd.client.sessions.accuse import evidence_of
-from swarmd.client.sessions.receipts import Account
+from swarmd.client.sessions.receipts import HopAccount
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.sessions.verify import merged
 from swarmd.client.swarm import AsyncSwarm
@@ -24,14 +24,14 @@ from swarmd.errors import Code, Refused, Unreachable, WrongAnswer
 from swarmd.net.standing import Standing
 from swarmd.node.serving.receipts import Receipts
 from swarmd.plan.chains.routing import Hop
-from swarmd.plan.trust.audits import FIRST_WINDOW_OPS, Record
+from swarmd.plan.trust.audits import FIRST_WINDOW_OPS, AuditRecord
 from swarmd.plan.trust.reputation import Trust
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.accounts import evidence
 from swarmd.protocol.accounts.evidence import Evidence
 from swarmd.protocol.wire.messages import Accuse, Edit, TokensAre, WantTokens
 from swarmd.values import PeerId, Span
-from swarmd.wire.history import Sent
+from swarmd.wire.history import SentOp
 from swarmd.wire.tensors import unpack_untrusted
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm
 
@@ -135,9 +135,9 @@ async def test_a_hop_that_has_signed_nothing_yet_proves_nothing(virtual_time: Mo
         await run.generate(3)
         hops, asked = run.session.hops, run.session.hops.ask_receipt
 
-        async def of_an_heir(link: Link) -> Account:
+        async def of_an_heir(link: HopLink) -> HopAccount:
             account = await asked(link)
-            return Account(last=account.last) if link is hops.links[1] else account
+            return HopAccount(last=account.last) if link is hops.links[1] else account
 
         hops.ask_receipt = of_an_heir  # type: ignore[method-assign]
         await run.client.close_session(run.session)
@@ -202,7 +202,7 @@ async def test_who_falls_silent_at_the_end_leaves_a_doubt(virtual_time: MockCloc
 async def test_who_was_right_for_long_may_die_without_a_doubt(virtual_time: MockClock) -> None:
     async with chat(*THREE) as run:
         key = run.session.auditor._key(run.session.hops.links[0])  # type: ignore[union-attr]
-        run.client.checks._records[key] = Record(1_000, 1_000, 0)
+        run.client.checks._records[key] = AuditRecord(1_000, 1_000, 0)
         run.client.checks._rng.random = lambda: 0.5  # type: ignore[method-assign]
         await silent_after(run, 4)
         await run.generate(6)
@@ -332,10 +332,10 @@ async def test_only_those_who_may_read_it_compute_it(virtual_time: MockClock) ->
 
 
 def test_what_was_cropped_again_is_left_out() -> None:
-    def op(seq: int, n: int, crop: int = 0, rows: tuple[int, ...] | None = None) -> tuple[Sent, torch.Tensor]:
+    def op(seq: int, n: int, crop: int = 0, rows: tuple[int, ...] | None = None) -> tuple[SentOp, torch.Tensor]:
         hidden = torch.full((1, n, 2), float(seq))
         edits = (Edit(crop=crop or None, rows=rows),) if crop or rows else ()
-        return Sent(seq, edits, hidden, torch.zeros(1, n, dtype=torch.int32), None), hidden * 10
+        return SentOp(seq, edits, hidden, torch.zeros(1, n, dtype=torch.int32), None), hidden * 10
 
     ((one, out),) = merged([op(1, 5), op(2, 3, crop=2), op(3, 1, crop=1)])
     assert one.hidden is not None

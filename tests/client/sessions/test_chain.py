@@ -11,7 +11,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from swarmd.client.links.link import Terms
+from swarmd.client.links.link import SessionOptions
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import Code, ConfigError, PeerError, Refused, Unreachable
 from swarmd.net.standing import Standing
@@ -177,7 +177,7 @@ async def step(session: ChainSession) -> None:
 async def test_a_new_hop_whose_replay_was_lost_is_opened_again(virtual_time: MockClock) -> None:
     swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6), serves(C, 4, 6))
     chain = (Hop(A, Span(0, 4)), Hop(B, Span(4, 6)))
-    session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100, route=chain), Budget())
+    session = swarm.session = ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100, route=chain), Budget())
     await session.open()
     for _ in range(3):
         await step(session)
@@ -211,7 +211,7 @@ async def test_a_new_hop_whose_replay_was_lost_is_opened_again(virtual_time: Moc
 
 async def test_the_last_holder_of_a_block_gets_a_second_chance_soon(virtual_time: MockClock) -> None:
     swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6))
-    session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100), Budget())
+    session = swarm.session = ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100), Budget())
     await session.open()
     await step(session)
     swarm.received = {A: 1, B: 1}
@@ -225,7 +225,7 @@ async def test_the_last_holder_of_a_block_gets_a_second_chance_soon(virtual_time
 async def test_a_relay_is_to_blame_for_silence_and_not_for_wrong_numbers(virtual_time: MockClock) -> None:
     swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6))
     swarm.relayed = {A, B}
-    session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100), Budget())
+    session = swarm.session = ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100), Budget())
     await session.open()
     first, last = session.hops.links
     session.hops.lose(first, "wrong numbers", is_silent=False)
@@ -237,7 +237,7 @@ async def test_a_relay_is_to_blame_for_silence_and_not_for_wrong_numbers(virtual
 
 async def test_what_a_former_hop_refuses_costs_no_repair(virtual_time: MockClock) -> None:
     swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6))
-    session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100), Budget())
+    session = swarm.session = ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100), Budget())
     await session.open()
     refusal = Refusal(code=Code.NO_SESSION.value, message="closed already", session=session.key, start=4)
     (frame,) = FrameDecoder().feed_untrusted(messages.framed(refusal))
@@ -256,7 +256,7 @@ async def test_a_session_that_ends_while_it_moves_gives_back_what_it_opened(
     swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6), serves(C, 4, 6))
     swarm.reached_after_s = {C: 0.1}
     chain = (Hop(A, Span(0, 4)), Hop(B, Span(4, 6)))
-    session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100, route=chain), Budget())
+    session = swarm.session = ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100, route=chain), Budget())
     await session.open()
     await step(session)
     swarm.received = {A: 1, B: 1}
@@ -272,7 +272,7 @@ async def test_a_session_that_ends_while_it_moves_gives_back_what_it_opened(
 async def test_a_step_of_a_session_that_is_closed_ends(virtual_time: MockClock) -> None:
     """Else it would repair what nobody gives back any more."""
     swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6))
-    session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100), Budget())
+    session = swarm.session = ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100), Budget())
     await session.open()
 
     async def no_answer(seq: int) -> None: ...
@@ -293,7 +293,7 @@ async def test_a_step_of_a_session_that_is_closed_ends(virtual_time: MockClock) 
 async def test_unsupported_is_final_for_that_server_and_others_are_asked(virtual_time: MockClock) -> None:
     swarm = PlayedSwarm(serves(A, 0, 6), serves(B, 0, 6))
     swarm.refuse = {A: Refused(Code.UNSUPPORTED, "too old for that"), B: Refused(Code.NO_CAPACITY, "busy", 3.0)}
-    session = swarm.session = ChainSession(swarm, Terms(MODEL, 6, 1, 100), Budget())
+    session = swarm.session = ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100), Budget())
     async with trio.open_nursery() as nursery:
         nursery.start_soon(session.open)
         await trio.sleep(10)
@@ -309,5 +309,5 @@ async def test_a_session_that_nobody_supports_ends_at_once(virtual_time: MockClo
         swarm.refuse = {A: Refused(Code.UNSUPPORTED, "too old for that")}
         begun = trio.current_time()
         with pytest.raises(Refused, match="too old for that"):
-            await ChainSession(swarm, Terms(MODEL, 6, 1, 100, route=route), Budget()).open()
+            await ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100, route=route), Budget()).open()
         assert trio.current_time() - begun < 1

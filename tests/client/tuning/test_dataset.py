@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmd.client.tuning.dataset import IGNORED, Encoding, Row, read_dataset
+from swarmd.client.tuning.dataset import IGNORED, DatasetRow, Encoding, read_dataset
 from swarmd.errors import ConfigError
 
 LETTERS = Encoding(lambda text: [ord(c) % 100 for c in text], (101,), (102,), 110, 20)
@@ -32,10 +32,10 @@ def test_rows_are_what_they_say(tmp_path: Path) -> None:
         {"input_ids": [1, 2], "labels": [IGNORED, 2]},
     )
     assert read_dataset(path, LETTERS).rows == (
-        Row((101, 97, 98, 102), (101, 97, 98, 102)),
-        Row((101, 97, 98, 102), (IGNORED, IGNORED, 98, 102)),
-        Row((1, 2, 3), (1, 2, 3)),
-        Row((1, 2), (IGNORED, 2)),
+        DatasetRow((101, 97, 98, 102), (101, 97, 98, 102)),
+        DatasetRow((101, 97, 98, 102), (IGNORED, IGNORED, 98, 102)),
+        DatasetRow((1, 2, 3), (1, 2, 3)),
+        DatasetRow((1, 2), (IGNORED, 2)),
     )
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from swarmd.client.tuning.dataset import IGNORED, Dataset, Row
+from swarmd.client.tuning.dataset import IGNORED, Dataset, DatasetRow
 from swarmd.client.tuning.fine_tuning import Tuner, learning_rate, loss_and_gradients, samples
-from swarmd.client.tuning.tuning_recipe import Recipe, checkpoints
+from swarmd.client.tuning.tuning_recipe import TuningRecipe, checkpoints
 from swarmd.errors import ConfigError
 from tests import checkpoints as models
 
-ROWS = tuple(Row(tuple(range(3, 3 + n)), (IGNORED, *range(4, 3 + n))) for n in range(4, 14))
+ROWS = tuple(DatasetRow(tuple(range(3, 3 + n)), (IGNORED, *range(4, 3 + n))) for n in range(4, 14))
 DATA = Dataset(ROWS, "digest")
-RECIPE = Recipe("m", steps=6, batch=4, warmup=2)
+RECIPE = TuningRecipe("m", steps=6, batch=4, warmup=2)
 
 
 class Local(torch.nn.Module):
@@ -59,7 +59,7 @@ def test_every_pass_over_the_data_takes_each_row_once() -> None:
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    rates = [learning_rate(Recipe("m", steps=100, warmup=10, learning_rate=1.0), step) for step in range(1, 101)]
+    rates = [learning_rate(TuningRecipe("m", steps=100, warmup=10, learning_rate=1.0), step) for step in range(1, 101)]
     assert rates.index(max(rates)) == 9
     assert rates[:10] == sorted(rates[:10])
     assert rates[9:] == sorted(rates[9:], reverse=True)
@@ -123,4 +123,4 @@ def test_a_run_is_not_resumed_with_another_recipe_or_other_data(folder: Path, tm
 )
 def test_a_recipe_that_cannot_be_right_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        Recipe("m", **wrong).check()
+        TuningRecipe("m", **wrong).check()

@@ -14,11 +14,11 @@ import torch
 from trio.testing import MockClock
 
 from swarmd.client.links.checks import Checks
-from swarmd.client.links.client_parameters import OwnParameters
-from swarmd.client.links.link import Terms
+from swarmd.client.links.client_parameters import TunedParameters
+from swarmd.client.links.link import SessionOptions
 from swarmd.client.tuning.lane import MicroBatch
 from swarmd.client.tuning.lane_audit import LaneAudits, same
-from swarmd.client.tuning.ticket import Others, Ticket
+from swarmd.client.tuning.ticket import ForwardTicket, OtherHolders
 from swarmd.errors import Code, NoRoute
 from swarmd.net.standing import Standing
 from swarmd.plan.chains.routing import Hop
@@ -35,7 +35,7 @@ from swarmd.wire.micro_batches import backward_frames, forward_frames
 from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
 from tests.client.tuning.test_pipeline import MODEL, Answer, World, batches, both_ways, doubling, pipeline, refusing
 
-OWN = OwnParameters({"w": torch.zeros(1)}, {"w": 0})
+OWN = TunedParameters({"w": torch.zeros(1)}, {"w": 0})
 
 
 @dataclass
@@ -114,19 +114,21 @@ class Chains:
         self.standing, self.client, self.free = Standing(), Client(), free
         rpc, view = SimpleNamespace(standing=self.standing), SwarmView({}, spans, Catalog())
         swarm: Any = SimpleNamespace(rpc=rpc, view=lambda: view)
-        self.audits = LaneAudits(swarm, self.client, Terms(MODEL, 3, 1, 1, codec="raw"), self, [])
+        self.audits = LaneAudits(swarm, self.client, SessionOptions(MODEL, 3, 1, 1, codec="raw"), self, [])
 
-    def ticket(self, batch: MicroBatch, hops: tuple[Hop, ...]) -> Ticket:
+    def ticket(self, batch: MicroBatch, hops: tuple[Hop, ...]) -> ForwardTicket:
         lane: Any = SimpleNamespace(hops=hops, codec=SimpleNamespace(action="raw"), live=set())
-        return Ticket(batch, 2 * batch.hidden, lane, 1, Others())
+        return ForwardTicket(batch, 2 * batch.hidden, lane, 1, OtherHolders())
 
-    async def again(self, batch: MicroBatch, without: frozenset[PeerId], quantize: str, limit_s: float) -> Ticket:
+    async def again(
+        self, batch: MicroBatch, without: frozenset[PeerId], quantize: str, limit_s: float
+    ) -> ForwardTicket:
         for hops in self.free:
             if not without & {hop.peer for hop in hops}:
                 return self.ticket(batch, hops)
         raise NoRoute("nobody else")
 
-    async def back(self, ticket: Ticket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    async def back(self, ticket: ForwardTicket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         lies = sum(len(hop.span) for hop in ticket.lane.hops if hop.peer == "l")
         return (2 + lies / 10) * gradient, {}
 
@@ -138,7 +140,7 @@ class Chains:
 
     def decline(self, peers: Any) -> None: ...
 
-    async def counted(self, ticket: Ticket) -> Any:
+    async def counted(self, ticket: ForwardTicket) -> Any:
         gradient = torch.ones(1, 3, 4)
         return await self.audits.backward(ticket, gradient, await self.back(ticket, gradient), 1.0)
 
@@ -189,7 +191,7 @@ async def test_what_was_found_wrong_does_not_count_because_the_other_is_banned_m
     lanes.lies_alone = False
     third = lanes.again
 
-    async def again(*about: Any) -> Ticket:
+    async def again(*about: Any) -> ForwardTicket:
         lanes.standing.fault(PeerId("c"), Fault.WRONG_RESULTS, "elsewhere")
         return await third(*about)
 

@@ -15,12 +15,12 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from swarmd.client.links.client_parameters import OwnParameters
-from swarmd.client.links.link import Terms
+from swarmd.client.links.client_parameters import TunedParameters
+from swarmd.client.links.link import SessionOptions
 from swarmd.client.tuning.lane import Lane, MicroBatch
-from swarmd.client.tuning.lane_audit import Judged
+from swarmd.client.tuning.lane_audit import CheckHistory
 from swarmd.client.tuning.pipeline import WRONG, Pipeline
-from swarmd.client.tuning.ticket import Ticket
+from swarmd.client.tuning.ticket import ForwardTicket
 from swarmd.errors import Code, ConfigError, NoRoute, PeerTimeout, Refused, SwarmError, SwarmUnavailable
 from swarmd.net.standing import Standing
 from swarmd.plan.chains.view import SwarmView
@@ -37,7 +37,7 @@ from swarmd.wire.micro_batches import backward_frames, forward_frames
 from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
 
 MODEL = ModelId("m" * 64)
-NOTHING = OwnParameters({}, {})
+NOTHING = TunedParameters({}, {})
 Answer = Callable[["World", PeerId, messages.AnyMessage, memoryview], list[bytes]]
 
 
@@ -201,13 +201,13 @@ class Channel:
 
 
 @asynccontextmanager
-async def pipeline(world: World, codec: str = "auto", judged: Judged | None = None) -> Any:
+async def pipeline(world: World, codec: str = "auto", judged: CheckHistory | None = None) -> Any:
     async with trio.open_nursery() as world.nursery:
-        yield Pipeline(world, world.listeners, Terms(MODEL, 2, 1, 1, codec=codec), judged)  # type: ignore[arg-type]
+        yield Pipeline(world, world.listeners, SessionOptions(MODEL, 2, 1, 1, codec=codec), judged)  # type: ignore[arg-type]
         world.nursery.cancel_scope.cancel()
 
 
-def batches(n: int, own: OwnParameters = NOTHING) -> list[MicroBatch]:
+def batches(n: int, own: TunedParameters = NOTHING) -> list[MicroBatch]:
     positions = torch.arange(3, dtype=torch.int32).expand(1, 3)
     return [MicroBatch(torch.randn(1, 3, 4), positions, None, own, keep=True) for _ in range(n)]
 
@@ -218,10 +218,10 @@ async def test_what_does_not_count_is_sent_again(virtual_time: MockClock) -> Non
     world = World({"a": doubling, "b": doubling})
     async with pipeline(world) as lanes:
 
-        async def forward(ticket: Ticket, took_s: float) -> Ticket | None:
+        async def forward(ticket: ForwardTicket, took_s: float) -> ForwardTicket | None:
             return ticket if said["forward"].pop(0) else None
 
-        async def backward(ticket: Ticket, gradient: torch.Tensor, found: Any, took_s: float) -> Any:
+        async def backward(ticket: ForwardTicket, gradient: torch.Tensor, found: Any, took_s: float) -> Any:
             return found if said["backward"].pop(0) else None
 
         lanes._audits = SimpleNamespace(forward=forward, backward=backward)
@@ -234,7 +234,7 @@ async def test_what_does_not_count_is_sent_again(virtual_time: MockClock) -> Non
     assert said == {"forward": [], "backward": []}
 
 
-async def both_ways(lanes: Pipeline, given: list[MicroBatch]) -> list[Ticket]:
+async def both_ways(lanes: Pipeline, given: list[MicroBatch]) -> list[ForwardTicket]:
     tickets = await lanes.forward(given)
     gradients = [torch.randn_like(batch.hidden) for batch in given]
     results = await lanes.backward(tickets, gradients)
@@ -294,7 +294,7 @@ async def test_an_unreachable_peer_costs_one_wait_not_one_for_each_micro_batch(v
 
 
 async def test_servers_that_send_too_much_or_the_wrong_gradients_are_left(virtual_time: MockClock) -> None:
-    own = OwnParameters({"w": torch.zeros(1)}, {"w": 0})
+    own = TunedParameters({"w": torch.zeros(1)}, {"w": 0})
     for bad in (endless, other_gradients):
         world = World({"bad": bad, "good": doubling}, has_own=True)
         async with pipeline(world) as lanes:
@@ -317,7 +317,7 @@ async def test_what_was_settled_is_told(virtual_time: MockClock) -> None:
 
 
 async def test_an_adapter_of_the_catalog_is_not_tuned_upon(virtual_time: MockClock) -> None:
-    lanes = Pipeline(World({}), {}, Terms(MODEL, 2, 1, 1, adapter="x"))  # type: ignore[arg-type]
+    lanes = Pipeline(World({}), {}, SessionOptions(MODEL, 2, 1, 1, adapter="x"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="adapter of the catalog"):
         await lanes.forward(batches(1))
 
@@ -358,7 +358,7 @@ async def test_rows_are_sent_whole_once_a_server_has_lost_what_they_are_changes_
 
 
 async def test_gradients_of_own_parameters_are_those_of_the_last_try(virtual_time: MockClock) -> None:
-    own = OwnParameters({"w": torch.zeros(1)}, {"w": 0})
+    own = TunedParameters({"w": torch.zeros(1)}, {"w": 0})
     world = World({"a": forgets_once}, has_own=True)
     async with pipeline(world) as lanes:
         given = batches(2, own)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.errors import ConfigError
 from swarmd.protocol.models import adapter
@@ -54,7 +54,7 @@ def test_two_adapters_and_the_base_in_one_pass_equal_peft(family: str, tmp_path:
         positions = torch.arange(ids.shape[1])[None]
         alone = span.forward(entering, positions, None, span.new_cache(), 0, lora=lora)
         torch.testing.assert_close(alone, leaving, rtol=1e-4, atol=1e-4)
-        pieces.append(Piece(entering, positions, span.new_cache(), 0, lora))
+        pieces.append(SessionTokens(entering, positions, span.new_cache(), 0, lora))
         expected.append(leaving)
     assert not torch.allclose(span.forward(pieces[0].hidden, pieces[0].positions), expected[0], atol=1e-2)
     for got, wanted in zip(span.forward_ragged(pieces), expected, strict=True):
@@ -74,7 +74,7 @@ def test_an_adapter_and_captured_passes_do_not_mix(tmp_path: Path) -> None:
     hidden, positions = torch.randn(1, 1, 64), torch.zeros(1, 1, dtype=torch.long)
     for used in (lora, None):
         alone = span.forward(hidden, positions, None, span.new_cache(), 0, lora=used)
-        (got,) = span.forward_ragged([Piece(hidden, positions, span.new_cache(), 0, used)])
+        (got,) = span.forward_ragged([SessionTokens(hidden, positions, span.new_cache(), 0, used)])
         torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-4)
 
 

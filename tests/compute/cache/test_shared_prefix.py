@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from swarmd.compute.cache.kvcache import SHARED_TOKENS, RoundedLayer, SlabLayer
-from swarmd.compute.cache.shared_prefix import Row, attend
+from swarmd.compute.cache.shared_prefix import AttentionRow, attend
 
 HEADS, GROUPS, D = 2, 3, 16
 
@@ -27,7 +27,7 @@ def test_it_is_the_attention_over_both_parts(dtype: torch.dtype) -> None:
         own = some(n_past + t).to(dtype), some(n_past + t).to(dtype)
         query = some(t, HEADS * GROUPS).to(dtype)
         mask = torch.ones(t, n_past + t, dtype=torch.bool).tril(n_past)[None, None] if t > 1 else None
-        rows.append(Row(query, beginning, own, mask))
+        rows.append(AttentionRow(query, beginning, own, mask))
         keys, values = (torch.cat(pair, 2).repeat_interleave(GROUPS, 1) for pair in zip(beginning, own, strict=True))
         n_first = beginning[0].shape[2]
         whole = None if mask is None else functional.pad(mask, (n_first, 0), value=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmd.compute.cache.pieces import Piece
-from swarmd.compute.hardware.device import Kept, free_memory_bytes
+from swarmd.compute.cache.pieces import SessionTokens
+from swarmd.compute.hardware.device import OwnerReserve, free_memory_bytes
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.model import skeleton
 from swarmd.compute.passes.quantisation_error import quantization_error
@@ -43,13 +43,13 @@ def test_quantised_blocks_are_small_and_their_error_is_measured(
     positions = torch.zeros(1, 1, dtype=torch.long)
     alone = [span.forward(h, positions, None, span.new_cache(), 0) for h in hidden]
     assert span.can_batch, span.batching
-    pieces = [Piece(h, positions, span.new_cache(), 0) for h in hidden]
+    pieces = [SessionTokens(h, positions, span.new_cache(), 0) for h in hidden]
     for got, expected in zip(span.forward_ragged(pieces), alone, strict=True):
         assert relative_error(got, expected) < error
 
 
 def test_what_its_owner_keeps_is_not_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kept, "n_bytes", 2**50)
+    monkeypatch.setattr(OwnerReserve, "n_bytes", 2**50)
     assert free_memory_bytes("cpu") == 0
     with pytest.raises(ConfigError, match=r"are free on cpu \(1048576\.00 GiB are left to its owner\): serve fewer"):
         LoadedSpan(folder, Span(0, 2), torch.float32)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from swarmd.compute.hardware.matrix_unit import has_tiles
-from swarmd.compute.hardware.thread_pool import Team
+from swarmd.compute.hardware.thread_pool import ThreadTeam
 from swarmd.compute.linear import tiled
 from swarmd.compute.linear.kernels import works
 from swarmd.compute.linear.layers import exact_dtype
@@ -67,7 +67,7 @@ def test_a_row_gives_the_same_whoever_is_beside_it_and_in_however_many_threads(
     layer, hidden = TiledLinear(layer_of(320, 208), tmp_path), torch.randn(40, 320)
     whole = layer(hidden)
     assert torch.equal(torch.cat([layer(row[None]) for row in hidden]), whole)
-    team = Team(3)
+    team = ThreadTeam(3)
     monkeypatch.setattr(tiled, "common_team", lambda n: team)
     assert all(torch.equal(layer(hidden), whole) for _ in range(10)), "together and alone"
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.hardware import measurements
-from swarmd.compute.hardware.measurements import FILE, Remembered
+from swarmd.compute.hardware.measurements import FILE, Measurements
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes import precompile
-from swarmd.compute.passes.backend_selection import GiveWay, Quickening
+from swarmd.compute.passes.backend_selection import BackendSelection, Preempted
 from swarmd.compute.passes.backend_trial import Trial
 from swarmd.compute.passes.fused import TIMED
-from swarmd.compute.passes.improvements import Improving
+from swarmd.compute.passes.improvements import Improvements
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
 from tests.checkpoints import make
@@ -29,28 +29,28 @@ def folder(tmp_path: Path) -> Path:
     return make("llama", tmp_path / "llama")
 
 
-def load(folder: Path, known: Remembered) -> LoadedSpan:
+def load(folder: Path, known: Measurements) -> LoadedSpan:
     torch.set_num_threads(1)
     span = LoadedSpan(folder, BLOCKS, torch.float32, remembered=known)
     span.self_test()
     return span
 
 
-def quickening_of(span: LoadedSpan) -> Quickening:
+def quickening_of(span: LoadedSpan) -> BackendSelection:
     quickening = span.quickening()
     assert quickening is not None
     return quickening
 
 
 def test_the_same_is_given_before_and_after_each_step(folder: Path) -> None:
-    span = load(folder, Remembered(None))
+    span = load(folder, Measurements(None))
     quickening, rng = quickening_of(span), torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 40, span.hidden_size, generator=rng)
     positions, caches = torch.arange(40).unsqueeze(0), (span.new_cache(), span.new_cache())
     for at in range(40):
         new, where = hidden[:, at : at + 1], positions[:, at : at + 1]
         expected = span.forward(new, where, None, caches[0], at)
-        [got] = span.forward_ragged([Piece(new, where, caches[1], at)])
+        [got] = span.forward_ragged([SessionTokens(new, where, caches[1], at)])
         assert relative_error(got, expected) < 1e-5
         if quickening.has_steps:
             quickening.step()
@@ -59,12 +59,12 @@ def test_the_same_is_given_before_and_after_each_step(folder: Path) -> None:
 
 
 def test_a_step_that_gives_way_is_made_again(folder: Path) -> None:
-    span = load(folder, Remembered(None))
+    span = load(folder, Measurements(None))
     quickening, disturbed, is_disturbing = quickening_of(span), set[str](), True
 
     def disturb() -> None:
         if is_disturbing:
-            raise GiveWay
+            raise Preempted
 
     span.on_block = disturb
     while quickening.has_steps:
@@ -72,7 +72,7 @@ def test_a_step_that_gives_way_is_made_again(folder: Path) -> None:
         is_disturbing = stage not in disturbed
         try:
             quickening.step()
-        except GiveWay:
+        except Preempted:
             disturbed.add(stage)
             assert quickening._steps[0][0] == stage
     assert "comparing a whole pass" in disturbed or "writing down a pass" in disturbed
@@ -83,17 +83,17 @@ def test_what_few_bits_cost_is_told_though_its_measurement_gave_way(folder: Path
     torch.set_num_threads(1)
     span = LoadedSpan(folder, BLOCKS, torch.float32, quantize="int8")
     span.self_test()
-    improving, is_disturbed = Improving(span, folder, None), False
+    improving, is_disturbed = Improvements(span, folder, None), False
 
     def disturb() -> None:
         nonlocal is_disturbed
         if not improving._is_quickening and not is_disturbed:
             is_disturbed = True
-            raise GiveWay
+            raise Preempted
 
     span.on_block = disturb
     while not improving.is_done:
-        with suppress(GiveWay):
+        with suppress(Preempted):
             improving.step()
     assert is_disturbed
     error = improving.news[0].quantization_error
@@ -104,7 +104,7 @@ def test_what_few_bits_cost_is_told_though_its_measurement_gave_way(folder: Path
 def test_what_was_timed_is_not_timed_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trial, "seconds", lambda trial, way, hop, n_tokens: 0.1)
     monkeypatch.setattr(Trial, "pass_seconds", lambda trial, hop, n_tokens: 1.0)
-    first = load(folder, Remembered(tmp_path))
+    first = load(folder, Measurements(tmp_path))
     first.quicken()
     assert first.n_by_one_call == TIMED[-1]
 
@@ -113,7 +113,7 @@ def test_what_was_timed_is_not_timed_again(folder: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(Trial, "seconds", never)
     monkeypatch.setattr(Trial, "pass_seconds", never)
-    second = load(folder, Remembered(tmp_path))
+    second = load(folder, Measurements(tmp_path))
     second.quicken()
     assert second.n_by_one_call == TIMED[-1]
     assert second.explain_kernels().action == first.explain_kernels().action
@@ -123,7 +123,7 @@ def test_without_compiled_code_a_span_is_loaded_at_once_and_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precompile, "is_compiled", lambda folder: False)
-    span = load(folder, Remembered(None))
+    span = load(folder, Measurements(None))
     assert "what is compiled was not there yet" in span.kernels.reason
     quickening = quickening_of(span)
     assert quickening.needs_compiled
@@ -136,7 +136,7 @@ def test_without_compiled_code_a_span_is_loaded_at_once_and_says_so(
 
 
 def test_a_wrong_block_of_another_kind_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    span = load(folder, Remembered(None))
+    span = load(folder, Measurements(None))
     assert span.kinds == [Span(1, 2)], "all of its blocks are made alike"
     span._layers[3].extra = "otherwise"
     assert span.kinds == [Span(1, 2), Span(3, 4)]
@@ -146,10 +146,10 @@ class TestRemembered:
     def test_results_are_found_again_by_all_that_they_depend_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        known = Remembered(tmp_path)
+        known = Measurements(tmp_path)
         assert known.find("a", 1) is None
         known.keep({"n": 3}, "a", 1)
-        assert Remembered(tmp_path).find("a", 1) == {"n": 3}
+        assert Measurements(tmp_path).find("a", 1) == {"n": 3}
         assert known.find("a", 2) is None
         monkeypatch.setattr(measurements, "processor_name", lambda: "another one")
         assert known.find("a", 1) is None
@@ -157,13 +157,13 @@ class TestRemembered:
     @pytest.mark.parametrize("content", ["", "[1]", "{", '{"x": 3}'])
     def test_a_file_that_makes_no_sense_is_as_good_as_none(self, content: str, tmp_path: Path) -> None:
         (tmp_path / FILE).write_text(content)
-        known = Remembered(tmp_path)
+        known = Measurements(tmp_path)
         assert known.find("a") is None
         known.keep({"n": 1}, "a")
         assert known.find("a") == {"n": 1}
 
     def test_only_the_newest_are_kept(self, tmp_path: Path) -> None:
-        known = Remembered(tmp_path)
+        known = Measurements(tmp_path)
         for n in range(measurements.MOST_KEPT + 5):
             known.keep({"n": n}, n)
         assert known.find(4) is None
@@ -171,5 +171,5 @@ class TestRemembered:
         assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
     def test_a_folder_that_cannot_be_written_is_no_fault(self, tmp_path: Path) -> None:
-        Remembered(tmp_path / "none").keep({"n": 1}, "a")
-        assert Remembered(tmp_path / "none").find("a") is None
+        Measurements(tmp_path / "none").keep({"n": 1}, "a")
+        assert Measurements(tmp_path / "none").find("a") is None

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from swarmd.compute.cache.kvcache import SHARED_TOKENS
-from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.compiled import layout
 from swarmd.compute.compiled.build import NotFused, compiling
 from swarmd.compute.hardware.matrix_unit import has_tiles
-from swarmd.compute.hardware.thread_pool import Team, Worth
+from swarmd.compute.hardware.thread_pool import TeamTiming, ThreadTeam
 from swarmd.compute.linear.layers import STORED
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes.backend import MAX_CAPTURED
-from swarmd.compute.passes.backend_selection import FUSED_TOLERANCE, Quickening
+from swarmd.compute.passes.backend_selection import FUSED_TOLERANCE, BackendSelection
 from swarmd.compute.passes.backend_trial import Trial
 from swarmd.compute.passes.fused import LONGEST, TIMED, FusedPass, fuse
 from swarmd.compute.passes.span import LoadedSpan
@@ -74,11 +74,11 @@ class Session:
     def positions(self, t: int) -> torch.Tensor:
         return torch.arange(self.n, self.n + t).expand(self.b, t)
 
-    def step(self, t: int = 1) -> tuple[Piece, torch.Tensor]:
+    def step(self, t: int = 1) -> tuple[SessionTokens, torch.Tensor]:
         """The next tokens for one call, and what they give."""
         hidden, positions = self.tokens(t), self.positions(t)
         expected = self.span.forward(hidden, positions, None, self.caches[0], self.n)
-        piece = Piece(hidden, positions, self.caches[1], self.n)
+        piece = SessionTokens(hidden, positions, self.caches[1], self.n)
         self.n += t
         return piece, expected
 
@@ -88,7 +88,7 @@ class Session:
         self.n -= n_tokens
 
 
-def worst(fused: FusedPass, *steps: tuple[Piece, torch.Tensor]) -> float:
+def worst(fused: FusedPass, *steps: tuple[SessionTokens, torch.Tensor]) -> float:
     outs = fused.run([piece for piece, _ in steps])
     return max(relative_error(out, expected) for out, (_, expected) in zip(outs, steps, strict=True))
 
@@ -99,9 +99,9 @@ def test_several_threads_give_the_same_to_the_bit(
     quantize: str, n_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them than heads that are kept, and than processors: they wait for each other all the time."""
-    monkeypatch.setattr(Worth, "is_together", lambda worth: True)
+    monkeypatch.setattr(TeamTiming, "is_together", lambda worth: True)
     span = load("qwen3", tmp_path, quantize=quantize, hidden_size=128, intermediate_size=192, head_dim=64)
-    alone, team = fused_of(span), Team(n_threads)
+    alone, team = fused_of(span), ThreadTeam(n_threads)
     together = replace(alone, team=team)
     ours, theirs = ([Session(span, n_past) for n_past in (1, 9, 70)] for _ in range(2))
     for n_tokens in (1, 3, 1, 2) * 3:
@@ -171,7 +171,7 @@ def test_weights_that_lose_nothing_are_read_in_16_bits(tmp_path: Path) -> None:
 def test_many_tokens_by_a_unit_for_matrices(
     dtype: torch.dtype, written_in: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Worth, "is_together", lambda worth: True)
+    monkeypatch.setattr(TeamTiming, "is_together", lambda worth: True)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     span = load("qwen2", tmp_path, dtype, hidden_size=256, intermediate_size=192, **heads)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_many_tokens_by_a_unit_for_matrices(
     for n_tokens in (1, 3, 1, 16) * 2:
         (alone,), (together,) = (
             by.run([session.step(n_tokens)[0]])
-            for by, session in ((fused, ours), (replace(fused, team=Team(3)), theirs))
+            for by, session in ((fused, ours), (replace(fused, team=ThreadTeam(3)), theirs))
         )
         assert torch.equal(alone, together)
 
@@ -281,7 +281,7 @@ def test_what_the_loops_are_made_of() -> None:
 class WrongForSeveral(FusedPass):
     """Gives no numbers where a session has several new tokens."""
 
-    def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    def run(self, pieces: Sequence[SessionTokens]) -> list[torch.Tensor]:
         wrong = max(piece.hidden.shape[1] for piece in pieces) > 1
         return [out * float("nan") if wrong else out for out in super().run(pieces)]
 
@@ -298,13 +298,13 @@ def test_one_call_is_taken_for_as_many_tokens_as_it_is_right_for(
     assert known.n_fused == TIMED[-1]
     assert known.knows(TIMED[-1], LONGEST)
     assert not known.knows(TIMED[-1], LONGEST + 1), "a prompt's pass lets steps of others in"
-    right = Quickening._part
+    right = BackendSelection._part
 
-    def wrong(quickening: Quickening, hop: Span) -> FusedPass:
+    def wrong(quickening: BackendSelection, hop: Span) -> FusedPass:
         fused = right(quickening, hop)
         return WrongForSeveral(*(getattr(fused, field.name) for field in fields(fused)))
 
-    monkeypatch.setattr(Quickening, "_part", wrong)
+    monkeypatch.setattr(BackendSelection, "_part", wrong)
     span.quicken()
     assert span._quick is not None
     assert span._quick.n_fused == MAX_CAPTURED

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarmd.compute.cache.pieces import Piece
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.errors import ConfigError
 from swarmd.values import Span
@@ -65,7 +65,7 @@ def test_sessions_computed_together_equal_sessions_alone(family: str, tmp_path: 
             window = slice(n_past[i], n_past[i] + t)
             positions = torch.arange(n_past[i], n_past[i] + t).expand(sessions[i][0], -1)
             alone.append(span.forward(hidden[i][:, window], positions, None, caches[i][0], n_past[i]))
-            pieces.append(Piece(hidden[i][:, window], positions, caches[i][1], n_past[i]))
+            pieces.append(SessionTokens(hidden[i][:, window], positions, caches[i][1], n_past[i]))
             n_past[i] += t
         for got, expected in zip(span.forward_ragged(pieces), alone, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from swarmd.compute.runs.gradients import Trained, build
+from swarmd.compute.runs.gradients import TrainedModel, build
 from swarmd.protocol.runs.recipe import AGAIN, Batch, Recipe
 from tests import checkpoints
 from tests.real.training import tiny_model
@@ -25,10 +25,10 @@ def memory(folder: Path, name: str, n_vectors: int, n: int) -> tuple[Path, torch
 
 
 @pytest.fixture
-def trained(tmp_path: Path) -> tuple[Trained, torch.Tensor, int]:
+def trained(tmp_path: Path) -> tuple[TrainedModel, torch.Tensor, int]:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model(tmp_path / "tiny"))).float()
-    made = Trained(model, RECIPE, "cpu")
+    made = TrainedModel(model, RECIPE, "cpu")
     n = sum(math.prod(shape) for _, shape in made.layout)
     path, vectors = memory(tmp_path, "own", 3, n)
     made.map(path, init=True)
@@ -36,7 +36,7 @@ def trained(tmp_path: Path) -> tuple[Trained, torch.Tensor, int]:
 
 
 def test_draws_of_others_are_computed_on_their_parameters(
-    trained: tuple[Trained, torch.Tensor, int], tmp_path: Path
+    trained: tuple[TrainedModel, torch.Tensor, int], tmp_path: Path
 ) -> None:
     made, own, n = trained
     rows = torch.randint(0, 1_000, (4, 13))
@@ -55,7 +55,9 @@ def test_draws_of_others_are_computed_on_their_parameters(
     assert torch.equal(own[1], before)
 
 
-def test_draws_of_others_leave_what_is_gathered(trained: tuple[Trained, torch.Tensor, int], tmp_path: Path) -> None:
+def test_draws_of_others_leave_what_is_gathered(
+    trained: tuple[TrainedModel, torch.Tensor, int], tmp_path: Path
+) -> None:
     made, own, n = trained
     rows = torch.randint(0, 1_000, (4, 13))
     made.compute(rows, 0, into=0, is_fresh=True)
@@ -81,7 +83,7 @@ def test_what_is_random_in_training_is_noticed_in_every_family() -> None:
         for dropout in (0.0, 0.1):
             settings = {**small, "intermediate_size": 32, key: dropout}
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).float()
-            assert Trained(model, RECIPE, "cpu").is_repeatable(50) == (dropout == 0), (family, dropout)
+            assert TrainedModel(model, RECIPE, "cpu").is_repeatable(50) == (dropout == 0), (family, dropout)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
@@ -102,7 +104,7 @@ def test_the_loss_that_balances_experts_is_each_rows_own_as_transformers_takes_i
         "router_aux_loss_coef": 2.0,
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **small)).float()
-    made, rows = Trained(model, RECIPE, "cpu"), torch.randint(0, 50, (3, 13))
+    made, rows = TrainedModel(model, RECIPE, "cpu"), torch.randint(0, 50, (3, 13))
     together = made._gradient([rows], seed=0)
     apart = made._gradient([rows[:1], rows[1:]], seed=0)
     for row in rows.split(1):
@@ -110,7 +112,7 @@ def test_the_loss_that_balances_experts_is_each_rows_own_as_transformers_takes_i
     expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert torch.allclose(together, expected, atol=1e-5)
     assert torch.allclose(apart, expected, atol=1e-5)
-    without = Trained(model, RECIPE, "cpu")
+    without = TrainedModel(model, RECIPE, "cpu")
     without._balance_factor = 0.0
     model.zero_grad()
     assert (without._gradient([rows], seed=0) - expected).norm() > 0.1 * expected.norm(), "it matters here"
@@ -120,13 +122,13 @@ def test_what_a_model_draws_at_random_is_looked_for_in_no_more_tokens_than_rows_
     settings = {"vocab_size": 50, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **settings)).float()
     short = Recipe("run", "0" * 64, "1" * 64, batch=Batch(target=8, micro=4, tokens=8))
-    assert not Trained(model, short, "cpu").is_repeatable(50), "it drops out, and has 8 positions"
+    assert not TrainedModel(model, short, "cpu").is_repeatable(50), "it drops out, and has 8 positions"
 
 
 def test_the_vector_of_the_end_between_two_texts_learns_though_the_model_pads_with_it(tmp_path: Path) -> None:
     folder = checkpoints.make("llama", tmp_path, n_layers=1, tie_word_embeddings=False)
     model = build(folder, RECIPE)
-    made = Trained(model, RECIPE, "cpu")
+    made = TrainedModel(model, RECIPE, "cpu")
     made._backward(torch.tensor([[5, 6, 0, 7, 8]]), 0)
     gradient = model.get_input_embeddings().weight.grad  # type: ignore[operator]
     assert gradient[0].abs().sum() > 0

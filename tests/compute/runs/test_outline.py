@@ -11,7 +11,7 @@ import pytest
 from swarmd.compute.runs.gradients import build
 from swarmd.compute.runs.outline import read_outline
 from swarmd.errors import ConfigError
-from swarmd.protocol.runs.recipe import Batch, Lora, Recipe, read_toml
+from swarmd.protocol.runs.recipe import Batch, LoraSettings, Recipe, read_toml
 from tests import checkpoints
 from tests.real.training import tiny_model
 
@@ -23,7 +23,7 @@ def recipe(**changes: Any) -> Recipe:
 
 
 def lora(*targets: str) -> Recipe:
-    return recipe(train="lora", lora=Lora(rank=4, targets=targets))
+    return recipe(train="lora", lora=LoraSettings(rank=4, targets=targets))
 
 
 def test_rows_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:

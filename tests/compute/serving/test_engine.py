@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load, save
 
 from swarmd.compute.linear.quantize import relative_error
-from swarmd.compute.model.head import Head
+from swarmd.compute.model.head import LogitsHead
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.serving.engine import Engine
 from swarmd.protocol.wire import messages, worker
@@ -21,7 +21,7 @@ from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import CachePart, CloseSession, Edit, HandOver, Inherited, Op, OpenSession, Refusal
 from swarmd.values import Span
 from swarmd.wire import top
-from swarmd.wire.history import Budget, Sent
+from swarmd.wire.history import Budget, SentOp
 from swarmd.wire.ops import encode_op
 from swarmd.wire.tensors import unpack_untrusted
 from tests import checkpoints
@@ -47,7 +47,7 @@ def alike(got: torch.Tensor, expected: torch.Tensor) -> None:
 class Bench:
     """An engine and the sessions that a test drives by hand."""
 
-    def __init__(self, span: LoadedSpan, calls_aside: bool = False, head: Head | None = None) -> None:
+    def __init__(self, span: LoadedSpan, calls_aside: bool = False, head: LogitsHead | None = None) -> None:
         """Where steps come aside, a second passes when the test says so: how long they take decides what gets in."""
         self.now = 0.0
         clock = (lambda: self.now) if calls_aside else time.perf_counter
@@ -69,7 +69,7 @@ class Bench:
         self.seq[key] += 1
         b, t, _ = hidden.shape
         positions = torch.arange(n_past, n_past + t, dtype=torch.int32).expand(b, t)
-        sent = Sent(self.seq[key], edits, hidden, positions, None)
+        sent = SentOp(self.seq[key], edits, hidden, positions, None)
         self.feed(encode_op(key, 0, 1, self.seq[key] - 1, sent, marks or Op(), None, "raw"))
 
     def feed(self, raw: bytes) -> None:
@@ -479,7 +479,7 @@ class TestHead:
     def bench(self, tmp_path: Path) -> Bench:
         folder = checkpoints.make("llama", tmp_path, n_layers=3)
         return Bench(
-            LoadedSpan(folder, BLOCKS, torch.float32), head=Head(folder, torch.float32, torch.device("cpu"), 0)
+            LoadedSpan(folder, BLOCKS, torch.float32), head=LogitsHead(folder, torch.float32, torch.device("cpu"), 0)
         )
 
     def test_those_who_ask_get_the_largest_logits_of_what_they_want(self, bench: Bench) -> None:

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from swarmd.client.model.speculation import Costs
-from swarmd.gateway.generation.answer import Answer, Wanted
+from swarmd.gateway.generation.answer import Answer, AnswerOptions
 from swarmd.gateway.generation.grammar import Grammar
 from swarmd.gateway.generation.sampling import Sampling
 from swarmd.gateway.generation.schema_compiler import Compiler
@@ -27,7 +27,7 @@ def cycle(tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-def run(wanted: Wanted, tokenizer: Tokenizer, model: Model = cycle) -> tuple[list[int], str, Answer, int]:
+def run(wanted: AnswerOptions, tokenizer: Tokenizer, model: Model = cycle) -> tuple[list[int], str, Answer, int]:
     """Drive an answer as the engine does; returns its tokens, its text, itself, and how many passes it took."""
     costs = Costs()
     answer, cache, n_passes, text = Answer(wanted, TokenBytes(tokenizer), costs), list(wanted.prompt), 0, ""
@@ -51,8 +51,8 @@ def run(wanted: Wanted, tokenizer: Tokenizer, model: Model = cycle) -> tuple[lis
 def test_what_is_tried_ahead_changes_no_token(tokenizer: Tokenizer, temperature: float) -> None:
     sampling = Sampling(temperature=temperature, seed=5)
     prompt = tuple(10 + i % 12 for i in range(30))
-    plain = run(Wanted(prompt, 60, sampling, looks_up=False), tokenizer)
-    ahead = run(Wanted(prompt, 60, sampling), tokenizer)
+    plain = run(AnswerOptions(prompt, 60, sampling, looks_up=False), tokenizer)
+    ahead = run(AnswerOptions(prompt, 60, sampling), tokenizer)
     assert ahead[0] == plain[0]
     assert ahead[1] == plain[1]
     assert plain[3] == 60, "one pass a token"
@@ -63,9 +63,9 @@ def test_what_is_tried_ahead_changes_no_token(tokenizer: Tokenizer, temperature:
 
 
 def test_it_ends_at_the_length_and_at_the_end_token(tokenizer: Tokenizer) -> None:
-    tokens, _, answer, _ = run(Wanted((10,), 5, Sampling(temperature=0)), tokenizer)
+    tokens, _, answer, _ = run(AnswerOptions((10,), 5, Sampling(temperature=0)), tokenizer)
     assert (len(tokens), answer.finish) == (5, "length")
-    tokens, _, answer, _ = run(Wanted((10,), 50, Sampling(temperature=0), eos=frozenset({14})), tokenizer)
+    tokens, _, answer, _ = run(AnswerOptions((10,), 50, Sampling(temperature=0), eos=frozenset({14})), tokenizer)
     assert tokens == [11, 12, 13], "the end token is none of the text's"
     assert answer.finish == "stop"
     assert answer.n_tokens == 4, "but it was generated"
@@ -74,7 +74,7 @@ def test_it_ends_at_the_length_and_at_the_end_token(tokenizer: Tokenizer) -> Non
 def test_a_stop_string_ends_it(tokenizer: Tokenizer) -> None:
     whole = tokenizer.decode([11, 12, 13, 14, 15])
     stop = tokenizer.decode([13])
-    _, text, answer, _ = run(Wanted((10,), 50, Sampling(temperature=0), stops=(stop,)), tokenizer)
+    _, text, answer, _ = run(AnswerOptions((10,), 50, Sampling(temperature=0), stops=(stop,)), tokenizer)
     assert text == whole[: whole.index(stop)]
     assert answer.finish == "stop"
     assert answer.piece().stopped == stop
@@ -93,7 +93,7 @@ def test_whatever_the_model_says_it_fits_the_schema(tokenizer: Tokenizer, seed: 
     torch.manual_seed(seed)
     size = tokenizer.get_vocab_size()
     grammar = Grammar(Compiler(tokenizer, size, 0).compile(json.dumps(SCHEMA)), size)
-    wanted = Wanted((10,), 200, Sampling(temperature=1, seed=seed), grammar=grammar)
+    wanted = AnswerOptions((10,), 200, Sampling(temperature=1, seed=seed), grammar=grammar)
     _, text, answer, n_passes = run(wanted, tokenizer, lambda tokens: torch.randn(size))
     found = json.loads(text)
     assert found["answer"] in ("yes", "no")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from swarmd.gateway.generation.kept_sessions import KEPT_FOR_S, MOST_KEPT, Kept, best, outdated, shared
+from swarmd.gateway.generation.kept_sessions import KEPT_FOR_S, MOST_KEPT, KeptSession, best, outdated, shared
 
 
-def kept(name: str, tokens: range, max_tokens: int = 1_000, since_s: float = 0.0) -> Kept:
-    return Kept(name, tuple(tokens), max_tokens, since_s)
+def kept(name: str, tokens: range, max_tokens: int = 1_000, since_s: float = 0.0) -> KeptSession:
+    return KeptSession(name, tuple(tokens), max_tokens, since_s)
 
 
 def test_the_longest_common_beginning_wins() -> None:
@@ -51,14 +51,14 @@ def test_what_two_have_in_common() -> None:
 
 
 def test_another_keys_session_is_none() -> None:
-    theirs = Kept("theirs", tuple(range(40)), 1_000, 0.0, "a")
-    ours = Kept("ours", tuple(range(20)), 1_000, 0.0, "b")
+    theirs = KeptSession("theirs", tuple(range(40)), 1_000, 0.0, "a")
+    ours = KeptSession("ours", tuple(range(20)), 1_000, 0.0, "b")
     assert best([theirs, ours], range(60), 10, "b") == (ours, 20)
     assert best([theirs], range(60), 10, "b") is None
     assert best([theirs], range(60), 10) is None
 
 
 def test_who_keeps_most_gives_back_first() -> None:
-    few = [Kept(f"few {i}", (1,), 1_000, 0.0, "few") for i in range(2)]
-    many = [Kept(f"many {i}", (1,), 1_000, 10.0 + i, "many") for i in range(MOST_KEPT)]
+    few = [KeptSession(f"few {i}", (1,), 1_000, 0.0, "few") for i in range(2)]
+    many = [KeptSession(f"many {i}", (1,), 1_000, 10.0 + i, "many") for i in range(MOST_KEPT)]
     assert outdated([*few, *many], 40.0) == many[:2], "though the other key's are older"

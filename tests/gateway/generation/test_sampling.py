@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmd.gateway.generation.answer import Wanted
+from swarmd.gateway.generation.answer import AnswerOptions
 from swarmd.gateway.generation.sampling import Sampler, Sampling
 
 LOGITS = torch.tensor([1.0, 2.0, 3.0, 2.5, -1.0])
@@ -86,5 +86,5 @@ def test_a_mask_leaves_what_it_allows_and_probabilities_are_the_models_own() -> 
 )
 def test_it_is_known_how_many_of_the_largest_logits_decide(how: dict[str, Any], n: int | None) -> None:
     assert Sampling(**how).n_needed == n
-    assert Wanted((1,), 8, Sampling(**how, n_top=60)).n_needed == (n and 60)
-    assert Wanted((1,), 8, Sampling(**how), grammar=object()).n_needed is None  # type: ignore[arg-type]
+    assert AnswerOptions((1,), 8, Sampling(**how, n_top=60)).n_needed == (n and 60)
+    assert AnswerOptions((1,), 8, Sampling(**how), grammar=object()).n_needed is None  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from swarmd.errors import Unreachable
 from swarmd.node.members.directory import RENDEZVOUS_INTERVAL_S, SETTLED_RENDEZVOUS_S, Directory
-from swarmd.plan.trust.doors import Pass
+from swarmd.plan.trust.doors import AdmissionPass
 from swarmd.protocol.membership.identity import Identity
 from swarmd.values import PeerId
 
@@ -42,7 +42,7 @@ class Index:
 def directory_in(index: Index) -> Directory:
     me = Identity(bytes(32))
     exchange: Any = SimpleNamespace(view=lambda: index, keys=SimpleNamespace(swarm_id="s"))
-    exchange.pass_of = lambda _: Pass(10**6)
+    exchange.pass_of = lambda _: AdmissionPass(10**6)
     rpc: Any = SimpleNamespace(peers=set)
     network: Any = SimpleNamespace(peer_id=me.peer_id)
     return Directory(me, (), network, rpc, index, exchange, lambda: 0.0, random.Random(0), {}, None, False)  # type: ignore[arg-type]

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import trio
 
-from swarmd.books import Books
+from swarmd.books import UsageLedger
 from swarmd.net.exchange import Exchange
 from swarmd.node.members.order import LOOK_INTERVAL_S, Order
 from swarmd.plan.trust.order import GRACE, LEAST, MOST, Balance
 from swarmd.protocol.accounts import usage_receipt
-from swarmd.protocol.accounts.usage_receipt import Bill, Signed
-from swarmd.protocol.membership.catalog import Admitted, Catalog, sign_catalog
+from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
+from swarmd.protocol.membership.catalog import AdmittedMember, Catalog, sign_catalog
 from swarmd.protocol.membership.identity import Identity, Membership, certify
 from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.wire.messages import Hello
@@ -24,15 +24,15 @@ from swarmd.values import PeerId
 ME, GIVER, RIDER = (Identity(bytes([n]) * 32) for n in (1, 2, 3))
 
 
-def between(giver: Identity, taker: Identity, n_tokens: int) -> tuple[Bill, Signed]:
-    said = Bill(giver.peer_id, taker.peer_id, b"s" * 16, "m", 0, 10, n_tokens, 1_000)
+def between(giver: Identity, taker: Identity, n_tokens: int) -> tuple[UsageReceipt, SignedUsageReceipt]:
+    said = UsageReceipt(giver.peer_id, taker.peer_id, b"s" * 16, "m", 0, 10, n_tokens, 1_000)
     body, given = usage_receipt.offer(said, giver)
-    return said, Signed(body, given, usage_receipt.accept(body, taker))
+    return said, SignedUsageReceipt(body, given, usage_receipt.accept(body, taker))
 
 
 @pytest.mark.parametrize("order", ["equal", "giving"])
 async def test_servers_favour_who_computed_for_their_owner(order: str, tmp_path: Path, virtual_time: Any) -> None:
-    books = Books(tmp_path / "books.db")
+    books = UsageLedger(tmp_path / "books.db")
     books.add(*between(GIVER, ME, GRACE), b"invite of the giver")
     books.add(*between(ME, RIDER, GRACE), b"invite of the rider")
     books.save()
@@ -57,7 +57,7 @@ async def test_servers_favour_who_computed_for_their_owner(order: str, tmp_path:
 @pytest.mark.parametrize("n_signed", [0, GRACE // 10, 2 * GRACE])
 async def test_who_signs_no_bill_has_taken_all_the_same(n_signed: int, tmp_path: Path, virtual_time: Any) -> None:
     """Else it would ride free: nobody can make a client sign."""
-    books = Books(tmp_path / "books.db")
+    books = UsageLedger(tmp_path / "books.db")
     books.serve(b"invite of the rider", 10 * GRACE)
     books.serve(b"own", 10 * GRACE)
     if n_signed:
@@ -82,7 +82,7 @@ def test_however_many_come_by_one_invite_they_share_what_one_gets() -> None:
     for invite, guest in guests:
         links = certify(founder, invite.public_key, "invite", 900), certify(invite, guest.public_key, "member", 900)
         exchange.admit(guest.peer_id, Hello(certificate=links))
-    admitted = {guests[0][1].public_key: Admitted(900, leaked.public_key)}
+    admitted = {guests[0][1].public_key: AdmittedMember(900, leaked.public_key)}
     exchange.merge_catalog_untrusted(sign_catalog(Catalog(version=1, admitted=admitted), founder))
-    order = Order(exchange, Books(None), founder.peer_id)
+    order = Order(exchange, UsageLedger(None), founder.peer_id)
     assert [order.weight(guest.peer_id) for _, guest in guests] == [1, *[0.25] * 4, 1]

@@ -17,7 +17,7 @@ from swarmd.net.api import MayRelay, Relayed
 from swarmd.net.port_mapping import LEASE_S, Mapping
 from swarmd.node.members import reachability
 from swarmd.node.members.reachability import ASK_AGAIN_S, NO_RELAY_S, Reachability
-from swarmd.plan.links.reachability import Answer
+from swarmd.plan.links.reachability import ReachabilityReport
 from swarmd.protocol.membership.records import PeerRecord
 from swarmd.values import PeerId
 
@@ -76,14 +76,14 @@ class World:
     def announce_soon(self) -> None:
         self.n_announced += 1
 
-    async def ask_dial_back(self, peer: PeerId, version: int) -> Answer:
+    async def ask_dial_back(self, peer: PeerId, version: int) -> ReachabilityReport:
         self.asked.append(peer)
         await trio.sleep(0.1)
         if peer in self.unwilling:
             raise Unreachable("no")
         if version == 6:
-            return Answer(peer, "2600::2", self.ports if self.is_open_over_6 else ())
-        return Answer(peer, self.host, tuple(p for p in self.ports if p in self.open_ports))
+            return ReachabilityReport(peer, "2600::2", self.ports if self.is_open_over_6 else ())
+        return ReachabilityReport(peer, self.host, tuple(p for p in self.ports if p in self.open_ports))
 
     async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
         await trio.sleep(0.1)

@@ -11,7 +11,7 @@ from swarmd.node.serving.balancer import Balancer, Turnover
 from swarmd.plan.chains.view import RecordBook, SwarmView
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Membership
-from swarmd.protocol.membership.records import AnyRecord, PeerRecord, SpanRecord, Verified
+from swarmd.protocol.membership.records import AnyRecord, PeerRecord, SpanRecord, VerifiedRecord
 from swarmd.values import ModelId, PeerId, Span
 
 MODEL = ModelId("m" * 64)
@@ -48,7 +48,7 @@ class Stage:
                 SpanRecord(peer=peer, model=MODEL, start=span.start, end=span.end, **common, **fields),
             ]
             for record in records:
-                book.add(Verified(record, Membership(PeerId(peer), "member", (peer.encode(),), 10**9), b""))
+                book.add(VerifiedRecord(record, Membership(PeerId(peer), "member", (peer.encode(),), 10**9), b""))
         return book.view()
 
     def look(self) -> tuple[Span | None, str]:

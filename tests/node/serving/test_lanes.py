@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import trio
 
-from swarmd.books import Books
+from swarmd.books import UsageLedger
 from swarmd.errors import Code, Refused
-from swarmd.node.serving.lanes import Lanes
+from swarmd.node.serving.lanes import ServerLanes
 from swarmd.node.serving.onward import Onward
-from swarmd.node.serving.served import Served
-from swarmd.node.worker.worker_link import Answer
+from swarmd.node.serving.served import ServedBlocks
+from swarmd.node.worker.worker_link import WorkerReply
 from swarmd.protocol.fields import Message, TensorMeta
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.wire import messages
@@ -42,19 +42,19 @@ class World:
         rpc.network = SimpleNamespace(peer_id=PeerId("me"), learn=lambda *_: None)
         exchange = SimpleNamespace(principal=lambda peer: peer.encode(), addresses_of=lambda _: ())
         exchange.require_member = lambda *_: None
-        served = Served(Identity(bytes(32)), Books(None), ModelId("m"), Span(0, 4), "float32", limit_bytes)
+        served = ServedBlocks(Identity(bytes(32)), UsageLedger(None), ModelId("m"), Span(0, 4), "float32", limit_bytes)
         onward = Onward(rpc, exchange)  # type: ignore[arg-type]
         about = {"served": served, "require_serving": lambda *_: None, "onward": onward}
         self.server: Any = SimpleNamespace(is_draining=False, **about)
         worker: Any = SimpleNamespace(send=self.send, ask=self.ask, loaded=None, is_online=True)
-        self.answers: list[Answer] = []
-        self.lanes = Lanes(rpc, exchange, self.server, worker, self.deliver)  # type: ignore[arg-type]
+        self.answers: list[WorkerReply] = []
+        self.lanes = ServerLanes(rpc, exchange, self.server, worker, self.deliver)  # type: ignore[arg-type]
 
     async def deliver(self, peer: PeerId, message: AnyMessage, frame: Frame) -> None:
         await self.lanes.handle(peer, message, frame, None)
 
-    async def ask(self, request: Callable[[int], Message], payload: bytes) -> Answer:
-        self.answers.append(Answer())
+    async def ask(self, request: Callable[[int], Message], payload: bytes) -> WorkerReply:
+        self.answers.append(WorkerReply())
         await self.send(messages.framed(request(len(self.answers)), payload))
         return self.answers[-1]
 

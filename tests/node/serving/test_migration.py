@@ -12,7 +12,7 @@ from trio.testing import MockClock
 from swarmd.errors import Code, Unreachable
 from swarmd.net.tasks import Tasks
 from swarmd.node.serving.migration import SEND_TIMEOUT_S, Migrations
-from swarmd.node.worker.worker_link import Answer, WorkerLost
+from swarmd.node.worker.worker_link import WorkerLost, WorkerReply
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import HandedOver, HandOver, Refusal
@@ -28,7 +28,7 @@ class Stage:
         self.sent: list[bytes] = []
         self.told: list[tuple[PeerId, Any]] = []
         self.asked: list[HandOver] = []
-        self.answer = Answer()
+        self.answer = WorkerReply()
         self.fails_after = 10**9
         self.hangs = False
         self.worker_is_gone = worker_is_gone
@@ -39,7 +39,7 @@ class Stage:
         onward: Any = SimpleNamespace(connect=self.connect)
         self.migrations = Migrations(rpc, onward, worker, outbox, self.tasks)
 
-    async def ask(self, request: Any) -> Answer:
+    async def ask(self, request: Any) -> WorkerReply:
         if self.worker_is_gone:
             raise WorkerLost("no worker is running")
         self.asked.append(request(5))

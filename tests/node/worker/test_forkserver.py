@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swarmd.node.worker.forkserver import Forked
+from swarmd.node.worker.forkserver import ForkedProcess
 
 SLEEPER = "import time\n\ndef main():\n    time.sleep(60)\n"
 
@@ -32,7 +32,7 @@ def test_children_end_with_their_server(tmp_path: Path, how: signal.Signals | No
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(line, env=environment, **pipes) as server:  # type: ignore[call-overload]
         assert server.stdout.readline() == b"ready\n"
-        children = [Forked(str(tmp_path / "socket"), "sleeper", [], [], os.environ) for _ in range(2)]
+        children = [ForkedProcess(str(tmp_path / "socket"), "sleeper", [], [], os.environ) for _ in range(2)]
         assert all(child.poll() is None for child in children)
         if how is not None:
             server.send_signal(how)

@@ -12,7 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
-from swarmd.node.worker.share import Share
+from swarmd.node.worker.share import ComputeShare
 from swarmd.node.worker.worker_link import STALL_S, WorkerLink, WorkerLost
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import FrameDecoder
@@ -25,8 +25,8 @@ from swarmd.protocol.wire.worker import (
     Loading,
     LoadSpan,
     Measured,
+    SetComputeShare,
     Tick,
-    Work,
     WorkerFailed,
 )
 
@@ -71,7 +71,7 @@ class Stage:
         self.heard: list[tuple[Any, bool]] = []
         self.states: list[str] = []
         self._first = first
-        self.share = Share()
+        self.share = ComputeShare()
         self.link = WorkerLink(self.start, LoadSpan(start=0, end=4), self.share)
 
     async def start(self) -> PlayedWorker:
@@ -100,7 +100,7 @@ async def test_answers_find_who_asked_whatever_their_order(virtual_time: MockClo
         first = await s.link.ask(lambda i: Replay(id=i, session=KEY))
         second = await s.link.ask(lambda i: LoadAdapter(id=i, adapter="a"))
         await trio.sleep(0.1)
-        ids = [m.id for m in s.workers[0].taken if not isinstance(m, LoadSpan | Work)]
+        ids = [m.id for m in s.workers[0].taken if not isinstance(m, LoadSpan | SetComputeShare)]
         assert len(set(ids)) == 2
         s.workers[0].say(AdapterLoaded(re=ids[1], failure="no"))
         s.workers[0].say(Replayed(re=ids[0], ops=3))
@@ -202,6 +202,6 @@ async def test_the_owners_share_is_told_and_scales_the_speeds(virtual_time: Mock
     async with stage(Loaded(device="toy", speed=Measured(decode_tokens_per_s=80.0))) as s:
         s.share.set(0.25)
         await trio.sleep(0.1)
-        assert [m.share for m in s.workers[0].taken if isinstance(m, Work)] == [1.0, 0.25]
+        assert [m.share for m in s.workers[0].taken if isinstance(m, SetComputeShare)] == [1.0, 0.25]
         assert s.link.loaded is not None
         assert s.link.loaded.speed.decode_tokens_per_s == 20.0

@@ -6,8 +6,8 @@ from swarmd.plan.chains.batching import (
     MAX_TOKENS_PER_PASS,
     MIN_CHUNK_TOKENS,
     MIN_TOKENS_BETWEEN,
-    Ready,
-    Share,
+    PassShare,
+    ReadyOp,
     Speed,
     choose_pass,
     may_let_in,
@@ -19,11 +19,11 @@ from swarmd.plan.chains.batching import (
 SPEED = Speed(decode_pass_s=0.01, prefill_token_s=0.0002)
 
 
-def ready(name: str, t: int = 1, *, client: str = "", order: int = 0, share: bool = True, b: int = 1) -> Ready:
-    return Ready((name.encode(), 0), (client or name).encode(), b, t, order, share)
+def ready(name: str, t: int = 1, *, client: str = "", order: int = 0, share: bool = True, b: int = 1) -> ReadyOp:
+    return ReadyOp((name.encode(), 0), (client or name).encode(), b, t, order, share)
 
 
-def keys(*items: Ready, served: dict[bytes, float] | None = None) -> list[str]:
+def keys(*items: ReadyOp, served: dict[bytes, float] | None = None) -> list[str]:
     return [s.key[0].decode() for s in choose_pass(items, served or {}, SPEED).action]
 
 
@@ -33,7 +33,7 @@ def test_all_ready_decode_steps_share_a_pass() -> None:
 
 def test_prefill_beside_decoding_adds_half_a_pass_at_most() -> None:
     shares = choose_pass([ready("a"), ready("long", 4_000)], {}, SPEED).action
-    assert shares == (Share((b"a", 0), 1), Share((b"long", 0), 25))
+    assert shares == (PassShare((b"a", 0), 1), PassShare((b"long", 0), 25))
 
 
 def test_prefill_alone_takes_whole_passes() -> None:
@@ -51,7 +51,7 @@ def test_between_the_steps_of_others_prefill_takes_short_passes() -> None:
 
 def test_a_prompts_pass_that_lets_steps_in_needs_not_take_them_along() -> None:
     decision = choose_pass([ready("a"), ready("long", 4_000)], {}, SPEED, n_active=1, lets_in=True)
-    assert decision.action == (Share((b"long", 0), MIN_TOKENS_BETWEEN),)
+    assert decision.action == (PassShare((b"long", 0), MIN_TOKENS_BETWEEN),)
     assert keys(ready("a"), ready("b")) == ["a", "b"], "where no prompt waits nothing changes"
 
 
@@ -81,7 +81,7 @@ def test_one_prefill_at_a_time_and_the_least_served_client_first() -> None:
 
 
 def test_the_rest_of_a_begun_prefill_is_no_decode_step() -> None:
-    rest = Ready((b"long", 0), b"c", 1, 3, 0, True, None, is_begun=True)
+    rest = ReadyOp((b"long", 0), b"c", 1, 3, 0, True, None, is_begun=True)
     assert not rest.is_decode
 
 
@@ -98,7 +98,7 @@ def test_a_prefill_that_cannot_share_waits_for_its_turn_and_gets_it() -> None:
 
 
 def test_hops_of_different_blocks_do_not_share() -> None:
-    one, other = ready("a"), Ready((b"b", 4), b"b", 1, 1, 1, True, "other blocks")
+    one, other = ready("a"), ReadyOp((b"b", 4), b"b", 1, 1, 1, True, "other blocks")
     assert keys(one, other) == ["a"]
     assert keys(one, other, served={b"a": 1.0}) == ["b"]
 

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmd.plan.chains.fine_tuning import QUIET_S, Allowance, Held, Window, Work, choose_work, make_room, micro_batches
+from swarmd.plan.chains.fine_tuning import (
+    QUIET_S,
+    Allowance,
+    HeldBatch,
+    TuningPass,
+    Window,
+    choose_work,
+    make_room,
+    micro_batches,
+)
 
 
 @given(st.integers(1, 300), st.integers(1, 4_096), st.integers(0, 40))
@@ -49,7 +58,7 @@ def test_a_window_opens_fast_halves_when_things_take_long_and_opens_again_slowly
 
 
 def test_clients_take_turns_and_backwards_go_first() -> None:
-    waiting = [Work(b"a", False, 1), Work(b"a", True, 2), Work(b"b", False, 3)]
+    waiting = [TuningPass(b"a", False, 1), TuningPass(b"a", True, 2), TuningPass(b"b", False, 3)]
     assert choose_work(waiting, {b"a": 1.0, b"b": 0.5}).action == 2
     assert choose_work(waiting, {b"a": 0.5, b"b": 1.0}).action == 1
     assert choose_work(waiting[:1], {}).reason.startswith("a forward pass")
@@ -86,8 +95,8 @@ def test_without_a_share_it_waits_until_decoding_ends() -> None:
     assert allowance.wait_s(1.1 + wait_s, False).action == 0
 
 
-def held(*sizes: tuple[bytes, int]) -> list[Held]:
-    return [Held(((client, 0), i), client, size, i) for i, (client, size) in enumerate(sizes)]
+def held(*sizes: tuple[bytes, int]) -> list[HeldBatch]:
+    return [HeldBatch(((client, 0), i), client, size, i) for i, (client, size) in enumerate(sizes)]
 
 
 def test_what_fits_stays_and_the_last_come_is_not_kept() -> None:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from swarmd.plan.links.reachability import Answer, choose_relays, forwarded, judge, lead_nowhere, versions_to_try
+from swarmd.plan.links.reachability import (
+    ReachabilityReport,
+    choose_relays,
+    forwarded,
+    judge,
+    lead_nowhere,
+    versions_to_try,
+)
 from swarmd.values import PeerId
 
 A, B, C, D = map(PeerId, "ABCD")
@@ -21,71 +28,95 @@ def test_nobody_asked_is_not_known() -> None:
 @pytest.mark.parametrize(
     ("answers", "reach"),
     [
-        ([Answer(A, "192.168.1.2", (4117,))], "open"),
-        ([Answer(A, "192.168.1.2", ())], "closed"),
-        ([Answer(A, ROUTER, ())], "closed"),
-        ([Answer(A, ROUTER, (4117,))], "open"),
-        ([Answer(A, "192.168.1.2", (4117,)), Answer(B, ROUTER, ())], "closed"),
-        ([Answer(A, "192.168.1.2", ()), Answer(B, ROUTER, (4117,))], "open"),
-        ([Answer(A, ROUTER, (4117,)), Answer(B, "5.0.9.9", ())], "open"),
-        ([Answer(A, ROUTER, (4117,)), Answer(B, ROUTER, ()), Answer(C, ROUTER, (4117,))], "open"),
-        ([Answer(A, ROUTER, ()), Answer(B, ROUTER, ()), Answer(C, ROUTER, (4117,))], "closed"),
-        ([Answer(A, "no address", ())], "closed"),
+        ([ReachabilityReport(A, "192.168.1.2", (4117,))], "open"),
+        ([ReachabilityReport(A, "192.168.1.2", ())], "closed"),
+        ([ReachabilityReport(A, ROUTER, ())], "closed"),
+        ([ReachabilityReport(A, ROUTER, (4117,))], "open"),
+        ([ReachabilityReport(A, "192.168.1.2", (4117,)), ReachabilityReport(B, ROUTER, ())], "closed"),
+        ([ReachabilityReport(A, "192.168.1.2", ()), ReachabilityReport(B, ROUTER, (4117,))], "open"),
+        ([ReachabilityReport(A, ROUTER, (4117,)), ReachabilityReport(B, "5.0.9.9", ())], "open"),
+        (
+            [
+                ReachabilityReport(A, ROUTER, (4117,)),
+                ReachabilityReport(B, ROUTER, ()),
+                ReachabilityReport(C, ROUTER, (4117,)),
+            ],
+            "open",
+        ),
+        (
+            [
+                ReachabilityReport(A, ROUTER, ()),
+                ReachabilityReport(B, ROUTER, ()),
+                ReachabilityReport(C, ROUTER, (4117,)),
+            ],
+            "closed",
+        ),
+        ([ReachabilityReport(A, "no address", ())], "closed"),
     ],
 )
-def test_who_asks_from_outside_counts_and_most_are_believed(answers: list[Answer], reach: str) -> None:
+def test_who_asks_from_outside_counts_and_most_are_believed(answers: list[ReachabilityReport], reach: str) -> None:
     assert judge(answers, HOME).action == reach
 
 
 def test_ipv4_decides_as_not_all_members_have_ipv6() -> None:
-    shut, reached = Answer(A, ROUTER, ()), Answer(B, SIX, (4117,))
+    shut, reached = ReachabilityReport(A, ROUTER, ()), ReachabilityReport(B, SIX, (4117,))
     assert judge([shut, reached], DUAL).action == "closed"
-    assert judge([Answer(A, ROUTER, (4117,)), Answer(B, SIX, ())], DUAL).action == "open"
+    assert judge([ReachabilityReport(A, ROUTER, (4117,)), ReachabilityReport(B, SIX, ())], DUAL).action == "open"
     assert judge([reached], DUAL).action == "open"
-    neighbour = Answer(C, SIX, (4117,), is_neighbour=True)
-    assert judge([neighbour, Answer(B, SIX, ())], DUAL).action == "closed", "no firewall is between neighbours"
+    neighbour = ReachabilityReport(C, SIX, (4117,), is_neighbour=True)
+    assert judge([neighbour, ReachabilityReport(B, SIX, ())], DUAL).action == "closed", (
+        "no firewall is between neighbours"
+    )
 
 
 def test_addresses_of_a_version_that_is_shut_are_not_announced() -> None:
-    shut_4, open_4 = Answer(A, ROUTER, ()), Answer(A, ROUTER, (1,))
-    shut_6, open_6 = Answer(B, SIX, ()), Answer(B, SIX, (1,))
+    shut_4, open_4 = ReachabilityReport(A, ROUTER, ()), ReachabilityReport(A, ROUTER, (1,))
+    shut_6, open_6 = ReachabilityReport(B, SIX, ()), ReachabilityReport(B, SIX, (1,))
     assert lead_nowhere([], DUAL) == frozenset()
     assert lead_nowhere([open_4], DUAL) == frozenset()
     assert lead_nowhere([open_4, shut_6], DUAL) == {6}
     assert lead_nowhere([shut_4, open_6], DUAL) == {4}
     assert lead_nowhere([shut_4], DUAL) == {4, 6}, "nobody has tried IPv6: most routers shut it"
-    assert lead_nowhere([Answer(A, "192.168.1.2", ())], DUAL) == {4, 6}
+    assert lead_nowhere([ReachabilityReport(A, "192.168.1.2", ())], DUAL) == {4, 6}
 
 
 def test_members_try_each_version_that_leads_outside() -> None:
-    four, six = Answer(A, ROUTER, ()), Answer(B, SIX, (1,))
+    four, six = ReachabilityReport(A, ROUTER, ()), ReachabilityReport(B, SIX, (1,))
     assert versions_to_try([], DUAL) == (4, 6)
     assert versions_to_try([four], DUAL) == (6, 4)
     assert versions_to_try([four] * 3 + [six] * 2, DUAL) == (6,)
     assert versions_to_try([four] * 3 + [six] * 3, DUAL) == ()
     assert versions_to_try([four] * 3, HOME) == (), "fd00:: leads to neighbours only"
-    assert versions_to_try([Answer(A, "192.168.1.2", (1,))] * 3, HOME) == (4,), "neighbours do not count"
+    assert versions_to_try([ReachabilityReport(A, "192.168.1.2", (1,))] * 3, HOME) == (4,), "neighbours do not count"
     assert versions_to_try([], ("::1",)) == (6,)
     assert versions_to_try([], ()) == ()
 
 
 def test_a_public_machine_sees_its_own_address() -> None:
-    assert judge([Answer(A, ROUTER, (4117,)), Answer(B, ROUTER, (4117,))], [ROUTER]).reason == (
+    assert judge([ReachabilityReport(A, ROUTER, (4117,)), ReachabilityReport(B, ROUTER, (4117,))], [ROUTER]).reason == (
         "2 of 2 members that tried could connect to it"
     )
 
 
 def test_a_port_that_a_router_forwards_is_found() -> None:
-    answers = [Answer(A, ROUTER, (4117,)), Answer(B, "192.168.1.2", (4117,)), Answer(C, ROUTER, (4117,))]
+    answers = [
+        ReachabilityReport(A, ROUTER, (4117,)),
+        ReachabilityReport(B, "192.168.1.2", (4117,)),
+        ReachabilityReport(C, ROUTER, (4117,)),
+    ]
     assert forwarded(answers, HOME) == ((ROUTER, 4117),)
     assert forwarded(answers[:1], HOME) == ((ROUTER, 4117),), "the only one that was asked"
 
 
 def test_one_member_names_no_address_of_others() -> None:
-    answers = [Answer(A, "8.8.8.8", (4117,)), Answer(B, ROUTER, (4117,)), Answer(C, ROUTER, (4117,))]
+    answers = [
+        ReachabilityReport(A, "8.8.8.8", (4117,)),
+        ReachabilityReport(B, ROUTER, (4117,)),
+        ReachabilityReport(C, ROUTER, (4117,)),
+    ]
     assert forwarded(answers, HOME) == ((ROUTER, 4117),)
-    assert forwarded([Answer(A, "10.1.1.1", (4117,))], HOME) == (), "another network's private address"
-    assert forwarded([Answer(A, SIX, (4117,))], HOME) == (), "an address of this machine's own that passes"
+    assert forwarded([ReachabilityReport(A, "10.1.1.1", (4117,))], HOME) == (), "another network's private address"
+    assert forwarded([ReachabilityReport(A, SIX, (4117,))], HOME) == (), "an address of this machine's own that passes"
 
 
 def test_relays_are_the_nearest_and_those_in_use_stay() -> None:

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from swarmd.plan.links.traffic import Used, acknowledgements, leaves_home, month_of, next_month, on_the_wire
+from swarmd.plan.links.traffic import TrafficUse, acknowledgements, leaves_home, month_of, next_month, on_the_wire
 from swarmd.plan.owner.policy import GIB, Rules, Sensors, decide
 
 HOME = tuple(map(ipaddress.ip_network, ("192.168.1.0/24", "20.1.2.0/24", "fd00::/8")))
@@ -52,10 +52,10 @@ def test_a_month_is_the_calendars(now: datetime, month: str, then: datetime) -> 
 
 
 def test_a_new_month_begins_at_nothing_and_a_clock_that_is_set_back_does_not() -> None:
-    used = Used("2026-11", 500)
-    assert used.and_more(7, "2026-11") == Used("2026-11", 507)
-    assert used.and_more(7, "2026-12") == Used("2026-12", 7)
-    assert used.and_more(7, "2026-10") == Used("2026-11", 507)
+    used = TrafficUse("2026-11", 500)
+    assert used.and_more(7, "2026-11") == TrafficUse("2026-11", 507)
+    assert used.and_more(7, "2026-12") == TrafficUse("2026-12", 7)
+    assert used.and_more(7, "2026-10") == TrafficUse("2026-11", 507)
 
 
 def test_a_year_of_a_monthly_cap() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from swarmd.plan.owner.health import Facts, Finding, Kind, WorkerLife, findings
+from swarmd.plan.owner.health import Facts, HealthFinding, Kind, WorkerLife, findings
 
 
-def found(kind: Kind, **facts: object) -> Finding:
+def found(kind: Kind, **facts: object) -> HealthFinding:
     return next(f for f in findings(Facts(**facts)) if f.kind == kind)  # type: ignore[arg-type]
 
 

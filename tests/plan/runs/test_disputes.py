@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmd.plan.runs.contributions import Weighed
+from swarmd.plan.runs.contributions import WeighedContributions
 from swarmd.plan.runs.disputes import Pair, settle
 from swarmd.plan.runs.quorum import ALONE_AFTER_S, may_be_alone, may_count, may_go_back
 from swarmd.values import PeerId
@@ -47,12 +47,17 @@ def test_of_many_disputes_the_one_in_most_goes_first() -> None:
 
 
 def test_anchors_sign_what_most_contributors_stand_for() -> None:
-    usual = [Weighed(8, 1.0)] * 8
-    of = {A: Weighed(8, 1.0), B: Weighed(8, 1.1), C: Weighed(8, 0.9), D: Weighed(8, 1.0)}
+    usual = [WeighedContributions(8, 1.0)] * 8
+    of = {
+        A: WeighedContributions(8, 1.0),
+        B: WeighedContributions(8, 1.1),
+        C: WeighedContributions(8, 0.9),
+        D: WeighedContributions(8, 1.0),
+    }
     assert may_count(of, {A, B, C}, usual).action
     assert not may_count(of, {A, B}, usual).action
-    assert may_count({A: Weighed(8, 1.0)}, {A}, usual).action
-    assert may_count({A: Weighed(8, 1e9)}, {A}, []).action
+    assert may_count({A: WeighedContributions(8, 1.0)}, {A}, usual).action
+    assert may_count({A: WeighedContributions(8, 1e9)}, {A}, []).action
 
 
 def test_one_contributor_counts_alone_only_after_a_while() -> None:

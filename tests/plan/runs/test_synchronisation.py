@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from swarmd.plan.runs.partition import Member
+from swarmd.plan.runs.partition import PartitionMember
 from swarmd.plan.runs.synchronisation import (
     ENOUGH,
     LINK_SHARE,
     MOST_SAMPLES,
+    CodecTraffic,
     Prediction,
+    RunConditions,
     Setting,
-    Swarm,
-    Way,
     choose,
     predict,
     settings,
 )
 from swarmd.values import PeerId
 
-NONE, INT8, TOPK = Way("none", 4.0, False), Way("int8", 1.02, False), Way("topk", 0.02, True)
+NONE, INT8, TOPK = CodecTraffic("none", 4.0, False), CodecTraffic("int8", 1.02, False), CodecTraffic("topk", 0.02, True)
 
 
-def swarm(mbit: float, rate: float = 4.0, n_elements: int = 25_000_000, batch: int = 256) -> Swarm:
+def swarm(mbit: float, rate: float = 4.0, n_elements: int = 25_000_000, batch: int = 256) -> RunConditions:
     links = mbit * 125_000
-    members = tuple(Member(PeerId(str(i)), up_bytes_per_s=links, down_bytes_per_s=links) for i in range(4))
-    return Swarm(members, (rate,) * 4, n_elements, batch, 8, 0.05, 0.5)
+    members = tuple(PartitionMember(PeerId(str(i)), up_bytes_per_s=links, down_bytes_per_s=links) for i in range(4))
+    return RunConditions(members, (rate,) * 4, n_elements, batch, 8, 0.05, 0.5)
 
 
 def all_of(mbit: float, **more: float) -> list[Prediction]:

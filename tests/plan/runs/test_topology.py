@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmd.plan.runs import partition
-from swarmd.plan.runs.partition import Member, Sizes
+from swarmd.plan.runs.partition import PartitionMember, Sizes
 from swarmd.plan.runs.topology import MOST_IN_ONE_ROW, Kind, Tree, choose, edges_of, grid, sites_of, trees_of, ways_of
 from swarmd.protocol.wire.rounds import Group, GroupMember, GroupPart
 from swarmd.values import PeerId
@@ -109,7 +109,7 @@ def test_the_topology_follows_the_recipe_or_the_sites(asked: str, sites: list[in
 def test_machines_of_a_site_share_its_line_and_send_over_it_once() -> None:
     """Two sites of four, 1 MB/s each: a vector of 8 MB leaves and enters each once, up and down the trees."""
     sites = [0, 0, 0, 0, 1, 1, 1, 1]
-    members = [Member(PeerId(str(i)), up_bytes_per_s=1e6, down_bytes_per_s=1e6) for i in range(8)]
+    members = [PartitionMember(PeerId(str(i)), up_bytes_per_s=1e6, down_bytes_per_s=1e6) for i in range(8)]
 
     def takes_s(kind: Kind, rows: list[int]) -> float:
         return partition.divide(members, Sizes(8_000_000), ways_of(kind, rows, members, sites)).action.expected_s
@@ -119,7 +119,7 @@ def test_machines_of_a_site_share_its_line_and_send_over_it_once() -> None:
 
 
 def test_a_grid_takes_no_longer_than_where_all_talk_to_all() -> None:
-    members = [Member(PeerId(str(i)), up_bytes_per_s=1e6, down_bytes_per_s=1e6) for i in range(16)]
+    members = [PartitionMember(PeerId(str(i)), up_bytes_per_s=1e6, down_bytes_per_s=1e6) for i in range(16)]
     for kind, rows in (("rows", grid(16)), ("ring", [0] * 16)):
         ways = ways_of(kind, rows, members, range(16))  # type: ignore[arg-type]
         flat = partition.divide(members, Sizes(1_000_000)).action

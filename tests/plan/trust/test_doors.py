@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from swarmd.errors import Code, Refused
-from swarmd.plan.trust.doors import MAX_WAITING, MAX_WAITING_OF_AN_INVITE, Doors
-from swarmd.protocol.membership.catalog import RIGHTS, Admitted, Catalog, Terms
+from swarmd.plan.trust.doors import MAX_WAITING, MAX_WAITING_OF_AN_INVITE, Admission
+from swarmd.protocol.membership.catalog import RIGHTS, AdmittedMember, Catalog, InviteTerms
 from swarmd.protocol.membership.charter import Founders, follower, founders_untrusted, sign
 from swarmd.protocol.membership.identity import Identity, Membership, certify, follow_untrusted
 
@@ -24,14 +24,14 @@ def guest(number: int, role: str = "member", invite: Identity = INVITE, founder:
     return follow_untrusted(chain, founder.public_key, key.peer_id)
 
 
-def doors(terms: Terms | None = None, founders: Founders = FOUNDERS, **more: object) -> Doors:
-    made = Doors(founders)
+def doors(terms: InviteTerms | None = None, founders: Founders = FOUNDERS, **more: object) -> Admission:
+    made = Admission(founders)
     invites = {INVITE.public_key: terms} if terms is not None else {}
     made.follow(Catalog(version=1, invites=invites, **more), founders)  # type: ignore[arg-type]
     return made
 
 
-def refusal(at: Doors, who: Membership, now: int = NOW) -> Code | None:
+def refusal(at: Admission, who: Membership, now: int = NOW) -> Code | None:
     try:
         at.require(who, now)
     except Refused as error:
@@ -40,16 +40,16 @@ def refusal(at: Doors, who: Membership, now: int = NOW) -> Code | None:
 
 
 def test_an_invite_for_one_lets_in_who_comes_first_again_and_again_and_nobody_else() -> None:
-    at = doors(Terms(INVITED_UNTIL, uses=1))
+    at = doors(InviteTerms(INVITED_UNTIL, uses=1))
     assert [refusal(at, guest(n)) for n in (10, 10, 11, 10)] == [None, None, Code.NOT_A_MEMBER, None]
     assert [key for key, _, _ in at.arrived()] == [guest(10).member]
 
 
 def test_the_catalog_decides_between_members_that_saw_different_ones_first() -> None:
-    here = doors(Terms(INVITED_UNTIL, uses=1))
+    here = doors(InviteTerms(INVITED_UNTIL, uses=1))
     assert refusal(here, guest(10)) is None
-    terms = {INVITE.public_key: Terms(INVITED_UNTIL, uses=1)}
-    entered = {guest(11).member: Admitted(MEMBER_UNTIL, INVITE.public_key)}
+    terms = {INVITE.public_key: InviteTerms(INVITED_UNTIL, uses=1)}
+    entered = {guest(11).member: AdmittedMember(MEMBER_UNTIL, INVITE.public_key)}
     here.follow(Catalog(version=2, invites=terms, admitted=entered), FOUNDERS)
     assert refusal(here, guest(10)) == Code.NOT_A_MEMBER
     assert refusal(here, guest(11)) is None
@@ -57,15 +57,15 @@ def test_the_catalog_decides_between_members_that_saw_different_ones_first() -> 
 
 
 def test_an_invites_own_clients_use_nothing_up_until_a_machine_has_joined_by_it() -> None:
-    at = doors(Terms(INVITED_UNTIL, uses=1))
+    at = doors(InviteTerms(INVITED_UNTIL, uses=1))
     assert [refusal(at, guest(n, "client")) for n in (20, 21, 22)] == [None, None, None]
-    entered = {guest(11).member: Admitted(MEMBER_UNTIL, INVITE.public_key)}
-    used_up = doors(Terms(INVITED_UNTIL, uses=1), admitted=entered)
+    entered = {guest(11).member: AdmittedMember(MEMBER_UNTIL, INVITE.public_key)}
+    used_up = doors(InviteTerms(INVITED_UNTIL, uses=1), admitted=entered)
     assert refusal(used_up, guest(20, "client")) == Code.NOT_A_MEMBER
 
 
 def test_who_is_admitted_stays_when_the_invite_has_ended_and_others_do_not() -> None:
-    entered = {guest(10).member: Admitted(5_000, INVITE.public_key, ("use",))}
+    entered = {guest(10).member: AdmittedMember(5_000, INVITE.public_key, ("use",))}
     at = doors(admitted=entered)
     assert at.require(guest(10), 4_999).ends_at == 5_000
     assert at.require(guest(10), 4_999).may == ("use",)
@@ -82,22 +82,22 @@ def test_an_admitted_members_clients_are_let_in_with_it() -> None:
         certify(member, client.public_key, "client", 4_000),
     )
     of_member = follow_untrusted(chain, FOUNDER.public_key, client.peer_id)
-    at = doors(admitted={member.public_key: Admitted(MEMBER_UNTIL, INVITE.public_key)})
+    at = doors(admitted={member.public_key: AdmittedMember(MEMBER_UNTIL, INVITE.public_key)})
     assert at.require(of_member, 3_999).ends_at == 4_000
 
 
 def test_an_invite_that_waits_lets_in_nobody_until_a_founder_has_approved() -> None:
-    at = doors(Terms(INVITED_UNTIL, uses=1, waits=True))
+    at = doors(InviteTerms(INVITED_UNTIL, uses=1, waits=True))
     assert refusal(at, guest(10)) == Code.WAITS
     assert list(at.waiting) == [guest(10).peer]
-    entered = {guest(10).member: Admitted(MEMBER_UNTIL, INVITE.public_key)}
+    entered = {guest(10).member: AdmittedMember(MEMBER_UNTIL, INVITE.public_key)}
     at.follow(Catalog(version=2, admitted=entered), FOUNDERS)
     assert refusal(at, guest(10)) is None
     assert not at.waiting
 
 
 def test_who_knocks_very_often_takes_no_more_room() -> None:
-    at = doors(Terms(INVITED_UNTIL, waits=True))
+    at = doors(InviteTerms(INVITED_UNTIL, waits=True))
     for number in range(100, 100 + 2 * MAX_WAITING):
         refusal(at, guest(number))
         refusal(at, guest(number, "client"))
@@ -106,22 +106,22 @@ def test_who_knocks_very_often_takes_no_more_room() -> None:
 
 
 def test_revoking_an_invite_takes_who_was_admitted_by_it_too() -> None:
-    entered = {guest(10).member: Admitted(MEMBER_UNTIL, INVITE.public_key)}
+    entered = {guest(10).member: AdmittedMember(MEMBER_UNTIL, INVITE.public_key)}
     at = doors(admitted=entered, revoked=(INVITE.public_key,))
     assert refusal(at, guest(10)) == Code.REVOKED
 
 
 def test_an_invite_says_what_its_guests_may_do() -> None:
-    at = doors(Terms(INVITED_UNTIL, uses=2, may=("use", "serve")))
+    at = doors(InviteTerms(INVITED_UNTIL, uses=2, may=("use", "serve")))
     assert at.are_limited
     assert at.require(guest(10), NOW).may == ("use", "serve")
-    assert not doors(Terms(INVITED_UNTIL, uses=2)).are_limited
+    assert not doors(InviteTerms(INVITED_UNTIL, uses=2)).are_limited
     assert doors().require(guest(10), NOW).may == RIGHTS
 
 
 def test_without_a_catalog_who_was_once_let_in_is_believed_in() -> None:
-    assert refusal(Doors(FOUNDERS), guest(10), INVITED_UNTIL + 1) is None
-    assert refusal(Doors(FOUNDERS), guest(10), MEMBER_UNTIL + 1) == Code.NOT_A_MEMBER
+    assert refusal(Admission(FOUNDERS), guest(10), INVITED_UNTIL + 1) is None
+    assert refusal(Admission(FOUNDERS), guest(10), MEMBER_UNTIL + 1) == Code.NOT_A_MEMBER
 
 
 @pytest.mark.parametrize(("is_honoured", "code"), [(True, None), (False, Code.REVOKED)])
@@ -132,7 +132,7 @@ def test_guests_of_a_founder_that_is_gone_stay_only_where_he_is_honoured_or_they
     honoured = (FOUNDER.public_key,) if is_honoured else ()
     draft = sign(follower(FOUNDERS.charter, (heir.public_key,), 1, honoured), FOUNDER)
     now = founders_untrusted(FOUNDER.public_key, (msgspec.msgpack.encode(draft),))
-    entered = {guest(10).member: Admitted(MEMBER_UNTIL, INVITE.public_key)}
+    entered = {guest(10).member: AdmittedMember(MEMBER_UNTIL, INVITE.public_key)}
     at = doors(founders=now, admitted=entered)
     assert refusal(at, guest(10)) is None
     assert refusal(at, guest(11)) == code

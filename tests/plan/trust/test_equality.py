@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmd.plan.trust.audits import ALWAYS_BELOW, LEAST_RATE, Record, is_due, next_window, rate
-from swarmd.plan.trust.equality import Verdict, bound_of, errors, is_equal, projected, two_of_three
+from swarmd.plan.trust.audits import ALWAYS_BELOW, LEAST_RATE, AuditRecord, is_due, next_window, rate
+from swarmd.plan.trust.equality import AuditVerdict, bound_of, errors, is_equal, projected, two_of_three
 from swarmd.plan.trust.reputation import OTHERS_TURN_S, Trust, finding, n_speakers, name_of, shared, to_probe, trust_in
 from swarmd.protocol.membership.records import PeerRecord, SpanRecord
 from swarmd.values import PeerId, Span
@@ -66,27 +66,27 @@ def test_in_half_precision_single_tokens_may_go_another_way_and_a_tenth_may_not(
 @pytest.mark.parametrize(
     ("answers", "verdict"),
     [
-        ((True, None, None), Verdict.RIGHT),
-        ((False, None, None), Verdict.UNDECIDED),
-        ((False, False, True), Verdict.WRONG),
-        ((False, True, False), Verdict.REFERENCE_WRONG),
-        ((False, False, False), Verdict.UNDECIDED),
-        ((False, True, True), Verdict.UNDECIDED),
+        ((True, None, None), AuditVerdict.RIGHT),
+        ((False, None, None), AuditVerdict.UNDECIDED),
+        ((False, False, True), AuditVerdict.WRONG),
+        ((False, True, False), AuditVerdict.REFERENCE_WRONG),
+        ((False, False, False), AuditVerdict.UNDECIDED),
+        ((False, True, True), AuditVerdict.UNDECIDED),
     ],
 )
-def test_two_against_one(answers: tuple[bool, bool | None, bool | None], verdict: Verdict) -> None:
+def test_two_against_one(answers: tuple[bool, bool | None, bool | None], verdict: AuditVerdict) -> None:
     assert two_of_three(*answers) is verdict
 
 
 @given(st.integers(0, 10**6))
 def test_the_rate_falls_and_never_ends(n_right: int) -> None:
-    p = rate(Record(n_right, n_right))
+    p = rate(AuditRecord(n_right, n_right))
     assert p == 1 if n_right < ALWAYS_BELOW else LEAST_RATE <= p <= 1 / n_right or p == LEAST_RATE
-    assert not is_due(Record(n_right, n_right), 1.0 - 1e-9, 0.5).action or p == 1
+    assert not is_due(AuditRecord(n_right, n_right), 1.0 - 1e-9, 0.5).action or p == 1
 
 
 def test_a_wrong_one_begins_anew() -> None:
-    record = Record()
+    record = AuditRecord()
     for _ in range(100):
         record = record.after(is_right=True)
     assert rate(record) == LEAST_RATE

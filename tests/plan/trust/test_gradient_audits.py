@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from swarmd.plan.trust.gradient_audits import BOUND, Came, draw, is_same, rate, work
+from swarmd.plan.trust.gradient_audits import BOUND, RecheckResult, draw, is_same, rate, work
 from swarmd.protocol.runs.backing import N_DIRECTIONS
 from swarmd.train.vectors.directions import BLOCK, Directions
 from swarmd.values import PeerId
@@ -46,8 +46,8 @@ def test_nobody_is_drawn_by_who_is_alone_or_does_not_compute() -> None:
     assert draw({PEERS[0]: 1.0}, {PEERS[0]: 5.0}, PEERS[1], 0.0).action is None
 
 
-def came(vector: np.ndarray, loss: float = 10.0) -> Came:
-    return Came(loss, float(np.linalg.norm(vector)), Directions(b"seed", len(vector)).of(vector, 0))
+def came(vector: np.ndarray, loss: float = 10.0) -> RecheckResult:
+    return RecheckResult(loss, float(np.linalg.norm(vector)), Directions(b"seed", len(vector)).of(vector, 0))
 
 
 def lies(vector: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -71,7 +71,7 @@ def test_honest_machines_agree_and_liars_do_not() -> None:
             assert not is_same(came(lie), came(vector)).action, name
         assert not is_same(came(vector, loss=9.0), came(vector, loss=10.0)).action
     for number in (math.nan, math.inf):
-        not_finite = Came(number, number, (number,) * N_DIRECTIONS)
+        not_finite = RecheckResult(number, number, (number,) * N_DIRECTIONS)
         assert is_same(came(vector), not_finite).action is None, "nobody could have said what comes of it"
         assert is_same(not_finite, came(vector)).action is False
 
@@ -79,8 +79,8 @@ def test_honest_machines_agree_and_liars_do_not() -> None:
 def test_a_size_that_is_claimed_makes_no_room() -> None:
     vector = np.random.default_rng(3).standard_normal(10_000)
     right, lie = came(vector), came(vector + 0.3 * np.roll(vector, 1))
-    assert not is_same(Came(lie.loss, 8 * lie.norm, lie.sums), right).action
-    assert not is_same(Came(right.loss, 8 * right.norm, right.sums), right).action
+    assert not is_same(RecheckResult(lie.loss, 8 * lie.norm, lie.sums), right).action
+    assert not is_same(RecheckResult(right.loss, 8 * right.norm, right.sums), right).action
 
 
 def test_a_lie_in_one_block_is_seen_as_often_as_any() -> None:

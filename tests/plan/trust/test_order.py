@@ -6,7 +6,7 @@ import pytest
 
 from swarmd.errors import Refused
 from swarmd.plan.chains.admission import CacheLedger
-from swarmd.plan.chains.batching import Ready, Speed, choose_pass
+from swarmd.plan.chains.batching import ReadyOp, Speed, choose_pass
 from swarmd.plan.trust.order import GRACE, LEAST, MOST, Balance, weight
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Identity, Membership
@@ -60,7 +60,7 @@ def test_turns_go_by_what_was_given_over_weight() -> None:
     """A worker that charges by weight: of prefills that wait, the heavy client's get four times the tokens."""
     weights, served, got = {b"rider": LEAST, b"even": 1.0}, dict.fromkeys((b"rider", b"even"), 0.0), dict[bytes, int]()
     for turn in range(400):
-        ready = [Ready((c, 0), c, 1, 10_000, turn, can_share=False) for c in weights]
+        ready = [ReadyOp((c, 0), c, 1, 10_000, turn, can_share=False) for c in weights]
         for share in choose_pass(ready, served, Speed(0.01, 0.001)).action:
             client = share.key[0]
             served[client] += share.t / weights[client]

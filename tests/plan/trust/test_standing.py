@@ -13,7 +13,7 @@ from swarmd.plan.trust.standing import (
     LONGEST_BAN_S,
     RULES,
     Fault,
-    Seen,
+    FaultHistory,
     is_allowed,
     is_banned,
     is_shunned,
@@ -22,8 +22,8 @@ from swarmd.plan.trust.standing import (
 )
 
 
-def after(*faults: Fault, now: float = 0.0) -> Seen:
-    seen = Seen(at=now)
+def after(*faults: Fault, now: float = 0.0) -> FaultHistory:
+    seen = FaultHistory(at=now)
     for fault in faults:
         note(seen, fault, "because", now)
     return seen
@@ -56,7 +56,7 @@ def test_every_kind_has_a_rule_and_what_is_left_out_for_a_while_weighs_nothing()
 
 
 def test_bans_double_end_and_are_forgotten() -> None:
-    seen, now = Seen(), 0.0
+    seen, now = FaultHistory(), 0.0
     lengths = []
     for _ in range(14):
         while not is_banned(seen, now):
@@ -73,7 +73,7 @@ def test_bans_double_end_and_are_forgotten() -> None:
 
 
 def test_one_witness_counts_once_and_two_do() -> None:
-    seen = Seen()
+    seen = FaultHistory()
     for _ in range(5):
         note(seen, Fault.FAULTY_NUMBERS, "says a", 0.0, witness="a")
     assert not is_shunned(seen, 0.0)
@@ -83,7 +83,7 @@ def test_one_witness_counts_once_and_two_do() -> None:
 
 
 def test_who_alone_holds_something_is_asked_again_soon_and_who_fails_again_waits_longer() -> None:
-    seen = Seen()
+    seen = FaultHistory()
     assert leave_out(seen, 0.0, 20.0, 600.0) == 20.0
     assert not is_allowed(seen, 0.5)
     assert not is_allowed(seen, 0.5, is_last_resort=True)
@@ -97,7 +97,7 @@ def test_who_alone_holds_something_is_asked_again_soon_and_who_fails_again_waits
 
 
 def test_who_is_silent_behind_a_relay_is_a_last_resort_at_once_but_not_again_and_again() -> None:
-    seen = Seen()
+    seen = FaultHistory()
     leave_out(seen, 0.0, 20.0, 600.0, is_way_to_blame=True)
     assert not is_allowed(seen, 0.0)
     assert is_allowed(seen, 0.0, is_last_resort=True)
@@ -107,7 +107,7 @@ def test_who_is_silent_behind_a_relay_is_a_last_resort_at_once_but_not_again_and
 
 @given(st.lists(st.tuples(st.sampled_from(Fault), st.floats(0, 1e5)), max_size=40))
 def test_what_is_held_against_a_peer_fades_for_whatever_it_did(events: list[tuple[Fault, float]]) -> None:
-    seen, now = Seen(), 0.0
+    seen, now = FaultHistory(), 0.0
     for fault, pause_s in events:
         now += pause_s
         note(seen, fault, "", now)
@@ -116,7 +116,7 @@ def test_what_is_held_against_a_peer_fades_for_whatever_it_did(events: list[tupl
 
 
 def test_witnesses_are_forgotten_so_that_later_ones_are_heard() -> None:
-    seen = Seen()
+    seen = FaultHistory()
     for number in range(200):
         note(seen, Fault.FAULTY_NUMBERS, "says somebody", 0.0, witness=f"w{number}")
     before = seen.faults[Fault.FAULTY_NUMBERS][0]
@@ -126,7 +126,7 @@ def test_witnesses_are_forgotten_so_that_later_ones_are_heard() -> None:
 
 
 def test_asking_whether_somebody_is_there_makes_no_wait_longer() -> None:
-    seen = Seen()
+    seen = FaultHistory()
     for n in range(10):
         assert leave_out(seen, 100.0 * n, 20.0, 20.0) == 100.0 * n + 20.0
     assert leave_out(seen, 5_000.0, 20.0, 600.0) == 5_020.0

@@ -14,9 +14,9 @@ from swarmd.home import Home
 from swarmd.plan.chains.view import RecordBook
 from swarmd.protocol.membership.catalog import (
     MAX_CATALOG_BYTES,
-    Admitted,
+    AdmittedMember,
     Catalog,
-    Terms,
+    InviteTerms,
     read_catalog_untrusted,
     sign_catalog,
     sign_catalog_as_delegate,
@@ -60,7 +60,7 @@ def test_a_delegate_changes_nothing_but_models(changes: dict[str, Any], reason: 
 
 
 def test_what_a_delegate_of_an_older_version_does_not_know_is_the_founders_still() -> None:
-    known = {b"i" * 32: Terms(10_000, uses=1)}
+    known = {b"i" * 32: InviteTerms(10_000, uses=1)}
     current = root(invites=known)
     forgetful = msgspec.structs.replace(changed(current, version=11, models={"one": MODEL}), invites={})
     read = read_catalog_untrusted(sign_catalog_as_delegate(forgetful, DELEGATE, current, KEY), KEY)
@@ -100,8 +100,10 @@ def test_what_a_founder_said_who_was_let_go_does_not_come_back() -> None:
 
 def test_what_the_later_of_two_founders_did_not_know_comes_back() -> None:
     ends = {"now": 100.0}
-    mine = Catalog(version=5, revoked=(b"a" * 32,), invites={b"i" * 32: Terms(200, 1), b"o" * 32: Terms(50, 1)})
-    theirs = Catalog(version=6, revoked=(b"b" * 32,), admitted={b"m" * 32: Admitted(300)}, models={"one": MODEL})
+    mine = Catalog(
+        version=5, revoked=(b"a" * 32,), invites={b"i" * 32: InviteTerms(200, 1), b"o" * 32: InviteTerms(50, 1)}
+    )
+    theirs = Catalog(version=6, revoked=(b"b" * 32,), admitted={b"m" * 32: AdmittedMember(300)}, models={"one": MODEL})
     both = with_what_was_lost(theirs, mine, **ends)
     assert both is not None
     assert set(both.revoked) == {b"a" * 32, b"b" * 32}

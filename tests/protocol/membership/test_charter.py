@@ -9,7 +9,7 @@ from swarmd.errors import ConfigError, IntegrityError
 from swarmd.net.exchange import Exchange
 from swarmd.protocol.membership import charter, lines
 from swarmd.protocol.membership.catalog import Catalog, read_catalog_untrusted, sign_catalog
-from swarmd.protocol.membership.charter import Charter, Signed, follower, founders_untrusted, missing, sign
+from swarmd.protocol.membership.charter import Charter, SignedCharter, follower, founders_untrusted, missing, sign
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.invite import SwarmKeys
 
@@ -18,11 +18,11 @@ FIRST = founders_untrusted(A.public_key).charter
 KEYS = (A.public_key, B.public_key, C.public_key)
 
 
-def encoded(*drafts: Signed) -> tuple[bytes, ...]:
+def encoded(*drafts: SignedCharter) -> tuple[bytes, ...]:
     return tuple(msgspec.msgpack.encode(draft) for draft in drafts)
 
 
-def two_of_three() -> Signed:
+def two_of_three() -> SignedCharter:
     return sign(follower(FIRST, KEYS, 2, ()), A)
 
 
@@ -47,7 +47,7 @@ def test_nobody_signs_twice_or_without_being_a_founder(signer: Identity) -> None
     draft = sign(sign(follower(now, (THIEF.public_key,), 1, ()), signer), signer)
     with pytest.raises(IntegrityError, match=r"lacks 1 of 2|none of the founders"):
         founders_untrusted(A.public_key, encoded(first, draft))
-    doubled = Signed(draft.body, draft.signatures * 2)
+    doubled = SignedCharter(draft.body, draft.signatures * 2)
     with pytest.raises(IntegrityError, match=r"lacks 1 of 2|none of the founders"):
         founders_untrusted(A.public_key, encoded(first, doubled))
 
@@ -63,12 +63,12 @@ def test_a_charter_follows_only_the_one_that_it_names() -> None:
 
 def test_a_forged_charter_and_one_that_nobody_could_change_are_refused() -> None:
     signed = two_of_three()
-    forged = Signed(signed.body.replace(B.public_key, THIEF.public_key), signed.signatures)
+    forged = SignedCharter(signed.body.replace(B.public_key, THIEF.public_key), signed.signatures)
     with pytest.raises(IntegrityError, match="does not match"):
         founders_untrusted(A.public_key, encoded(forged))
     stuck = msgspec.msgpack.encode(Charter(KEYS[:1], 2, (), FIRST.digest))
     with pytest.raises(IntegrityError, match="1 founders that asks for 2"):
-        founders_untrusted(A.public_key, encoded(sign(Signed(stuck), A)))
+        founders_untrusted(A.public_key, encoded(sign(SignedCharter(stuck), A)))
     for keys, needed in (((), 1), (KEYS, 4), ((*KEYS, KEYS[0]), 1)):
         with pytest.raises(ConfigError):
             follower(FIRST, keys, needed, ())

@@ -12,13 +12,13 @@ import trio
 from msgspec.structs import replace
 from trio.testing import MockClock
 
-from swarmd.net.sim import Link
+from swarmd.net.sim import SimLink
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.runs import backing
 from swarmd.protocol.runs import commit as commits
 from swarmd.protocol.runs.recipe import Optimizer, Parts, Stop
 from swarmd.protocol.wire import rounds
-from swarmd.train.gradients.source import Again
+from swarmd.train.gradients.source import RecheckRequest
 from swarmd.train.vectors.state import Vector
 from tests.train.world import Member, TrainingWorld, training
 
@@ -104,7 +104,7 @@ async def test_who_accuses_wrongly_loses_its_own_standing(virtual_time: MockCloc
         assert liar.source is not None
         again = liar.source.compute_again
 
-        async def claims_otherwise(work: Again, peer: str, first: int, n: int) -> float:
+        async def claims_otherwise(work: RecheckRequest, peer: str, first: int, n: int) -> float:
             return 2 * await again(work, peer, first, n)
 
         liar.source.compute_again = claims_otherwise  # type: ignore[method-assign]
@@ -183,7 +183,7 @@ async def test_who_comes_back_convicts_nobody(virtual_time: MockClock, seed: int
     """Away for some updates, back by a snapshot: what was watched before says nothing of what came meanwhile."""
     sgd = Optimizer(kind="sgd", learning_rate=0.03)
     async with training(seed=seed, n=5, audit=4, synchronisation="delayed", optimizer=sgd) as world:
-        world.world.link = Link(latency_s=0.1)
+        world.world.link = SimLink(latency_s=0.1)
         for _ in range(3):
             away = world.trainers()[0]
             await world.until(world.epoch + 3)

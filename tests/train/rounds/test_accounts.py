@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmd.protocol.runs.backing import TOLERANCE, Share, add_up
+from swarmd.protocol.runs.backing import TOLERANCE, ContributionShare, add_up
 from swarmd.protocol.wire.rounds import Group, GroupMember, GroupPart
 from swarmd.train.rounds.accounts import Flow, account_for, given_to
 from swarmd.train.vectors.codecs import Codec
@@ -36,11 +36,11 @@ def along(of: Group, digest: bytes) -> Directions:
     return Directions(of.parent + digest, of.n_elements)
 
 
-def shares_of(vectors: list[Vector], of: Group, digest: bytes) -> tuple[Share, ...]:
+def shares_of(vectors: list[Vector], of: Group, digest: bytes) -> tuple[ContributionShare, ...]:
     found = []
     for vector in vectors:
         gave = given_to(along(of, digest), vector)
-        found.append(Share(0, 4, 1.0, gave.squares, gave.sums))
+        found.append(ContributionShare(0, 4, 1.0, gave.squares, gave.sums))
     return tuple(found)
 
 

@@ -10,7 +10,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from swarmd.plan.runs.contributions import CLIPPED_AT_MOST, RADIUS, Weighed, outliers, radius
+from swarmd.plan.runs.contributions import CLIPPED_AT_MOST, RADIUS, WeighedContributions, outliers, radius
 from swarmd.protocol.runs.recipe import Optimizer, Parts
 from swarmd.train.vectors.clipping import clipped
 from swarmd.train.vectors.state import Vector, centre_of
@@ -20,16 +20,20 @@ from tests.train.world import N_ELEMENTS, TrainingWorld, gradient, torch_optimiz
 
 
 def test_radius_follows_the_usual_distance_and_grows_for_means_of_few() -> None:
-    history = [Weighed(16, 1.0), Weighed(4, 2.0), Weighed(64, 0.5)]  # all alike: a distance of 4 for one sample
+    history = [
+        WeighedContributions(16, 1.0),
+        WeighedContributions(4, 2.0),
+        WeighedContributions(64, 0.5),
+    ]  # all alike: a distance of 4 for one sample
     assert radius(history, 16) == pytest.approx(RADIUS * 1.0)
     assert radius(history, 64) == pytest.approx(RADIUS * 0.5)
     assert radius([], 16) == math.inf
 
 
 def test_who_gives_more_than_the_radius_is_left_out() -> None:
-    history = [Weighed(16, 1.0)] * 4
-    members = {PeerId(p): Weighed(16, 1.0) for p in "abc"}
-    members[PeerId("far")] = Weighed(16, 1.1 * RADIUS * CLIPPED_AT_MOST)
+    history = [WeighedContributions(16, 1.0)] * 4
+    members = {PeerId(p): WeighedContributions(16, 1.0) for p in "abc"}
+    members[PeerId("far")] = WeighedContributions(16, 1.1 * RADIUS * CLIPPED_AT_MOST)
     assert outliers(members, history) == {}
     assert set(outliers(members, history, lambda n: radius(history, n))) == {"far"}
     assert outliers(members, history, lambda n: radius([], n)) == {}

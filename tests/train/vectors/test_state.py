@@ -14,11 +14,11 @@ from swarmd.errors import ConfigError, Refused
 from swarmd.plan.runs.ballot import Acceptor
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.models.manifest import model_id
-from swarmd.protocol.runs.commit import Commit, Counted
+from swarmd.protocol.runs.commit import Commit, CountedContribution
 from swarmd.protocol.runs.recipe import Optimizer, Recipe, Run, start_run
 from swarmd.train.store.disk import RunFolder, read_vectors
 from swarmd.train.vectors import state as states
-from swarmd.train.vectors.state import Layout, RunState, average_digest, clip_factor
+from swarmd.train.vectors.state import RunState, VectorLayout, average_digest, clip_factor
 from tests.train.world import torch_optimizer
 
 OWNER = Identity(b"o" * 32)
@@ -32,7 +32,7 @@ def run_with(optimizer: Optimizer) -> Run:
 
 def state_of(optimizer: Optimizer, n: int = N, dtype: str = "float32") -> RunState:
     rng = np.random.default_rng(0)
-    layout = Layout((("w", (n // 2, 1)), ("b", (n - n // 2,))), dtype)
+    layout = VectorLayout((("w", (n // 2, 1)), ("b", (n - n // 2,))), dtype)
     state = RunState(run_with(optimizer), layout, rng.standard_normal(n).astype(dtype), 10**9)
     state.measure()
     return state
@@ -40,7 +40,7 @@ def state_of(optimizer: Optimizer, n: int = N, dtype: str = "float32") -> RunSta
 
 def commit_for(state: RunState, average: np.ndarray, learning_rate: float) -> Commit:
     digest = average_digest(state.run.id, state.head, average)
-    counted = (Counted("p", state.epoch, 1, 1.0, 1.0),)
+    counted = (CountedContribution("p", state.epoch, 1, 1.0, 1.0),)
     return Commit(state.run.genesis, state.epoch + 1, state.head, 0, counted, digest, state.root, learning_rate)
 
 
