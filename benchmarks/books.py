@@ -17,10 +17,10 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from swarmd.books import UsageLedger
 from swarmd.protocol.accounts import usage_receipt as bills
 from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.membership.identity import Identity
+from swarmd.usage_ledger import UsageLedger
 
 BATCH = 20_000  # bills that are written at a time
 N_CHECKED = 5_000  # bills whose signatures are true, and checked

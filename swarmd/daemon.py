@@ -22,7 +22,6 @@ from typing import Any
 import psutil
 import trio
 
-from swarmd.books import UsageKind, UsageLedger
 from swarmd.config import Config, split
 from swarmd.errors import Refused, SwarmError
 from swarmd.home import Home, by_peer
@@ -57,6 +56,7 @@ from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import Accuse, AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
 from swarmd.report import Owner
 from swarmd.train.runs import Runs
+from swarmd.usage_ledger import UsageKind, UsageLedger
 from swarmd.values import ModelId, PeerId
 from swarmd.weights.library import Library
 

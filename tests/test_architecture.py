@@ -30,7 +30,7 @@ LAYERS = {
     "swarmd.protocol": 1,
     "swarmd.plan": 1,
     "swarmd.home": 2,
-    "swarmd.books": 2,
+    "swarmd.usage_ledger": 2,
     "swarmd.compute": 2,
     "swarmd.wire": 2,
     "swarmd.net": 2,

@@ -18,7 +18,6 @@ from typing import Protocol, TypeVar
 
 import trio
 
-from swarmd.books import UsageLedger
 from swarmd.client.links.checks import Checks
 from swarmd.client.links.link import Listeners, SessionOptions
 from swarmd.client.sessions.audit import Auditor
@@ -53,6 +52,7 @@ from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.membership.records import AnyRecord, SpanRecord
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
+from swarmd.usage_ledger import UsageLedger
 from swarmd.values import ModelId, PeerId
 from swarmd.weights.library import Library
 from swarmd.weights.supply import Supply

@@ -18,7 +18,7 @@ from swarmd.errors import Code, Forged, IntegrityError, PeerError, Refused, Remo
 from swarmd.net.interfaces import networks
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.chains.view import MAX_RECORDS, RecordBook, SwarmView, short_name
-from swarmd.plan.trust.doors import Admission, AdmissionPass
+from swarmd.plan.trust.admission import Admission, AdmissionPass
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Count, Text
 from swarmd.protocol.membership import records

@@ -12,7 +12,7 @@ from torch.nn import functional
 pytest.importorskip("triton")  # Linux has it
 
 from swarmd.compute.cache.pieces import SessionTokens
-from swarmd.compute.cuda import attention, pointwise, products, ready
+from swarmd.compute.cuda import attention, availability, pointwise, products
 from swarmd.compute.cuda.attention import Attention
 from swarmd.compute.linear.four_bits import in_4_bits
 from swarmd.compute.linear.layers import CudaInt4Linear, Int4Linear, Int8Linear
@@ -109,11 +109,11 @@ def test_where_no_kernel_runs_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pa
         raise OSError("Failed to find C compiler")
 
     monkeypatch.setattr(pointwise, "gate", gate)
-    ready.trouble.cache_clear()
-    assert ready.trouble(torch.device(DEVICE)) == "Triton: Failed to find C compiler"
-    ready.trouble.cache_clear()
+    availability.trouble.cache_clear()
+    assert availability.trouble(torch.device(DEVICE)) == "Triton: Failed to find C compiler"
+    availability.trouble.cache_clear()
     monkeypatch.undo()
-    assert ready.trouble(torch.device(DEVICE)) == ""
+    assert availability.trouble(torch.device(DEVICE)) == ""
 
 
 def test_four_bits_on_cards_are_those_of_cpus() -> None:

@@ -28,8 +28,8 @@ def credit(
 
     Example: swarmd credit --days 7
     """
-    from swarmd.books import DAY_S, UsageLedger
     from swarmd.protocol.membership.identity import read_links_untrusted
+    from swarmd.usage_ledger import DAY_S, UsageLedger
 
     state = home()
     own_voucher = read_links_untrusted(state.swarm().certificate)[0].key
@@ -67,7 +67,7 @@ def credit(
 
 
 def _own(counted: dict[Any, int], served: int) -> list[list[str]]:
-    from swarmd.books import UsageKind
+    from swarmd.usage_ledger import UsageKind
 
     return [
         ["tokens x blocks for others, signed for or not", f"{served:,}"],

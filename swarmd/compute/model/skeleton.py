@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from swarmd.compute.cuda.ready import trouble
+from swarmd.compute.cuda.availability import trouble
 from swarmd.compute.hardware.device import OwnerReserve, free_memory_bytes
 from swarmd.compute.linear.layers import quantised, replace
 from swarmd.compute.linear.quantize import library_config

@@ -24,7 +24,7 @@ from swarmd.compute.cache.adapters import LoraUpdates, SpanAdapters
 from swarmd.compute.cache.kvcache import UNBOUNDED, SpanCache
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.compiled.build import NotFused, compiled_folder
-from swarmd.compute.cuda.ready import prepare, trouble
+from swarmd.compute.cuda.availability import prepare, trouble
 from swarmd.compute.hardware.matrix_unit import has_tiles
 from swarmd.compute.hardware.measurements import Measurements
 from swarmd.compute.linear import few_bits, tiled

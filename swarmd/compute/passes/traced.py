@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from swarmd.compute.cuda.ready import trouble
+from swarmd.compute.cuda.availability import trouble
 from swarmd.compute.passes.simplify import simplify
 
 Pass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -8,7 +8,6 @@ from functools import partial
 
 import trio
 
-from swarmd.books import Count, UsageKind
 from swarmd.config import Config
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.net.api import TaskStatus
@@ -19,6 +18,7 @@ from swarmd.plan.chains.view import SwarmView
 from swarmd.plan.links.traffic import MBIT
 from swarmd.protocol.wire.messages import WantChunks, WantManifest
 from swarmd.status import DownloadRow, HereStatus
+from swarmd.usage_ledger import Count, UsageKind
 from swarmd.values import ModelId, Span
 from swarmd.weights.donor import Donor, Find
 from swarmd.weights.library import Library

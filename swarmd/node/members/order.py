@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import trio
 
-from swarmd.books import UsageLedger
 from swarmd.errors import IntegrityError
 from swarmd.net.exchange import Exchange
 from swarmd.plan.trust import order
 from swarmd.plan.trust.order import Balance
+from swarmd.usage_ledger import UsageLedger
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)

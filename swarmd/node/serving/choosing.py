@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import trio
 
-from swarmd.books import UsageLedger
 from swarmd.config import Config, Serve
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Rpc
@@ -27,6 +26,7 @@ from swarmd.plan.chains.placement import Holder, choose_span
 from swarmd.plan.chains.routing import STAYS_S, stays_s
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.understanding import Understanding
+from swarmd.usage_ledger import UsageLedger
 from swarmd.values import Decision, ModelId, PeerId, Span
 
 FIRST_LOOK_S = 4.0  # to see who else is there before choosing

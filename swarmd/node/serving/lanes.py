@@ -13,7 +13,6 @@ from functools import partial
 import msgspec
 import trio
 
-from swarmd.books import UsageKind
 from swarmd.errors import Code, Refused
 from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
@@ -29,6 +28,7 @@ from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Opened, Progress, Refusal, framed
 from swarmd.protocol.wire.tuning import Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned, TunedHeld
 from swarmd.status import TuningStatus
+from swarmd.usage_ledger import UsageKind
 from swarmd.values import PeerId, Span
 
 logger = logging.getLogger(__name__)

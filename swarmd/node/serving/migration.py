@@ -15,7 +15,7 @@ from swarmd.errors import Code, PeerError
 from swarmd.net.rpc import Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.node.serving.hops import Key
-from swarmd.node.serving.onward import Onward
+from swarmd.node.serving.next_hop import NextHopDialer
 from swarmd.node.serving.outbox import Outbox
 from swarmd.node.worker.worker_link import WorkerLink, WorkerLost, WorkerReply
 from swarmd.protocol.fields import Message
@@ -28,7 +28,7 @@ SEND_TIMEOUT_S = 60.0  # for all caches of one hop
 class Migrations:
     """The caches that leave one server. ``outbox`` reaches the clients that asked for it."""
 
-    def __init__(self, rpc: Rpc, onward: Onward, worker: WorkerLink, outbox: Outbox, tasks: Tasks) -> None:
+    def __init__(self, rpc: Rpc, onward: NextHopDialer, worker: WorkerLink, outbox: Outbox, tasks: Tasks) -> None:
         self._rpc = rpc
         self._onward = onward
         self._worker = worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swarmd.net.rpc import Channel
 from swarmd.node.serving.hops import SessionHop
-from swarmd.node.serving.onward import Onward
+from swarmd.node.serving.next_hop import NextHopDialer
 from swarmd.node.serving.outbox import Outbox
 from swarmd.node.worker.worker_link import WorkerLink, WorkerReply
 from swarmd.protocol.wire.messages import Opened, OpenSession, Replay, Replayed, Reroute, Rerouted, framed
@@ -14,7 +14,7 @@ from swarmd.values import PeerId
 class Replies:
     """Those of one server. ``outbox`` reaches its clients."""
 
-    def __init__(self, onward: Onward, worker: WorkerLink, outbox: Outbox) -> None:
+    def __init__(self, onward: NextHopDialer, worker: WorkerLink, outbox: Outbox) -> None:
         self._onward = onward
         self._worker = worker
         self._outbox = outbox

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swarmd.books import UsageLedger
 from swarmd.errors import Code, Refused
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.understanding import OURS, Understanding
+from swarmd.usage_ledger import UsageLedger
 from swarmd.values import ModelId, PeerId, Span
 
 

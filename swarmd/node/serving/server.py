@@ -23,7 +23,7 @@ from swarmd.node.serving.adapters import ServerAdapters
 from swarmd.node.serving.heartbeat import Heartbeats
 from swarmd.node.serving.hops import Deliver, Hops, Key, SessionHop, deliver_here, rows
 from swarmd.node.serving.migration import Migrations
-from swarmd.node.serving.onward import Onward
+from swarmd.node.serving.next_hop import NextHopDialer
 from swarmd.node.serving.outbox import Outbox
 from swarmd.node.serving.receipts import Receipts
 from swarmd.node.serving.recompute import Recompute
@@ -97,7 +97,7 @@ class Server:
         to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, refused=self._on_refusal)
         self._outbox = Outbox(rpc, self._push_failed, to_self)
         self._heartbeats = Heartbeats(rpc, self._hops, self._outbox)
-        self.onward = Onward(rpc, exchange)
+        self.onward = NextHopDialer(rpc, exchange)
         self._migrations = Migrations(rpc, self.onward, worker, self._outbox, self._tasks)
         self._replies = Replies(self.onward, worker, self._outbox)
         self._receipts = Receipts(exchange, served, worker, self._outbox, self._tasks)

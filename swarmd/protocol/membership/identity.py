@@ -135,8 +135,8 @@ def verify_certificate_untrusted(
 ) -> Membership:
     """Follow a certificate from a founder's key (one of ``issuers``) to ``peer``, as it counts by itself.
 
-    What the founders' catalog says of it is plan.trust.doors'. Raises IntegrityError for anything forged and Refused
-    (with NOT_A_MEMBER) for an honest certificate that has expired.
+    What the founders' catalog says of it is plan.trust.admission's. Raises IntegrityError for anything forged and
+    Refused (with NOT_A_MEMBER) for an honest certificate that has expired.
     """
     membership = follow_untrusted(certificate, issuers, peer)
     if membership.expires_at <= now:

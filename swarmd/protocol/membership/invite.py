@@ -58,7 +58,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
     def admit(self, key: bytes, role: str, expires_at: int) -> tuple[bytes, ...]:
         """Certify ``key`` with this invite's key; returns the whole certificate.
 
-        It counts no longer than the invite, unless a founder admits the member for good (plan.trust.doors).
+        It counts no longer than the invite, unless a founder admits the member for good (plan.trust.admission).
         """
         return (*self.certificate, certify(self.identity, key, role, expires_at))
 

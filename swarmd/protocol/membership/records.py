@@ -231,7 +231,7 @@ def read_claim(raw: bytes) -> Claim:
 
 
 def read_untrusted(raw: bytes, issuers: bytes | tuple[bytes, ...], now: float) -> VerifiedRecord:
-    """Check one record from anywhere; whether its author is a member now is for plan.trust.doors to say.
+    """Check one record from anywhere; whether its author is a member now is for plan.trust.admission to say.
 
     Raises IntegrityError for forged or malformed bytes, which cost their sender standing, and Refused for an honest
     record that does not count (expired, skewed, of a later version), which costs nobody anything.

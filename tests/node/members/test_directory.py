@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from swarmd.errors import Unreachable
 from swarmd.node.members.directory import RENDEZVOUS_INTERVAL_S, SETTLED_RENDEZVOUS_S, Directory
-from swarmd.plan.trust.doors import AdmissionPass
+from swarmd.plan.trust.admission import AdmissionPass
 from swarmd.protocol.membership.identity import Identity
 from swarmd.values import PeerId
 

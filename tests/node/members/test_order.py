@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import trio
 
-from swarmd.books import UsageLedger
 from swarmd.net.exchange import Exchange
 from swarmd.node.members.order import LOOK_INTERVAL_S, Order
 from swarmd.plan.trust.order import GRACE, LEAST, MOST, Balance
@@ -19,6 +18,7 @@ from swarmd.protocol.membership.catalog import AdmittedMember, Catalog, sign_cat
 from swarmd.protocol.membership.identity import Identity, Membership, certify
 from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.wire.messages import Hello
+from swarmd.usage_ledger import UsageLedger
 from swarmd.values import PeerId
 
 ME, GIVER, RIDER = (Identity(bytes([n]) * 32) for n in (1, 2, 3))

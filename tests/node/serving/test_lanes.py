@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import trio
 
-from swarmd.books import UsageLedger
 from swarmd.errors import Code, Refused
 from swarmd.node.serving.lanes import ServerLanes
-from swarmd.node.serving.onward import Onward
+from swarmd.node.serving.next_hop import NextHopDialer
 from swarmd.node.serving.served import ServedBlocks
 from swarmd.node.worker.worker_link import WorkerReply
 from swarmd.protocol.fields import Message, TensorMeta
@@ -23,6 +22,7 @@ from swarmd.protocol.wire import worker as worker_messages
 from swarmd.protocol.wire.frames import Frame, FrameDecoder
 from swarmd.protocol.wire.messages import AnyMessage, Opened, Refusal
 from swarmd.protocol.wire.tuning import Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned, TunedHeld
+from swarmd.usage_ledger import UsageLedger
 from swarmd.values import ModelId, PeerId, Span
 
 KEY = b"l" * 16
@@ -43,7 +43,7 @@ class World:
         exchange = SimpleNamespace(principal=lambda peer: peer.encode(), addresses_of=lambda _: ())
         exchange.require_member = lambda *_: None
         served = ServedBlocks(Identity(bytes(32)), UsageLedger(None), ModelId("m"), Span(0, 4), "float32", limit_bytes)
-        onward = Onward(rpc, exchange)  # type: ignore[arg-type]
+        onward = NextHopDialer(rpc, exchange)  # type: ignore[arg-type]
         about = {"served": served, "require_serving": lambda *_: None, "onward": onward}
         self.server: Any = SimpleNamespace(is_draining=False, **about)
         worker: Any = SimpleNamespace(send=self.send, ask=self.ask, loaded=None, is_online=True)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from swarmd.errors import Code, Refused
-from swarmd.plan.trust.doors import MAX_WAITING, MAX_WAITING_OF_AN_INVITE, Admission
+from swarmd.plan.trust.admission import MAX_WAITING, MAX_WAITING_OF_AN_INVITE, Admission
 from swarmd.protocol.membership.catalog import RIGHTS, AdmittedMember, Catalog, InviteTerms
 from swarmd.protocol.membership.charter import Founders, follower, founders_untrusted, sign
 from swarmd.protocol.membership.identity import Identity, Membership, certify, follow_untrusted

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from swarmd.books import DAY_S, UsageKind, UsageLedger
 from swarmd.errors import IntegrityError
 from swarmd.protocol.accounts import usage_receipt as bills
 from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.membership.identity import Identity
+from swarmd.usage_ledger import DAY_S, UsageKind, UsageLedger
 
 ME, ANNE, BERT = (Identity(bytes([n]) * 32) for n in (1, 2, 3))
 OWN, ANNES, BERTS = b"own voucher", b"anne's voucher", b"bert's voucher"

@@ -27,7 +27,7 @@ MAX_REMEMBERED = 1_024  # successors that could not be reached
 ValueT = TypeVar("ValueT")
 
 
-class Onward:
+class NextHopDialer:
     """The ways onward of one server."""
 
     def __init__(self, rpc: Rpc, exchange: Exchange) -> None:

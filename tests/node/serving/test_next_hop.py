@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import PeerTimeout, RemoteProtocolError, Unreachable
-from swarmd.node.serving.onward import AGAIN_AFTER_S, LOST_S, PUSH_TIMEOUT_S, Onward
+from swarmd.node.serving.next_hop import AGAIN_AFTER_S, LOST_S, PUSH_TIMEOUT_S, NextHopDialer
 from swarmd.values import PeerId
 
 ME, CLIENT, NEXT = PeerId("me"), PeerId("client"), PeerId("successor")
@@ -29,7 +29,7 @@ class World:
         network.way_to = lambda peer: "direct" if self.is_connected else None
         rpc: Any = SimpleNamespace(existing=lambda *_: None, channel=self.channel, network=network)
         exchange: Any = SimpleNamespace(addresses_of=lambda peer: self.announced.get(peer, ()))
-        self.onward = Onward(rpc, exchange)
+        self.onward = NextHopDialer(rpc, exchange)
 
     async def channel(self, peer: PeerId, purpose: str) -> None:
         self.n_dialled += 1
