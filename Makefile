@@ -92,13 +92,12 @@ prove: setup
 	$(BIN)/pytest -m prove --ignore=tests/compute/test_families.py
 	$(BIN)/pytest tests/compute/test_families.py
 	$(BIN)/python -m tests.hostile.mutations --cases 1000000
-	$(BIN)/python -m tests.prove --seeds $(SEEDS)
-	$(BIN)/python -m tests.prove_training --seeds $(SEEDS) --partitions 1000
-	for mode in delayed diloco streamed thinned grid ring; do $(BIN)/python -m tests.prove_training --mode $$mode --seeds 8 || exit 1; done
+	$(BIN)/python -m tools.prove.faults --seeds $(SEEDS)
+	$(BIN)/python -m tools.prove.training --seeds $(SEEDS) --partitions 1000
+	for mode in delayed diloco streamed thinned grid ring; do $(BIN)/python -m tools.prove.training --mode $$mode --seeds 8 || exit 1; done
 
 bench: setup
-	$(BIN)/python benchmarks/serving.py
-	$(BIN)/python benchmarks/wan.py
+	$(BIN)/python -m tools.performance --run
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,7 +4,7 @@
 
 A random Llama (hidden 512, 8 layers, vocabulary 32,000, float32) is served by two volunteers, four blocks each; every
 process uses one thread. Local and remote runs alternate and the ratio is taken pair by pair, because the machine
-drifts. Petals reaches 0.40-0.47 on a machine like this (../shared/facts/peers.md).
+drifts. Petals reaches 0.40-0.47 on a machine like this.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from swarmd_cli.main import INTERRUPTED, app
 
 from swarmd import errors
 from swarmd.config import TABLES, Config, PolicyConfig
+from tools import performance
 
 ROOT = Path(__file__).parent.parent
 OPERATING = (ROOT / "docs" / "operating.md").read_text()
@@ -79,3 +81,9 @@ def test_nothing_is_installed_by_a_name_that_no_index_has() -> None:
     pages = {path.name: path.read_text() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))}
     assert not [name for name, text in pages.items() if re.search(r"pip install[^`]*\bswarmd\[", text)]
     assert "<this repository>" not in README, "commands are there to be typed"
+
+
+def test_the_page_of_figures_is_that_of_the_measurements() -> None:
+    assert performance.PAGE.read_text() == performance.page(json.loads(performance.DATA.read_text())), (
+        "python -m tools.performance writes it anew"
+    )

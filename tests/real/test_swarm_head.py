@@ -12,12 +12,12 @@ import torch
 import swarmd
 from swarmd.plan.chains.routing import Hop
 from swarmd.values import Span
-from tests.prove_trust import add_liar
 from tests.real.faults import inputs_for
 from tests.real.gateways import real_gateway
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.liars import HEAD_LIE
 from tests.real.test_speculation import Collector
+from tools.prove.trust import add_liar
 
 pytestmark = pytest.mark.slow
 N_TOKENS = 40

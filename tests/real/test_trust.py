@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.prove_trust import add_liar, honest_swarm, prove
 from tests.real.forks import Command
 from tests.real.harness import LocalSwarm, Volunteer
+from tools.prove.trust import add_liar, honest_swarm, prove
 
 pytestmark = pytest.mark.slow
 LIE = "right for what looks like a check"

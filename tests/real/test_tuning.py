@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import swarmd
 from swarmd.client.tuning import lane_audit
 from swarmd.home import bundled_folder
-from tests.prove_trust import add_liar, probes_of
 from tests.real.faults import revive
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.liars import TUNING_LIES
+from tools.prove.trust import add_liar, probes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 N_STEPS = 12

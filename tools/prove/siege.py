@@ -1,6 +1,6 @@
 """Mixed hostility against real daemons: four serve, train, tune and generate while strangers and members attack.
 
-python -m tests.hostile.siege --minutes 60
+python -m tools.prove.siege --minutes 60
 
 Attackers are members with keys of their own, in processes of their own, over real libp2p: giant frames, mutated
 messages, records without end, all cache, made-up adapters, false claims, streams cut at any time, answers they do not
@@ -53,10 +53,10 @@ from swarmd.wire.tensors import pack
 from tests.hostile.kit import record_of
 from tests.hostile.mutations import header, payload, send
 from tests.protocol.test_mutated import KINDS
-from tests.prove import evidence
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.test_tuning import train, tuned
 from tests.real.training import check_ledgers, join, run_of, start_run, wait_update
+from tools.prove.faults import evidence
 
 N_HONEST, N_MEMBERS, N_STRANGERS = 4, 14, 6
 N_TOKENS = 40
@@ -338,7 +338,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     options = parser.parse_args()
-    command = f"tests.hostile.siege --minutes {options.minutes:g}"
+    command = f"tools.prove.siege --minutes {options.minutes:g}"
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm, evidence("siege", command) as say:
         siege = Siege(swarm)
         with swarmd.connect(swarm.invite()) as client:

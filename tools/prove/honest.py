@@ -1,6 +1,6 @@
 """Nobody who is honest is accused: real servers in float32, bfloat16 and int8 under load, with kills and pauses.
 
-python -m tests.prove_honest [--minutes 60] [--sessions 6]
+python -m tools.prove.honest [--minutes 60] [--sessions 6]
 
 Of each kind three servers hold the bundled model. A client keeps so many sessions under way, through two servers each,
 with every window audited; meanwhile workers are killed, others stopped for a while, one is slow all the time. Ends

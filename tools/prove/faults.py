@@ -37,7 +37,7 @@ from tests.real.faults import (
 )
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 N_TOKENS = 30
 VOCABULARY = 1024
 BLOWS = [
@@ -137,7 +137,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     begun = time.monotonic()
-    with evidence("faults", f"tests.prove --first {options.first} --seeds {options.seeds}") as write:
+    with evidence("faults", f"tools.prove.faults --first {options.first} --seeds {options.seeds}") as write:
         middle = options.first + (options.seeds + 1) // 2
         total = prove(range(options.first, middle), "float32", write)
         total += prove(range(middle, options.first + options.seeds), "bfloat16", write)

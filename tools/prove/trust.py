@@ -1,6 +1,6 @@
 """Every way in which a worker can lie, by a real process in a swarm of real processes: how soon it is found.
 
-python -m tests.prove_trust [--only LIE] [--model bundled|smollm2] [--sessions 12] [--late TRIALS]
+python -m tools.prove.trust [--only LIE] [--model bundled|smollm2] [--sessions 12] [--late TRIALS]
 
 Of each block there are three holders from three invites. A client pins its sessions to the liar and an honest server,
 and generates until the liar is banned: audits are those that every client makes (always, until ten in a row are
@@ -34,7 +34,7 @@ from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.liars import LIES, VARIABLE
 from tests.real.smollm2 import smollm2
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 N_TOKENS = 48  # of each answer
 PROBED_WITHIN_S = 15.0  # after it is online
 TOLD_WITHIN_S = 3.0  # for others to compute it too

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.prove import evidence
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.training import (
     MODES,
@@ -40,6 +39,7 @@ from tests.real.training import (
 )
 from tests.train.partitions import one_world
 from tests.virtual_time import in_virtual_time
+from tools.prove.faults import evidence
 
 N_PEERS = 5
 BLOWS = ["kill", "stop", "kill worker", "stop worker", "kill leader", "stop leader", "kill anchor", "kill signer"]
@@ -262,7 +262,7 @@ def main() -> None:
     arguments = (
         f"--first {options.first} --seeds {options.seeds} --partitions {options.partitions} --mode {options.mode}"
     )
-    with evidence("training", f"tests.prove_training {arguments}") as write:
+    with evidence("training", f"tools.prove.training {arguments}") as write:
         failed = prove_partitions(range(options.partitions), write) if options.partitions else 0
         if options.seeds:
             failed += prove(range(options.first, options.first + options.seeds), options.mode, write)

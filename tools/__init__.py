@@ -1,0 +1,1 @@
+"""What developers run: pages that are made from data, and proofs that take longer than tests."""
