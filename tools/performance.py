@@ -3,8 +3,8 @@
     python -m tools.performance            write the page
     python -m tools.performance --run      run the commands whose figure can be read from what they print, then write
 
-A row is what was measured, its value, the command that measures it, on which machine, and what others reach. A table with
-columns of its own names one command for all of its rows. ``pattern`` finds the figure in a command's output.
+A row is what was measured, its value, the command that measures it, on which machine, and what others reach. A table
+with columns of its own names one command for all of its rows. ``pattern`` finds the figure in a command's output.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ DATA, PAGE = ROOT / "docs" / "performance.json", ROOT / "docs" / "performance.md
 WORDS_A_MINUTE = 230  # that people read of such a page
 HEAD = """# Performance
 
-{minutes} minutes to read. Each row names the command that measures it; `make bench` measures the short ones anew, and this page is made
-from docs/performance.json. Why things are as they are, with every number that was weighed, is in docs/decisions/.
+{minutes} minutes to read. Each row names its command; `make bench` measures the short ones anew. This page is
+made from docs/performance.json. Why things are as they are, with every number that was weighed, is in docs/decisions/.
 
-Figures are ratios within one run, or medians of several. The machines are virtual and shared: absolute numbers drift by a third,
-ratios hold to about 0.05. *Xeon*: Intel, AVX-512. *Xeon, AMX*: since 2023, with a matrix unit. *EPYC, AVX2*: AMD without AVX-512, as
-most home computers. *EPYC, Zen 5*: AMD with AVX-512. Python 3.11, torch 2.13 for CPUs, one thread a process, two cores.
+Figures are ratios within one run, or medians of several. The machines are virtual and shared: absolute numbers drift by a
+third, ratios hold to about 0.05. *Xeon*: Intel, AVX-512. *Xeon, AMX*: since 2023, with a matrix unit. *EPYC, AVX2*: AMD
+without AVX-512, as most home computers. *EPYC, Zen 5*: AMD with AVX-512. Python 3.11, torch 2.13 for CPUs, one thread a
+process, two cores.
 """
 
 
