@@ -35,12 +35,13 @@ from swarmd.plan.runs import partition
 from swarmd.plan.runs.partition import PartitionMember, Sizes
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs.backing import ContributionShare, sign_share
+from swarmd.protocol.runs.recipe import Batch, Recipe
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Hello
 from swarmd.protocol.wire.rounds import Beat, Contribution, Group, GroupMember, GroupPart, Reduced
 from swarmd.train.rounds.accounts import ContributionProjection
 from swarmd.train.rounds.round import Round
-from swarmd.train.vectors.codecs import Codec
+from swarmd.train.vectors.codecs import codec_of
 from swarmd.train.vectors.state import Vector, average_digest
 from swarmd.values import PeerId, RunId
 
@@ -96,6 +97,9 @@ class PacedNetwork:
         return PacedStream(stream, self._up, self._down) if purpose == "averaging" else stream
 
 
+RECIPE = Recipe("bench", "0" * 64, "1" * 64, batch=Batch(target=1, micro=1, tokens=1))
+
+
 class Peer:
     """One process: takes part in rounds that its parent describes on stdin, and says how long each took."""
 
@@ -149,9 +153,8 @@ class Peer:
 
         begun = time.perf_counter()
         digest = partial(average_digest, RunId(group.run), group.parent)
-        codec = Codec(group.dtype)
         sign, off_loop = partial(self._sign, group.parent), trio.to_thread.run_sync
-        live = Round(rpc, group, codec, codec.code(vector), digest, sign, off_loop)
+        live = Round(rpc, group, RECIPE, codec_of(RECIPE).code(vector), digest, sign, off_loop)
         self.live = live
         self.formed.set()
         self.formed = trio.Event()

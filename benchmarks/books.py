@@ -65,7 +65,8 @@ def main() -> None:
         sum_s = time.perf_counter() - begun
         small = UsageLedger(Path(folder) / "small.db")
         for _ in range(N_CHECKED):
-            bill, signed = made(*rng.sample(people, 2), 0, True)
+            one, other = rng.sample(people, 2)
+            bill, signed = made(one, other, 0, True)
             small.add(bill, signed, vouchers[0])
         small.save()
         begun = time.perf_counter()

@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,12 @@ def step_ms(span: LoadedSpan, n_past: int) -> float:
     return timed(span.device, once, N_STEPS)
 
 
+def prefill(span: LoadedSpan, n: int) -> None:
+    """A prompt of ``n`` tokens, in a new cache."""
+    hidden, positions = tokens(span, 0, n)
+    span.forward(hidden, positions, None, span.new_cache(), 0)
+
+
 def measure(name: str, folder: Path, blocks: Span, kind: str, device: str) -> None:
     begun = time.perf_counter()
     span = LoadedSpan(folder, blocks, torch.bfloat16, device, kind)
@@ -95,10 +102,7 @@ def measure(name: str, folder: Path, blocks: Span, kind: str, device: str) -> No
     print(f"{name}, {kind}: ready after {time.perf_counter() - begun:.1f} s; {found.action}: {found.reason}")
     rates = {n: round(last(decode_rates(span, n, BUDGET_S))) for n in STREAMS}
     steps = {n: round(step_ms(span, n), 3) for n in PASTS}
-    prompts = {
-        n: round(timed(span.device, lambda n=n: span.forward(*tokens(span, 0, n), None, span.new_cache()), 5), 2)
-        for n in PROMPTS
-    }
+    prompts = {n: round(timed(span.device, partial(prefill, span, n), 5), 2) for n in PROMPTS}
     print(f"  tokens/s by streams {rates}; ms of a step by context {steps}; of a prompt {prompts}")
     quick, span._quick = span._quick, None
     print(f"  by the family's own pass {round(last(decode_rates(span, 1, BUDGET_S)))}")

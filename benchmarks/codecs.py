@@ -11,6 +11,7 @@ and of what an average travels as.
 from __future__ import annotations
 
 import argparse
+import math
 import runpy
 import tempfile
 import time
@@ -102,7 +103,7 @@ class Swarm:
         given, n_samples = [], 0
         for peer in self.peers:
             begun = time.perf_counter()
-            offered = peer.feedback.code(peer.work.offered)
+            offered = peer.feedback.code(peer.work.offered, math.inf)
             assert offered.given is not None
             payload = bytes(offered.given.payload(0, self.state.n_averaged))
             self.measured.code_s += time.perf_counter() - begun

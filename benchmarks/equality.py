@@ -186,8 +186,8 @@ def main() -> None:
                     late = slice(2 * CONTEXT, None) if "later" in name else slice(None)
                     note(found, name, entered[:, late], left[:, late], again[:, late])
             for name, pairs in found.items():
-                whole, small = (np.concatenate(part) for part in zip(*pairs, strict=True))
-                print(row(name, whole, small, dtype), flush=True)
+                exact, small = (np.concatenate(part) for part in zip(*pairs, strict=True))
+                print(row(name, exact, small, dtype), flush=True)
 
 
 def note(
@@ -197,9 +197,11 @@ def note(
     left: torch.Tensor,
     again: torch.Tensor,
 ) -> None:
-    arrays = [t.float().numpy() for t in (entered, left, again)]
-    small, bound = [projected(values, 7) for values in arrays], BOUNDS["float32"]
-    found.setdefault(name, []).append((errors(*arrays, bound), errors(*small, bound)))
+    bound = BOUNDS["float32"]
+    before, after, recomputed = (t.float().numpy() for t in (entered, left, again))
+    exact = errors(before, after, recomputed, bound)
+    small = errors(projected(before, 7), projected(after, 7), projected(recomputed, 7), bound)
+    found.setdefault(name, []).append((exact, small))
 
 
 if __name__ == "__main__":

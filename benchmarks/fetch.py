@@ -65,7 +65,7 @@ async def fetched(volunteer: Volunteer) -> tuple[float, float, str]:
 async def measure(options: argparse.Namespace) -> None:
     rate = options.mbit * 1e6 / 8
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
-        bench = {"models": {"bench": make_checkpoint(swarm.folder / "llama", 512)}}
+        bench: dict[str, Any] = {"models": {"bench": make_checkpoint(swarm.folder / "llama", 512)}}
         names: dict[int, str] = {}
         wan = Wan(options.one_way_ms / 1000, owner_of_port(names, "client"))
         wan.add("client", FAST, FAST)
@@ -86,9 +86,9 @@ async def measure(options: argparse.Namespace) -> None:
 
 def decode(options: argparse.Namespace) -> None:
     """Step times on a donor that serves, without proxies: those take more of two cores than what is measured."""
-    limit = {"SWARMD_UP_LIMIT_MBIT": str(options.decode_mbit)}
+    limit: dict[str, Any] = {"SWARMD_UP_LIMIT_MBIT": str(options.decode_mbit)}
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
-        bench = {"models": {"bench": make_checkpoint(swarm.folder / "llama", 512)}}
+        bench: dict[str, Any] = {"models": {"bench": make_checkpoint(swarm.folder / "llama", 512)}}
         swarm.add("--no-serve", **bench, **limit)
         donor = swarm.add("--serve", "bench", **bench, **limit)
         settings = {"home": str(donor.home.folder), "peer": donor.peer}
@@ -135,7 +135,7 @@ def client(settings: dict[str, str]) -> None:
 
     with swarmd.connect(home=settings["home"]) as swarm:
         model = swarm.model("bench", lookup=False, chain=(Hop(PeerId(settings["peer"]), Span(0, 8)),), wait_s=60)
-        steps = []
+        steps: list[tuple[float, float]] = []
         with torch.no_grad():
             while not stop:
                 cache = model.new_cache(600)

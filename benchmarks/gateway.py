@@ -93,7 +93,7 @@ def _together(one: Any) -> float:
     begun = time.perf_counter()
     with ThreadPoolExecutor(N_STREAMS) as pool:
         total = sum(pool.map(one, range(N_STREAMS)))
-    return total / (time.perf_counter() - begun)
+    return float(total) / (time.perf_counter() - begun)
 
 
 def turns(gateway: RealGateway, seed: int) -> tuple[float, float]:

@@ -111,7 +111,7 @@ class Homes:
         self.model = tiny_model(swarm.folder / "model", **size.settings())
         self.volunteers = []
         for machine in laid.machines:
-            environment = {"SWARMD_UPNP": "false", **paced(swarm.folder, options.pace)}
+            environment: dict[str, Any] = {"SWARMD_UPNP": "false", **paced(swarm.folder, options.pace)}
             listen = f"/ip4/{machine.address}/tcp/4117"
             volunteer = swarm.prepare("--no-serve", listen=listen, **environment)
             (volunteer.home.folder / "config.toml").write_text(f"[policy]\ncompute_share = {options.share}\n")
@@ -123,7 +123,8 @@ class Homes:
 
     def start(self, name: str, more: str, target: int) -> None:
         """All train one run."""
-        settings = {"optimizer": "adamw", "model": self.model, "every": 100_000, "more": more, "target": target}
+        settings: dict[str, Any] = {"optimizer": "adamw", "model": self.model, "every": 100_000, "more": more}
+        settings["target"] = target
         start_together(self.swarm, self.volunteers, name, **settings)
 
     def stop(self, name: str) -> None:
@@ -131,7 +132,8 @@ class Homes:
 
     def alone(self, target: int) -> Measured:
         """Each trains a run of its own, all at the same time."""
-        settings = {"optimizer": "adamw", "model": self.model, "every": 100_000, "target": max(1, target // N_PEERS)}
+        settings: dict[str, Any] = {"optimizer": "adamw", "model": self.model, "every": 100_000}
+        settings["target"] = max(1, target // N_PEERS)
         runs = [(volunteer, f"alone{i}") for i, volunteer in enumerate(self.volunteers)]
         for volunteer, name in runs:
             start_run(volunteer, name, more='synchronisation = "delayed"', **settings)

@@ -77,8 +77,8 @@ def main() -> None:
                 a_second = (woken - woken_before) / asked.seconds
                 share = 100 * (used_s - used_before_s) / asked.seconds
                 print(f"member {number} {name}: {a_second:.2f} wake-ups/s, {share:.2f} % of a core")
-        for number, (volunteer, then) in enumerate(zip(volunteers, bytes_before, strict=True) if lab else ()):
-            rate = (moved_bytes(volunteer) - then) / asked.seconds
+        for number, (volunteer, n_bytes) in enumerate(zip(volunteers, bytes_before, strict=True) if lab else ()):
+            rate = (moved_bytes(volunteer) - n_bytes) / asked.seconds
             print(f"member {number}: {rate:.0f} bytes/s, {rate * DAY_S / 2**20:.1f} MiB a day")
 
 

@@ -17,6 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -24,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.training import join, run_of, start_run, tiny_model, wait_update
 
-SIZE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 5, "num_attention_heads": 8}
+SIZE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 5, "num_attention_heads": 8}
 SIZE |= {"num_key_value_heads": 8, "head_dim": 64, "layer_types": ["full_attention"] * 5}
 TARGET = 600  # samples: between two rounds there is time for a measurement before, and for a joiner
 WORKERS, DAEMONS = 0, 1  # cores
@@ -111,7 +112,7 @@ def main() -> None:
     parser.add_argument("--kill", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
-        environment = {"SWARMD_UP_LIMIT_MBIT": str(options.mbit)}
+        environment: dict[str, Any] = {"SWARMD_UP_LIMIT_MBIT": str(options.mbit)}
         model = {"big": big_model(Path(folder) / "big")}
         donors = [swarm.add("--no-serve", models=model, **environment) for _ in range(3)]
         start_run(donors[0], "run", optimizer="adamw", model=model["big"], target=TARGET)

@@ -201,7 +201,7 @@ def bytes_on_the_wire(packet: bytes) -> int:
         return n_bytes
     header = start + (packet[VNET.size + start + 12] >> 4) * 4
     n_segments = -((header - n_bytes) // segment)
-    return n_bytes + header * (int(n_segments) - 1)
+    return int(n_bytes + header * (n_segments - 1))
 
 
 @dataclass

@@ -71,7 +71,7 @@ def longer(folder: Path, n_tokens: int) -> Path:
 def pss_mib(volunteer: Volunteer) -> float:
     """Of a daemon's worker."""
     children = psutil.Process(volunteer.process.pid).children(recursive=True)  # type: ignore[union-attr]
-    return sum(p.memory_full_info().pss for p in children) / 2**20
+    return float(sum(p.memory_full_info().pss for p in children)) / 2**20
 
 
 def long_one(swarm: LocalSwarm, volunteers: list[Volunteer], ids: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ import torch
 
 import swarmd
 from benchmarks.long_context import Watch
+from swarmd.client.blocking import Swarm
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.smollm2 import smollm2
 
@@ -43,7 +44,7 @@ def watch_worker(volunteer: Volunteer, begun: float, found: list[tuple[float, fl
     found.append((last, time.perf_counter() - begun))
 
 
-def one(swarm: LocalSwarm, server: Volunteer, client: swarmd.Swarm) -> tuple[float, float, float]:
+def one(swarm: LocalSwarm, server: Volunteer, client: Swarm) -> tuple[float, float, float]:
     """Seconds until it computes no more, until its worker is gone, and the longest pause between two tokens."""
     found: list[tuple[float, float]] = []
     watchers: list[threading.Thread] = []

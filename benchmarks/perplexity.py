@@ -56,7 +56,7 @@ def perplexity(
     for row in ids:
         embedded = ends.embed([row.tolist()], [0])[0].to(span.dtype)
         hidden = span.forward(embedded, positions, None, span.new_cache(), 0)[0].float()
-        logits = torch.cat([logits_of(part) for part in hidden[:-1].split(64)])
+        logits = torch.cat([logits_of(part) for part in torch.split(hidden[:-1], 64)])
         total += float(functional.cross_entropy(logits, row[1:], reduction="sum"))
     return math.exp(total / (len(ids) * (WINDOW - 1)))
 
@@ -73,9 +73,9 @@ SHARES = {PackedLinear: 1, HalfLinear: 1 / 2, DynamicInt8Linear: 1 / 4}  # of pl
 
 def _weight_bytes(module: Any) -> int:
     if isinstance(module, QuantisedLinear | TiledLinear):
-        return module.n_bytes
+        return int(module.n_bytes)
     n_bytes = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
-    return n_bytes + int(SHARES[type(module)] * module.weight.nbytes if type(module) in SHARES else 0)
+    return int(n_bytes) + int(SHARES[type(module)] * module.weight.nbytes if type(module) in SHARES else 0)
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,10 @@ def seconds(span: LoadedSpan, n_tokens: int) -> tuple[float, float]:
     return statistics.median(steps[4:]), statistics.median(prefills[1:])
 
 
+def open_session(span: LoadedSpan, batch: int, max_tokens: int, _: Any) -> Any:
+    return LocalSession([span], max_tokens)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=2048)
@@ -87,7 +92,7 @@ def main() -> None:
             span = LoadedSpan(folder, Span(0, options.layers), getattr(torch, dtype), quantize=kind)
             span.self_test()
             lanes: Any = None
-            model = remote_model(folder, lambda b, n, own, s=span: LocalSession([s], n), lanes, span.dtype)  # type: ignore[misc]
+            model = remote_model(folder, partial(open_session, span), lanes, span.dtype)
             with torch.no_grad():
                 logits = model(ids, use_cache=False).logits.float()
             expected = logits if expected is None else expected

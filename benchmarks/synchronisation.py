@@ -16,11 +16,12 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.training import command, run_of, start_together, tiny_model, wait_update
 
-SIZE = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+SIZE: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZE |= {"num_key_value_heads": 4, "head_dim": 48, "layer_types": ["full_attention"] * 4}
 N_PEERS = 3
 INNER_BATCH = 4

@@ -70,7 +70,7 @@ def parts(model: Any, embeddings: torch.Tensor, labels: torch.Tensor) -> tuple[f
     entering = embeddings.clone().requires_grad_()
     outs: list[torch.Tensor] = []
     forward_s = seconds(lambda: outs.append(model.model(inputs_embeds=entering, use_cache=False).last_hidden_state))
-    backward_s = seconds(lambda: outs[0].backward(torch.randn_like(outs[0])))
+    backward_s = seconds(lambda: torch.autograd.backward(outs[0], torch.randn_like(outs[0])))
     own()  # the first one pays for memory that the others find
     return seconds(own), forward_s, backward_s
 
@@ -80,13 +80,14 @@ def curves(n_steps: int = 60) -> None:
     from transformers import AutoTokenizer
 
     from swarmd.client.tuning.dataset import Encoding, read_dataset
-    from swarmd.client.tuning.fine_tuning import Recipe, Tuner, with_peft
+    from swarmd.client.tuning.fine_tuning import Tuner, with_peft
+    from swarmd.client.tuning.tuning_recipe import TuningRecipe
     from swarmd.home import bundled_folder
 
     tokenizer = AutoTokenizer.from_pretrained(bundled_folder())
     encoding = Encoding(lambda text: tokenizer(text).input_ids, (), (), len(tokenizer), 256)
     data = read_dataset(Path(__file__).parent.parent / "examples" / "caesar.jsonl", encoding)
-    recipe = Recipe("demo", steps=n_steps, learning_rate=5e-3)
+    recipe = TuningRecipe("demo", steps=n_steps, learning_rate=5e-3)
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
         swarm.serving((0, 3), (3, 6))

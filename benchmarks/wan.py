@@ -21,6 +21,7 @@ from functools import partial
 import psutil
 import trio
 
+from swarmd.net.api import TaskStatus
 from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.protocol.membership.identity import Identity
 
@@ -62,7 +63,7 @@ class Wan:
     def add(self, name: str, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
         self.peers[name] = Peer(name, Pipe(up_bytes_per_s), Pipe(down_bytes_per_s))
 
-    async def serve(self, name: str, target_port: int, task_status: trio.TaskStatus[int]) -> None:
+    async def serve(self, name: str, target_port: int, task_status: TaskStatus[int]) -> None:
         """Proxy for one peer: whoever connects here reaches ``target_port`` as over the network."""
 
         async def handle(near: trio.SocketStream) -> None:
@@ -134,7 +135,7 @@ def owner_of_port(pids: dict[int, str], default: str) -> Callable[[int], str]:
     return who
 
 
-async def receive(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+async def receive(task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
     """The far side: print the address, then count what arrives on a bulk stream until its end."""
     network = Libp2pNetwork(Identity(b"r" * 32), PSK, ("/ip4/127.0.0.1/tcp/0",))
     done = trio.Event()

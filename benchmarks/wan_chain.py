@@ -144,7 +144,7 @@ def rate(model: Any, ids: torch.Tensor, n_tokens: int, **more: Any) -> float:
     first = time.perf_counter()
     out = model.generate(ids, max_new_tokens=n_tokens + 1, min_new_tokens=n_tokens + 1, **options)
     taken = time.perf_counter() - first - (first - begun)
-    return (out.shape[1] - ids.shape[1] - 1) / taken
+    return float(out.shape[1] - ids.shape[1] - 1) / taken
 
 
 def report(result: dict[str, list[float]], one_way_s: float) -> None:

@@ -28,10 +28,10 @@ HEAD = """# Performance
 {minutes} minutes to read. Each row names its command; `make bench` measures the short ones anew. This page is
 made from docs/performance.json. Why things are as they are, with every number that was weighed, is in docs/decisions/.
 
-Figures are ratios within one run, or medians of several. The machines are virtual and shared: absolute numbers drift by a
-third, ratios hold to about 0.05. *Xeon*: Intel, AVX-512. *Xeon, AMX*: since 2023, with a matrix unit. *EPYC, AVX2*: AMD
-without AVX-512, as most home computers. *EPYC, Zen 5*: AMD with AVX-512. Python 3.11, torch 2.13 for CPUs, one thread a
-process, two cores.
+Figures are ratios within one run, or medians of several. The machines are virtual and shared: absolute numbers drift by
+a third, ratios hold to about 0.05. *Xeon*: Intel, AVX-512. *Xeon, AMX*: since 2023, a matrix unit. *EPYC, AVX2*: AMD
+without AVX-512, as most home computers. *EPYC, Zen 5*: AMD with AVX-512. Python 3.11, torch 2.13 for CPUs, two cores,
+one thread a process.
 """
 
 

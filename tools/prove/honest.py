@@ -17,6 +17,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import trio
@@ -153,7 +154,7 @@ def main() -> None:
     with TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
         servers: dict[tuple[str, str], list[Volunteer]] = {}
         for dtype, quantize in KINDS:
-            environment = {"SWARMD_DTYPE": dtype, "SWARMD_QUANTIZE": quantize}
+            environment: dict[str, Any] = {"SWARMD_DTYPE": dtype, "SWARMD_QUANTIZE": quantize}
             blocks = ("--serve", "demo", "--blocks", f"0:{N_BLOCKS}")
             servers[dtype, quantize] = [swarm.add(*blocks, **environment) for _ in range(N_OF_EACH)]
         swarm.wait_online()

@@ -118,7 +118,13 @@ class Enemy:
 
 
 async def _mutated(enemy: Enemy) -> None:
-    true = {"model": [enemy.model], "run": [enemy.run], "start": [0, 3], "end": [3, 6], "session": [b"a" * 16]}
+    true: dict[str, list[Any]] = {
+        "model": [enemy.model],
+        "run": [enemy.run],
+        "start": [0, 3],
+        "end": [3, 6],
+        "session": [b"a" * 16],
+    }
     while True:
         await send(
             enemy.swarm.rpc, enemy.peer, header(enemy.rng.choice(KINDS), true, enemy.rng), payload(enemy.rng), enemy.rng
@@ -169,7 +175,13 @@ async def _claims(enemy: Enemy) -> None:
 async def _hoard(enemy: Enemy) -> None:
     for number in range(1_000):
         adapter, n_tokens = enemy.rng.choice(("", f"{number:064}")), enemy.rng.choice((64, 60_000, 131_072))
-        common = {"session": enemy.rng.randbytes(16), "model": enemy.model, "start": 0, "end": 3, "epoch": 1}
+        common: dict[str, Any] = {
+            "session": enemy.rng.randbytes(16),
+            "model": enemy.model,
+            "start": 0,
+            "end": 3,
+            "epoch": 1,
+        }
         opening = OpenSession(**common, max_tokens=n_tokens, adapter=adapter)
         with suppress(SwarmError):
             await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, opening), timeout_s=3)
@@ -203,7 +215,7 @@ async def _unread(enemy: Enemy) -> None:
 async def _edits(enemy: Enemy) -> None:
     """Rows put elsewhere again and again, of a session that has one token."""
     n_rows, width, key = 64, 128, enemy.rng.randbytes(16)
-    common = {"session": key, "model": enemy.model, "start": 0, "end": 3, "epoch": 1}
+    common: dict[str, Any] = {"session": key, "model": enemy.model, "start": 0, "end": 3, "epoch": 1}
     opening = OpenSession(**common, batch=n_rows, max_tokens=4)
     await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, opening), timeout_s=3)
     channel = await enemy.swarm.rpc.channel(enemy.peer)
@@ -219,10 +231,16 @@ async def _names(enemy: Enemy) -> None:
     """Have it dial this machine's ports as next hops."""
     while True:
         peer, port = Identity(enemy.rng.randbytes(32)).peer_id, enemy.rng.randrange(1, 65_536)
-        about = {"session": enemy.rng.randbytes(16), "model": enemy.model, "start": 0, "end": 3, "epoch": 1}
-        named = {"successor": peer, "successor_addresses": (f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",)}
+        opening: dict[str, Any] = {
+            "session": enemy.rng.randbytes(16),
+            "model": enemy.model,
+            "start": 0,
+            "end": 3,
+            "epoch": 1,
+        }
+        opening |= {"successor": peer, "successor_addresses": (f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",)}
         with suppress(SwarmError):
-            await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, OpenSession(**about, **named)), timeout_s=5)
+            await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, OpenSession(**opening)), timeout_s=5)
 
 
 async def _words(enemy: Enemy) -> None:

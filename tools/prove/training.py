@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -76,7 +77,7 @@ class Trial:
         """Start a run with the first five."""
         model = tiny_model(self.first.home.folder / "small", **SMALL)
         five = self.volunteers[:N_PEERS]
-        settings = {"model": model, "optimizer": OPTIMIZER, "target": 48, "steps": steps, "every": 20}
+        settings: dict[str, Any] = {"model": model, "optimizer": OPTIMIZER, "target": 48, "steps": steps, "every": 20}
         start_run(self.first, name, anchors=five[:3], more=MODES[self.mode], **settings)
         join(self.swarm, five[1:], name)
         wait_update(self.swarm, five, 2, name)
@@ -178,7 +179,8 @@ def lag(losses: list[float], reference: list[float]) -> np.ndarray:
     centres = np.arange(n // WINDOW) * WINDOW + (WINDOW - 1) / 2
     means, others = (np.reshape(curve[:n], (-1, WINDOW)).mean(1) for curve in (losses, reference))
     falling = np.minimum.accumulate(others)
-    return centres - np.interp(-means, -falling, centres)
+    behind: np.ndarray = centres - np.interp(-means, -falling, centres)
+    return behind
 
 
 def still_falling(losses: list[float]) -> int:
@@ -216,8 +218,8 @@ def prove(seeds: range, mode: str, write: Callable[[str], None]) -> int:
                     trial.add_late()
                     write("a sixth has joined late")
                 write(f"seed {seed}: {trial.blow(seed)}")
-            except Exception as error:  # noqa: BLE001 - a failed promise is what this program reports
-                write(f"seed {seed}: FAILED {error!r}"[:3_000] + f"\n{traceback.format_exc(limit=3)}")
+            except Exception as failure:  # noqa: BLE001 - a failed promise is what this program reports
+                write(f"seed {seed}: FAILED {failure!r}"[:3_000] + f"\n{traceback.format_exc(limit=3)}")
                 return 1  # what it left is no ground for the next one
         within = sum(cost <= limit for cost, limit in trial.costs_s)
         median_s = statistics.median(cost for cost, _ in trial.costs_s)
