@@ -1,4 +1,4 @@
-"""The second half of docs/glossary.md: every public class with the first sentence of its own docstring, or its module's.
+"""The second half of docs/glossary.md: every public class with the first sentence of its docstring, or its module's.
 
     python -m tools.glossary      writes it anew; tests/test_glossary.py holds the page to the source
 
