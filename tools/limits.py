@@ -17,9 +17,9 @@ PAGE = ROOT / "docs" / "limits.md"
 UNITS = {"_PER_S": "", "_S": "s", "_BYTES": "B", "_TOKENS": "tokens"}
 HEAD = """# Limits
 
-{minutes} minutes to read. What somebody can meet of the program's bounds, by what is seen. Values and reasons are the
-source's (`python -m tools.limits`). What can be set is in docs/operating.md. All other named numbers have their reasons in
-the source.
+{minutes} minutes to read. What somebody can meet of the program's bounds, by what is seen. Values and reasons are
+the source's (`python -m tools.limits`). What can be set is in docs/operating.md. All other named numbers have their
+reasons in the source.
 """
 SEEN: dict[str, dict[str, str]] = {
     "By programs that ask the gateway": {
