@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 from swarmd_cli.main import INTERRUPTED, app
 
@@ -87,3 +88,10 @@ def test_the_page_of_figures_is_that_of_the_measurements() -> None:
     assert performance.PAGE.read_text() == performance.page(json.loads(performance.DATA.read_text())), (
         "python -m tools.performance writes it anew"
     )
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_modules_that_a_page_names_exist(page: Path) -> None:
+    rooms = "client|compute|gateway|net|node|plan|protocol|train|weights|wire"
+    named = set(re.findall(rf"`((?:{rooms})/[\w/]+\.py)`", page.read_text()))
+    assert not [module for module in sorted(named) if not (ROOT / "swarmd" / module).exists()]
