@@ -26,6 +26,7 @@ DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/4117,/ip6/::/tcp/4117"
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE = ("none", "int8", "int4", "nf4")
 KV_CACHE = ("none", "int8")
+COMPILED = ("auto", "off")
 
 
 def format_of(quantize: str, kv_cache: str) -> str:
@@ -59,7 +60,8 @@ class Serve:
     """What one worker serves: a model ("" is any, by need), which blocks, and how. One table ``[[serve]]``.
 
     ``device`` is a name of torch's ("cuda:1"); "" takes CUDA, then MPS, then the CPU. With ``head`` a server of a
-    model's last blocks computes norm and head, too, for clients that ask.
+    model's last blocks computes norm and head, too, for clients that ask. ``compiled`` "off" computes with the
+    library's own kernels only.
     """
 
     model: str = ""
@@ -69,6 +71,7 @@ class Serve:
     quantize: str = "none"
     kv_cache: str = "none"
     head: bool = False
+    compiled: str = "auto"
     threads: int = 0
     cache_tokens: int = 131_072
     device: str = ""
@@ -138,7 +141,7 @@ class Config:
     ``disk_limit_gib`` bounds the weights that swarmd keeps, ``up_limit_mbit`` and ``down_limit_mbit`` how fast weights
     travel; 0 is no limit.
     ``quantize`` keeps the blocks' matrices in 8 or 4 bits, ``kv_cache`` sessions' keys and values in 8; ``dtype`` is
-    what everything else is computed in.
+    what everything else is computed in. ``compiled`` lets code be compiled for this CPU: auto or off.
     ``metrics`` is HOST:PORT of this machine where Prometheus may ask, "" is nowhere; ``log_format``: auto (for journald
     where it reads, else text), text or json.
     ``hub`` lets weights of models that came from the Hugging Face hub be fetched there too.
@@ -169,6 +172,7 @@ class Config:
     quantize: str = "none"
     kv_cache: str = "none"
     head: bool = False
+    compiled: str = "auto"
     threads: int = 0
     device: str = ""
     cache_tokens: int = 131_072
@@ -324,6 +328,7 @@ def _check_serve(serve: Serve) -> None:
     _check_choice("dtype", serve.dtype, DTYPES)
     _check_choice("quantize", serve.quantize, QUANTIZE)
     _check_choice("kv_cache", serve.kv_cache, KV_CACHE)
+    _check_choice("compiled", serve.compiled, COMPILED)
     for name in ("max_blocks", "threads", "cache_tokens"):
         if getattr(serve, name) < 0:
             raise ConfigError(f"serve.{name} cannot be negative, got {getattr(serve, name)}")

@@ -65,11 +65,13 @@ class LoadedSpan:
         kv_cache: str = "none",
         remembered: Measurements = NOTHING_REMEMBERED,
         on_part: Callable[[str, int, int], None] = lambda stage, done, total: None,
+        is_compiled: bool = True,
     ) -> None:
         self.span = span
         self.dtype = dtype
         self.quantize = quantize
         self.kv_cache = kv_cache
+        self._may_compile = is_compiled
         self._caches_in: torch.dtype | None = None  # if they are rounded: from what
         self._tolerance = SELF_TEST_TOLERANCE[dtype if quantize == "none" else torch.bfloat16]
         self.device = torch.device(device)
@@ -179,15 +181,19 @@ class LoadedSpan:
             self.kernels = Decision("plain", "the library's own layers: only CPUs are offered others")
             return
         own, why = [self._layers[index] for index in self.span.blocks()], ""
-        try:
-            self._fused_shape = describe(self._decoder, own, self.dtype, self.kv_cache != "none")
-        except NotFused as error:
-            why = f"; not one call: {error}"
         folder, more = self._cache_folder, NO_MORE
-        if is_compiled := precompile.is_compiled(folder):  # else a worker would wait 20 s for it
+        is_compiled = self._may_compile and precompile.is_compiled(folder)  # else a worker would wait 20 s for it
+        if self._may_compile:
+            try:
+                self._fused_shape = describe(self._decoder, own, self.dtype, self.kv_cache != "none")
+            except NotFused as error:
+                why = f"; not one call: {error}"
+        if is_compiled:
             more = {**few_bits.kernels(folder), **tiled.kernels(folder)}
-        else:
+        elif self._may_compile:
             why += "; what is compiled was not there yet when it was loaded"
+        else:
+            why = "; compiled code is off"
         about = ("kernels", *self._about, self._fused_shape is None, is_compiled, compiled_folder(folder).name)
         known = self._remembered.find(*about)
         fastest = str(known.get("action")) if known is not None else None
@@ -310,6 +316,7 @@ class LoadedSpan:
             device,
             f"{torch.backends.cpu.get_cpu_capability()} {has_bfloat16()} {has_tiles()}",
             str(torch.get_num_threads()),
+            compiled_folder(self._cache_folder).name if self._may_compile else "not compiled",
         )
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 

@@ -283,8 +283,8 @@ class Worker:
         OwnerReserve.n_bytes = request.leave_free_bytes
         folder = self._kept_in(request)
         try:
-            is_cpu = pick_device(request.device) == "cpu"
-            compiler = precompile.start(folder) if is_cpu and not precompile.is_compiled(folder) else None
+            compiles = request.compiled and pick_device(request.device) == "cpu"
+            compiler = precompile.start(folder) if compiles and not precompile.is_compiled(folder) else None
             span = self._load_span(request)
             head = _load_head(request, span) if request.head else None
             decode, prefill = first_rates(span, QUICK_S)
@@ -314,6 +314,7 @@ class Worker:
             kept_in,
             kv_cache=request.kv_cache,
             on_part=self._tell_progress,
+            is_compiled=request.compiled,
             remembered=Measurements(Path(request.spill_folder) if request.spill_folder else None),
         )
         span.self_test()

@@ -289,6 +289,7 @@ class Hosting:
             quantize=wanted.quantize,
             kv_cache=wanted.kv_cache,
             head=wanted.head,
+            compiled=wanted.compiled == "auto",
             threads=wanted.threads,
             device=wanted.device,
             history_bytes=config.history_mib << 20,

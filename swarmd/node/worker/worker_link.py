@@ -50,6 +50,7 @@ STALL_S = 4.0  # a stopped worker is missed by its sessions for so long; one pas
 STALL_LOADING_S = 600.0  # reading and packing a large model from a slow disk
 TELL_INTERVAL_S = 5.0  # of loading, in the log: reading a large model takes minutes
 CHECK_INTERVAL_S = 0.5  # an eighth of STALL_S: found late by little
+SOON_S = 60.0  # after its start: a worker that ends so soon, twice in a row, may be killed by its own compiled code
 FIRST_PAUSE_S = 0.5  # before a worker that ended is started again; doubled each time it ends soon
 LONGEST_PAUSE_S = 60.0  # what cannot load now may load in a minute, and costs little till then
 MAX_WAITING_BYTES = 64 * 2**20  # of frames for the worker: beyond it senders wait
@@ -301,11 +302,16 @@ class WorkerLink:
         self._handlers, self._on_change = handlers, on_change
         task_status.started()
         pause_s = FIRST_PAUSE_S
+        n_soon = 0  # in a row: ends soon after a start
         while self._state != "failed":
             self._restarts += 1
             begun = trio.current_time()
             await self._run_once()
-            pause_s = FIRST_PAUSE_S if trio.current_time() - begun > 60 else min(LONGEST_PAUSE_S, pause_s * 2)
+            ended_soon = trio.current_time() - begun <= SOON_S
+            pause_s = min(LONGEST_PAUSE_S, pause_s * 2) if ended_soon else FIRST_PAUSE_S
+            n_soon = n_soon + 1 if ended_soon else 0
+            if n_soon == 2 and self._request.compiled:
+                self._do_without_compiled_code()
             if self._state != "failed":
                 await trio.sleep(pause_s)
 
@@ -352,12 +358,12 @@ class WorkerLink:
     async def _take(self, message: WorkerMessage, frame: Frame, more: bool) -> None:
         if isinstance(message, Loaded):
             self._loaded = message
-            self._set("online", _serving(message))
+            self._set("online", self._serving(message))
             await self._on_change()
         elif isinstance(message, Improved) and self._loaded is not None:
             about = {"kernels": message.kernels, "quantization_error": message.quantization_error}
             self._loaded = msgspec.structs.replace(self._loaded, **about)
-            self._reason = _serving(self._loaded)
+            self._reason = self._serving(self._loaded)
             await self._on_change()
         elif isinstance(message, Loading):
             self._reason = self._progress(message)
@@ -391,6 +397,21 @@ class WorkerLink:
         left_s = (now - since) * (loading.total - loading.done) / (loading.done - first)
         return f"{text}, {left_s:.0f} s left"
 
+    def _do_without_compiled_code(self) -> None:
+        """Compiled code computes what peers send, by addresses: an end that comes again and again may be its fault."""
+        self._request = msgspec.structs.replace(self._request, compiled=False)
+        logger.warning(
+            "worker ended twice within %.0f s of its start (%s): it comes back without compiled code, until the daemon "
+            'is started again; `compiled = "off"` in config.toml has that last',
+            SOON_S,
+            self._reason,
+        )
+
+    def _serving(self, loaded: Loaded) -> str:
+        loss = loaded.quantization_error
+        rounded = "" if loss is None else f"; 8 or 4 bits put it {100 * loss:.2g} % off on a probe"
+        return f"serving on {loaded.device}{rounded}{'' if self._request.compiled else '; without compiled code'}"
+
     def _why_down(self) -> str:
         if trio.current_effective_deadline() == -math.inf:
             return NOT_NEEDED
@@ -419,12 +440,6 @@ class WorkerLink:
         is_wrong = state in ("down", "failed") and reason != NOT_NEEDED
         logger.log(logging.WARNING if is_wrong else logging.INFO, "worker %s: %s", state, reason)
         self._state, self._reason, self._told_at = state, reason, trio.current_time()
-
-
-def _serving(loaded: Loaded) -> str:
-    loss = loaded.quantization_error
-    rounded = "" if loss is None else f"; 8 or 4 bits put it {100 * loss:.2g} % off on a probe"
-    return f"serving on {loaded.device}{rounded}"
 
 
 def _shared(speed: Measured, share: float) -> Measured:

@@ -20,7 +20,10 @@ Threads = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 
 
 class LoadSpan(Message, tag="load", frozen=True):
-    """Daemon to worker: load blocks [start, end) of the checkpoint in ``path``; with ``head`` what is behind, too."""
+    """Daemon to worker: load blocks [start, end) of the checkpoint in ``path``; with ``head`` what is behind, too.
+
+    Without ``compiled`` no code is compiled for this CPU: the library's own kernels compute all of it.
+    """
 
     path: FilePath = ""
     model: Name = ""
@@ -37,6 +40,7 @@ class LoadSpan(Message, tag="load", frozen=True):
     leave_free_bytes: Count = 0
     spill_folder: FilePath = ""
     head: bool = False
+    compiled: bool = True
 
 
 class Rest(Message, tag="rest", frozen=True):

@@ -135,6 +135,16 @@ def test_without_compiled_code_a_span_is_loaded_at_once_and_says_so(
     assert "not one call: no compiler" in span.explain_kernels().reason
 
 
+def test_a_span_that_may_not_compile_is_computed_by_the_librarys_kernels_and_says_so(folder: Path) -> None:
+    torch.set_num_threads(1)
+    span = LoadedSpan(folder, BLOCKS, torch.float32, is_compiled=False)
+    span.self_test()
+    span.quicken()
+    assert span.kernels.reason.endswith("compiled code is off")
+    assert not span.n_by_one_call
+    assert span.numerics("m") != load(folder, Measurements(None)).numerics("m")
+
+
 def test_a_wrong_block_of_another_kind_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     span = load(folder, Measurements(None))
     assert span.kinds == [Span(1, 2)], "all of its blocks are made alike"

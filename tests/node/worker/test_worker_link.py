@@ -187,6 +187,30 @@ async def test_why_a_worker_ended_is_said_in_its_own_words_and_of_this_one_only(
         assert s.link.snapshot().reason == "the worker ended"
 
 
+async def test_a_worker_that_ends_twice_soon_after_its_start_comes_back_without_compiled_code(
+    virtual_time: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stage() as s:
+        for n in range(2):
+            await trio.sleep(20)
+            s.workers[n].kill()
+        await trio.sleep(20)
+        loads = [message for played in s.workers for message in played.taken if isinstance(message, LoadSpan)]
+        assert [load.compiled for load in loads] == [True, True, False]
+        assert s.link.snapshot().reason == "serving on toy; without compiled code"
+    assert "comes back without compiled code" in caplog.text
+
+
+async def test_a_worker_that_ends_now_and_then_keeps_its_compiled_code(virtual_time: MockClock) -> None:
+    async with stage() as s:
+        for n in range(4):
+            await trio.sleep(100)
+            s.workers[n].kill()
+        await trio.sleep(20)
+        loads = [message for played in s.workers for message in played.taken if isinstance(message, LoadSpan)]
+        assert [load.compiled for load in loads] == [True] * 5
+
+
 async def test_a_load_that_cannot_succeed_is_not_tried_again(virtual_time: MockClock) -> None:
     async with stage(WorkerFailed(message="no room")) as s:
         await trio.sleep(600)
