@@ -71,7 +71,8 @@ def multiply(at_the_end: bool) -> int:
                 outputs = guarded.array(np.zeros((n_tokens, N_OUT), np.float32))
                 addresses = (places[0].ctypes.data, places[1].ctypes.data, 0)
                 matrices.multiply(stored, addresses, inputs, outputs, False, 0, 1)
-                assert np.isfinite(outputs).all() and outputs.any()
+                assert np.isfinite(outputs).all()
+                assert outputs.any()
                 n += 1
     return n
 
