@@ -83,7 +83,8 @@ def weight_of(stored: int, width: int) -> tuple[np.ndarray[Any, Any], np.ndarray
     linear = nn.Linear(width, N_OUT, bias=False)
     if stored in (layout.INT8, layout.INT4):
         layer = Int8Linear(linear) if stored == layout.INT8 else Int4Linear(linear)
-        return layer.levels.detach().numpy().view(np.uint8), scales_of(layer).float().numpy()
+        scales = scales_of(layer).contiguous().view(torch.uint8).numpy()  # of int4 in bfloat16
+        return layer.levels.detach().numpy().view(np.uint8), scales
     dtype = next(dtype for dtype, format_ in STORED.items() if format_ == stored)
     raw = linear.weight.detach().to(dtype).contiguous().view(torch.uint8)
     return raw.numpy(), np.zeros(1, np.float32)
