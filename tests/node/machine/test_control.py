@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +12,7 @@ import swarmd.run_status as run_status
 import swarmd.status as answers
 from swarmd.errors import ConfigError, NoRoute
 from swarmd.node.machine.control import SCHEMA, VERBS, application, openapi
-
-OPENAPI = Path(__file__).parent.parent.parent / "docs" / "openapi.json"
+from tools import openapi as openapi_file
 
 
 class PlayedRuns:
@@ -90,9 +87,7 @@ async def test_the_wrong_method_does_nothing_and_down_stops_after_its_answer() -
 
 
 def test_every_answer_is_a_struct_whose_schema_is_in_the_openapi_file() -> None:
-    assert json.loads(OPENAPI.read_text()) == json.loads(json.dumps(openapi())), (
-        "python -m tests.node.machine.test_control writes it anew"
-    )
+    assert openapi_file.FILE.read_text() == openapi_file.text(), "python -m tools.openapi writes it anew"
     assert all(issubclass(verb.answer, answers.Status) for verb in VERBS)
     for verb in VERBS:
         assert f"/v1/{verb.path}" in openapi()["paths"]
@@ -101,7 +96,3 @@ def test_every_answer_is_a_struct_whose_schema_is_in_the_openapi_file() -> None:
 def test_an_answer_fits_its_own_schema() -> None:
     row = answers.SessionRow(session="s", client="c", blocks=(0, 3), received=2, finished=1, epoch=1, why="pushes")
     assert msgspec.json.decode(msgspec.json.encode(row), type=answers.SessionRow) == row
-
-
-if __name__ == "__main__":
-    OPENAPI.write_text(json.dumps(openapi(), indent=1, sort_keys=True) + "\n")
