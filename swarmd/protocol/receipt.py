@@ -7,6 +7,7 @@ receipts that differ name a link; and what is shown later of a token must have t
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -17,7 +18,7 @@ from swarmd.errors import IntegrityError, RemoteProtocolError
 from swarmd.protocol.fields import Block, Count, Digest, Name, SessionKey, TensorMeta
 from swarmd.protocol.identity import Identity, public_key_of_untrusted, verify
 from swarmd.protocol.messages import Op, cropped, is_reordered
-from swarmd.protocol.tensors import layout_untrusted, token_parts
+from swarmd.protocol.tensors import CODECS, ITEM_BYTES, layout_untrusted, token_parts
 from swarmd.protocol.untrusted import decode
 
 DIGEST_BYTES = 16  # whoever wants two values of one digest tries 2^64
@@ -25,6 +26,7 @@ UNSEEN = bytes(DIGEST_BYTES)  # the digest of a token that did not pass here
 MAX_TOKENS = 65_536  # of one receipt: as many as an op may have
 MAX_FIRST = 2**22  # the tokens of the longest session
 _DOMAIN = b"swarmd receipt 2\0"
+_KIND = struct.Struct(">HIBB??")  # rows, width, dtype, codec, positions, mask
 Digests = Annotated[bytes, msgspec.Meta(max_length=MAX_TOKENS * DIGEST_BYTES)]
 
 
@@ -79,19 +81,30 @@ def digest_before(entered: bytes | bytearray, left: bytes | bytearray, first: in
 
 
 def digests_of(meta: TensorMeta, payload: memoryview | bytes) -> bytes:
-    """The digests of an op's tokens: of hidden states, positions and mask of all rows. Raises RemoteProtocolError."""
+    """The digests of an op's tokens: of hidden states, positions and mask of all rows. Raises RemoteProtocolError.
+
+    What the bytes are, is part of it: else numbers that travelled in another codec, of the same size, could be shown
+    as the hop's own dtype, and an honest hop would look wrong.
+    """
     layout_untrusted(meta, len(payload))
+    kind = _kind_of(meta)
     if meta.t == 1:
-        return hashlib.blake2b(payload, digest_size=DIGEST_BYTES).digest()
+        return hashlib.blake2b(payload, digest_size=DIGEST_BYTES, person=kind).digest()
     whole, parts, found = memoryview(payload), token_parts(meta), bytearray()
     for token in range(meta.t):
-        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=kind)
         for at, size in parts:
             for row in range(meta.b):
                 begin = at + (row * meta.t + token) * size
                 digest.update(whole[begin : begin + size])
         found += digest.digest()
     return bytes(found)
+
+
+def _kind_of(meta: TensorMeta) -> bytes:
+    """What makes the bytes of a token numbers: all of a checked ``meta`` but how many tokens there are."""
+    dtype, codec = tuple(ITEM_BYTES).index(meta.dtype), CODECS.index(meta.codec)
+    return _KIND.pack(meta.b, meta.d, dtype, codec, meta.has_positions, meta.has_mask)
 
 
 @dataclass(slots=True)

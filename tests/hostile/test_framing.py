@@ -13,19 +13,30 @@ from itertools import combinations
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from swarmd.client.receipts import Account
 from swarmd.errors import IntegrityError, RemoteProtocolError
 from swarmd.protocol import evidence, receipt
 from swarmd.protocol.arrays import Floats, pack_array
 from swarmd.protocol.evidence import Evidence
+from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import Edit, Op
 from swarmd.protocol.receipt import Receipt, Trail
+from swarmd.wire.tensors import DTYPES, pack
 
 SERVER = Identity(bytes([7]) * 32)
 WIDTH = 4
 Signed = tuple[bytes, bytes]
+
+
+def signed_by(trail: Trail, seq: int = 1) -> Signed:
+    """What an honest server signs of one opening."""
+    first, entered, left, before = trail.cut()
+    about = (SERVER.peer_id, "client", bytes(16), "m", 0, 3, seq, trail.n_computed, 1, "n", False)
+    said = Receipt(*about, trail.adapter, trail.tuned, first=first, entered=entered, left=left, before=before)
+    return receipt.sign(said, SERVER)
 
 
 class Session:
@@ -148,3 +159,38 @@ def test_a_receipt_that_does_not_go_on_is_its_servers_fault() -> None:
     )
     with pytest.raises(IntegrityError, match="does not go on"):
         session.account.add(said, *receipt.sign(said, SERVER))
+
+
+@pytest.mark.parametrize(("adapter", "tuned"), [("other", b""), ("", b"\1" * 32)])
+def test_only_the_first_receipt_is_of_plain_blocks(adapter: str, tuned: bytes) -> None:
+    """The session is opened again under its name, now with other parameters: plain blocks compute something else."""
+    values = np.ones((1, 2, WIDTH), np.float32)
+    receipts = []
+    for trail in (Trail(shape=(1, WIDTH)), Trail(shape=(1, WIDTH), adapter=adapter, tuned=tuned)):
+        trail.enter(Op(seq=1, tensor=pack_array(values, "float32")[0]), pack_array(values, "float32")[1])
+        trail.leave(1, *pack_array(values + 1, "float32"))
+        receipts.append(signed_by(trail))
+    with pytest.raises(RemoteProtocolError, match="plain blocks"):
+        evidence.read_untrusted(shown(tuple(receipts), values, values + 1), SERVER.peer_id)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codec", "batch", "width"),
+    [("bfloat16", "float16", 1, 8), ("float16", "bfloat16", 1, 8), ("float32", "int4", 7, 384)],
+)
+def test_numbers_that_travelled_in_a_codec_are_not_shown_as_others(
+    dtype: str, codec: str, batch: int, width: int
+) -> None:
+    """They take as many bytes as one row in the hop's own dtype does, and are other numbers."""
+    rng = torch.Generator().manual_seed(1)
+    entered, left = (torch.randn(batch, 1, width, generator=rng).to(DTYPES[dtype]) for _ in range(2))
+    positions, trail = torch.zeros(batch, 1, dtype=torch.int32), Trail(shape=(batch, width))
+    meta, came = pack(entered, positions, None, codec)
+    trail.enter(Op(seq=1, tensor=meta), came)
+    meta, went = pack(left, positions, None, codec)
+    trail.leave(1, meta, went)
+    as_raw = TensorMeta(1, 1, width, dtype)
+    assert meta.codec == codec
+    payload = evidence.encode(Evidence((signed_by(trail),), (as_raw, came), (as_raw, went)))
+    with pytest.raises(RemoteProtocolError, match="other numbers than the accused signed"):
+        evidence.read_untrusted(memoryview(payload), SERVER.peer_id)
