@@ -417,6 +417,8 @@ class Server:
         self._refused[refusal.code] += 1
         hop = self._hops.get((refusal.session or b"", refusal.start))
         if hop is not None:
+            if hop.trail is not None and refusal.seq:
+                hop.trail.refuse()
             self._outbox.tell(hop.state.client, framed(refusal))
 
     def worker_lost(self, reason: str) -> None:

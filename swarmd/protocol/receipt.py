@@ -121,6 +121,7 @@ class Trail:
     """The digests of the tokens that a hop's cache holds now, as they entered and as they left.
 
     Ops are of ``shape``: so many rows, so wide. It is broken once rows were reordered: nothing is signed any more.
+    Once an op was refused that had entered, it tells of what passed before, and of nothing after.
     """
 
     entered: bytearray = field(default_factory=bytearray)
@@ -133,6 +134,7 @@ class Trail:
     seq: int = 0  # the last that left
     is_broken: bool = False
     is_heir: bool = False
+    is_at_end: bool = False
     _under: deque[_Under] = field(default_factory=deque)
     _first: int = 0  # tokens that no op touched since the last receipt
 
@@ -141,8 +143,14 @@ class Trail:
         self.entered, self.left = (bytearray(UNSEEN * n_tokens) for _ in range(2))
         self.seq, self._first, self.is_heir = seq, n_tokens, True
 
+    def refuse(self) -> None:
+        """An op that entered will not leave, so that nobody can say any more which of what leaves it was."""
+        self.is_at_end = True
+
     def enter(self, op: Op, payload: memoryview | bytes) -> None:
         """An op was accepted."""
+        if self.is_at_end:
+            return
         is_other = op.tensor is not None and (op.tensor.b, op.tensor.d) != self.shape  # whoever computes it will say so
         self.is_broken |= is_other or is_reordered(op.edits)
         if self.is_broken:
@@ -158,7 +166,7 @@ class Trail:
 
     def leave(self, seq: int, meta: TensorMeta | None, payload: memoryview | bytes) -> None:
         """The next op that entered has left, with the last of its tokens, or with none that anybody was given."""
-        if self.is_broken or not self._under or self._under[0].seq != seq:
+        if self.is_broken or self.is_at_end or not self._under or self._under[0].seq != seq:
             return  # said again
         under = self._under.popleft()
         self._drop(self.left, under.n_cropped)

@@ -194,3 +194,20 @@ def test_numbers_that_travelled_in_a_codec_are_not_shown_as_others(
     payload = evidence.encode(Evidence((signed_by(trail),), (as_raw, came), (as_raw, went)))
     with pytest.raises(RemoteProtocolError, match="other numbers than the accused signed"):
         evidence.read_untrusted(memoryview(payload), SERVER.peer_id)
+
+
+def test_a_replay_is_not_taken_for_what_an_op_gave_that_was_refused() -> None:
+    """Of history in two parts the second is refused; then all that is kept is sent again, under the same number."""
+    values = np.arange(2 * WIDTH, dtype=np.float32).reshape(1, 2, WIDTH)
+    trail = Trail(shape=(1, WIDTH))
+    for part in range(2):
+        meta, payload = pack_array(values + part, "float32", 2 * part)
+        edits = (Edit(rows=(0, 1)),) if part else ()  # of more rows than there are, each where it was
+        trail.enter(Op(seq=9, edits=edits, tensor=meta, base=(part, 2), silent_through=9), payload)
+    trail.leave(9, *pack_array(values, "float32"))
+    trail.refuse()
+    trail.leave(9, *pack_array(values, "float32"))
+    trail.enter(Op(seq=10, tensor=meta), payload)
+    first, entered, left, _ = trail.cut()
+    assert (first, len(entered)) == (0, 2 * receipt.DIGEST_BYTES)
+    assert left == receipt.digests_of(*pack_array(values, "float32"))
