@@ -13,7 +13,7 @@ from swarmd.errors import IntegrityError
 from swarmd.protocol import bill as bills
 from swarmd.protocol import receipt
 from swarmd.protocol.bill import Bill, Signed
-from swarmd.protocol.evidence import MAX_RECEIPTS
+from swarmd.protocol.evidence import MAX_EVIDENCE_BYTES, MAX_RECEIPTS
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import cropped, is_reordered
@@ -49,19 +49,24 @@ class Account:
     def add(self, said: Receipt, body: bytes, signature: bytes) -> None:
         """Take what is newer; receipts whose tokens it tells of, too, are not needed any more.
 
-        Raises IntegrityError for one that says otherwise what it goes on from: others would blame who shows it.
+        Only what can be shown is kept: all that goes on from the first token, and fits a payload of evidence. Else a
+        hop could sign until no memory is left. Raises IntegrityError for one that says otherwise what it goes on from:
+        others would blame who shows it.
         """
         goes_on = said.first <= self.n_tokens and said.before == digest_before(self.entered, self.left, said.first)
         if not goes_on and (said.first == 0 or (self.is_whole and self.last is not None)):
             raise IntegrityError(f"a receipt of {said.peer} does not go on from those before it")
         self.is_whole = goes_on and (self.is_whole or said.first == 0)
-        if self.last is not None and said.first < self.last.first:
-            self._signed = [entry for entry in self._signed if entry[0] < said.first]
+        self._signed = [entry for entry in self._signed if entry[0] < said.first]
         for digests, more in ((self.entered, said.entered), (self.left, said.left)):
             digests += UNSEEN * (said.first - len(digests) // DIGEST_BYTES)
             digests[said.first * DIGEST_BYTES :] = more
         self.last = said
         self._signed.append((said.first, body, signature))
+        n_bytes = sum(len(body) for _, body, _ in self._signed)
+        self.is_whole = self.is_whole and n_bytes <= MAX_EVIDENCE_BYTES and len(self._signed) <= MAX_RECEIPTS
+        if not self.is_whole:
+            self._signed.clear()
 
 
 class Accounts:
@@ -123,8 +128,6 @@ class Accounts:
         if abs(now - said.at) > MAX_SKEW_S:
             account.is_whole = False
             return account  # it would convince nobody
-        if len(account.signed) >= MAX_RECEIPTS:
-            raise IntegrityError(f"more than {MAX_RECEIPTS} receipts for one session")
         account.add(said, body, signature)
         return account
 

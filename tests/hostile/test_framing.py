@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from swarmd.client.receipts import Account
+from swarmd.client.receipts import Account, Accounts
 from swarmd.errors import IntegrityError, RemoteProtocolError
 from swarmd.protocol import evidence, receipt
 from swarmd.protocol.arrays import Floats, pack_array
@@ -24,6 +24,7 @@ from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.identity import Identity
 from swarmd.protocol.messages import Edit, Op
 from swarmd.protocol.receipt import Receipt, Trail
+from swarmd.values import PeerId
 from swarmd.wire.tensors import DTYPES, pack
 
 SERVER = Identity(bytes([7]) * 32)
@@ -211,3 +212,32 @@ def test_a_replay_is_not_taken_for_what_an_op_gave_that_was_refused() -> None:
     first, entered, left, _ = trail.cut()
     assert (first, len(entered)) == (0, 2 * receipt.DIGEST_BYTES)
     assert left == receipt.digests_of(*pack_array(values, "float32"))
+
+
+def accounted(n_receipts: int, n_tokens: int, *, first: int, step: int) -> Account:
+    """What a client keeps of receipts of ``n_tokens`` each, every one ``step`` tokens behind the one before."""
+    now = 1_000_000
+    accounts = Accounts(bytes(16), PeerId("client"), n_receipts * max(1, step) + n_tokens + 1, ("m", "", b""))
+    known, place = Account(), (PeerId(SERVER.peer_id), 0)
+    for seq in range(1, n_receipts + 1):
+        at, digests = first + (seq - 1) * step, bytes([seq % 250]) * 16 * n_tokens
+        before = receipt.digest_before(known.entered, known.left, at)
+        about = (SERVER.peer_id, "client", bytes(16), "m", 0, 3, seq, 1, now, "n", False, "", b"", at)
+        body, signature = receipt.sign(Receipt(*about, digests, digests, before), SERVER)
+        known = accounts.take_untrusted(place, 3, body, signature, now)
+    return known
+
+
+def test_a_hop_cannot_fill_its_clients_memory_with_receipts() -> None:
+    """Of those that nobody could be shown, for the first is missing, none is kept; of the same tokens, the last."""
+    assert accounted(5, 1_000, first=1, step=0)._signed == []
+    assert len(accounted(5, 1_000, first=0, step=0).signed) == 1
+    n_bytes = 40_000 * 32
+    assert not accounted(1 + evidence.MAX_EVIDENCE_BYTES // n_bytes, 40_000, first=0, step=1)._signed
+
+
+def test_a_hop_that_signed_as_often_as_it_should_in_a_long_session_is_not_at_fault() -> None:
+    assert len(accounted(evidence.MAX_RECEIPTS, 1, first=0, step=1).signed) == evidence.MAX_RECEIPTS
+    known = accounted(evidence.MAX_RECEIPTS + 2, 1, first=0, step=1)
+    assert known.signed == (), "too many to be shown"
+    assert known.n_tokens == evidence.MAX_RECEIPTS + 2
