@@ -118,7 +118,8 @@ class Accounts:
         """Enter a receipt. Raises IntegrityError for one that is forged, or of something else."""
         said = receipt.read_untrusted(body, signature)
         account = self._accounts.setdefault(place, Account())
-        if said.end != end or (account.last is not None and said.seq <= account.last.seq):
+        known = -1 if account.last is None else account.last.seq
+        if said.end != end or said.seq < known or (said.seq == known and account.is_whole):
             return account  # on its way when the hop began anew, or overtaken
         expected = (place[0], self._client, self._session, place[1], *self._about)
         if (said.peer, said.client, said.session, said.start, said.model, said.adapter, said.tuned) != expected:
@@ -152,6 +153,11 @@ class Accounts:
         """A cache moved to another server: what was signed of its tokens holds on, what follows the heir signs."""
         known = self.account(giver)
         self._accounts[heir] = Account(bytearray(known.entered), bytearray(known.left), is_whole=False)
+
+    def disconnected(self, peer: PeerId) -> None:
+        """A connection ended: receipts that were on their way are lost, and the next one may go on from those."""
+        for (giver, _), account in self._accounts.items():
+            account.is_whole = account.is_whole and giver != peer
 
     def reopened(self, place: Place) -> None:
         """A hop begins anew: what it signed before is of another cache."""

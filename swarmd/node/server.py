@@ -294,6 +294,8 @@ class Server:
         hop.watch, hop.suspected, hop.used_at = Watch(), False, trio.current_time()
         hop.sender = hop.state.predecessor
         hop.watch.on_settled(message.settled)
+        if hop.trail is not None:
+            hop.trail.repeat()
         self._tasks.start_soon(self._replies.rerouted, channel, message, hop)
 
     async def _on_replay(self, peer: PeerId, message: Replay) -> None:

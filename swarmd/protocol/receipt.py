@@ -137,11 +137,16 @@ class Trail:
     is_at_end: bool = False
     _under: deque[_Under] = field(default_factory=deque)
     _first: int = 0  # tokens that no op touched since the last receipt
+    _n_inherited: int = 0
 
     def inherit(self, n_tokens: int, seq: int) -> None:
         """The cache came from elsewhere: of its tokens nothing is known here."""
         self.entered, self.left = (bytearray(UNSEEN * n_tokens) for _ in range(2))
-        self.seq, self._first, self.is_heir = seq, n_tokens, True
+        self.seq, self._first, self._n_inherited, self.is_heir = seq, n_tokens, n_tokens, True
+
+    def repeat(self) -> None:
+        """Have the next receipt tell of all tokens: a connection ended, and with it perhaps one on its way."""
+        self._first = self._n_inherited
 
     def refuse(self) -> None:
         """An op that entered will not leave, so that nobody can say any more which of what leaves it was."""

@@ -66,6 +66,9 @@ class Session:
         self._trail.enter(Op(seq=self._seq, edits=edits, tensor=meta), payload)
         self._trail.leave(self._seq, *pack_array(computed(self.entered)[:, n_kept:], "float32", n_kept))
 
+    def repeat(self) -> None:
+        self._trail.repeat()
+
     def sign(self) -> None:
         first, entered, left, before = self._trail.cut()
         about = (
@@ -241,3 +244,28 @@ def test_a_hop_that_signed_as_often_as_it_should_in_a_long_session_is_not_at_fau
     known = accounted(evidence.MAX_RECEIPTS + 2, 1, first=0, step=1)
     assert known.signed == (), "too many to be shown"
     assert known.n_tokens == evidence.MAX_RECEIPTS + 2
+
+
+def test_a_receipt_that_was_lost_with_a_connection_is_nobodys_fault() -> None:
+    """The session goes on with the same hop, which cannot know what came; then it says all of it again."""
+    session, place = Session(random.Random(4)), (PeerId(SERVER.peer_id), 0)
+    accounts = Accounts(bytes(16), PeerId("client"), 100, ("m", "", b""))
+
+    def take() -> Account:
+        session.sign()
+        return accounts.take_untrusted(place, 3, *session.receipts[-1][0], 1)
+
+    session.op(0, 3)
+    assert take().n_tokens == 3
+    session.op(0, 2)
+    session.sign()  # and it is lost
+    accounts.disconnected(PeerId(SERVER.peer_id))
+    session.op(0, 4)
+    assert take().signed == (), "one is missing"
+    session.repeat()
+    known = take()
+    assert len(known.signed) == 1
+    session.op(1, 1)
+    assert len(take().signed) == 2
+    said = evidence.read_untrusted(shown(known.signed, session.entered, computed(session.entered)), SERVER.peer_id)
+    assert np.array_equal(said.left, computed(said.entered)[:, -1:])
