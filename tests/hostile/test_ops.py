@@ -136,6 +136,31 @@ def test_edits_are_work_others_get_their_turn_between_and_there_are_signs_of_lif
     assert bench.engine._served[HOSTILE] > bench.engine._served[HONEST]
 
 
+def test_ops_that_are_refused_are_work_as_well(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait behind a prompt, by the thousand, and each takes a look."""
+    bench, signs = Bench(span, calls_aside=True), list[float]()
+    for key in (HOSTILE, HONEST):
+        bench.open(key)
+    bench.put(HOSTILE, torch.randn(1, 8, 64), 0)
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        bench.now += REORDER_S
+        return torch.ones(1).logical_not()
+
+    for _ in range(20):
+        bench.put(HOSTILE, torch.full((1, 1, 64), torch.nan), 8)
+    monkeypatch.setattr(span, "on_block", lambda: signs.append(bench.now))
+    monkeypatch.setattr(torch, "isfinite", look)
+    bench.step()
+    assert len(bench.others) <= 1 + AT_ONCE_S / REORDER_S, "the rest waits its turn"
+    bench.run()
+    assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["not_finite"] * 20
+    assert bench.engine.handled == 23, "two openings and 21 ops"
+    gaps = [after - before for before, after in zip([0.0, *signs], signs, strict=False)]
+    assert max(gaps) <= REORDER_S + 1e-9
+    assert bench.engine._served[HOSTILE] > 20 * REORDER_S
+
+
 def test_edits_that_are_kept_for_replay_are_bounded(span: LoadedSpan) -> None:
     bench = opened(span)
     limit = LEAST_KEPT_EDITS + KEPT_TIMES * 400
