@@ -36,7 +36,7 @@ from swarmd.plan.prefixes import Prefixes
 from swarmd.protocol import messages
 from swarmd.protocol.frames import Frame
 from swarmd.protocol.messages import CachePart, CloseSession, HandOver, Op, OpenSession, Replay, Replayed, WantTokens
-from swarmd.protocol.worker import WorkerMessage
+from swarmd.protocol.worker import Done, WorkerMessage
 from swarmd.values import Span
 from swarmd.wire.history import Budget
 
@@ -119,6 +119,7 @@ class Engine:
             return
         if isinstance(message, OpenSession):
             self._drop((message.session, message.start))
+            yield messages.framed(Done(session=message.session, start=message.start))  # what comes is of this one
             if message.adapter and message.adapter not in self.span.adapters:
                 text = f"the adapter {message.adapter[:12]} is not loaded"
                 yield self._refuse(message, Refused(Code.SESSION_LOST, text))

@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import trio
+from trio.testing import MockClock
 
 from swarmd.client.receipts import Account, Accounts
 from swarmd.errors import IntegrityError, RemoteProtocolError
@@ -22,10 +24,12 @@ from swarmd.protocol.arrays import Floats, pack_array
 from swarmd.protocol.evidence import Evidence
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.identity import Identity
-from swarmd.protocol.messages import Edit, Op
+from swarmd.protocol.messages import Edit, Op, ReceiptIs, WantReceipt
 from swarmd.protocol.receipt import Receipt, Trail
-from swarmd.values import PeerId
+from swarmd.values import PeerId, Span
 from swarmd.wire.tensors import DTYPES, pack
+from tests.hostile.kit import KEY, Attacker, served
+from tests.sim.swarm import HIDDEN, ToyCache, ToySpan
 
 SERVER = Identity(bytes([7]) * 32)
 WIDTH = 4
@@ -269,3 +273,81 @@ def test_a_receipt_that_was_lost_with_a_connection_is_nobodys_fault() -> None:
     assert len(take().signed) == 2
     said = evidence.read_untrusted(shown(known.signed, session.entered, computed(session.entered)), SERVER.peer_id)
     assert np.array_equal(said.left, computed(said.entered)[:, -1:])
+
+
+# --- at a server that is asked -------------------------------------------------------------------------------------
+
+
+async def signed_at(attacker: Attacker, server: PeerId, start: int) -> Receipt:
+    reply, frame = await attacker.rpc.call(server, lambda i: WantReceipt(id=i, session=KEY, start=start))
+    assert isinstance(reply, ReceiptIs)
+    return receipt.read_untrusted(bytes(frame.payload), reply.signature)
+
+
+async def put(attacker: Attacker, server: PeerId, start: int, values: Floats) -> bytes:
+    """Send one op; returns the digests of its tokens."""
+    meta, payload = pack_array(values, "float32")
+    channel = await attacker.rpc.channel(server)
+    await channel.send(Op(session=KEY, start=start, epoch=1, seq=1, tensor=meta), payload)
+    return receipt.digests_of(meta, payload)
+
+
+def toy(values: Floats, start: int) -> bytes:
+    """The digests of what the blocks from ``start`` on make of tokens."""
+    hop = Span(start, 4)
+    out = ToySpan(hop).forward(torch.from_numpy(values), None, None, ToyCache(hop), 0, hop)
+    return receipt.digests_of(*pack_array(out.numpy(), "float32"))
+
+
+@pytest.mark.parametrize("n_openings", [1, 2])
+async def test_what_a_session_gave_before_it_was_opened_again_is_not_signed_as_what_it_gives(
+    virtual_time: MockClock, n_openings: int
+) -> None:
+    """The worker is still at the first one's op when it is opened again, under the same name and with other tokens."""
+    first, other = (np.full((1, 2, HIDDEN), value, np.float32) for value in (0.25, 0.5))
+    async with trio.open_nursery() as nursery:
+        swarm, server = await served(nursery, 1)
+        attacker = Attacker(swarm)
+        await attacker.start(nursery)
+        swarm.workers[server]._step_s = 2.0
+        await attacker.open(server, receipts=True)
+        await put(attacker, server, 0, first)
+        await trio.sleep(0.5)
+        for _ in range(n_openings):
+            await attacker.open(server, receipts=True)
+        entered = await put(attacker, server, 0, other)
+        await trio.sleep(20)
+        said = await signed_at(attacker, server, 0)
+        assert (said.entered, said.left) == (entered, toy(other, 0))
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_leaves_two_hops_of_one_session_at_the_same_block_is_not_taken_for_each_others(
+    virtual_time: MockClock,
+) -> None:
+    first, other = (np.full((1, 2, HIDDEN), value, np.float32) for value in (0.25, 0.5))
+    async with trio.open_nursery() as nursery:
+        swarm, server = await served(nursery, 1)
+        attacker = Attacker(swarm)
+        await attacker.start(nursery)
+        await attacker.open(server, receipts=True)
+        await attacker.open(server, receipts=True, start=2)
+        await put(attacker, server, 0, first)
+        entered = await put(attacker, server, 2, other)
+        await trio.sleep(5)
+        said = await signed_at(attacker, server, 2)
+        assert (said.entered, said.left) == (entered, toy(other, 2))
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_hop_that_is_to_inherit_its_cache_says_so_before_it_has(virtual_time: MockClock) -> None:
+    """A client that puts it into another epoch meanwhile has the news of its caches passed over, and not the caches."""
+    async with trio.open_nursery() as nursery:
+        swarm, server = await served(nursery, 1)
+        attacker = Attacker(swarm)
+        await attacker.start(nursery)
+        await attacker.open(server, receipts=True, inherit=attacker.identity.peer_id)
+        await put(attacker, server, 0, np.ones((1, 1, HIDDEN), np.float32))
+        await trio.sleep(5)
+        assert (await signed_at(attacker, server, 0)).is_heir
+        nursery.cancel_scope.cancel()
