@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import logging
 import socket
+from pathlib import Path
 
 import pytest
 import torch
 
+from swarmd.compute.cache.handover import pack_state
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.serving.engine import AT_ONCE_S
-from swarmd.compute.serving.session import KEPT_TIMES, LEAST_KEPT_EDITS
+from swarmd.compute.serving.session import KEPT_TIMES, LEAST_KEPT_EDITS, PART_BYTES, HopSession
 from swarmd.compute.serving.worker import Worker
+from swarmd.errors import Refused
 from swarmd.protocol.wire import frames, messages
 from swarmd.protocol.wire import worker as worker_link
 from swarmd.protocol.wire.frames import MAX_PAYLOAD_BYTES, FrameDecoder
-from swarmd.protocol.wire.messages import Edit, Op, OpenSession, Refusal
+from swarmd.protocol.wire.messages import CachePart, Edit, Op, OpenSession, Refusal
 from swarmd.protocol.wire.worker import Tick
-from swarmd.wire.history import SentOp
+from swarmd.values import Span
+from swarmd.wire.history import Budget, History, SentOp
 from swarmd.wire.ops import encode_op
 from tests import checkpoints
 from tests.compute.serving.test_engine import BLOCKS, Bench
+from tests.families import FAMILIES, make
 
 HOSTILE, HONEST = b"x" * 16, b"y" * 16
 ROWS = 1_024
@@ -136,6 +141,31 @@ def test_edits_are_work_others_get_their_turn_between_and_there_are_signs_of_lif
     assert bench.engine._served[HOSTILE] > bench.engine._served[HONEST]
 
 
+def test_ops_that_are_refused_are_work_as_well(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait behind a prompt, by the thousand, and each takes a look."""
+    bench, signs = Bench(span, calls_aside=True), list[float]()
+    for key in (HOSTILE, HONEST):
+        bench.open(key)
+    bench.put(HOSTILE, torch.randn(1, 8, 64), 0)
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        bench.now += REORDER_S
+        return torch.ones(1).logical_not()
+
+    for _ in range(20):
+        bench.put(HOSTILE, torch.full((1, 1, 64), torch.nan), 8)
+    monkeypatch.setattr(span, "on_block", lambda: signs.append(bench.now))
+    monkeypatch.setattr(torch, "isfinite", look)
+    bench.step()
+    assert len(bench.others) <= 1 + AT_ONCE_S / REORDER_S, "the rest waits its turn"
+    bench.run()
+    assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["not_finite"] * 20
+    assert bench.engine.handled == 23, "two openings and 21 ops"
+    gaps = [after - before for before, after in zip([0.0, *signs], signs, strict=False)]
+    assert max(gaps) <= REORDER_S + 1e-9
+    assert bench.engine._served[HOSTILE] > 20 * REORDER_S
+
+
 def test_edits_that_are_kept_for_replay_are_bounded(span: LoadedSpan) -> None:
     bench = opened(span)
     limit = LEAST_KEPT_EDITS + KEPT_TIMES * 400
@@ -160,3 +190,31 @@ def test_replays_give_signs_of_life_between_frames(span: LoadedSpan, monkeypatch
     monkeypatch.setattr(span, "on_block", lambda: signs.append(1))
     bench.feed(messages.framed(messages.Replay(id=9, session=HONEST, epoch=1, have=None)))
     assert len(signs) >= 5
+
+
+def heir(family: str, folder: Path, n_tokens: int) -> tuple[LoadedSpan, HopSession]:
+    """A session of so many tokens that waits for its caches."""
+    span = LoadedSpan(make(family, folder, FAMILIES[family]), Span(0, 2), torch.float32, is_quick=False)
+    opening = OpenSession(session=HONEST, start=0, end=2, max_tokens=n_tokens, inherit="giver", epoch=1)
+    return span, HopSession(span, opening, Budget())
+
+
+@pytest.mark.filterwarnings("ignore")  # what a family warns of is its own affair
+def test_caches_that_come_are_bounded_though_a_state_is_large(tmp_path: Path) -> None:
+    """States do not grow with a session: a member that hands one over could send one for each token of it."""
+    span, session = heir("mamba", tmp_path, 4_000)
+    n_parts = 2 + (4_000 * span.example_cache(span.span).n_bytes() >> 20)
+    part = CachePart(session=HONEST, start=0, epoch=1, n_parts=n_parts)
+    with pytest.raises(Refused, match="this session has room for"):
+        list(session.inherit(part, memoryview(b"part")))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["mamba", "lfm2", "llama"])
+def test_all_that_a_session_can_have_fits_that_bound(family: str, tmp_path: Path) -> None:
+    span, session = heir(family, tmp_path, 200)
+    cache = span.new_cache(span.span)
+    cache.record_past()
+    span.forward(*span.example(200), None, cache, 0)
+    raw = pack_state(cache, History(False, Budget()), None, 200)
+    assert len(raw) <= session._limit_of_caches(span.example_cache(span.span)) - PART_BYTES

@@ -475,6 +475,18 @@ async def test_row_24_what_a_length_announces_is_not_waited_for(is_agreed: bool,
         assert reader.state.reset
 
 
+def test_what_is_read_after_a_connection_has_ended_takes_nothing_of_others_windows() -> None:
+    windows = Windows()
+    core, whole = YamuxCore(False, windows=windows), windows.spare
+    core.receive_untrusted(HEADER.pack(0, WINDOW, SYN, 1, 0), 0.0)
+    core.round_trip_s = 0.05
+    stream = core.streams[1]
+    core.receive_untrusted(HEADER.pack(0, DATA, 0, 1, INITIAL_WINDOW) + bytes(INITIAL_WINDOW), 0.01)
+    core.end()
+    assert core.take(stream, INITIAL_WINDOW, 0.02) == (bytes(INITIAL_WINDOW), b"")
+    assert windows.spare == whole
+
+
 def test_windows_of_all_connections_grow_within_one_budget() -> None:
     windows = Windows(3 * INITIAL_WINDOW)
     cores = [YamuxCore(True, windows=windows) for _ in range(4)]

@@ -75,8 +75,9 @@ async def give(rpc: Rpc, model: ModelId, hop: Hop, own: TunedParameters) -> None
 # what of a weight that is elsewhere may be asked, and what may be done to it: it stays one that is elsewhere
 PROPERTIES = {"__get__", "__set__", "requires_grad_", "detach", "detach_"}
 CASTS = {"to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16"}
-VIEWS = {"view", "expand", "t", "transpose", "permute", "contiguous", "clone"}
-KEEPS_APART = PROPERTIES | CASTS | VIEWS
+VIEWS = {"view", "expand", "t", "transpose", "permute"}
+COPIES = CASTS | {"contiguous", "clone"}  # which torch makes whole, of one number that is seen from everywhere
+KEEPS_APART = PROPERTIES | VIEWS | COPIES
 # PEFT's ways to begin matrices with base weights, their gradients or what they compute; "pissa" has variants
 FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica", "eva")
 SAID_INSTEAD = 'init_lora_weights=True, "gaussian" or "orthogonal", and no DoRA, need no base weights'
@@ -92,6 +93,8 @@ class RemoteWeight(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", str(function))
+        if name in COPIES and isinstance(args[0], RemoteWeight):
+            return _copied(function, *args, **(kwargs or {}))
         try:
             result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         except RuntimeError:  # one number that is seen from everywhere cannot be written to
@@ -106,6 +109,13 @@ class RemoteWeight(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return remote_weight(self.shape, self.dtype)
+
+
+def _copied(function: Any, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What stands for a weight in another dtype, or elsewhere: no memory is taken for it, either."""
+    kwargs.pop("memory_format", None)
+    one = function(weight.as_subclass(torch.Tensor)[(0,) * weight.ndim], *args, **kwargs)
+    return one.expand(weight.shape).as_subclass(RemoteWeight)  # type: ignore[no-any-return]
 
 
 def remote_weight(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:

@@ -13,7 +13,7 @@ import torch
 from swarmd.errors import IntegrityError
 from swarmd.protocol.accounts import receipt
 from swarmd.protocol.accounts import usage_receipt as bills
-from swarmd.protocol.accounts.evidence import MAX_RECEIPTS
+from swarmd.protocol.accounts.evidence import MAX_EVIDENCE_BYTES, MAX_RECEIPTS
 from swarmd.protocol.accounts.receipt import DIGEST_BYTES, UNSEEN, Receipt, digest_before, digests_of
 from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.fields import TensorMeta
@@ -50,19 +50,24 @@ class HopAccount:
     def add(self, said: Receipt, body: bytes, signature: bytes) -> None:
         """Take what is newer; receipts whose tokens it tells of, too, are not needed any more.
 
-        Raises IntegrityError for one that says otherwise what it goes on from: others would blame who shows it.
+        Only what can be shown is kept: all that goes on from the first token, and fits a payload of evidence. Else a
+        hop could sign until no memory is left. Raises IntegrityError for one that says otherwise what it goes on from:
+        others would blame who shows it.
         """
         goes_on = said.first <= self.n_tokens and said.before == digest_before(self.entered, self.left, said.first)
         if not goes_on and (said.first == 0 or (self.is_whole and self.last is not None)):
             raise IntegrityError(f"a receipt of {said.peer} does not go on from those before it")
         self.is_whole = goes_on and (self.is_whole or said.first == 0)
-        if self.last is not None and said.first < self.last.first:
-            self._signed = [entry for entry in self._signed if entry[0] < said.first]
+        self._signed = [entry for entry in self._signed if entry[0] < said.first]
         for digests, more in ((self.entered, said.entered), (self.left, said.left)):
             digests += UNSEEN * (said.first - len(digests) // DIGEST_BYTES)
             digests[said.first * DIGEST_BYTES :] = more
         self.last = said
         self._signed.append((said.first, body, signature))
+        n_bytes = sum(len(body) for _, body, _ in self._signed)
+        self.is_whole = self.is_whole and n_bytes <= MAX_EVIDENCE_BYTES and len(self._signed) <= MAX_RECEIPTS
+        if not self.is_whole:
+            self._signed.clear()
 
 
 class HopAccounts:
@@ -114,7 +119,8 @@ class HopAccounts:
         """Enter a receipt. Raises IntegrityError for one that is forged, or of something else."""
         said = receipt.read_untrusted(body, signature)
         account = self._accounts.setdefault(place, HopAccount())
-        if said.end != end or (account.last is not None and said.seq <= account.last.seq):
+        known = -1 if account.last is None else account.last.seq
+        if said.end != end or said.seq < known or (said.seq == known and account.is_whole):
             return account  # on its way when the hop began anew, or overtaken
         expected = (place[0], self._client, self._session, place[1], *self._about)
         if (said.peer, said.client, said.session, said.start, said.model, said.adapter, said.tuned) != expected:
@@ -124,8 +130,6 @@ class HopAccounts:
         if abs(now - said.at) > MAX_SKEW_S:
             account.is_whole = False
             return account  # it would convince nobody
-        if len(account.signed) >= MAX_RECEIPTS:
-            raise IntegrityError(f"more than {MAX_RECEIPTS} receipts for one session")
         account.add(said, body, signature)
         return account
 
@@ -150,6 +154,11 @@ class HopAccounts:
         """A cache moved to another server: what was signed of its tokens holds on, what follows the heir signs."""
         known = self.account(giver)
         self._accounts[heir] = HopAccount(bytearray(known.entered), bytearray(known.left), is_whole=False)
+
+    def disconnected(self, peer: PeerId) -> None:
+        """A connection ended: receipts that were on their way are lost, and the next one may go on from those."""
+        for (giver, _), account in self._accounts.items():
+            account.is_whole = account.is_whole and giver != peer
 
     def reopened(self, place: Place) -> None:
         """A hop begins anew: what it signed before is of another cache."""

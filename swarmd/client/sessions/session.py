@@ -282,6 +282,7 @@ class ChainSession:
     def on_gone(self, peer: PeerId) -> None:
         """A connection ended. Whether its peer is dead is found out by asking it."""
         if any(link.hop.peer == peer for link in self.hops.links):
+            self.hops.accounts.disconnected(peer)
             self.hops.worry(f"the connection to {peer[-8:]} ended")
 
     async def _on_op(self, peer: PeerId, op: Op, frame: Frame) -> None:

@@ -416,6 +416,17 @@ class SpanCache:
             state.add_(added)
         return bool(states)
 
+    def recorded_bytes(self) -> int:
+        """Of the inputs of one token that convolutions keep where the past is recorded."""
+        states = [
+            state
+            for layer in self.owned
+            if isinstance(layer, LinearAttentionCacheLayerMixin)
+            for state in layer.conv_states.values()
+            if state is not None and state.ndim
+        ]
+        return sum(state.numel() * state.element_size() // max(1, state.shape[-1]) for state in states)
+
     def n_bytes(self) -> int:
         """Of all that its layers keep: keys and values, and whatever a family keeps beside or instead of them."""
         return sum(t.numel() * t.element_size() for layer in self.owned for t in _tensors_of(layer))

@@ -476,10 +476,10 @@ class LoadedSpan:
         hidden = torch.randn(1, 6, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
         return hidden, torch.arange(6, device=self.device).unsqueeze(0)
 
-    def example_cache(self, hop: Span) -> SpanCache:
-        """A cache of ``hop`` with one token in it, to compare shapes with."""
+    def example_cache(self, hop: Span, n_tokens: int = 1) -> SpanCache:
+        """A cache of ``hop`` with one token in it, or some, to compare shapes with."""
         cache = self.new_cache(hop)
-        self.forward(*self.example(1), None, cache, 0, hop)
+        self.forward(*self.example(n_tokens), None, cache, 0, hop)
         return cache
 
     def cache_bytes_per_token(self) -> int:

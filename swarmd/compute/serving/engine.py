@@ -45,7 +45,7 @@ from swarmd.protocol.wire.messages import (
     Replayed,
     WantTokens,
 )
-from swarmd.protocol.wire.worker import WorkerMessage
+from swarmd.protocol.wire.worker import Done, WorkerMessage
 from swarmd.values import Span
 from swarmd.wire.history import Budget
 
@@ -128,6 +128,7 @@ class Engine:
             return
         if isinstance(message, OpenSession):
             self._drop((message.session, message.start))
+            yield messages.framed(Done(session=message.session, start=message.start))  # what comes is of this one
             if message.adapter and message.adapter not in self.span.adapters:
                 text = f"the adapter {message.adapter[:12]} is not loaded"
                 yield self._refuse(message, Refused(Code.SESSION_LOST, text))
@@ -320,20 +321,19 @@ class Engine:
         """Begin the next op of a session; what has no tokens to compute is done at once.
 
         That is work, too: of one client's so much is done between two passes, and it counts as tokens do. A client
-        could have nothing but edits computed, and nobody else anything.
+        could have nothing but edits computed, or ops looked at that are refused, and nobody else anything.
         """
         while (queue := self._queues.get(key)) and not self._sessions[key].is_computing:
             client, waiting = self._sessions[key].client, queue[0]
             if self._at_once_s.get(client, 0.0) > AT_ONCE_S:
                 return
+            begun = self._clock()
             try:
-                begun = self._clock()
                 yield from self._begin(self._sessions[key], waiting)
-                self._charge(client, self._clock() - begun)
                 if self._sessions[key].is_computing:
+                    self._charge(client, self._clock() - begun)
                     return
                 self.handled += 1
-                self.span.on_block()  # a sign of life: many such ops may follow
             except Refused as error:
                 is_part = isinstance(waiting.message, CachePart)  # what is half in place is worth nothing
                 yield self._refuse(waiting.message, Refused(Code.SESSION_LOST, str(error)) if is_part else error)
@@ -343,6 +343,8 @@ class Engine:
                 logger.exception("an op could not be begun")
                 yield from self._fail(key, Refused(Code.SESSION_LOST, f"an op failed: {error}"[:500]))
                 return
+            self._charge(client, self._clock() - begun)
+            self.span.on_block()  # a sign of life: many such ops may follow
             self._next(key)
 
     def _begin(self, session: HopSession, waiting: _WaitingOp) -> Iterator[bytes]:

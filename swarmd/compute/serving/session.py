@@ -95,6 +95,7 @@ class HopSession:
         self._parts: list[bytes] = []
         self._epoch = opened.epoch
         self._like: SpanCache | None = None
+        self._most_inherited_bytes = 0
         about = (opened.client, repr(self.hop).encode(), opened.adapter.encode())
         can_reuse = span.can_batch and self._cache.is_plain and opened.batch == 1
         is_alone = self.history.is_exact or opened.inherit or opened.tuned
@@ -291,8 +292,10 @@ class HopSession:
         if self._reached or part.part != len(self._parts) or part.part >= part.n_parts:
             text = f"part {part.part} of caches; expected {len(self._parts)} of a new session"
             raise Refused(Code.SESSION_LOST, text)
-        like = self._like = self._like or self._span.example_cache(self.hop)
-        limit = self.n_rows * self._max_tokens * (like.n_bytes() + self._history_bytes_per_token()) + PART_BYTES
+        if self._like is None:
+            self._like = self._span.example_cache(self.hop)
+            self._most_inherited_bytes = self._limit_of_caches(self._like)
+        like, limit = self._like, self._most_inherited_bytes
         if (part.n_parts - 1) * PART_BYTES > limit or len(payload) > PART_BYTES:
             raise Refused(Code.TOO_LONG, f"caches of {part.n_parts} parts; this session has room for {limit} B")
         self._parts.append(bytes(payload))
@@ -309,6 +312,13 @@ class HopSession:
         self._reached = part.seq
         done = Inherited(self.session, self.hop.start, self._epoch, seq=part.seq, tokens=self.history.n_kept)
         yield messages.framed(done)
+
+    def _limit_of_caches(self, like: SpanCache) -> int:
+        """How many bytes caches and history of this session can have: states do not grow with it."""
+        one, two = like.n_bytes(), self._span.example_cache(self.hop, 2).n_bytes()
+        per_token = max(0, two - one) + like.recorded_bytes()
+        n_tokens = self._max_tokens
+        return self.n_rows * (one + n_tokens * (per_token + self._history_bytes_per_token())) + PART_BYTES
 
     def _history_bytes_per_token(self) -> int:
         return (KEPT_TIMES + 1) * (self._span.hidden_size * self._span.dtype.itemsize + 64)

@@ -28,6 +28,7 @@ from swarmd.gateway.generation.turns import QueueFull
 
 DEFAULT_TOKENS = 2_048  # of an answer whose length nobody named, if the context has room
 LEAST_PENALTY = 0.01  # for repetition, whatever a model's author wrote: less makes a logit infinite
+MOST_DIGITS = 9  # of a token's number, as text: Python reads no number of some thousands
 TEMPLATE_FIELDS = 32  # that a request may give a chat template
 CAUTIOUS = {"temperature": 0.8, "top_k": 40, "min_p": 0.05}  # as llama.cpp: small models at 1.0, uncut, write nonsense
 ANY_JSON = {"type": "object"}
@@ -232,7 +233,7 @@ def sampling_of(asked: GenerationRequest, ends: Ends) -> Sampling:
     defaults = author if author.get("do_sample") else CAUTIOUS
     bias: dict[int, float] = {}
     for token, value in (said.logit_bias or {}).items():
-        if not token.isdecimal() or int(token) >= ends.vocabulary:
+        if not token.isdecimal() or len(token) > MOST_DIGITS or int(token) >= ends.vocabulary:
             raise bad(f"logit_bias has token ids up to {ends.vocabulary - 1}, not {token[:32]!r}", "logit_bias")
         bias[int(token)] = value
 

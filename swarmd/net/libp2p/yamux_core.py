@@ -109,7 +109,8 @@ class YamuxCore:
             data = bytes(memoryview(stream.readable)[:limit])
             del stream.readable[:limit]
         stream.consumed += len(data)
-        if stream.remote_closed or stream.reset or stream.consumed < stream.receive_window // 2:
+        is_gone = self.streams.get(stream.id) is not stream  # what is left of it is read, and needs no more credit
+        if is_gone or stream.remote_closed or stream.reset or stream.consumed < stream.receive_window // 2:
             return data, b""
         growth = self._window_growth(stream, now)
         credit, stream.consumed, stream.credited_at = stream.consumed + growth, 0, now

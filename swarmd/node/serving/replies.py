@@ -43,6 +43,11 @@ class Replies:
         self._outbox.tell(peer, framed(await answer.reply(message.id, replayed)))
 
     async def _connect_onward(self, hop: SessionHop) -> None:
-        """Find out whether this server can push to its successor; ``hop.why`` says so."""
-        found = await self._onward.reach("interactive", hop.state.client, hop.successor)
-        hop.push, hop.why = found.action, found.reason
+        """Find out whether this server can push to its successor; ``hop.why`` says so.
+
+        That takes seconds where it cannot: meanwhile the hop may have got another successor, and that one's answer.
+        """
+        successor = hop.successor
+        found = await self._onward.reach("interactive", hop.state.client, successor)
+        if hop.successor == successor:
+            hop.push, hop.why = found.action, found.reason

@@ -94,6 +94,7 @@ class Server:
         self._on_change = changed
         self._tasks = Tasks()
         self._hops: Hops[SessionHop] = Hops()
+        self._opening: Counter[Key] = Counter()  # of which the worker has not said yet that it is open
         to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, refused=self._on_refusal)
         self._outbox = Outbox(rpc, self._push_failed, to_self)
         self._heartbeats = Heartbeats(rpc, self._hops, self._outbox)
@@ -254,10 +255,18 @@ class Server:
             limit_edits=LEAST_WAITING_EDITS + WAITING_TIMES * opening.max_tokens,
             trail=self._receipts.trail(opening),
         )
+        await self._end_at_same_block(key, opening.end)
         self._hops.put(key, hop)
+        self._opening[key] += 1
         await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal, weight=weight)))
         self._tasks.start_soon(self._replies.opened, channel, opening, hop)
         self._on_change()
+
+    async def _end_at_same_block(self, key: Key, end: int) -> None:
+        """End a hop of the same session that begins elsewhere: what leaves two at one block could be of either."""
+        other = self._hops.ending_at(key[0], end)
+        if other is not None and other.span.start != key[1]:
+            await self._end((key[0], other.span.start))
 
     def _check_open(self, client: PeerId, opening: OpenSession) -> None:
         if unknown := messages.unknown_needs(opening.needs, self.served.understands.needs):
@@ -294,6 +303,8 @@ class Server:
         hop.watch, hop.suspected, hop.used_at = Watch(), False, trio.current_time()
         hop.sender = hop.state.predecessor
         hop.watch.on_settled(message.settled)
+        if hop.trail is not None:
+            hop.trail.repeat()
         self._tasks.start_soon(self._replies.rerouted, channel, message, hop)
 
     async def _on_replay(self, peer: PeerId, message: Replay) -> None:
@@ -375,6 +386,8 @@ class Server:
         if hop is None:
             self.own.take(op, frame)
             return
+        if self._opening[op.session, hop.span.start]:
+            return  # of a session of this name that was here before
         if op.base is None or op.base[0] + 1 == op.base[1]:
             hop.state.finished = max(hop.state.finished, op.seq)
         self._receipts.left((op.session, hop.span.start), hop, op.seq, op.tensor, frame.payload)
@@ -393,8 +406,12 @@ class Server:
             await self._outbox.send(receiver, frame.raw)
 
     async def _on_done(self, message: Done, frame: Frame, more: bool) -> None:
-        hop = self._hops.get((message.session, message.start))
-        if hop is not None:
+        key = message.session, message.start
+        if not message.seq:
+            self._opening -= Counter([key])
+            return
+        hop = self._hops.get(key)
+        if hop is not None and not self._opening[key]:
             hop.state.finished = max(hop.state.finished, message.seq)
             self._receipts.left((message.session, message.start), hop, message.seq, None, frame.payload)
 
@@ -403,6 +420,8 @@ class Server:
 
     async def _on_inherited(self, message: Inherited, frame: Frame, more: bool) -> None:
         hop = self._hops.get((message.session, message.start))
+        if self._opening[message.session, message.start]:
+            return
         if hop is not None and hop.inherit_from is not None and message.epoch == hop.state.epoch:
             hop.inherit_from = None
             hop.state.received = hop.state.finished = message.seq
@@ -417,11 +436,14 @@ class Server:
         self._refused[refusal.code] += 1
         hop = self._hops.get((refusal.session or b"", refusal.start))
         if hop is not None:
+            if hop.trail is not None and refusal.seq and not self._opening[refusal.session or b"", refusal.start]:
+                hop.trail.refuse()
             self._outbox.tell(hop.state.client, framed(refusal))
 
     def worker_lost(self, reason: str) -> None:
         """Tell every client whose hop went down with the worker."""
         self._adapters.forget()
+        self._opening.clear()
         for key, hop in self._hops.items():
             lost = Refusal(code=Code.SESSION_LOST.value, message=reason[:500], session=key[0], start=key[1])
             self._forget(key)

@@ -60,6 +60,8 @@ def read_untrusted(payload: memoryview, accused: str) -> CoherentEvidence:
         expected = (accused, first.session, first.model, first.start, first.end, first.numerics, False)
         if same != expected or one.start >= one.end:
             raise RemoteProtocolError("evidence with receipts of several hops")
+        if one.adapter or one.tuned:  # of one opening of the session, whatever the first receipt is of
+            raise RemoteProtocolError("expected evidence of plain blocks")
         if one.first * DIGEST_BYTES > len(entered):
             raise RemoteProtocolError("evidence that lacks a receipt")
         if one.before != digest_before(entered, left, one.first):
@@ -77,8 +79,8 @@ def read_untrusted(payload: memoryview, accused: str) -> CoherentEvidence:
     if entered[: n * DIGEST_BYTES] != digests_of(*evidence.entered) or left[window] != digests_of(*evidence.left):
         raise RemoteProtocolError("evidence of other numbers than the accused signed")
     positions = np.frombuffer(evidence.entered[1][-4 * b * n :], np.int32).reshape(b, n)
-    if first.adapter or first.tuned or (positions != np.arange(n)).any():
-        raise RemoteProtocolError("expected evidence of plain blocks, and of all tokens from the first on")
+    if (positions != np.arange(n)).any():
+        raise RemoteProtocolError("expected evidence of all tokens from the first on")
     return CoherentEvidence(
         first, max(one.at for one in said), evidence.left[0].dtype, Span(first.start, first.end), shown[0], shown[1]
     )

@@ -7,6 +7,7 @@ receipts that differ name a link; and what is shown later of a token must have t
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -18,13 +19,14 @@ from swarmd.protocol.fields import Block, Count, Digest, Name, SessionKey, Tenso
 from swarmd.protocol.membership.identity import Identity, public_key_of_untrusted, verify
 from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire.messages import Op, cropped, is_reordered
-from swarmd.protocol.wire.tensors import layout_untrusted, token_parts
+from swarmd.protocol.wire.tensors import CODECS, ITEM_BYTES, layout_untrusted, token_parts
 
 DIGEST_BYTES = 16  # whoever wants two values of one digest tries 2^64
 UNSEEN = bytes(DIGEST_BYTES)  # the digest of a token that did not pass here
 MAX_TOKENS = 65_536  # of one receipt: as many as an op may have
 MAX_FIRST = 2**22  # the tokens of the longest session
 _DOMAIN = b"swarmd receipt 2\0"
+_KIND = struct.Struct(">HIBB??")  # rows, width, dtype, codec, positions, mask
 Digests = Annotated[bytes, msgspec.Meta(max_length=MAX_TOKENS * DIGEST_BYTES)]
 
 
@@ -79,19 +81,30 @@ def digest_before(entered: bytes | bytearray, left: bytes | bytearray, first: in
 
 
 def digests_of(meta: TensorMeta, payload: memoryview | bytes) -> bytes:
-    """The digests of an op's tokens: of hidden states, positions and mask of all rows. Raises RemoteProtocolError."""
+    """The digests of an op's tokens: of hidden states, positions and mask of all rows. Raises RemoteProtocolError.
+
+    What the bytes are, is part of it: else numbers that travelled in another codec, of the same size, could be shown
+    as the hop's own dtype, and an honest hop would look wrong.
+    """
     layout_untrusted(meta, len(payload))
+    kind = _kind_of(meta)
     if meta.t == 1:
-        return hashlib.blake2b(payload, digest_size=DIGEST_BYTES).digest()
+        return hashlib.blake2b(payload, digest_size=DIGEST_BYTES, person=kind).digest()
     whole, parts, found = memoryview(payload), token_parts(meta), bytearray()
     for token in range(meta.t):
-        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=kind)
         for at, size in parts:
             for row in range(meta.b):
                 begin = at + (row * meta.t + token) * size
                 digest.update(whole[begin : begin + size])
         found += digest.digest()
     return bytes(found)
+
+
+def _kind_of(meta: TensorMeta) -> bytes:
+    """What makes the bytes of a token numbers: all of a checked ``meta`` but how many tokens there are."""
+    dtype, codec = tuple(ITEM_BYTES).index(meta.dtype), CODECS.index(meta.codec)
+    return _KIND.pack(meta.b, meta.d, dtype, codec, meta.has_positions, meta.has_mask)
 
 
 @dataclass(slots=True)
@@ -108,6 +121,7 @@ class Trail:
     """The digests of the tokens that a hop's cache holds now, as they entered and as they left.
 
     Ops are of ``shape``: so many rows, so wide. It is broken once rows were reordered: nothing is signed any more.
+    Once an op was refused that had entered, it tells of what passed before, and of nothing after.
     """
 
     entered: bytearray = field(default_factory=bytearray)
@@ -120,16 +134,28 @@ class Trail:
     seq: int = 0  # the last that left
     is_broken: bool = False
     is_heir: bool = False
+    is_at_end: bool = False
     _under: deque[_Under] = field(default_factory=deque)
     _first: int = 0  # tokens that no op touched since the last receipt
+    _n_inherited: int = 0
 
     def inherit(self, n_tokens: int, seq: int) -> None:
         """The cache came from elsewhere: of its tokens nothing is known here."""
         self.entered, self.left = (bytearray(UNSEEN * n_tokens) for _ in range(2))
-        self.seq, self._first, self.is_heir = seq, n_tokens, True
+        self.seq, self._first, self._n_inherited, self.is_heir = seq, n_tokens, n_tokens, True
+
+    def repeat(self) -> None:
+        """Have the next receipt tell of all tokens: a connection ended, and with it perhaps one on its way."""
+        self._first = self._n_inherited
+
+    def refuse(self) -> None:
+        """An op that entered will not leave, so that nobody can say any more which of what leaves it was."""
+        self.is_at_end = True
 
     def enter(self, op: Op, payload: memoryview | bytes) -> None:
         """An op was accepted."""
+        if self.is_at_end:
+            return
         is_other = op.tensor is not None and (op.tensor.b, op.tensor.d) != self.shape  # whoever computes it will say so
         self.is_broken |= is_other or is_reordered(op.edits)
         if self.is_broken:
@@ -145,7 +171,7 @@ class Trail:
 
     def leave(self, seq: int, meta: TensorMeta | None, payload: memoryview | bytes) -> None:
         """The next op that entered has left, with the last of its tokens, or with none that anybody was given."""
-        if self.is_broken or not self._under or self._under[0].seq != seq:
+        if self.is_broken or self.is_at_end or not self._under or self._under[0].seq != seq:
             return  # said again
         under = self._under.popleft()
         self._drop(self.left, under.n_cropped)

@@ -108,7 +108,10 @@ class Improved(Message, tag="improved", frozen=True):
 
 
 class Done(Message, tag="done", frozen=True):
-    """Worker to daemon: a silent op was executed; nothing travels on."""
+    """Worker to daemon: a silent op was executed, and nothing travels on; of op 0: the session is open.
+
+    What the worker said before that is of a session that had the same name before.
+    """
 
     session: SessionKey = b"\0" * 16
     start: Block = 0

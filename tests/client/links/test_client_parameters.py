@@ -78,6 +78,10 @@ def test_a_remote_weight_has_all_that_needs_no_numbers(remote: Any, tmp_path: An
     assert weight.untyped_storage().nbytes() == 4
     assert copy.deepcopy(weight).shape == weight.shape
     assert remote.to(torch.bfloat16).model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+    copies = (remote.half().model.layers[0].self_attn.q_proj.weight, weight.clone(), weight.double().contiguous())
+    assert [tuple(copied.shape) for copied in copies] == [(32, 32)] * 3
+    assert [copied.untyped_storage().nbytes() for copied in copies] == [2, 2, 8], "no memory is taken for any"
+    assert torch.equal(torch.arange(4.0).to(weight), torch.arange(4.0))
     assert "RemoteWeight" in repr(weight)
     tuned = get_peft_model(remote.to(torch.float32), lora())
     tuned.save_pretrained(tmp_path, save_embedding_layers=False)

@@ -97,7 +97,7 @@ class Bench:
         if isinstance(message, Op) and message.tensor is not None:
             self.outputs[message.session].append(unpack_untrusted(message.tensor, frame.payload)[0])
             self.logits.setdefault(message.session, []).append(message.logits)
-        else:
+        elif not isinstance(message, worker.Done) or message.seq:  # else a session is open
             self.others.append(message)
 
 

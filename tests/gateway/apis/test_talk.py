@@ -10,6 +10,7 @@ import pytest
 
 from swarmd.client.links.link import Doubt
 from swarmd.gateway.apis.openai import extra
+from swarmd.gateway.apis.refusals import ApiError
 from swarmd.gateway.apis.schema import SamplingFields
 from swarmd.gateway.apis.talk import GenerationRequest, sampling_of
 from swarmd.gateway.generation.row import RowReport
@@ -36,6 +37,12 @@ def test_what_a_request_names_wins(author: dict[str, Any]) -> None:
     assert chosen(author, temperature=1.0, top_k=0, min_p=0.0) == Sampling()
     assert chosen(author, temperature=0.0).temperature == 0
     assert chosen(author, top_p=0.5).top_p == 0.5
+
+
+@pytest.mark.parametrize("token", ["8", "-1", "1" * 5_000])
+def test_a_bias_of_what_is_no_token_is_refused(token: str) -> None:
+    with pytest.raises(ApiError, match="token ids up to 7"):
+        chosen({}, logit_bias={token: 1.0})
 
 
 def test_a_doubt_names_the_token_of_the_answer_from_which_on_it_may_be_wrong() -> None:

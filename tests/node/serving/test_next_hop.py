@@ -10,8 +10,12 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import PeerTimeout, RemoteProtocolError, Unreachable
+from swarmd.node.serving.hops import SessionHop
 from swarmd.node.serving.next_hop import AGAIN_AFTER_S, LOST_S, PUSH_TIMEOUT_S, NextHopDialer
-from swarmd.values import PeerId
+from swarmd.node.serving.replies import Replies
+from swarmd.plan.chains.session import HopState
+from swarmd.protocol.wire.messages import OpenSession, Reroute
+from swarmd.values import PeerId, Span
 
 ME, CLIENT, NEXT = PeerId("me"), PeerId("client"), PeerId("successor")
 ITS_OWN = ("/ip4/192.0.2.7/tcp/4001",)
@@ -122,3 +126,24 @@ async def test_of_a_peer_that_was_just_lost_it_is_said_at_once_and_without_a_dia
     assert (trio.current_time(), world.n_dialled) == (begun, 1)
     await trio.sleep(LOST_S)
     assert (await world.onward.reach("interactive", CLIENT, NEXT)).action
+
+
+async def test_what_comes_late_of_a_former_successor_says_nothing_of_the_present_one(virtual_time: MockClock) -> None:
+    """A repair gives a hop another successor while the first is still dialled in vain."""
+    world = World(Unreachable("connection refused"))
+    world.announced[NEXT] = ITS_OWN
+    sent: list[bytes] = []
+    worker: Any = SimpleNamespace(loaded=None)
+    outbox: Any = SimpleNamespace(tell=lambda _, frame: sent.append(frame))
+    channel: Any = SimpleNamespace(peer=CLIENT)
+    hop = SessionHop(HopState(CLIENT, CLIENT), Span(0, 3), NEXT)
+    replies = Replies(world.onward, worker, outbox)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(replies.opened, channel, OpenSession(id=1), hop)
+        await trio.sleep(1)
+        hop.successor = ME
+        await replies.rerouted(channel, Reroute(id=2), hop)
+        assert (hop.push, hop.why) == (True, "the next hop is here too")
+    assert trio.current_time() >= PUSH_TIMEOUT_S
+    assert (hop.push, hop.why) == (True, "the next hop is here too")
+    assert len(sent) == 2
