@@ -51,8 +51,12 @@ class Receipts:
         loaded = self._worker.loaded
         if loaded is None or not opening.receipts:
             return None
-        about = {"adapter": opening.adapter, "tuned": opening.tuned, "is_heir": bool(opening.inherit)}
-        return Trail(shape=(opening.batch, loaded.hidden), **about)
+        return Trail(
+            shape=(opening.batch, loaded.hidden),
+            adapter=opening.adapter,
+            tuned=opening.tuned,
+            is_heir=bool(opening.inherit),
+        )
 
     def left(self, key: Key, hop: SessionHop, seq: int, tensor: TensorMeta | None, payload: memoryview) -> None:
         """An op has left a hop, or ended in it without output."""
