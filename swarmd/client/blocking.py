@@ -81,9 +81,9 @@ class BlockingSession:
         """See ChainSession."""
         return self.chain_session.given
 
-    def refute(self, given: ServedLogits, reason: str) -> None:
+    def refute(self, logits: ServedLogits, reason: str) -> None:
         """See ChainSession."""
-        self._thread.call(self.chain_session.refute, given, reason)
+        self._thread.call(self.chain_session.refute, logits, reason)
 
     def close(self) -> None:
         if not self._is_closed:
@@ -268,17 +268,19 @@ class Swarm:
         text. At least a share ``verify`` of what servers compute is checked; with 1.0 all of it: WrongAnswer at the
         first lie. Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
         """
-        _check(quantize=(quantize, ("auto", "any", *FORMATS)), head=(head, HEADS), dtype=(dtype, ("auto", *DTYPES)))
+        _require_choices(
+            quantize=(quantize, ("auto", "any", *FORMATS)), head=(head, HEADS), dtype=(dtype, ("auto", *DTYPES))
+        )
         (model, n_blocks), folder = self._ready(name)
         dtype = self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s, dtype)
         lora, readers = self._swarm.adapter(adapter, model), frozenset(map(self.view().peer_ending, only))
-        how = head_called(head, self._swarm.weights_folder, verify)
+        head_source = head_called(head, self._swarm.weights_folder, verify)
 
         def terms(batch: int, max_tokens: int, own: TunedParameters | None = None) -> SessionOptions:
             grade = "exact" if exact else "replayed"
             kind = self._swarm.quantize(model, n_blocks) if quantize == "auto" else quantize
             what = (model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind, own)
-            return SessionOptions(*what, only=readers, verify=verify, head=isinstance(how, HeadChecks))
+            return SessionOptions(*what, only=readers, verify=verify, head=isinstance(head_source, HeadChecks))
 
         def open_session(batch: int, max_tokens: int, own: TunedParameters | None) -> BlockingSession:
             if own is not None and lora:
@@ -286,10 +288,10 @@ class Swarm:
             return BlockingSession(self._thread, self._swarm, terms(batch, max_tokens, own))
 
         lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
-        ahead = ModelSpeculation(
+        speculation = ModelSpeculation(
             lookup and not exact, self._draft(draft, name, getattr(torch, dtype), exact) if draft else None
         )
-        return remote_model(folder, open_session, lanes, getattr(torch, dtype), ahead, how)
+        return remote_model(folder, open_session, lanes, getattr(torch, dtype), speculation, head_source)
 
     def _ready(self, name: str) -> tuple[tuple[ModelId, int], Path]:
         """A model's hash, blocks and own part here. Raises SwarmError."""
@@ -324,8 +326,8 @@ class Swarm:
         self.close()
 
 
-def _check(**said: tuple[str, Sequence[str]]) -> None:
+def _require_choices(**options: tuple[str, Sequence[str]]) -> None:
     """Is what was said one of its choices? Raises ConfigError."""
-    for what, (choice, choices) in said.items():
+    for name, (choice, choices) in options.items():
         if choice not in choices:
-            raise ConfigError(f"{what} is one of {', '.join(choices)}, not {choice!r}")
+            raise ConfigError(f"{name} is one of {', '.join(choices)}, not {choice!r}")

@@ -41,6 +41,6 @@ def _members_near(state: Home) -> dict[PeerId, tuple[str, ...]]:
     """Addresses from the running daemon if there is one, its own first, else from what it remembered."""
     if state.socket.exists():
         with suppress(SwarmError):
-            found = ask(state.socket, "addresses", timeout_s=5.0)["addresses"]
-            return {PeerId(p): tuple(a) for p, a in found.items() if a}
+            addresses = ask(state.socket, "addresses", timeout_s=5.0)["addresses"]
+            return {PeerId(p): tuple(a) for p, a in addresses.items() if a}
     return state.bootstrap()

@@ -182,9 +182,9 @@ class AsyncSwarm:
 
     async def resolve(self, name: str) -> tuple[ModelId, int]:
         """Find a model by its name in the catalog, or by hash. Raises ConfigError, or SwarmUnavailable for a hash."""
-        found = self.view().model_named(name)
-        if found is not None:
-            return found
+        model = self.view().model_named(name)
+        if model is not None:
+            return model
         if is_model_hash(name):
             return ModelId(name), (await self.supply.manifest(ModelId(name))).n_blocks
         names = ", ".join(sorted(self.view().catalog.models)) or "none yet"
@@ -238,7 +238,7 @@ class AsyncSwarm:
                 [*self._rng.sample(sorted(self.view().peers), len(self.view().peers)), *self._membership.bootstrap]
             )
         )
-        tried: list[str] = []
+        failures: list[str] = []
         for peer in peers:
             if peer == self._network.peer_id:
                 continue
@@ -249,8 +249,8 @@ class AsyncSwarm:
             except Refused:
                 raise
             except PeerError as error:
-                tried.append(str(error))
-        raise SwarmUnavailable(f"no member of the swarm answers: {'; '.join(tried) or 'no address is known'}")
+                failures.append(str(error))
+        raise SwarmUnavailable(f"no member of the swarm answers: {'; '.join(failures) or 'no address is known'}")
 
     def take_part(self, run: str, guest: RunGuest | None) -> None:
         """Let ``guest`` have what comes about a training run; None: no longer."""

@@ -40,6 +40,10 @@ class CheckFinding:
     reason: str
 
 
+# Two ways to escape an audit are watched, because a server that can always escape can always lie. One refuses to show
+# what it did (``is_evading``): once may be a race, twice is counted. The other says that its worker died
+# (``is_excused_too_often``): honest workers die too, so only a rate far above theirs counts. Both dictionaries forget
+# the oldest servers first: peers with fresh keys cannot make them grow without end.
 class Checks:
     """See the module. Owned by the client's trio thread."""
 
@@ -55,15 +59,16 @@ class Checks:
         self._records: dict[str, AuditRecord] = self._read()
 
     def record(self, key: str) -> AuditRecord:
+        """Return how often a server was right and wrong so far; an empty record for one that was never checked."""
         return self._records.get(key, AuditRecord())
 
-    def is_due(self, key: str, least: float = 0.0) -> Decision[bool]:
-        """Is a window checked? At least a share ``least`` of them is."""
-        return is_due(self.record(key), self._rng.random(), least)
+    def is_due(self, key: str, min_share: float = 0.0) -> Decision[bool]:
+        """Is a window checked? At least a share ``min_share`` of them is."""
+        return is_due(self.record(key), self._rng.random(), min_share)
 
-    def shuffled(self, several: Sequence[T]) -> list[T]:
+    def shuffled(self, items: Sequence[T]) -> list[T]:
         """In an order that nobody can foresee."""
-        return self._rng.sample(several, len(several))
+        return self._rng.sample(items, len(items))
 
     def note(self, key: str, is_right: bool) -> None:
         """Count one check that was decided."""
@@ -99,6 +104,7 @@ class Checks:
 
     @property
     def n_checks(self) -> int:
+        """How many checks were decided, of all servers."""
         return sum(record.n_checks for record in self._records.values())
 
     def save(self) -> None:

@@ -49,6 +49,7 @@ class TunedParameters:
         return self._version
 
     def names(self, span: Span) -> list[str]:
+        """Return the names of the parameters whose blocks are in ``span``."""
         return [name for name, block in self.blocks.items() if span.start <= block < span.end]
 
     def raw(self, span: Span) -> bytes:
@@ -59,27 +60,28 @@ class TunedParameters:
         return self._raw[span]
 
 
-async def give(rpc: Rpc, model: ModelId, hop: Hop, own: TunedParameters) -> None:
+async def upload_parameters(rpc: Rpc, model: ModelId, hop: Hop, parameters: TunedParameters) -> None:
     """Give a hop its part of a client's parameters, and wait until it holds them. Raises PeerError."""
     channel = await rpc.channel(hop.peer, "training")
 
     def piece(number: int, n: int, call_id: int) -> PutTuned:
-        return PutTuned(call_id, own.version, hop.span.start, hop.span.end, (number, n), model=model)
+        return PutTuned(call_id, parameters.version, hop.span.start, hop.span.end, (number, n), model=model)
 
-    *first, (last, n, payload) = pieces(own.raw(hop.span))
-    for number, _, part in first:
+    # all pieces but the last are sent without an answer: the hop answers once it holds the whole
+    *leading, (last, n, payload) = pieces(parameters.raw(hop.span))
+    for number, _, part in leading:
         await channel.send(piece(number, n, 0), part)
     await channel.call(partial(piece, last, n), payload, GIVE_TIMEOUT_S)
 
 
-# what of a weight that is elsewhere may be asked, and what may be done to it: it stays one that is elsewhere
+# operations on a weight on servers that read none of its numbers: their result stands for a weight on servers, too
 PROPERTIES = {"__get__", "__set__", "requires_grad_", "detach", "detach_"}
 CASTS = {"to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16"}
 VIEWS = {"view", "expand", "t", "transpose", "permute", "contiguous", "clone"}
-KEEPS_APART = PROPERTIES | CASTS | VIEWS
+SAFE_OPERATIONS = PROPERTIES | CASTS | VIEWS
 # PEFT's ways to begin matrices with base weights, their gradients or what they compute; "pissa" has variants
 FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica", "eva")
-SAID_INSTEAD = 'init_lora_weights=True, "gaussian" or "orthogonal", and no DoRA, need no base weights'
+ALTERNATIVES = 'init_lora_weights=True, "gaussian" or "orthogonal", and no DoRA, need no base weights'
 
 
 class RemoteWeight(torch.Tensor):
@@ -94,14 +96,15 @@ class RemoteWeight(torch.Tensor):
         name = getattr(function, "__name__", str(function))
         try:
             result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        except RuntimeError:  # one number that is seen from everywhere cannot be written to
+        except RuntimeError:  # an expanded scalar cannot be written to
             result = None
-            gives_numbers = True
+            needs_numbers = True
         else:
             parts = result if isinstance(result, tuple) else (result,)
-            gives_numbers = name not in KEEPS_APART and any(isinstance(part, torch.Tensor) for part in parts)
-        if gives_numbers:
-            raise ConfigError(f"the weights of remote blocks are on servers: {name}() needs them here. {SAID_INSTEAD}")
+            has_tensor = any(isinstance(part, torch.Tensor) for part in parts)
+            needs_numbers = has_tensor and name not in SAFE_OPERATIONS
+        if needs_numbers:
+            raise ConfigError(f"the weights of remote blocks are on servers: {name}() needs them here. {ALTERNATIVES}")
         return result
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -109,6 +112,7 @@ class RemoteWeight(torch.Tensor):
 
 
 def remote_weight(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
+    """Make a parameter that stands for a weight on servers: one zero in memory, expanded to ``shape``."""
     zeros = torch.zeros((), dtype=dtype).expand(shape)
     return nn.Parameter(zeros.as_subclass(RemoteWeight), requires_grad=False)
 
@@ -123,7 +127,7 @@ def expose(model: Any, layers: Sequence[Any]) -> None:
 
 
 def _empty(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace parameters by what only stands for them, and buffers by one number that is seen from everywhere."""
+    """Replace parameters by remote weights, and buffers by one zero that is expanded to their shape."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
@@ -139,10 +143,11 @@ def lora_of(model: Any, layers: Sequence[Any]) -> dict[str, tuple[int, torch.Ten
     B is multiplied by PEFT's scale, so gradients flow to PEFT's own parameters. Raises ConfigError for what cannot be
     computed by servers.
     """
-    found: dict[str, tuple[int, torch.Tensor]] = {}
+    matrices: dict[str, tuple[int, torch.Tensor]] = {}
     known = set[int]()
-    names = {id(layer): i for i, layer in enumerate(layers)}
-    prefix = next(name for name, module in model.named_modules() if id(module) in names).rpartition(".")[0]
+    layer_ids = {id(layer) for layer in layers}
+    first_layer = next(name for name, module in model.named_modules() if id(module) in layer_ids)
+    prefix = first_layer.rpartition(".")[0]
     _require_no_base(model)
     for block, layer in enumerate(layers):
         for name, module in layer.named_modules():
@@ -151,12 +156,12 @@ def lora_of(model: Any, layers: Sequence[Any]) -> dict[str, tuple[int, torch.Ten
             place = f"{prefix}.{block}.{name}"
             pairs = _pairs(place, module, known)
             if pairs:  # several adapters at once are one of all their ranks
-                found[f"{place}.lora_A"] = block, torch.cat([a for a, _ in pairs])
-                found[f"{place}.lora_B"] = block, torch.cat([b for _, b in pairs], 1)
+                matrices[f"{place}.lora_A"] = block, torch.cat([a for a, _ in pairs])
+                matrices[f"{place}.lora_B"] = block, torch.cat([b for _, b in pairs], 1)
         for name, parameter in layer.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise ConfigError(f"{prefix}.{block}.{name} cannot be trained: of remote blocks only plain LoRA can")
-    return found
+    return matrices
 
 
 def _require_no_base(model: Any) -> None:
@@ -165,11 +170,11 @@ def _require_no_base(model: Any) -> None:
     Those of a saved adapter are whole where only their beginning came from the base (EVA). Raises ConfigError.
     """
     for config in getattr(model, "peft_config", {}).values():
-        how = getattr(config, "init_lora_weights", None)
-        is_whole = how == "eva" and config.inference_mode
-        if isinstance(how, str) and how.startswith(FROM_BASE) and not is_whole:
+        method = getattr(config, "init_lora_weights", None)
+        is_whole = method == "eva" and config.inference_mode
+        if isinstance(method, str) and method.startswith(FROM_BASE) and not is_whole:
             raise ConfigError(
-                f'init_lora_weights="{how}" starts from base weights, which are on servers. {SAID_INSTEAD}'
+                f'init_lora_weights="{method}" starts from base weights, which are on servers. {ALTERNATIVES}'
             )
 
 
@@ -199,7 +204,8 @@ def _pairs(name: str, module: Any, known: set[int]) -> list[tuple[torch.Tensor, 
             special.append("lora_dropout")
         if special:
             raise ConfigError(f"{name} uses {', '.join(special)}, which servers do not compute: leave it out")
-        a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        a = module.lora_A[adapter].weight
+        b = module.lora_B[adapter].weight
         pairs.append((a, b * module.scaling[adapter]))
     return pairs
 
@@ -209,16 +215,17 @@ def prefix_of(cache: Any) -> dict[str, tuple[int, torch.Tensor]]:
 
     Raises ConfigError when rows differ: a prefix is the same for all.
     """
-    found: dict[str, tuple[int, torch.Tensor]] = {}
+    tensors: dict[str, tuple[int, torch.Tensor]] = {}
     for block, layer in enumerate(cache.layers):
         for name in ("keys", "values"):
             tensor = getattr(layer, name, None)
             if not torch.is_tensor(tensor) or tensor.ndim != 4:
                 raise ConfigError(f"expected keys and values of block {block} in the cache that was given")
-            if tensor.shape[0] > 1 and not bool((tensor.detach() == tensor.detach()[:1]).all()):
+            values = tensor.detach()
+            if len(values) > 1 and not bool((values == values[:1]).all()):
                 raise ConfigError("a prefix has to be the same for all rows; to go on from a cache, use new_cache()")
-            found[f"{block}.{name}"] = block, tensor[:1]
-    return found
+            tensors[f"{block}.{name}"] = block, tensor[:1]
+    return tensors
 
 
 def gather(parameters: dict[str, tuple[int, torch.Tensor]], n_prefix: int) -> TunedParameters:

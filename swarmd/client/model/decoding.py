@@ -24,7 +24,7 @@ PLAIN = frozenset(
     ("inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria", "streamer")
 )
 """What a call may have beside settings of a GenerationConfig."""
-NEVER = (
+UNSUPPORTED_SETTINGS = (
     *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
     *("use_mtp", "prefill_chunk_size", "guidance_scale", "penalty_alpha", "dola_layers", "constraints"),
     *("force_words_ids", "assistant_early_exit", "prompt_lookup_num_tokens", "cache_implementation"),
@@ -52,13 +52,13 @@ class ModelSpeculation:
         return Speculation(self.costs, sources)
 
 
-def is_plain(model: Any, inputs: Any, config: GenerationConfig, given: Mapping[str, Any]) -> bool:
+def is_plain(model: Any, inputs: Any, config: GenerationConfig, arguments: Mapping[str, Any]) -> bool:
     """Is a call of ``generate`` with these arguments one sequence, greedy or sampled, and nothing else?"""
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
 
     def setting(name: str) -> Any:
         """As ``generate`` finds it: given, of the configuration given, of the model's own."""
-        places = (given.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
+        places = (arguments.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
         return next((value for value in places if value is not None), None)
 
     prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
@@ -67,16 +67,16 @@ def is_plain(model: Any, inputs: Any, config: GenerationConfig, given: Mapping[s
         and not inputs.is_floating_point()
         and inputs.shape[0] == 1
         and (mask is None or bool(mask.all()))
-        and all(name in PLAIN or hasattr(config, name) for name in given)
-        and not any(setting(name) for name in NEVER)
+        and all(name in PLAIN or hasattr(config, name) for name in arguments)
+        and not any(setting(name) for name in UNSUPPORTED_SETTINGS)
         and {setting(name) or 1 for name in ("num_beams", "num_return_sequences")} == {1}
         and setting("use_cache") is not False
         and prepare is GenerationMixin.prepare_inputs_for_generation
     )
 
 
-def loop(
-    speculation: Speculation, cache_name: str, streamer: Any, line: TracedPass | None, head: SwarmHead | None
+def make_loop(
+    speculation: Speculation, cache_name: str, streamer: Any, traced: TracedPass | None, head: SwarmHead | None
 ) -> Loop:
     """What ``generate`` takes as ``custom_generate``: decode until a stopping criterion holds."""
 
@@ -86,39 +86,39 @@ def loop(
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: GenerationConfig,
-        **given: Any,
+        **options: Any,
     ) -> torch.Tensor:
-        if given.get("attention_mask") is not None:  # of a prompt in which transformers found padding
-            given |= {"generation_config": generation_config, "streamer": streamer}
-            return type(model)._sample(model, input_ids, logits_processor, stopping_criteria, **given)  # type: ignore[no-any-return]
-        cache, ids, tokens = given[cache_name], input_ids, input_ids[0].tolist()
-        sent, tried, samples = input_ids, list[int](), bool(generation_config.do_sample)
-        of_swarm = head if is_enough(logits_processor, samples) else None
+        if options.get("attention_mask") is not None:  # of a prompt in which transformers found padding
+            options |= {"generation_config": generation_config, "streamer": streamer}
+            return type(model)._sample(model, input_ids, logits_processor, stopping_criteria, **options)  # type: ignore[no-any-return]
+        cache, ids, tokens = options[cache_name], input_ids, input_ids[0].tolist()
+        sent, draft_tokens, samples = input_ids, list[int](), bool(generation_config.do_sample)
+        swarm_head = head if is_enough(logits_processor, samples) else None
         speculation.begin(tokens)
         while True:
-            begun = time.perf_counter()
-            by_line = None if ids is input_ids else line
-            out = _passed(model, sent, 1 + len(tried), cache_name, cache, by_line, of_swarm)
+            started_at = time.perf_counter()
+            by_line = None if ids is input_ids else traced
+            out = _compute_logits(model, sent, 1 + len(draft_tokens), cache_name, cache, by_line, swarm_head)
             if ids is not input_ids:
-                speculation.costs.measured(sent.shape[1], time.perf_counter() - begun)
-            logits = out[:, -1 - len(tried) :].to(ids.device, torch.float32, copy=True)
+                speculation.costs.measured(sent.shape[1], time.perf_counter() - started_at)
+            logits = out[:, -1 - len(draft_tokens) :].to(ids.device, torch.float32, copy=True)
             is_done, n_right = False, -1
-            for n_right in range(1 + len(tried)):
+            for n_right in range(1 + len(draft_tokens)):
                 token = _choose(logits_processor(ids, logits[:, n_right]), samples)
                 ids = torch.cat([ids, token[:, None]], 1)
                 tokens.append(int(token))
                 if streamer is not None:
                     streamer.put(token.cpu())
                 is_done = bool(stopping_criteria(ids, None).all())
-                if is_done or n_right == len(tried) or tokens[-1] != tried[n_right]:
+                if is_done or n_right == len(draft_tokens) or tokens[-1] != draft_tokens[n_right]:
                     break
-            if n_right < len(tried):
-                cache.crop(n_right - len(tried))
+            if n_right < len(draft_tokens):
+                cache.crop(n_right - len(draft_tokens))
             speculation.learn(n_right)
             if is_done:
                 break
-            tried = speculation.ahead(tokens, generation_config.max_length - len(tokens) - 1)
-            sent = torch.tensor([[tokens[-1], *tried]])
+            draft_tokens = speculation.ahead(tokens, generation_config.max_length - len(tokens) - 1)
+            sent = torch.tensor([[tokens[-1], *draft_tokens]])
         if streamer is not None:
             streamer.end()
         return ids
@@ -126,16 +126,16 @@ def loop(
     return decode
 
 
-def _passed(
-    model: Any, sent: torch.Tensor, n: int, name: str, cache: Any, line: TracedPass | None, head: SwarmHead | None
+def _compute_logits(
+    model: Any, sent: torch.Tensor, n: int, name: str, cache: Any, traced: TracedPass | None, head: SwarmHead | None
 ) -> torch.Tensor:
     """Logits of the tokens that are sent, or of the last n: by the swarm's head, a line, or the family's forward."""
     if head is not None:
         return head.logits(sent, cache, n)
-    if line is not None:
-        return line.compute(sent, *cache.at_its_end(sent.shape[1]))
-    kept = {"logits_to_keep": n} if _keeps_logits(model.__class__) else {}
-    logits: torch.Tensor = model(input_ids=sent.to(model.device), use_cache=True, **{name: cache}, **kept).logits
+    if traced is not None:
+        return traced.compute(sent, *cache.at_its_end(sent.shape[1]))
+    options = {"logits_to_keep": n} if _keeps_logits(model.__class__) else {}
+    logits: torch.Tensor = model(input_ids=sent.to(model.device), use_cache=True, **{name: cache}, **options).logits
     return logits
 
 
@@ -145,6 +145,6 @@ def _keeps_logits(family: type) -> bool:
     return "logits_to_keep" in inspect.signature(family.forward).parameters  # type: ignore[attr-defined]
 
 
-def _choose(scores: torch.Tensor, samples: bool) -> torch.Tensor:
+def _choose(scores: torch.Tensor, is_sampled: bool) -> torch.Tensor:
     """One token a row of [1, vocabulary] scores."""
-    return torch.multinomial(scores.softmax(-1), 1)[:, 0] if samples else scores.argmax(-1)
+    return torch.multinomial(scores.softmax(-1), 1)[:, 0] if is_sampled else scores.argmax(-1)

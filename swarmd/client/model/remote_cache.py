@@ -37,7 +37,7 @@ class Session(Protocol):
     @property
     def given(self) -> ServedLogits | None: ...
 
-    def refute(self, given: ServedLogits, reason: str) -> None: ...
+    def refute(self, logits: ServedLogits, reason: str) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -79,7 +79,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
         self.max_tokens = max_tokens
         self.dtype = dtype  # in which the swarm computes, whatever the client's part is in
         self.n_expected = 0  # prompt tokens that max_tokens reckons with, if that is known
-        self.own: TunedParameters | None = None
+        self.tuned: TunedParameters | None = None
         self.session: Session | None = None
         self._open_session = open_session
         self._edits: list[Edit] = []
@@ -113,11 +113,11 @@ class RemoteCache(Cache):  # type: ignore[misc]
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         raise NotImplementedError("a remote cache has a fixed batch: keep all rows, or start anew with fewer")
 
-    def precede(self, own: TunedParameters) -> None:
+    def precede(self, parameters: TunedParameters) -> None:
         """Have the session's tokens pass through the client's own parameters, after their prefix."""
-        self.own = own
-        self.n_tokens += own.n_prefix
-        self.max_tokens += own.n_prefix
+        self.tuned = parameters
+        self.n_tokens += parameters.n_prefix
+        self.max_tokens += parameters.n_prefix
 
     def append(
         self,
@@ -139,7 +139,9 @@ class RemoteCache(Cache):  # type: ignore[misc]
                 f"{self.n_tokens} tokens and {t} more exceed the {self.max_tokens} that this session can hold"
             )
         if self.session is None:
-            self.session = self._open_session(b, self.max_tokens, self.own if self.own and self.own.version else None)
+            self.session = self._open_session(
+                b, self.max_tokens, self.tuned if self.tuned and self.tuned.version else None
+            )
         chunk = None if mask is None else mask[:, -t:].to(torch.uint8)
         self._has_padding = self._has_padding or (chunk is not None and not bool(chunk.all()))
         edits, self._edits = tuple(self._edits), []

@@ -29,23 +29,23 @@ class Costs:
     """What a pass takes by the number of its tokens, measured on the same chain; for all answers that go through it."""
 
     def __init__(self) -> None:
-        self._one: deque[float] = deque(maxlen=N_MEASURED)
-        self._more: deque[float] = deque(maxlen=N_MEASURED)
+        self._single_passes_s: deque[float] = deque(maxlen=N_MEASURED)
+        self._extra_tokens_s: deque[float] = deque(maxlen=N_MEASURED)
         self.one_s = 0.0  # a pass with one token, 0 until it is measured
         self.more_s = 0.0  # each further token of a pass
 
     def measured(self, n_tokens: int, seconds: float) -> None:
         """Note a pass that sent ``n_tokens`` and took ``seconds``."""
         if n_tokens == 1:
-            self._one.append(seconds)
-            self.one_s = statistics.median(self._one)
-        elif self._one:
-            self._more.append(max(0.0, (seconds - self.one_s) / (n_tokens - 1)))
-        self.more_s = statistics.median(self._more) if self._more else EACH_ASSUMED * self.one_s
+            self._single_passes_s.append(seconds)
+            self.one_s = statistics.median(self._single_passes_s)
+        elif self._single_passes_s:
+            self._extra_tokens_s.append(max(0.0, (seconds - self.one_s) / (n_tokens - 1)))
+        self.more_s = statistics.median(self._extra_tokens_s) if self._extra_tokens_s else EACH_ASSUMED * self.one_s
 
 
-def tokens_ahead(chance: float, most: int, one_s: float, each_s: float) -> Decision[int]:
-    """How many of at most ``most`` tokens to try, when each is right with this chance if those before it are.
+def tokens_ahead(chance: float, max_tokens: int, one_s: float, each_s: float) -> Decision[int]:
+    """How many of at most ``max_tokens`` tokens to try, when each is right with this chance if those before it are.
 
     A pass takes ``one_s``, each token tried ``each_s`` more. The most tokens in the time are what counts.
     """
@@ -53,11 +53,11 @@ def tokens_ahead(chance: float, most: int, one_s: float, each_s: float) -> Decis
         return Decision(0, "nothing is tried ahead: no pass was measured yet")
     best, gain = 0, 1.0
     expected, likely = 1.0, 1.0
-    for n in range(1, most + 1):
+    for n in range(1, max_tokens + 1):
         likely *= chance
         expected += likely
-        if (now := expected * one_s / (one_s + n * each_s)) > gain:
-            best, gain = n, now
+        if (speed := expected * one_s / (one_s + n * each_s)) > gain:
+            best, gain = n, speed
     costs = f"{100 * chance:.0f} % are right, each costs {each_s / one_s:.2f} of a pass"
     if gain < LEAST_GAIN:
         return Decision(0, f"nothing is tried ahead: {costs}")
@@ -77,10 +77,10 @@ class DraftSource(Protocol):
     def end(self) -> None:
         """There is no more to propose."""
 
-    def propose(self, tokens: Sequence[int], most: int, least: float) -> tuple[list[int], float]:
-        """At most ``most`` tokens after these, and the seconds that it took.
+    def propose(self, tokens: Sequence[int], max_tokens: int, min_chance: float) -> tuple[list[int], float]:
+        """At most ``max_tokens`` tokens after these, and the seconds that it took.
 
-        None that follow with less than the chance ``least``, where it knows.
+        None that follow with less than the chance ``min_chance``, where it knows.
         """
 
 
@@ -99,13 +99,13 @@ class Lookup:
     def end(self) -> None:
         pass
 
-    def propose(self, tokens: Sequence[int], most: int, least: float) -> tuple[list[int], float]:
+    def propose(self, tokens: Sequence[int], max_tokens: int, min_chance: float) -> tuple[list[int], float]:
         """``tokens`` begin as they did the last time."""
         self._learn(tokens)
         for n in GRAMS:
-            at = self._after.get(tuple(tokens[-n:]))
-            if at is not None and len(tokens) > n:
-                return list(tokens[at : at + most]), 0.0
+            end = self._after.get(tuple(tokens[-n:]))
+            if end is not None and len(tokens) > n:
+                return list(tokens[end : end + max_tokens]), 0.0
         return [], 0.0
 
     def _learn(self, tokens: Sequence[int]) -> None:
@@ -132,39 +132,39 @@ class Speculation:
 
     def begin(self, prompt: Sequence[int]) -> None:
         """A text begins so."""
-        for tried in self._sources:
-            tried.source.begin(prompt)
+        for record in self._sources:
+            record.source.begin(prompt)
 
     def end(self) -> None:
         """It has ended."""
-        for tried in self._sources:
-            tried.source.end()
+        for record in self._sources:
+            record.source.end()
 
     def ahead(self, tokens: Sequence[int], room: int) -> list[int]:
         """Tokens to send behind the last of these, at most ``room``; ``learn`` is told what became of them."""
         self._n_passes += 1
         one_s = self.costs.one_s
-        for tried in self._sources:
+        for record in self._sources:
             left_s = self._allowance_s()
-            each_s = self.costs.more_s + tried.source.each_s
-            most = min(MOST_AHEAD, room, int(left_s / each_s) if each_s else MOST_AHEAD)
-            decision = tokens_ahead(tried.chance, most, one_s, each_s)
+            each_s = self.costs.more_s + record.source.each_s
+            max_tokens = min(MOST_AHEAD, room, int(left_s / each_s) if each_s else MOST_AHEAD)
+            decision = tokens_ahead(record.chance, max_tokens, one_s, each_s)
             self.reason = decision.reason
             if decision.action:
-                found, seconds = tried.source.propose(tokens, decision.action, each_s / one_s)
+                proposed, seconds = record.source.propose(tokens, decision.action, each_s / one_s)
                 self._won_s -= seconds
-                if found:
-                    self._last = tried, len(found)
-                    return found
-            tried.forget()
+                if proposed:
+                    self._last = record, len(proposed)
+                    return proposed
+            record.forget()
         return []
 
     def learn(self, n_taken: int) -> None:
         """So many of the tokens sent ahead in the last pass were right."""
         if self._last is None:
             return
-        (tried, n_sent), self._last = self._last, None
-        tried.learn(n_sent, n_taken)
+        (record, n_sent), self._last = self._last, None
+        record.learn(n_sent, n_taken)
         self._won_s += n_taken * self.costs.one_s - n_sent * self.costs.more_s
         self.n_sent += n_sent
         self.n_taken += n_taken

@@ -69,36 +69,36 @@ def is_enough(processors: Iterable[Any], samples: bool) -> bool:
 class HeadChecks:
     """Which answers of which servers are computed here again: a share, ``least`` at least. For one model."""
 
-    def __init__(self, least: float = 0.0, rng: random.Random | None = None) -> None:
-        self._share = max(least, CHECKED_SHARE)
+    def __init__(self, min_share: float = 0.0, rng: random.Random | None = None) -> None:
+        self._share = max(min_share, CHECKED_SHARE)
         self._rng = rng or random.Random()
         self._right: set[str] = set()
         self.n_taken = 0
         self.n_checked = 0
 
-    def is_due(self, given: ServedLogits) -> bool:
+    def is_due(self, served: ServedLogits) -> bool:
         """Are these logits to be computed here, too? Until a server was right once, all are."""
         self.n_taken += 1
-        is_due = given.giver not in self._right or self._rng.random() < self._share
+        is_due = served.giver not in self._right or self._rng.random() < self._share
         self.n_checked += is_due
         return is_due
 
-    def wrong(self, given: ServedLogits, own: torch.Tensor, dtype: torch.dtype) -> str:
+    def wrong(self, served: ServedLogits, expected: torch.Tensor, dtype: torch.dtype) -> str:
         """What is wrong with logits, by float32 ones [n, vocabulary] computed here; "" if nothing is.
 
         ``dtype`` is what the head is computed in.
         """
-        top = given.top
-        here = largest(own, top.ids.shape[1])
-        bound = max(TOLERANCE[dtype], CODED[given.codec]) * float(own.abs().max())
-        off = max(
-            float((own.gather(1, top.ids) - top.values).abs().max()),
-            float((here.values - top.values).abs().max()),
-            float((here.log_sum - top.log_sum).abs().max()),
+        top = served.top
+        expected_top = largest(expected, top.ids.shape[1])
+        bound = max(TOLERANCE[dtype], CODED[served.codec]) * float(expected.abs().max())
+        deviation = max(
+            float((expected.gather(1, top.ids) - top.values).abs().max()),
+            float((expected_top.values - top.values).abs().max()),
+            float((expected_top.log_sum - top.log_sum).abs().max()),
         )
-        if off > bound:
-            return f"logits that are off by {off:.3g}, with {bound:.2g} allowed"
-        self._right.add(given.giver)
+        if deviation > bound:
+            return f"logits that are off by {deviation:.3g}, with {bound:.2g} allowed"
+        self._right.add(served.giver)
         return ""
 
 
@@ -114,17 +114,17 @@ def head_called(name: str, compiled_in: Path, verify: float = 0.0) -> HeadBy:
 class SwarmHead:
     """One model's steps, with logits of the last hop where it gives them."""
 
-    def __init__(self, model: Any, straight: TracedPass, checks: HeadChecks) -> None:
-        assert straight.enter is not None
-        self._straight, self._enter, self._checks = straight, straight.enter, checks
+    def __init__(self, model: Any, traced: TracedPass, checks: HeadChecks) -> None:
+        assert traced.enter is not None
+        self._traced, self._enter, self._checks = traced, traced.enter, checks
         self._weights = list(model.get_output_embeddings().parameters())
-        self._known = self._look()
+        self._known = self._fingerprint()
         self._vocabulary = int(model.get_output_embeddings().out_features)
 
     @property
     def holds(self) -> bool:
         """Is the head here what it was? Else it is another one than the servers'."""
-        return self._look() == self._known
+        return self._fingerprint() == self._known
 
     def logits(self, ids: torch.Tensor, cache: RemoteCache, n: int) -> torch.Tensor:
         """Send tokens [1, t] through the swarm; returns logits [1, n, vocabulary] of the last ``n``."""
@@ -132,13 +132,13 @@ class SwarmHead:
         hidden = through(self._enter(ids, positions))[:, -n:]
         session = cache.session
         assert session is not None
-        given = session.given
-        if given is not None and not self._checks.is_due(given):
-            return given.top.filled(self._vocabulary).unsqueeze(0)
-        own = self._straight.compute(ids[:, -n:], positions[:, -n:], lambda _: hidden)
-        if given is not None and (wrong := self._checks.wrong(given, own[0].float(), hidden.dtype)):
-            session.refute(given, wrong)
-        return own
+        served = session.given
+        if served is not None and not self._checks.is_due(served):
+            return served.top.filled(self._vocabulary).unsqueeze(0)
+        logits = self._traced.compute(ids[:, -n:], positions[:, -n:], lambda _: hidden)
+        if served is not None and (wrong := self._checks.wrong(served, logits[0].float(), hidden.dtype)):
+            session.refute(served, wrong)
+        return logits
 
-    def _look(self) -> list[tuple[int, int]]:
+    def _fingerprint(self) -> list[tuple[int, int]]:
         return [(weight.data_ptr(), weight._version) for weight in self._weights]

@@ -29,11 +29,11 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 
 _library: Any = torch.library.Library("swarmd_client", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("call(Tensor x, int which) -> Tensor")
-_calls = threading.local()  # ``now``: what REMOTE and HEAD are in this thread
+_calls = threading.local()  # ``functions``: what REMOTE and HEAD are in this thread
 
 
-def _call(x: torch.Tensor, which: int) -> torch.Tensor:
-    out: torch.Tensor = _calls.now[which](x)
+def _call(hidden: torch.Tensor, which: int) -> torch.Tensor:
+    out: torch.Tensor = _calls.functions[which](hidden)
     return out
 
 
@@ -41,29 +41,29 @@ _library.impl("call", _call, "CompositeExplicitAutograd")
 
 
 @contextmanager
-def _calling(remote: Call, head: Call) -> Iterator[None]:
-    _calls.now = remote, head
+def _bind_calls(remote: Call, head: Call) -> Iterator[None]:
+    _calls.functions = remote, head
     try:
         yield
     finally:
-        del _calls.now
+        del _calls.functions
 
 
 @contextmanager
-def _instead_of(owner: Any, name: str, function: Call) -> Iterator[None]:
+def _replace_method(owner: Any, name: str, function: Call) -> Iterator[None]:
     """Within, a method of one object is this function."""
-    before = vars(owner).get(name)
+    original = vars(owner).get(name)
     setattr(owner, name, function)
     try:
         yield
     finally:
         delattr(owner, name)
-        if before is not None:
-            setattr(owner, name, before)
+        if original is not None:
+            setattr(owner, name, original)
 
 
 class TracedPass:
-    """See the module. ``write_down`` makes one.
+    """See the module. ``trace_model`` makes one.
 
     ``enter`` is the line up to the swarm: ids and positions [1, n] to hidden states [1, n, d].
     """
@@ -73,27 +73,27 @@ class TracedPass:
     ) -> None:
         self._model, self._line, self._head = model, line, model.get_output_embeddings()
         self.enter, self._constants = enter, constants
-        self._known = self._look()
+        self._known = self._fingerprint()
 
     def compute(self, ids: torch.Tensor, positions: torch.Tensor, remote: Call) -> torch.Tensor:
         """ids and positions [1, n] to logits [1, n, vocabulary]; ``remote`` is what the swarm does."""
-        with _calling(remote, self._head):
+        with _bind_calls(remote, self._head):
             return self._line(ids, positions)
 
     @property
     def holds(self) -> bool:
         """Is the model what it was when this was written down?"""
-        return not self._model.training and self._look() == self._known
+        return not self._model.training and self._fingerprint() == self._known
 
-    def _look(self) -> list[Any]:
+    def _fingerprint(self) -> list[Any]:
         """The modules, what hangs on them, and where constants lie and how often they were changed."""
-        own = [module for module in self._model.modules() if not isinstance(module, Stub)]
-        hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in own)
+        modules = [module for module in self._model.modules() if not isinstance(module, Stub)]
+        hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
         weights = [(weight.data_ptr(), weight._version) for weight in self._constants]
-        return [*map(id, own), hooks, vars(self._model).get("forward"), *weights]
+        return [*map(id, modules), hooks, vars(self._model).get("forward"), *weights]
 
 
-def write_down(model: Any, layers: Sequence[Any], cache_name: str, enters: bool = False) -> TracedPass | None:
+def trace_model(model: Any, layers: Sequence[Any], cache_name: str, enters: bool = False) -> TracedPass | None:
     """The line of a client's model, by its family's forward; None where there is none. ``layers`` are all its stubs.
 
     ``enters``: its beginning by itself is wanted, too.
@@ -106,40 +106,41 @@ def write_down(model: Any, layers: Sequence[Any], cache_name: str, enters: bool 
     def run(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cache = model.new_cache()
         cache.n_tokens = N_PAST
-        about = {cache_name: cache, **no_routers, **({"position_ids": positions} if takes_positions else {})}
-        logits: torch.Tensor = family(input_ids=ids, use_cache=True, **about).logits
+        arguments = {cache_name: cache, **no_routers, **({"position_ids": positions} if takes_positions else {})}
+        logits: torch.Tensor = family(input_ids=ids, use_cache=True, **arguments).logits
         return logits
 
     def enter(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        entered: list[torch.Tensor] = []
+        captured: list[torch.Tensor] = []
 
         def pass_on(hidden: torch.Tensor) -> torch.Tensor:
-            entered.append(hidden)
+            captured.append(hidden)
             return hidden
 
-        with _instead_of(layers[0], "call", pass_on):
+        with _replace_method(layers[0], "call", pass_on):
             run(ids, positions)
-        return entered[0]
+        return captured[0]
 
     try:
         own_head = type(head).forward.__get__(head)
         holes = [
-            _instead_of(at, name, _hole(n)) for at, name, n in ((layers[0], "call", REMOTE), (head, "forward", HEAD))
+            _replace_method(owner, name, _make_hole(n))
+            for owner, name, n in ((layers[0], "call", REMOTE), (head, "forward", HEAD))
         ]
-        with torch.no_grad(), holes[0], holes[1], _calling(torch.clone, own_head):
-            line, constants = _line(run)
-            entering, more = _line(enter) if enters else (None, [])
+        with torch.no_grad(), holes[0], holes[1], _bind_calls(torch.clone, own_head):
+            traced, constants = _trace(run)
+            entering, entry_constants = _trace(enter) if enters else (None, [])
     except Exception as failure:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
         logger.info("steps go through the family's own forward: %s", failure)
         return None
-    return TracedPass(model, line, entering, [*constants, *more])
+    return TracedPass(model, traced, entering, [*constants, *entry_constants])
 
 
-def _hole(which: int) -> Call:
-    return lambda x: torch.ops.swarmd_client.call(x, which)
+def _make_hole(which: int) -> Call:
+    return lambda hidden: torch.ops.swarmd_client.call(hidden, which)
 
 
-def _line(run: traced.Pass) -> tuple[traced.Pass, list[torch.Tensor]]:
+def _trace(run: traced.Pass) -> tuple[traced.Pass, list[torch.Tensor]]:
     """A function as a line, and the constants in it. Raises RuntimeError where the line gives other numbers."""
     two, three = (traced.written_down(run, *_example(n)) for n in (2, 3))
     for module in (two, three):

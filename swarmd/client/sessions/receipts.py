@@ -32,46 +32,53 @@ Place = tuple[PeerId, int]
 class HopAccount:
     """What one hop has signed: digests of tokens as they entered and left, and the last receipt itself."""
 
-    entered: bytearray = field(default_factory=bytearray)
-    left: bytearray = field(default_factory=bytearray)
+    inputs: bytearray = field(default_factory=bytearray)
+    outputs: bytearray = field(default_factory=bytearray)
     last: Receipt | None = None
     is_whole: bool = True  # does each receipt go on where the ones before it ended?
     _signed: list[tuple[int, bytes, bytes]] = field(default_factory=list)  # from which token on, body, signature
 
     @property
     def n_tokens(self) -> int:
-        return len(self.left) // DIGEST_BYTES
+        """Tokens of which the hop has signed digests."""
+        return len(self.outputs) // DIGEST_BYTES
 
     @property
     def signed(self) -> tuple[tuple[bytes, bytes], ...]:
         """Bodies and signatures, for others to see; none where one is missing between them."""
         return tuple((body, signature) for _, body, signature in self._signed) if self.is_whole else ()
 
-    def add(self, said: Receipt, body: bytes, signature: bytes) -> None:
+    def add(self, new_receipt: Receipt, body: bytes, signature: bytes) -> None:
         """Take what is newer; receipts whose tokens it tells of, too, are not needed any more.
 
         Raises IntegrityError for one that says otherwise what it goes on from: others would blame who shows it.
         """
-        goes_on = said.first <= self.n_tokens and said.before == digest_before(self.entered, self.left, said.first)
-        if not goes_on and (said.first == 0 or (self.is_whole and self.last is not None)):
-            raise IntegrityError(f"a receipt of {said.peer} does not go on from those before it")
-        self.is_whole = goes_on and (self.is_whole or said.first == 0)
-        if self.last is not None and said.first < self.last.first:
-            self._signed = [entry for entry in self._signed if entry[0] < said.first]
-        for digests, more in ((self.entered, said.entered), (self.left, said.left)):
-            digests += UNSEEN * (said.first - len(digests) // DIGEST_BYTES)
-            digests[said.first * DIGEST_BYTES :] = more
-        self.last = said
-        self._signed.append((said.first, body, signature))
+        goes_on = new_receipt.first <= self.n_tokens and new_receipt.before == digest_before(
+            self.inputs, self.outputs, new_receipt.first
+        )
+        if not goes_on and (new_receipt.first == 0 or (self.is_whole and self.last is not None)):
+            raise IntegrityError(f"a receipt of {new_receipt.peer} does not go on from those before it")
+        self.is_whole = goes_on and (self.is_whole or new_receipt.first == 0)
+        if self.last is not None and new_receipt.first < self.last.first:
+            self._signed = [entry for entry in self._signed if entry[0] < new_receipt.first]
+        for digests, new_digests in ((self.inputs, new_receipt.entered), (self.outputs, new_receipt.left)):
+            digests += UNSEEN * (new_receipt.first - len(digests) // DIGEST_BYTES)
+            digests[new_receipt.first * DIGEST_BYTES :] = new_digests
+        self.last = new_receipt
+        self._signed.append((new_receipt.first, body, signature))
 
 
+# Two kinds of signatures of every hop come in, and peers choose all bytes of both. A receipt holds digests of tokens
+# as they entered and left the hop, and goes on from those before it: whoever signs one cannot sign another history
+# later. A bill says how many tokens the client owes for, and the client signs it only as far as it has sent them.
+# What is kept is bounded: MAX_RECEIPTS for a hop, none beyond ``max_tokens``.
 class HopAccounts:
     """The receipts of one session. ``n_tokens`` each row holds; ``low`` is the least since ``mark``.
 
     ``bills`` are the last of each hop, as both have signed them.
     """
 
-    def __init__(self, session: bytes, client: PeerId, max_tokens: int, about: tuple[str, str, bytes]) -> None:
+    def __init__(self, session: bytes, client: PeerId, max_tokens: int, subject: tuple[str, str, bytes]) -> None:
         self.n_tokens = 0
         self.low = 0
         self.n_before = 0  # the last op, whose tokens may have been tried ahead
@@ -82,7 +89,7 @@ class HopAccounts:
         self._session = session
         self._client = client
         self._max_tokens = max_tokens
-        self._about = about  # model, adapter and the version of own parameters
+        self._about = subject  # model, adapter and the version of own parameters
         self._accounts: dict[Place, HopAccount] = {}
         self.bills: dict[Place, tuple[UsageReceipt, SignedUsageReceipt]] = {}
 
@@ -108,48 +115,64 @@ class HopAccounts:
             del self.answers[-n_cropped * DIGEST_BYTES :]
         n_tokens = 0 if sent.hidden is None else sent.hidden.shape[1]
         digests = b"" if meta is None else digests_of(meta, payload)
-        self.answers += UNSEEN * (n_tokens - len(digests) // DIGEST_BYTES) + digests
+        n_missing = n_tokens - len(digests) // DIGEST_BYTES
+        self.answers += UNSEEN * n_missing + digests
 
     def take_untrusted(self, place: Place, end: int, body: bytes, signature: bytes, now: float) -> HopAccount:
         """Enter a receipt. Raises IntegrityError for one that is forged, or of something else."""
-        said = receipt.read_untrusted(body, signature)
+        new_receipt = receipt.read_untrusted(body, signature)
         account = self._accounts.setdefault(place, HopAccount())
-        if said.end != end or (account.last is not None and said.seq <= account.last.seq):
+        if new_receipt.end != end or (account.last is not None and new_receipt.seq <= account.last.seq):
             return account  # on its way when the hop began anew, or overtaken
-        expected = (place[0], self._client, self._session, place[1], *self._about)
-        if (said.peer, said.client, said.session, said.start, said.model, said.adapter, said.tuned) != expected:
-            raise IntegrityError(f"a receipt of {said.peer} for [{said.start},{said.end}) of another session or hop")
-        if said.first + len(said.left) // DIGEST_BYTES > self._max_tokens:
+        peer, start = place
+        expected = (peer, self._client, self._session, start, *self._subject)
+        if (
+            new_receipt.peer,
+            new_receipt.client,
+            new_receipt.session,
+            new_receipt.start,
+            new_receipt.model,
+            new_receipt.adapter,
+            new_receipt.tuned,
+        ) != expected:
+            raise IntegrityError(
+                f"a receipt of {new_receipt.peer} for [{new_receipt.start},{new_receipt.end}) of another session or hop"
+            )
+        if new_receipt.first + len(new_receipt.left) // DIGEST_BYTES > self._max_tokens:
             raise IntegrityError(f"a receipt beyond the {self._max_tokens} tokens of the session")
-        if abs(now - said.at) > MAX_SKEW_S:
+        if abs(now - new_receipt.at) > MAX_SKEW_S:
             account.is_whole = False
             return account  # it would convince nobody
         if len(account.signed) >= MAX_RECEIPTS:
             raise IntegrityError(f"more than {MAX_RECEIPTS} receipts for one session")
-        account.add(said, body, signature)
+        account.add(new_receipt, body, signature)
         return account
 
-    def take_bill_untrusted(self, place: Place, end: int, body: bytes, given: bytes, me: Identity) -> bytes | None:
+    def take_bill_untrusted(
+        self, place: Place, end: int, body: bytes, giver_signature: bytes, identity: Identity
+    ) -> bytes | None:
         """Sign a hop's bill, if it is no more than was sent; None: of a hop that began anew. Raises IntegrityError."""
-        bill = bills.read_offer_untrusted(body, given)
+        bill = bills.read_offer_untrusted(body, giver_signature)
         if bill.end != end:
             return None
-        about = (bill.giver, bill.taker, bill.session, bill.start, bill.end)
-        if about != (place[0], self._client, self._session, place[1], end):
+        parties = (bill.giver, bill.taker, bill.session, bill.start, bill.end)
+        peer, start = place
+        if parties != (peer, self._client, self._session, start, end):
             raise IntegrityError(f"a bill of {bill.giver} for another session or hop")
         if bill.n_tokens > self.n_sent:
             raise IntegrityError(f"a bill for {bill.n_tokens} tokens; {self.n_sent} were sent")
-        taken = bills.accept(body, me)
-        self.bills[place] = bill, SignedUsageReceipt(body, given, taken)
-        return taken
+        taker_signature = bills.accept(body, identity)
+        self.bills[place] = bill, SignedUsageReceipt(body, giver_signature, taker_signature)
+        return taker_signature
 
     def account(self, place: Place) -> HopAccount:
+        """Return what a hop has signed so far; an empty account if nothing."""
         return self._accounts.get(place, HopAccount())
 
     def pass_on(self, giver: Place, heir: Place) -> None:
         """A cache moved to another server: what was signed of its tokens holds on, what follows the heir signs."""
         known = self.account(giver)
-        self._accounts[heir] = HopAccount(bytearray(known.entered), bytearray(known.left), is_whole=False)
+        self._accounts[heir] = HopAccount(bytearray(known.inputs), bytearray(known.outputs), is_whole=False)
 
     def reopened(self, place: Place) -> None:
         """A hop begins anew: what it signed before is of another cache."""
@@ -162,24 +185,33 @@ def digests(hidden: torch.Tensor, positions: torch.Tensor, codec: str) -> bytes:
     return digests_of(meta, payload)
 
 
-def disagreement(
-    gave: bytes | bytearray, took: bytes | bytearray, end: int, joined: int, is_picky: bool = False
+def first_disagreement(
+    given_digests: bytes | bytearray,
+    taken_digests: bytes | bytearray,
+    end: int,
+    n_tokens_at_open: int,
+    is_picky: bool = False,
 ) -> int | None:
-    """The first token before ``end`` of which two parties' digests differ.
+    """Return the first token before ``end`` of which two parties' digests differ.
 
-    A giver has not seen tokens from before it ``joined``. A picky taker asked for some only, and has not seen others.
+    A giver has not seen the tokens from before it was opened, the first ``n_tokens_at_open``. A picky taker asked for
+    some only, and has not seen others.
     """
-    for token in range(min(end, len(gave) // DIGEST_BYTES, len(took) // DIGEST_BYTES)):
+    n_both = min(len(given_digests), len(taken_digests)) // DIGEST_BYTES
+    for token in range(min(end, n_both)):
         window = slice(token * DIGEST_BYTES, (token + 1) * DIGEST_BYTES)
-        if gave[window] == took[window]:
+        given = given_digests[window]
+        taken = taken_digests[window]
+        if given == taken:
             continue
-        is_excused = (gave[window] == UNSEEN and token < joined) or (took[window] == UNSEEN and is_picky)
-        if not is_excused:
+        is_before_open = given == UNSEEN and token < n_tokens_at_open
+        is_not_asked = taken == UNSEEN and is_picky
+        if not is_before_open and not is_not_asked:
             return token
     return None
 
 
-def are_seen(known: bytes | bytearray, first: int, end: int) -> bool:
+def has_digests(known: bytes | bytearray, first: int, end: int) -> bool:
     """Is there a digest of each of these tokens?"""
     windows = (slice(token * DIGEST_BYTES, (token + 1) * DIGEST_BYTES) for token in range(first, end))
     return all(len(known) >= window.stop and known[window] != UNSEEN for window in windows)

@@ -92,16 +92,16 @@ class ChainSession:
         self._position = self.hops.position
         self.history = History(terms.grade == "exact", budget)
         self._repairs = Repairs(self.hops, self.history)
-        self._entered: dict[int, tuple[SentOp, int | None]] = {}  # what is on its way, and what is wanted of it
+        self._in_flight: dict[int, tuple[SentOp, int | None]] = {}  # what is on its way, and what is wanted of it
         self.auditor: AnswerAudit | None = None
         self.second: SecondChain | None = None
         self.width = 0
         self.given: ServedLogits | None = None  # logits of the tokens that the last step wanted
         self._vocabulary = 0  # what the present step asks logits of
         self._answers: dict[int, torch.Tensor] = {}
-        self._moved_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
+        self._progress_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
         self._n_replayed = 0  # tokens that a repair has computed again since the last answer
-        self._here_s = 0.0  # between the answer before and what was sent last
+        self._client_s = 0.0  # between the answer before and what was sent last
         self._faulty: list[tuple[PeerId, str]] = []  # who gave what cannot be right, and what
         self._accusers: set[PeerId] = set()  # hops that said of the one before what cannot be proved
         self._n_wrong = 0
@@ -171,22 +171,22 @@ class ChainSession:
         self._is_busy = self._is_broken = True  # until the answers are here
         self.given, self._vocabulary = None, vocabulary
         self._fatal, self._n_wrong = None, 0
-        self._entered.clear()
+        self._in_flight.clear()
         self._faulty.clear()
         first = self._position.seq + 1
-        whole = SentOp(first, edits, hidden, positions, mask, record_past)
+        step_op = SentOp(first, edits, hidden, positions, mask, record_past)
         is_exact = self.terms.grade == "exact"  # which must not depend on what was measured
-        parts = cut(whole, () if is_exact else self._prefill_speeds())
-        outs: list[torch.Tensor] = []
+        parts = cut(step_op, () if is_exact else self._prefill_speeds())
+        outputs: list[torch.Tensor] = []
         for n_sent, sent in enumerate(parts, 1):
-            left = sum(0 if p.hidden is None else p.hidden.shape[1] for p in parts[n_sent:])
-            await self._send(sent, None if want is None else max(0, want - left))
-            while n_sent - len(outs) >= (MAX_IN_FLIGHT if n_sent < len(parts) else 1):
-                outs.append(await self._receive(first + len(outs)))
+            n_following = sum(0 if p.hidden is None else p.hidden.shape[1] for p in parts[n_sent:])
+            await self._send(sent, None if want is None else max(0, want - n_following))
+            while n_sent - len(outputs) >= (MAX_IN_FLIGHT if n_sent < len(parts) else 1):
+                outputs.append(await self._receive(first + len(outputs)))
         self._is_busy = self._is_broken = False
-        out = None if hidden is None else outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+        out = None if hidden is None else outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         if self.second is not None:
-            self.second.follow(whole, out, want)
+            self.second.follow(step_op, out, want)
         return out
 
     def _prefill_speeds(self) -> list[float]:
@@ -195,10 +195,10 @@ class ChainSession:
         return [(r.prefill_tokens_per_s or 0.0) if r else 0.0 for r in records]
 
     async def _send(self, sent: SentOp, want: int | None) -> None:
-        if not self._entered:
-            self._here_s = trio.current_time() - self._moved_at
-            self._moved_at = trio.current_time()
-        self._entered[sent.seq] = sent, want
+        if not self._in_flight:
+            self._client_s = trio.current_time() - self._progress_at
+            self._progress_at = trio.current_time()
+        self._in_flight[sent.seq] = sent, want
         self._position.seq = sent.seq
         if self._swarm.audits:
             self.hops.accounts.sent(sent)
@@ -219,10 +219,10 @@ class ChainSession:
             await self._wait()
         return self._answers.pop(seq)
 
-    async def refute(self, given: ServedLogits, reason: str) -> None:
+    async def refute(self, logits: ServedLogits, reason: str) -> None:
         """These logits are wrong: who gave them is done without."""
-        doubt = Doubt(max(0, self.hops.accounts.n_tokens - 1), str(given.link.hop), reason)
-        self.hops.convict(given.link, doubt)
+        doubt = Doubt(max(0, self.hops.accounts.n_tokens - 1), str(logits.link.hop), reason)
+        self.hops.convict(logits.link, doubt)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -263,9 +263,9 @@ class ChainSession:
         self.hops.decline(peer, LEAVING_FOR_S)
         self.hops.worry(f"{link.hop} stops serving")
         if not self._is_busy and not self._is_closed:
-            self._swarm.start_soon(self._repair_quietly)
+            self._swarm.start_soon(self._repair_in_background)
 
-    async def _repair_quietly(self) -> None:
+    async def _repair_in_background(self) -> None:
         """Repair between two steps; the next step waits for it, and tries again if it failed."""
         if self._is_busy or self._quiet_repair is not None or self._is_closed:
             return
@@ -295,7 +295,7 @@ class ChainSession:
             return
         if self.hops.links[-1].hop.peer == peer and op.seq == self._position.answered + 1 <= self._position.seq:
             self.statistics.frames_received += 1
-            sent, want = self._entered[op.seq]
+            sent, want = self._in_flight[op.seq]
             entered = sent.hidden
             try:
                 answer = torch.empty(0) if entered is None else read_answer(op, frame, entered, want)
@@ -303,11 +303,11 @@ class ChainSession:
                 if self._swarm.audits:
                     self.hops.accounts.answered(sent, op.tensor, frame.payload)
             except WrongCount as error:
-                self._doubt_all(str(error))
+                self._dispute_all(str(error))
                 return
             except RemoteProtocolError as error:
                 self._faulty.append((peer, str(error)))
-                self._is_wrong(self.hops.links[-1], str(error))
+                self._reject_answer(self.hops.links[-1], str(error))
                 return
             self._answers[op.seq] = answer
             self.given = None if top is None else ServedLogits(top, self.hops.links[-1], self.codec.action)
@@ -315,10 +315,10 @@ class ChainSession:
             while self._faulty:  # there is a right answer: whoever gave another one is at fault, and not the model
                 giver, reason = self._faulty.pop()
                 self._swarm.rpc.standing.fault(giver, Fault.FAULTY_NUMBERS, reason)
-            del self._entered[op.seq]
-            if entered is not None and entered.shape[1] <= MOST_TOKENS and op.seq > 1 and not self._entered:
+            del self._in_flight[op.seq]
+            if entered is not None and entered.shape[1] <= MOST_TOKENS and op.seq > 1 and not self._in_flight:
                 self._note_times(op.times or ())
-            self._moved_at, self._position.answered, self._n_replayed = trio.current_time(), op.seq, 0
+            self._progress_at, self._position.answered, self._n_replayed = trio.current_time(), op.seq, 0
             for link in self.hops.links:  # whoever is in the way of an answer is alive
                 link.watch.on_progress(op.seq, trio.current_time())
                 self._swarm.rpc.standing.did_well(link.hop.peer)
@@ -329,7 +329,7 @@ class ChainSession:
     def _note_times(self, times: HopTimes) -> None:
         """Keep what all hops of the chain tell of the pass that is answered now."""
         if [start for start, _, _ in times] == [link.hop.span.start for link in self.hops.links]:
-            self.statistics.passes.note(self._here_s, trio.current_time() - self._moved_at, times)
+            self.statistics.passes.note(self._client_s, trio.current_time() - self._progress_at, times)
 
     def _on_suspect(self, peer: PeerId, message: Suspect) -> None:
         index = self.hops.index_at(message.start)
@@ -356,7 +356,7 @@ class ChainSession:
             self.hops.notify()
 
     def _is_finite(self, seq: int) -> bool:
-        sent, _ = self._entered.get(seq, (None, None))
+        sent, _ = self._in_flight.get(seq, (None, None))
         return sent is not None and sent.hidden is not None and bool(torch.isfinite(sent.hidden).all())
 
     def _on_accusation(self, index: int, reason: str) -> None:
@@ -368,14 +368,14 @@ class ChainSession:
         accused = self.hops.links[index - 1] if index and accuser.hop.peer not in self._accusers else accuser
         self._accusers.add(accuser.hop.peer)
         accuser.is_lost = True
-        self._is_wrong(accused, f"{accuser.hop} refused what it was given: {reason}")
+        self._reject_answer(accused, f"{accuser.hop} refused what it was given: {reason}")
 
-    def _is_wrong(self, link: HopLink, reason: str) -> None:
+    def _reject_answer(self, link: HopLink, reason: str) -> None:
         """A hop gave what cannot be right: it is as good as dead."""
         self._count_wrong(reason)
         self.hops.lose(link, reason, is_silent=False)
 
-    def _doubt_all(self, reason: str) -> None:
+    def _dispute_all(self, reason: str) -> None:
         """Some hop lost or added tokens, and all behind it have computed that: others take over, nobody is blamed."""
         self._count_wrong(reason)
         self.hops.dispute(self.hops.links, reason)
@@ -394,7 +394,7 @@ class ChainSession:
             raise self._fatal
         if self._is_closed:
             raise ConfigError("this session was closed")
-        waited_s = trio.current_time() - self._moved_at
+        waited_s = trio.current_time() - self._progress_at
         is_stuck = self.hops.trouble is None and waited_s > LONGEST_S and waited_s > self._longest_s()
         if is_stuck:
             self._n_wrong += 1
@@ -402,7 +402,7 @@ class ChainSession:
                 raise SwarmUnavailable(f"{self._n_wrong} chains in turn gave signs of life and no answer")
         if is_stuck or self.hops.trouble is not None:
             await self._repairs.run(is_stuck)
-            self._moved_at, self._n_replayed = trio.current_time(), self.history.n_tokens
+            self._progress_at, self._n_replayed = trio.current_time(), self.history.n_tokens
             return
         changed = self.hops.changed
         with trio.move_on_after(LOOK_INTERVAL_S) as look:
@@ -417,7 +417,7 @@ class ChainSession:
 
         It takes a view of the swarm: nothing for every token.
         """
-        waited_for = [sent.hidden for sent, _ in self._entered.values() if sent.hidden is not None]
+        waited_for = [sent.hidden for sent, _ in self._in_flight.values() if sent.hidden is not None]
         n_tokens = self._n_replayed + sum(hidden.shape[0] * hidden.shape[1] for hidden in waited_for)
         speeds = [speed or SLOWEST_TOKENS_PER_S for speed in self._prefill_speeds()]
         return LONGEST_S + SLACK * n_tokens * sum(1 / max(SLOWEST_TOKENS_PER_S, speed) for speed in speeds)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from swarmd.client.links.link import Doubt, HopLink, SessionServices
-from swarmd.client.sessions.receipts import HopAccount, are_seen, digests, disagreement
+from swarmd.client.sessions.receipts import HopAccount, digests, first_disagreement, has_digests
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import Code, PeerError, PeerTimeout, Refused, RemoteProtocolError, Unreachable
 from swarmd.plan.trust.standing import Fault
@@ -49,8 +49,8 @@ class ExcusedHop(NoConclusion):
 class Statement:
     """All that entered a hop, as it travelled, and what left it of the tokens in ``window``; ``signed`` receipts."""
 
-    entered: Placed
-    left: torch.Tensor
+    inputs: Placed
+    outputs: torch.Tensor
     window: slice
     signed: tuple[tuple[bytes, bytes], ...]
 
@@ -64,38 +64,41 @@ class Statements:
         self._hops = session.hops
 
     async def take(self, link: HopLink, first: int, end: int) -> Statement:
-        """Ask for tokens ``first`` to ``end`` of a hop. Raises Inconclusive, TokensNotShown or PeerError."""
-        links, epoch, passed = self._hops.links, self._hops.epoch, self._hops.accounts
+        """Ask for tokens ``first`` to ``end`` of a hop. Raises NoConclusion, TokensNotShown or PeerError."""
+        links, epoch, accounts = self._hops.links, self._hops.epoch, self._hops.accounts
         if link not in links:
             raise NoConclusion("the hop was replaced")
-        at = links.index(link)
-        before, after = links[at - 1] if at else None, links[at + 1] if at + 1 < len(links) else None
-        own = await self._own_account(link)
-        if own.last is None:
+        index = links.index(link)
+        predecessor, successor = (
+            links[index - 1] if index else None,
+            links[index + 1] if index + 1 < len(links) else None,
+        )
+        account = await self._target_account(link)
+        if account.last is None:
             raise TokensNotShown("it signed nothing that counts")
-        others = [None if of is None else await self._account(of) for of in (before, after)]
+        others = [None if of is None else await self._neighbour_account(of) for of in (predecessor, successor)]
         size = self._session.terms.batch * self._session.width * 4
-        end = min(end, own.n_tokens, MAX_AUDIT_BYTES // max(1, size))
+        end = min(end, account.n_tokens, MAX_AUDIT_BYTES // max(1, size))
         if end <= first:  # a hop that has just inherited caches, or was just opened
             raise NoConclusion("the hop has signed nothing of this window")
-        entered = await self._entered(before, end)
-        seen = [t for t in range(first, end) if are_seen(own.left, t, t + 1)]
-        left = await self._shown(link, seen[0], seen[-1] + 1) if seen else None
-        if self._hops.epoch != epoch or passed.low < end or passed.is_reordered or link not in self._hops.links:
+        inputs = await self._inputs(predecessor, end)
+        seen = [t for t in range(first, end) if has_digests(account.outputs, t, t + 1)]
+        outputs = await self._fetch_outputs(link, seen[0], seen[-1] + 1) if seen else None
+        if self._hops.epoch != epoch or accounts.low < end or accounts.is_reordered or link not in self._hops.links:
             raise NoConclusion("the session went on otherwise meanwhile")
-        self._require_agreement((before, others[0]), (link, own), (after, others[1]), end)
-        if not are_seen(own.entered, 0, end) or not self._are(entered, own.entered):
+        self._require_agreement((predecessor, others[0]), (link, account), (successor, others[1]), end)
+        if not has_digests(account.inputs, 0, end) or not self._match(inputs, account.inputs):
             raise NoConclusion("what entered the hop is not shown any more as it was")
-        if left is None:
+        if outputs is None:
             raise NoConclusion("nothing of this window has left the hop")
         window = slice(seen[0], seen[-1] + 1)
-        if not self._are(left, own.left[window.start * DIGEST_BYTES :]):
+        if not self._match(outputs, account.outputs[window.start * DIGEST_BYTES :]):
             doubt = Doubt(window.start, str(link.hop), "it shows other numbers than it signed")
             self._hops.convict(link, doubt, Fault.UNACCOUNTED)
             raise NoConclusion(doubt.reason)
-        return Statement(self._travelled(entered), left[0], window, own.signed)
+        return Statement(self._as_received(inputs), outputs[0], window, account.signed)
 
-    async def _own_account(self, link: HopLink) -> HopAccount:
+    async def _target_account(self, link: HopLink) -> HopAccount:
         try:
             return await self._hops.ask_receipt(link)
         except Refused as error:
@@ -103,7 +106,7 @@ class Statements:
         except (PeerTimeout, Unreachable) as error:
             raise SilentHop(str(error)) from None
 
-    async def _account(self, link: HopLink) -> HopAccount | None:
+    async def _neighbour_account(self, link: HopLink) -> HopAccount | None:
         """A neighbour's; None where it gives none: an older version, or one that is gone."""
         try:
             return await self._hops.ask_receipt(link)
@@ -125,47 +128,49 @@ class Statements:
         """Do both ends of each link say the same? Of two that do not, one lies: both are done without."""
         (link, account), (giver, gave), (taker, took) = own, before, after
         if giver is not None and gave is not None:
-            at = disagreement(gave.left, account.entered, end, giver.joined)
-            self._do_without(at, [giver, link])
+            at = first_disagreement(gave.outputs, account.inputs, end, giver.n_tokens_at_open)
+            self._dispute_from(at, [giver, link])
         if taker is None:
-            at = disagreement(account.left, self._hops.accounts.answers, end, link.joined, is_picky=True)
-            self._do_without(at, [link])
+            at = first_disagreement(
+                account.outputs, self._hops.accounts.answers, end, link.n_tokens_at_open, is_picky=True
+            )
+            self._dispute_from(at, [link])
         elif took is not None:
-            at = disagreement(account.left, took.entered, end, link.joined)
-            self._do_without(at, [link, taker])
+            at = first_disagreement(account.outputs, took.inputs, end, link.n_tokens_at_open)
+            self._dispute_from(at, [link, taker])
 
-    def _do_without(self, at: int | None, links: list[HopLink]) -> None:
-        if at is None:
+    def _dispute_from(self, token: int | None, links: list[HopLink]) -> None:
+        if token is None:
             return
-        reason = f"{' and '.join(str(of.hop) for of in links)} signed different numbers of token {at + 1}"
-        self._session.statistics.doubts.append(Doubt(at, str(links[0].hop), reason))
+        reason = f"{' and '.join(str(of.hop) for of in links)} signed different numbers of token {token + 1}"
+        self._session.statistics.doubts.append(Doubt(token, str(links[0].hop), reason))
         self._hops.dispute(links, reason)
         raise NoConclusion(reason)
 
-    async def _entered(self, before: HopLink | None, end: int) -> Placed:
-        """What entered a hop, and the positions, which are the client's own. Raises Inconclusive or PeerError."""
+    async def _inputs(self, predecessor: HopLink | None, end: int) -> Placed:
+        """What entered a hop, and the positions, which are the client's own. Raises NoConclusion or PeerError."""
         try:
             hidden, positions = self._session.history.placed(0, end)
         except LookupError as error:
             raise NoConclusion(str(error)) from None
-        if before is not None:
+        if predecessor is not None:
             try:
-                hidden, _ = await self._shown(before, 0, end)
+                hidden, _ = await self._fetch_outputs(predecessor, 0, end)
             except TokensNotShown as error:  # its own audit will say so
                 raise NoConclusion(str(error)) from None
         if hidden.shape[1] != end or positions.shape[1] != end:
             raise NoConclusion("the session went back behind what is audited")
         return hidden, positions
 
-    async def _shown(self, link: HopLink, first: int, end: int) -> Placed:
-        """Tokens ``first`` to ``end`` as they left a hop, piece by piece. Raises Inconclusive or PeerError."""
+    async def _fetch_outputs(self, link: HopLink, first: int, end: int) -> Placed:
+        """Tokens ``first`` to ``end`` as they left a hop, piece by piece. Raises NoConclusion or PeerError."""
         terms, key = self._session.terms, self._session.key
         step = max_tokens_per_frame(terms.batch, self._session.width, terms.dtype, PIECE_BYTES)
         parts: list[Placed] = []
-        for at in range(first, end, step):
-            n = min(step, end - at)
+        for offset in range(first, end, step):
+            n = min(step, end - offset)
             try:
-                request = partial(_want_tokens, key, link.hop.span.start, at, n)
+                request = partial(_want_tokens, key, link.hop.span.start, offset, n)
                 reply, frame = await self._swarm.rpc.call(link.hop.peer, request, timeout_s=ASK_TIMEOUT_S)
             except Refused as error:
                 raise self._refusal(error) from None
@@ -177,15 +182,15 @@ class Statements:
             parts.append((hidden, positions))
         return torch.cat([hidden for hidden, _ in parts], 1), torch.cat([places for _, places in parts], 1)
 
-    def _are(self, shown: Placed, known: bytes | bytearray) -> bool:
+    def _match(self, shown: Placed, signed: bytes | bytearray) -> bool:
         """Are these the numbers whose digests are known? An op that its codec could not hold went raw."""
-        found, raw = digests(*shown, self._session.codec.action), digests(*shown, "raw")
+        encoded, raw = digests(*shown, self._session.codec.action), digests(*shown, "raw")
         windows = [slice(t * DIGEST_BYTES, (t + 1) * DIGEST_BYTES) for t in range(shown[0].shape[1])]
-        return all(known[w] in (found[w], raw[w], UNSEEN) for w in windows)
+        return all(signed[w] in (encoded[w], raw[w], UNSEEN) for w in windows)
 
-    def _travelled(self, entered: Placed) -> Placed:
+    def _as_received(self, inputs: Placed) -> Placed:
         """The same as it came to the hop: what a codec loses on the way is nobody's lie."""
-        hidden, positions = entered
+        hidden, positions = inputs
         meta, payload = pack(hidden, positions, None, self._session.codec.action)
         return unpack_untrusted(meta, memoryview(payload))[0], positions
 

@@ -38,13 +38,13 @@ class VerifyingChain:
         self._failure: SwarmError | None = None
         self._idle = trio.Event()
         self._idle.set()
-        self._looking = trio.CancelScope()
+        self._checking = trio.CancelScope()
         self._is_stopped = False
 
     async def stop(self) -> ChainSession | None:
         """Check nothing more; returns the second chain, which is to be closed."""
         self._is_stopped = True
-        self._looking.cancel()
+        self._checking.cancel()
         await self._idle.wait()
         return self._session
 
@@ -52,11 +52,11 @@ class VerifyingChain:
         """An op was answered. Raises WrongAnswer once something before differs, or why nothing can be checked."""
         if self._failure is not None:
             raise self._failure
-        self._waiting.append((sent, _wanted(out, want)))
+        self._waiting.append((sent, _mask_unwanted(out, want)))
         self._n_waiting += 0 if sent.hidden is None else sent.hidden.shape[1]
         if self._n_waiting >= TOKENS_BEHIND and self._idle.is_set():
             self._idle = trio.Event()
-            self._start(self._look)
+            self._start(self._check_waiting)
 
     @property
     def has_failed(self) -> bool:
@@ -67,15 +67,15 @@ class VerifyingChain:
         await self._idle.wait()
         if self._waiting and self._failure is None:
             self._idle = trio.Event()
-            await self._look()
+            await self._check_waiting()
         if self._failure is not None:
             raise self._failure
 
-    async def _look(self) -> None:
+    async def _check_waiting(self) -> None:
         try:
             waiting, self._waiting, self._n_waiting = self._waiting, [], 0
-            with trio.CancelScope() as self._looking:
-                for sent, out in merged(waiting) if not self._is_stopped else ():
+            with trio.CancelScope() as self._checking:
+                for sent, out in merge_cropped(waiting) if not self._is_stopped else ():
                     await self._check(sent, out)
         except SwarmError as error:
             self._failure = error
@@ -86,34 +86,34 @@ class VerifyingChain:
             self._idle.set()
 
     async def _check(self, sent: SentOp, out: torch.Tensor) -> None:
-        second = await self._apart()
-        again = await second.step(sent.edits, sent.hidden, sent.positions, sent.mask, sent.record_past)
+        second = await self._second_session()
+        recomputed = await second.step(sent.edits, sent.hidden, sent.positions, sent.mask, sent.record_past)
         self._n_checked -= cropped(sent.edits)
-        if again is None or sent.hidden is None:
+        if recomputed is None or sent.hidden is None:
             return
-        entered, came, checked = (t.detach().float().numpy() for t in (sent.hidden, out, again))
+        inputs, outputs, expected = (t.detach().float().numpy() for t in (sent.hidden, out, recomputed))
         bound = self._bound()
-        found = errors(entered, came, checked, bound)
-        found[np.isnan(came).all(axis=(0, 2))] = 0.0  # what the client did not want did not come
-        if not (equal := is_equal(found, bound)).action:
-            first_wrong = int(np.argmax(found > min(bound.token, bound.most)))
-            at = self._n_checked + first_wrong
+        deviations = errors(inputs, outputs, expected, bound)
+        deviations[np.isnan(outputs).all(axis=(0, 2))] = 0.0  # what the client did not want did not come
+        if not (comparison := is_equal(deviations, bound)).action:
+            first_wrong = int(np.argmax(deviations > min(bound.token, bound.most)))
+            token = self._n_checked + first_wrong
             raise WrongAnswer(
-                f"token {at + 1} of the session is not what {second.hops} computes: {equal.reason}; it came through "
+                f"token {token + 1} of the session is not what {second.hops} computes: {comparison.reason}; it came through "
                 f"{self._first.hops}",
-                at,
+                token,
             )
         self._n_checked += sent.hidden.shape[1]
 
-    async def _apart(self) -> ChainSession:
+    async def _second_session(self) -> ChainSession:
         """The second chain, of none who are in the first. Raises SwarmUnavailable once a repair brought one over."""
         used = frozenset(link.hop.peer for link in self._first.hops.links)
         if self._session is not None and used & {link.hop.peer for link in self._session.hops.links}:
             raise SwarmUnavailable("a server of the first chain took over in the one that checks it: ask again")
         if self._session is None:
-            without = self._first.terms.without | used
+            excluded = self._first.terms.without | used
             self._session = await self._open(
-                replace(self._first.terms, route=(), without=without, verify=0.0, head=False)
+                replace(self._first.terms, route=(), without=excluded, verify=0.0, head=False)
             )
         return self._session
 
@@ -128,50 +128,50 @@ class VerifyingChain:
         return through_hops(bound, n_hops)
 
 
-def _wanted(out: torch.Tensor | None, want: int | None) -> torch.Tensor:
+def _mask_unwanted(out: torch.Tensor | None, want: int | None) -> torch.Tensor:
     """An answer [b, t, d] with no numbers where none were asked for; nothing else can be that, it was checked."""
     if out is None or want is None or want >= out.shape[1]:
         return torch.empty(0) if out is None else out
     return torch.cat([torch.full_like(out[:, : out.shape[1] - want], float("nan")), out[:, out.shape[1] - want :]], 1)
 
 
-def merged(ops: list[tuple[SentOp, torch.Tensor]]) -> list[tuple[SentOp, torch.Tensor]]:
+def merge_cropped(ops: list[tuple[SentOp, torch.Tensor]]) -> list[tuple[SentOp, torch.Tensor]]:
     """The same with tokens that were cropped again left out, and what follows in one op: [b, t, d] each."""
-    whole: list[tuple[SentOp, torch.Tensor]] = []
+    merged: list[tuple[SentOp, torch.Tensor]] = []
     for sent, out in ops:
         n_cropped, has_rows = cropped(sent.edits), any(e.rows is not None for e in sent.edits)
-        last = whole[-1] if whole else None
+        last = merged[-1] if merged else None
         if last is None or has_rows or not _can_drop(last[0], n_cropped) or sent.hidden is None:
-            whole.append((sent, out))
+            merged.append((sent, out))
             continue
-        whole[-1] = _joined(last, n_cropped, sent, out)
-    return whole
+        merged[-1] = _merge_pair(last, n_cropped, sent, out)
+    return merged
 
 
 def _can_drop(sent: SentOp, n_tokens: int) -> bool:
     return sent.hidden is not None and n_tokens < sent.hidden.shape[1]
 
 
-def _joined(
+def _merge_pair(
     last: tuple[SentOp, torch.Tensor], n_cropped: int, sent: SentOp, out: torch.Tensor
 ) -> tuple[SentOp, torch.Tensor]:
-    before, came = last
-    assert before.hidden is not None
-    assert before.positions is not None
+    previous, previous_out = last
+    assert previous.hidden is not None
+    assert previous.positions is not None
     assert sent.hidden is not None
     assert sent.positions is not None
-    kept = slice(0, before.hidden.shape[1] - n_cropped)
-    masks = [before.mask, sent.mask]
+    remaining = slice(0, previous.hidden.shape[1] - n_cropped)
+    masks = [previous.mask, sent.mask]
     if any(mask is not None for mask in masks):
-        sizes = (before.hidden.shape[:2], sent.hidden.shape[:2])
+        sizes = (previous.hidden.shape[:2], sent.hidden.shape[:2])
         masks = [torch.ones(s, dtype=torch.uint8) if m is None else m for m, s in zip(masks, sizes, strict=True)]
-    mask = None if masks[0] is None or masks[1] is None else torch.cat([masks[0][:, kept], masks[1]], 1)
+    mask = None if masks[0] is None or masks[1] is None else torch.cat([masks[0][:, remaining], masks[1]], 1)
     joined = replace(
-        before,
+        previous,
         seq=sent.seq,
-        hidden=torch.cat([before.hidden[:, kept], sent.hidden], 1),
-        positions=torch.cat([before.positions[:, kept], sent.positions], 1),
+        hidden=torch.cat([previous.hidden[:, remaining], sent.hidden], 1),
+        positions=torch.cat([previous.positions[:, remaining], sent.positions], 1),
         mask=mask,
-        record_past=before.record_past or sent.record_past,
+        record_past=previous.record_past or sent.record_past,
     )
-    return joined, torch.cat([came[:, kept], out], 1)
+    return joined, torch.cat([previous_out[:, remaining], out], 1)

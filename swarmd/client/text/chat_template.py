@@ -28,12 +28,12 @@ class ChatTemplate:
 
     def ids(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]) -> list[int]:
         """A conversation as tokens. Raises whatever the template raises."""
-        told = {*OWN_ARGUMENTS, *self._variables}
-        known = {name: value for name, value in options.items() if name in told}
+        accepted = {*OWN_ARGUMENTS, *self._variables}
+        passed_options = {name: value for name, value in options.items() if name in accepted}
         if self._takes_parts:
             messages = [_in_parts(message) for message in messages]
         ids = self._tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, return_dict=False, sanitize_control_tokens=True, **known
+            messages, tools=tools, tokenize=True, return_dict=False, sanitize_control_tokens=True, **passed_options
         )
         return [int(token) for token in ids]
 
@@ -55,10 +55,10 @@ class ChatTemplate:
         """The token that it writes right after an assistant's turn: what a model that was trained by it ends with."""
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
         shown = self._written([_in_parts(turn) for turn in turns] if self._takes_parts else turns, False)
-        after = shown.rpartition(PROBE)[2].lstrip() if PROBE in shown else ""
+        tail = shown.rpartition(PROBE)[2].lstrip() if PROBE in shown else ""
         added = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
-        found = max((text for text in added if text and after.startswith(text)), key=len, default=None)
-        return [] if found is None else [added[found]]
+        marker = max((text for text in added if text and tail.startswith(text)), key=len, default=None)
+        return [] if marker is None else [added[marker]]
 
     @cached_property
     def _takes_parts(self) -> bool:

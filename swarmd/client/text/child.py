@@ -108,6 +108,6 @@ class Child:
 
 def limit(n_bytes: int) -> None:
     """Have this process end rather than take ``n_bytes`` more than it has, and leave no core behind."""
-    most = psutil.Process().memory_info().vms + n_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    max_bytes = psutil.Process().memory_info().vms + n_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -167,17 +167,17 @@ def answer(tokenizer: Any, template: Any, question: dict[str, Any]) -> dict[str,
     """What comes of one question: ids, or an error for whoever asked."""
     if "text" in question:
         ids = tokenizer(question["text"], add_special_tokens=question["special"]).input_ids
-        return _checked(ids)
+        return _check_length(ids)
     try:
         ids = template.ids(question["messages"], question["tools"], question["options"])
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a template is anybody's program: it fails in any way
         return {"error": f"the model's chat template refuses this: {' '.join(str(error).split())[:300]}"}
-    return {**_checked(ids), "tail": tokenizer.decode(ids[-64:]), "ends": template.ends}
+    return {**_check_length(ids), "tail": tokenizer.decode(ids[-64:]), "ends": template.ends}
 
 
-def _checked(ids: list[int]) -> dict[str, Any]:
+def _check_length(ids: list[int]) -> dict[str, Any]:
     if len(ids) > MOST_TOKENS:
         return {"error": f"the prompt has {len(ids)} tokens, at most {MOST_TOKENS} are taken"}
     return {"ids": [int(i) for i in ids]}

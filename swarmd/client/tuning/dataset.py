@@ -65,8 +65,8 @@ def read_dataset(path: Path, encoding: Encoding) -> Dataset:
         except _BadRow as error:
             bad.append(f"  line {number}: {error}")
     if bad:
-        more = [f"  and {len(bad) - MAX_REPORTED} more"] if len(bad) > MAX_REPORTED else []
-        listed = "\n".join([*bad[:MAX_REPORTED], *more])
+        remainder = [f"  and {len(bad) - MAX_REPORTED} more"] if len(bad) > MAX_REPORTED else []
+        listed = "\n".join([*bad[:MAX_REPORTED], *remainder])
         raise ConfigError(f"{path}: {len(bad)} of {len(lines)} lines cannot be used:\n{listed}")
     if not rows:
         raise ConfigError(f'{path} is empty: expected a line like {{"text": "..."}} for each row')
@@ -111,12 +111,12 @@ def _row_of_text(value: dict[str, Any], encoding: Encoding) -> DatasetRow:
 
 def _row_of_ids(value: dict[str, Any], encoding: Encoding) -> DatasetRow:
     ids, labels = value["input_ids"], value.get("labels", value["input_ids"])
-    for name, numbers, others in (("input_ids", ids, ()), ("labels", labels, (IGNORED,))):
+    for name, numbers, special_labels in (("input_ids", ids, ()), ("labels", labels, (IGNORED,))):
         if not isinstance(numbers, list) or not numbers:
             raise _BadRow(f'"{name}" is no list of numbers')
-        wrong = [n for n in numbers if type(n) is not int or not (0 <= n < encoding.vocabulary or n in others)]
+        wrong = [n for n in numbers if type(n) is not int or not (0 <= n < encoding.vocabulary or n in special_labels)]
         if wrong:
-            allowed = f"0 to {encoding.vocabulary - 1}" + (f" or {IGNORED}" if others else "")
+            allowed = f"0 to {encoding.vocabulary - 1}" + (f" or {IGNORED}" if special_labels else "")
             raise _BadRow(f'"{name}" holds {wrong[0]!r}, expected {allowed}')
     if len(ids) != len(labels):
         raise _BadRow(f'{len(ids)} "input_ids" and {len(labels)} "labels": expected as many')

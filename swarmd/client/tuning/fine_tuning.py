@@ -60,10 +60,10 @@ def samples(recipe: TuningRecipe, n_rows: int, step: int) -> list[int]:
     """Which rows step 1, 2, ... takes: each pass over the data is another seeded order of all rows."""
     chosen, orders = [], dict[int, list[int]]()
     for place in range((step - 1) * recipe.batch, step * recipe.batch):
-        again, at = divmod(place, n_rows)
-        if again not in orders:
-            orders[again] = random.Random(f"{recipe.seed}/{again}").sample(range(n_rows), n_rows)
-        chosen.append(orders[again][at])
+        epoch, index = divmod(place, n_rows)
+        if epoch not in orders:
+            orders[epoch] = random.Random(f"{recipe.seed}/{epoch}").sample(range(n_rows), n_rows)
+        chosen.append(orders[epoch][index])
     return chosen
 
 
@@ -107,14 +107,14 @@ def loss_and_gradients(
 
     pool = ThreadPoolExecutor(len(cuts))
     try:
-        found = list(pool.map(part, cuts))
+        results = list(pool.map(part, cuts))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     sums: list[torch.Tensor | None] = []
-    for gradients in zip(*(g for _, g in found), strict=True):
-        given = [g for g in gradients if g is not None]
-        sums.append(torch.stack(given).sum(0) if given else None)
-    return sum(loss for loss, _ in found), sums
+    for gradients in zip(*(g for _, g in results), strict=True):
+        present = [g for g in gradients if g is not None]
+        sums.append(torch.stack(present).sum(0) if present else None)
+    return sum(loss for loss, _ in results), sums
 
 
 def _with_virtual_tokens(model: Any, recipe: TuningRecipe) -> Any:
@@ -154,14 +154,14 @@ class Tuner:
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(self._trained.values(), lr=recipe.learning_rate, foreach=False)
 
-    def run(self, every: int, on_step: Callable[[Step], None]) -> None:
-        """Take the steps that are left; a checkpoint after each ``every``, and the result at the end.
+    def run(self, checkpoint_interval: int, on_step: Callable[[Step], None]) -> None:
+        """Take the steps that are left; a checkpoint after each ``checkpoint_interval``, and the result at the end.
 
         Raises SwarmError; what was done until the last checkpoint can be resumed then.
         """
         while len(self.losses) < self.recipe.steps:
             on_step(self.step())
-            if len(self.losses) % every == 0 or len(self.losses) == self.recipe.steps:
+            if len(self.losses) % checkpoint_interval == 0 or len(self.losses) == self.recipe.steps:
                 self.save_checkpoint()
         _replace_folder(self._folder / "adapter", self._write_adapter)
 

@@ -19,7 +19,7 @@ import torch
 import trio
 from safetensors import SafetensorError
 
-from swarmd.client.links.client_parameters import TunedParameters, give
+from swarmd.client.links.client_parameters import TunedParameters, upload_parameters
 from swarmd.client.links.link import CHANGES_CODEC, SessionOptions, SessionServices
 from swarmd.client.links.ops import codec_for
 from swarmd.client.tuning.lane_failure import BLAMED_S, FINAL, LaneFailed, failure_of
@@ -52,15 +52,15 @@ class MicroBatch:
     hidden: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor | None
-    own: TunedParameters
+    tuned: TunedParameters
     keep: bool
 
 
 @dataclass(slots=True)
 class _Pending:
-    like: torch.Tensor  # what is waited for has its shape and dtype
+    template: torch.Tensor  # what is waited for has its shape and dtype
     gradients_from: dict[int, list[str]] = field(default_factory=dict)  # hop's first block: names it gives
-    own: TunedParameters | None = None
+    tuned: TunedParameters | None = None
     parts: list[torch.Tensor] = field(default_factory=list)
     rows: tuple[MicroBatchRow, ...] = ()
     pieces: dict[int, list[bytes]] = field(default_factory=dict)
@@ -90,8 +90,8 @@ class Lane:
         self._swarm = swarm
         self._terms = terms
         self._pending: dict[tuple[type, int], _Pending] = {}
-        self._put: dict[int, bytes] = {}  # version that a hop was given, by its first block
-        self._put_lock = trio.Lock()
+        self._versions: dict[int, bytes] = {}  # version that a hop was given, by its first block
+        self._versions_lock = trio.Lock()
         self._over = trio.Event()
         self._n_busy = 0
         self._n_sent = 0
@@ -121,8 +121,8 @@ class Lane:
     async def _open_hop(self, index: int, failures: list[LaneFailed]) -> None:
         hop, peers = self.hops[index], [PeerId(""), *(h.peer for h in self.hops), PeerId("")]
         self._swarm.rpc.network.learn(hop.peer, self._swarm.addresses_of(hop.peer))
-        after = peers[index + 2]
-        request = partial(self._opening, hop, peers[index], after)
+        successor = peers[index + 2]
+        request = partial(self._open_request, hop, peers[index], successor)
         try:
             with trio.fail_after(OPEN_TIMEOUT_S):
                 channel = await self._swarm.rpc.channel(hop.peer, "training")
@@ -135,7 +135,7 @@ class Lane:
             self.layer_arity = getattr(reply, "layer_arity", 0)
             self.why = (*self.why, f"{hop}: {getattr(reply, 'why', '')}")
 
-    def _opening(self, hop: Hop, before: PeerId, after: PeerId, call_id: int) -> OpenLane:
+    def _open_request(self, hop: Hop, predecessor: PeerId, successor: PeerId, call_id: int) -> OpenLane:
         return OpenLane(
             id=call_id,
             session=self.key,
@@ -143,9 +143,9 @@ class Lane:
             start=hop.span.start,
             end=hop.span.end,
             dtype=self._terms.dtype,
-            predecessor=before,
-            successor=after,
-            successor_addresses=self._swarm.addresses_of(after) if after else (),
+            predecessor=predecessor,
+            successor=successor,
+            successor_addresses=self._swarm.addresses_of(successor) if successor else (),
             codec=self.codec.action,
             needs=("changes", "codec") if self._changes else ("codec",) if self.codec.action != "raw" else (),
             changes=self._changes is not None,
@@ -175,7 +175,7 @@ class Lane:
 
     async def forward(self, batch: MicroBatch) -> tuple[int, torch.Tensor]:
         """Send a micro-batch through; returns its number here, and what left the last block. Raises LaneFailed."""
-        await self._give_parameters(batch.own)
+        await self._upload_parameters(batch.tuned)
         self._n_sent += 1
         seq, first = self._n_sent, self.hops[0]
         if batch.keep:
@@ -184,7 +184,7 @@ class Lane:
             session=self.key,
             seq=seq,
             keep=batch.keep,
-            tuned=batch.own.version,
+            tuned=batch.tuned.version,
             settled=min(self.live, default=seq) - 1,
             rows=rows_of(batch.hidden, batch.mask) if self._sends_changes and batch.keep else (),
         )
@@ -200,13 +200,13 @@ class Lane:
         return seq, pending.values
 
     async def backward(
-        self, seq: int, gradient: torch.Tensor, own: TunedParameters
+        self, seq: int, gradient: torch.Tensor, tuned: TunedParameters
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Send a gradient [b, t, d] back; returns that of the input, and those of the parameters. Raises LaneFailed."""
         last = self.hops[-1]
         frames = backward_frames(self.key, last.span.end, seq, gradient, self.codec.action)
-        wanted = {hop.span.start: names for hop in self.hops if (names := own.names(hop.span))}
-        pending = _Pending(gradient, wanted, own)
+        gradient_names = {hop.span.start: names for hop in self.hops if (names := tuned.names(hop.span))}
+        pending = _Pending(gradient, gradient_names, tuned)
         try:
             await self._exchange((Backward, seq), pending, last, frames)
         finally:
@@ -259,23 +259,23 @@ class Lane:
         await self._over.wait()
         scope.cancel()
 
-    async def _give_parameters(self, own: TunedParameters) -> None:
+    async def _upload_parameters(self, tuned: TunedParameters) -> None:
         """Give each hop its part of the client's parameters, once for each version. Raises LaneFailed."""
-        if not own.version:
+        if not tuned.version:
             return
-        async with self._put_lock:
-            lacking = [h for h in self.hops if self._put.get(h.span.start) != own.version]
+        async with self._versions_lock:
+            lacking = [h for h in self.hops if self._versions.get(h.span.start) != tuned.version]
             failures: list[LaneFailed] = []
             async with self._while_open() as nursery:
                 for hop in lacking:
-                    nursery.start_soon(self._give_to, hop, own, failures)
+                    nursery.start_soon(self._upload_to, hop, tuned, failures)
             if failures:
                 raise failures[0]
 
-    async def _give_to(self, hop: Hop, own: TunedParameters, failures: list[LaneFailed]) -> None:
+    async def _upload_to(self, hop: Hop, tuned: TunedParameters, failures: list[LaneFailed]) -> None:
         try:
-            await give(self._swarm.rpc, self._terms.model, hop, own)
-            self._put[hop.span.start] = own.version
+            await upload_parameters(self._swarm.rpc, self._terms.model, hop, tuned)
+            self._versions[hop.span.start] = tuned.version
         except PeerError as error:
             failures.append(failure_of(hop, error))
 
@@ -304,12 +304,12 @@ class Lane:
         if pending is None:
             return
         number, n_parts = message.part
-        b, t, d = pending.like.shape
+        b, t, d = pending.template.shape
         t_before = sum(part.shape[1] for part in pending.parts)
         if number != len(pending.parts):
             raise RemoteProtocolError(f"part {number} came after {len(pending.parts)}")
         if (message.tensor.b, message.tensor.d) != (b, d) or t_before + message.tensor.t > t:
-            raise RemoteProtocolError(f"expected {tuple(pending.like.shape)} in parts, got {message.tensor}")
+            raise RemoteProtocolError(f"expected {tuple(pending.template.shape)} in parts, got {message.tensor}")
         if is_forward and message.tensor.has_positions:  # a lane that ends before the model does
             values, _, _ = unpack_untrusted(message.tensor, frame.payload)
         else:
@@ -325,8 +325,10 @@ class Lane:
                 whole = self._changes[0].take(pending.rows, whole)
             except Refused as error:
                 raise RemoteProtocolError(str(error)) from None
-        if whole.shape != pending.like.shape or whole.dtype != pending.like.dtype:
-            raise RemoteProtocolError(f"expected {tuple(pending.like.shape)}, got {tuple(whole.shape)} {whole.dtype}")
+        if whole.shape != pending.template.shape or whole.dtype != pending.template.dtype:
+            raise RemoteProtocolError(
+                f"expected {tuple(pending.template.shape)}, got {tuple(whole.shape)} {whole.dtype}"
+            )
         if not torch.isfinite(whole).all():
             giver = self.hops[-1] if is_forward else self.hops[0]
             text = (
@@ -352,26 +354,28 @@ class Lane:
         pending = self._pending.get((Backward, message.seq))
         if pending is None or message.start not in pending.gradients_from:
             return
-        known = pending.pieces.setdefault(message.start, [])
+        pieces = pending.pieces.setdefault(message.start, [])
         number, n = message.part
-        assert pending.own is not None
+        assert pending.tuned is not None
         names = pending.gradients_from[message.start]
-        most = GRADIENT_SLACK_BYTES + sum(8 * pending.own.tensors[name].numel() + 1_024 for name in names)
-        if number != len(known) or sum(map(len, known)) + len(frame.payload) > most:
-            raise RemoteProtocolError(f"piece {number} of gradients came after {len(known)}, or more than there can be")
-        known.append(bytes(frame.payload))
+        max_bytes = GRADIENT_SLACK_BYTES + sum(8 * pending.tuned.tensors[name].numel() + 1_024 for name in names)
+        if number != len(pieces) or sum(map(len, pieces)) + len(frame.payload) > max_bytes:
+            raise RemoteProtocolError(
+                f"piece {number} of gradients came after {len(pieces)}, or more than there can be"
+            )
+        pieces.append(bytes(frame.payload))
         if number + 1 < n:
             return
         try:
-            tensors = safetensors.torch.load(b"".join(known))
+            tensors = safetensors.torch.load(b"".join(pieces))
         except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
             raise RemoteProtocolError(f"gradients do not parse: {error}") from None
         del pending.gradients_from[message.start]
-        own = pending.own.tensors
-        fits = set(tensors) == set(names) and all(tensors[n].shape == own[n].shape for n in names)
+        parameters = pending.tuned.tensors
+        fits = set(tensors) == set(names) and all(tensors[n].shape == parameters[n].shape for n in names)
         if not fits or not all(g.is_floating_point() and torch.isfinite(g).all() for g in tensors.values()):
             raise RemoteProtocolError("gradients of other parameters than were given, or not finite")
-        pending.gradients |= {name: tensors[name].to(own[name].dtype) for name in names}
+        pending.gradients |= {name: tensors[name].to(parameters[name].dtype) for name in names}
         self._finish(pending)
 
     @staticmethod
@@ -398,7 +402,7 @@ class Lane:
         elif code is Code.NOT_HELD:
             is_over = False
             if not is_backward:  # it lacks parameters, or what changes are changes of
-                self._put.clear()
+                self._versions.clear()
                 if self._sends_changes:
                     logger.info("%s: rows travel whole in this lane from here on: %s", hop, text)
                 self._sends_changes = False
@@ -442,9 +446,9 @@ class Lane:
             self.fail(LaneFailed(f"nothing came for {SILENT_S:.0f} s", *(hop.peer for hop in self.hops)))
         async with trio.open_nursery() as nursery:
             for hop in self.hops:
-                nursery.start_soon(self._ask, hop)
+                nursery.start_soon(self._ping, hop)
 
-    async def _ask(self, hop: Hop) -> None:
+    async def _ping(self, hop: Hop) -> None:
         try:
             await self._swarm.rpc.call(hop.peer, lambda call_id: Ping(id=call_id), timeout_s=PING_TIMEOUT_S)
         except PeerError as error:

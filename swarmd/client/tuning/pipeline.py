@@ -19,7 +19,14 @@ from typing import Any, TypeVar
 import torch
 import trio
 
-from swarmd.client.links.link import DeclinedServers, Listeners, SessionOptions, SessionServices, suits, understands
+from swarmd.client.links.link import (
+    DeclinedServers,
+    Listeners,
+    SessionOptions,
+    SessionServices,
+    is_compatible,
+    is_suitable,
+)
 from swarmd.client.tuning.lane import Lane, MicroBatch
 from swarmd.client.tuning.lane_audit import CheckHistory, LaneAudits
 from swarmd.client.tuning.lane_failure import LaneFailed
@@ -64,7 +71,7 @@ class Pipeline:
     """All lanes of one model. Methods run in the client's trio thread."""
 
     def __init__(
-        self, swarm: SessionServices, listeners: Listeners, terms: SessionOptions, judged: CheckHistory | None = None
+        self, swarm: SessionServices, listeners: Listeners, terms: SessionOptions, history: CheckHistory | None = None
     ) -> None:
         self.statistics = PipelineStatistics()
         self.layer_arity = 0
@@ -77,10 +84,10 @@ class Pipeline:
         self._suspects: set[PeerId] = set()  # were blamed, and have not shown since that they are there
         self._in_flight: dict[bool, int] = {False: 0, True: 0}
         self._windows = {False: Window(), True: Window()}
-        self._of_peer: Counter[PeerId] = Counter()
+        self._load_of_peer: Counter[PeerId] = Counter()
         self._freed = trio.Event()
-        self._is_looking = False
-        self._audits = LaneAudits(swarm, judged, terms, self, self.statistics.doubts) if judged is not None else None
+        self._is_watching = False
+        self._audits = LaneAudits(swarm, history, terms, self, self.statistics.doubts) if history is not None else None
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -90,21 +97,21 @@ class Pipeline:
         """Send micro-batches through the chain, side by side. Raises SwarmError when one cannot be computed."""
         if self._terms.adapter:
             raise ConfigError("a model with an adapter of the catalog is not tuned: load that with PEFT, and train it")
-        return await self._each([partial(self._forward, batch) for batch in batches])
+        return await self._run_all([partial(self._forward, batch) for batch in batches])
 
     async def backward(
         self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """Gradients of what entered, and of the client's parameters, for each micro-batch. Raises SwarmError."""
         pairs = zip(tickets, gradients, strict=True)
-        return await self._each([partial(self._backward, ticket, gradient) for ticket, gradient in pairs])
+        return await self._run_all([partial(self._backward, ticket, gradient) for ticket, gradient in pairs])
 
     async def close(self) -> None:
         """End all lanes; the next micro-batch opens new ones."""
         for lane in list(self._lanes.values()):
             await self._drop(lane)
 
-    async def _each(self, work: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    async def _run_all(self, work: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
         results: list[Any] = [None] * len(work)
         failure: list[SwarmError] = []
 
@@ -141,41 +148,43 @@ class Pipeline:
         while True:
             async with self._slot(is_backward=True):
                 begun = trio.current_time()
-                found = await self._with_retries(partial(self.back, ticket, gradient))
+                answer = await self._with_retries(partial(self.send_back, ticket, gradient))
                 took_s = trio.current_time() - begun
-            counted = found if self._audits is None else await self._audits.backward(ticket, gradient, found, took_s)
+            counted = answer if self._audits is None else await self._audits.backward(ticket, gradient, answer, took_s)
             if counted is not None:
                 self.statistics.backwards += 1
                 return counted
             self.statistics.retries.append(WRONG)
 
     async def _try_forward(
-        self, batch: MicroBatch, others: OtherHolders = OtherHolders(), limit_s: float = math.inf
+        self, batch: MicroBatch, holders: OtherHolders = OtherHolders(), limit_s: float = math.inf
     ) -> ForwardTicket:
         lane: Lane | None = None
         try:
             with trio.fail_after(limit_s):
-                lane = await self._lane(batch.hidden.shape[0] * batch.hidden.shape[1], others)
-                with _Load(self._of_peer, lane):
-                    seq, out = await self._in(lane, lane.forward(batch))
+                lane = await self._lane(batch.hidden.shape[0] * batch.hidden.shape[1], holders)
+                with _Load(self._load_of_peer, lane):
+                    seq, out = await self._await_lane(lane, lane.forward(batch))
         except trio.TooSlowError:
             hops = lane.hops if lane is not None else ()
             self.decline(hop.peer for hop in hops)
             names = ", ".join(map(str, hops)) or "others"
             raise LaneFailed(f"{names} did not compute it again within {limit_s:.1f} s") from None
-        self.statistics.forwards += not others.without
-        return ForwardTicket(batch, out, lane, seq, others)
+        self.statistics.forwards += not holders.without
+        return ForwardTicket(batch, out, lane, seq, holders)
 
-    async def back(self, ticket: ForwardTicket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    async def send_back(
+        self, ticket: ForwardTicket, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Send a gradient back once. Raises LaneFailed or NoRoute."""
         if not ticket.lane.is_open or not ticket.seq:
-            again = await self._try_forward(ticket.batch, ticket.others)  # a twin's never comes to who is audited
-            ticket.lane, ticket.seq, ticket.twins, ticket.went_again = again.lane, again.seq, [], True
+            resent = await self._try_forward(ticket.batch, ticket.holders)  # a twin's never comes to who is audited
+            ticket.lane, ticket.seq, ticket.duplicates, ticket.was_resent = resent.lane, resent.seq, [], True
         seq, ticket.seq = ticket.seq, 0  # a hop gives a gradient once: whatever goes wrong begins with a forward
-        with _Load(self._of_peer, ticket.lane):
-            return await self._in(ticket.lane, ticket.lane.backward(seq, gradient, ticket.batch.own))
+        with _Load(self._load_of_peer, ticket.lane):
+            return await self._await_lane(ticket.lane, ticket.lane.backward(seq, gradient, ticket.batch.tuned))
 
-    async def _in(self, lane: Lane, work: Awaitable[T]) -> T:
+    async def _await_lane(self, lane: Lane, work: Awaitable[T]) -> T:
         """Wait for a lane's work; one that fails is left out, and so is whoever is to blame."""
         try:
             result = await work
@@ -192,25 +201,25 @@ class Pipeline:
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try until it works, or PATIENCE_S after the first failure. Raises SwarmUnavailable or NoRoute."""
-        failed_at, n_final, said = None, 0, ""
+        failed_at, n_final, reason = None, 0, ""
         while True:
             try:
                 return await attempt()
             except (LaneFailed, NoRoute) as error:
                 failed_at = failed_at or trio.current_time()
                 n_final += isinstance(error, LaneFailed) and error.is_final
-                said = str(error) if isinstance(error, LaneFailed) else said
+                reason = str(error) if isinstance(error, LaneFailed) else reason
                 self.statistics.retries.append(str(error))
                 logger.info("a micro-batch is sent again: %s", error)
                 if n_final >= MAX_FINAL or trio.current_time() - failed_at > PATIENCE_S:
-                    if said:
-                        raise SwarmUnavailable(f"no chain computes this micro-batch: {said}") from None
+                    if reason:
+                        raise SwarmUnavailable(f"no chain computes this micro-batch: {reason}") from None
                     raise
                 if isinstance(error, NoRoute) or trio.current_time() > failed_at:
-                    await self._swarm_looks_again()
+                    await self._refresh_view()
                     await trio.sleep(RETRY_PAUSE_S)
 
-    async def _swarm_looks_again(self) -> None:
+    async def _refresh_view(self) -> None:
         """Bounded: the member that is asked may be the one that is gone."""
         with trio.move_on_after(REFRESH_S):
             try:
@@ -220,25 +229,27 @@ class Pipeline:
 
     # --- for audits ------------------------------------------------------------------------------------------
 
-    async def again(
+    async def recompute(
         self, batch: MicroBatch, without: frozenset[PeerId], quantize: str, limit_s: float
     ) -> ForwardTicket:
         """Send a micro-batch forward once, through other servers. Raises LaneFailed or NoRoute."""
         return await self._try_forward(batch, OtherHolders(without, quantize), limit_s)
 
-    async def alone(
+    async def compute_alone(
         self, span: Span, peer: PeerId, quantize: str, batch: MicroBatch, gradient: torch.Tensor
     ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """What one server makes of a micro-batch for these blocks, there and back. Raises LaneFailed or NoRoute."""
-        whole, only = self._terms, frozenset({peer})
-        terms = replace(whole, start=span.start, n_blocks=span.end, route=(), only=only, quantize=quantize, codec="raw")
+        options, only = self._terms, frozenset({peer})
+        terms = replace(
+            options, start=span.start, n_blocks=span.end, route=(), only=only, quantize=quantize, codec="raw"
+        )
         lane = Lane(self._swarm, terms, self._route(1, OtherHolders(), terms))
         self._listeners[lane.key] = lane
         try:
             with trio.fail_after(ALONE_TIMEOUT_S):  # nobody else looks whether such a lane is alive
                 await lane.open()
                 seq, out = await lane.forward(batch)
-                return [(out, {}), await lane.backward(seq, gradient, batch.own)]
+                return [(out, {}), await lane.backward(seq, gradient, batch.tuned)]
         except trio.TooSlowError:
             raise LaneFailed(f"{peer[-8:]} did not compute {span} alone within {ALONE_TIMEOUT_S:.0f} s") from None
         finally:
@@ -255,13 +266,13 @@ class Pipeline:
 
     # --- lanes -----------------------------------------------------------------------------------------------
 
-    async def _lane(self, n_tokens: int, others: OtherHolders) -> Lane:
+    async def _lane(self, n_tokens: int, holders: OtherHolders) -> Lane:
         """The lane that is free first. Raises LaneFailed or NoRoute."""
-        lane = self._lanes.get(self._chosen(n_tokens, others))
+        lane = self._lanes.get(self._choose_hops(n_tokens, holders))
         if lane is not None and lane.takes_more:
             return lane
         async with self._opening:
-            hops = self._chosen(n_tokens, others)  # what was known before the wait may be wrong now
+            hops = self._choose_hops(n_tokens, holders)  # what was known before the wait may be wrong now
             lane = self._lanes.get(hops)
             if lane is not None and lane.takes_more:
                 return lane
@@ -279,21 +290,21 @@ class Pipeline:
             self.layer_arity = lane.layer_arity
             names, codec = ", ".join(map(str, hops)), lane.codec
             logger.info("a lane through %s (codec %s: %s)", names, codec.action, codec.reason)
-            if not self._is_looking:
-                self._is_looking = True
-                self._swarm.start_soon(self._look)
+            if not self._is_watching:
+                self._is_watching = True
+                self._swarm.start_soon(self._watch_lanes)
             return lane
 
-    def _chosen(self, n_tokens: int, others: OtherHolders) -> tuple[Hop, ...]:
-        is_pinned = bool(self._terms.route) and not others.without
-        return self._terms.route if is_pinned else self._route(n_tokens, others, self._terms)
+    def _choose_hops(self, n_tokens: int, holders: OtherHolders) -> tuple[Hop, ...]:
+        is_pinned = bool(self._terms.route) and not holders.without
+        return self._terms.route if is_pinned else self._route(n_tokens, holders, self._terms)
 
-    def _route(self, n_tokens: int, others: OtherHolders, terms: SessionOptions) -> tuple[Hop, ...]:
-        if others.without:
-            quantize = others.quantize or terms.quantize
-            terms = replace(terms, without=terms.without | others.without, quantize=quantize)
+    def _route(self, n_tokens: int, holders: OtherHolders, terms: SessionOptions) -> tuple[Hop, ...]:
+        if holders.without:
+            quantize = holders.quantize or terms.quantize
+            terms = replace(terms, without=terms.without | holders.without, quantize=quantize)
         now, is_last_resort, standing = trio.current_time(), False, self._swarm.rpc.standing
-        trust, least = self._swarm.trust(), Trust.PROVEN
+        trust, min_trust = self._swarm.trust(), Trust.PROVEN
 
         def eligible(span: SpanRecord) -> bool:
             peer = PeerId(span.peer)
@@ -301,22 +312,22 @@ class Pipeline:
             is_trusted = is_last_resort or peer not in self._suspects
             has_declined = not self._declined.allow(peer, now, is_last_resort)
             allowed = is_trusted and not has_declined and standing.allows(peer, is_last_resort)
-            is_able &= trust.get((span.peer, span.slot), least) >= least
-            return is_able and allowed and suits(span, terms, "") and understands(view, span, terms)
+            is_able &= trust.get((span.peer, span.slot), min_trust) >= min_trust
+            return is_able and allowed and is_suitable(span, terms, "") and is_compatible(view, span, terms)
 
         view = self._swarm.view()
         spans = view.serving(terms.model)
-        wanted, client = terms.blocks, self._swarm.rpc.network.peer_id
-        find = partial(least_loaded, spans, wanted, client, self._swarm.trips, eligible, n_tokens, self._of_peer)
+        blocks, client = terms.blocks, self._swarm.rpc.network.peer_id
+        find = partial(least_loaded, spans, blocks, client, self._swarm.trips, eligible, n_tokens, self._load_of_peer)
         with suppress(NoRoute):
             return find().hops
-        least = Trust.UNKNOWN  # not probed yet
+        min_trust = Trust.UNKNOWN  # not probed yet
         with suppress(NoRoute):
             return find().hops
-        is_last_resort, least = True, Trust.DOUBTED
+        is_last_resort, min_trust = True, Trust.DOUBTED
         return find().hops
 
-    async def _look(self) -> None:
+    async def _watch_lanes(self) -> None:
         while self._lanes or self._suspects:
             await trio.sleep(LOOK_INTERVAL_S)
             standing = self._swarm.rpc.standing
@@ -325,7 +336,7 @@ class Pipeline:
                     nursery.start_soon(lane.look)
                 for peer in [p for p in self._suspects if standing.allows(p)]:
                     nursery.start_soon(self._probe, peer)
-        self._is_looking = False
+        self._is_watching = False
 
     async def _probe(self, peer: PeerId) -> None:
         """Ask whoever was to blame whether it is there, so that no micro-batch has to find out."""
@@ -359,7 +370,7 @@ class Pipeline:
     async def _slot(self, *, is_backward: bool) -> AsyncIterator[None]:
         """Wait for a place among those under way, and hold it."""
         window = self._windows[is_backward]
-        while self._in_flight[is_backward] >= window.room(*self._around()):
+        while self._in_flight[is_backward] >= window.room(*self._swarm_size()):
             await self._freed.wait()
         self._in_flight[is_backward] += 1
         began_at = trio.current_time()
@@ -371,7 +382,7 @@ class Pipeline:
             self._freed.set()
             self._freed = trio.Event()
 
-    def _around(self) -> tuple[int, float]:
+    def _swarm_size(self) -> tuple[int, float]:
         """How many servers there are, and how far the farthest is."""
         spans = self._swarm.view().serving(self._terms.model)
         return len(spans), min(1.0, max(self._swarm.trips(spans).values(), default=0.0))

@@ -45,16 +45,16 @@ def through_lanes(
     lanes: AutogradLanes,
     hidden: torch.Tensor,
     places: TokenPositions,
-    own: dict[str, tuple[int, torch.Tensor]],
+    parameters: dict[str, tuple[int, torch.Tensor]],
     n_prefix: int,
     rows: int = 0,
 ) -> torch.Tensor:
-    """Compute the remote blocks: hidden [b, t, d] -> [b, t, d], differentiable by ``hidden`` and ``own``.
+    """Compute the remote blocks: hidden [b, t, d] -> [b, t, d], differentiable by ``hidden`` and ``parameters``.
 
     ``rows`` fixes the size of micro-batches; 0 chooses. Raises SwarmError; ConfigError for what is not finite.
     """
-    names, tensors = list(own), [tensor for _, tensor in own.values()]
-    blocks = {name: block for name, (block, _) in own.items()}
+    names, tensors = list(parameters), [tensor for _, tensor in parameters.values()]
+    blocks = {name: block for name, (block, _) in parameters.items()}
     keep = torch.is_grad_enabled() and (hidden.requires_grad or any(t.requires_grad for t in tensors))
     return _RemoteBlocks.apply(lanes, places, (names, blocks, n_prefix, rows, keep), hidden, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -65,19 +65,19 @@ class _RemoteBlocks(torch.autograd.Function):
         ctx: Any,
         lanes: AutogradLanes,
         places: TokenPositions,
-        how: tuple[list[str], dict[str, int], int, int, bool],
+        plan: tuple[list[str], dict[str, int], int, int, bool],
         hidden: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        names, blocks, n_prefix, rows, keep = how
+        names, blocks, n_prefix, rows, keep = plan
         _require_finite(hidden, "the input of the remote layers")
-        own = gather({n: (blocks[n], t.detach().cpu()) for n, t in zip(names, tensors, strict=True)}, n_prefix)
+        tuned = gather({n: (blocks[n], t.detach().cpu()) for n, t in zip(names, tensors, strict=True)}, n_prefix)
         values, mask = hidden.detach().cpu(), places.mask
         ctx.cuts = micro_batches(hidden.shape[0], hidden.shape[1], rows)
         ctx.lanes, ctx.names = lanes, names
         ctx.tickets = lanes.forward(
             [
-                MicroBatch(values[cut], places.positions[cut], None if mask is None else mask[cut], own, keep)
+                MicroBatch(values[cut], places.positions[cut], None if mask is None else mask[cut], tuned, keep)
                 for cut in ctx.cuts
             ]
         )
@@ -92,11 +92,11 @@ class _RemoteBlocks(torch.autograd.Function):
         sums: list[Any] = []
         for index, name in enumerate(ctx.names):
             needed = ctx.needs_input_grad[4 + index]
-            sums.append(sum(own[name] for _, own in results) if needed else None)
+            sums.append(sum(by_name[name] for _, by_name in results) if needed else None)
         entering = torch.cat([value for value, _ in results]).to(gradient.device) if ctx.needs_input_grad[3] else None
         return None, None, None, entering, *sums
 
 
-def _require_finite(values: torch.Tensor, what: str) -> None:
+def _require_finite(values: torch.Tensor, name: str) -> None:
     if not torch.isfinite(values).all():
-        raise ConfigError(f"{what} holds values that are not finite: the training diverges; try a lower learning rate")
+        raise ConfigError(f"{name} holds values that are not finite: the training diverges; try a lower learning rate")

@@ -48,8 +48,8 @@ class TuningRecipe:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, the newest first."""
-    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-    return sorted(found, key=step_of, reverse=True)
+    folders = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:

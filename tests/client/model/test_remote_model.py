@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmd.client.model.remote_model import remote_model
-from swarmd.client.model.traced_pass import TracedPass, write_down
+from swarmd.client.model.traced_pass import TracedPass, trace_model
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.ends import Ends
@@ -118,7 +118,7 @@ class TestSteps:
     def test_a_model_that_was_changed_goes_its_own_way(self, what: str, tmp_path: Path) -> None:
         model = client(checkpoints.make("llama", tmp_path, n_layers=2))
         stubs = list(skeleton.decoder_layers(model).children())
-        line = write_down(model, stubs, "past_key_values")
+        line = trace_model(model, stubs, "past_key_values")
         assert line is not None
         assert line.holds
         with torch.no_grad():

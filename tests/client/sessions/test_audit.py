@@ -18,7 +18,7 @@ from swarmd.client.links.link import HopLink
 from swarmd.client.sessions.accuse import evidence_of
 from swarmd.client.sessions.receipts import HopAccount
 from swarmd.client.sessions.session import ChainSession
-from swarmd.client.sessions.verify import merged
+from swarmd.client.sessions.verify import merge_cropped
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.errors import Code, Refused, Unreachable, WrongAnswer
 from swarmd.net.standing import Standing
@@ -337,9 +337,9 @@ def test_what_was_cropped_again_is_left_out() -> None:
         edits = (Edit(crop=crop or None, rows=rows),) if crop or rows else ()
         return SentOp(seq, edits, hidden, torch.zeros(1, n, dtype=torch.int32), None), hidden * 10
 
-    ((one, out),) = merged([op(1, 5), op(2, 3, crop=2), op(3, 1, crop=1)])
+    ((one, out),) = merge_cropped([op(1, 5), op(2, 3, crop=2), op(3, 1, crop=1)])
     assert one.hidden is not None
     assert one.hidden[0, :, 0].tolist() == [1, 1, 1, 2, 2, 3]
     assert out[0, :, 0].tolist() == [10, 10, 10, 20, 20, 30]
-    assert len(merged([op(1, 2), op(2, 1, crop=2)])) == 2, "what is cropped whole was checked before, or is now"
-    assert len(merged([op(1, 2), op(2, 1, rows=(0,))])) == 2
+    assert len(merge_cropped([op(1, 2), op(2, 1, crop=2)])) == 2, "what is cropped whole was checked before, or is now"
+    assert len(merge_cropped([op(1, 2), op(2, 1, rows=(0,))])) == 2

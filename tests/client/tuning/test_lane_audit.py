@@ -17,7 +17,7 @@ from swarmd.client.links.checks import Checks
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import SessionOptions
 from swarmd.client.tuning.lane import MicroBatch
-from swarmd.client.tuning.lane_audit import LaneAudits, same
+from swarmd.client.tuning.lane_audit import LaneAudits, compare_answers
 from swarmd.client.tuning.ticket import ForwardTicket, OtherHolders
 from swarmd.errors import Code, NoRoute
 from swarmd.net.standing import Standing
@@ -120,7 +120,7 @@ class Chains:
         lane: Any = SimpleNamespace(hops=hops, codec=SimpleNamespace(action="raw"), live=set())
         return ForwardTicket(batch, 2 * batch.hidden, lane, 1, OtherHolders())
 
-    async def again(
+    async def recompute(
         self, batch: MicroBatch, without: frozenset[PeerId], quantize: str, limit_s: float
     ) -> ForwardTicket:
         for hops in self.free:
@@ -128,21 +128,23 @@ class Chains:
                 return self.ticket(batch, hops)
         raise NoRoute("nobody else")
 
-    async def back(self, ticket: ForwardTicket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    async def send_back(
+        self, ticket: ForwardTicket, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         lies = sum(len(hop.span) for hop in ticket.lane.hops if hop.peer == "l")
         return (2 + lies / 10) * gradient, {}
 
-    async def alone(
+    async def compute_alone(
         self, span: Span, peer: PeerId, quantize: str, batch: MicroBatch, gradient: torch.Tensor
     ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        back = await self.back(self.ticket(batch, (Hop(peer, span),)), gradient)
+        back = await self.send_back(self.ticket(batch, (Hop(peer, span),)), gradient)
         return [(2 * batch.hidden, {}), back if self.lies_alone else (2 * gradient, {})]
 
     def decline(self, peers: Any) -> None: ...
 
     async def counted(self, ticket: ForwardTicket) -> Any:
         gradient = torch.ones(1, 3, 4)
-        return await self.audits.backward(ticket, gradient, await self.back(ticket, gradient), 1.0)
+        return await self.audits.backward(ticket, gradient, await self.send_back(ticket, gradient), 1.0)
 
 
 A, L, B = (Hop(PeerId(peer), Span(at, at + 1)) for at, peer in enumerate("alb"))
@@ -153,7 +155,7 @@ async def test_no_answer_counts_where_the_liar_had_a_part_in_both(virtual_time: 
     lanes = Chains((Hop(PeerId("l"), Span(0, 3)),))
     ticket = await lanes.audits.forward(lanes.ticket(batches(1)[0], (A, L, B)), 1.0)
     assert ticket is not None
-    assert {twin.audited for twin in ticket.twins} == {(A,), (B,)}, "the liar itself stands in for these"
+    assert {twin.audited for twin in ticket.duplicates} == {(A,), (B,)}, "the liar itself stands in for these"
     assert await lanes.counted(ticket) is None
     assert not lanes.standing.allows(PeerId("l"))
 
@@ -164,7 +166,7 @@ async def test_each_hop_is_looked_at_where_there_are_too_few_for_all(virtual_tim
     lanes = Chains((A, L, behind), (A, at, B), (before, L, B))
     ticket = await lanes.audits.forward(lanes.ticket(batches(1)[0], (A, L, B)), 1.0)
     assert ticket is not None
-    assert {twin.audited for twin in ticket.twins} == {(A,), (L,), (B,)}
+    assert {twin.audited for twin in ticket.duplicates} == {(A,), (L,), (B,)}
     (entering, _) = await lanes.counted(ticket)
     assert torch.equal(entering, 2 * torch.ones(1, 3, 4))
     assert not lanes.standing.allows(PeerId("l"))
@@ -174,7 +176,7 @@ async def test_what_went_another_way_than_was_looked_at_is_looked_at(virtual_tim
     """Else whoever ends his lanes after each forward would never be."""
     lanes = Chains((Hop(PeerId("c"), Span(0, 3)),), (Hop(PeerId("d"), Span(0, 3)),))
     ticket = lanes.ticket(batches(1)[0], (A, L, B))
-    ticket.went_again = True
+    ticket.was_resent = True
     (entering, _) = await lanes.counted(ticket)
     assert torch.equal(entering, 2 * torch.ones(1, 3, 4))
     assert not lanes.standing.allows(PeerId("l"))
@@ -189,13 +191,13 @@ async def test_what_was_found_wrong_does_not_count_because_the_other_is_banned_m
     ticket = await lanes.audits.forward(lanes.ticket(batches(1)[0], (A, L, B)), 1.0)
     assert ticket is not None
     lanes.lies_alone = False
-    third = lanes.again
+    third = lanes.recompute
 
-    async def again(*about: Any) -> ForwardTicket:
+    async def recompute(*about: Any) -> ForwardTicket:
         lanes.standing.fault(PeerId("c"), Fault.WRONG_RESULTS, "elsewhere")
         return await third(*about)
 
-    lanes.again = again  # type: ignore[method-assign]
+    lanes.recompute = recompute  # type: ignore[method-assign]
     assert await lanes.counted(ticket) is None
     assert not lanes.standing.ban_left_s(PeerId("l"))
 
@@ -278,6 +280,8 @@ def test_parameters_that_hardly_matter_make_nobody_a_liar() -> None:
     hidden, one = torch.ones(1, 2, 4), torch.ones(3)
     bound = BOUNDS["float32"]
     tiny = {"a": one, "b": 1e-9 * one}
-    assert same(hidden, (2 * hidden, {**tiny, "b": 2e-9 * one}), (2 * hidden, tiny), bound).action
-    assert not same(hidden, (2 * hidden, {**tiny, "a": 1.01 * one}), (2 * hidden, tiny), bound).action
-    assert not same(hidden, (2 * hidden, {**tiny, "a": one * float("nan")}), (2 * hidden, tiny), bound).action
+    assert compare_answers(hidden, (2 * hidden, {**tiny, "b": 2e-9 * one}), (2 * hidden, tiny), bound).action
+    assert not compare_answers(hidden, (2 * hidden, {**tiny, "a": 1.01 * one}), (2 * hidden, tiny), bound).action
+    assert not compare_answers(
+        hidden, (2 * hidden, {**tiny, "a": one * float("nan")}), (2 * hidden, tiny), bound
+    ).action

@@ -228,7 +228,7 @@ async def test_what_does_not_count_is_sent_again(virtual_time: MockClock) -> Non
         (ticket,) = await lanes.forward(batches(1))
         ((entering, _),) = await lanes.backward([ticket], [torch.ones(1, 3, 4)])
         assert torch.equal(entering, 2 * torch.ones(1, 3, 4))
-        assert ticket.went_again, "so that it is looked at"
+        assert ticket.was_resent, "so that it is looked at"
         assert lanes.statistics.retries == [WRONG] * 3
         assert lanes.statistics.backwards == 1
     assert said == {"forward": [], "backward": []}
