@@ -36,6 +36,13 @@ from swarmd.values import ModelId
 T = TypeVar("T")
 
 
+# A step crosses threads twice, without trio's portal in between, which would cost more than a fast hop's answer:
+#
+#     caller's thread   step(): _submit(work) --run_sync_soon--> _wake.set()    |   _answers.get() blocks
+#     trio thread       _run():            _wake.wait() -> session.step(work) -> _answers.put(answer)
+#
+# There is at most one step under way, so one slot for work is enough. An interrupted caller never reads its answer. So
+# the session closes then: the next step must not take that answer for its own.
 class BlockingSession:
     """A chain session for threads: a step is a queue there and back, not a portal call (facts: hotpath)."""
 
@@ -60,6 +67,7 @@ class BlockingSession:
 
     @property
     def chain(self) -> tuple[str, ...]:
+        """The hops in order, as people read them."""
         return self.chain_session.chain
 
     def step(self, *work: Any) -> torch.Tensor | None:
@@ -86,6 +94,7 @@ class BlockingSession:
         self._thread.call(self.chain_session.refute, logits, reason)
 
     def close(self) -> None:
+        """End the session; ``wait_closed`` waits until its hops are given back."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(trio.RunFinishedError):
@@ -197,15 +206,19 @@ class TrioThread:
             self._ready.put(first_error(error))
 
     def soon(self, function: Callable[..., Any], *args: Any) -> None:
+        """Have a function called in the thread, and do not wait."""
         self._token.run_sync_soon(function, *args)
 
     def spawn(self, function: Callable[[], Awaitable[Any]]) -> None:
+        """Start a task in the thread, and do not wait."""
         self.soon(self._nursery.start_soon, function)
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Run an async function in the thread, and wait for what it returns or raises."""
         return trio.from_thread.run(function, *args, trio_token=self._token)
 
     def close(self) -> None:
+        """Leave the context manager, and wait until the thread has ended."""
         with contextlib.suppress(trio.RunFinishedError):
             self.soon(self._stop.set)
         self._thread.join(timeout=10)
@@ -260,7 +273,7 @@ class Swarm:
         fine-tuning also aqsgd: docs/protocol.md). ``adapter`` is a LoRA of the catalog, by name or hash.
         ``dtype`` is what servers compute in; auto is that in which all blocks are served, float32 if in several.
         ``quantize`` says on which servers: none, int8, nf4, any, or auto: none where these hold every block, else any.
-        Where it pays, ``generate`` tries tokens ahead: with ``lookup`` those that followed before in the same text (not
+        Where it pays, ``generate`` tries draft tokens: with ``lookup`` those that followed before in the same text (not
         in the exact grade), with ``draft`` those of a small model of the catalog with the same tokenizer, which runs
         here. What is generated is the same, but for ties that rounding (float32 1e-6, bfloat16 a percent) decides.
         ``head``: own; int8, which reads half of the bytes and is off by half a percent; swarm: that of last servers,
@@ -273,33 +286,47 @@ class Swarm:
         )
         (model, n_blocks), folder = self._ready(name)
         dtype = self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s, dtype)
-        lora, readers = self._swarm.adapter(adapter, model), frozenset(map(self.view().peer_ending, only))
+        lora = self._swarm.adapter(adapter, model)
+        readers = frozenset(map(self.view().peer_ending, only))
         head_source = head_called(head, self._swarm.weights_folder, verify)
 
-        def terms(batch: int, max_tokens: int, own: TunedParameters | None = None) -> SessionOptions:
-            grade = "exact" if exact else "replayed"
-            kind = self._swarm.quantize(model, n_blocks) if quantize == "auto" else quantize
-            what = (model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind, own)
-            return SessionOptions(*what, only=readers, verify=verify, head=isinstance(head_source, HeadChecks))
+        def terms(batch: int, max_tokens: int, tuned: TunedParameters | None = None) -> SessionOptions:
+            return SessionOptions(
+                model=model,
+                n_blocks=n_blocks,
+                batch=batch,
+                max_tokens=max_tokens,
+                dtype=dtype,
+                grade="exact" if exact else "replayed",
+                route=chain,
+                codec=codec,
+                adapter=lora,
+                quantize=self._swarm.quantize(model, n_blocks) if quantize == "auto" else quantize,
+                tuned=tuned,
+                only=readers,
+                verify=verify,
+                head=isinstance(head_source, HeadChecks),
+            )
 
-        def open_session(batch: int, max_tokens: int, own: TunedParameters | None) -> BlockingSession:
-            if own is not None and lora:
+        def open_session(batch: int, max_tokens: int, tuned: TunedParameters | None) -> BlockingSession:
+            if tuned is not None and lora:
                 raise ConfigError("an adapter of the catalog and one of your own cannot be used together")
-            return BlockingSession(self._thread, self._swarm, terms(batch, max_tokens, own))
+            return BlockingSession(self._thread, self._swarm, terms(batch, max_tokens, tuned))
 
+        torch_dtype = getattr(torch, dtype)
         lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
-        speculation = ModelSpeculation(
-            lookup and not exact, self._draft(draft, name, getattr(torch, dtype), exact) if draft else None
-        )
-        return remote_model(folder, open_session, lanes, getattr(torch, dtype), speculation, head_source)
+        draft_model = self._draft(draft, name, torch_dtype, exact) if draft else None
+        speculation = ModelSpeculation(lookup and not exact, draft_model)
+        return remote_model(folder, open_session, lanes, torch_dtype, speculation, head_source)
 
     def _ready(self, name: str) -> tuple[tuple[ModelId, int], Path]:
-        """A model's hash, blocks and own part here. Raises SwarmError."""
+        """Return a model's hash and blocks, and the folder of the client's part. Raises SwarmError."""
         model, n_blocks = self._thread.call(self._swarm.resolve, name)
-        return (model, n_blocks), self._thread.call(self._swarm.folder, model, n_blocks)
+        folder = self._thread.call(self._swarm.folder, model, n_blocks)
+        return (model, n_blocks), folder
 
     def _draft(self, name: str, target: str, dtype: torch.dtype, exact: bool) -> DraftModel:
-        """A whole model of the catalog that proposes for another one. Raises ConfigError."""
+        """Load a whole model of the catalog that proposes for another one. Raises ConfigError."""
         if exact:
             raise ConfigError("no draft in the exact grade: its ops must not depend on what was measured")
         if self.tokenizer(name).get_vocab() != self.tokenizer(target).get_vocab():
@@ -315,6 +342,7 @@ class Swarm:
         return load_tokenizer(self._thread.call(self._swarm.folder, model, n_blocks))
 
     def close(self) -> None:
+        """Leave the swarm."""
         self._thread.close()
 
     def __enter__(self) -> Swarm:
@@ -327,7 +355,7 @@ class Swarm:
 
 
 def _require_choices(**options: tuple[str, Sequence[str]]) -> None:
-    """Is what was said one of its choices? Raises ConfigError."""
+    """Require of each option, a choice with all its choices, that it is one of them. Raises ConfigError."""
     for name, (choice, choices) in options.items():
         if choice not in choices:
             raise ConfigError(f"{name} is one of {', '.join(choices)}, not {choice!r}")

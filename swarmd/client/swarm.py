@@ -132,12 +132,15 @@ class AsyncSwarm:
         return self._trusted[1]
 
     def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]:
+        """Return seconds one way between servers, and from this client, as far as they are known."""
         return dict(trips_of(spans, self._network.peer_id, self._trips_s))
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """Return where a peer is, by its record, else by what this client joined with."""
         return self.exchange.addresses_of(peer) or self._membership.bootstrap.get(peer, ())
 
     def voucher_of(self, peer: PeerId) -> bytes:
+        """Return the key that brought a member in."""
         return self.exchange.voucher_of(peer)
 
     def way_to(self, peer: PeerId) -> Way | None:
@@ -149,9 +152,11 @@ class AsyncSwarm:
         session = ChainSession(self, terms, self.budget)
         if is_audited and self.audits:
             auditor = Auditor(self, self, session)
-            session.auditor, session.hops.on_lost = auditor, auditor.on_lost
+            session.auditor = auditor
+            session.hops.on_lost = auditor.on_lost
         if terms.verify == 1:
-            session.second = VerifyingChain(session, partial(self.open_session, is_audited=False), self.start_soon)
+            open_second = partial(self.open_session, is_audited=False)
+            session.second = VerifyingChain(session, open_second, self.start_soon)
         self._listeners[session.key] = session
         try:
             await session.open()
@@ -175,7 +180,8 @@ class AsyncSwarm:
             with trio.CancelScope(shield=True):
                 for (peer, _), (bill, signed) in session.hops.accounts.bills.items():
                     self.books.add(bill, signed, self.voucher_of(peer))
-                if session.second is not None and (second := await session.second.stop()) is not None:
+                second = await session.second.stop() if session.second is not None else None
+                if second is not None:
                     await self.close_session(second)
                 self._listeners.pop(session.key, None)
                 await session.close()
@@ -186,7 +192,8 @@ class AsyncSwarm:
         if model is not None:
             return model
         if is_model_hash(name):
-            return ModelId(name), (await self.supply.manifest(ModelId(name))).n_blocks
+            manifest = await self.supply.manifest(ModelId(name))
+            return ModelId(name), manifest.n_blocks
         names = ", ".join(sorted(self.view().catalog.models)) or "none yet"
         raise ConfigError(f"the swarm's catalog has no model {name!r}; it has: {names}")
 
@@ -233,11 +240,9 @@ class AsyncSwarm:
 
     async def refresh(self) -> None:
         """Exchange records with one member, whoever answers first. Raises SwarmUnavailable."""
-        peers = list(
-            dict.fromkeys(
-                [*self._rng.sample(sorted(self.view().peers), len(self.view().peers)), *self._membership.bootstrap]
-            )
-        )
+        members = sorted(self.view().peers)
+        shuffled = self._rng.sample(members, len(members))
+        peers = list(dict.fromkeys([*shuffled, *self._membership.bootstrap]))
         failures: list[str] = []
         for peer in peers:
             if peer == self._network.peer_id:
@@ -253,7 +258,7 @@ class AsyncSwarm:
         raise SwarmUnavailable(f"no member of the swarm answers: {'; '.join(failures) or 'no address is known'}")
 
     def take_part(self, run: str, guest: RunGuest | None) -> None:
-        """Let ``guest`` have what comes about a training run; None: no longer."""
+        """Give ``guest`` the messages about a training run; None: no longer."""
         if guest is None:
             self._runs.pop(run, None)
         else:
@@ -266,10 +271,11 @@ class AsyncSwarm:
 
     @property
     def certificate(self) -> tuple[bytes, ...]:
+        """What shows other members that this client is one."""
         return self._membership.certificate
 
     def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
-        """Start work that goes on beside whoever asked for it; what goes wrong in it ends nothing else."""
+        """Start work that goes on beside its caller; what goes wrong in it ends nothing else."""
         self._tasks.start_soon(function)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -310,6 +316,7 @@ class AsyncSwarm:
         self.exchange.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
+        """Give a message to the session, lane or run that it is for; False for one that nothing here takes."""
         listener = self._listeners.get(getattr(message, "session", None) or b"")
         if listener is not None:
             await listener.on_message(channel.peer, message, frame)
@@ -326,6 +333,7 @@ class AsyncSwarm:
         return True
 
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
+        """Tell sessions or lanes, and runs, that a connection ended."""
         kind = {"interactive": ChainSession, "training": Lane}.get(purpose)
         for listener in list(self._listeners.values()):
             if kind is not None and isinstance(listener, kind):

@@ -1,4 +1,4 @@
-"""One sequence, greedy or sampled: transformers' ``generate`` up to its loop, then this one, which tries tokens ahead.
+"""One sequence, greedy or sampled: transformers' ``generate`` up to its loop, then this one, which tries draft tokens.
 
 Each token is chosen from its own logits with one draw, as in transformers' loop: a seed gives the same text whatever is
 tried. Beams, batches, scores to return, candidates of others and models that PEFT has changed stay the library's.
@@ -37,7 +37,7 @@ Loop = Callable[..., torch.Tensor]
 
 
 class ModelSpeculation:
-    """What is tried ahead for one model, and what passes through its chain take."""
+    """The draft sources of one model, and what passes through its chain take."""
 
     def __init__(self, looks_up: bool, draft: DraftModel | None = None) -> None:
         self.costs = Costs()
@@ -45,7 +45,7 @@ class ModelSpeculation:
         self._draft = draft
 
     def speculation(self) -> Speculation:
-        """For one text."""
+        """Make the speculation of one text."""
         sources: list[DraftSource] = [Lookup()] if self._looks_up else []
         if self._draft is not None:
             sources.append(Draft(self._draft))
@@ -57,7 +57,7 @@ def is_plain(model: Any, inputs: Any, config: GenerationConfig, arguments: Mappi
     mask = arguments.get("attention_mask")
 
     def setting(name: str) -> Any:
-        """As ``generate`` finds it: given, of the configuration given, of the model's own."""
+        """As ``generate`` finds it: an argument, else of the configuration passed, else of the model's own."""
         places = (arguments.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
         return next((value for value in places if value is not None), None)
 
@@ -75,6 +75,15 @@ def is_plain(model: Any, inputs: Any, config: GenerationConfig, arguments: Mappi
     )
 
 
+# One round of the loop. The last token that is known travels with draft tokens behind it, in one pass:
+#
+#     sent       t9 | d10 d11 d12           the cache holds t1 to t8
+#     logits     of   t10 t11 t12 t13
+#     chosen          t10 t11               t10 = d10 is right; t11 differs from d11: what follows is worthless
+#     kept       t9 | t10                   the cache is cropped by two, t11 is sent in the next round
+#
+# Each token is chosen from its own logits, with one draw, after exactly the tokens before it. So the text is the one
+# that a loop without draft tokens gives. The invariant: the cache holds all tokens but the last one.
 def make_loop(
     speculation: Speculation, cache_name: str, streamer: Any, traced: TracedPass | None, head: SwarmHead | None
 ) -> Loop:
@@ -91,19 +100,26 @@ def make_loop(
         if options.get("attention_mask") is not None:  # of a prompt in which transformers found padding
             options |= {"generation_config": generation_config, "streamer": streamer}
             return type(model)._sample(model, input_ids, logits_processor, stopping_criteria, **options)  # type: ignore[no-any-return]
-        cache, ids, tokens = options[cache_name], input_ids, input_ids[0].tolist()
-        sent, draft_tokens, samples = input_ids, list[int](), bool(generation_config.do_sample)
+        cache = options[cache_name]
+        ids = input_ids
+        tokens = input_ids[0].tolist()
+        sent = input_ids
+        draft_tokens: list[int] = []
+        samples = bool(generation_config.do_sample)
         swarm_head = head if is_enough(logits_processor, samples) else None
         speculation.begin(tokens)
         while True:
             started_at = time.perf_counter()
-            by_line = None if ids is input_ids else traced
-            out = _compute_logits(model, sent, 1 + len(draft_tokens), cache_name, cache, by_line, swarm_head)
-            if ids is not input_ids:
+            is_prompt = ids is input_ids
+            n_wanted = 1 + len(draft_tokens)
+            usable_trace = None if is_prompt else traced
+            out = _compute_logits(model, sent, n_wanted, cache_name, cache, usable_trace, swarm_head)
+            if not is_prompt:
                 speculation.costs.measured(sent.shape[1], time.perf_counter() - started_at)
-            logits = out[:, -1 - len(draft_tokens) :].to(ids.device, torch.float32, copy=True)
-            is_done, n_right = False, -1
-            for n_right in range(1 + len(draft_tokens)):
+            logits = out[:, -n_wanted:].to(ids.device, torch.float32, copy=True)
+            is_done = False
+            n_right = -1
+            for n_right in range(n_wanted):
                 token = _choose(logits_processor(ids, logits[:, n_right]), samples)
                 ids = torch.cat([ids, token[:, None]], 1)
                 tokens.append(int(token))
@@ -129,11 +145,12 @@ def make_loop(
 def _compute_logits(
     model: Any, sent: torch.Tensor, n: int, name: str, cache: Any, traced: TracedPass | None, head: SwarmHead | None
 ) -> torch.Tensor:
-    """Logits of the tokens that are sent, or of the last n: by the swarm's head, a line, or the family's forward."""
+    """Compute logits of the tokens sent, or of the last n, by what there is: a swarm head, a trace, the forward."""
     if head is not None:
         return head.logits(sent, cache, n)
     if traced is not None:
-        return traced.compute(sent, *cache.at_its_end(sent.shape[1]))
+        positions, through_swarm = cache.at_its_end(sent.shape[1])
+        return traced.compute(sent, positions, through_swarm)
     options = {"logits_to_keep": n} if _keeps_logits(model.__class__) else {}
     logits: torch.Tensor = model(input_ids=sent.to(model.device), use_cache=True, **{name: cache}, **options).logits
     return logits

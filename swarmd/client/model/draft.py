@@ -65,6 +65,7 @@ class Draft:
 
     @property
     def each_s(self) -> float:
+        """Seconds of a token, 0 before one was measured."""
         return self._model.each_s
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -74,6 +75,7 @@ class Draft:
         self._reader.start()
 
     def end(self) -> None:
+        """Stop reading the prompt, and wait until the thread has ended."""
         self._is_over = True
         if self._reader is not None:
             self._reader.join()
@@ -83,10 +85,13 @@ class Draft:
         is_reading = self._reader is not None and self._reader.is_alive()
         if is_reading or self._is_over or len(tokens) + max_tokens > self._model.max_tokens:
             return [], 0.0
-        max_tokens = max_tokens if self._model.each_s else 1  # of which is learnt what each takes
+        if not self._model.each_s:
+            max_tokens = 1  # it measures what each takes
         self._forget_wrong(tokens)
         proposed: list[int] = []
-        unread, chance, started_at = list(tokens[len(self._read) :]), 1.0, time.perf_counter()
+        unread = list(tokens[len(self._read) :])
+        chance = 1.0
+        started_at = time.perf_counter()
         while len(proposed) < max_tokens:
             token, probability = self._next(unread)
             chance *= probability
@@ -112,7 +117,7 @@ class Draft:
         return likeliest
 
     def _forget_wrong(self, tokens: Sequence[int]) -> None:
-        """Keep what the text begins with, except its last token, which is read for what follows."""
+        """Keep in the cache what the text begins with, except its last token: that is read for what follows."""
         n = self._n_confirmed
         while n < min(len(self._read), len(tokens) - 1) and self._read[n] == tokens[n]:
             n += 1

@@ -72,9 +72,9 @@ class RemoteCache(Cache):  # type: ignore[misc]
     def __init__(
         self, config: PretrainedConfig, open_session: OpenSession, max_tokens: int, dtype: torch.dtype = torch.float32
     ) -> None:
-        n = skeleton.text_config(config).num_hidden_layers
-        sliding = (DynamicCache(config=config).is_sliding + [False] * n)[:n]
-        super().__init__(layers=[RemoteLayerCache(self, s) for s in sliding])
+        n_layers = skeleton.text_config(config).num_hidden_layers
+        sliding = (DynamicCache(config=config).is_sliding + [False] * n_layers)[:n_layers]
+        super().__init__(layers=[RemoteLayerCache(self, is_sliding) for is_sliding in sliding])
         self.n_tokens = 0
         self.max_tokens = max_tokens
         self.dtype = dtype  # in which the swarm computes, whatever the client's part is in
@@ -92,6 +92,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
         return self.max_tokens
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens on all servers, with the next op."""
         removed = abs(tokens_to_remove)
         if removed > self.n_tokens:
             raise ValueError(f"cannot remove {removed} of {self.n_tokens} tokens")
@@ -100,11 +101,13 @@ class RemoteCache(Cache):  # type: ignore[misc]
         self.n_tokens -= removed
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Put other rows in the places of rows on all servers, with the next op, as beams do."""
         rows = tuple(int(i) for i in beam_idx)
         if rows != tuple(range(len(rows))):
             self._edits.append(Edit(rows=rows))
 
     def activate_past_recording(self) -> None:
+        """Have servers keep what a layer's cache would forget, so that it can be cropped."""
         self._records_past = True
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -139,12 +142,12 @@ class RemoteCache(Cache):  # type: ignore[misc]
                 f"{self.n_tokens} tokens and {t} more exceed the {self.max_tokens} that this session can hold"
             )
         if self.session is None:
-            self.session = self._open_session(
-                b, self.max_tokens, self.tuned if self.tuned and self.tuned.version else None
-            )
+            tuned = self.tuned if self.tuned and self.tuned.version else None
+            self.session = self._open_session(b, self.max_tokens, tuned)
         chunk = None if mask is None else mask[:, -t:].to(torch.uint8)
         self._has_padding = self._has_padding or (chunk is not None and not bool(chunk.all()))
-        edits, self._edits = tuple(self._edits), []
+        edits = tuple(self._edits)
+        self._edits = []
         positions = positions.to(torch.int32).expand(b, t)
         sent_mask = chunk if self._has_padding else None
         sent = hidden.to(self.dtype)
@@ -169,6 +172,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
         )
 
     def close(self) -> None:
+        """Close the session, which frees its caches on the servers."""
         if self.session is not None:
             self.session.close()
             self.session = None

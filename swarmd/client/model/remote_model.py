@@ -44,7 +44,7 @@ KEPT_ON_SERVERS = {"output_hidden_states": "hidden states between blocks", "outp
 
 
 class _Call(threading.local):
-    """What the forward of the current thread is about. ``cache`` None: it goes through lanes, without caches."""
+    """The forward that the current thread computes. ``cache`` None: it goes through lanes, without caches."""
 
     cache: RemoteCache | None = None
     positions: torch.Tensor
@@ -55,9 +55,20 @@ class _Call(threading.local):
     is_step: bool = False  # of a session that goes on
     wants_cache: bool = False
     generating: RemoteCache | None = None
-    beside: tuple[RemoteCache, ...] = ()  # of other texts that a call of ``generate`` has the model compute
+    side_caches: tuple[RemoteCache, ...] = ()  # of other texts that a call of ``generate`` has the model compute
 
 
+# How the family's own class comes to compute on servers. Nothing in the family's code is replaced but these calls:
+#
+#     model.generate  ->  generate_remotely     makes the session's cache, chooses the decoding loop, frees the cache
+#     model.forward   ->  forward_remotely      finds the cache, the positions and the client's own parameters
+#       layers[0].call -> through_the_swarm     hidden [b, t, d] -> the swarm -> hidden [b, t, d]
+#       layers[1:]                              pass hidden states on
+#       norm, head                              computed here
+#
+# transformers hands a layer nothing but hidden states and masks. So what a forward knows beside them goes through a
+# thread-local ``_Call``: several threads may use one model at a time. A pass without gradients goes through a session,
+# whose servers keep caches; one with gradients goes through lanes, which keep none.
 def remote_model(
     folder: Path,
     open_session: OpenSession,
@@ -70,9 +81,9 @@ def remote_model(
 
     Returns the family's own class (a PreTrainedModel) with more attributes: ``new_cache()``, for loops of one's own;
     ``last_session`` and ``lanes``, whose statistics tell what happened in the last ``generate`` and in fine-tuning;
-    ``last_speculation``, which tokens were tried ahead in it (by ``speculation``; None: none are); and ``micro_batch_rows``,
-    how many rows of a batch travel together in fine-tuning (0 chooses). Raises ConfigError for a head in 8 bits that
-    cannot be.
+    ``last_speculation``, which draft tokens were tried in it (by ``speculation``; None: none are); and
+    ``micro_batch_rows``, how many rows of a batch travel together in fine-tuning (0 chooses). Raises ConfigError for a
+    head in 8 bits that cannot be.
     """
     model: Any = skeleton.load(folder, None, dtype)
     layers: list[Any] = list(skeleton.decoder_layers(model).children())
@@ -80,19 +91,21 @@ def remote_model(
     client_parameters.expose(model, layers)
     _choose_head(model, head, folder)
     limit = skeleton.longest_context(model.config)
-    model.max_session_tokens, model.micro_batch_rows, model.lanes = limit, 0, lanes
+    model.max_session_tokens = limit
+    model.micro_batch_rows = 0
+    model.lanes = lanes
     call = _Call()
 
     def through_the_swarm(hidden: torch.Tensor) -> torch.Tensor:
-        trains = torch.is_grad_enabled() and (
-            hidden.requires_grad or any(t.requires_grad for _, t in call.tuned.values())
-        )
+        has_trained = hidden.requires_grad or any(tensor.requires_grad for _, tensor in call.tuned.values())
+        trains = torch.is_grad_enabled() and has_trained
         if trains and call.is_step:
             raise ConfigError("no gradients flow through a session: call the model without a cache, or under no_grad()")
         if trains or (call.tuned and not call.is_step and not call.wants_cache):
             call.cache = None
             places = TokenPositions(
-                call.positions.to(torch.int32).expand(hidden.shape[:2]), _mask_of_new(call.mask, hidden.shape[1])
+                positions=call.positions.to(torch.int32).expand(hidden.shape[:2]),
+                mask=_mask_of_new(call.mask, hidden.shape[1]),
             )
             sent = hidden.to(dtype)
             out = through_lanes(lanes, sent, places, dict(call.tuned), call.n_prefix, model.micro_batch_rows)
@@ -102,8 +115,9 @@ def remote_model(
             out = call.cache.append(hidden, call.positions, call.mask, call.want)
             assert call.cache.session is not None
             arity = call.cache.session.layer_arity
-        for layer in layers if layers[0].returns_tuple != arity else ():
-            layer.returns_tuple = arity
+        if layers[0].returns_tuple != arity:
+            for layer in layers:
+                layer.returns_tuple = arity
         return out.to(hidden.device, hidden.dtype)
 
     layers[0].call = through_the_swarm
@@ -121,8 +135,10 @@ def _choose_head(model: Any, head: HeadBy, folder: Path) -> None:
         put_int8_head(model, head)
     elif head is not None:
         map_vocabulary(model, folder)
-    elif type(own_head := model.get_output_embeddings()) is nn.Linear:
-        quicken(own_head)
+    else:
+        own_head = model.get_output_embeddings()
+        if type(own_head) is nn.Linear:
+            quicken(own_head)
 
 
 def _wrap_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int, torch.Tensor]]]) -> None:
@@ -132,20 +148,25 @@ def _wrap_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[in
     """
     forward = model.forward
     parameters = inspect.signature(type(model).forward).parameters
-    takes_positions, cache_name = "position_ids" in parameters, _cache_name(model)
+    takes_positions = "position_ids" in parameters
+    cache_name = _cache_name(model)
 
     @functools.wraps(forward)
     def forward_remotely(*args: Any, **kwargs: Any) -> Any:
         _require_no_server_outputs(model, kwargs)
         if args:
-            kwargs["input_ids"], args = args[0], args[1:]
+            kwargs["input_ids"] = args[0]
+            args = args[1:]
         _require_no_routers(model, kwargs)
         if FLAG in parameters:
             kwargs[FLAG] = False
-        input_ids = kwargs.get("input_ids")
-        n_new = int((kwargs["inputs_embeds"] if input_ids is None else input_ids).shape[1])
+        inputs = kwargs.get("input_ids")
+        if inputs is None:
+            inputs = kwargs["inputs_embeds"]
+        n_new = int(inputs.shape[1])
         wants_cache = kwargs.get("use_cache", getattr(model.config, "use_cache", True)) is not False
-        cache, call.n_prefix = kwargs.get(cache_name), 0
+        cache = kwargs.get(cache_name)
+        call.n_prefix = 0
         call.tuned = {} if isinstance(cache, RemoteCache) and cache.session is not None else lora()
         if isinstance(cache, DynamicCache) and cache.get_seq_length():
             call.n_prefix = int(cache.get_seq_length())
@@ -167,8 +188,11 @@ def _wrap_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[in
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.ndim != 2:
             raise ConfigError("a remote model takes attention masks of shape [batch, tokens]")
-        kwargs[cache_name], kwargs["use_cache"] = cache, True
-        call.cache, call.positions, call.mask = cache, positions, mask
+        kwargs[cache_name] = cache
+        kwargs["use_cache"] = True
+        call.cache = cache
+        call.positions = positions
+        call.mask = mask
         logits_to_keep = kwargs.get("logits_to_keep")
         call.want = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep > 0 else None
         try:
@@ -179,14 +203,17 @@ def _wrap_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[in
         finally:
             if not wants_cache:
                 cache.close()
-            call.cache, call.tuned = None, {}
+            call.cache = None
+            call.tuned = {}
 
     model.forward = forward_remotely
 
 
 def _require_no_routers(model: Any, kwargs: dict[str, Any]) -> None:
     """Refuse what needs the numbers of experts' routers, which stay on servers. Raises ConfigError."""
-    if kwargs.get(FLAG) or (kwargs.get("labels") is not None and kwargs.get(FLAG) is None and is_balanced(model)):
+    is_asked = bool(kwargs.get(FLAG))
+    is_default = kwargs.get(FLAG) is None and kwargs.get("labels") is not None and is_balanced(model)
+    if is_asked or is_default:
         raise ConfigError(
             "the loss that balances experts (output_router_logits) needs numbers of routers, which stay on servers: "
             "set model.config.output_router_logits = False to train without it"
@@ -195,11 +222,11 @@ def _require_no_routers(model: Any, kwargs: dict[str, Any]) -> None:
 
 def _require_no_server_outputs(model: Any, kwargs: Mapping[str, Any]) -> None:
     """Refuse a pass that asks for what servers keep. Raises ConfigError."""
-    for name, what in KEPT_ON_SERVERS.items():
+    for name, outputs in KEPT_ON_SERVERS.items():
         requested = kwargs.get(name)
         if requested or (requested is None and getattr(model.config, name, False)):
             raise ConfigError(
-                f"{name}: {what} stay on the servers that compute them: leave it out (what leaves the last "
+                f"{name}: {outputs} stay on the servers that compute them: leave it out (what leaves the last "
                 "block is model.get_decoder()(...).last_hidden_state), or load the model with transformers alone"
             )
 
@@ -215,14 +242,17 @@ def _make_cache(model: Any, call: _Call, wants_cache: bool, n_new: int) -> Remot
     if call.generating.session is None:
         return call.generating
     cache: RemoteCache = model.new_cache(max(call.generating.max_tokens, n_new))
-    call.beside = (*call.beside, cache) if wants_cache else call.beside
+    if wants_cache:
+        call.side_caches = (*call.side_caches, cache)
     return cache
 
 
 def _mask_of_new(mask: torch.Tensor | None, n_new: int) -> torch.Tensor | None:
     """The mask of the new tokens, where it says anything."""
-    chunk = None if mask is None else mask[:, -n_new:].to(torch.uint8)
-    return None if chunk is None or bool(chunk.all()) else chunk
+    if mask is None:
+        return None
+    of_new = mask[:, -n_new:].to(torch.uint8)
+    return None if bool(of_new.all()) else of_new
 
 
 def _cache_name(model: Any) -> str:
@@ -234,7 +264,8 @@ def _wrap_generate(
     model: Any, layers: list[Any], call: _Call, model_speculation: ModelSpeculation, head: HeadBy
 ) -> None:
     """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
-    generate, cache_name = model.generate, _cache_name(model)
+    generate = model.generate
+    cache_name = _cache_name(model)
     can_crop = all_look_back(skeleton.text_config(model.config))
     traced = trace_model(model, layers, cache_name, isinstance(head, HeadChecks)) if can_crop else None
     swarm_head = SwarmHead(model, traced, head) if traced is not None and isinstance(head, HeadChecks) else None
@@ -247,18 +278,18 @@ def _wrap_generate(
         inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids", kwargs.get("inputs_embeds")))
         config = kwargs.get("generation_config") or model.generation_config
         kwargs["use_cache"] = True  # a session is one, and the text is the same
-        cache = call.generating = model.new_cache(_count_reserved(inputs, config, kwargs, model.max_session_tokens))
+        cache = model.new_cache(_count_reserved(inputs, config, kwargs, model.max_session_tokens))
+        call.generating = cache
         cache.n_expected = 1 if inputs is None else int(inputs.shape[1])
         is_own = can_crop and len(args) < 2 and decoding.is_plain(model, inputs, config, kwargs)
         speculation = model_speculation.speculation() if is_own else Speculation(model_speculation.costs, ())
         if is_own:
             usable_trace = traced if traced is not None and traced.holds else None
-            usable_head = (
-                swarm_head if usable_trace is not None and swarm_head is not None and swarm_head.holds else None
-            )
-            kwargs["custom_generate"] = decoding.make_loop(
-                speculation, cache_name, kwargs.get("streamer"), usable_trace, usable_head
-            )
+            usable_head = swarm_head if usable_trace is not None and swarm_head is not None else None
+            if usable_head is not None and not usable_head.holds:
+                usable_head = None
+            streamer = kwargs.get("streamer")
+            kwargs["custom_generate"] = decoding.make_loop(speculation, cache_name, streamer, usable_trace, usable_head)
         try:
             generated = generate(*args, **{**kwargs, cache_name: cache})
             if cache.session is not None:
@@ -266,24 +297,29 @@ def _wrap_generate(
             return generated
         finally:
             speculation.end()
-            call.generating, model.last_session, model.last_speculation = None, cache.session, speculation
-            for closing in (cache, *call.beside):
+            call.generating = None
+            model.last_session = cache.session
+            model.last_speculation = speculation
+            for closing in (cache, *call.side_caches):
                 closing.close()
-            call.beside = ()
+            call.side_caches = ()
 
     model.last_session = model.last_speculation = None
     model.generate = generate_remotely
 
 
 def _count_reserved(inputs: torch.Tensor | None, config: Any, kwargs: dict[str, Any], limit: int) -> int:
-    """Tokens to reserve on every server: prompt, new tokens, and what speculation may append in excess."""
+    """Count the tokens to reserve on every server: prompt, new tokens, and draft tokens beyond the end."""
     n_prompt = 1 if inputs is None else int(inputs.shape[1])
-    new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
-    total = n_prompt + new if new is not None else kwargs.get("max_length", getattr(config, "max_length", None))
-    if total is None:
+    n_new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
+    total = kwargs.get("max_length", getattr(config, "max_length", None))
+    if n_new is not None:
+        total = n_prompt + n_new
+    elif total is None:
         total = n_prompt + 20  # transformers' own default
     if total > limit:
         raise CacheExhausted(
             f"{n_prompt} prompt tokens and {total - n_prompt} to generate are {total}, the model's limit is {limit}"
         )
-    return int(min(limit, total + (kwargs.get("prompt_lookup_num_tokens") or 0) + 32))
+    n_looked_up = kwargs.get("prompt_lookup_num_tokens") or 0
+    return int(min(limit, total + n_looked_up + 32))

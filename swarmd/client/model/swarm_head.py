@@ -42,16 +42,17 @@ FORBIDDING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
 
 
 def n_needed(processors: Iterable[Any], samples: bool) -> int | None:
-    """How many of the largest logits decide the next token; None where others may count."""
-    needed, n_forbidden = None if samples else 1, 0
+    """Count how many of the largest logits decide the next token; None where others may count."""
+    needed = None if samples else 1
+    n_forbidden = 0
     for processor in processors:
         if isinstance(processor, FORBIDDING):
             n_forbidden += processor.eos_token_id.numel()
         elif isinstance(processor, TopKLogitsWarper):
             needed = processor.top_k if needed is None else min(needed, processor.top_k)
-        elif not isinstance(processor, TemperatureLogitsWarper) and (
-            needed is None or type(processor) not in NARROWING
-        ):
+        elif isinstance(processor, TemperatureLogitsWarper):
+            continue
+        elif needed is None or type(processor) not in NARROWING:
             return None
     return None if needed is None else needed + n_forbidden
 
@@ -66,6 +67,10 @@ def is_enough(processors: Iterable[Any], samples: bool) -> bool:
     return are_enough(n_needed(processors, samples))
 
 
+# What a server can do with logits: send wrong ones, at random or for chosen tokens only. Three numbers are compared
+# with the client's own head: the logits of the tokens sent, the largest logits in order (so that a likely token is not
+# left out), and the sum over the vocabulary (so that the rest is not larger than it may be). A server does not know
+# which answers are checked. Its first one always is.
 class HeadChecks:
     """Which answers of which servers are computed here again: a share, ``least`` at least. For one model."""
 
@@ -84,7 +89,7 @@ class HeadChecks:
         return is_due
 
     def wrong(self, served: ServedLogits, expected: torch.Tensor, dtype: torch.dtype) -> str:
-        """What is wrong with logits, by float32 ones [n, vocabulary] computed here; "" if nothing is.
+        """Say what is wrong with logits, by float32 ones [n, vocabulary] computed here; "" if nothing is.
 
         ``dtype`` is what the head is computed in.
         """
@@ -107,7 +112,10 @@ HeadBy = Path | HeadChecks | None
 
 
 def head_called(name: str, compiled_in: Path, verify: float = 0.0) -> HeadBy:
-    """What one of config.HEADS means; of logits at least the share ``verify`` is checked; 1 takes none."""
+    """Return what computes logits for one of config.HEADS.
+
+    With "swarm" at least the share ``verify`` of served logits is checked; with 1 all are computed here instead.
+    """
     return {"own": None, "int8": compiled_in, "swarm": HeadChecks(verify) if verify < 1 else None}[name]
 
 
@@ -116,7 +124,9 @@ class SwarmHead:
 
     def __init__(self, model: Any, traced: TracedPass, checks: HeadChecks) -> None:
         assert traced.enter is not None
-        self._traced, self._enter, self._checks = traced, traced.enter, checks
+        self._traced = traced
+        self._enter = traced.enter
+        self._checks = checks
         self._weights = list(model.get_output_embeddings().parameters())
         self._known = self._fingerprint()
         self._vocabulary = int(model.get_output_embeddings().out_features)
@@ -136,8 +146,10 @@ class SwarmHead:
         if served is not None and not self._checks.is_due(served):
             return served.top.filled(self._vocabulary).unsqueeze(0)
         logits = self._traced.compute(ids[:, -n:], positions[:, -n:], lambda _: hidden)
-        if served is not None and (wrong := self._checks.wrong(served, logits[0].float(), hidden.dtype)):
-            session.refute(served, wrong)
+        if served is not None:
+            wrong = self._checks.wrong(served, logits[0].float(), hidden.dtype)
+            if wrong:
+                session.refute(served, wrong)
         return logits
 
     def _fingerprint(self) -> list[tuple[int, int]]:

@@ -212,9 +212,7 @@ class Chain:
             peer = PeerId(span.peer)
             is_allowed = self._declined.allow(peer, now, is_last_resort) and standing.allows(peer, is_last_resort)
             return (
-                is_allowed
-                and is_suitable(span, self.terms, self._numerics)
-                and is_compatible(view, span, self.terms)
+                is_allowed and is_suitable(span, self.terms, self._numerics) and is_compatible(view, span, self.terms)
             )
 
         def find(min_trust: Trust, with_head: bool = False, is_last_resort: bool = False) -> Route:

@@ -53,19 +53,18 @@ class HopAccount:
 
         Raises IntegrityError for one that says otherwise what it goes on from: others would blame who shows it.
         """
-        goes_on = new_receipt.first <= self.n_tokens and new_receipt.before == digest_before(
-            self.inputs, self.outputs, new_receipt.first
-        )
-        if not goes_on and (new_receipt.first == 0 or (self.is_whole and self.last is not None)):
+        first = new_receipt.first
+        goes_on = first <= self.n_tokens and new_receipt.before == digest_before(self.inputs, self.outputs, first)
+        if not goes_on and (first == 0 or (self.is_whole and self.last is not None)):
             raise IntegrityError(f"a receipt of {new_receipt.peer} does not go on from those before it")
-        self.is_whole = goes_on and (self.is_whole or new_receipt.first == 0)
-        if self.last is not None and new_receipt.first < self.last.first:
-            self._signed = [entry for entry in self._signed if entry[0] < new_receipt.first]
+        self.is_whole = goes_on and (self.is_whole or first == 0)
+        if self.last is not None and first < self.last.first:
+            self._signed = [entry for entry in self._signed if entry[0] < first]
         for digests, new_digests in ((self.inputs, new_receipt.entered), (self.outputs, new_receipt.left)):
-            digests += UNSEEN * (new_receipt.first - len(digests) // DIGEST_BYTES)
-            digests[new_receipt.first * DIGEST_BYTES :] = new_digests
+            digests += UNSEEN * (first - len(digests) // DIGEST_BYTES)
+            digests[first * DIGEST_BYTES :] = new_digests
         self.last = new_receipt
-        self._signed.append((new_receipt.first, body, signature))
+        self._signed.append((first, body, signature))
 
 
 # Two kinds of signatures of every hop come in, and peers choose all bytes of both. A receipt holds digests of tokens
@@ -89,7 +88,7 @@ class HopAccounts:
         self._session = session
         self._client = client
         self._max_tokens = max_tokens
-        self._about = subject  # model, adapter and the version of own parameters
+        self._subject = subject  # model, adapter and the version of the client's own parameters
         self._accounts: dict[Place, HopAccount] = {}
         self.bills: dict[Place, tuple[UsageReceipt, SignedUsageReceipt]] = {}
 

@@ -83,6 +83,17 @@ class SecondChain(Protocol):
         """Check nothing more; returns the second chain's session, which is to be closed."""
 
 
+# Frames of one step. The client sends to the first hop only, and the answer comes from the last:
+#
+#     client --op--> A --op--> B --op--> C --answer--> client
+#
+# A hop that cannot reach its successor sends to the client, which passes it on (``_on_op``). Every hop signals progress
+# while it computes. Trouble is whatever makes the chain unfit: silence, a refusal, a lost connection, a wrong answer.
+# It is noted as ``hops.trouble``, and the wait for an answer repairs the chain before it goes on.
+#
+# Peers choose all that comes in. So each message counts only from the peer, the epoch and the op that it is due from.
+# Two hops that accuse each other cannot both be believed: first the giver is done without, then the accuser
+# (``_on_accusation``). MAX_WRONG chains in turn end the step: then the model or the input is at fault.
 class ChainSession:
     """One session. All methods run in the client's trio thread; steps come one at a time."""
 
@@ -92,7 +103,7 @@ class ChainSession:
         self._position = self.hops.position
         self.history = History(terms.grade == "exact", budget)
         self._repairs = Repairs(self.hops, self.history)
-        self._in_flight: dict[int, tuple[SentOp, int | None]] = {}  # what is on its way, and what is wanted of it
+        self._in_flight: dict[int, tuple[SentOp, int | None]] = {}  # ops without an answer, and what each wants
         self.auditor: AnswerAudit | None = None
         self.second: SecondChain | None = None
         self.width = 0
@@ -139,6 +150,7 @@ class ChainSession:
 
     @property
     def chain(self) -> tuple[str, ...]:
+        """The hops in order, as people read them."""
         return self.hops.names
 
     # --- the life of a session -------------------------------------------------------------------------------
@@ -168,31 +180,42 @@ class ChainSession:
             await self._quiet_repair.wait()
         if self._is_broken or self._is_closed:
             raise ConfigError("this session ended with an error, or was closed: start a new one")
-        self._is_busy = self._is_broken = True  # until the answers are here
-        self.given, self._vocabulary = None, vocabulary
-        self._fatal, self._n_wrong = None, 0
-        self._in_flight.clear()
-        self._faulty.clear()
+        self._begin_step(vocabulary)
         first = self._position.seq + 1
         step_op = SentOp(first, edits, hidden, positions, mask, record_past)
         is_exact = self.terms.grade == "exact"  # which must not depend on what was measured
         parts = cut(step_op, () if is_exact else self._prefill_speeds())
         outputs: list[torch.Tensor] = []
         for n_sent, sent in enumerate(parts, 1):
-            n_following = sum(0 if p.hidden is None else p.hidden.shape[1] for p in parts[n_sent:])
+            n_following = sum(0 if part.hidden is None else part.hidden.shape[1] for part in parts[n_sent:])
             await self._send(sent, None if want is None else max(0, want - n_following))
-            while n_sent - len(outputs) >= (MAX_IN_FLIGHT if n_sent < len(parts) else 1):
+            most_in_flight = MAX_IN_FLIGHT if n_sent < len(parts) else 1
+            while n_sent - len(outputs) >= most_in_flight:
                 outputs.append(await self._receive(first + len(outputs)))
-        self._is_busy = self._is_broken = False
-        out = None if hidden is None else outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        self._is_busy = False
+        self._is_broken = False
+        out = None
+        if hidden is not None:
+            out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         if self.second is not None:
             self.second.follow(step_op, out, want)
         return out
 
+    def _begin_step(self, vocabulary: int) -> None:
+        self._is_busy = True
+        self._is_broken = True  # until the answers are here
+        self.given = None
+        self._vocabulary = vocabulary
+        self._fatal = None
+        self._n_wrong = 0
+        self._in_flight.clear()
+        self._faulty.clear()
+
     def _prefill_speeds(self) -> list[float]:
-        known = {s.peer: s for s in self._swarm.view().serving(self.terms.model)}
-        records = [known.get(link.hop.peer) for link in self.hops.links]
-        return [(r.prefill_tokens_per_s or 0.0) if r else 0.0 for r in records]
+        """Tokens a second that each hop's server says it prefills; 0 where it says nothing."""
+        spans = {span.peer: span for span in self._swarm.view().serving(self.terms.model)}
+        records = [spans.get(link.hop.peer) for link in self.hops.links]
+        return [(record.prefill_tokens_per_s or 0.0) if record else 0.0 for record in records]
 
     async def _send(self, sent: SentOp, want: int | None) -> None:
         if not self._in_flight:
@@ -206,9 +229,16 @@ class ChainSession:
         self.statistics.steps += 1
         if self.hops.trouble is None:
             marks = Op(want=want, times=(), top=bool(self._vocabulary and want))
-            answered = self._position.answered
-            at = (self.key, self.terms.start, self.hops.epoch)
-            frame = encode_op(*at, answered, sent, marks, None, self.codec.action)
+            frame = encode_op(
+                self.key,
+                self.terms.start,
+                self.hops.epoch,
+                self._position.answered,
+                sent,
+                marks,
+                None,
+                self.codec.action,
+            )
             await self._send_to(0, sent.seq, frame)
         self.history.settle(self._position.answered)  # while the chain computes
         self.history.add(sent)
@@ -220,11 +250,12 @@ class ChainSession:
         return self._answers.pop(seq)
 
     async def refute(self, logits: ServedLogits, reason: str) -> None:
-        """These logits are wrong: who gave them is done without."""
+        """Do without the server that gave these logits: they are wrong."""
         doubt = Doubt(max(0, self.hops.accounts.n_tokens - 1), str(logits.link.hop), reason)
         self.hops.convict(logits.link, doubt)
 
     async def close(self) -> None:
+        """End the session and give its hops back; a repair that is under way is ended first."""
         self._is_closed = True
         self.history.close()
         self.hops.notify()
@@ -285,6 +316,7 @@ class ChainSession:
             self.hops.worry(f"the connection to {peer[-8:]} ended")
 
     async def _on_op(self, peer: PeerId, op: Op, frame: Frame) -> None:
+        """Pass on what a hop could not send to its successor, or take an answer."""
         if op.epoch != self.hops.epoch:
             return
         if op.start < self.terms.n_blocks:
@@ -293,38 +325,47 @@ class ChainSession:
                 self.statistics.forwarded += 1
                 await self._send_to(index, op.seq, frame.raw)
             return
-        if self.hops.links[-1].hop.peer == peer and op.seq == self._position.answered + 1 <= self._position.seq:
+        is_from_last = self.hops.links[-1].hop.peer == peer
+        if is_from_last and op.seq == self._position.answered + 1 <= self._position.seq:
             self.statistics.frames_received += 1
-            sent, want = self._in_flight[op.seq]
-            entered = sent.hidden
-            try:
-                answer = torch.empty(0) if entered is None else read_answer(op, frame, entered, want)
-                top = read_top(op, want, self._vocabulary)
-                if self._swarm.audits:
-                    self.hops.accounts.answered(sent, op.tensor, frame.payload)
-            except WrongCount as error:
-                self._dispute_all(str(error))
-                return
-            except RemoteProtocolError as error:
-                self._faulty.append((peer, str(error)))
-                self._reject_answer(self.hops.links[-1], str(error))
-                return
-            self._answers[op.seq] = answer
-            self.given = None if top is None else ServedLogits(top, self.hops.links[-1], self.codec.action)
-            self.statistics.n_logits += 0 if top is None else len(top.ids)
-            while self._faulty:  # there is a right answer: whoever gave another one is at fault, and not the model
-                giver, reason = self._faulty.pop()
-                self._swarm.rpc.standing.fault(giver, Fault.FAULTY_NUMBERS, reason)
-            del self._in_flight[op.seq]
-            if entered is not None and entered.shape[1] <= MOST_TOKENS and op.seq > 1 and not self._in_flight:
-                self._note_times(op.times or ())
-            self._progress_at, self._position.answered, self._n_replayed = trio.current_time(), op.seq, 0
-            for link in self.hops.links:  # whoever is in the way of an answer is alive
-                link.watch.on_progress(op.seq, trio.current_time())
-                self._swarm.rpc.standing.did_well(link.hop.peer)
-            self.hops.notify()
-            if self.auditor is not None:
-                self.auditor.on_answer(op.seq)
+            self._on_answer(peer, op, frame)
+
+    def _on_answer(self, peer: PeerId, op: Op, frame: Frame) -> None:
+        """Take the answer to the first op that has none."""
+        sent, want = self._in_flight[op.seq]
+        hidden = sent.hidden
+        last = self.hops.links[-1]
+        try:
+            answer = torch.empty(0) if hidden is None else read_answer(op, frame, hidden, want)
+            top = read_top(op, want, self._vocabulary)
+            if self._swarm.audits:
+                self.hops.accounts.answered(sent, op.tensor, frame.payload)
+        except WrongCount as error:
+            self._dispute_all(str(error))
+            return
+        except RemoteProtocolError as error:
+            self._faulty.append((peer, str(error)))
+            self._reject_answer(last, str(error))
+            return
+        self._answers[op.seq] = answer
+        self.given = None if top is None else ServedLogits(top, last, self.codec.action)
+        self.statistics.n_logits += 0 if top is None else len(top.ids)
+        while self._faulty:  # there is a right answer: a peer that gave another one is at fault, and not the model
+            giver, reason = self._faulty.pop()
+            self._swarm.rpc.standing.fault(giver, Fault.FAULTY_NUMBERS, reason)
+        del self._in_flight[op.seq]
+        is_decode = hidden is not None and hidden.shape[1] <= MOST_TOKENS and op.seq > 1
+        if is_decode and not self._in_flight:
+            self._note_times(op.times or ())
+        self._progress_at = trio.current_time()
+        self._position.answered = op.seq
+        self._n_replayed = 0
+        for link in self.hops.links:  # every hop on the way of an answer is alive
+            link.watch.on_progress(op.seq, trio.current_time())
+            self._swarm.rpc.standing.did_well(link.hop.peer)
+        self.hops.notify()
+        if self.auditor is not None:
+            self.auditor.on_answer(op.seq)
 
     def _note_times(self, times: HopTimes) -> None:
         """Keep what all hops of the chain tell of the pass that is answered now."""
@@ -339,7 +380,8 @@ class ChainSession:
             self.hops.lose(self.hops.links[index], f"{peer[-8:]} says: {message.reason}")
 
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
-        code, index = Code(refusal.code), self.hops.index_at(refusal.start)
+        code = Code(refusal.code)
+        index = self.hops.index_at(refusal.start)
         if refusal.epoch not in (0, self.hops.epoch) or index is None or code is Code.STALE_EPOCH:
             return
         link = self.hops.links[index]
@@ -402,14 +444,16 @@ class ChainSession:
                 raise SwarmUnavailable(f"{self._n_wrong} chains in turn gave signs of life and no answer")
         if is_stuck or self.hops.trouble is not None:
             await self._repairs.run(is_stuck)
-            self._progress_at, self._n_replayed = trio.current_time(), self.history.n_tokens
+            self._progress_at = trio.current_time()
+            self._n_replayed = self.history.n_tokens
             return
         changed = self.hops.changed
         with trio.move_on_after(LOOK_INTERVAL_S) as look:
             await changed.wait()
         if look.cancelled_caught:
             for link in self.hops.links:
-                if (reason := link.watch.suspicion(trio.current_time())) is not None:
+                reason = link.watch.suspicion(trio.current_time())
+                if reason is not None:
                     self.hops.lose(link, reason)
 
     def _longest_s(self) -> float:
@@ -417,10 +461,14 @@ class ChainSession:
 
         It takes a view of the swarm: nothing for every token.
         """
-        waited_for = [sent.hidden for sent, _ in self._in_flight.values() if sent.hidden is not None]
-        n_tokens = self._n_replayed + sum(hidden.shape[0] * hidden.shape[1] for hidden in waited_for)
-        speeds = [speed or SLOWEST_TOKENS_PER_S for speed in self._prefill_speeds()]
-        return LONGEST_S + SLACK * n_tokens * sum(1 / max(SLOWEST_TOKENS_PER_S, speed) for speed in speeds)
+        n_tokens = self._n_replayed
+        for sent, _ in self._in_flight.values():
+            if sent.hidden is not None:
+                n_tokens += sent.hidden.shape[0] * sent.hidden.shape[1]
+        s_per_token = 0.0
+        for speed in self._prefill_speeds():
+            s_per_token += 1 / max(SLOWEST_TOKENS_PER_S, speed)
+        return LONGEST_S + SLACK * n_tokens * s_per_token
 
     # --- small things ----------------------------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ PIECE_BYTES = 4 * 2**20  # of one answer
 NOBODYS_FAULT = (Code.NO_SESSION, Code.SESSION_LOST, Code.NOT_SERVING, Code.STALE_EPOCH)  # a worker died, or it leaves
 Placed = tuple[torch.Tensor, torch.Tensor]
 """Hidden states [b, t, d] and their positions [b, t]."""
+Neighbour = tuple[HopLink, HopAccount | None]
+"""A hop beside the audited one, and what it has signed; None where it shows no account."""
 
 
 class NoConclusion(Exception):
@@ -55,8 +57,18 @@ class Statement:
     signed: tuple[tuple[bytes, bytes], ...]
 
 
+# A hop and its neighbours each sign digests of what passed on a link, so each number has two witnesses:
+#
+#     predecessor P            hop H             successor S (or the client, at the end of the chain)
+#       signed outputs == signed inputs
+#                           signed outputs == signed inputs (or digests of the answers)
+#
+# Where two ends of a link differ, one of them lies, and nobody can tell which: both are done without. Where they agree,
+# the numbers that P and H show now must have the digests that were signed. H cannot choose numbers after the fact, and
+# a lie of H about its inputs needs P to sign the same lie. The session goes on meanwhile: an answer that comes after a
+# crop or a repair says nothing, and is NoConclusion.
 class Statements:
-    """Those of one session's hops."""
+    """What the hops of one session say."""
 
     def __init__(self, swarm: SessionServices, session: ChainSession) -> None:
         self._swarm = swarm
@@ -65,28 +77,30 @@ class Statements:
 
     async def take(self, link: HopLink, first: int, end: int) -> Statement:
         """Ask for tokens ``first`` to ``end`` of a hop. Raises NoConclusion, TokensNotShown or PeerError."""
-        links, epoch, accounts = self._hops.links, self._hops.epoch, self._hops.accounts
+        accounts = self._hops.accounts
+        links = self._hops.links
+        epoch = self._hops.epoch
         if link not in links:
             raise NoConclusion("the hop was replaced")
         index = links.index(link)
-        predecessor, successor = (
-            links[index - 1] if index else None,
-            links[index + 1] if index + 1 < len(links) else None,
-        )
+        predecessor = links[index - 1] if index else None
+        successor = links[index + 1] if index + 1 < len(links) else None
         account = await self._target_account(link)
         if account.last is None:
             raise TokensNotShown("it signed nothing that counts")
-        others = [None if of is None else await self._neighbour_account(of) for of in (predecessor, successor)]
-        size = self._session.terms.batch * self._session.width * 4
-        end = min(end, account.n_tokens, MAX_AUDIT_BYTES // max(1, size))
+        before_it = await self._neighbour(predecessor)
+        behind_it = await self._neighbour(successor)
+        token_bytes = self._session.terms.batch * self._session.width * 4
+        end = min(end, account.n_tokens, MAX_AUDIT_BYTES // max(1, token_bytes))
         if end <= first:  # a hop that has just inherited caches, or was just opened
             raise NoConclusion("the hop has signed nothing of this window")
         inputs = await self._inputs(predecessor, end)
         seen = [t for t in range(first, end) if has_digests(account.outputs, t, t + 1)]
         outputs = await self._fetch_outputs(link, seen[0], seen[-1] + 1) if seen else None
-        if self._hops.epoch != epoch or accounts.low < end or accounts.is_reordered or link not in self._hops.links:
+        has_changed = self._hops.epoch != epoch or link not in self._hops.links
+        if has_changed or accounts.low < end or accounts.is_reordered:
             raise NoConclusion("the session went on otherwise meanwhile")
-        self._require_agreement((predecessor, others[0]), (link, account), (successor, others[1]), end)
+        self._require_agreement(before_it, (link, account), behind_it, end)
         if not has_digests(account.inputs, 0, end) or not self._match(inputs, account.inputs):
             raise NoConclusion("what entered the hop is not shown any more as it was")
         if outputs is None:
@@ -106,12 +120,14 @@ class Statements:
         except (PeerTimeout, Unreachable) as error:
             raise SilentHop(str(error)) from None
 
-    async def _neighbour_account(self, link: HopLink) -> HopAccount | None:
-        """A neighbour's; None where it gives none: an older version, or one that is gone."""
-        try:
-            return await self._hops.ask_receipt(link)
-        except PeerError:
+    async def _neighbour(self, link: HopLink | None) -> Neighbour | None:
+        """A neighbour with its account. An older version, and a hop that is gone, show none."""
+        if link is None:
             return None
+        try:
+            return link, await self._hops.ask_receipt(link)
+        except PeerError:
+            return link, None
 
     def _refusal(self, error: Refused) -> NoConclusion:
         if self._hops.accounts.is_reordered:
@@ -119,30 +135,30 @@ class Statements:
         return ExcusedHop(str(error)) if error.code in NOBODYS_FAULT else TokensNotShown(str(error))
 
     def _require_agreement(
-        self,
-        before: tuple[HopLink | None, HopAccount | None],
-        own: tuple[HopLink, HopAccount],
-        after: tuple[HopLink | None, HopAccount | None],
-        end: int,
+        self, before_it: Neighbour | None, audited: tuple[HopLink, HopAccount], behind_it: Neighbour | None, end: int
     ) -> None:
-        """Do both ends of each link say the same? Of two that do not, one lies: both are done without."""
-        (link, account), (giver, gave), (taker, took) = own, before, after
-        if giver is not None and gave is not None:
-            at = first_disagreement(gave.outputs, account.inputs, end, giver.n_tokens_at_open)
-            self._dispute_from(at, [giver, link])
-        if taker is None:
-            at = first_disagreement(
-                account.outputs, self._hops.accounts.answers, end, link.n_tokens_at_open, is_picky=True
-            )
-            self._dispute_from(at, [link])
-        elif took is not None:
-            at = first_disagreement(account.outputs, took.inputs, end, link.n_tokens_at_open)
-            self._dispute_from(at, [link, taker])
+        """Dispute the hops at both ends of a link that signed different numbers. Raises NoConclusion then."""
+        link, account = audited
+        if before_it is not None:
+            giver, giver_account = before_it
+            if giver_account is not None:
+                token = first_disagreement(giver_account.outputs, account.inputs, end, giver.n_tokens_at_open)
+                self._dispute_from(token, [giver, link])
+        if behind_it is None:
+            answers = self._hops.accounts.answers
+            token = first_disagreement(account.outputs, answers, end, link.n_tokens_at_open, is_picky=True)
+            self._dispute_from(token, [link])
+            return
+        taker, taker_account = behind_it
+        if taker_account is not None:
+            token = first_disagreement(account.outputs, taker_account.inputs, end, link.n_tokens_at_open)
+            self._dispute_from(token, [link, taker])
 
     def _dispute_from(self, token: int | None, links: list[HopLink]) -> None:
         if token is None:
             return
-        reason = f"{' and '.join(str(of.hop) for of in links)} signed different numbers of token {token + 1}"
+        names = " and ".join(str(link.hop) for link in links)
+        reason = f"{names} signed different numbers of token {token + 1}"
         self._session.statistics.doubts.append(Doubt(token, str(links[0].hop), reason))
         self._hops.dispute(links, reason)
         raise NoConclusion(reason)
@@ -164,7 +180,8 @@ class Statements:
 
     async def _fetch_outputs(self, link: HopLink, first: int, end: int) -> Placed:
         """Tokens ``first`` to ``end`` as they left a hop, piece by piece. Raises NoConclusion or PeerError."""
-        terms, key = self._session.terms, self._session.key
+        terms = self._session.terms
+        key = self._session.key
         step = max_tokens_per_frame(terms.batch, self._session.width, terms.dtype, PIECE_BYTES)
         parts: list[Placed] = []
         for offset in range(first, end, step):
@@ -177,15 +194,20 @@ class Statements:
             if not isinstance(reply, TokensAre) or reply.tensor is None:
                 raise RemoteProtocolError(f"expected tokens, got {type(reply).__name__}")
             hidden, positions, _ = unpack_untrusted(reply.tensor, frame.payload)
-            if hidden.shape != (terms.batch, n, self._session.width) or str(hidden.dtype) != f"torch.{terms.dtype}":
+            shape = (terms.batch, n, self._session.width)
+            if hidden.shape != shape or str(hidden.dtype) != f"torch.{terms.dtype}":
                 raise NoConclusion(f"{link.hop} holds other tokens by now")
             parts.append((hidden, positions))
-        return torch.cat([hidden for hidden, _ in parts], 1), torch.cat([places for _, places in parts], 1)
+        hidden = torch.cat([part for part, _ in parts], 1)
+        positions = torch.cat([places for _, places in parts], 1)
+        return hidden, positions
 
     def _match(self, shown: Placed, signed: bytes | bytearray) -> bool:
         """Are these the numbers whose digests are known? An op that its codec could not hold went raw."""
-        encoded, raw = digests(*shown, self._session.codec.action), digests(*shown, "raw")
-        windows = [slice(t * DIGEST_BYTES, (t + 1) * DIGEST_BYTES) for t in range(shown[0].shape[1])]
+        hidden, positions = shown
+        encoded = digests(hidden, positions, self._session.codec.action)
+        raw = digests(hidden, positions, "raw")
+        windows = [slice(t * DIGEST_BYTES, (t + 1) * DIGEST_BYTES) for t in range(hidden.shape[1])]
         return all(signed[w] in (encoded[w], raw[w], UNSEEN) for w in windows)
 
     def _as_received(self, inputs: Placed) -> Placed:

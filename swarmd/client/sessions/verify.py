@@ -24,6 +24,14 @@ TOKENS_BEHIND = 16  # that the second chain waits for: fewer cost it as much as 
 OpenSecond = Callable[[SessionOptions], Awaitable[ChainSession]]
 
 
+# The second chain runs behind the first, a window at a time:
+#
+#     first chain    t1 t2 t3 ... t16 | t17 ...            one pass a token: the client waits for each
+#     second chain                    [t1 ... t16]         one prefill for the window: the client waits for none
+#
+# Speculation sends tokens and crops them again. Both happen within a window, so the second chain need not compute them:
+# ``merge_cropped`` leaves them out first. The chains share no server. A repair may bring one over; then the check ends
+# with an error, because a server must not check itself.
 class VerifyingChain:
     """The second chain of one session. ``bound`` grows with the hops: each rounds what the one before gave."""
 
@@ -32,7 +40,7 @@ class VerifyingChain:
         self._open = open_second
         self._start = start
         self._session: ChainSession | None = None
-        self._waiting: list[tuple[SentOp, torch.Tensor]] = []  # ops, and what came of them; nan was not asked for
+        self._waiting: list[tuple[SentOp, torch.Tensor]] = []  # ops with their answers; NaN was not asked for
         self._n_waiting = 0
         self._n_checked = 0  # tokens in the second chain's caches
         self._failure: SwarmError | None = None
@@ -60,6 +68,7 @@ class VerifyingChain:
 
     @property
     def has_failed(self) -> bool:
+        """Can nothing more be checked, or was something wrong?"""
         return self._failure is not None
 
     async def finish(self) -> None:
@@ -73,7 +82,9 @@ class VerifyingChain:
 
     async def _check_waiting(self) -> None:
         try:
-            waiting, self._waiting, self._n_waiting = self._waiting, [], 0
+            waiting = self._waiting
+            self._waiting = []
+            self._n_waiting = 0
             with trio.CancelScope() as self._checking:
                 for sent, out in merge_cropped(waiting) if not self._is_stopped else ():
                     await self._check(sent, out)
@@ -86,6 +97,7 @@ class VerifyingChain:
             self._idle.set()
 
     async def _check(self, sent: SentOp, out: torch.Tensor) -> None:
+        """Compute one op again. Raises WrongAnswer with the first token that differs."""
         second = await self._second_session()
         recomputed = await second.step(sent.edits, sent.hidden, sent.positions, sent.mask, sent.record_past)
         self._n_checked -= cropped(sent.edits)
@@ -95,12 +107,13 @@ class VerifyingChain:
         bound = self._bound()
         deviations = errors(inputs, outputs, expected, bound)
         deviations[np.isnan(outputs).all(axis=(0, 2))] = 0.0  # what the client did not want did not come
-        if not (comparison := is_equal(deviations, bound)).action:
+        comparison = is_equal(deviations, bound)
+        if not comparison.action:
             first_wrong = int(np.argmax(deviations > min(bound.token, bound.most)))
             token = self._n_checked + first_wrong
             raise WrongAnswer(
-                f"token {token + 1} of the session is not what {second.hops} computes: {comparison.reason}; it came through "
-                f"{self._first.hops}",
+                f"token {token + 1} of the session is not what {second.hops} computes: {comparison.reason}; it came "
+                f"through {self._first.hops}",
                 token,
             )
         self._n_checked += sent.hidden.shape[1]
@@ -118,33 +131,40 @@ class VerifyingChain:
         return self._session
 
     def _bound(self) -> Bound:
-        """A hop rounds, and the next one computes with that."""
-        links = [*self._first.hops.links, *(self._session.hops.links if self._session else ())]
-        peers, view = {link.hop.peer for link in links}, self._first.hops.swarm.view()
+        """What honest answers stay below: a hop rounds, and the next one computes with that."""
+        links = list(self._first.hops.links)
+        if self._session is not None:
+            links += self._session.hops.links
+        peers = {link.hop.peer for link in links}
+        view = self._first.hops.swarm.view()
         kinds = {span.quantize for span in view.serving(self._first.terms.model) if span.peer in peers}
         quantize = "none" if kinds <= {"none"} else "any"
-        n_hops = len(self._first.hops.links)
         bound = bound_of(self._first.terms.dtype, quantize)
-        return through_hops(bound, n_hops)
+        return through_hops(bound, len(self._first.hops.links))
 
 
 def _mask_unwanted(out: torch.Tensor | None, want: int | None) -> torch.Tensor:
-    """An answer [b, t, d] with no numbers where none were asked for; nothing else can be that, it was checked."""
-    if out is None or want is None or want >= out.shape[1]:
-        return torch.empty(0) if out is None else out
-    return torch.cat([torch.full_like(out[:, : out.shape[1] - want], float("nan")), out[:, out.shape[1] - want :]], 1)
+    """An answer [b, t, d] with NaN where no numbers were asked for; a checked answer holds no other NaN."""
+    if out is None:
+        return torch.empty(0)
+    if want is None or want >= out.shape[1]:
+        return out
+    n_unwanted = out.shape[1] - want
+    unwanted = torch.full_like(out[:, :n_unwanted], float("nan"))
+    return torch.cat([unwanted, out[:, n_unwanted:]], 1)
 
 
 def merge_cropped(ops: list[tuple[SentOp, torch.Tensor]]) -> list[tuple[SentOp, torch.Tensor]]:
-    """The same with tokens that were cropped again left out, and what follows in one op: [b, t, d] each."""
+    """Leave out tokens that were cropped again, and join what follows them into one op: [b, t, d] each."""
     merged: list[tuple[SentOp, torch.Tensor]] = []
     for sent, out in ops:
-        n_cropped, has_rows = cropped(sent.edits), any(e.rows is not None for e in sent.edits)
+        n_cropped = cropped(sent.edits)
+        has_rows = any(edit.rows is not None for edit in sent.edits)
         last = merged[-1] if merged else None
         if last is None or has_rows or not _can_drop(last[0], n_cropped) or sent.hidden is None:
             merged.append((sent, out))
-            continue
-        merged[-1] = _merge_pair(last, n_cropped, sent, out)
+        else:
+            merged[-1] = _merge_pair(last, n_cropped, sent, out)
     return merged
 
 
@@ -161,11 +181,9 @@ def _merge_pair(
     assert sent.hidden is not None
     assert sent.positions is not None
     remaining = slice(0, previous.hidden.shape[1] - n_cropped)
-    masks = [previous.mask, sent.mask]
-    if any(mask is not None for mask in masks):
-        sizes = (previous.hidden.shape[:2], sent.hidden.shape[:2])
-        masks = [torch.ones(s, dtype=torch.uint8) if m is None else m for m, s in zip(masks, sizes, strict=True)]
-    mask = None if masks[0] is None or masks[1] is None else torch.cat([masks[0][:, remaining], masks[1]], 1)
+    mask = None
+    if previous.mask is not None or sent.mask is not None:
+        mask = torch.cat([_mask_of(previous)[:, remaining], _mask_of(sent)], 1)
     joined = replace(
         previous,
         seq=sent.seq,
@@ -175,3 +193,9 @@ def _merge_pair(
         record_past=previous.record_past or sent.record_past,
     )
     return joined, torch.cat([previous_out[:, remaining], out], 1)
+
+
+def _mask_of(sent: SentOp) -> torch.Tensor:
+    """The mask [b, t] of an op; all ones where it has none."""
+    assert sent.hidden is not None
+    return torch.ones(sent.hidden.shape[:2], dtype=torch.uint8) if sent.mask is None else sent.mask

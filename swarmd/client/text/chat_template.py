@@ -18,6 +18,11 @@ OWN_ARGUMENTS = ("add_generation_prompt", "continue_final_message")  # what ``pr
 PROBE = "written by the user"  # a text that is looked for in what a template makes of it
 
 
+# Templates are programs, and families differ in what they expect. Nothing declares it, so it is found out by trying:
+# PROBE is put into a message, and looked for in the text that the template writes. A template that loses a plain string
+# and shows a list of parts takes parts. What it writes right behind an assistant's turn ends that model's answers.
+# Variables are read from the template's syntax tree: what it does not name is not passed, so that a user's option never
+# reaches an argument of the library's by the same name.
 class ChatTemplate:
     """The chat template of one tokenizer. ``source`` is "" where there is none; ``trouble`` says more, if there is."""
 
@@ -33,7 +38,12 @@ class ChatTemplate:
         if self._takes_parts:
             messages = [_in_parts(message) for message in messages]
         ids = self._tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, return_dict=False, sanitize_control_tokens=True, **passed_options
+            messages,
+            tools=tools,
+            tokenize=True,
+            return_dict=False,
+            sanitize_control_tokens=True,
+            **passed_options,
         )
         return [int(token) for token in ids]
 
@@ -53,12 +63,14 @@ class ChatTemplate:
     @cached_property
     def ends(self) -> list[int]:
         """The token that it writes right after an assistant's turn: what a model that was trained by it ends with."""
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-        shown = self._written([_in_parts(turn) for turn in turns] if self._takes_parts else turns, False)
+        turns: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+        if self._takes_parts:
+            turns = [_in_parts(turn) for turn in turns]
+        shown = self._written(turns, False)
         tail = shown.rpartition(PROBE)[2].lstrip() if PROBE in shown else ""
         added = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
-        marker = max((text for text in added if text and tail.startswith(text)), key=len, default=None)
-        return [] if marker is None else [added[marker]]
+        markers = [text for text in added if text and tail.startswith(text)]
+        return [added[max(markers, key=len)]] if markers else []
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -82,7 +94,9 @@ class ChatTemplate:
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _name_default(tokenizer: Any) -> str:

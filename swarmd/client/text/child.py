@@ -29,8 +29,11 @@ class ChildFailed(Exception):
         self.is_late = is_late
 
 
+# The child runs what anybody may have written, so nothing it does is trusted but a line of JSON in time. Questions and
+# answers have no numbers. So an answer that is late would be taken for that of the next question: whenever one question
+# does not end with its own answer (too late, ended, cancelled), the child is killed, and started anew for the next.
 class Child:
-    """One child process, for one question at a time; whoever uses it sees to that.
+    """One child process, for one question at a time; its user takes care of that.
 
     ``module`` is run as a program with ``arguments``, and says hello in one line once it can answer.
     """
@@ -63,7 +66,8 @@ class Child:
 
     async def end(self) -> None:
         """Kill it, if it runs."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         process.kill()
@@ -74,7 +78,7 @@ class Child:
                     await pipe.aclose()
 
     async def _exchange(self, line: bytes, within_s: float) -> dict[str, Any]:
-        """Send a line and take one; whoever is cancelled leaves no answer behind for the next one's question."""
+        """Send a line and take one; a caller that is cancelled leaves no answer for the next one's question."""
         try:
             with trio.fail_after(within_s):
                 answer = await self._send_and_receive(line)
@@ -102,7 +106,8 @@ class Child:
             if not part or searched > MOST_LINE_BYTES:
                 raise ValueError("no answer")
             self._buffer += part
-        answer, self._buffer = bytes(self._buffer[:end]), self._buffer[end + 1 :]
+        answer = bytes(self._buffer[:end])
+        self._buffer = self._buffer[end + 1 :]
         return dict(json.loads(answer))
 
 

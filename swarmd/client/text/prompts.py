@@ -87,7 +87,7 @@ class Prompts:
             if not self._child.is_running:  # the last question was too much for it
                 await self._start()
             try:
-                with trio.CancelScope(shield=True):  # who goes away costs nobody the child: the next would wait for it
+                with trio.CancelScope(shield=True):  # a cancelled caller must not cost the next one the child
                     answer = await self._child.ask(question, self._most_s)
             except ChildFailed as failure:
                 if failure.is_late:
@@ -99,7 +99,11 @@ class Prompts:
                 ) from None
         if "error" in answer:
             raise ConfigError(str(answer["error"]))
-        return Prompt(tuple(answer["ids"]), answer.get("tail", ""), frozenset(answer.get("ends", ())))
+        return Prompt(
+            ids=tuple(answer["ids"]),
+            tail=answer.get("tail", ""),
+            ends=frozenset(answer.get("ends", ())),
+        )
 
     async def _start(self) -> None:
         """Start the child and wait until it has read the tokenizer; a child that is late has proved nothing."""
@@ -114,9 +118,11 @@ class Prompts:
             raise ConfigError(f"the tokenizer in {self.folder} ends the process that reads it") from None
         if "error" in hello:
             await self._child.end()
-            raise (SwarmUnavailable if hello["is_passing"] else ConfigError)(str(hello["error"]))
+            text = str(hello["error"])
+            raise SwarmUnavailable(text) if hello["is_passing"] else ConfigError(text)
         self._no_template = hello["no_template"] or NO_TEMPLATE
-        self.has_template, self.shows_tools = hello["has_template"], hello["shows_tools"]
+        self.has_template = hello["has_template"]
+        self.shows_tools = hello["shows_tools"]
 
 
 def has_template(folder: Path) -> bool:
@@ -142,7 +148,7 @@ async def one_turn(folder: Path, text: str) -> Prompt:
 def main(folder: Path) -> None:
     """Answer one question a line until the questions end."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is none
+    os.dup2(2, 1)  # anything else that is printed is no answer
     try:
         with importing():
             from swarmd.client.text.chat_template import ChatTemplate
@@ -157,14 +163,14 @@ def main(folder: Path) -> None:
         }
     except SwarmError as error:
         hello = {"error": str(error), "is_passing": isinstance(error, SwarmUnavailable)}
-    limit(MOST_MEMORY_BYTES)
+    limit(MOST_MEMORY_BYTES)  # tokenizer and template are anybody's programs: from here on they get no more
     print(json.dumps(hello), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(tokenizer, template, json.loads(line))), file=answers, flush=True)
 
 
 def answer(tokenizer: Any, template: Any, question: dict[str, Any]) -> dict[str, Any]:
-    """What comes of one question: ids, or an error for whoever asked."""
+    """Answer one question: ids, or an error for the user."""
     if "text" in question:
         ids = tokenizer(question["text"], add_special_tokens=question["special"]).input_ids
         return _check_length(ids)

@@ -49,7 +49,8 @@ def try_out(folder: Path) -> None:
             f"trying the tokenizer in {folder} took more than {MOST_S:g} s: this machine is busy; ask again"
         ) from None
     if done.returncode:
-        last_line = (done.stderr.strip().splitlines() or [""])[-1][:200]
+        lines = done.stderr.strip().splitlines()
+        last_line = lines[-1][:200] if lines else ""
         reason = last_line or f"it ends its process ({done.returncode})"
         raise ConfigError(f"{message}, as a trial with {MOST_BYTES >> 30} GiB and {MOST_CPU_S} s shows: {reason}")
 

@@ -30,6 +30,8 @@ class DatasetRow:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
+    """All rows of a file, and its sha256: a run goes on with the same data only."""
+
     rows: tuple[DatasetRow, ...]
     digest: str
 
@@ -103,21 +105,28 @@ def _row_of_text(value: dict[str, Any], encoding: Encoding) -> DatasetRow:
             raise _BadRow(f'"{name}" is empty')
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise _BadRow(f'"{name}" holds half of a surrogate pair, which no UTF-8 can')
-    prompt = [*encoding.begin, *(encoding.encode(value["prompt"]) if "prompt" in value else ())]
+    has_prompt = "prompt" in value
+    prompt = [*encoding.begin]
+    if has_prompt:
+        prompt += encoding.encode(value["prompt"])
     learned = [*encoding.encode(value.get("completion", value.get("text", ""))), *encoding.end]
-    ignored = [IGNORED] * len(prompt) if "prompt" in value else prompt
-    return DatasetRow((*prompt, *learned), (*ignored, *learned))
+    prompt_labels = [IGNORED] * len(prompt) if has_prompt else prompt
+    return DatasetRow((*prompt, *learned), (*prompt_labels, *learned))
 
 
 def _row_of_ids(value: dict[str, Any], encoding: Encoding) -> DatasetRow:
-    ids, labels = value["input_ids"], value.get("labels", value["input_ids"])
-    for name, numbers, special_labels in (("input_ids", ids, ()), ("labels", labels, (IGNORED,))):
+    ids = value["input_ids"]
+    labels = value.get("labels", ids)
+    for name, numbers in (("input_ids", ids), ("labels", labels)):
         if not isinstance(numbers, list) or not numbers:
             raise _BadRow(f'"{name}" is no list of numbers')
-        wrong = [n for n in numbers if type(n) is not int or not (0 <= n < encoding.vocabulary or n in special_labels)]
-        if wrong:
-            allowed = f"0 to {encoding.vocabulary - 1}" + (f" or {IGNORED}" if special_labels else "")
-            raise _BadRow(f'"{name}" holds {wrong[0]!r}, expected {allowed}')
+        is_labels = name == "labels"
+        for number in numbers:
+            is_token = type(number) is int and 0 <= number < encoding.vocabulary
+            is_ignored = type(number) is int and is_labels and number == IGNORED
+            if not is_token and not is_ignored:
+                allowed = f"0 to {encoding.vocabulary - 1}" + (f" or {IGNORED}" if is_labels else "")
+                raise _BadRow(f'"{name}" holds {number!r}, expected {allowed}')
     if len(ids) != len(labels):
         raise _BadRow(f'{len(ids)} "input_ids" and {len(labels)} "labels": expected as many')
     return DatasetRow(tuple(ids), tuple(labels))

@@ -7,6 +7,7 @@ servers of the same numerics and with the same codec.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -53,12 +54,14 @@ def learning_rate(recipe: TuningRecipe, step: int) -> float:
     if step <= recipe.warmup:
         return recipe.learning_rate * step / max(1, recipe.warmup)
     done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
-    return recipe.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, done))) / 2)
+    cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2  # from 1 to 0
+    return recipe.learning_rate * (0.1 + 0.9 * cosine)
 
 
 def samples(recipe: TuningRecipe, n_rows: int, step: int) -> list[int]:
     """Which rows step 1, 2, ... takes: each pass over the data is another seeded order of all rows."""
-    chosen, orders = [], dict[int, list[int]]()
+    chosen = []
+    orders: dict[int, list[int]] = {}
     for place in range((step - 1) * recipe.batch, step * recipe.batch):
         epoch, index = divmod(place, n_rows)
         if epoch not in orders:
@@ -69,10 +72,16 @@ def samples(recipe: TuningRecipe, n_rows: int, step: int) -> list[int]:
 
 def padded(rows: Sequence[DatasetRow]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids, mask and labels of a batch [b, t]; short rows are filled up at their ends, where nothing counts."""
+    b = len(rows)
     t = max(len(row.ids) for row in rows)
-    ids = torch.tensor([[*row.ids, *[0] * (t - len(row.ids))] for row in rows])
-    labels = torch.tensor([[*row.labels, *[IGNORED] * (t - len(row.ids))] for row in rows])
-    mask = torch.tensor([[1] * len(row.ids) + [0] * (t - len(row.ids)) for row in rows])
+    ids = torch.zeros(b, t, dtype=torch.int64)
+    mask = torch.zeros(b, t, dtype=torch.int64)
+    labels = torch.full((b, t), IGNORED)
+    for i, row in enumerate(rows):
+        n = len(row.ids)
+        ids[i, :n] = torch.tensor(row.ids)
+        mask[i, :n] = 1
+        labels[i, :n] = torch.tensor(row.labels)
     return ids, mask, labels
 
 
@@ -86,6 +95,14 @@ def _first_counted(model: Any) -> int:
     return 0 if precedes else 1
 
 
+# Two parts of a batch are computed side by side, by two threads:
+#
+#     part 1   embed | swarm forward | head, loss | swarm backward | embed
+#     part 2         embed | swarm forward | head, loss | swarm backward | embed
+#
+# While one part is on servers, this machine computes the other's head. A part counts by its share of the labels, so
+# the sum is the mean loss of the whole batch. Gradients are summed in the order of the parts, and not as they come:
+# sums of floats depend on their order, and a resumed run must give the same weights.
 def loss_and_gradients(
     model: Any, parameters: Sequence[torch.nn.Parameter], rows: Sequence[DatasetRow], n_parts: int = 2
 ) -> tuple[float, list[torch.Tensor | None]]:
@@ -97,7 +114,8 @@ def loss_and_gradients(
     ids, mask, labels = padded(rows)
     counts = (labels[:, _first_counted(model) :] != IGNORED).sum(1)
     n_parts = min(n_parts, len(rows))
-    cuts = [slice(len(rows) * i // n_parts, len(rows) * (i + 1) // n_parts) for i in range(n_parts)]
+    starts = [len(rows) * i // n_parts for i in range(n_parts + 1)]
+    cuts = [slice(start, end) for start, end in itertools.pairwise(starts)]
     cuts = [cut for cut in cuts if bool(counts[cut].any())]
 
     def part(cut: slice) -> tuple[float, tuple[torch.Tensor | None, ...]]:
@@ -166,7 +184,9 @@ class Tuner:
         _replace_folder(self._folder / "adapter", self._write_adapter)
 
     def step(self) -> Step:
-        number, begun = len(self.losses) + 1, time.perf_counter()
+        """Take one step. Raises SwarmError, ConfigError when the loss is not finite."""
+        number = len(self.losses) + 1
+        started_at = time.perf_counter()
         rows = [self._data.rows[i] for i in samples(self.recipe, len(self._data.rows), number)]
         loss, gradients = loss_and_gradients(self.model, list(self._trained.values()), rows)
         if not math.isfinite(loss):
@@ -178,7 +198,8 @@ class Tuner:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.losses.append(loss)
-        return Step(number, loss, sum(len(row.ids) for row in rows), time.perf_counter() - begun)
+        n_tokens = sum(len(row.ids) for row in rows)
+        return Step(number, loss, n_tokens, time.perf_counter() - started_at)
 
     # --- what is kept ----------------------------------------------------------------------------------------
 
@@ -220,8 +241,9 @@ class Tuner:
         mine = json.loads(json.dumps(asdict(self.recipe)))
         changed = [f.name for f in fields(TuningRecipe) if state["recipe"].get(f.name) != mine[f.name]]
         if changed:
-            was = ", ".join(f"{name} was {state['recipe'].get(name)!r}, is {mine[name]!r}" for name in changed)
-            raise ConfigError(f"{folder} is of another run: {was}: take the same options, or another --out")
+            before = state["recipe"]
+            changes = ", ".join(f"{name} was {before.get(name)!r}, is {mine[name]!r}" for name in changed)
+            raise ConfigError(f"{folder} is of another run: {changes}: take the same options, or another --out")
         if state["data"] != self._data.digest:
             raise ConfigError(f"{folder} was made with other data: take the same file, or another --out")
 

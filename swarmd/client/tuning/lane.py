@@ -58,6 +58,8 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class _Pending:
+    """What a micro-batch that is under way waits for, one way."""
+
     template: torch.Tensor  # what is waited for has its shape and dtype
     gradients_from: dict[int, list[str]] = field(default_factory=dict)  # hop's first block: names it gives
     tuned: TunedParameters | None = None
@@ -70,6 +72,16 @@ class _Pending:
     done: trio.Event = field(default_factory=trio.Event)
 
 
+# A lane of two hops. Each hop sends to its neighbour, and the client gets what leaves the ends:
+#
+#     forward    client --hidden--> A [0, 4) --> B [4, 8) --> client
+#     backward   client <--gradient-- A [0, 4) <-- B [4, 8) <-- client       A and B also send the client the gradients
+#                                                                           of its own parameters in their blocks
+#
+# A micro-batch is known by (kind, seq). ``_pending`` holds one entry while it is under way and is the only door for
+# what peers send: messages without an entry are dropped, parts must come in order, and shapes, dtypes, sizes and
+# finiteness are checked before anything counts. ``live`` are numbers whose backward may come: hops keep the inputs of
+# these, and forget all up to ``settled``.
 class Lane:
     """See the module. All methods run in the client's trio thread."""
 
@@ -99,6 +111,7 @@ class Lane:
 
     @property
     def is_open(self) -> bool:
+        """Has nothing ended this lane?"""
         return self.failure is None
 
     @property
@@ -119,10 +132,12 @@ class Lane:
         self._heard_at = trio.current_time()
 
     async def _open_hop(self, index: int, failures: list[LaneFailed]) -> None:
-        hop, peers = self.hops[index], [PeerId(""), *(h.peer for h in self.hops), PeerId("")]
+        """Open one hop; notes why it failed."""
+        hop = self.hops[index]
         self._swarm.rpc.network.learn(hop.peer, self._swarm.addresses_of(hop.peer))
-        successor = peers[index + 2]
-        request = partial(self._open_request, hop, peers[index], successor)
+        predecessor = self.hops[index - 1].peer if index else PeerId("")
+        successor = self.hops[index + 1].peer if index + 1 < len(self.hops) else PeerId("")
+        request = partial(self._open_request, hop, predecessor, successor)
         try:
             with trio.fail_after(OPEN_TIMEOUT_S):
                 channel = await self._swarm.rpc.channel(hop.peer, "training")
@@ -136,6 +151,11 @@ class Lane:
             self.why = (*self.why, f"{hop}: {getattr(reply, 'why', '')}")
 
     def _open_request(self, hop: Hop, predecessor: PeerId, successor: PeerId, call_id: int) -> OpenLane:
+        needs: tuple[str, ...] = ()
+        if self._changes:
+            needs = ("changes", "codec")
+        elif self.codec.action != "raw":
+            needs = ("codec",)
         return OpenLane(
             id=call_id,
             session=self.key,
@@ -147,7 +167,7 @@ class Lane:
             successor=successor,
             successor_addresses=self._swarm.addresses_of(successor) if successor else (),
             codec=self.codec.action,
-            needs=("changes", "codec") if self._changes else ("codec",) if self.codec.action != "raw" else (),
+            needs=needs,
             changes=self._changes is not None,
         )
 
@@ -177,7 +197,8 @@ class Lane:
         """Send a micro-batch through; returns its number here, and what left the last block. Raises LaneFailed."""
         await self._upload_parameters(batch.tuned)
         self._n_sent += 1
-        seq, first = self._n_sent, self.hops[0]
+        seq = self._n_sent
+        first = self.hops[0]
         if batch.keep:
             self.live.add(seq)
         header = Forward(
@@ -188,8 +209,9 @@ class Lane:
             settled=min(self.live, default=seq) - 1,
             rows=rows_of(batch.hidden, batch.mask) if self._sends_changes and batch.keep else (),
         )
-        places, sent = (batch.positions, batch.mask), self._changes[1] if self._changes is not None else None
-        frames = forward_frames(header, first.span.start, batch.hidden, places, self.codec.action, sent)
+        places = (batch.positions, batch.mask)
+        sent_rows = self._changes[1] if self._changes is not None else None
+        frames = forward_frames(header, first.span.start, batch.hidden, places, self.codec.action, sent_rows)
         pending = _Pending(batch.hidden)
         try:
             await self._exchange((Forward, seq), pending, first, frames)
@@ -205,7 +227,8 @@ class Lane:
         """Send a gradient [b, t, d] back; returns that of the input, and those of the parameters. Raises LaneFailed."""
         last = self.hops[-1]
         frames = backward_frames(self.key, last.span.end, seq, gradient, self.codec.action)
-        gradient_names = {hop.span.start: names for hop in self.hops if (names := tuned.names(hop.span))}
+        names_by_hop = {hop.span.start: tuned.names(hop.span) for hop in self.hops}
+        gradient_names = {start: names for start, names in names_by_hop.items() if names}
         pending = _Pending(gradient, gradient_names, tuned)
         try:
             await self._exchange((Backward, seq), pending, last, frames)
@@ -264,7 +287,7 @@ class Lane:
         if not tuned.version:
             return
         async with self._versions_lock:
-            lacking = [h for h in self.hops if self._versions.get(h.span.start) != tuned.version]
+            lacking = [hop for hop in self.hops if self._versions.get(hop.span.start) != tuned.version]
             failures: list[LaneFailed] = []
             async with self._while_open() as nursery:
                 for hop in lacking:
@@ -295,6 +318,7 @@ class Lane:
             self.fail(LaneFailed(f"{peer[-8:]}: {error}", peer))
 
     async def _on_values(self, message: Forward | Backward, frame: Frame) -> None:
+        """Take a part of what left the last block (forward) or the first (backward)."""
         is_forward = isinstance(message, Forward)
         end = self.hops[-1].span.end if is_forward else self.hops[0].span.start
         if message.start != end:
@@ -311,32 +335,34 @@ class Lane:
         if (message.tensor.b, message.tensor.d) != (b, d) or t_before + message.tensor.t > t:
             raise RemoteProtocolError(f"expected {tuple(pending.template.shape)} in parts, got {message.tensor}")
         if is_forward and message.tensor.has_positions:  # a lane that ends before the model does
-            values, _, _ = unpack_untrusted(message.tensor, frame.payload)
+            part, _, _ = unpack_untrusted(message.tensor, frame.payload)
         else:
-            values = unpack_values_untrusted(message.tensor, frame.payload)
+            part = unpack_values_untrusted(message.tensor, frame.payload)
         if isinstance(message, Forward) and number == 0:
             pending.rows = message.rows
-        pending.parts.append(values if isinstance(message, Forward) else values / message.scale)
-        if number + 1 < n_parts:
-            return
-        whole = torch.cat(pending.parts, 1)
+        pending.parts.append(part if isinstance(message, Forward) else part / message.scale)
+        if number + 1 == n_parts:
+            self._take_values(pending, is_forward)
+
+    def _take_values(self, pending: _Pending, is_forward: bool) -> None:
+        """Check the values that have come in parts. Raises RemoteProtocolError."""
+        values = torch.cat(pending.parts, 1)
         if self._changes is not None and pending.rows:
             try:
-                whole = self._changes[0].take(pending.rows, whole)
+                values = self._changes[0].take(pending.rows, values)
             except Refused as error:
                 raise RemoteProtocolError(str(error)) from None
-        if whole.shape != pending.template.shape or whole.dtype != pending.template.dtype:
-            raise RemoteProtocolError(
-                f"expected {tuple(pending.template.shape)}, got {tuple(whole.shape)} {whole.dtype}"
-            )
-        if not torch.isfinite(whole).all():
+        template = pending.template
+        if values.shape != template.shape or values.dtype != template.dtype:
+            raise RemoteProtocolError(f"expected {tuple(template.shape)}, got {tuple(values.shape)} {values.dtype}")
+        if not torch.isfinite(values).all():
             giver = self.hops[-1] if is_forward else self.hops[0]
             text = (
                 f"{giver} gave values that are not finite (if all do, the training diverges: lower the learning rate)"
             )
             self._settle(pending, LaneFailed(text, giver.peer, is_final=True))
             return
-        pending.values = whole
+        pending.values = values
         self._finish(pending)
 
     async def _pass_on(self, message: Forward | Backward, frame: Frame) -> None:
@@ -351,29 +377,34 @@ class Lane:
             self.fail(failure_of(hop, error))
 
     def _on_gradients(self, message: Gradients, frame: Frame) -> None:
+        """Take a piece of one hop's gradients of the client's parameters; a peer can send no more than those are."""
         pending = self._pending.get((Backward, message.seq))
         if pending is None or message.start not in pending.gradients_from:
             return
-        pieces = pending.pieces.setdefault(message.start, [])
-        number, n = message.part
         assert pending.tuned is not None
+        parameters = pending.tuned.tensors
         names = pending.gradients_from[message.start]
-        max_bytes = GRADIENT_SLACK_BYTES + sum(8 * pending.tuned.tensors[name].numel() + 1_024 for name in names)
-        if number != len(pieces) or sum(map(len, pieces)) + len(frame.payload) > max_bytes:
+        pieces = pending.pieces.setdefault(message.start, [])
+        number, n_pieces = message.part
+        n_bytes = sum(map(len, pieces)) + len(frame.payload)
+        max_bytes = GRADIENT_SLACK_BYTES + sum(8 * parameters[name].numel() + 1_024 for name in names)
+        if number != len(pieces) or n_bytes > max_bytes:
             raise RemoteProtocolError(
                 f"piece {number} of gradients came after {len(pieces)}, or more than there can be"
             )
         pieces.append(bytes(frame.payload))
-        if number + 1 < n:
+        if number + 1 < n_pieces:
             return
         try:
             tensors = safetensors.torch.load(b"".join(pieces))
         except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
             raise RemoteProtocolError(f"gradients do not parse: {error}") from None
         del pending.gradients_from[message.start]
-        parameters = pending.tuned.tensors
-        fits = set(tensors) == set(names) and all(tensors[n].shape == parameters[n].shape for n in names)
-        if not fits or not all(g.is_floating_point() and torch.isfinite(g).all() for g in tensors.values()):
+        fits = set(tensors) == set(names) and all(tensors[name].shape == parameters[name].shape for name in names)
+        are_finite = all(
+            gradient.is_floating_point() and torch.isfinite(gradient).all() for gradient in tensors.values()
+        )
+        if not fits or not are_finite:
             raise RemoteProtocolError("gradients of other parameters than were given, or not finite")
         pending.gradients |= {name: tensors[name].to(parameters[name].dtype) for name in names}
         self._finish(pending)
@@ -390,30 +421,33 @@ class Lane:
 
     def _on_refusal(self, refusal: Refusal) -> None:
         """A hop says no: to one micro-batch, or for good."""
-        code, text = Code(refusal.code), refusal.message
-        kinds = [k for k in ((Forward, refusal.seq), (Backward, refusal.seq)) if k in self._pending]
+        code = Code(refusal.code)
+        kinds = [kind for kind in ((Forward, refusal.seq), (Backward, refusal.seq)) if kind in self._pending]
         is_backward = bool(kinds) and kinds[0][0] is Backward
-        at = [h for h in self.hops if (h.span.end if is_backward else h.span.start) == refusal.start]
-        hop = at[0] if at else next((h for h in self.hops if h.span.start == refusal.start), None)
+        hop = self._refusing_hop(refusal.start, is_backward)
         blame: tuple[PeerId, ...] = ()
-        for_s, is_over, has_declined = BLAMED_S, True, False
+        for_s = BLAMED_S
+        is_over = True
+        has_declined = False
         if hop is not None and code is Code.NOT_FINITE:
             blame = self._giver(hop, is_backward)
         elif code is Code.NOT_HELD:
             is_over = False
-            if not is_backward:  # it lacks parameters, or what changes are changes of
+            if not is_backward:  # it lacks parameters, or the rows that changes refer to
                 self._versions.clear()
                 if self._sends_changes:
-                    logger.info("%s: rows travel whole in this lane from here on: %s", hop, text)
+                    logger.info("%s: rows travel whole in this lane from here on: %s", hop, refusal.message)
                 self._sends_changes = False
         elif hop is not None:
             is_over = code not in (Code.NO_CAPACITY, Code.NOT_SERVING)
             self.is_leaving = self.is_leaving or code is Code.NOT_SERVING
+            blame = (hop.peer,)
+            has_declined = True
+            is_back_soon = code in (Code.SESSION_LOST, Code.NO_SESSION)
             wait_s = None if refusal.retry_after_ms is None else refusal.retry_after_ms / 1000
-            blame, has_declined = (hop.peer,), True
-            for_s = wait_s or (RETRY_PAUSE_S if code in (Code.SESSION_LOST, Code.NO_SESSION) else BLAMED_S)
+            for_s = wait_s or (RETRY_PAUSE_S if is_back_soon else BLAMED_S)
         failure = LaneFailed(
-            f"{hop}: {text}",
+            f"{hop}: {refusal.message}",
             *blame,
             for_s=for_s,
             has_declined=has_declined,
@@ -424,6 +458,13 @@ class Lane:
             self.fail(failure)
         for kind in kinds:
             self._settle(self._pending[kind], failure)
+
+    def _refusing_hop(self, block: int, is_backward: bool) -> Hop | None:
+        """The hop that a refusal names by the block at which it takes its input; else by its first block."""
+        for hop in self.hops:
+            if block == (hop.span.end if is_backward else hop.span.start):
+                return hop
+        return next((hop for hop in self.hops if hop.span.start == block), None)
 
     def _giver(self, hop: Hop, is_backward: bool) -> tuple[PeerId, ...]:
         """Whoever gave a hop its input; nobody is the client itself."""

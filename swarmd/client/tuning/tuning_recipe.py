@@ -53,4 +53,5 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
+    """Return the step after which a checkpoint was written, by its name."""
     return int(checkpoint.name.removeprefix(PREFIX))
