@@ -78,7 +78,7 @@ class _Pending:
 #     backward   client <--gradient-- A [0, 4) <-- B [4, 8) <-- client       A and B also send the client the gradients
 #                                                                           of its own parameters in their blocks
 #
-# A micro-batch is known by (kind, seq). ``_pending`` holds one entry while it is under way and is the only door for
+# A micro-batch is known by (kind, seq). ``_pending`` holds one entry while it is under way and is the only way in for
 # what peers send: messages without an entry are dropped, parts must come in order, and shapes, dtypes, sizes and
 # finiteness are checked before anything counts. ``live`` are numbers whose backward may come: hops keep the inputs of
 # these, and forget all up to ``settled``.

@@ -1,10 +1,11 @@
 """Audits of fine-tuning: now and then a micro-batch is computed a second time, by other servers, there and back.
 
-Whoever computes sees a micro-batch like any other. When what left the blocks differs, or what came back (the gradient
-of the input, and those of the client's parameters), each hop is asked alone beside two others, and two against one
-name who was wrong; who lies only in company is not named, but a third chain says which of the two was wrong. Training
-goes on with what is right. Nothing of a lane is signed, so others are told nothing: who lied is banned here. How often
-is ``plan.trust.audits``'s, what counts as equal ``plan.trust.equality``'s.
+The other servers see a micro-batch like any other. Their outputs are compared with the first, and so are the gradients
+of the input and of the client's parameters. Where they differ, each hop is asked alone beside two others: two against
+one name the wrong one. A server that lies only in company is not named, but a third chain says which chain was wrong.
+Training goes on with what is right. Nothing of a lane is signed, so other peers are told nothing: the liar is banned
+here. How often micro-batches are audited is decided by ``plan.trust.audits``, and what counts as equal by
+``plan.trust.equality``.
 """
 
 from __future__ import annotations
@@ -66,20 +67,32 @@ class AuditLanes(Protocol):
     ) -> ForwardTicket:
         """Send a micro-batch forward through servers of one format of weights, and none of ``without``."""
 
-    async def send_back(self, ticket: ForwardTicket, gradient: torch.Tensor) -> Answer: ...
+    async def send_back(self, ticket: ForwardTicket, gradient: torch.Tensor) -> Answer:
+        """Send a gradient back through the lane that a micro-batch went forward through."""
 
     async def compute_alone(
         self, span: Span, peer: PeerId, quantize: str, batch: MicroBatch, gradient: torch.Tensor
     ) -> list[Answer]:
-        """What one server makes of a micro-batch for these blocks, there and back, in a lane of its own."""
+        """Have one server compute a micro-batch for these blocks, there and back, in a lane of its own."""
 
     def decline(self, peers: Iterable[PeerId]) -> None:
         """Do without some peers for a while."""
 
 
+# One audit of a micro-batch that went through lane L:
+#
+#     forward through L, and through other servers D (a duplicate)
+#       equal     -> right: D is kept, and the backwards of both are compared
+#       different -> each hop of L, then of D, alone on the same input, beside up to two other holders
+#                      one is alone with its answer -> it is wrong, and what the other lane gave counts
+#                      none is                      -> a third chain T; two of three chains
+#                      no T answers                 -> undecided: L is left out for a while, the user is told
+#
+# Hops of one voucher are never two of three. Servers that keep weights in different formats round differently, so their
+# chains are not compared: then one hop is asked alone, beside servers with its own format.
 @dataclass(slots=True)
 class LaneAudits:
-    """The audits of one pipeline. ``doubts`` are what its user should know."""
+    """The audits of one pipeline. ``doubts`` tell its user what may be wrong."""
 
     swarm: SessionServices
     history: CheckHistory
@@ -92,29 +105,31 @@ class LaneAudits:
     async def forward(self, ticket: ForwardTicket, took_s: float) -> ForwardTicket | None:
         """Have a micro-batch, which took so long, computed again where that is due; returns what counts of it.
 
-        None: nothing does, for somebody who is banned now had a part in it.
+        None: nothing does, because a server that is banned now had a part in it.
         """
-        due, limit_s = self._due(ticket.lane), _limit_s(took_s)
+        due = self._due(ticket.lane)
+        limit_s = _limit_s(took_s)
         try:
             if due and self._format(*ticket.lane.hops) == MIXED:
-                ticket, due = await self._audit_one_hop(due[0], ticket, limit_s), []
-            for duplicate in await self._duplicates(ticket, due, limit_s) if due else ():
-                answers: tuple[Answer, Answer] = (ticket.out, {}), (duplicate.ticket.out, {})
-                verdict, third = await self._verdict(ticket, duplicate.ticket, ticket.batch.hidden, *answers, None)
+                ticket = await self._audit_one_hop(due[0], ticket, limit_s)
+                due = []
+            duplicates = await self._duplicates(ticket, due, limit_s) if due else []
+            for duplicate in duplicates:
+                other = duplicate.ticket
+                verdict, third = await self._verdict(
+                    ticket, other, ticket.batch.hidden, (ticket.out, {}), (other.out, {}), None
+                )
                 if verdict is AuditVerdict.WRONG:
-                    duplicate.ticket.duplicates = (
-                        [DuplicateBatch(third, duplicate.ticket.lane.hops)] if third is not None else []
-                    )
-                    duplicate.ticket.holders = ticket.holders
-                    return duplicate.ticket if self._banned(duplicate.ticket.lane) is None else None
+                    other.duplicates = [DuplicateBatch(third, other.lane.hops)] if third is not None else []
+                    other.holders = ticket.holders
+                    return other if self._banned(other.lane) is None else None
                 if verdict is AuditVerdict.UNDECIDED:
                     break
                 if verdict is AuditVerdict.RIGHT and not ticket.batch.keep:
                     self._note_right(duplicate.audited)
-                accepted = duplicate.ticket if verdict is AuditVerdict.RIGHT else third
-                ticket.duplicates += (
-                    [DuplicateBatch(accepted, duplicate.audited)] if ticket.batch.keep and accepted is not None else []
-                )
+                accepted = other if verdict is AuditVerdict.RIGHT else third
+                if ticket.batch.keep and accepted is not None:
+                    ticket.duplicates.append(DuplicateBatch(accepted, duplicate.audited))
         except SwarmError as error:
             self._record_no_conclusion(ticket.lane.hops, error)
         return ticket if self._banned(ticket.lane) is None else None
@@ -139,11 +154,12 @@ class LaneAudits:
     async def _duplicates(self, ticket: ForwardTicket, due: list[Hop], limit_s: float) -> list[DuplicateBatch]:
         """The same micro-batch through others: instead of all hops or, where there are too few, of each that is due.
 
-        Who does not answer in time is left out for a while, and others are asked. Raises SwarmError.
+        A server that does not answer in time is left out for a while, and others are asked. Raises SwarmError.
         """
-        hops, failures = ticket.lane.hops, list[SwarmError]()
+        hops = ticket.lane.hops
+        failures: list[SwarmError] = []
 
-        async def without(*audited: Hop) -> list[DuplicateBatch]:
+        async def compute_without(*audited: Hop) -> list[DuplicateBatch]:
             try:
                 peers = frozenset(hop.peer for hop in audited)
                 recomputed = await self.lanes.recompute(ticket.batch, peers, self._format(*hops), limit_s)
@@ -152,10 +168,11 @@ class LaneAudits:
                 return []
             return [DuplicateBatch(recomputed, audited)]
 
-        duplicates = await without(*hops) or await without(*hops)
-        with trio.move_on_after(limit_s):  # for all of them
-            for hop in due if not duplicates and len(hops) > 1 else ():
-                duplicates += await without(hop)
+        duplicates = await compute_without(*hops) or await compute_without(*hops)
+        if not duplicates and len(hops) > 1:
+            with trio.move_on_after(limit_s):  # for all of them
+                for hop in due:
+                    duplicates += await compute_without(hop)
         if not duplicates:
             raise failures[-1]
         return duplicates
@@ -164,12 +181,17 @@ class LaneAudits:
         self, ticket: ForwardTicket, gradient: torch.Tensor, answer: Answer, took_s: float
     ) -> Answer | None:
         """Compare the gradients of a micro-batch that went forward twice; returns what counts, None as ``forward``."""
-        duplicates, ticket.duplicates, limit_s = ticket.duplicates, [], _limit_s(took_s)
+        duplicates = ticket.duplicates
+        ticket.duplicates = []
+        limit_s = _limit_s(took_s)
         try:
-            if ticket.was_resent and (due := self._due(ticket.lane)) and self._format(*ticket.lane.hops) != MIXED:
-                duplicates = await self._duplicates(ticket, due, limit_s)
+            if ticket.was_resent:
+                due = self._due(ticket.lane)
+                if due and self._format(*ticket.lane.hops) != MIXED:
+                    duplicates = await self._duplicates(ticket, due, limit_s)
             for duplicate in duplicates:
-                if (other_answer := await self._back(duplicate, gradient, limit_s)) is None:
+                other_answer = await self._back(duplicate, gradient, limit_s)
+                if other_answer is None:
                     continue
                 verdict, _ = await self._verdict(ticket, duplicate.ticket, gradient, answer, other_answer, gradient)
                 if verdict is AuditVerdict.RIGHT:
@@ -205,18 +227,23 @@ class LaneAudits:
         second: Answer,
         gradient: torch.Tensor | None,
     ) -> tuple[AuditVerdict, ForwardTicket | None]:
-        """What two answers say; where they differ, what others say, and what follows for who computed."""
+        """Compare two answers; where they differ, ask others, and do what follows for those who computed.
+
+        Returns the ticket of a third chain, too, if one decided. ``gradient`` None: the answers are of the forward.
+        """
         comparison = compare_answers(inputs, first, second, self._bound(ticket.lane, duplicate.lane))
         if comparison.action:
             return AuditVerdict.RIGHT, None
         with trio.move_on_after(DECIDE_WITHIN_S):
             for lane, verdict in ((ticket.lane, AuditVerdict.WRONG), (duplicate.lane, AuditVerdict.REFERENCE_WRONG)):
-                if (hop := await self._find_wrong_hop(lane, ticket.batch)) is not None:
+                hop = await self._find_wrong_hop(lane, ticket.batch)
+                if hop is not None:
                     self._convict((hop,), comparison.reason)
                     return verdict, None
             verdict, third = await self._ask_third_chain(ticket, duplicate, inputs, first, second, gradient)
             if verdict is not AuditVerdict.UNDECIDED:
-                self._convict((ticket if verdict is AuditVerdict.WRONG else duplicate).lane.hops, comparison.reason)
+                wrong = ticket if verdict is AuditVerdict.WRONG else duplicate
+                self._convict(wrong.lane.hops, comparison.reason)
                 return verdict, third
         self._record_finding(ticket.lane.hops, str(AuditVerdict.UNDECIDED), comparison.reason)
         self.doubts.append(f"{_names(ticket.lane.hops)} and {_names(duplicate.lane.hops)} disagree on a micro-batch")
@@ -226,14 +253,16 @@ class LaneAudits:
         return AuditVerdict.UNDECIDED, None
 
     async def _find_wrong_hop(self, lane: Lane, batch: MicroBatch) -> Hop | None:
-        """Ask each hop of a lane alone, beside others; who is wrong again, or None where nobody is, or can be named.
+        """Ask each hop of a lane alone, beside others; the first that is wrong, None where none is, or can be named.
 
-        Whoever was banned since the micro-batch went out needs no more looking at.
+        A hop that was banned since the micro-batch went out needs no more looking at.
         """
         hidden = batch.hidden
-        gradient = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden.dtype)
+        generator = torch.Generator().manual_seed(0)
+        gradient = torch.randn(hidden.shape, generator=generator).to(hidden.dtype)
         for hop in lane.hops:
-            if (banned := self._banned(lane)) is not None:
+            banned = self._banned(lane)
+            if banned is not None:
                 return banned
             part = replace(batch, hidden=hidden)
             try:
@@ -252,13 +281,13 @@ class LaneAudits:
         self, hop: Hop, part: MicroBatch, gradient: torch.Tensor
     ) -> tuple[AuditVerdict, torch.Tensor]:
         """Two of three on one hop, and what leaves it by what they say. Raises SwarmError without three."""
-        quantize, inputs = self._format(hop), (part.hidden, gradient)
-        part, bound = replace(part, keep=True), bound_of(self.terms.dtype, quantize)
+        quantize = self._format(hop)
+        bound = bound_of(self.terms.dtype, quantize)
+        part = replace(part, keep=True)
 
         def agree(audited: list[Answer], reference: list[Answer]) -> bool:
-            return all(
-                compare_answers(e, a, b, bound).action for e, a, b in zip(inputs, audited, reference, strict=True)
-            )
+            answers = zip((part.hidden, gradient), audited, reference, strict=True)
+            return all(compare_answers(inputs, one, two, bound).action for inputs, one, two in answers)
 
         audited = await self.lanes.compute_alone(hop.span, hop.peer, quantize, part, gradient)
         references: list[list[Answer]] = []
@@ -266,7 +295,7 @@ class LaneAudits:
             with suppress(SwarmError):
                 references.append(await self.lanes.compute_alone(hop.span, peer, quantize, part, gradient))
             if len(references) == 1 and agree(audited, references[0]):
-                return AuditVerdict.RIGHT, references[0][0][0]
+                return AuditVerdict.RIGHT, _forward_output(references[0])
             if len(references) == 2:
                 break
         if len(references) < 2:
@@ -274,7 +303,8 @@ class LaneAudits:
         verdict = two_of_three(False, agree(audited, references[1]), agree(references[0], references[1]))
         if verdict is AuditVerdict.UNDECIDED:
             raise NoRoute(f"three answers for {hop.span} are three")
-        return verdict, (audited if verdict is AuditVerdict.REFERENCE_WRONG else references[1])[0][0]
+        right = audited if verdict is AuditVerdict.REFERENCE_WRONG else references[1]
+        return verdict, _forward_output(right)
 
     async def _ask_third_chain(
         self,
@@ -285,14 +315,15 @@ class LaneAudits:
         second: Answer,
         gradient: torch.Tensor | None,
     ) -> tuple[AuditVerdict, ForwardTicket | None]:
-        """Who lies only beside others is not named: a third chain says which of two was wrong, and all of it is."""
+        """Have a third chain say which of two was wrong: one that lies only beside others is wrong as a whole."""
         with suppress(SwarmError):
             excluded = self._same_sponsors(_peers(ticket.lane) | _peers(duplicate.lane))
-            third = await self.lanes.recompute(ticket.batch, excluded, self._format(*ticket.lane.hops), DECIDE_WITHIN_S)
+            quantize = self._format(*ticket.lane.hops)
+            third = await self.lanes.recompute(ticket.batch, excluded, quantize, DECIDE_WITHIN_S)
             answer = (third.out, {}) if gradient is None else await self.lanes.send_back(third, gradient)
-            first_agrees = compare_answers(inputs, first, answer, self._bound(ticket.lane, third.lane)).action
-            second_agrees = compare_answers(inputs, second, answer, self._bound(duplicate.lane, third.lane)).action
-            return two_of_three(False, first_agrees, second_agrees), third
+            first_agrees = compare_answers(inputs, first, answer, self._bound(ticket.lane, third.lane))
+            second_agrees = compare_answers(inputs, second, answer, self._bound(duplicate.lane, third.lane))
+            return two_of_three(False, first_agrees.action, second_agrees.action), third
         return AuditVerdict.UNDECIDED, None
 
     def _convict(self, hops: tuple[Hop, ...], reason: str) -> None:
@@ -324,10 +355,12 @@ class LaneAudits:
         return through_hops(bound, max(len(lane.hops) for lane in lanes))
 
     def _other_holders(self, hop: Hop) -> list[PeerId]:
-        """Who else holds the blocks of a hop, one of each voucher but its own."""
-        by_voucher, quantize = {self.history.voucher_of(hop.peer): hop.peer}, self._format(hop)
+        """Others that hold the blocks of a hop, one of each voucher but its own, in an order nobody can foresee."""
+        quantize = self._format(hop)
+        by_voucher = {self.history.voucher_of(hop.peer): hop.peer}
         for span in self.history.checks.shuffled(self.swarm.view().serving(self.terms.model)):
-            if Span(span.start, span.end).covers(hop.span) and span.training_bytes and span.quantize == quantize:
+            is_able = Span(span.start, span.end).covers(hop.span) and span.training_bytes
+            if is_able and span.quantize == quantize:
                 by_voucher.setdefault(self.history.voucher_of(PeerId(span.peer)), PeerId(span.peer))
         return [peer for peer in by_voucher.values() if peer != hop.peer]
 
@@ -346,7 +379,7 @@ class LaneAudits:
         self._record_finding(audited, str(AuditVerdict.RIGHT), "a micro-batch, there and back")
 
     def _record_no_conclusion(self, hops: tuple[Hop, ...], error: SwarmError) -> None:
-        """Of an audit that came to nothing; where nobody else holds the blocks, once."""
+        """Record an audit that came to nothing; where nobody else holds the blocks, once."""
         if not isinstance(error, NoRoute) or not self.has_told_alone:
             self.has_told_alone |= isinstance(error, NoRoute)
             self._record_finding(hops, "inconclusive", str(error))
@@ -359,17 +392,26 @@ class LaneAudits:
 
 def compare_answers(inputs: torch.Tensor, audited: Answer, reference: Answer, bound: Bound) -> Decision[bool]:
     """Are two answers to one micro-batch the same? ``inputs`` went into the blocks from their side."""
-    deviations = errors(_floats(inputs), _floats(audited[0]), _floats(reference[0]), bound)
+    out, gradients = audited
+    expected_out, expected_gradients = reference
+    deviations = errors(_floats(inputs), _floats(out), _floats(expected_out), bound)
     comparison = is_equal(deviations, bound)
-    if not comparison.action or not reference[1]:
+    if not comparison.action or not expected_gradients:
         return comparison
-    total = float(np.sqrt(sum(float(t.float().square().sum()) for t in reference[1].values())))
-    for name, tensor in reference[1].items():
-        size = max(float(tensor.float().norm()), LEAST_PART * total, 1e-30)
-        error = float((audited[1][name].float() - tensor.float()).norm()) / size
-        if not error <= bound.token:  # what is no number is an error, too
+    squares = sum(float(expected.float().square().sum()) for expected in expected_gradients.values())
+    total = float(np.sqrt(squares))
+    for name, expected in expected_gradients.items():
+        size = max(float(expected.float().norm()), LEAST_PART * total, 1e-30)
+        error = float((gradients[name].float() - expected.float()).norm()) / size
+        if not error <= bound.token:  # NaN is an error, too
             return Decision(False, f"the gradient of {name} differs by {error:.2g}; bound {bound.token:g}")
     return comparison
+
+
+def _forward_output(answers: list[Answer]) -> torch.Tensor:
+    """What left the blocks [b, t, d], of answers there and back."""
+    out, _ = answers[0]
+    return out
 
 
 def _limit_s(took_s: float) -> float:

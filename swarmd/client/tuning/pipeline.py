@@ -51,7 +51,7 @@ AGAIN_AFTER_S = 20.0  # until a server that does not answer is asked once more
 LONGEST_DECLINED_S = 600.0  # a server without room is asked again at least so often
 ALONE_TIMEOUT_S = 10.0  # for one micro-batch, there and back, through one server
 MAX_FINAL = 3  # servers that said what any other would say
-WRONG = "somebody who computed it is banned now"  # of a micro-batch that is sent again
+WRONG = "somebody who computed it is banned now"  # why a micro-batch is sent again
 T = TypeVar("T")
 # nf4 is packed for some CPUs in a way that has no backward
 WITH_GRADIENTS = tuple(format_of(quantize, kv_cache) for quantize in ("none", "int8", "int4") for kv_cache in KV_CACHE)
@@ -67,6 +67,15 @@ class PipelineStatistics:
     doubts: list[str] = field(default_factory=list)
 
 
+# A micro-batch's life, with what can fail in it:
+#
+#     slot -> lane -> forward -> audit -> ticket          slot -> (forward again) -> backward -> audit -> gradients
+#              |        |          |                                                   |
+#              +--------+----------+--- fails: blame, leave out, another lane ---------+
+#
+# The invariant is that each micro-batch's gradient counts once. A ticket's ``seq`` is taken before its backward is
+# sent, so a second try begins with another forward, whose number no older answer can have. Slots bound how many are
+# under way (``Window``). The load of each peer counts all of its lanes, so that the lane that is free first is chosen.
 class Pipeline:
     """All lanes of one model. Methods run in the client's trio thread."""
 
@@ -91,6 +100,7 @@ class Pipeline:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
+        """The lanes that are open now."""
         return tuple(self._lanes.values())
 
     async def forward(self, batches: Sequence[MicroBatch]) -> list[ForwardTicket]:
@@ -159,10 +169,12 @@ class Pipeline:
     async def _try_forward(
         self, batch: MicroBatch, holders: OtherHolders = OtherHolders(), limit_s: float = math.inf
     ) -> ForwardTicket:
+        """Send a micro-batch forward once. Raises LaneFailed, also after ``limit_s``, or NoRoute."""
+        b, t, _ = batch.hidden.shape
         lane: Lane | None = None
         try:
             with trio.fail_after(limit_s):
-                lane = await self._lane(batch.hidden.shape[0] * batch.hidden.shape[1], holders)
+                lane = await self._lane(b * t, holders)
                 with _Load(self._load_of_peer, lane):
                     seq, out = await self._await_lane(lane, lane.forward(batch))
         except trio.TooSlowError:
@@ -178,11 +190,17 @@ class Pipeline:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Send a gradient back once. Raises LaneFailed or NoRoute."""
         if not ticket.lane.is_open or not ticket.seq:
-            resent = await self._try_forward(ticket.batch, ticket.holders)  # a twin's never comes to who is audited
-            ticket.lane, ticket.seq, ticket.duplicates, ticket.was_resent = resent.lane, resent.seq, [], True
-        seq, ticket.seq = ticket.seq, 0  # a hop gives a gradient once: whatever goes wrong begins with a forward
+            # other holders stay excluded: a duplicate's forward must never come to the servers that it audits
+            resent = await self._try_forward(ticket.batch, ticket.holders)
+            ticket.lane = resent.lane
+            ticket.seq = resent.seq
+            ticket.duplicates = []
+            ticket.was_resent = True
+        seq = ticket.seq
+        ticket.seq = 0  # a hop gives a gradient once: whatever goes wrong begins with a forward
         with _Load(self._load_of_peer, ticket.lane):
-            return await self._await_lane(ticket.lane, ticket.lane.backward(seq, gradient, ticket.batch.tuned))
+            work = ticket.lane.backward(seq, gradient, ticket.batch.tuned)
+            return await self._await_lane(ticket.lane, work)
 
     async def _await_lane(self, lane: Lane, work: Awaitable[T]) -> T:
         """Wait for a lane's work; one that fails is left out, and so is whoever is to blame."""
@@ -201,14 +219,17 @@ class Pipeline:
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try until it works, or PATIENCE_S after the first failure. Raises SwarmUnavailable or NoRoute."""
-        failed_at, n_final, reason = None, 0, ""
+        failed_at: float | None = None
+        n_final = 0
+        reason = ""
         while True:
             try:
                 return await attempt()
             except (LaneFailed, NoRoute) as error:
                 failed_at = failed_at or trio.current_time()
-                n_final += isinstance(error, LaneFailed) and error.is_final
-                reason = str(error) if isinstance(error, LaneFailed) else reason
+                if isinstance(error, LaneFailed):
+                    n_final += error.is_final
+                    reason = str(error)
                 self.statistics.retries.append(str(error))
                 logger.info("a micro-batch is sent again: %s", error)
                 if n_final >= MAX_FINAL or trio.current_time() - failed_at > PATIENCE_S:
@@ -238,10 +259,15 @@ class Pipeline:
     async def compute_alone(
         self, span: Span, peer: PeerId, quantize: str, batch: MicroBatch, gradient: torch.Tensor
     ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """What one server makes of a micro-batch for these blocks, there and back. Raises LaneFailed or NoRoute."""
-        options, only = self._terms, frozenset({peer})
+        """Have one server compute a micro-batch for these blocks, there and back. Raises LaneFailed or NoRoute."""
         terms = replace(
-            options, start=span.start, n_blocks=span.end, route=(), only=only, quantize=quantize, codec="raw"
+            self._terms,
+            start=span.start,
+            n_blocks=span.end,
+            route=(),
+            only=frozenset({peer}),
+            quantize=quantize,
+            codec="raw",
         )
         lane = Lane(self._swarm, terms, self._route(1, OtherHolders(), terms))
         self._listeners[lane.key] = lane
@@ -296,36 +322,51 @@ class Pipeline:
             return lane
 
     def _choose_hops(self, n_tokens: int, holders: OtherHolders) -> tuple[Hop, ...]:
-        is_pinned = bool(self._terms.route) and not holders.without
-        return self._terms.route if is_pinned else self._route(n_tokens, holders, self._terms)
+        if self._terms.route and not holders.without:
+            return self._terms.route
+        return self._route(n_tokens, holders, self._terms)
 
     def _route(self, n_tokens: int, holders: OtherHolders, terms: SessionOptions) -> tuple[Hop, ...]:
+        """Choose the hops that are free first: proven ones, else unproven ones, else all that there are.
+
+        Raises NoRoute.
+        """
         if holders.without:
             quantize = holders.quantize or terms.quantize
             terms = replace(terms, without=terms.without | holders.without, quantize=quantize)
-        now, is_last_resort, standing = trio.current_time(), False, self._swarm.rpc.standing
-        trust, min_trust = self._swarm.trust(), Trust.PROVEN
-
-        def eligible(span: SpanRecord) -> bool:
-            peer = PeerId(span.peer)
-            is_able = span.training_bytes > 0 and span.quantize in WITH_GRADIENTS
-            is_trusted = is_last_resort or peer not in self._suspects
-            has_declined = not self._declined.allow(peer, now, is_last_resort)
-            allowed = is_trusted and not has_declined and standing.allows(peer, is_last_resort)
-            is_able &= trust.get((span.peer, span.slot), min_trust) >= min_trust
-            return is_able and allowed and is_suitable(span, terms, "") and is_compatible(view, span, terms)
-
+        now = trio.current_time()
+        standing = self._swarm.rpc.standing
+        trust = self._swarm.trust()
         view = self._swarm.view()
         spans = view.serving(terms.model)
-        blocks, client = terms.blocks, self._swarm.rpc.network.peer_id
-        find = partial(least_loaded, spans, blocks, client, self._swarm.trips, eligible, n_tokens, self._load_of_peer)
-        with suppress(NoRoute):
-            return find().hops
-        min_trust = Trust.UNKNOWN  # not probed yet
-        with suppress(NoRoute):
-            return find().hops
-        is_last_resort, min_trust = True, Trust.DOUBTED
-        return find().hops
+
+        def eligible(min_trust: Trust, is_last_resort: bool, span: SpanRecord) -> bool:
+            can_train = span.training_bytes > 0 and span.quantize in WITH_GRADIENTS
+            if not can_train or trust.get((span.peer, span.slot), min_trust) < min_trust:
+                return False
+            peer = PeerId(span.peer)
+            if peer in self._suspects and not is_last_resort:
+                return False
+            if not self._declined.allow(peer, now, is_last_resort) or not standing.allows(peer, is_last_resort):
+                return False
+            return is_suitable(span, terms, "") and is_compatible(view, span, terms)
+
+        def find(min_trust: Trust, is_last_resort: bool = False) -> tuple[Hop, ...]:
+            route = least_loaded(
+                spans,
+                terms.blocks,
+                self._swarm.rpc.network.peer_id,
+                self._swarm.trips,
+                partial(eligible, min_trust, is_last_resort),
+                n_tokens,
+                self._load_of_peer,
+            )
+            return route.hops
+
+        for min_trust in (Trust.PROVEN, Trust.UNKNOWN):  # what is not probed yet
+            with suppress(NoRoute):
+                return find(min_trust)
+        return find(Trust.DOUBTED, is_last_resort=True)
 
     async def _watch_lanes(self) -> None:
         while self._lanes or self._suspects:
@@ -349,7 +390,8 @@ class Pipeline:
 
     def _blame(self, failure: LaneFailed) -> None:
         """Leave out whoever is to blame, longer each time until it has done something right."""
-        blame, failure.blame = failure.blame, ()  # once, however many micro-batches it cost
+        blame = failure.blame
+        failure.blame = ()  # once, however many micro-batches it cost
         for peer in blame:
             if failure.has_declined or len(blame) > 1:  # of several nobody knows which one it was
                 self._declined.add(peer, trio.current_time(), failure.for_s, LONGEST_DECLINED_S)
@@ -370,7 +412,10 @@ class Pipeline:
     async def _slot(self, *, is_backward: bool) -> AsyncIterator[None]:
         """Wait for a place among those under way, and hold it."""
         window = self._windows[is_backward]
-        while self._in_flight[is_backward] >= window.room(*self._swarm_size()):
+        while True:
+            n_servers, farthest_s = self._swarm_size()
+            if self._in_flight[is_backward] < window.room(n_servers, farthest_s):
+                break
             await self._freed.wait()
         self._in_flight[is_backward] += 1
         began_at = trio.current_time()
@@ -385,14 +430,16 @@ class Pipeline:
     def _swarm_size(self) -> tuple[int, float]:
         """How many servers there are, and how far the farthest is."""
         spans = self._swarm.view().serving(self._terms.model)
-        return len(spans), min(1.0, max(self._swarm.trips(spans).values(), default=0.0))
+        farthest_s = max(self._swarm.trips(spans).values(), default=0.0)
+        return len(spans), min(1.0, farthest_s)
 
 
 class _Load:
     """Counts a micro-batch against the peers of its lane while it is under way."""
 
     def __init__(self, counter: Counter[PeerId], lane: Lane) -> None:
-        self._counter, self._peers = counter, [hop.peer for hop in lane.hops]
+        self._counter = counter
+        self._peers = [hop.peer for hop in lane.hops]
 
     def __enter__(self) -> None:
         self._counter.update(self._peers)
