@@ -24,7 +24,7 @@ from swarmd.client.model.remote_model import remote_model
 from swarmd.client.model.swarm_head import HeadChecks, head_called
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm, ClientMembership, joined
-from swarmd.client.tuning.lane import Lane, MicroBatch
+from swarmd.client.tuning.lane import Lane, LaneAnswer, MicroBatch
 from swarmd.client.tuning.pipeline import Pipeline, PipelineStatistics
 from swarmd.client.tuning.ticket import ForwardTicket
 from swarmd.config import DTYPES, FORMATS, HEADS
@@ -156,9 +156,7 @@ class BlockingLanes:
         """See Pipeline.forward. Blocks the calling thread."""
         return self._thread.call(self._pipeline.forward, batches)
 
-    def backward(
-        self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    def backward(self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]) -> list[LaneAnswer]:
         """See Pipeline.backward. Blocks the calling thread."""
         return self._thread.call(self._pipeline.backward, tickets, gradients)
 
@@ -282,7 +280,9 @@ class Swarm:
         first lie. Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
         """
         _require_choices(
-            quantize=(quantize, ("auto", "any", *FORMATS)), head=(head, HEADS), dtype=(dtype, ("auto", *DTYPES))
+            quantize=(quantize, ("auto", "any", *FORMATS)),
+            head=(head, HEADS),
+            dtype=(dtype, ("auto", *DTYPES)),
         )
         (model, n_blocks), folder = self._ready(name)
         dtype = self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s, dtype)
@@ -325,7 +325,13 @@ class Swarm:
         folder = self._thread.call(self._swarm.folder, model, n_blocks)
         return (model, n_blocks), folder
 
-    def _draft(self, name: str, target: str, dtype: torch.dtype, exact: bool) -> DraftModel:
+    def _draft(
+        self,
+        name: str,
+        target: str,
+        dtype: torch.dtype,
+        exact: bool,
+    ) -> DraftModel:
         """Load a whole model of the catalog that proposes for another one. Raises ConfigError."""
         if exact:
             raise ConfigError("no draft in the exact grade: its ops must not depend on what was measured")

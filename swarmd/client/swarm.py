@@ -94,7 +94,12 @@ class RunGuest(Protocol):
 class AsyncSwarm:
     """A swarm inside a trio program. Made by ``joined``."""
 
-    def __init__(self, membership: ClientMembership, network: Network, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        membership: ClientMembership,
+        network: Network,
+        wall_clock: Callable[[], float],
+    ) -> None:
         self.wall_clock = wall_clock
         self.exchange = Exchange(membership.keys, wall_clock)
         self.rpc = Rpc(network, self, Standing(wall_clock), self.exchange.principal)
@@ -226,7 +231,13 @@ class AsyncSwarm:
         known = self.supply.library.folders.get(model)
         return known.folder if known is not None and known.head in known.held else None
 
-    async def wait_for(self, model: ModelId, n_blocks: int, timeout_s: float, dtype: str = "auto") -> str:
+    async def wait_for(
+        self,
+        model: ModelId,
+        n_blocks: int,
+        timeout_s: float,
+        dtype: str = "auto",
+    ) -> str:
         """Wait until every block is served in a dtype, and return which. Raises NoRoute with what is missing."""
         deadline = trio.current_time() + timeout_s
         while True:

@@ -25,6 +25,8 @@ from swarmd.values import ModelId, Span
 from swarmd.wire.micro_batches import pieces
 
 GIVE_TIMEOUT_S = 120.0  # a client's parameters, up to some 100 MB, on a home's uplink
+BlockTensors = dict[str, tuple[int, torch.Tensor]]
+"""Tensors by name, each with the block that it belongs to."""
 
 
 @dataclass(slots=True)
@@ -42,9 +44,10 @@ class TunedParameters:
         """The sha256 of all of it; b"" of nothing."""
         if self.tensors and not self._version:
             digest = hashlib.sha256()
-            for name in sorted(self.tensors):
-                digest.update(name.encode() + str(tuple(self.tensors[name].shape)).encode())
-                digest.update(self.tensors[name].detach().contiguous().view(torch.uint8).numpy().data)
+            for name, tensor in sorted(self.tensors.items()):
+                raw = tensor.detach().contiguous().view(torch.uint8)
+                digest.update(f"{name}{tuple(tensor.shape)}".encode())
+                digest.update(raw.numpy().data)
             self._version = digest.digest()
         return self._version
 
@@ -55,7 +58,8 @@ class TunedParameters:
     def raw(self, span: Span) -> bytes:
         """The part for a hop, as safetensors."""
         if span not in self._raw:
-            parts = {name: self.tensors[name].detach().contiguous() for name in self.names(span)}
+            names = self.names(span)
+            parts = {name: self.tensors[name].detach().contiguous() for name in names}
             self._raw[span] = safetensors.torch.save(parts)
         return self._raw[span]
 
@@ -65,7 +69,14 @@ async def upload_parameters(rpc: Rpc, model: ModelId, hop: Hop, parameters: Tune
     channel = await rpc.channel(hop.peer, "training")
 
     def piece(number: int, n: int, call_id: int) -> PutTuned:
-        return PutTuned(call_id, parameters.version, hop.span.start, hop.span.end, (number, n), model=model)
+        return PutTuned(
+            call_id,
+            parameters.version,
+            hop.span.start,
+            hop.span.end,
+            (number, n),
+            model=model,
+        )
 
     # all pieces but the last are sent without an answer: the hop answers once it holds the whole
     *leading, (last, n, payload) = pieces(parameters.raw(hop.span))
@@ -92,7 +103,13 @@ class RemoteWeight(torch.Tensor):
     """
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         name = getattr(function, "__name__", str(function))
         try:
             result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -137,13 +154,13 @@ def _empty(module: nn.Module, dtype: torch.dtype) -> None:
                 part._buffers[name] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
 
 
-def lora_of(model: Any, layers: Sequence[Any]) -> dict[str, tuple[int, torch.Tensor]]:
+def lora_of(model: Any, layers: Sequence[Any]) -> BlockTensors:
     """The LoRA matrices that PEFT put into the stubs and that are active: name to (block, tensor).
 
     B is multiplied by PEFT's scale, so gradients flow to PEFT's own parameters. Raises ConfigError for what cannot be
     computed by servers.
     """
-    matrices: dict[str, tuple[int, torch.Tensor]] = {}
+    matrices: BlockTensors = {}
     known = set[int]()
     layer_ids = {id(layer) for layer in layers}
     first_layer = next(name for name, module in model.named_modules() if id(module) in layer_ids)
@@ -187,16 +204,21 @@ def _is_tuner(module: nn.Module) -> bool:
     raise ConfigError(f"servers compute plain LoRA in remote blocks, not PEFT's {type(module).__name__}")
 
 
-def _pairs(name: str, module: Any, known: set[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(
+    name: str,
+    module: Any,
+    known: set[int],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """A and scaled B of each active adapter; ``known`` collects all parameters that are some adapter's."""
-    known.update(id(p) for part in (module.lora_A, module.lora_B) for p in part.parameters())
+    for matrices in (module.lora_A, module.lora_B):
+        known.update(id(parameter) for parameter in matrices.parameters())
     if module.merged:
         raise ConfigError(f"the adapter of {name} is merged, which a remote layer cannot be: call unmerge_adapter()")
     pairs = []
     for adapter in () if module.disable_adapters else module.active_adapters:
         if adapter not in module.lora_A:
             continue
-        special = [k for k in ("use_dora", "lora_bias") if getattr(module, k, {}).get(adapter)]
+        special = [option for option in ("use_dora", "lora_bias") if getattr(module, option, {}).get(adapter)]
         if adapter in getattr(module, "lora_variant", {}):
             special.append(type(module.lora_variant[adapter]).__name__)
         dropout = module.lora_dropout[adapter]
@@ -210,12 +232,12 @@ def _pairs(name: str, module: Any, known: set[int]) -> list[tuple[torch.Tensor, 
     return pairs
 
 
-def prefix_of(cache: Any) -> dict[str, tuple[int, torch.Tensor]]:
+def prefix_of(cache: Any) -> BlockTensors:
     """The keys and values that PEFT's prefix tuning put into a cache: name to (block, tensor of one row).
 
     Raises ConfigError when rows differ: a prefix is the same for all.
     """
-    tensors: dict[str, tuple[int, torch.Tensor]] = {}
+    tensors: BlockTensors = {}
     for block, layer in enumerate(cache.layers):
         for name in ("keys", "values"):
             tensor = getattr(layer, name, None)
@@ -228,7 +250,7 @@ def prefix_of(cache: Any) -> dict[str, tuple[int, torch.Tensor]]:
     return tensors
 
 
-def gather(parameters: dict[str, tuple[int, torch.Tensor]], n_prefix: int) -> TunedParameters:
+def gather(parameters: BlockTensors, n_prefix: int) -> TunedParameters:
     """Parameters as they are now, cut off from autograd."""
     return TunedParameters(
         {name: tensor.detach() for name, (_, tensor) in parameters.items()},

@@ -48,7 +48,10 @@ class SessionServices(Protocol):
 
     def view(self) -> SwarmView: ...
 
-    def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]: ...
+    def trips(
+        self,
+        spans: Sequence[SpanRecord],
+    ) -> dict[tuple[str, str], float]: ...
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]: ...
 
@@ -178,8 +181,8 @@ def merge_neighbours(links: list[HopLink]) -> list[HopLink]:
 
 
 def _can_merge(first: HopLink, second: HopLink) -> bool:
-    is_same_worker = (first.hop.peer, first.hop.slot) == (second.hop.peer, second.hop.slot)
-    return is_same_worker and first.received is None and second.received is None
+    are_new = first.received is None and second.received is None
+    return are_new and first.hop.peer == second.hop.peer and first.hop.slot == second.hop.slot
 
 
 class ReplayGap(NamedTuple):
@@ -204,7 +207,13 @@ class ReplayGap(NamedTuple):
 # answers them. So no hop computes an op twice, and the client gets no answer twice.
 
 
-def plan_replay(links: list[HopLink], index: int, seq: int, answered: int, n_blocks: int) -> ReplayGap | None:
+def plan_replay(
+    links: list[HopLink],
+    index: int,
+    seq: int,
+    answered: int,
+    n_blocks: int,
+) -> ReplayGap | None:
     """Say what hop ``index`` (past the last: the client) lacks of the one before; None if nothing is to be asked."""
     sender = seq if index == 0 else links[index - 1].received
     if sender is None:
@@ -228,7 +237,13 @@ class DeclinedServers:
     _times: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
     _strikes: Counter[PeerId] = field(default_factory=Counter)
 
-    def add(self, peer: PeerId, now: float, for_s: float, longest_s: float = 0.0) -> None:
+    def add(
+        self,
+        peer: PeerId,
+        now: float,
+        for_s: float,
+        longest_s: float = 0.0,
+    ) -> None:
         """Do not ask a peer for a while; up to ``longest_s`` twice as long each time until ``did_well``."""
         pause_s = for_s
         if longest_s > for_s:

@@ -81,7 +81,12 @@ class WrongCount(RemoteProtocolError):
     """An answer of another number of tokens than were asked for."""
 
 
-def read_answer(op: Op, frame: Frame, entered: torch.Tensor, want: int | None = None) -> torch.Tensor:
+def read_answer(
+    op: Op,
+    frame: Frame,
+    entered: torch.Tensor,
+    want: int | None = None,
+) -> torch.Tensor:
     """The last block's output for hidden states [b, t, d] that ``entered``; tokens that did not come are zeros.
 
     Of each row at least the last ``want`` tokens (None: all) must have come. Raises WrongCount for other tokens than
@@ -90,8 +95,10 @@ def read_answer(op: Op, frame: Frame, entered: torch.Tensor, want: int | None = 
     """
     b, t, d = entered.shape
     min_tokens = t if want is None else min(want, t)
-    out = entered[:, :0] if op.tensor is None else unpack_untrusted(op.tensor, frame.payload)[0]
-    if (out.shape[0], out.shape[2], out.dtype) != (b, d, entered.dtype):
+    out = entered[:, :0]
+    if op.tensor is not None:
+        out, _, _ = unpack_untrusted(op.tensor, frame.payload)
+    if (out.shape[0], out.shape[2]) != (b, d) or out.dtype != entered.dtype:
         raise RemoteProtocolError(
             f"expected hidden states {tuple(entered.shape)} {entered.dtype}, got {tuple(out.shape)} {out.dtype}"
         )
@@ -99,8 +106,10 @@ def read_answer(op: Op, frame: Frame, entered: torch.Tensor, want: int | None = 
         raise RemoteProtocolError("hidden states that are not finite")
     if not min_tokens <= out.shape[1] <= t:
         raise WrongCount(f"expected {min_tokens} to {t} tokens, got {out.shape[1]}")
-    missing = t - out.shape[1]
-    return torch.cat([out.new_zeros(b, missing, d), out], 1) if missing else out
+    n_missing = t - out.shape[1]
+    if not n_missing:
+        return out
+    return torch.cat([out.new_zeros(b, n_missing, d), out], 1)
 
 
 def read_top(op: Op, want: int | None, vocabulary: int) -> Top | None:

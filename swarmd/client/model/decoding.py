@@ -52,14 +52,23 @@ class ModelSpeculation:
         return Speculation(self.costs, sources)
 
 
-def is_plain(model: Any, inputs: Any, config: GenerationConfig, arguments: Mapping[str, Any]) -> bool:
+def is_plain(
+    model: Any,
+    inputs: Any,
+    config: GenerationConfig,
+    arguments: Mapping[str, Any],
+) -> bool:
     """Is a call of ``generate`` with these arguments one sequence, greedy or sampled, and nothing else?"""
     mask = arguments.get("attention_mask")
 
     def setting(name: str) -> Any:
         """As ``generate`` finds it: an argument, else of the configuration passed, else of the model's own."""
-        places = (arguments.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
-        return next((value for value in places if value is not None), None)
+        value = arguments.get(name)
+        if value is None:
+            value = getattr(config, name, None)
+        if value is None:
+            value = getattr(model.generation_config, name, None)
+        return value
 
     prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
     return (
@@ -143,7 +152,13 @@ def make_loop(
 
 
 def _compute_logits(
-    model: Any, sent: torch.Tensor, n: int, name: str, cache: Any, traced: TracedPass | None, head: SwarmHead | None
+    model: Any,
+    sent: torch.Tensor,
+    n: int,
+    name: str,
+    cache: Any,
+    traced: TracedPass | None,
+    head: SwarmHead | None,
 ) -> torch.Tensor:
     """Compute logits of the tokens sent, or of the last n, by what there is: a swarm head, a trace, the forward."""
     if head is not None:
@@ -152,7 +167,8 @@ def _compute_logits(
         positions, through_swarm = cache.at_its_end(sent.shape[1])
         return traced.compute(sent, positions, through_swarm)
     options = {"logits_to_keep": n} if _keeps_logits(model.__class__) else {}
-    logits: torch.Tensor = model(input_ids=sent.to(model.device), use_cache=True, **{name: cache}, **options).logits
+    output = model(input_ids=sent.to(model.device), use_cache=True, **{name: cache}, **options)
+    logits: torch.Tensor = output.logits
     return logits
 
 
@@ -164,4 +180,6 @@ def _keeps_logits(family: type) -> bool:
 
 def _choose(scores: torch.Tensor, is_sampled: bool) -> torch.Tensor:
     """One token a row of [1, vocabulary] scores."""
-    return torch.multinomial(scores.softmax(-1), 1)[:, 0] if is_sampled else scores.argmax(-1)
+    if is_sampled:
+        return torch.multinomial(scores.softmax(-1), 1)[:, 0]
+    return scores.argmax(-1)

@@ -46,7 +46,8 @@ class DraftModel:
         """Add tokens to a text; returns the likeliest one after them, and how likely it is."""
         started_at = time.perf_counter()
         out = self.model(input_ids=torch.tensor([tokens]), past_key_values=cache, logits_to_keep=1)
-        best, token = out.logits[0, -1].float().softmax(-1).max(-1)
+        chances = out.logits[0, -1].float().softmax(-1)
+        best, token = chances.max(-1)
         if len(tokens) <= 2:  # what was proposed last, or that and what was right instead
             self._durations_s.append(time.perf_counter() - started_at)
         return int(token), float(best)
@@ -80,7 +81,12 @@ class Draft:
         if self._reader is not None:
             self._reader.join()
 
-    def propose(self, tokens: Sequence[int], max_tokens: int, min_chance: float) -> tuple[list[int], float]:
+    def propose(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        min_chance: float,
+    ) -> tuple[list[int], float]:
         """At most ``max_tokens`` tokens; it ends before one that follows with less than the chance ``min_chance``."""
         is_reading = self._reader is not None and self._reader.is_alive()
         if is_reading or self._is_over or len(tokens) + max_tokens > self._model.max_tokens:

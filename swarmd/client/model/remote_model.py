@@ -121,7 +121,11 @@ def remote_model(
         return out.to(hidden.device, hidden.dtype)
 
     layers[0].call = through_the_swarm
-    model.new_cache = lambda max_tokens=limit: RemoteCache(model.config, open_session, min(max_tokens, limit), dtype)
+
+    def new_cache(max_tokens: int = limit) -> RemoteCache:
+        return RemoteCache(model.config, open_session, min(max_tokens, limit), dtype)
+
+    model.new_cache = new_cache
     for name in KEPT_ON_SERVERS:  # a checkpoint may ask for them in each pass
         setattr(model.config, name, False)
     _wrap_forward(model, call, lambda: client_parameters.lora_of(model, layers))
@@ -141,7 +145,11 @@ def _choose_head(model: Any, head: HeadBy, folder: Path) -> None:
             quicken(own_head)
 
 
-def _wrap_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int, torch.Tensor]]]) -> None:
+def _wrap_forward(
+    model: Any,
+    call: _Call,
+    lora: Callable[[], client_parameters.BlockTensors],
+) -> None:
     """Give each forward a remote cache, or lanes, and explicit positions; afterwards close what was only for it.
 
     In place of the method itself, because PEFT calls that and not the module.
@@ -182,7 +190,8 @@ def _wrap_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[in
             cache.precede(client_parameters.gather(call.tuned, call.n_prefix))
         positions = kwargs.get("position_ids")
         if positions is None:
-            positions = torch.arange(cache.n_tokens, cache.n_tokens + n_new, device=model.device).unsqueeze(0)
+            first = cache.n_tokens
+            positions = torch.arange(first, first + n_new, device=model.device).unsqueeze(0)
         if takes_positions:
             kwargs["position_ids"] = positions
         mask = kwargs.get("attention_mask")
@@ -275,7 +284,8 @@ def _wrap_generate(
     def generate_remotely(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get(cache_name) is not None:
             return generate(*args, **kwargs)
-        inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids", kwargs.get("inputs_embeds")))
+        names = ("inputs", "input_ids", "inputs_embeds")
+        inputs = args[0] if args else next((kwargs[name] for name in names if name in kwargs), None)
         config = kwargs.get("generation_config") or model.generation_config
         kwargs["use_cache"] = True  # a session is one, and the text is the same
         cache = model.new_cache(_count_reserved(inputs, config, kwargs, model.max_session_tokens))
@@ -308,7 +318,12 @@ def _wrap_generate(
     model.generate = generate_remotely
 
 
-def _count_reserved(inputs: torch.Tensor | None, config: Any, kwargs: dict[str, Any], limit: int) -> int:
+def _count_reserved(
+    inputs: torch.Tensor | None,
+    config: Any,
+    kwargs: dict[str, Any],
+    limit: int,
+) -> int:
     """Count the tokens to reserve on every server: prompt, new tokens, and draft tokens beyond the end."""
     n_prompt = 1 if inputs is None else int(inputs.shape[1])
     n_new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))

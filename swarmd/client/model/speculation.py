@@ -85,7 +85,12 @@ class DraftSource(Protocol):
     def end(self) -> None:
         """There is no more to propose."""
 
-    def propose(self, tokens: Sequence[int], max_tokens: int, min_chance: float) -> tuple[list[int], float]:
+    def propose(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        min_chance: float,
+    ) -> tuple[list[int], float]:
         """At most ``max_tokens`` tokens after these, and the seconds that it took.
 
         None that follow with less than the chance ``min_chance``, where it knows.
@@ -107,7 +112,12 @@ class Lookup:
     def end(self) -> None:
         """Do nothing."""
 
-    def propose(self, tokens: Sequence[int], max_tokens: int, min_chance: float) -> tuple[list[int], float]:
+    def propose(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        min_chance: float,
+    ) -> tuple[list[int], float]:
         """``tokens`` begin as they did the last time."""
         self._learn(tokens)
         for n in GRAMS:

@@ -95,12 +95,14 @@ class HeadChecks:
         """
         top = served.top
         expected_top = largest(expected, top.ids.shape[1])
-        bound = max(TOLERANCE[dtype], CODED[served.codec]) * float(expected.abs().max())
-        deviation = max(
-            float((expected.gather(1, top.ids) - top.values).abs().max()),
-            float((expected_top.values - top.values).abs().max()),
-            float((expected_top.log_sum - top.log_sum).abs().max()),
+        tolerance = max(TOLERANCE[dtype], CODED[served.codec])
+        bound = tolerance * float(expected.abs().max())
+        differences = (
+            expected.gather(1, top.ids) - top.values,
+            expected_top.values - top.values,
+            expected_top.log_sum - top.log_sum,
         )
+        deviation = max(float(difference.abs().max()) for difference in differences)
         if deviation > bound:
             return f"logits that are off by {deviation:.3g}, with {bound:.2g} allowed"
         self._right.add(served.giver)
@@ -116,7 +118,8 @@ def head_called(name: str, compiled_in: Path, verify: float = 0.0) -> HeadBy:
 
     With "swarm" at least the share ``verify`` of served logits is checked; with 1 all are computed here instead.
     """
-    return {"own": None, "int8": compiled_in, "swarm": HeadChecks(verify) if verify < 1 else None}[name]
+    swarm = HeadChecks(verify) if verify < 1 else None
+    return {"own": None, "int8": compiled_in, "swarm": swarm}[name]
 
 
 class SwarmHead:

@@ -71,7 +71,11 @@ class TracedPass:
     """
 
     def __init__(
-        self, model: Any, line: traced.Pass, enter: traced.Pass | None, constants: Sequence[torch.Tensor]
+        self,
+        model: Any,
+        line: traced.Pass,
+        enter: traced.Pass | None,
+        constants: Sequence[torch.Tensor],
     ) -> None:
         self.enter = enter
         self._model = model
@@ -80,7 +84,12 @@ class TracedPass:
         self._constants = constants
         self._known = self._fingerprint()
 
-    def compute(self, ids: torch.Tensor, positions: torch.Tensor, remote: Call) -> torch.Tensor:
+    def compute(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        remote: Call,
+    ) -> torch.Tensor:
         """ids and positions [1, n] to logits [1, n, vocabulary]; ``remote`` is what the swarm does."""
         with _bind_calls(remote, self._head):
             return self._line(ids, positions)
@@ -106,7 +115,12 @@ class TracedPass:
 # Two lengths are traced, because a number in the graph that differs between them is a length and not a constant. A
 # line counts only if it gives bit for bit what the forward gives, for several lengths. It holds constants by reference,
 # so ``TracedPass.holds`` compares where they lie, how often they were changed, and which hooks the modules have.
-def trace_model(model: Any, layers: Sequence[Any], cache_name: str, enters: bool = False) -> TracedPass | None:
+def trace_model(
+    model: Any,
+    layers: Sequence[Any],
+    cache_name: str,
+    enters: bool = False,
+) -> TracedPass | None:
     """Trace the client's part of a model's step; None where no line can be had. ``layers`` are all its stubs.
 
     With ``enters`` the part up to the swarm is traced by itself, too.

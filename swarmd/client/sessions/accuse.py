@@ -41,7 +41,9 @@ def evidence_of(
     plain_positions = torch.arange(hidden.shape[1]).expand_as(positions).int()
     if not torch.equal(positions, plain_positions):
         return None
-    payload = evidence.encode(Evidence(receipts, pack(*inputs, None), pack(*outputs, None)))
+    packed_inputs = pack(*inputs, None)
+    packed_outputs = pack(*outputs, None)
+    payload = evidence.encode(Evidence(receipts, packed_inputs, packed_outputs))
     return payload if len(payload) <= MAX_EVIDENCE_BYTES else None
 
 
@@ -58,8 +60,10 @@ async def accuse(
     for span in swarm.view().serving(ModelId(record.model)):
         peer = PeerId(span.peer)
         common = shared(record, span)
-        is_able = common is not None and common.covers(link.hop.span) and is_suitable(span, terms, "")
-        if not is_able or voucher_of(peer) in notified or len(notified) >= MOST_TOLD:
+        holds_blocks = common is not None and common.covers(link.hop.span)
+        if not holds_blocks or not is_suitable(span, terms, ""):
+            continue
+        if voucher_of(peer) in notified or len(notified) >= MOST_TOLD:
             continue
 
         def request(call_id: int) -> Accuse:

@@ -263,7 +263,13 @@ class Auditor:
         if successors:
             hops.dispute(successors, doubt.reason)
 
-    async def _accuse(self, link: HopLink, record: SpanRecord, statement: Statement, deviations: np.ndarray) -> None:
+    async def _accuse(
+        self,
+        link: HopLink,
+        record: SpanRecord,
+        statement: Statement,
+        deviations: np.ndarray,
+    ) -> None:
         """Tell others: all inputs up to the token that is most wrong, and what the hop gave for that token."""
         if self._session.codec.action != "raw":
             return
@@ -336,13 +342,19 @@ class Auditor:
         return _Recomputation(_floats(outputs), peers, vouchers)
 
     def _recompute_options(
-        self, span: Span, record: SpanRecord, n_tokens: int, without: frozenset[PeerId], vouchers: frozenset[bytes]
+        self,
+        span: Span,
+        record: SpanRecord,
+        n_tokens: int,
+        without: frozenset[PeerId],
+        vouchers: frozenset[bytes],
     ) -> SessionOptions:
         """Make the options of a session through others. Raises NoRoute when there is nobody."""
         tuned = self._session.terms.tuned
         n_prefix = 0 if tuned is None else tuned.n_prefix
         if vouchers:
-            servers = {PeerId(s.peer) for s in self._swarm.view().serving(self._session.terms.model)}
+            spans = self._swarm.view().serving(self._session.terms.model)
+            servers = {PeerId(span.peer) for span in spans}
             without |= {peer for peer in servers if self._opener.voucher_of(peer) in vouchers}
         terms = replace(
             self._session.terms,
@@ -365,7 +377,13 @@ def _floats(hidden: torch.Tensor) -> np.ndarray:
     return np.asarray(hidden.detach().float().numpy())
 
 
-def _make_doubt(link: HopLink, window: slice, deviations: np.ndarray, bound: float, reason: str) -> Doubt:
+def _make_doubt(
+    link: HopLink,
+    window: slice,
+    deviations: np.ndarray,
+    bound: float,
+    reason: str,
+) -> Doubt:
     """Doubt the tokens from the first on that differs by itself; all where only the whole window does."""
     first = window.start + int(np.argmax(deviations > bound))
     return Doubt(first, str(link.hop), reason)

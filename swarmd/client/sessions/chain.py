@@ -105,7 +105,10 @@ class Chain:
 
     def index_at(self, start: int) -> int | None:
         """Return the place in the chain of the hop whose first block is ``start``; None if there is none now."""
-        return next((i for i, link in enumerate(self.links) if link.hop.span.start == start), None)
+        for index, link in enumerate(self.links):
+            if link.hop.span.start == start:
+                return index
+        return None
 
     def links_from(self, link: HopLink) -> list[HopLink]:
         """A hop and all behind it; none when it was replaced."""
@@ -154,7 +157,12 @@ class Chain:
                 nursery.start_soon(self.open_hop, index, failures)
         return failures
 
-    async def open_hop(self, index: int, failures: dict[int, PeerError], inherit: str = "") -> None:
+    async def open_hop(
+        self,
+        index: int,
+        failures: dict[int, PeerError],
+        inherit: str = "",
+    ) -> None:
         """Open one hop, with ``inherit`` to take over the caches of that peer; notes why it failed."""
         link = self.links[index]
         self.swarm.rpc.network.learn(link.hop.peer, self.swarm.addresses_of(link.hop.peer))
@@ -191,7 +199,12 @@ class Chain:
     #   3. servers that nobody has probed yet;
     #   4. all that may be asked at all: doubted ones, and those that declined a while ago.
     # So a peer with a fresh key serves only where no proven one does. It cannot draw sessions by announcing more speed.
-    def route(self, blocks: Span, previous: PeerId | None = None, is_single_hop: bool = False) -> Route:
+    def route(
+        self,
+        blocks: Span,
+        previous: PeerId | None = None,
+        is_single_hop: bool = False,
+    ) -> Route:
         """Choose the cheapest hops for ``blocks``; ``previous`` is the hop before them. Raises NoRoute.
 
         With ``is_single_hop`` only servers that hold all of the blocks are considered.
@@ -248,7 +261,8 @@ class Chain:
         spans = self.swarm.view().serving(self.terms.model)
 
         def able(span: SpanRecord) -> bool:
-            return not self._declined.is_final(PeerId(span.peer)) and is_suitable(span, self.terms, self._numerics)
+            has_declined = self._declined.is_final(PeerId(span.peer))
+            return not has_declined and is_suitable(span, self.terms, self._numerics)
 
         client = self.swarm.rpc.network.peer_id
         try:
@@ -332,7 +346,8 @@ class Chain:
             raise Forged(str(error)) from None
         channel = self.swarm.rpc.existing(hop.peer)
         if channel is not None and taken is not None:
-            await channel.send(Taken(session=self.key, start=hop.span.start, taken=taken), message.bill)
+            signed = Taken(session=self.key, start=hop.span.start, taken=taken)
+            await channel.send(signed, message.bill)
         return account
 
     def convict(self, link: HopLink, doubt: Doubt, kind: Fault = Fault.WRONG_RESULTS) -> None:

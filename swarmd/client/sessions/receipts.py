@@ -46,7 +46,9 @@ class HopAccount:
     @property
     def signed(self) -> tuple[tuple[bytes, bytes], ...]:
         """Bodies and signatures, for others to see; none where one is missing between them."""
-        return tuple((body, signature) for _, body, signature in self._signed) if self.is_whole else ()
+        if not self.is_whole:
+            return ()
+        return tuple((body, signature) for _, body, signature in self._signed)
 
     def add(self, new_receipt: Receipt, body: bytes, signature: bytes) -> None:
         """Take what is newer; receipts whose tokens it tells of, too, are not needed any more.
@@ -60,9 +62,8 @@ class HopAccount:
         self.is_whole = goes_on and (self.is_whole or first == 0)
         if self.last is not None and first < self.last.first:
             self._signed = [entry for entry in self._signed if entry[0] < first]
-        for digests, new_digests in ((self.inputs, new_receipt.entered), (self.outputs, new_receipt.left)):
-            digests += UNSEEN * (first - len(digests) // DIGEST_BYTES)
-            digests[first * DIGEST_BYTES :] = new_digests
+        _replace_from(self.inputs, first, new_receipt.entered)
+        _replace_from(self.outputs, first, new_receipt.left)
         self.last = new_receipt
         self._signed.append((first, body, signature))
 
@@ -77,7 +78,13 @@ class HopAccounts:
     ``bills`` are the last of each hop, as both have signed them.
     """
 
-    def __init__(self, session: bytes, client: PeerId, max_tokens: int, subject: tuple[str, str, bytes]) -> None:
+    def __init__(
+        self,
+        session: bytes,
+        client: PeerId,
+        max_tokens: int,
+        subject: tuple[str, str, bytes],
+    ) -> None:
         self.n_tokens = 0
         self.low = 0
         self.n_before = 0  # the last op, whose tokens may have been tried ahead
@@ -117,12 +124,20 @@ class HopAccounts:
         n_missing = n_tokens - len(digests) // DIGEST_BYTES
         self.answers += UNSEEN * n_missing + digests
 
-    def take_untrusted(self, place: Place, end: int, body: bytes, signature: bytes, now: float) -> HopAccount:
+    def take_untrusted(
+        self,
+        place: Place,
+        end: int,
+        body: bytes,
+        signature: bytes,
+        now: float,
+    ) -> HopAccount:
         """Enter a receipt. Raises IntegrityError for one that is forged, or of something else."""
         new_receipt = receipt.read_untrusted(body, signature)
         account = self._accounts.setdefault(place, HopAccount())
-        if new_receipt.end != end or (account.last is not None and new_receipt.seq <= account.last.seq):
-            return account  # on its way when the hop began anew, or overtaken
+        is_overtaken = account.last is not None and new_receipt.seq <= account.last.seq
+        if new_receipt.end != end or is_overtaken:  # it was on its way when the hop began anew
+            return account
         peer, start = place
         expected = (peer, self._client, self._session, start, *self._subject)
         if (
@@ -212,5 +227,12 @@ def first_disagreement(
 
 def has_digests(known: bytes | bytearray, first: int, end: int) -> bool:
     """Is there a digest of each of these tokens?"""
-    windows = (slice(token * DIGEST_BYTES, (token + 1) * DIGEST_BYTES) for token in range(first, end))
-    return all(len(known) >= window.stop and known[window] != UNSEEN for window in windows)
+    if len(known) < end * DIGEST_BYTES:
+        return False
+    return all(known[token * DIGEST_BYTES : (token + 1) * DIGEST_BYTES] != UNSEEN for token in range(first, end))
+
+
+def _replace_from(digests: bytearray, first: int, new_digests: bytes) -> None:
+    """Put digests in the places from token ``first`` on; tokens that are skipped are unseen."""
+    digests += UNSEEN * (first - len(digests) // DIGEST_BYTES)
+    digests[first * DIGEST_BYTES :] = new_digests

@@ -153,7 +153,8 @@ class Repairs:
         """Open the hop at another holder of its blocks and have the caches sent there. Raises PeerError or NoRoute."""
         hop = link.hop
         candidate = self._chain.route(hop.span, is_single_hop=True).hops[0]
-        heir = self._chain.links[index] = HopLink(Hop(candidate.peer, hop.span, candidate.numerics), is_heir=True)
+        heir = HopLink(Hop(candidate.peer, hop.span, candidate.numerics), is_heir=True)
+        self._chain.links[index] = heir
         failures: dict[int, PeerError] = {}
         self._inherited.pop(hop.span.start, None)
         await self._chain.open_hop(index, failures, inherit=hop.peer)
@@ -169,7 +170,8 @@ class Repairs:
         heir.received = self._inherited.pop(hop.span.start)
         with suppress(PeerError):  # of an older version, or gone: its heir is not checked
             await self._chain.ask_receipt(link)
-        self._chain.accounts.pass_on((hop.peer, hop.span.start), (heir.hop.peer, hop.span.start))
+        start = hop.span.start
+        self._chain.accounts.pass_on((hop.peer, start), (heir.hop.peer, start))
 
     async def _tell_neighbours(self) -> bool:
         """Open new hops and give surviving ones their neighbours; False when more was lost on the way."""
@@ -249,7 +251,11 @@ class Repairs:
         reply, _ = await self._call_while_sound(link.hop.peer, request)
         return (reply.ops, reply.tokens) if isinstance(reply, Replayed) else (0, 0)
 
-    async def _call_while_sound(self, peer: PeerId, request: Callable[[int], Message]) -> tuple[AnyMessage, Frame]:
+    async def _call_while_sound(
+        self,
+        peer: PeerId,
+        request: Callable[[int], Message],
+    ) -> tuple[AnyMessage, Frame]:
         """Call, but give up as soon as trouble with the chain becomes known. Raises PeerError."""
         result: list[tuple[AnyMessage, Frame]] = []
         failure: list[PeerError] = []

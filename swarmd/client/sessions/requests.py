@@ -13,7 +13,11 @@ class Requests:
     """Builds the requests of one session."""
 
     def __init__(
-        self, session: bytes, terms: SessionOptions, addresses_of: Callable[[PeerId], tuple[str, ...]], receipts: bool
+        self,
+        session: bytes,
+        terms: SessionOptions,
+        addresses_of: Callable[[PeerId], tuple[str, ...]],
+        receipts: bool,
     ) -> None:
         self._session = session
         self._terms = terms
@@ -21,7 +25,14 @@ class Requests:
         self._receipts = receipts
 
     def open(
-        self, links: Sequence[HopLink], index: int, epoch: int, codec: str, numerics: str, inherit: str, call_id: int
+        self,
+        links: Sequence[HopLink],
+        index: int,
+        epoch: int,
+        codec: str,
+        numerics: str,
+        inherit: str,
+        call_id: int,
     ) -> OpenSession:
         """Reserve hop ``index``; ``numerics`` binds it in the exact grade, ``inherit`` names who sends its caches."""
         hop = links[index].hop
@@ -50,7 +61,14 @@ class Requests:
             needs=tuple(sorted(needs_of(terms, codec))),
         )
 
-    def reroute(self, links: Sequence[HopLink], index: int, epoch: int, settled: int, call_id: int) -> Reroute:
+    def reroute(
+        self,
+        links: Sequence[HopLink],
+        index: int,
+        epoch: int,
+        settled: int,
+        call_id: int,
+    ) -> Reroute:
         """Give a surviving hop its neighbours of a new epoch."""
         predecessor, successor = _neighbours(links, index)
         return Reroute(

@@ -69,7 +69,12 @@ class AnswerAudit(Protocol):
 class SecondChain(Protocol):
     """Checks every token of a session, behind it, by a chain of other servers (``verify``)."""
 
-    def follow(self, sent: SentOp, out: torch.Tensor | None, want: int | None) -> None:
+    def follow(
+        self,
+        sent: SentOp,
+        out: torch.Tensor | None,
+        want: int | None,
+    ) -> None:
         """An op was answered. Raises WrongAnswer once something before differs, or why nothing can be checked."""
 
     @property
@@ -369,7 +374,8 @@ class ChainSession:
 
     def _note_times(self, times: HopTimes) -> None:
         """Keep what all hops of the chain tell of the pass that is answered now."""
-        if [start for start, _, _ in times] == [link.hop.span.start for link in self.hops.links]:
+        hops_of_times = [start for start, _, _ in times]
+        if hops_of_times == [link.hop.span.start for link in self.hops.links]:
             self.statistics.passes.note(self._client_s, trio.current_time() - self._progress_at, times)
 
     def _on_suspect(self, peer: PeerId, message: Suspect) -> None:
@@ -382,10 +388,12 @@ class ChainSession:
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
         code = Code(refusal.code)
         index = self.hops.index_at(refusal.start)
-        if refusal.epoch not in (0, self.hops.epoch) or index is None or code is Code.STALE_EPOCH:
+        is_present = refusal.epoch in (0, self.hops.epoch) and code is not Code.STALE_EPOCH
+        if not is_present or index is None:
             return
         link = self.hops.links[index]
-        if peer not in (link.hop.peer, self.hops.links[max(0, index - 1)].hop.peer):
+        predecessor = self.hops.links[max(0, index - 1)]
+        if peer not in (link.hop.peer, predecessor.hop.peer):
             return  # of a hop that is no more
         if code in HOP_LOST or code in CHAIN_BROKEN:
             link.is_lost = link.is_lost or code in HOP_LOST  # it says so itself: nobody is blamed
@@ -399,7 +407,9 @@ class ChainSession:
 
     def _is_finite(self, seq: int) -> bool:
         sent, _ = self._in_flight.get(seq, (None, None))
-        return sent is not None and sent.hidden is not None and bool(torch.isfinite(sent.hidden).all())
+        if sent is None or sent.hidden is None:
+            return False
+        return bool(torch.isfinite(sent.hidden).all())
 
     def _on_accusation(self, index: int, reason: str) -> None:
         """A hop says that what it was given cannot be: one of two is wrong, first the giver, then who says it again.
@@ -407,7 +417,9 @@ class ChainSession:
         Either way the one who refused has counted an op that it did not compute: it begins anew.
         """
         accuser = self.hops.links[index]
-        accused = self.hops.links[index - 1] if index and accuser.hop.peer not in self._accusers else accuser
+        accused = accuser
+        if index and accuser.hop.peer not in self._accusers:
+            accused = self.hops.links[index - 1]
         self._accusers.add(accuser.hop.peer)
         accuser.is_lost = True
         self._reject_answer(accused, f"{accuser.hop} refused what it was given: {reason}")

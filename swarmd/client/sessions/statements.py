@@ -135,7 +135,11 @@ class Statements:
         return ExcusedHop(str(error)) if error.code in NOBODYS_FAULT else TokensNotShown(str(error))
 
     def _require_agreement(
-        self, before_it: Neighbour | None, audited: tuple[HopLink, HopAccount], behind_it: Neighbour | None, end: int
+        self,
+        before_it: Neighbour | None,
+        audited: tuple[HopLink, HopAccount],
+        behind_it: Neighbour | None,
+        end: int,
     ) -> None:
         """Dispute the hops at both ends of a link that signed different numbers. Raises NoConclusion then."""
         link, account = audited
@@ -217,5 +221,11 @@ class Statements:
         return unpack_untrusted(meta, memoryview(payload))[0], positions
 
 
-def _want_tokens(session: bytes, start: int, first: int, n: int, call_id: int) -> WantTokens:
+def _want_tokens(
+    session: bytes,
+    start: int,
+    first: int,
+    n: int,
+    call_id: int,
+) -> WantTokens:
     return WantTokens(id=call_id, session=session, start=start, first=first, n=n)

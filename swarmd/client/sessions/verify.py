@@ -56,7 +56,12 @@ class VerifyingChain:
         await self._idle.wait()
         return self._session
 
-    def follow(self, sent: SentOp, out: torch.Tensor | None, want: int | None) -> None:
+    def follow(
+        self,
+        sent: SentOp,
+        out: torch.Tensor | None,
+        want: int | None,
+    ) -> None:
         """An op was answered. Raises WrongAnswer once something before differs, or why nothing can be checked."""
         if self._failure is not None:
             raise self._failure
@@ -121,7 +126,8 @@ class VerifyingChain:
     async def _second_session(self) -> ChainSession:
         """The second chain, of none who are in the first. Raises SwarmUnavailable once a repair brought one over."""
         used = frozenset(link.hop.peer for link in self._first.hops.links)
-        if self._session is not None and used & {link.hop.peer for link in self._session.hops.links}:
+        checking = self._session.hops.links if self._session is not None else []
+        if any(link.hop.peer in used for link in checking):
             raise SwarmUnavailable("a server of the first chain took over in the one that checks it: ask again")
         if self._session is None:
             excluded = self._first.terms.without | used
@@ -154,7 +160,9 @@ def _mask_unwanted(out: torch.Tensor | None, want: int | None) -> torch.Tensor:
     return torch.cat([unwanted, out[:, n_unwanted:]], 1)
 
 
-def merge_cropped(ops: list[tuple[SentOp, torch.Tensor]]) -> list[tuple[SentOp, torch.Tensor]]:
+def merge_cropped(
+    ops: list[tuple[SentOp, torch.Tensor]],
+) -> list[tuple[SentOp, torch.Tensor]]:
     """Leave out tokens that were cropped again, and join what follows them into one op: [b, t, d] each."""
     merged: list[tuple[SentOp, torch.Tensor]] = []
     for sent, out in ops:
@@ -198,4 +206,6 @@ def _merge_pair(
 def _mask_of(sent: SentOp) -> torch.Tensor:
     """The mask [b, t] of an op; all ones where it has none."""
     assert sent.hidden is not None
-    return torch.ones(sent.hidden.shape[:2], dtype=torch.uint8) if sent.mask is None else sent.mask
+    if sent.mask is not None:
+        return sent.mask
+    return torch.ones(sent.hidden.shape[:2], dtype=torch.uint8)

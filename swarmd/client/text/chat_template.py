@@ -31,7 +31,12 @@ class ChatTemplate:
         self.trouble = _name_default(tokenizer)
         self.source = tokenizer.get_chat_template() if tokenizer.chat_template and not self.trouble else ""
 
-    def ids(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]) -> list[int]:
+    def ids(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        options: dict[str, Any],
+    ) -> list[int]:
         """A conversation as tokens. Raises whatever the template raises."""
         accepted = {*OWN_ARGUMENTS, *self._variables}
         passed_options = {name: value for name, value in options.items() if name in accepted}
@@ -63,7 +68,10 @@ class ChatTemplate:
     @cached_property
     def ends(self) -> list[int]:
         """The token that it writes right after an assistant's turn: what a model that was trained by it ends with."""
-        turns: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+        turns: list[dict[str, Any]] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": PROBE},
+        ]
         if self._takes_parts:
             turns = [_in_parts(turn) for turn in turns]
         shown = self._written(turns, False)

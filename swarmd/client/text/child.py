@@ -60,7 +60,11 @@ class Child:
             raise SwarmUnavailable(f"no process can be started now: {error}") from None
         return await self._exchange(b"", within_s)
 
-    async def ask(self, question: dict[str, Any], within_s: float) -> dict[str, Any]:
+    async def ask(
+        self,
+        question: dict[str, Any],
+        within_s: float,
+    ) -> dict[str, Any]:
         """Have one question answered. Raises ChildFailed."""
         return await self._exchange(json.dumps(question).encode() + b"\n", within_s)
 

@@ -69,7 +69,12 @@ class Prompts:
     ) -> None:
         await self._child.end()
 
-    async def chat(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]) -> Prompt:
+    async def chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        options: dict[str, Any],
+    ) -> Prompt:
         """Write a conversation as the model was trained to read it.
 
         Raises ConfigError with the template's reason, SwarmUnavailable where this machine is too busy now.
@@ -139,7 +144,8 @@ def has_template(folder: Path) -> bool:
 async def one_turn(folder: Path, text: str) -> Prompt:
     """What a user says, alone, to a model whose files are in ``folder``. Raises as ``Prompts`` does."""
     async with Prompts(folder) as prompts:
-        return await prompts.chat([{"role": "user", "content": text}], None, {"add_generation_prompt": True})
+        turn = {"role": "user", "content": text}
+        return await prompts.chat([turn], None, {"add_generation_prompt": True})
 
 
 # --- the child -----------------------------------------------------------------------------------------------------
@@ -166,10 +172,15 @@ def main(folder: Path) -> None:
     limit(MOST_MEMORY_BYTES)  # tokenizer and template are anybody's programs: from here on they get no more
     print(json.dumps(hello), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(tokenizer, template, json.loads(line))), file=answers, flush=True)
+        reply = answer(tokenizer, template, json.loads(line))
+        print(json.dumps(reply), file=answers, flush=True)
 
 
-def answer(tokenizer: Any, template: Any, question: dict[str, Any]) -> dict[str, Any]:
+def answer(
+    tokenizer: Any,
+    template: Any,
+    question: dict[str, Any],
+) -> dict[str, Any]:
     """Answer one question: ids, or an error for the user."""
     if "text" in question:
         ids = tokenizer(question["text"], add_special_tokens=question["special"]).input_ids

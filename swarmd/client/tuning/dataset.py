@@ -60,7 +60,8 @@ def read_dataset(path: Path, encoding: Encoding) -> Dataset:
     lines = raw.split(b"\n")
     if lines and not lines[-1]:
         lines.pop()
-    rows, bad = [], []
+    rows = []
+    bad = []
     for number, line in enumerate(lines, 1):
         try:
             rows.append(_read_row(line, encoding))
@@ -109,7 +110,8 @@ def _row_of_text(value: dict[str, Any], encoding: Encoding) -> DatasetRow:
     prompt = [*encoding.begin]
     if has_prompt:
         prompt += encoding.encode(value["prompt"])
-    learned = [*encoding.encode(value.get("completion", value.get("text", ""))), *encoding.end]
+    text = value.get("completion", value.get("text", ""))
+    learned = [*encoding.encode(text), *encoding.end]
     prompt_labels = [IGNORED] * len(prompt) if has_prompt else prompt
     return DatasetRow((*prompt, *learned), (*prompt_labels, *learned))
 

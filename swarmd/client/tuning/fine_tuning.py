@@ -70,7 +70,9 @@ def samples(recipe: TuningRecipe, n_rows: int, step: int) -> list[int]:
     return chosen
 
 
-def padded(rows: Sequence[DatasetRow]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def padded(
+    rows: Sequence[DatasetRow],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids, mask and labels of a batch [b, t]; short rows are filled up at their ends, where nothing counts."""
     b = len(rows)
     t = max(len(row.ids) for row in rows)
@@ -104,7 +106,10 @@ def _first_counted(model: Any) -> int:
 # the sum is the mean loss of the whole batch. Gradients are summed in the order of the parts, and not as they come:
 # sums of floats depend on their order, and a resumed run must give the same weights.
 def loss_and_gradients(
-    model: Any, parameters: Sequence[torch.nn.Parameter], rows: Sequence[DatasetRow], n_parts: int = 2
+    model: Any,
+    parameters: Sequence[torch.nn.Parameter],
+    rows: Sequence[DatasetRow],
+    n_parts: int = 2,
 ) -> tuple[float, list[torch.Tensor | None]]:
     """The mean loss of a batch and its gradients, as one backward gives them.
 
@@ -120,7 +125,8 @@ def loss_and_gradients(
 
     def part(cut: slice) -> tuple[float, tuple[torch.Tensor | None, ...]]:
         share = int(counts[cut].sum()) / int(counts.sum())
-        loss = model(input_ids=ids[cut], attention_mask=mask[cut], labels=labels[cut]).loss * share
+        output = model(input_ids=ids[cut], attention_mask=mask[cut], labels=labels[cut])
+        loss = output.loss * share
         return loss.item(), torch.autograd.grad(loss, list(parameters), allow_unused=True)
 
     pool = ThreadPoolExecutor(len(cuts))
@@ -187,7 +193,8 @@ class Tuner:
         """Take one step. Raises SwarmError, ConfigError when the loss is not finite."""
         number = len(self.losses) + 1
         started_at = time.perf_counter()
-        rows = [self._data.rows[i] for i in samples(self.recipe, len(self._data.rows), number)]
+        chosen = samples(self.recipe, len(self._data.rows), number)
+        rows = [self._data.rows[i] for i in chosen]
         loss, gradients = loss_and_gradients(self.model, list(self._trained.values()), rows)
         if not math.isfinite(loss):
             raise ConfigError(f"the loss of step {number} is {loss}: the training diverges; try a lower --lr")
@@ -239,10 +246,11 @@ class Tuner:
     def _require_same(self, state: dict[str, Any], folder: Path) -> None:
         """A run goes on with what it began with. Raises ConfigError."""
         mine = json.loads(json.dumps(asdict(self.recipe)))
-        changed = [f.name for f in fields(TuningRecipe) if state["recipe"].get(f.name) != mine[f.name]]
+        saved = state["recipe"]
+        names = [field.name for field in fields(TuningRecipe)]
+        changed = [name for name in names if saved.get(name) != mine[name]]
         if changed:
-            before = state["recipe"]
-            changes = ", ".join(f"{name} was {before.get(name)!r}, is {mine[name]!r}" for name in changed)
+            changes = ", ".join(f"{name} was {saved.get(name)!r}, is {mine[name]!r}" for name in changed)
             raise ConfigError(f"{folder} is of another run: {changes}: take the same options, or another --out")
         if state["data"] != self._data.digest:
             raise ConfigError(f"{folder} was made with other data: take the same file, or another --out")

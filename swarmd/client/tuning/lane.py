@@ -43,6 +43,8 @@ SILENT_S = 20.0  # twenty signs of life that did not come
 FRAME_S = 3.0  # for the rest of a frame that was begun
 GRADIENT_SLACK_BYTES = 65_536  # headers and small tensors beside the parameters' gradients
 RETRY_PAUSE_S = 1.0  # a server without room has some after a few micro-batches
+LaneAnswer = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""What came of a micro-batch: [b, t, d], and on the way back the gradients of the client's parameters by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +223,7 @@ class Lane:
         assert pending.values is not None
         return seq, pending.values
 
-    async def backward(
-        self, seq: int, gradient: torch.Tensor, tuned: TunedParameters
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    async def backward(self, seq: int, gradient: torch.Tensor, tuned: TunedParameters) -> LaneAnswer:
         """Send a gradient [b, t, d] back; returns that of the input, and those of the parameters. Raises LaneFailed."""
         last = self.hops[-1]
         frames = backward_frames(self.key, last.span.end, seq, gradient, self.codec.action)
@@ -237,7 +237,13 @@ class Lane:
         assert pending.values is not None
         return pending.values, pending.gradients
 
-    async def _exchange(self, kind: tuple[type, int], pending: _Pending, hop: Hop, frames: Iterator[bytes]) -> None:
+    async def _exchange(
+        self,
+        kind: tuple[type, int],
+        pending: _Pending,
+        hop: Hop,
+        frames: Iterator[bytes],
+    ) -> None:
         self._pending[kind] = pending
         try:
             async with self._while_open() as nursery:
@@ -400,7 +406,8 @@ class Lane:
         except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
             raise RemoteProtocolError(f"gradients do not parse: {error}") from None
         del pending.gradients_from[message.start]
-        fits = set(tensors) == set(names) and all(tensors[name].shape == parameters[name].shape for name in names)
+        has_names = set(tensors) == set(names)
+        fits = has_names and all(tensors[name].shape == parameters[name].shape for name in names)
         are_finite = all(
             gradient.is_floating_point() and torch.isfinite(gradient).all() for gradient in tensors.values()
         )
@@ -422,7 +429,8 @@ class Lane:
     def _on_refusal(self, refusal: Refusal) -> None:
         """A hop says no: to one micro-batch, or for good."""
         code = Code(refusal.code)
-        kinds = [kind for kind in ((Forward, refusal.seq), (Backward, refusal.seq)) if kind in self._pending]
+        passes = ((Forward, refusal.seq), (Backward, refusal.seq))
+        kinds = [kind for kind in passes if kind in self._pending]
         is_backward = bool(kinds) and kinds[0][0] is Backward
         hop = self._refusing_hop(refusal.start, is_backward)
         blame: tuple[PeerId, ...] = ()
@@ -491,6 +499,10 @@ class Lane:
 
     async def _ping(self, hop: Hop) -> None:
         try:
-            await self._swarm.rpc.call(hop.peer, lambda call_id: Ping(id=call_id), timeout_s=PING_TIMEOUT_S)
+            await self._swarm.rpc.call(
+                hop.peer,
+                lambda call_id: Ping(id=call_id),
+                timeout_s=PING_TIMEOUT_S,
+            )
         except PeerError as error:
             self.fail(LaneFailed(f"{hop} gives no sign of life: {error}", hop.peer))

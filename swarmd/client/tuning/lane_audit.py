@@ -22,7 +22,7 @@ import trio
 
 from swarmd.client.links.checks import CheckFinding, Checks
 from swarmd.client.links.link import SessionOptions, SessionServices
-from swarmd.client.tuning.lane import Lane, MicroBatch
+from swarmd.client.tuning.lane import Lane, LaneAnswer, MicroBatch
 from swarmd.client.tuning.ticket import DuplicateBatch, ForwardTicket
 from swarmd.errors import NoRoute, SwarmError
 from swarmd.plan.chains.routing import Hop
@@ -47,8 +47,6 @@ WAIT_TIMES = 4.0  # than the first
 DECIDE_WITHIN_S = 30.0  # who of two was wrong: some lanes of one micro-batch
 MIXED = "any"  # formats of weights: what asks for none in particular
 LEAST_PART = 1e-3  # of all parameters' gradients: a tensor that has less is held against that
-Answer = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""What came of a micro-batch: [b, t, d], and on the way back the gradients of the client's parameters by name."""
 
 
 class CheckHistory(Protocol):
@@ -67,12 +65,12 @@ class AuditLanes(Protocol):
     ) -> ForwardTicket:
         """Send a micro-batch forward through servers of one format of weights, and none of ``without``."""
 
-    async def send_back(self, ticket: ForwardTicket, gradient: torch.Tensor) -> Answer:
+    async def send_back(self, ticket: ForwardTicket, gradient: torch.Tensor) -> LaneAnswer:
         """Send a gradient back through the lane that a micro-batch went forward through."""
 
     async def compute_alone(
         self, span: Span, peer: PeerId, quantize: str, batch: MicroBatch, gradient: torch.Tensor
-    ) -> list[Answer]:
+    ) -> list[LaneAnswer]:
         """Have one server compute a micro-batch for these blocks, there and back, in a lane of its own."""
 
     def decline(self, peers: Iterable[PeerId]) -> None:
@@ -116,9 +114,9 @@ class LaneAudits:
             duplicates = await self._duplicates(ticket, due, limit_s) if due else []
             for duplicate in duplicates:
                 other = duplicate.ticket
-                verdict, third = await self._verdict(
-                    ticket, other, ticket.batch.hidden, (ticket.out, {}), (other.out, {}), None
-                )
+                first: LaneAnswer = (ticket.out, {})
+                second: LaneAnswer = (other.out, {})
+                verdict, third = await self._verdict(ticket, other, ticket.batch.hidden, first, second, None)
                 if verdict is AuditVerdict.WRONG:
                     other.duplicates = [DuplicateBatch(third, other.lane.hops)] if third is not None else []
                     other.holders = ticket.holders
@@ -144,14 +142,20 @@ class LaneAudits:
 
     async def _audit_one_hop(self, hop: Hop, ticket: ForwardTicket, limit_s: float) -> ForwardTicket:
         """Where hops round in different ways, chains are not compared: ask one hop alone, beside its like."""
-        verdict, _ = await self._audit_alone(hop, ticket.batch, torch.randn_like(ticket.batch.hidden))
+        gradient = torch.randn_like(ticket.batch.hidden)
+        verdict, _ = await self._audit_alone(hop, ticket.batch, gradient)
         if verdict is AuditVerdict.WRONG:
             self._convict((hop,), "alone, beside two others")
             return await self.lanes.recompute(ticket.batch, frozenset({hop.peer}), MIXED, limit_s)
         self._note_right((hop,))
         return ticket
 
-    async def _duplicates(self, ticket: ForwardTicket, due: list[Hop], limit_s: float) -> list[DuplicateBatch]:
+    async def _duplicates(
+        self,
+        ticket: ForwardTicket,
+        due: list[Hop],
+        limit_s: float,
+    ) -> list[DuplicateBatch]:
         """The same micro-batch through others: instead of all hops or, where there are too few, of each that is due.
 
         A server that does not answer in time is left out for a while, and others are asked. Raises SwarmError.
@@ -178,8 +182,8 @@ class LaneAudits:
         return duplicates
 
     async def backward(
-        self, ticket: ForwardTicket, gradient: torch.Tensor, answer: Answer, took_s: float
-    ) -> Answer | None:
+        self, ticket: ForwardTicket, gradient: torch.Tensor, answer: LaneAnswer, took_s: float
+    ) -> LaneAnswer | None:
         """Compare the gradients of a micro-batch that went forward twice; returns what counts, None as ``forward``."""
         duplicates = ticket.duplicates
         ticket.duplicates = []
@@ -204,7 +208,7 @@ class LaneAudits:
             self._record_no_conclusion(ticket.lane.hops, error)
         return answer if self._banned(ticket.lane) is None else None
 
-    async def _back(self, duplicate: DuplicateBatch, gradient: torch.Tensor, limit_s: float) -> Answer | None:
+    async def _back(self, duplicate: DuplicateBatch, gradient: torch.Tensor, limit_s: float) -> LaneAnswer | None:
         """The gradients of a twin, if they come; who takes too long is left out for a while."""
         try:
             with trio.fail_after(limit_s):
@@ -223,8 +227,8 @@ class LaneAudits:
         ticket: ForwardTicket,
         duplicate: ForwardTicket,
         inputs: torch.Tensor,
-        first: Answer,
-        second: Answer,
+        first: LaneAnswer,
+        second: LaneAnswer,
         gradient: torch.Tensor | None,
     ) -> tuple[AuditVerdict, ForwardTicket | None]:
         """Compare two answers; where they differ, ask others, and do what follows for those who computed.
@@ -275,7 +279,8 @@ class LaneAudits:
         return None
 
     def _banned(self, lane: Lane) -> Hop | None:
-        return next((hop for hop in lane.hops if self.swarm.rpc.standing.ban_left_s(hop.peer)), None)
+        banned = (hop for hop in lane.hops if self.swarm.rpc.standing.ban_left_s(hop.peer))
+        return next(banned, None)
 
     async def _audit_alone(
         self, hop: Hop, part: MicroBatch, gradient: torch.Tensor
@@ -285,12 +290,12 @@ class LaneAudits:
         bound = bound_of(self.terms.dtype, quantize)
         part = replace(part, keep=True)
 
-        def agree(audited: list[Answer], reference: list[Answer]) -> bool:
+        def agree(audited: list[LaneAnswer], reference: list[LaneAnswer]) -> bool:
             answers = zip((part.hidden, gradient), audited, reference, strict=True)
             return all(compare_answers(inputs, one, two, bound).action for inputs, one, two in answers)
 
         audited = await self.lanes.compute_alone(hop.span, hop.peer, quantize, part, gradient)
-        references: list[list[Answer]] = []
+        references: list[list[LaneAnswer]] = []
         for peer in self._other_holders(hop):
             with suppress(SwarmError):
                 references.append(await self.lanes.compute_alone(hop.span, peer, quantize, part, gradient))
@@ -311,8 +316,8 @@ class LaneAudits:
         ticket: ForwardTicket,
         duplicate: ForwardTicket,
         inputs: torch.Tensor,
-        first: Answer,
-        second: Answer,
+        first: LaneAnswer,
+        second: LaneAnswer,
         gradient: torch.Tensor | None,
     ) -> tuple[AuditVerdict, ForwardTicket | None]:
         """Have a third chain say which of two was wrong: one that lies only beside others is wrong as a whole."""
@@ -358,7 +363,8 @@ class LaneAudits:
         """Others that hold the blocks of a hop, one of each voucher but its own, in an order nobody can foresee."""
         quantize = self._format(hop)
         by_voucher = {self.history.voucher_of(hop.peer): hop.peer}
-        for span in self.history.checks.shuffled(self.swarm.view().serving(self.terms.model)):
+        spans = self.swarm.view().serving(self.terms.model)
+        for span in self.history.checks.shuffled(spans):
             is_able = Span(span.start, span.end).covers(hop.span) and span.training_bytes
             if is_able and span.quantize == quantize:
                 by_voucher.setdefault(self.history.voucher_of(PeerId(span.peer)), PeerId(span.peer))
@@ -367,7 +373,8 @@ class LaneAudits:
     def _same_sponsors(self, peers: frozenset[PeerId]) -> frozenset[PeerId]:
         """These peers, and everybody whom their vouchers brought in."""
         vouchers = {self.history.voucher_of(peer) for peer in peers}
-        hosts = {PeerId(span.peer) for span in self.swarm.view().serving(self.terms.model)}
+        spans = self.swarm.view().serving(self.terms.model)
+        hosts = {PeerId(span.peer) for span in spans}
         return peers | {peer for peer in hosts if self.history.voucher_of(peer) in vouchers}
 
     def _key(self, hop: Hop) -> str:
@@ -390,7 +397,12 @@ class LaneAudits:
         self.history.checks.tell(CheckFinding(_names(hops), outcome, reason))
 
 
-def compare_answers(inputs: torch.Tensor, audited: Answer, reference: Answer, bound: Bound) -> Decision[bool]:
+def compare_answers(
+    inputs: torch.Tensor,
+    audited: LaneAnswer,
+    reference: LaneAnswer,
+    bound: Bound,
+) -> Decision[bool]:
     """Are two answers to one micro-batch the same? ``inputs`` went into the blocks from their side."""
     out, gradients = audited
     expected_out, expected_gradients = reference
@@ -398,17 +410,18 @@ def compare_answers(inputs: torch.Tensor, audited: Answer, reference: Answer, bo
     comparison = is_equal(deviations, bound)
     if not comparison.action or not expected_gradients:
         return comparison
-    squares = sum(float(expected.float().square().sum()) for expected in expected_gradients.values())
-    total = float(np.sqrt(squares))
+    squares = [float(expected.float().square().sum()) for expected in expected_gradients.values()]
+    total = float(np.sqrt(sum(squares)))
     for name, expected in expected_gradients.items():
         size = max(float(expected.float().norm()), LEAST_PART * total, 1e-30)
-        error = float((gradients[name].float() - expected.float()).norm()) / size
+        difference = gradients[name].float() - expected.float()
+        error = float(difference.norm()) / size
         if not error <= bound.token:  # NaN is an error, too
             return Decision(False, f"the gradient of {name} differs by {error:.2g}; bound {bound.token:g}")
     return comparison
 
 
-def _forward_output(answers: list[Answer]) -> torch.Tensor:
+def _forward_output(answers: list[LaneAnswer]) -> torch.Tensor:
     """What left the blocks [b, t, d], of answers there and back."""
     out, _ = answers[0]
     return out

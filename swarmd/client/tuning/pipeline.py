@@ -27,7 +27,7 @@ from swarmd.client.links.link import (
     is_compatible,
     is_suitable,
 )
-from swarmd.client.tuning.lane import Lane, MicroBatch
+from swarmd.client.tuning.lane import Lane, LaneAnswer, MicroBatch
 from swarmd.client.tuning.lane_audit import CheckHistory, LaneAudits
 from swarmd.client.tuning.lane_failure import LaneFailed
 from swarmd.client.tuning.ticket import ForwardTicket, OtherHolders
@@ -96,7 +96,9 @@ class Pipeline:
         self._load_of_peer: Counter[PeerId] = Counter()
         self._freed = trio.Event()
         self._is_watching = False
-        self._audits = LaneAudits(swarm, history, terms, self, self.statistics.doubts) if history is not None else None
+        self._audits: LaneAudits | None = None
+        if history is not None:
+            self._audits = LaneAudits(swarm, history, terms, self, self.statistics.doubts)
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -109,9 +111,7 @@ class Pipeline:
             raise ConfigError("a model with an adapter of the catalog is not tuned: load that with PEFT, and train it")
         return await self._run_all([partial(self._forward, batch) for batch in batches])
 
-    async def backward(
-        self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    async def backward(self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]) -> list[LaneAnswer]:
         """Gradients of what entered, and of the client's parameters, for each micro-batch. Raises SwarmError."""
         pairs = zip(tickets, gradients, strict=True)
         return await self._run_all([partial(self._backward, ticket, gradient) for ticket, gradient in pairs])
@@ -121,7 +121,10 @@ class Pipeline:
         for lane in list(self._lanes.values()):
             await self._drop(lane)
 
-    async def _run_all(self, work: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    async def _run_all(
+        self,
+        work: Sequence[Callable[[], Awaitable[T]]],
+    ) -> list[T]:
         results: list[Any] = [None] * len(work)
         failure: list[SwarmError] = []
 
@@ -152,9 +155,7 @@ class Pipeline:
                 return counted
             self.statistics.retries.append(WRONG)
 
-    async def _backward(
-        self, ticket: ForwardTicket, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    async def _backward(self, ticket: ForwardTicket, gradient: torch.Tensor) -> LaneAnswer:
         while True:
             async with self._slot(is_backward=True):
                 begun = trio.current_time()
@@ -185,9 +186,7 @@ class Pipeline:
         self.statistics.forwards += not holders.without
         return ForwardTicket(batch, out, lane, seq, holders)
 
-    async def send_back(
-        self, ticket: ForwardTicket, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    async def send_back(self, ticket: ForwardTicket, gradient: torch.Tensor) -> LaneAnswer:
         """Send a gradient back once. Raises LaneFailed or NoRoute."""
         if not ticket.lane.is_open or not ticket.seq:
             # other holders stay excluded: a duplicate's forward must never come to the servers that it audits
@@ -258,7 +257,7 @@ class Pipeline:
 
     async def compute_alone(
         self, span: Span, peer: PeerId, quantize: str, batch: MicroBatch, gradient: torch.Tensor
-    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    ) -> list[LaneAnswer]:
         """Have one server compute a micro-batch for these blocks, there and back. Raises LaneFailed or NoRoute."""
         terms = replace(
             self._terms,

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from swarmd.client.links.client_parameters import gather
-from swarmd.client.tuning.lane import MicroBatch
+from swarmd.client.links.client_parameters import BlockTensors, gather
+from swarmd.client.tuning.lane import LaneAnswer, MicroBatch
 from swarmd.client.tuning.ticket import ForwardTicket
 from swarmd.errors import ConfigError
 from swarmd.plan.chains.fine_tuning import micro_batches
@@ -28,9 +28,7 @@ class AutogradLanes(Protocol):
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[ForwardTicket]: ...
 
-    def backward(
-        self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]: ...
+    def backward(self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]) -> list[LaneAnswer]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ def through_lanes(
     lanes: AutogradLanes,
     hidden: torch.Tensor,
     places: TokenPositions,
-    parameters: dict[str, tuple[int, torch.Tensor]],
+    parameters: BlockTensors,
     n_prefix: int,
     rows: int = 0,
 ) -> torch.Tensor:
@@ -92,7 +90,9 @@ class _RemoteBlocks(torch.autograd.Function):
     ) -> torch.Tensor:
         _require_finite(hidden, "the input of the remote layers")
         blocks = plan.blocks
-        parameters = {name: (blocks[name], tensor.detach().cpu()) for name, tensor in zip(blocks, tensors, strict=True)}
+        parameters: BlockTensors = {}
+        for (name, block), tensor in zip(blocks.items(), tensors, strict=True):
+            parameters[name] = block, tensor.detach().cpu()
         tuned = gather(parameters, plan.n_prefix)
         values = hidden.detach().cpu()
         mask = places.mask
