@@ -41,9 +41,9 @@ class CheckFinding:
 
 
 # Two ways to escape an audit are watched, because a server that can always escape can always lie. One refuses to show
-# what it did (``is_evading``): once may be a race, twice is counted. The other says that its worker died
-# (``is_excused_too_often``): honest workers die too, so only a rate far above theirs counts. Both dictionaries forget
-# the oldest servers first: peers with fresh keys cannot make them grow without end.
+# what it did (``count_evasion``): once may be a race, twice is counted. The other says that its worker died
+# (``count_excuse``): honest workers die too, so only a rate far above theirs counts. Records and excuses forget the
+# oldest servers first, so that peers with fresh keys cannot make them grow without end.
 class Checks:
     """See the module. Owned by the client's trio thread."""
 
@@ -66,8 +66,8 @@ class Checks:
         """Is a window checked? At least a share ``min_share`` of them is."""
         return is_due(self.record(key), self._rng.random(), min_share)
 
-    def shuffled(self, items: Sequence[T]) -> list[T]:
-        """In an order that nobody can foresee."""
+    def shuffle(self, items: Sequence[T]) -> list[T]:
+        """Return the items in an order that nobody can foresee."""
         return self._rng.sample(items, len(items))
 
     def note(self, key: str, is_right: bool) -> None:
@@ -76,23 +76,24 @@ class Checks:
         while len(self._records) > MAX_RECORDS:
             del self._records[next(iter(self._records))]
 
-    def tell(self, finding: CheckFinding) -> None:
+    def record_finding(self, finding: CheckFinding) -> None:
         """Keep how a check ended, decided or not."""
         self.findings.append(finding)
         self.outcomes[finding.outcome] += 1
 
-    def is_evading(self, key: str) -> bool:
-        """Somebody would not show what it did; was that more than once?"""
+    def count_evasion(self, key: str) -> bool:
+        """Count that a server would not show what it did; True if that was not the first time."""
         self._n_evasions[key] += 1
         return self._n_evasions[key] > 1
 
-    def is_excused_too_often(self, key: str, now: float) -> bool:
-        """Somebody's worker had died when its window was to be checked; is that more than happens?
+    def count_excuse(self, key: str, now: float) -> bool:
+        """Count that a server's worker had died when its window was to be checked; True if honest ones die less often.
 
         Several sessions see one death: within a minute it counts once. ``now``: seconds on a clock that only grows.
         """
-        n, last = self._excuses.pop(key, (0, -math.inf))
-        n += now - last > ONE_DEATH_S
+        n, last_at = self._excuses.pop(key, (0, -math.inf))
+        if now - last_at > ONE_DEATH_S:
+            n += 1
         self._excuses[key] = n, now
         while len(self._excuses) > MAX_RECORDS:
             del self._excuses[next(iter(self._excuses))]

@@ -244,18 +244,18 @@ class DeclinedServers:
         for_s: float,
         longest_s: float = 0.0,
     ) -> None:
-        """Do not ask a peer for a while; up to ``longest_s`` twice as long each time until ``did_well``."""
+        """Do not ask a peer for a while; up to ``longest_s`` twice as long each time until ``forgive``."""
         pause_s = for_s
         if longest_s > for_s:
             pause_s = min(longest_s, for_s * 2 ** self._strikes[peer])
         self._strikes[peer] = min(self._strikes[peer] + 1, 32)
         self._times[peer] = now, now + pause_s
 
-    def did_well(self, peer: PeerId) -> None:
+    def forgive(self, peer: PeerId) -> None:
         """Forget how often a peer declined: the next time is the first."""
         self._strikes.pop(peer, None)
 
-    def allow(self, peer: PeerId, now: float, is_last_resort: bool) -> bool:
+    def is_allowed(self, peer: PeerId, now: float, is_last_resort: bool) -> bool:
         """May a peer be asked now? With ``is_last_resort`` it may be sooner, unless it declined for good."""
         since, until = self._times.get(peer, (0.0, 0.0))
         if is_last_resort and until < math.inf:

@@ -53,7 +53,7 @@ def codec_for(swarm: SessionServices, terms: SessionOptions, peers: list[PeerId]
     return choose_codec(requested, terms.grade, terms.dtype, trips, rates, known_to_all)
 
 
-def cut(step: SentOp, prefill_tokens_per_s: Sequence[float]) -> list[SentOp]:
+def split_step(step: SentOp, prefill_tokens_per_s: Sequence[float]) -> list[SentOp]:
     """Make the ops of one step: one for a token, several for a long prompt, so that all hops work at the same time."""
     if step.hidden is None or step.positions is None:
         return [step]

@@ -164,7 +164,7 @@ def _compute_logits(
     if head is not None:
         return head.logits(sent, cache, n)
     if traced is not None:
-        positions, through_swarm = cache.at_its_end(sent.shape[1])
+        positions, through_swarm = cache.prepare_append(sent.shape[1])
         return traced.compute(sent, positions, through_swarm)
     options = {"logits_to_keep": n} if _keeps_logits(model.__class__) else {}
     output = model(input_ids=sent.to(model.device), use_cache=True, **{name: cache}, **options)

@@ -116,7 +116,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         raise NotImplementedError("a remote cache has a fixed batch: keep all rows, or start anew with fewer")
 
-    def precede(self, parameters: TunedParameters) -> None:
+    def use_parameters(self, parameters: TunedParameters) -> None:
         """Have the session's tokens pass through the client's own parameters, after their prefix."""
         self.tuned = parameters
         self.n_tokens += parameters.n_prefix
@@ -156,7 +156,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
         self.n_tokens += t
         return out.to(hidden.dtype)
 
-    def at_its_end(
+    def prepare_append(
         self, n: int, want: int | None = None, vocabulary: int = 0
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         """Positions [1, n] of n new tokens of one row, and what takes their hidden states through the swarm.

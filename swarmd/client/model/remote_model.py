@@ -187,7 +187,7 @@ def _wrap_forward(
         call.wants_cache = bool(kwargs.get("use_cache"))
         if not isinstance(cache, RemoteCache):
             cache = _make_cache(model, call, wants_cache, n_new)
-            cache.precede(client_parameters.gather(call.tuned, call.n_prefix))
+            cache.use_parameters(client_parameters.gather(call.tuned, call.n_prefix))
         positions = kwargs.get("position_ids")
         if positions is None:
             first = cache.n_tokens
@@ -294,9 +294,9 @@ def _wrap_generate(
         is_own = can_crop and len(args) < 2 and decoding.is_plain(model, inputs, config, kwargs)
         speculation = model_speculation.speculation() if is_own else Speculation(model_speculation.costs, ())
         if is_own:
-            usable_trace = traced if traced is not None and traced.holds else None
+            usable_trace = traced if traced is not None and traced.is_current else None
             usable_head = swarm_head if usable_trace is not None and swarm_head is not None else None
-            if usable_head is not None and not usable_head.holds:
+            if usable_head is not None and not usable_head.is_current:
                 usable_head = None
             streamer = kwargs.get("streamer")
             kwargs["custom_generate"] = decoding.make_loop(speculation, cache_name, streamer, usable_trace, usable_head)

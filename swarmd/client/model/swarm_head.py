@@ -135,13 +135,13 @@ class SwarmHead:
         self._vocabulary = int(model.get_output_embeddings().out_features)
 
     @property
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """Is the head here what it was? Else it is another one than the servers'."""
         return self._fingerprint() == self._known
 
     def logits(self, ids: torch.Tensor, cache: RemoteCache, n: int) -> torch.Tensor:
         """Send tokens [1, t] through the swarm; returns logits [1, n, vocabulary] of the last ``n``."""
-        positions, through = cache.at_its_end(ids.shape[1], n, self._vocabulary)
+        positions, through = cache.prepare_append(ids.shape[1], n, self._vocabulary)
         hidden = through(self._enter(ids, positions))[:, -n:]
         session = cache.session
         assert session is not None

@@ -95,7 +95,7 @@ class TracedPass:
             return self._line(ids, positions)
 
     @property
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """Is the model what it was when this was written down?"""
         return not self._model.training and self._fingerprint() == self._known
 
@@ -114,7 +114,7 @@ class TracedPass:
 #
 # Two lengths are traced, because a number in the graph that differs between them is a length and not a constant. A
 # line counts only if it gives bit for bit what the forward gives, for several lengths. It holds constants by reference,
-# so ``TracedPass.holds`` compares where they lie, how often they were changed, and which hooks the modules have.
+# so ``TracedPass.is_current`` compares where they lie, how often they were changed, and which hooks the modules have.
 def trace_model(
     model: Any,
     layers: Sequence[Any],

@@ -116,7 +116,7 @@ class Auditor:
         self._record_finding(link, "inconclusive", reason)
 
     def _record_finding(self, link: HopLink, outcome: str, reason: str) -> None:
-        self._opener.checks.tell(CheckFinding(str(link.hop), outcome, reason))
+        self._opener.checks.record_finding(CheckFinding(str(link.hop), outcome, reason))
 
     def _is_due(self, link: HopLink) -> bool:
         second = self._session.second
@@ -142,7 +142,7 @@ class Auditor:
                     nursery.start_soon(self._collect_bill, link)
         if scope.cancelled_caught:
             reason = f"not done within {LAST_LOOK_TIMEOUT_S:.0f} s"
-            self._opener.checks.tell(CheckFinding("the end of a session", "inconclusive", reason))
+            self._opener.checks.record_finding(CheckFinding("the end of a session", "inconclusive", reason))
         self._opener.checks.save()
 
     async def _collect_bill(self, link: HopLink) -> None:
@@ -168,7 +168,7 @@ class Auditor:
         self._n_audited = n_tokens
         if n_tokens <= first or accounts.is_reordered or accounts.is_padded:
             return
-        accounts.mark()
+        accounts.mark_window()
         for link in list(self._session.hops.links):
             self._opener.checks.n_served_tokens += (n_tokens - first) * len(link.hop.span)
             if link.is_lost and link not in self._lost:
@@ -185,8 +185,8 @@ class Auditor:
 
     def _note_failed_audit(self, link: HopLink, first: int, error: Exception) -> None:
         """Record why an audit came to nothing; hops that escape audits again and again are at fault."""
-        is_evading = isinstance(error, TokensNotShown) and self._opener.checks.is_evading(self._key(link))
-        if is_evading or (isinstance(error, ExcusedHop) and self._is_excused_too_often(link)):
+        is_evading = isinstance(error, TokensNotShown) and self._opener.checks.count_evasion(self._key(link))
+        if is_evading or (isinstance(error, ExcusedHop) and self._count_excuse(link)):
             self._swarm.rpc.standing.fault(link.hop.peer, Fault.UNACCOUNTED, str(error))
         reason = str(error) or f"not done within {AUDIT_TIMEOUT_S:.0f} s"
         if isinstance(error, SilentHop | TokensNotShown | ExcusedHop):
@@ -196,8 +196,8 @@ class Auditor:
         self._record_finding(link, "inconclusive", reason)
         logger.info("%s could not be checked: %s", link.hop, reason)
 
-    def _is_excused_too_often(self, link: HopLink) -> bool:
-        return self._opener.checks.is_excused_too_often(self._key(link), trio.current_time())
+    def _count_excuse(self, link: HopLink) -> bool:
+        return self._opener.checks.count_excuse(self._key(link), trio.current_time())
 
     def _gives_receipts(self, link: HopLink) -> bool:
         record = self._swarm.view().peers.get(link.hop.peer)

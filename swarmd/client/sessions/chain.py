@@ -147,7 +147,7 @@ class Chain:
             if trio.current_time() > deadline:
                 raise reason
             self.trouble = None
-            await self.look_again()
+            await self.wait_for_records()
 
     async def open_hops(self, indexes: range | list[int]) -> dict[int, PeerError]:
         """Open some hops side by side; returns which failed."""
@@ -178,7 +178,7 @@ class Chain:
         except PeerError as error:
             failures[index] = error
             return
-        self.accounts.reopened((link.hop.peer, link.hop.span.start))  # what came until now is of the cache before
+        self.accounts.note_reopened((link.hop.peer, link.hop.span.start))  # what came until now is of the cache before
         if isinstance(reply, Opened):
             self.layer_arity = reply.layer_arity
             link.received = 0 if self.position.seq == 0 else None
@@ -223,7 +223,7 @@ class Chain:
             if trust.get((span.peer, span.slot), min_trust) < min_trust:
                 return False
             peer = PeerId(span.peer)
-            is_allowed = self._declined.allow(peer, now, is_last_resort) and standing.allows(peer, is_last_resort)
+            is_allowed = self._declined.is_allowed(peer, now, is_last_resort) and standing.allows(peer, is_last_resort)
             return (
                 is_allowed and is_suitable(span, self.terms, self._numerics) and is_compatible(view, span, self.terms)
             )
@@ -277,7 +277,7 @@ class Chain:
         """Do without a hop. One that speaks, and is wrong, does so over a connection that works."""
         link.is_lost = True
         self.statistics.blamed.append((link.hop.peer, reason))
-        self.worry(f"{link.hop}: {reason}")
+        self.note_trouble(f"{link.hop}: {reason}")
         is_relayed = is_silent and self.swarm.rpc.doubt(link.hop.peer)
         self.swarm.rpc.standing.leave_out(link.hop.peer, reason, is_way_to_blame=is_relayed)
 
@@ -293,13 +293,13 @@ class Chain:
                 for_s = math.inf
             logger.info("not asking %s for %.0f s: %s", link.hop.peer, for_s, error)
             self.decline(link.hop.peer, for_s)
-        self.worry(f"{link.hop}: {error}")
+        self.note_trouble(f"{link.hop}: {error}")
 
     def decline(self, peer: PeerId, for_s: float) -> None:
         """Do not ask a peer again for so long, because of what it said itself; nothing is held against it."""
         self._declined.add(peer, trio.current_time(), for_s)
 
-    def worry(self, reason: str) -> None:
+    def note_trouble(self, reason: str) -> None:
         """Note that the chain needs a repair, and why; the first reason counts."""
         self.trouble = self.trouble or reason
         self.notify()
@@ -365,7 +365,7 @@ class Chain:
         for link in links:
             link.is_lost = True
             self.decline(link.hop.peer, DOUBTED_FOR_S)
-        self.worry(reason)
+        self.note_trouble(reason)
 
     # --- giving back -----------------------------------------------------------------------------------------
 
@@ -393,7 +393,7 @@ class Chain:
             with suppress(PeerError):
                 await channel.send(CloseSession(session=self.key, start=start))
 
-    async def look_again(self) -> None:
+    async def wait_for_records(self) -> None:
         """Wait a little and ask for newer records; nobody answering is a reason to go on waiting, not to fail."""
         await trio.sleep(RETRY_PAUSE_S)
         try:

@@ -73,7 +73,7 @@ class HopAccount:
 # later. A bill says how many tokens the client owes for, and the client signs it only as far as it has sent them.
 # What is kept is bounded: MAX_RECEIPTS for a hop, none beyond ``max_tokens``.
 class HopAccounts:
-    """The receipts of one session. ``n_tokens`` each row holds; ``low`` is the least since ``mark``.
+    """The receipts of one session. ``n_tokens`` each row holds; ``low`` is the least since ``mark_window``.
 
     ``bills`` are the last of each hop, as both have signed them.
     """
@@ -99,11 +99,11 @@ class HopAccounts:
         self._accounts: dict[Place, HopAccount] = {}
         self.bills: dict[Place, tuple[UsageReceipt, SignedUsageReceipt]] = {}
 
-    def mark(self) -> None:
+    def mark_window(self) -> None:
         """Begin to notice crops."""
         self.low = self.n_tokens
 
-    def sent(self, sent: SentOp) -> None:
+    def note_sent(self, sent: SentOp) -> None:
         """An op is on its way."""
         self.is_reordered |= is_reordered(sent.edits)
         self.is_padded |= sent.mask is not None
@@ -114,7 +114,7 @@ class HopAccounts:
         self.n_tokens += n_tokens
         self.n_sent += n_tokens
 
-    def answered(self, sent: SentOp, meta: TensorMeta | None, payload: memoryview) -> None:
+    def note_answered(self, sent: SentOp, meta: TensorMeta | None, payload: memoryview) -> None:
         """Its answer is here, perhaps with the last tokens only. Raises RemoteProtocolError."""
         n_cropped = cropped(sent.edits)
         if n_cropped:
@@ -188,7 +188,7 @@ class HopAccounts:
         known = self.account(giver)
         self._accounts[heir] = HopAccount(bytearray(known.inputs), bytearray(known.outputs), is_whole=False)
 
-    def reopened(self, place: Place) -> None:
+    def note_reopened(self, place: Place) -> None:
         """A hop begins anew: what it signed before is of another cache."""
         self._accounts.pop(place, None)
 

@@ -87,7 +87,7 @@ class Repairs:
                 if trio.current_time() - started_at > PATIENCE_S:
                     raise
                 chain.trouble = reason
-                await chain.look_again()
+                await chain.wait_for_records()
                 continue
             is_told = await self._tell_neighbours()
             if is_told and is_stuck:

@@ -13,7 +13,7 @@ import torch
 import trio
 
 from swarmd.client.links.link import Doubt, HopLink, ServedLogits, SessionOptions, SessionServices, Statistics
-from swarmd.client.links.ops import WrongCount, cut, read_answer, read_top
+from swarmd.client.links.ops import WrongCount, read_answer, read_top, split_step
 from swarmd.client.links.timing import MOST_TOKENS
 from swarmd.client.sessions.chain import LEAVING_FOR_S, OPEN_TIMEOUT_S, Chain
 from swarmd.client.sessions.repair import Repairs
@@ -189,7 +189,7 @@ class ChainSession:
         first = self._position.seq + 1
         step_op = SentOp(first, edits, hidden, positions, mask, record_past)
         is_exact = self.terms.grade == "exact"  # which must not depend on what was measured
-        parts = cut(step_op, () if is_exact else self._prefill_speeds())
+        parts = split_step(step_op, () if is_exact else self._prefill_speeds())
         outputs: list[torch.Tensor] = []
         for n_sent, sent in enumerate(parts, 1):
             n_following = sum(0 if part.hidden is None else part.hidden.shape[1] for part in parts[n_sent:])
@@ -229,7 +229,7 @@ class ChainSession:
         self._in_flight[sent.seq] = sent, want
         self._position.seq = sent.seq
         if self._swarm.audits:
-            self.hops.accounts.sent(sent)
+            self.hops.accounts.note_sent(sent)
         self.width = self.width if sent.hidden is None else sent.hidden.shape[2]
         self.statistics.steps += 1
         if self.hops.trouble is None:
@@ -297,7 +297,7 @@ class ChainSession:
             return
         link.is_leaving = True
         self.hops.decline(peer, LEAVING_FOR_S)
-        self.hops.worry(f"{link.hop} stops serving")
+        self.hops.note_trouble(f"{link.hop} stops serving")
         if not self._is_busy and not self._is_closed:
             self._swarm.start_soon(self._repair_in_background)
 
@@ -310,7 +310,7 @@ class ChainSession:
             with trio.CancelScope() as self._repairing:
                 await self._repairs.run()
         except SwarmError as error:
-            self.hops.worry(str(error))
+            self.hops.note_trouble(str(error))
         finally:
             self._quiet_repair.set()
             self._quiet_repair = None
@@ -318,7 +318,7 @@ class ChainSession:
     def on_gone(self, peer: PeerId) -> None:
         """A connection ended. Whether its peer is dead is found out by asking it."""
         if any(link.hop.peer == peer for link in self.hops.links):
-            self.hops.worry(f"the connection to {peer[-8:]} ended")
+            self.hops.note_trouble(f"the connection to {peer[-8:]} ended")
 
     async def _on_op(self, peer: PeerId, op: Op, frame: Frame) -> None:
         """Pass on what a hop could not send to its successor, or take an answer."""
@@ -344,7 +344,7 @@ class ChainSession:
             answer = torch.empty(0) if hidden is None else read_answer(op, frame, hidden, want)
             top = read_top(op, want, self._vocabulary)
             if self._swarm.audits:
-                self.hops.accounts.answered(sent, op.tensor, frame.payload)
+                self.hops.accounts.note_answered(sent, op.tensor, frame.payload)
         except WrongCount as error:
             self._dispute_all(str(error))
             return
@@ -397,7 +397,7 @@ class ChainSession:
             return  # of a hop that is no more
         if code in HOP_LOST or code in CHAIN_BROKEN:
             link.is_lost = link.is_lost or code in HOP_LOST  # it says so itself: nobody is blamed
-            self.hops.worry(f"{link.hop}: {refusal.message}")
+            self.hops.note_trouble(f"{link.hop}: {refusal.message}")
         elif code in CANNOT_BE and (index or self._is_finite(refusal.seq)):
             self._on_accusation(index, refusal.message)
         else:
@@ -494,4 +494,4 @@ class ChainSession:
             with trio.fail_after(OPEN_TIMEOUT_S):
                 await channel.send_raw(frame)
         except (PeerError, trio.TooSlowError) as error:
-            self.hops.worry(f"{link.hop}: {error}")
+            self.hops.note_trouble(f"{link.hop}: {error}")

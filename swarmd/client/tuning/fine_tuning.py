@@ -58,7 +58,7 @@ def learning_rate(recipe: TuningRecipe, step: int) -> float:
     return recipe.learning_rate * (0.1 + 0.9 * cosine)
 
 
-def samples(recipe: TuningRecipe, n_rows: int, step: int) -> list[int]:
+def choose_rows(recipe: TuningRecipe, n_rows: int, step: int) -> list[int]:
     """Which rows step 1, 2, ... takes: each pass over the data is another seeded order of all rows."""
     chosen = []
     orders: dict[int, list[int]] = {}
@@ -70,7 +70,7 @@ def samples(recipe: TuningRecipe, n_rows: int, step: int) -> list[int]:
     return chosen
 
 
-def padded(
+def pad_batch(
     rows: Sequence[DatasetRow],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids, mask and labels of a batch [b, t]; short rows are filled up at their ends, where nothing counts."""
@@ -116,7 +116,7 @@ def loss_and_gradients(
     The batch goes in parts, side by side, so that servers have one part's blocks to compute while the client computes
     another part's head. Sums run in the order of the parts. Raises SwarmError.
     """
-    ids, mask, labels = padded(rows)
+    ids, mask, labels = pad_batch(rows)
     counts = (labels[:, _first_counted(model) :] != IGNORED).sum(1)
     n_parts = min(n_parts, len(rows))
     starts = [len(rows) * i // n_parts for i in range(n_parts + 1)]
@@ -193,7 +193,7 @@ class Tuner:
         """Take one step. Raises SwarmError, ConfigError when the loss is not finite."""
         number = len(self.losses) + 1
         started_at = time.perf_counter()
-        chosen = samples(self.recipe, len(self._data.rows), number)
+        chosen = choose_rows(self.recipe, len(self._data.rows), number)
         rows = [self._data.rows[i] for i in chosen]
         loss, gradients = loss_and_gradients(self.model, list(self._trained.values()), rows)
         if not math.isfinite(loss):

@@ -117,7 +117,7 @@ class Lane:
         return self.failure is None
 
     @property
-    def takes_more(self) -> bool:
+    def can_take_more(self) -> bool:
         """May another micro-batch go forward here?"""
         return self.is_open and not self.is_leaving
 
@@ -486,7 +486,7 @@ class Lane:
         if any(hop.peer == peer for hop in self.hops):
             self.fail(LaneFailed(f"the connection to {peer[-8:]} ended", peer))
 
-    async def look(self) -> None:
+    async def check_alive(self) -> None:
         """With nothing heard for a while, ask every hop whether it is there: a stopped one says nothing."""
         silent_s = trio.current_time() - self._heard_at
         if not self._n_busy or silent_s < QUIET_S:

@@ -364,7 +364,7 @@ class LaneAudits:
         quantize = self._format(hop)
         by_voucher = {self.history.voucher_of(hop.peer): hop.peer}
         spans = self.swarm.view().serving(self.terms.model)
-        for span in self.history.checks.shuffled(spans):
+        for span in self.history.checks.shuffle(spans):
             is_able = Span(span.start, span.end).covers(hop.span) and span.training_bytes
             if is_able and span.quantize == quantize:
                 by_voucher.setdefault(self.history.voucher_of(PeerId(span.peer)), PeerId(span.peer))
@@ -394,7 +394,7 @@ class LaneAudits:
     def _record_finding(self, hops: tuple[Hop, ...], outcome: str, reason: str) -> None:
         level = logging.INFO if outcome in (AuditVerdict.RIGHT, "inconclusive") else logging.WARNING
         logger.log(level, "audit of the lane through %s: %s: %s", _names(hops), outcome, reason)
-        self.history.checks.tell(CheckFinding(_names(hops), outcome, reason))
+        self.history.checks.record_finding(CheckFinding(_names(hops), outcome, reason))
 
 
 def compare_answers(

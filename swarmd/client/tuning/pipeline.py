@@ -207,7 +207,7 @@ class Pipeline:
             result = await work
             for hop in lane.hops:
                 self._swarm.rpc.standing.did_well(hop.peer)
-                self._declined.did_well(hop.peer)
+                self._declined.forgive(hop.peer)
             return result
         except LaneFailed as error:
             self._blame(error)
@@ -294,12 +294,12 @@ class Pipeline:
     async def _lane(self, n_tokens: int, holders: OtherHolders) -> Lane:
         """The lane that is free first. Raises LaneFailed or NoRoute."""
         lane = self._lanes.get(self._choose_hops(n_tokens, holders))
-        if lane is not None and lane.takes_more:
+        if lane is not None and lane.can_take_more:
             return lane
         async with self._opening:
             hops = self._choose_hops(n_tokens, holders)  # what was known before the wait may be wrong now
             lane = self._lanes.get(hops)
-            if lane is not None and lane.takes_more:
+            if lane is not None and lane.can_take_more:
                 return lane
             lane = Lane(self._swarm, self._terms, hops)
             self._listeners[lane.key] = lane
@@ -346,7 +346,7 @@ class Pipeline:
             peer = PeerId(span.peer)
             if peer in self._suspects and not is_last_resort:
                 return False
-            if not self._declined.allow(peer, now, is_last_resort) or not standing.allows(peer, is_last_resort):
+            if not self._declined.is_allowed(peer, now, is_last_resort) or not standing.allows(peer, is_last_resort):
                 return False
             return is_suitable(span, terms, "") and is_compatible(view, span, terms)
 
@@ -373,7 +373,7 @@ class Pipeline:
             standing = self._swarm.rpc.standing
             async with trio.open_nursery() as nursery:
                 for lane in self._lanes.values():
-                    nursery.start_soon(lane.look)
+                    nursery.start_soon(lane.check_alive)
                 for peer in [p for p in self._suspects if standing.allows(p)]:
                     nursery.start_soon(self._probe, peer)
         self._is_watching = False
@@ -383,7 +383,7 @@ class Pipeline:
         try:
             await self._swarm.rpc.call(peer, lambda call_id: Ping(id=call_id), timeout_s=PROBE_TIMEOUT_S)
             self._suspects.discard(peer)
-            self._declined.did_well(peer)
+            self._declined.forgive(peer)
         except PeerError:
             self._swarm.rpc.standing.leave_out(peer, "it does not answer a ping", AGAIN_AFTER_S, AGAIN_AFTER_S)
 
