@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 # A step crosses threads twice, without trio's portal in between, which would cost more than a fast hop's answer:
 #
-#     caller's thread   step(): _submit(work) --run_sync_soon--> _wake.set()    |   _answers.get() blocks
-#     trio thread       _run():            _wake.wait() -> session.step(work) -> _answers.put(answer)
+#     caller's thread   step(): _submit_work(work) --run_sync_soon--> _wake.set()    |   _answers.get() blocks
+#     trio thread       _run_steps():            _wake.wait() -> session.step(work) -> _answers.put(answer)
 #
 # There is at most one step under way, so one slot for work is enough. An interrupted caller never reads its answer. So
 # the session closes then: the next step must not take that answer for its own.
@@ -55,7 +55,7 @@ class BlockingSession:
         self._wake = trio.Event()
         self._is_closed = False
         self._is_over = threading.Event()
-        thread.spawn(self._run)
+        thread.spawn(self._run_steps)
 
     @property
     def layer_arity(self) -> int:
@@ -74,7 +74,7 @@ class BlockingSession:
         """See ChainSession.step. Blocks the calling thread."""
         if self._is_closed:
             raise ConfigError("this session was closed")
-        self._thread.soon(self._submit, work)
+        self._thread.soon(self._submit_work, work)
         try:
             answer = self._answers.get()
         except BaseException:  # interrupted: the answer of this step must not be taken for that of another
@@ -98,7 +98,7 @@ class BlockingSession:
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(trio.RunFinishedError):
-                self._thread.soon(self._submit, None)
+                self._thread.soon(self._submit_work, None)
 
     def finish(self) -> None:
         """Wait until all that was asked to be is verified. Raises WrongAnswer, or why it cannot be."""
@@ -109,11 +109,11 @@ class BlockingSession:
         """Wait until its hops are given back and what is left of it is checked; it must have been closed."""
         self._is_over.wait(timeout_s)
 
-    def _submit(self, work: tuple[Any, ...] | None) -> None:
+    def _submit_work(self, work: tuple[Any, ...] | None) -> None:
         self._work = work
         self._wake.set()
 
-    async def _run(self) -> None:
+    async def _run_steps(self) -> None:
         try:
             while True:
                 await self._wake.wait()
@@ -173,7 +173,7 @@ class TrioThread:
     """A trio loop in a daemon thread, with one nursery to start things in."""
 
     def __init__(self) -> None:
-        self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._prepare_model: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._token: trio.lowlevel.TrioToken
         self._nursery: trio.Nursery
         self._stop: trio.Event
@@ -183,7 +183,7 @@ class TrioThread:
         """Enter an async context manager in the thread; returns what it yields, or raises what it raised."""
         self._thread = threading.Thread(target=self._main, args=(make,), name="swarmd", daemon=True)
         self._thread.start()
-        failure = self._ready.get()
+        failure = self._prepare_model.get()
         if failure is not None:
             self._thread.join()
             raise failure
@@ -194,14 +194,14 @@ class TrioThread:
             async with make() as self.value, trio.open_nursery() as self._nursery:
                 self._token = trio.lowlevel.current_trio_token()
                 self._stop = trio.Event()
-                self._ready.put(None)
+                self._prepare_model.put(None)
                 await self._stop.wait()
                 self._nursery.cancel_scope.cancel()
 
         try:
             trio.run(main)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for it
-            self._ready.put(first_error(error))
+            self._prepare_model.put(first_error(error))
 
     def soon(self, function: Callable[..., Any], *args: Any) -> None:
         """Have a function called in the thread, and do not wait."""
@@ -284,7 +284,7 @@ class Swarm:
             head=(head, HEADS),
             dtype=(dtype, ("auto", *DTYPES)),
         )
-        (model, n_blocks), folder = self._ready(name)
+        (model, n_blocks), folder = self._prepare_model(name)
         dtype = self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s, dtype)
         lora = self._swarm.adapter(adapter, model)
         readers = frozenset(map(self.view().peer_ending, only))
@@ -315,17 +315,17 @@ class Swarm:
 
         torch_dtype = getattr(torch, dtype)
         lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
-        draft_model = self._draft(draft, name, torch_dtype, exact) if draft else None
+        draft_model = self._load_draft(draft, name, torch_dtype, exact) if draft else None
         speculation = ModelSpeculation(lookup and not exact, draft_model)
         return remote_model(folder, open_session, lanes, torch_dtype, speculation, head_source)
 
-    def _ready(self, name: str) -> tuple[tuple[ModelId, int], Path]:
+    def _prepare_model(self, name: str) -> tuple[tuple[ModelId, int], Path]:
         """Return a model's hash and blocks, and the folder of the client's part. Raises SwarmError."""
         model, n_blocks = self._thread.call(self._swarm.resolve, name)
         folder = self._thread.call(self._swarm.folder, model, n_blocks)
         return (model, n_blocks), folder
 
-    def _draft(
+    def _load_draft(
         self,
         name: str,
         target: str,

@@ -91,6 +91,14 @@ class RunGuest(Protocol):
     def gone(self, peer: PeerId) -> None: ...
 
 
+# A client is a member that announces nothing. All of it runs in one trio thread:
+#
+#     run         joins, then pulls records from one member every REFRESH_INTERVAL_S; ``view`` is frozen in between
+#     handle      gives each message to the session, lane or run whose key it bears; ``listeners`` hold all keys
+#     start_soon  holds work that outlives its caller: audits, repairs between steps, hops to be given back
+#
+# Sessions are audited by sessions: an audit opens one through other servers (``is_audited=False``), so that these
+# cannot tell it from a conversation.
 class AsyncSwarm:
     """A swarm inside a trio program. Made by ``joined``."""
 
@@ -104,9 +112,8 @@ class AsyncSwarm:
         self.exchange = Exchange(membership.keys, wall_clock)
         self.rpc = Rpc(network, self, Standing(wall_clock), self.exchange.principal)
         self.budget = Budget()
-        self.supply = Supply(
-            Library(membership.weights, membership.folders), self.rpc, self.view, Pace(lambda: None), None
-        )
+        library = Library(membership.weights, membership.folders)
+        self.supply = Supply(library, self.rpc, self.view, Pace(lambda: None), None)
         self._membership = membership
         self.identity = membership.identity
         self.books = UsageLedger(membership.books)
@@ -133,7 +140,8 @@ class AsyncSwarm:
         """How servers are regarded, by what members found of each other; made anew with each view."""
         view = self.view()
         if self._trusted is None or self._trusted[0] is not view:
-            self._trusted = view, trust_in(view.listed(), view.peers.values(), self.voucher_of)
+            trust = trust_in(view.listed(), view.peers.values(), self.voucher_of)
+            self._trusted = view, trust
         return self._trusted[1]
 
     def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]:
@@ -294,7 +302,7 @@ class AsyncSwarm:
         async with self._tasks.open(), trio.open_nursery() as nursery:
             await nursery.start(self.rpc.run)
             nursery.start_soon(self.books.keep)
-            await self._join()
+            await self._join_swarm()
             task_status.started()
             while True:
                 await trio.sleep(REFRESH_INTERVAL_S * self._rng.uniform(0.8, 1.2))
@@ -304,7 +312,7 @@ class AsyncSwarm:
                 except SwarmError as error:
                     logger.info("the view is getting old: %s", error)
 
-    async def _join(self) -> None:
+    async def _join_swarm(self) -> None:
         try:
             with trio.fail_after(JOIN_TIMEOUT_S):
                 await self.refresh()

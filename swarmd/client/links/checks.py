@@ -56,7 +56,7 @@ class Checks:
         self.findings: deque[CheckFinding] = deque(maxlen=N_KEPT)
         self._rng = rng
         self._file = file
-        self._records: dict[str, AuditRecord] = self._read()
+        self._records: dict[str, AuditRecord] = self._read_records()
 
     def record(self, key: str) -> AuditRecord:
         """Return how often a server was right and wrong so far; an empty record for one that was never checked."""
@@ -120,7 +120,7 @@ class Checks:
         except OSError as error:
             logger.warning("cannot keep what was checked in %s: %s", self._file, error.strerror)
 
-    def _read(self) -> dict[str, AuditRecord]:
+    def _read_records(self) -> dict[str, AuditRecord]:
         if self._file is None or not self._file.is_file():
             return {}
         try:

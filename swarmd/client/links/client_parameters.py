@@ -139,11 +139,11 @@ def expose(model: Any, layers: Sequence[Any]) -> None:
     dtype = model.dtype
     for layer in layers:
         for name, child in layer.original.named_children():
-            _empty(child, dtype)
+            _empty_module(child, dtype)
             setattr(layer, name, child)
 
 
-def _empty(module: nn.Module, dtype: torch.dtype) -> None:
+def _empty_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Replace parameters by remote weights, and buffers by one zero that is expanded to their shape."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -171,7 +171,7 @@ def lora_of(model: Any, layers: Sequence[Any]) -> BlockTensors:
             if not _is_tuner(module):
                 continue
             place = f"{prefix}.{block}.{name}"
-            pairs = _pairs(place, module, known)
+            pairs = _scaled_pairs(place, module, known)
             if pairs:  # several adapters at once are one of all their ranks
                 matrices[f"{place}.lora_A"] = block, torch.cat([a for a, _ in pairs])
                 matrices[f"{place}.lora_B"] = block, torch.cat([b for _, b in pairs], 1)
@@ -204,7 +204,7 @@ def _is_tuner(module: nn.Module) -> bool:
     raise ConfigError(f"servers compute plain LoRA in remote blocks, not PEFT's {type(module).__name__}")
 
 
-def _pairs(
+def _scaled_pairs(
     name: str,
     module: Any,
     known: set[int],

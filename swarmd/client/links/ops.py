@@ -77,6 +77,11 @@ def split_step(step: SentOp, prefill_tokens_per_s: Sequence[float]) -> list[Sent
     return parts
 
 
+def count_tokens(op: SentOp) -> int:
+    """Count the tokens of each row in an op; 0 where it has edits only."""
+    return 0 if op.hidden is None else op.hidden.shape[1]
+
+
 class WrongCount(RemoteProtocolError):
     """An answer of another number of tokens than were asked for."""
 
@@ -98,7 +103,8 @@ def read_answer(
     out = entered[:, :0]
     if op.tensor is not None:
         out, _, _ = unpack_untrusted(op.tensor, frame.payload)
-    if (out.shape[0], out.shape[2]) != (b, d) or out.dtype != entered.dtype:
+    has_shape = out.shape[0] == b and out.shape[2] == d
+    if not has_shape or out.dtype != entered.dtype:
         raise RemoteProtocolError(
             f"expected hidden states {tuple(entered.shape)} {entered.dtype}, got {tuple(out.shape)} {out.dtype}"
         )

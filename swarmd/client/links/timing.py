@@ -10,6 +10,8 @@ from swarmd.plan.chains import timing
 
 N_KEPT = 64  # passes that the medians are of
 MOST_TOKENS = 32  # of a pass that counts: longer ones are prompts
+MeasuredPass = tuple[float, float, timing.Times]
+"""Seconds in the client before a pass, seconds of all of it, and what its hops tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class TimeBreakdown:
 class PassTimes:
     """The last passes of a session."""
 
-    _passes: deque[tuple[float, float, timing.Times]] = field(default_factory=lambda: deque(maxlen=N_KEPT))
+    _passes: deque[MeasuredPass] = field(default_factory=lambda: deque(maxlen=N_KEPT))
 
     def note(self, here_s: float, total_s: float, times: timing.Times) -> None:
         """Note what passed since the answer before, until this one, and what the hops say of it (``Op.times``)."""

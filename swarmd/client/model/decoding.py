@@ -129,7 +129,7 @@ def make_loop(
             is_done = False
             n_right = -1
             for n_right in range(n_wanted):
-                token = _choose(logits_processor(ids, logits[:, n_right]), samples)
+                token = _choose_token(logits_processor(ids, logits[:, n_right]), samples)
                 ids = torch.cat([ids, token[:, None]], 1)
                 tokens.append(int(token))
                 if streamer is not None:
@@ -178,7 +178,7 @@ def _keeps_logits(family: type) -> bool:
     return "logits_to_keep" in inspect.signature(family.forward).parameters  # type: ignore[attr-defined]
 
 
-def _choose(scores: torch.Tensor, is_sampled: bool) -> torch.Tensor:
+def _choose_token(scores: torch.Tensor, is_sampled: bool) -> torch.Tensor:
     """One token a row of [1, vocabulary] scores."""
     if is_sampled:
         return torch.multinomial(scores.softmax(-1), 1)[:, 0]

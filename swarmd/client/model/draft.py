@@ -99,7 +99,7 @@ class Draft:
         chance = 1.0
         started_at = time.perf_counter()
         while len(proposed) < max_tokens:
-            token, probability = self._next(unread)
+            token, probability = self._read_tokens(unread)
             chance *= probability
             if chance < min_chance:
                 break
@@ -112,12 +112,12 @@ class Draft:
             for offset in range(0, len(prompt), CHUNK_TOKENS):
                 if self._is_over:
                     return
-                self._next(prompt[offset : offset + CHUNK_TOKENS])
+                self._read_tokens(prompt[offset : offset + CHUNK_TOKENS])
         except (RuntimeError, IndexError, ValueError, TypeError):
             logger.exception("the draft cannot read the prompt: it proposes nothing")
             self._is_over = True
 
-    def _next(self, tokens: list[int]) -> tuple[int, float]:
+    def _read_tokens(self, tokens: list[int]) -> tuple[int, float]:
         likeliest = self._model.read(tokens, self._cache)
         self._read += tokens
         return likeliest

@@ -284,8 +284,7 @@ def _wrap_generate(
     def generate_remotely(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get(cache_name) is not None:
             return generate(*args, **kwargs)
-        names = ("inputs", "input_ids", "inputs_embeds")
-        inputs = args[0] if args else next((kwargs[name] for name in names if name in kwargs), None)
+        inputs = args[0] if args else _find_inputs(kwargs)
         config = kwargs.get("generation_config") or model.generation_config
         kwargs["use_cache"] = True  # a session is one, and the text is the same
         cache = model.new_cache(_count_reserved(inputs, config, kwargs, model.max_session_tokens))
@@ -316,6 +315,15 @@ def _wrap_generate(
 
     model.last_session = model.last_speculation = None
     model.generate = generate_remotely
+
+
+def _find_inputs(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return what a call of ``generate`` begins with, by whichever name it came."""
+    for name in ("inputs", "input_ids", "inputs_embeds"):
+        if name in kwargs:
+            inputs: torch.Tensor | None = kwargs[name]
+            return inputs
+    return None
 
 
 def _count_reserved(

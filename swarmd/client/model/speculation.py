@@ -119,7 +119,7 @@ class Lookup:
         min_chance: float,
     ) -> tuple[list[int], float]:
         """``tokens`` begin as they did the last time."""
-        self._learn(tokens)
+        self._learn_grams(tokens)
         for n in GRAMS:
             end = self._after.get(tuple(tokens[-n:]))
             if end is not None and len(tokens) > n:
@@ -127,7 +127,7 @@ class Lookup:
                 return proposed, 0.0
         return [], 0.0
 
-    def _learn(self, tokens: Sequence[int]) -> None:
+    def _learn_grams(self, tokens: Sequence[int]) -> None:
         first = max(self._n_known, len(tokens) - LOOK_BACK)
         for end in range(first, len(tokens)):  # what ends here is found from the next token on
             for n in GRAMS:

@@ -156,8 +156,8 @@ def trace_model(
         remote_hole = _replace_method(layers[0], "call", _make_hole(REMOTE))
         head_hole = _replace_method(head, "forward", _make_hole(HEAD))
         with torch.no_grad(), remote_hole, head_hole, _bind_calls(torch.clone, own_head):
-            line, constants = _trace(run)
-            entry, entry_constants = _trace(enter) if enters else (None, [])
+            line, constants = _trace_function(run)
+            entry, entry_constants = _trace_function(enter) if enters else (None, [])
     except Exception as failure:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
         logger.info("steps go through the family's own forward: %s", failure)
         return None
@@ -168,22 +168,22 @@ def _make_hole(which: int) -> Call:
     return lambda hidden: torch.ops.swarmd_client.call(hidden, which)
 
 
-def _trace(run: traced.Pass) -> tuple[traced.Pass, list[torch.Tensor]]:
+def _trace_function(run: traced.Pass) -> tuple[traced.Pass, list[torch.Tensor]]:
     """Trace a function; returns the line and its constants. Raises RuntimeError where it gives other numbers."""
-    two = traced.written_down(run, *_example(2))
-    three = traced.written_down(run, *_example(3))
+    two = traced.written_down(run, *_example_inputs(2))
+    three = traced.written_down(run, *_example_inputs(3))
     for module in (two, three):
         module.graph.eliminate_dead_code()
     constants = [getattr(two, str(node.target)) for node in two.graph.nodes if node.op == "get_attr"]
     line = traced.capture(two, three, {torch.ops.swarmd_client.call.default: _call})
     for n in CHECKED:
-        ids, positions = _example(n)
+        ids, positions = _example_inputs(n)
         if not torch.equal(run(ids, positions), line(ids, positions)):
             raise RuntimeError("the line gives other numbers")
     return line, constants
 
 
-def _example(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _example_inputs(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and positions [1, n]; the positions go on from N_PAST."""
     ids = torch.arange(3, 3 + n).unsqueeze(0)
     positions = torch.arange(N_PAST, N_PAST + n).unsqueeze(0)

@@ -121,7 +121,7 @@ class Auditor:
     def _is_due(self, link: HopLink) -> bool:
         second = self._session.second
         min_share = self._session.terms.verify if second is None else float(second.has_failed)
-        return self._opener.checks.is_due(self._key(link), min_share).action
+        return self._opener.checks.is_due(self._record_key(link), min_share).action
 
     def on_answer(self, n_ops: int) -> None:
         """Look at a window when it is full; its audits go on beside the session."""
@@ -179,13 +179,13 @@ class Auditor:
                 continue
             try:
                 with trio.fail_after(AUDIT_TIMEOUT_S):
-                    await self._audit(link, first, n_tokens)
+                    await self._audit_hop(link, first, n_tokens)
             except (NoConclusion, SwarmError, trio.TooSlowError) as error:
                 self._note_failed_audit(link, first, error)
 
     def _note_failed_audit(self, link: HopLink, first: int, error: Exception) -> None:
         """Record why an audit came to nothing; hops that escape audits again and again are at fault."""
-        is_evading = isinstance(error, TokensNotShown) and self._opener.checks.count_evasion(self._key(link))
+        is_evading = isinstance(error, TokensNotShown) and self._opener.checks.count_evasion(self._record_key(link))
         if is_evading or (isinstance(error, ExcusedHop) and self._count_excuse(link)):
             self._swarm.rpc.standing.fault(link.hop.peer, Fault.UNACCOUNTED, str(error))
         reason = str(error) or f"not done within {AUDIT_TIMEOUT_S:.0f} s"
@@ -197,25 +197,25 @@ class Auditor:
         logger.info("%s could not be checked: %s", link.hop, reason)
 
     def _count_excuse(self, link: HopLink) -> bool:
-        return self._opener.checks.count_excuse(self._key(link), trio.current_time())
+        return self._opener.checks.count_excuse(self._record_key(link), trio.current_time())
 
     def _gives_receipts(self, link: HopLink) -> bool:
         record = self._swarm.view().peers.get(link.hop.peer)
         return not link.is_lost and understanding_of(record).minor >= RECEIPTS
 
-    def _key(self, link: HopLink) -> str:
+    def _record_key(self, link: HopLink) -> str:
         hop = link.hop
         return f"{hop.peer}/{self._session.terms.model[:16]}/{hop.span.start}:{hop.span.end}/{hop.numerics}"
 
     # --- one audit -------------------------------------------------------------------------------------------
 
-    async def _audit(self, link: HopLink, first: int, end: int) -> None:
+    async def _audit_hop(self, link: HopLink, first: int, end: int) -> None:
         """Audit tokens ``first`` to ``end`` of one hop. Raises NoConclusion or SwarmError."""
-        record = self._record(link)
+        record = self._span_record(link)
         audited = frozenset({link.hop.peer})
         self._recompute_options(link.hop.span, record, end, audited, frozenset())  # raises if nobody could compute it
         statement = await self._statements.take(link, first, end)
-        recomputed = await self._recompute(link.hop.span, record, statement.inputs, audited, frozenset())
+        recomputed = await self._recompute_span(link.hop.span, record, statement.inputs, audited, frozenset())
         inputs = _floats(statement.inputs[0])[:, statement.window]
         expected = recomputed.outputs[:, statement.window]
         bound = bound_of(self._session.terms.dtype, record.quantize)
@@ -233,7 +233,7 @@ class Auditor:
         await self._apply_verdict(link, verdict, doubt, recomputed)
         has_wrong_token = bool((deviations > bound.token).any())
         if verdict is AuditVerdict.WRONG and not link.is_heir and has_wrong_token:
-            await self._accuse(link, record, statement, deviations)
+            await self._accuse_hop(link, record, statement, deviations)
 
     async def _apply_verdict(
         self, link: HopLink, verdict: AuditVerdict, doubt: Doubt, recomputed: _Recomputation
@@ -242,7 +242,7 @@ class Auditor:
         checks = self._opener.checks
         hops = self._session.hops
         if verdict in (AuditVerdict.RIGHT, AuditVerdict.REFERENCE_WRONG):
-            checks.note(self._key(link), is_right=True)
+            checks.note(self._record_key(link), is_right=True)
             if verdict is AuditVerdict.REFERENCE_WRONG and len(recomputed.peers) == 1:
                 (peer,) = recomputed.peers
                 self._swarm.rpc.standing.fault(peer, Fault.WRONG_RESULTS, f"as a reference: {doubt.reason}")
@@ -254,7 +254,7 @@ class Auditor:
                 self._has_moved = True
                 hops.dispute(successors, f"{link.hop} and another disagree")
             return
-        checks.note(self._key(link), is_right=False)
+        checks.note(self._record_key(link), is_right=False)
         if not link.is_heir:
             hops.convict(link, doubt)
             return
@@ -263,7 +263,7 @@ class Auditor:
         if successors:
             hops.dispute(successors, doubt.reason)
 
-    async def _accuse(
+    async def _accuse_hop(
         self,
         link: HopLink,
         record: SpanRecord,
@@ -294,7 +294,7 @@ class Auditor:
         limit_s = SECOND_TIMEOUT_S if self._is_over else AUDIT_TIMEOUT_S / 2
         try:
             with trio.fail_after(limit_s):
-                third = await self._recompute(link.hop.span, record, statement.inputs, without, vouchers)
+                third = await self._recompute_span(link.hop.span, record, statement.inputs, without, vouchers)
         except (NoRoute, NoConclusion):
             return AuditVerdict.UNDECIDED, "nobody else, of another voucher, holds these blocks"
         except (SwarmError, trio.TooSlowError) as error:
@@ -311,14 +311,14 @@ class Auditor:
 
     # --- computing again -------------------------------------------------------------------------------------
 
-    def _record(self, link: HopLink) -> SpanRecord:
+    def _span_record(self, link: HopLink) -> SpanRecord:
         """Return what the server of a hop announces of the blocks. Raises NoConclusion."""
         for span in self._swarm.view().serving(self._session.terms.model):
             if (span.peer, span.slot) == (link.hop.peer, link.hop.slot):
                 return span
         raise NoConclusion("it does not announce these blocks any more")
 
-    async def _recompute(
+    async def _recompute_span(
         self,
         span: Span,
         record: SpanRecord,

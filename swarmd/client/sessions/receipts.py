@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from swarmd.client.links.ops import count_tokens
 from swarmd.errors import IntegrityError
 from swarmd.protocol.accounts import receipt
 from swarmd.protocol.accounts import usage_receipt as bills
@@ -110,7 +111,7 @@ class HopAccounts:
         self.n_tokens -= cropped(sent.edits)
         self.low = min(self.low, self.n_tokens)
         self.n_before = self.n_tokens
-        n_tokens = 0 if sent.hidden is None else sent.hidden.shape[1]
+        n_tokens = count_tokens(sent)
         self.n_tokens += n_tokens
         self.n_sent += n_tokens
 
@@ -119,9 +120,8 @@ class HopAccounts:
         n_cropped = cropped(sent.edits)
         if n_cropped:
             del self.answers[-n_cropped * DIGEST_BYTES :]
-        n_tokens = 0 if sent.hidden is None else sent.hidden.shape[1]
         digests = b"" if meta is None else digests_of(meta, payload)
-        n_missing = n_tokens - len(digests) // DIGEST_BYTES
+        n_missing = count_tokens(sent) - len(digests) // DIGEST_BYTES
         self.answers += UNSEEN * n_missing + digests
 
     def take_untrusted(
@@ -186,7 +186,11 @@ class HopAccounts:
     def pass_on(self, giver: Place, heir: Place) -> None:
         """A cache moved to another server: what was signed of its tokens holds on, what follows the heir signs."""
         known = self.account(giver)
-        self._accounts[heir] = HopAccount(bytearray(known.inputs), bytearray(known.outputs), is_whole=False)
+        self._accounts[heir] = HopAccount(
+            inputs=bytearray(known.inputs),
+            outputs=bytearray(known.outputs),
+            is_whole=False,
+        )
 
     def note_reopened(self, place: Place) -> None:
         """A hop begins anew: what it signed before is of another cache."""
@@ -213,23 +217,28 @@ def first_disagreement(
     """
     n_both = min(len(given_digests), len(taken_digests)) // DIGEST_BYTES
     for token in range(min(end, n_both)):
-        window = slice(token * DIGEST_BYTES, (token + 1) * DIGEST_BYTES)
-        given = given_digests[window]
-        taken = taken_digests[window]
-        if given == taken:
+        window = digest_window(token)
+        from_giver = given_digests[window]
+        from_taker = taken_digests[window]
+        if from_giver == from_taker:
             continue
-        is_before_open = given == UNSEEN and token < n_tokens_at_open
-        is_not_asked = taken == UNSEEN and is_picky
+        is_before_open = from_giver == UNSEEN and token < n_tokens_at_open
+        is_not_asked = from_taker == UNSEEN and is_picky
         if not is_before_open and not is_not_asked:
             return token
     return None
+
+
+def digest_window(token: int) -> slice:
+    """Return where a token's digest is, among digests of all tokens one behind the other."""
+    return slice(token * DIGEST_BYTES, (token + 1) * DIGEST_BYTES)
 
 
 def has_digests(known: bytes | bytearray, first: int, end: int) -> bool:
     """Is there a digest of each of these tokens?"""
     if len(known) < end * DIGEST_BYTES:
         return False
-    return all(known[token * DIGEST_BYTES : (token + 1) * DIGEST_BYTES] != UNSEEN for token in range(first, end))
+    return all(known[digest_window(token)] != UNSEEN for token in range(first, end))
 
 
 def _replace_from(digests: bytearray, first: int, new_digests: bytes) -> None:

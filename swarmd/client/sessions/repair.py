@@ -151,27 +151,28 @@ class Repairs:
 
     async def _hand_over(self, index: int, link: HopLink) -> None:
         """Open the hop at another holder of its blocks and have the caches sent there. Raises PeerError or NoRoute."""
+        chain = self._chain
         hop = link.hop
-        candidate = self._chain.route(hop.span, is_single_hop=True).hops[0]
+        start = hop.span.start
+        candidate = chain.route(hop.span, is_single_hop=True).hops[0]
         heir = HopLink(Hop(candidate.peer, hop.span, candidate.numerics), is_heir=True)
-        self._chain.links[index] = heir
+        chain.links[index] = heir
         failures: dict[int, PeerError] = {}
-        self._inherited.pop(hop.span.start, None)
-        await self._chain.open_hop(index, failures, inherit=hop.peer)
+        self._inherited.pop(start, None)
+        await chain.open_hop(index, failures, inherit=hop.peer)
         if failures:
             raise failures[index]
-        request = partial(self._chain.requests.hand_over, link, self._chain.epoch, heir.hop.peer)
-        await self._chain.swarm.rpc.call(hop.peer, request, timeout_s=HAND_OVER_TIMEOUT_S)
+        request = partial(chain.requests.hand_over, link, chain.epoch, heir.hop.peer)
+        await chain.swarm.rpc.call(hop.peer, request, timeout_s=HAND_OVER_TIMEOUT_S)
         with trio.move_on_after(HAND_OVER_TIMEOUT_S):
-            while hop.span.start not in self._inherited and not heir.is_lost:
-                await self._chain.changed.wait()
-        if heir.is_lost or hop.span.start not in self._inherited:
+            while start not in self._inherited and not heir.is_lost:
+                await chain.changed.wait()
+        if heir.is_lost or start not in self._inherited:
             raise PeerTimeout(f"{heir.hop} did not take the caches over")
-        heir.received = self._inherited.pop(hop.span.start)
+        heir.received = self._inherited.pop(start)
         with suppress(PeerError):  # of an older version, or gone: its heir is not checked
-            await self._chain.ask_receipt(link)
-        start = hop.span.start
-        self._chain.accounts.pass_on((hop.peer, start), (heir.hop.peer, start))
+            await chain.ask_receipt(link)
+        chain.accounts.pass_on((hop.peer, start), (heir.hop.peer, start))
 
     async def _tell_neighbours(self) -> bool:
         """Open new hops and give surviving ones their neighbours; False when more was lost on the way."""
@@ -182,26 +183,27 @@ class Repairs:
         async with trio.open_nursery() as nursery:
             for index, link in enumerate(self._chain.links):
                 if link.received is not None:
-                    nursery.start_soon(self._reroute, index, failures)
+                    nursery.start_soon(self._reroute_hop, index, failures)
             failures.update(await self._chain.open_hops(fresh))
-        self._chain.raise_if_hopeless({i: e for i, e in failures.items() if i in fresh})
+        of_new = {index: error for index, error in failures.items() if index in fresh}
+        self._chain.raise_if_hopeless(of_new)
         for index, error in failures.items():
             self._chain.drop(self._chain.links[index], error)
         return not failures
 
-    async def _reroute(self, index: int, failures: dict[int, PeerError]) -> None:
-        link = self._chain.links[index]
-        request = partial(
-            self._chain.requests.reroute, self._chain.links, index, self._chain.epoch, self._position.answered
-        )
+    async def _reroute_hop(self, index: int, failures: dict[int, PeerError]) -> None:
+        """Tell a survivor its neighbours, and hear how far it has come; notes why it failed."""
+        chain = self._chain
+        link = chain.links[index]
+        request = partial(chain.requests.reroute, chain.links, index, chain.epoch, self._position.answered)
         try:
-            reply, _ = await self._chain.swarm.rpc.call(link.hop.peer, request, timeout_s=REROUTE_TIMEOUT_S)
+            reply, _ = await chain.swarm.rpc.call(link.hop.peer, request, timeout_s=REROUTE_TIMEOUT_S)
         except PeerError as error:
             failures[index] = error
             return
         link.received = reply.received if isinstance(reply, Rerouted) else 0
         if self._position.answered and not link.received:  # a new hop whose replay was lost needs all of it
-            await self._chain.open_hop(index, failures)
+            await chain.open_hop(index, failures)
 
     async def _catch_up(self) -> bool:
         """Have every sender give its receiver what that lacks, the last pair first; False when one of them failed."""

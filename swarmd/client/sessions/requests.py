@@ -37,7 +37,7 @@ class Requests:
         """Reserve hop ``index``; ``numerics`` binds it in the exact grade, ``inherit`` names who sends its caches."""
         hop = links[index].hop
         terms = self._terms
-        predecessor, successor = _neighbours(links, index)
+        predecessor, successor = _neighbours_of(links, index)
         return OpenSession(
             id=call_id,
             session=self._session,
@@ -70,7 +70,7 @@ class Requests:
         call_id: int,
     ) -> Reroute:
         """Give a surviving hop its neighbours of a new epoch."""
-        predecessor, successor = _neighbours(links, index)
+        predecessor, successor = _neighbours_of(links, index)
         return Reroute(
             id=call_id,
             session=self._session,
@@ -106,7 +106,7 @@ class Requests:
         )
 
 
-def _neighbours(links: Sequence[HopLink], index: int) -> tuple[PeerId, PeerId]:
+def _neighbours_of(links: Sequence[HopLink], index: int) -> tuple[PeerId, PeerId]:
     """The peers before and after hop ``index``; an empty one stands for the client."""
     predecessor = links[index - 1].hop.peer if index else PeerId("")
     successor = links[index + 1].hop.peer if index + 1 < len(links) else PeerId("")

@@ -13,7 +13,7 @@ import torch
 import trio
 
 from swarmd.client.links.link import Doubt, HopLink, ServedLogits, SessionOptions, SessionServices, Statistics
-from swarmd.client.links.ops import WrongCount, read_answer, read_top, split_step
+from swarmd.client.links.ops import WrongCount, count_tokens, read_answer, read_top, split_step
 from swarmd.client.links.timing import MOST_TOKENS
 from swarmd.client.sessions.chain import LEAVING_FOR_S, OPEN_TIMEOUT_S, Chain
 from swarmd.client.sessions.repair import Repairs
@@ -192,11 +192,11 @@ class ChainSession:
         parts = split_step(step_op, () if is_exact else self._prefill_speeds())
         outputs: list[torch.Tensor] = []
         for n_sent, sent in enumerate(parts, 1):
-            n_following = sum(0 if part.hidden is None else part.hidden.shape[1] for part in parts[n_sent:])
-            await self._send(sent, None if want is None else max(0, want - n_following))
+            n_following = sum(count_tokens(part) for part in parts[n_sent:])
+            await self._send_op(sent, None if want is None else max(0, want - n_following))
             most_in_flight = MAX_IN_FLIGHT if n_sent < len(parts) else 1
             while n_sent - len(outputs) >= most_in_flight:
-                outputs.append(await self._receive(first + len(outputs)))
+                outputs.append(await self._receive_answer(first + len(outputs)))
         self._is_busy = False
         self._is_broken = False
         out = None
@@ -218,11 +218,12 @@ class ChainSession:
 
     def _prefill_speeds(self) -> list[float]:
         """Tokens a second that each hop's server says it prefills; 0 where it says nothing."""
-        spans = {span.peer: span for span in self._swarm.view().serving(self.terms.model)}
+        serving = self._swarm.view().serving(self.terms.model)
+        spans = {span.peer: span for span in serving}
         records = [spans.get(link.hop.peer) for link in self.hops.links]
         return [(record.prefill_tokens_per_s or 0.0) if record else 0.0 for record in records]
 
-    async def _send(self, sent: SentOp, want: int | None) -> None:
+    async def _send_op(self, sent: SentOp, want: int | None) -> None:
         if not self._in_flight:
             self._client_s = trio.current_time() - self._progress_at
             self._progress_at = trio.current_time()
@@ -248,15 +249,16 @@ class ChainSession:
         self.history.settle(self._position.answered)  # while the chain computes
         self.history.add(sent)
 
-    async def _receive(self, seq: int) -> torch.Tensor:
+    async def _receive_answer(self, seq: int) -> torch.Tensor:
         """Wait for the answer to op ``seq``; what the client did not want comes as zeros. Raises SwarmError."""
         while seq not in self._answers:
-            await self._wait()
+            await self._wait_for_news()
         return self._answers.pop(seq)
 
     async def refute(self, logits: ServedLogits, reason: str) -> None:
         """Do without the server that gave these logits: they are wrong."""
-        doubt = Doubt(max(0, self.hops.accounts.n_tokens - 1), str(logits.link.hop), reason)
+        last_token = max(0, self.hops.accounts.n_tokens - 1)
+        doubt = Doubt(last_token, str(logits.link.hop), reason)
         self.hops.convict(logits.link, doubt)
 
     async def close(self) -> None:
@@ -442,7 +444,7 @@ class ChainSession:
 
     # --- waiting and repairing -------------------------------------------------------------------------------
 
-    async def _wait(self) -> None:
+    async def _wait_for_news(self) -> None:
         """Wait for news, repair what broke, suspect who is silent. Raises SwarmError when it is hopeless."""
         if self._fatal is not None:
             raise self._fatal

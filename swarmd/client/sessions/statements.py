@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from swarmd.client.links.link import Doubt, HopLink, SessionServices
-from swarmd.client.sessions.receipts import HopAccount, digests, first_disagreement, has_digests
+from swarmd.client.sessions.receipts import HopAccount, digest_window, digests, first_disagreement, has_digests
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import Code, PeerError, PeerTimeout, Refused, RemoteProtocolError, Unreachable
 from swarmd.plan.trust.standing import Fault
@@ -88,25 +88,27 @@ class Statements:
         account = await self._target_account(link)
         if account.last is None:
             raise TokensNotShown("it signed nothing that counts")
-        before_it = await self._neighbour(predecessor)
-        behind_it = await self._neighbour(successor)
+        before_it = await self._ask_neighbour(predecessor)
+        behind_it = await self._ask_neighbour(successor)
         token_bytes = self._session.terms.batch * self._session.width * 4
         end = min(end, account.n_tokens, MAX_AUDIT_BYTES // max(1, token_bytes))
         if end <= first:  # a hop that has just inherited caches, or was just opened
             raise NoConclusion("the hop has signed nothing of this window")
-        inputs = await self._inputs(predecessor, end)
-        seen = [t for t in range(first, end) if has_digests(account.outputs, t, t + 1)]
-        outputs = await self._fetch_outputs(link, seen[0], seen[-1] + 1) if seen else None
+        inputs = await self._fetch_inputs(predecessor, end)
+        seen = [token for token in range(first, end) if has_digests(account.outputs, token, token + 1)]
+        outputs = None
+        if seen:
+            outputs = await self._fetch_outputs(link, seen[0], seen[-1] + 1)
         has_changed = self._hops.epoch != epoch or link not in self._hops.links
         if has_changed or accounts.low < end or accounts.is_reordered:
             raise NoConclusion("the session went on otherwise meanwhile")
         self._require_agreement(before_it, (link, account), behind_it, end)
-        if not has_digests(account.inputs, 0, end) or not self._match(inputs, account.inputs):
+        if not has_digests(account.inputs, 0, end) or not self._matches_digests(inputs, account.inputs):
             raise NoConclusion("what entered the hop is not shown any more as it was")
         if outputs is None:
             raise NoConclusion("nothing of this window has left the hop")
         window = slice(seen[0], seen[-1] + 1)
-        if not self._match(outputs, account.outputs[window.start * DIGEST_BYTES :]):
+        if not self._matches_digests(outputs, account.outputs[window.start * DIGEST_BYTES :]):
             doubt = Doubt(window.start, str(link.hop), "it shows other numbers than it signed")
             self._hops.convict(link, doubt, Fault.UNACCOUNTED)
             raise NoConclusion(doubt.reason)
@@ -116,11 +118,11 @@ class Statements:
         try:
             return await self._hops.ask_receipt(link)
         except Refused as error:
-            raise self._refusal(error) from None
+            raise self._read_refusal(error) from None
         except (PeerTimeout, Unreachable) as error:
             raise SilentHop(str(error)) from None
 
-    async def _neighbour(self, link: HopLink | None) -> Neighbour | None:
+    async def _ask_neighbour(self, link: HopLink | None) -> Neighbour | None:
         """A neighbour with its account. An older version, and a hop that is gone, show none."""
         if link is None:
             return None
@@ -129,7 +131,7 @@ class Statements:
         except PeerError:
             return link, None
 
-    def _refusal(self, error: Refused) -> NoConclusion:
+    def _read_refusal(self, error: Refused) -> NoConclusion:
         if self._hops.accounts.is_reordered:
             return NoConclusion(str(error))
         return ExcusedHop(str(error)) if error.code in NOBODYS_FAULT else TokensNotShown(str(error))
@@ -163,11 +165,12 @@ class Statements:
             return
         names = " and ".join(str(link.hop) for link in links)
         reason = f"{names} signed different numbers of token {token + 1}"
-        self._session.statistics.doubts.append(Doubt(token, str(links[0].hop), reason))
+        doubt = Doubt(token, str(links[0].hop), reason)
+        self._session.statistics.doubts.append(doubt)
         self._hops.dispute(links, reason)
         raise NoConclusion(reason)
 
-    async def _inputs(self, predecessor: HopLink | None, end: int) -> Placed:
+    async def _fetch_inputs(self, predecessor: HopLink | None, end: int) -> Placed:
         """What entered a hop, and the positions, which are the client's own. Raises NoConclusion or PeerError."""
         try:
             hidden, positions = self._session.history.placed(0, end)
@@ -194,7 +197,7 @@ class Statements:
                 request = partial(_want_tokens, key, link.hop.span.start, offset, n)
                 reply, frame = await self._swarm.rpc.call(link.hop.peer, request, timeout_s=ASK_TIMEOUT_S)
             except Refused as error:
-                raise self._refusal(error) from None
+                raise self._read_refusal(error) from None
             if not isinstance(reply, TokensAre) or reply.tensor is None:
                 raise RemoteProtocolError(f"expected tokens, got {type(reply).__name__}")
             hidden, positions, _ = unpack_untrusted(reply.tensor, frame.payload)
@@ -206,13 +209,16 @@ class Statements:
         positions = torch.cat([places for _, places in parts], 1)
         return hidden, positions
 
-    def _match(self, shown: Placed, signed: bytes | bytearray) -> bool:
+    def _matches_digests(self, shown: Placed, signed: bytes | bytearray) -> bool:
         """Are these the numbers whose digests are known? An op that its codec could not hold went raw."""
         hidden, positions = shown
         encoded = digests(hidden, positions, self._session.codec.action)
         raw = digests(hidden, positions, "raw")
-        windows = [slice(t * DIGEST_BYTES, (t + 1) * DIGEST_BYTES) for t in range(hidden.shape[1])]
-        return all(signed[w] in (encoded[w], raw[w], UNSEEN) for w in windows)
+        for token in range(hidden.shape[1]):
+            window = digest_window(token)
+            if signed[window] not in (encoded[window], raw[window], UNSEEN):
+                return False
+        return True
 
     def _as_received(self, inputs: Placed) -> Placed:
         """The same as it came to the hop: what a codec loses on the way is nobody's lie."""

@@ -14,6 +14,7 @@ import torch
 import trio
 
 from swarmd.client.links.link import SessionOptions
+from swarmd.client.links.ops import count_tokens
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import SwarmError, SwarmUnavailable, WrongAnswer
 from swarmd.plan.trust.equality import Bound, bound_of, errors, is_equal, through_hops
@@ -66,7 +67,7 @@ class VerifyingChain:
         if self._failure is not None:
             raise self._failure
         self._waiting.append((sent, _mask_unwanted(out, want)))
-        self._n_waiting += 0 if sent.hidden is None else sent.hidden.shape[1]
+        self._n_waiting += count_tokens(sent)
         if self._n_waiting >= TOKENS_BEHIND and self._idle.is_set():
             self._idle = trio.Event()
             self._start(self._check_waiting)
@@ -92,7 +93,7 @@ class VerifyingChain:
             self._n_waiting = 0
             with trio.CancelScope() as self._checking:
                 for sent, out in merge_cropped(waiting) if not self._is_stopped else ():
-                    await self._check(sent, out)
+                    await self._check_op(sent, out)
         except SwarmError as error:
             self._failure = error
         except BaseException:
@@ -101,7 +102,7 @@ class VerifyingChain:
         finally:
             self._idle.set()
 
-    async def _check(self, sent: SentOp, out: torch.Tensor) -> None:
+    async def _check_op(self, sent: SentOp, out: torch.Tensor) -> None:
         """Compute one op again. Raises WrongAnswer with the first token that differs."""
         second = await self._second_session()
         recomputed = await second.step(sent.edits, sent.hidden, sent.positions, sent.mask, sent.record_past)
@@ -109,7 +110,7 @@ class VerifyingChain:
         if recomputed is None or sent.hidden is None:
             return
         inputs, outputs, expected = (t.detach().float().numpy() for t in (sent.hidden, out, recomputed))
-        bound = self._bound()
+        bound = self._total_bound()
         deviations = errors(inputs, outputs, expected, bound)
         deviations[np.isnan(outputs).all(axis=(0, 2))] = 0.0  # what the client did not want did not come
         comparison = is_equal(deviations, bound)
@@ -136,15 +137,16 @@ class VerifyingChain:
             )
         return self._session
 
-    def _bound(self) -> Bound:
+    def _total_bound(self) -> Bound:
         """What honest answers stay below: a hop rounds, and the next one computes with that."""
         links = list(self._first.hops.links)
         if self._session is not None:
             links += self._session.hops.links
         peers = {link.hop.peer for link in links}
         view = self._first.hops.swarm.view()
-        kinds = {span.quantize for span in view.serving(self._first.terms.model) if span.peer in peers}
-        quantize = "none" if kinds <= {"none"} else "any"
+        spans = view.serving(self._first.terms.model)
+        formats = {span.quantize for span in spans if span.peer in peers}
+        quantize = "none" if formats <= {"none"} else "any"
         bound = bound_of(self._first.terms.dtype, quantize)
         return through_hops(bound, len(self._first.hops.links))
 

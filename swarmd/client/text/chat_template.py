@@ -38,7 +38,7 @@ class ChatTemplate:
         options: dict[str, Any],
     ) -> list[int]:
         """A conversation as tokens. Raises whatever the template raises."""
-        accepted = {*OWN_ARGUMENTS, *self._variables}
+        accepted = {*OWN_ARGUMENTS, *self._template_variables}
         passed_options = {name: value for name, value in options.items() if name in accepted}
         if self._takes_parts:
             messages = [_in_parts(message) for message in messages]
@@ -53,7 +53,7 @@ class ChatTemplate:
         return [int(token) for token in ids]
 
     @cached_property
-    def _variables(self) -> set[str]:
+    def _template_variables(self) -> set[str]:
         """The names that the templates use: nothing else is passed on, least of all what the library itself takes."""
         from transformers.utils.chat_template_utils import _compile_jinja_template as compiled
 
@@ -74,7 +74,7 @@ class ChatTemplate:
         ]
         if self._takes_parts:
             turns = [_in_parts(turn) for turn in turns]
-        shown = self._written(turns, False)
+        shown = self._render_turns(turns, False)
         tail = shown.rpartition(PROBE)[2].lstrip() if PROBE in shown else ""
         added = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
         markers = [text for text in added if text and tail.startswith(text)]
@@ -84,12 +84,12 @@ class ChatTemplate:
     def _takes_parts(self) -> bool:
         """Does it read a message's content as a list of parts, and lose a plain text?"""
         plain = {"role": "user", "content": PROBE}
-        return not self._shows(plain) and self._shows(_in_parts(plain))
+        return not self._shows_probe(plain) and self._shows_probe(_in_parts(plain))
 
-    def _shows(self, message: dict[str, Any]) -> bool:
-        return PROBE in self._written([message], True)
+    def _shows_probe(self, message: dict[str, Any]) -> bool:
+        return PROBE in self._render_turns([message], True)
 
-    def _written(self, messages: list[dict[str, Any]], begins_answer: bool) -> str:
+    def _render_turns(self, messages: list[dict[str, Any]], begins_answer: bool) -> str:
         """What it makes of some turns; "" where it refuses them."""
         try:
             shown = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begins_answer)

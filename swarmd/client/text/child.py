@@ -58,7 +58,7 @@ class Child:
             )
         except OSError as error:  # no memory or no process is free at this moment
             raise SwarmUnavailable(f"no process can be started now: {error}") from None
-        return await self._exchange(b"", within_s)
+        return await self._exchange_lines(b"", within_s)
 
     async def ask(
         self,
@@ -66,7 +66,7 @@ class Child:
         within_s: float,
     ) -> dict[str, Any]:
         """Have one question answered. Raises ChildFailed."""
-        return await self._exchange(json.dumps(question).encode() + b"\n", within_s)
+        return await self._exchange_lines(json.dumps(question).encode() + b"\n", within_s)
 
     async def end(self) -> None:
         """Kill it, if it runs."""
@@ -81,7 +81,7 @@ class Child:
                 if pipe is not None:
                     await pipe.aclose()
 
-    async def _exchange(self, line: bytes, within_s: float) -> dict[str, Any]:
+    async def _exchange_lines(self, line: bytes, within_s: float) -> dict[str, Any]:
         """Send a line and take one; a caller that is cancelled leaves no answer for the next one's question."""
         try:
             with trio.fail_after(within_s):

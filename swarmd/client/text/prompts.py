@@ -58,7 +58,7 @@ class Prompts:
     async def __aenter__(self) -> Self:
         try:
             async with self._turn:
-                await self._start()
+                await self._start_child()
         except trio.Cancelled:
             await self._child.end()
             raise
@@ -81,16 +81,16 @@ class Prompts:
         """
         if not self.has_template:
             raise ConfigError(self._no_template)
-        return await self._ask({"messages": messages, "tools": tools, "options": options})
+        return await self._ask_child({"messages": messages, "tools": tools, "options": options})
 
     async def text(self, text: str, special: bool = True) -> Prompt:
         """Plain text as tokens, with the model's own mark of a beginning if ``special``. Raises as ``chat`` does."""
-        return await self._ask({"text": text, "special": special})
+        return await self._ask_child({"text": text, "special": special})
 
-    async def _ask(self, question: dict[str, Any]) -> Prompt:
+    async def _ask_child(self, question: dict[str, Any]) -> Prompt:
         async with self._turn:
             if not self._child.is_running:  # the last question was too much for it
-                await self._start()
+                await self._start_child()
             try:
                 with trio.CancelScope(shield=True):  # a cancelled caller must not cost the next one the child
                     answer = await self._child.ask(question, self._most_s)
@@ -110,7 +110,7 @@ class Prompts:
             ends=frozenset(answer.get("ends", ())),
         )
 
-    async def _start(self) -> None:
+    async def _start_child(self) -> None:
         """Start the child and wait until it has read the tokenizer; a child that is late has proved nothing."""
         try:
             hello = await self._child.start(STARTED_WITHIN_S)
@@ -191,7 +191,8 @@ def answer(
         raise
     except Exception as error:  # noqa: BLE001 - a template is anybody's program: it fails in any way
         return {"error": f"the model's chat template refuses this: {' '.join(str(error).split())[:300]}"}
-    return {**_check_length(ids), "tail": tokenizer.decode(ids[-64:]), "ends": template.ends}
+    tail = tokenizer.decode(ids[-64:])
+    return {**_check_length(ids), "tail": tail, "ends": template.ends}
 
 
 def _check_length(ids: list[int]) -> dict[str, Any]:

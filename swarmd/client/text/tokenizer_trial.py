@@ -43,7 +43,13 @@ def try_out(folder: Path) -> None:
     command = [sys.executable, "-P", "-m", "swarmd.client.text.tokenizer_trial", str(path)]
     message = f"the tokenizer in {folder} cannot be used"
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=MOST_S)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=MOST_S,
+        )
     except subprocess.TimeoutExpired:
         raise SwarmUnavailable(
             f"trying the tokenizer in {folder} took more than {MOST_S:g} s: this machine is busy; ask again"

@@ -212,20 +212,25 @@ class Tuner:
 
     def save_checkpoint(self) -> None:
         """Write everything that the next step depends on, whole or not at all."""
-        _replace_folder(self._folder / f"{PREFIX}{len(self.losses)}", self._write)
+        _replace_folder(self._folder / f"{PREFIX}{len(self.losses)}", self._write_state)
         for old in checkpoints(self._folder)[KEPT_CHECKPOINTS:]:
             shutil.rmtree(old)
 
     def _write_adapter(self, folder: Path) -> None:
         self.model.save_pretrained(folder, save_embedding_layers=False)  # else PEFT asks the hub about the model
 
-    def _write(self, folder: Path) -> None:
-        tensors = {f"parameter.{name}": p.detach().contiguous() for name, p in self._trained.items()}
+    def _write_state(self, folder: Path) -> None:
+        tensors: dict[str, torch.Tensor] = {}
         for name, parameter in self._trained.items():
+            tensors[f"parameter.{name}"] = parameter.detach().contiguous()
             for kind, value in self._optimizer.state[parameter].items():
                 tensors[f"{kind}.{name}"] = torch.as_tensor(value).contiguous()
         save_file(tensors, folder / TENSORS_FILE)
-        state = {"recipe": asdict(self.recipe), "data": self._data.digest, "losses": self.losses}
+        state = {
+            "recipe": asdict(self.recipe),
+            "data": self._data.digest,
+            "losses": self.losses,
+        }
         (folder / STATE_FILE).write_text(json.dumps(state))
 
     def resume(self) -> int:
@@ -238,7 +243,7 @@ class Tuner:
                 logger.warning("%s is damaged (%s): an older one is tried", folder, error)
                 continue
             self._require_same(state, folder)
-            self._restore(tensors)
+            self._restore_state(tensors)
             self.losses = list(state["losses"])
             return len(self.losses)
         return 0
@@ -255,7 +260,7 @@ class Tuner:
         if state["data"] != self._data.digest:
             raise ConfigError(f"{folder} was made with other data: take the same file, or another --out")
 
-    def _restore(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _restore_state(self, tensors: dict[str, torch.Tensor]) -> None:
         for name, parameter in self._trained.items():
             parameter.data.copy_(tensors[f"parameter.{name}"])
             state = {kind: tensors[f"{kind}.{name}"] for kind in ADAMW if f"{kind}.{name}" in tensors}
@@ -263,6 +268,9 @@ class Tuner:
                 self._optimizer.state[parameter] = state
 
 
+# A crash may come between any two of these steps. The new folder is filled under a name that nobody reads, and synced
+# to disk before it gets its own name. So a folder that has its name is whole. For a moment there is none: that is why
+# KEPT_CHECKPOINTS is two, and ``resume`` takes the newest that can be read.
 def _replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
     """Fill a folder beside, and put it in place when it is on disk; a crash leaves no half of it there."""
     new = folder.with_name(f".{folder.name}.new")

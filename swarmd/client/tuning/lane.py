@@ -191,7 +191,7 @@ class Lane:
             self.failure = failure
             self._over.set()
         for pending in self._pending.values():
-            self._settle(pending, failure)
+            self._fail_pending(pending, failure)
 
     # --- passes ----------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class Lane:
         frames = forward_frames(header, first.span.start, batch.hidden, places, self.codec.action, sent_rows)
         pending = _Pending(batch.hidden)
         try:
-            await self._exchange((Forward, seq), pending, first, frames)
+            await self._exchange_pass((Forward, seq), pending, first, frames)
         except BaseException:
             self.live.discard(seq)
             raise
@@ -231,13 +231,13 @@ class Lane:
         gradient_names = {start: names for start, names in names_by_hop.items() if names}
         pending = _Pending(gradient, gradient_names, tuned)
         try:
-            await self._exchange((Backward, seq), pending, last, frames)
+            await self._exchange_pass((Backward, seq), pending, last, frames)
         finally:
             self.live.discard(seq)
         assert pending.values is not None
         return pending.values, pending.gradients
 
-    async def _exchange(
+    async def _exchange_pass(
         self,
         kind: tuple[type, int],
         pending: _Pending,
@@ -247,14 +247,14 @@ class Lane:
         self._pending[kind] = pending
         try:
             async with self._while_open() as nursery:
-                nursery.start_soon(self._send, hop, frames)
+                nursery.start_soon(self._send_frames, hop, frames)
                 await pending.done.wait()
         finally:
             del self._pending[kind]
         if pending.failure is not None:
             raise pending.failure
 
-    async def _send(self, hop: Hop, frames: Iterator[bytes]) -> None:
+    async def _send_frames(self, hop: Hop, frames: Iterator[bytes]) -> None:
         try:
             channel = await self._swarm.rpc.channel(hop.peer, "training")
             for frame in frames:
@@ -338,7 +338,8 @@ class Lane:
         t_before = sum(part.shape[1] for part in pending.parts)
         if number != len(pending.parts):
             raise RemoteProtocolError(f"part {number} came after {len(pending.parts)}")
-        if (message.tensor.b, message.tensor.d) != (b, d) or t_before + message.tensor.t > t:
+        tensor = message.tensor
+        if (tensor.b, tensor.d) != (b, d) or t_before + tensor.t > t:
             raise RemoteProtocolError(f"expected {tuple(pending.template.shape)} in parts, got {message.tensor}")
         if is_forward and message.tensor.has_positions:  # a lane that ends before the model does
             part, _, _ = unpack_untrusted(message.tensor, frame.payload)
@@ -347,7 +348,7 @@ class Lane:
         if isinstance(message, Forward) and number == 0:
             pending.rows = message.rows
         pending.parts.append(part if isinstance(message, Forward) else part / message.scale)
-        if number + 1 == n_parts:
+        if number + 1 >= n_parts:
             self._take_values(pending, is_forward)
 
     def _take_values(self, pending: _Pending, is_forward: bool) -> None:
@@ -366,14 +367,15 @@ class Lane:
             text = (
                 f"{giver} gave values that are not finite (if all do, the training diverges: lower the learning rate)"
             )
-            self._settle(pending, LaneFailed(text, giver.peer, is_final=True))
+            self._fail_pending(pending, LaneFailed(text, giver.peer, is_final=True))
             return
         pending.values = values
-        self._finish(pending)
+        self._finish_if_complete(pending)
 
     async def _pass_on(self, message: Forward | Backward, frame: Frame) -> None:
         """A hop that cannot reach its successor gives its output to the client, for the hop that it is meant for."""
-        hop = next((h for h in self.hops if h.span.start == message.start), None)
+        receivers = [hop for hop in self.hops if hop.span.start == message.start]
+        hop = receivers[0] if receivers else None
         if not isinstance(message, Forward) or hop is None:
             raise RemoteProtocolError(f"no hop of this lane starts at block {message.start}")
         try:
@@ -408,21 +410,18 @@ class Lane:
         del pending.gradients_from[message.start]
         has_names = set(tensors) == set(names)
         fits = has_names and all(tensors[name].shape == parameters[name].shape for name in names)
-        are_finite = all(
-            gradient.is_floating_point() and torch.isfinite(gradient).all() for gradient in tensors.values()
-        )
-        if not fits or not are_finite:
+        if not fits or not all(_is_finite(gradient) for gradient in tensors.values()):
             raise RemoteProtocolError("gradients of other parameters than were given, or not finite")
         pending.gradients |= {name: tensors[name].to(parameters[name].dtype) for name in names}
-        self._finish(pending)
+        self._finish_if_complete(pending)
 
     @staticmethod
-    def _finish(pending: _Pending) -> None:
+    def _finish_if_complete(pending: _Pending) -> None:
         if pending.values is not None and not pending.gradients_from:
             pending.done.set()
 
     @staticmethod
-    def _settle(pending: _Pending, failure: LaneFailed) -> None:
+    def _fail_pending(pending: _Pending, failure: LaneFailed) -> None:
         pending.failure = pending.failure or failure
         pending.done.set()
 
@@ -438,7 +437,7 @@ class Lane:
         is_over = True
         has_declined = False
         if hop is not None and code is Code.NOT_FINITE:
-            blame = self._giver(hop, is_backward)
+            blame = self._input_giver(hop, is_backward)
         elif code is Code.NOT_HELD:
             is_over = False
             if not is_backward:  # it lacks parameters, or the rows that changes refer to
@@ -465,7 +464,7 @@ class Lane:
         if is_over:
             self.fail(failure)
         for kind in kinds:
-            self._settle(self._pending[kind], failure)
+            self._fail_pending(self._pending[kind], failure)
 
     def _refusing_hop(self, block: int, is_backward: bool) -> Hop | None:
         """The hop that a refusal names by the block at which it takes its input; else by its first block."""
@@ -474,7 +473,7 @@ class Lane:
                 return hop
         return next((hop for hop in self.hops if hop.span.start == block), None)
 
-    def _giver(self, hop: Hop, is_backward: bool) -> tuple[PeerId, ...]:
+    def _input_giver(self, hop: Hop, is_backward: bool) -> tuple[PeerId, ...]:
         """Whoever gave a hop its input; nobody is the client itself."""
         index = self.hops.index(hop) + (1 if is_backward else -1)
         return (self.hops[index].peer,) if 0 <= index < len(self.hops) else ()
@@ -495,9 +494,9 @@ class Lane:
             self.fail(LaneFailed(f"nothing came for {SILENT_S:.0f} s", *(hop.peer for hop in self.hops)))
         async with trio.open_nursery() as nursery:
             for hop in self.hops:
-                nursery.start_soon(self._ping, hop)
+                nursery.start_soon(self._ping_hop, hop)
 
-    async def _ping(self, hop: Hop) -> None:
+    async def _ping_hop(self, hop: Hop) -> None:
         try:
             await self._swarm.rpc.call(
                 hop.peer,
@@ -506,3 +505,7 @@ class Lane:
             )
         except PeerError as error:
             self.fail(LaneFailed(f"{hop} gives no sign of life: {error}", hop.peer))
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    return values.is_floating_point() and bool(torch.isfinite(values).all())

@@ -105,22 +105,22 @@ class LaneAudits:
 
         None: nothing does, because a server that is banned now had a part in it.
         """
-        due = self._due(ticket.lane)
+        due = self._due_hops(ticket.lane)
         limit_s = _limit_s(took_s)
         try:
-            if due and self._format(*ticket.lane.hops) == MIXED:
+            if due and self._weight_format(*ticket.lane.hops) == MIXED:
                 ticket = await self._audit_one_hop(due[0], ticket, limit_s)
                 due = []
-            duplicates = await self._duplicates(ticket, due, limit_s) if due else []
+            duplicates = await self._compute_duplicates(ticket, due, limit_s) if due else []
             for duplicate in duplicates:
                 other = duplicate.ticket
                 first: LaneAnswer = (ticket.out, {})
                 second: LaneAnswer = (other.out, {})
-                verdict, third = await self._verdict(ticket, other, ticket.batch.hidden, first, second, None)
+                verdict, third = await self._judge_answers(ticket, other, ticket.batch.hidden, first, second, None)
                 if verdict is AuditVerdict.WRONG:
                     other.duplicates = [DuplicateBatch(third, other.lane.hops)] if third is not None else []
                     other.holders = ticket.holders
-                    return other if self._banned(other.lane) is None else None
+                    return other if self._banned_hop(other.lane) is None else None
                 if verdict is AuditVerdict.UNDECIDED:
                     break
                 if verdict is AuditVerdict.RIGHT and not ticket.batch.keep:
@@ -130,27 +130,27 @@ class LaneAudits:
                     ticket.duplicates.append(DuplicateBatch(accepted, duplicate.audited))
         except SwarmError as error:
             self._record_no_conclusion(ticket.lane.hops, error)
-        return ticket if self._banned(ticket.lane) is None else None
+        return ticket if self._banned_hop(ticket.lane) is None else None
 
-    def _due(self, lane: Lane) -> list[Hop]:
+    def _due_hops(self, lane: Lane) -> list[Hop]:
         """Hops whose turn it is to be looked at, those first that were so the least."""
         if self.terms.codec == CHANGES:
             return []
         checks = self.history.checks
-        due = [hop for hop in lane.hops if checks.is_due(self._key(hop), self.terms.verify).action]
-        return sorted(due, key=lambda hop: checks.record(self._key(hop)).n_checks)
+        due = [hop for hop in lane.hops if checks.is_due(self._record_key(hop), self.terms.verify).action]
+        return sorted(due, key=lambda hop: checks.record(self._record_key(hop)).n_checks)
 
     async def _audit_one_hop(self, hop: Hop, ticket: ForwardTicket, limit_s: float) -> ForwardTicket:
         """Where hops round in different ways, chains are not compared: ask one hop alone, beside its like."""
         gradient = torch.randn_like(ticket.batch.hidden)
         verdict, _ = await self._audit_alone(hop, ticket.batch, gradient)
         if verdict is AuditVerdict.WRONG:
-            self._convict((hop,), "alone, beside two others")
+            self._convict_hops((hop,), "alone, beside two others")
             return await self.lanes.recompute(ticket.batch, frozenset({hop.peer}), MIXED, limit_s)
         self._note_right((hop,))
         return ticket
 
-    async def _duplicates(
+    async def _compute_duplicates(
         self,
         ticket: ForwardTicket,
         due: list[Hop],
@@ -166,7 +166,7 @@ class LaneAudits:
         async def compute_without(*audited: Hop) -> list[DuplicateBatch]:
             try:
                 peers = frozenset(hop.peer for hop in audited)
-                recomputed = await self.lanes.recompute(ticket.batch, peers, self._format(*hops), limit_s)
+                recomputed = await self.lanes.recompute(ticket.batch, peers, self._weight_format(*hops), limit_s)
             except SwarmError as error:
                 failures.append(error)
                 return []
@@ -190,39 +190,43 @@ class LaneAudits:
         limit_s = _limit_s(took_s)
         try:
             if ticket.was_resent:
-                due = self._due(ticket.lane)
-                if due and self._format(*ticket.lane.hops) != MIXED:
-                    duplicates = await self._duplicates(ticket, due, limit_s)
+                due = self._due_hops(ticket.lane)
+                if due and self._weight_format(*ticket.lane.hops) != MIXED:
+                    duplicates = await self._compute_duplicates(ticket, due, limit_s)
             for duplicate in duplicates:
-                other_answer = await self._back(duplicate, gradient, limit_s)
+                other_answer = await self._send_duplicate_back(duplicate, gradient, limit_s)
                 if other_answer is None:
                     continue
-                verdict, _ = await self._verdict(ticket, duplicate.ticket, gradient, answer, other_answer, gradient)
+                verdict, _ = await self._judge_answers(
+                    ticket, duplicate.ticket, gradient, answer, other_answer, gradient
+                )
                 if verdict is AuditVerdict.RIGHT:
                     self._note_right(duplicate.audited)
                 elif verdict is AuditVerdict.WRONG:
-                    return other_answer if self._banned(duplicate.ticket.lane) is None else None
+                    return other_answer if self._banned_hop(duplicate.ticket.lane) is None else None
                 elif verdict is AuditVerdict.UNDECIDED:
                     break
         except SwarmError as error:
             self._record_no_conclusion(ticket.lane.hops, error)
-        return answer if self._banned(ticket.lane) is None else None
+        return answer if self._banned_hop(ticket.lane) is None else None
 
-    async def _back(self, duplicate: DuplicateBatch, gradient: torch.Tensor, limit_s: float) -> LaneAnswer | None:
+    async def _send_duplicate_back(
+        self, duplicate: DuplicateBatch, gradient: torch.Tensor, limit_s: float
+    ) -> LaneAnswer | None:
         """The gradients of a twin, if they come; who takes too long is left out for a while."""
         try:
             with trio.fail_after(limit_s):
                 return await self.lanes.send_back(duplicate.ticket, gradient)
         except trio.TooSlowError:
             self._record_finding(duplicate.audited, "inconclusive", "others did not answer in time")
-            self.lanes.decline(_peers(duplicate.ticket.lane))
+            self.lanes.decline(_peers_of(duplicate.ticket.lane))
         except SwarmError as error:
             self._record_no_conclusion(duplicate.audited, error)
         return None
 
     # --- deciding --------------------------------------------------------------------------------------------
 
-    async def _verdict(
+    async def _judge_answers(
         self,
         ticket: ForwardTicket,
         duplicate: ForwardTicket,
@@ -235,25 +239,28 @@ class LaneAudits:
 
         Returns the ticket of a third chain, too, if one decided. ``gradient`` None: the answers are of the forward.
         """
-        comparison = compare_answers(inputs, first, second, self._bound(ticket.lane, duplicate.lane))
+        comparison = compare_answers(inputs, first, second, self._bound_of_lanes(ticket.lane, duplicate.lane))
         if comparison.action:
             return AuditVerdict.RIGHT, None
         with trio.move_on_after(DECIDE_WITHIN_S):
-            for lane, verdict in ((ticket.lane, AuditVerdict.WRONG), (duplicate.lane, AuditVerdict.REFERENCE_WRONG)):
+            verdicts = ((ticket.lane, AuditVerdict.WRONG), (duplicate.lane, AuditVerdict.REFERENCE_WRONG))
+            for lane, verdict in verdicts:
                 hop = await self._find_wrong_hop(lane, ticket.batch)
                 if hop is not None:
-                    self._convict((hop,), comparison.reason)
+                    self._convict_hops((hop,), comparison.reason)
                     return verdict, None
             verdict, third = await self._ask_third_chain(ticket, duplicate, inputs, first, second, gradient)
             if verdict is not AuditVerdict.UNDECIDED:
                 wrong = ticket if verdict is AuditVerdict.WRONG else duplicate
-                self._convict(wrong.lane.hops, comparison.reason)
+                self._convict_hops(wrong.lane.hops, comparison.reason)
                 return verdict, third
         self._record_finding(ticket.lane.hops, str(AuditVerdict.UNDECIDED), comparison.reason)
-        self.doubts.append(f"{_names(ticket.lane.hops)} and {_names(duplicate.lane.hops)} disagree on a micro-batch")
+        self.doubts.append(
+            f"{_names_of(ticket.lane.hops)} and {_names_of(duplicate.lane.hops)} disagree on a micro-batch"
+        )
         if ticket.lane.hops not in self.undecided:  # once: the other one may be wrong
             self.undecided.add(ticket.lane.hops)
-            self.lanes.decline(_peers(ticket.lane))
+            self.lanes.decline(_peers_of(ticket.lane))
         return AuditVerdict.UNDECIDED, None
 
     async def _find_wrong_hop(self, lane: Lane, batch: MicroBatch) -> Hop | None:
@@ -265,7 +272,7 @@ class LaneAudits:
         generator = torch.Generator().manual_seed(0)
         gradient = torch.randn(hidden.shape, generator=generator).to(hidden.dtype)
         for hop in lane.hops:
-            banned = self._banned(lane)
+            banned = self._banned_hop(lane)
             if banned is not None:
                 return banned
             part = replace(batch, hidden=hidden)
@@ -273,12 +280,12 @@ class LaneAudits:
                 verdict, hidden = await self._audit_alone(hop, part, gradient)
             except SwarmError as error:
                 logger.info("%s could not be checked alone: %s", hop, error)
-                return self._banned(lane)
+                return self._banned_hop(lane)
             if verdict is AuditVerdict.WRONG:
                 return hop
         return None
 
-    def _banned(self, lane: Lane) -> Hop | None:
+    def _banned_hop(self, lane: Lane) -> Hop | None:
         banned = (hop for hop in lane.hops if self.swarm.rpc.standing.ban_left_s(hop.peer))
         return next(banned, None)
 
@@ -286,7 +293,7 @@ class LaneAudits:
         self, hop: Hop, part: MicroBatch, gradient: torch.Tensor
     ) -> tuple[AuditVerdict, torch.Tensor]:
         """Two of three on one hop, and what leaves it by what they say. Raises SwarmError without three."""
-        quantize = self._format(hop)
+        quantize = self._weight_format(hop)
         bound = bound_of(self.terms.dtype, quantize)
         part = replace(part, keep=True)
 
@@ -305,10 +312,11 @@ class LaneAudits:
                 break
         if len(references) < 2:
             raise NoRoute(f"{len(references)} others, of other vouchers, hold {hop.span} and answer")
-        verdict = two_of_three(False, agree(audited, references[1]), agree(references[0], references[1]))
+        first, second = references
+        verdict = two_of_three(False, agree(audited, second), agree(first, second))
         if verdict is AuditVerdict.UNDECIDED:
             raise NoRoute(f"three answers for {hop.span} are three")
-        right = audited if verdict is AuditVerdict.REFERENCE_WRONG else references[1]
+        right = audited if verdict is AuditVerdict.REFERENCE_WRONG else second
         return verdict, _forward_output(right)
 
     async def _ask_third_chain(
@@ -322,46 +330,48 @@ class LaneAudits:
     ) -> tuple[AuditVerdict, ForwardTicket | None]:
         """Have a third chain say which of two was wrong: one that lies only beside others is wrong as a whole."""
         with suppress(SwarmError):
-            excluded = self._same_sponsors(_peers(ticket.lane) | _peers(duplicate.lane))
-            quantize = self._format(*ticket.lane.hops)
+            excluded = self._same_sponsors(_peers_of(ticket.lane) | _peers_of(duplicate.lane))
+            quantize = self._weight_format(*ticket.lane.hops)
             third = await self.lanes.recompute(ticket.batch, excluded, quantize, DECIDE_WITHIN_S)
-            answer = (third.out, {}) if gradient is None else await self.lanes.send_back(third, gradient)
-            first_agrees = compare_answers(inputs, first, answer, self._bound(ticket.lane, third.lane))
-            second_agrees = compare_answers(inputs, second, answer, self._bound(duplicate.lane, third.lane))
+            answer: LaneAnswer = (third.out, {})
+            if gradient is not None:
+                answer = await self.lanes.send_back(third, gradient)
+            first_agrees = compare_answers(inputs, first, answer, self._bound_of_lanes(ticket.lane, third.lane))
+            second_agrees = compare_answers(inputs, second, answer, self._bound_of_lanes(duplicate.lane, third.lane))
             return two_of_three(False, first_agrees.action, second_agrees.action), third
         return AuditVerdict.UNDECIDED, None
 
-    def _convict(self, hops: tuple[Hop, ...], reason: str) -> None:
+    def _convict_hops(self, hops: tuple[Hop, ...], reason: str) -> None:
         """Do without a hop, or for a while without several of which one was wrong."""
         fault = Fault.WRONG_RESULTS if len(hops) == 1 else Fault.FAULTY_NUMBERS
         if all(self.swarm.rpc.standing.ban_left_s(hop.peer) for hop in hops):
             return  # another micro-batch has shown it
         for hop in hops:
             self.swarm.rpc.standing.fault(hop.peer, fault, f"fine-tuning: {reason}")
-            self.history.checks.note(self._key(hop), is_right=False)
+            self.history.checks.note(self._record_key(hop), is_right=False)
         self._record_finding(hops, str(AuditVerdict.WRONG), reason)
-        self.doubts.append(f"{_names(hops)} computed wrongly in fine-tuning, and is left out: {reason}")
+        self.doubts.append(f"{_names_of(hops)} computed wrongly in fine-tuning, and is left out: {reason}")
         self.lanes.decline(hop.peer for hop in hops)
 
     # --- what is compared, and with whom ------------------------------------------------------------------------
 
-    def _format(self, *hops: Hop) -> str:
+    def _weight_format(self, *hops: Hop) -> str:
         """How the weights of these hops are kept, as their servers announce; MIXED where they differ."""
         servers = {(hop.peer, hop.slot) for hop in hops}
         spans = self.swarm.view().serving(self.terms.model)
         formats = {span.quantize for span in spans if (span.peer, span.slot) in servers}
         return formats.pop() if len(formats) == 1 else MIXED
 
-    def _bound(self, *lanes: Lane) -> Bound:
+    def _bound_of_lanes(self, *lanes: Lane) -> Bound:
         """What honest lanes stay below: by their weights' format where numbers travel as they are."""
         hops = [hop for lane in lanes for hop in lane.hops]
         is_raw = all(lane.codec.action == "raw" for lane in lanes)
-        bound = bound_of(self.terms.dtype, self._format(*hops)) if is_raw else ROUNDED
+        bound = bound_of(self.terms.dtype, self._weight_format(*hops)) if is_raw else ROUNDED
         return through_hops(bound, max(len(lane.hops) for lane in lanes))
 
     def _other_holders(self, hop: Hop) -> list[PeerId]:
         """Others that hold the blocks of a hop, one of each voucher but its own, in an order nobody can foresee."""
-        quantize = self._format(hop)
+        quantize = self._weight_format(hop)
         by_voucher = {self.history.voucher_of(hop.peer): hop.peer}
         spans = self.swarm.view().serving(self.terms.model)
         for span in self.history.checks.shuffle(spans):
@@ -377,12 +387,12 @@ class LaneAudits:
         hosts = {PeerId(span.peer) for span in spans}
         return peers | {peer for peer in hosts if self.history.voucher_of(peer) in vouchers}
 
-    def _key(self, hop: Hop) -> str:
+    def _record_key(self, hop: Hop) -> str:
         return f"{hop.peer}/{self.terms.model[:16]}/{hop.span.start}:{hop.span.end}/tuning"
 
     def _note_right(self, audited: tuple[Hop, ...]) -> None:
         for hop in audited:
-            self.history.checks.note(self._key(hop), is_right=True)
+            self.history.checks.note(self._record_key(hop), is_right=True)
         self._record_finding(audited, str(AuditVerdict.RIGHT), "a micro-batch, there and back")
 
     def _record_no_conclusion(self, hops: tuple[Hop, ...], error: SwarmError) -> None:
@@ -393,8 +403,8 @@ class LaneAudits:
 
     def _record_finding(self, hops: tuple[Hop, ...], outcome: str, reason: str) -> None:
         level = logging.INFO if outcome in (AuditVerdict.RIGHT, "inconclusive") else logging.WARNING
-        logger.log(level, "audit of the lane through %s: %s: %s", _names(hops), outcome, reason)
-        self.history.checks.record_finding(CheckFinding(_names(hops), outcome, reason))
+        logger.log(level, "audit of the lane through %s: %s: %s", _names_of(hops), outcome, reason)
+        self.history.checks.record_finding(CheckFinding(_names_of(hops), outcome, reason))
 
 
 def compare_answers(
@@ -436,9 +446,9 @@ def _floats(values: torch.Tensor) -> np.ndarray:
     return np.asarray(values.detach().float().numpy())
 
 
-def _peers(lane: Lane) -> frozenset[PeerId]:
+def _peers_of(lane: Lane) -> frozenset[PeerId]:
     return frozenset(hop.peer for hop in lane.hops)
 
 
-def _names(hops: tuple[Hop, ...]) -> str:
+def _names_of(hops: tuple[Hop, ...]) -> str:
     return ", ".join(map(str, hops))

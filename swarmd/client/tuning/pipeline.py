@@ -109,17 +109,17 @@ class Pipeline:
         """Send micro-batches through the chain, side by side. Raises SwarmError when one cannot be computed."""
         if self._terms.adapter:
             raise ConfigError("a model with an adapter of the catalog is not tuned: load that with PEFT, and train it")
-        return await self._run_all([partial(self._forward, batch) for batch in batches])
+        return await self._run_all([partial(self._forward_batch, batch) for batch in batches])
 
     async def backward(self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]) -> list[LaneAnswer]:
         """Gradients of what entered, and of the client's parameters, for each micro-batch. Raises SwarmError."""
         pairs = zip(tickets, gradients, strict=True)
-        return await self._run_all([partial(self._backward, ticket, gradient) for ticket, gradient in pairs])
+        return await self._run_all([partial(self._backward_batch, ticket, gradient) for ticket, gradient in pairs])
 
     async def close(self) -> None:
         """End all lanes; the next micro-batch opens new ones."""
         for lane in list(self._lanes.values()):
-            await self._drop(lane)
+            await self._drop_lane(lane)
 
     async def _run_all(
         self,
@@ -144,9 +144,9 @@ class Pipeline:
 
     # --- one micro-batch -------------------------------------------------------------------------------------
 
-    async def _forward(self, batch: MicroBatch) -> ForwardTicket:
+    async def _forward_batch(self, batch: MicroBatch) -> ForwardTicket:
         while True:
-            async with self._slot(is_backward=False):
+            async with self._hold_slot(is_backward=False):
                 begun = trio.current_time()
                 ticket = await self._with_retries(partial(self._try_forward, batch))
                 took_s = trio.current_time() - begun
@@ -155,9 +155,9 @@ class Pipeline:
                 return counted
             self.statistics.retries.append(WRONG)
 
-    async def _backward(self, ticket: ForwardTicket, gradient: torch.Tensor) -> LaneAnswer:
+    async def _backward_batch(self, ticket: ForwardTicket, gradient: torch.Tensor) -> LaneAnswer:
         while True:
-            async with self._slot(is_backward=True):
+            async with self._hold_slot(is_backward=True):
                 begun = trio.current_time()
                 answer = await self._with_retries(partial(self.send_back, ticket, gradient))
                 took_s = trio.current_time() - begun
@@ -175,7 +175,7 @@ class Pipeline:
         lane: Lane | None = None
         try:
             with trio.fail_after(limit_s):
-                lane = await self._lane(b * t, holders)
+                lane = await self._open_lane(b * t, holders)
                 with _Load(self._load_of_peer, lane):
                     seq, out = await self._await_lane(lane, lane.forward(batch))
         except trio.TooSlowError:
@@ -210,11 +210,11 @@ class Pipeline:
                 self._declined.forgive(hop.peer)
             return result
         except LaneFailed as error:
-            self._blame(error)
+            self._leave_out_blamed(error)
             raise
         finally:
             if not lane.is_open:
-                await self._drop(lane)
+                await self._drop_lane(lane)
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try until it works, or PATIENCE_S after the first failure. Raises SwarmUnavailable or NoRoute."""
@@ -268,7 +268,7 @@ class Pipeline:
             quantize=quantize,
             codec="raw",
         )
-        lane = Lane(self._swarm, terms, self._route(1, OtherHolders(), terms))
+        lane = Lane(self._swarm, terms, self._choose_route(1, OtherHolders(), terms))
         self._listeners[lane.key] = lane
         try:
             with trio.fail_after(ALONE_TIMEOUT_S):  # nobody else looks whether such a lane is alive
@@ -279,7 +279,7 @@ class Pipeline:
             raise LaneFailed(f"{peer[-8:]} did not compute {span} alone within {ALONE_TIMEOUT_S:.0f} s") from None
         finally:
             with trio.CancelScope(shield=True):
-                await self._drop(lane)
+                await self._drop_lane(lane)
 
     def decline(self, peers: Iterable[PeerId]) -> None:
         """Do without some peers for a while: lanes through them take nothing more."""
@@ -291,7 +291,7 @@ class Pipeline:
 
     # --- lanes -----------------------------------------------------------------------------------------------
 
-    async def _lane(self, n_tokens: int, holders: OtherHolders) -> Lane:
+    async def _open_lane(self, n_tokens: int, holders: OtherHolders) -> Lane:
         """The lane that is free first. Raises LaneFailed or NoRoute."""
         lane = self._lanes.get(self._choose_hops(n_tokens, holders))
         if lane is not None and lane.can_take_more:
@@ -307,9 +307,9 @@ class Pipeline:
                 await lane.open()
             except BaseException as error:
                 if isinstance(error, LaneFailed):
-                    self._blame(error)
+                    self._leave_out_blamed(error)
                 with trio.CancelScope(shield=True):
-                    await self._drop(lane)
+                    await self._drop_lane(lane)
                 raise
             self._lanes[hops] = lane
             self.layer_arity = lane.layer_arity
@@ -323,9 +323,9 @@ class Pipeline:
     def _choose_hops(self, n_tokens: int, holders: OtherHolders) -> tuple[Hop, ...]:
         if self._terms.route and not holders.without:
             return self._terms.route
-        return self._route(n_tokens, holders, self._terms)
+        return self._choose_route(n_tokens, holders, self._terms)
 
-    def _route(self, n_tokens: int, holders: OtherHolders, terms: SessionOptions) -> tuple[Hop, ...]:
+    def _choose_route(self, n_tokens: int, holders: OtherHolders, terms: SessionOptions) -> tuple[Hop, ...]:
         """Choose the hops that are free first: proven ones, else unproven ones, else all that there are.
 
         Raises NoRoute.
@@ -375,10 +375,10 @@ class Pipeline:
                 for lane in self._lanes.values():
                     nursery.start_soon(lane.check_alive)
                 for peer in [p for p in self._suspects if standing.allows(p)]:
-                    nursery.start_soon(self._probe, peer)
+                    nursery.start_soon(self._probe_peer, peer)
         self._is_watching = False
 
-    async def _probe(self, peer: PeerId) -> None:
+    async def _probe_peer(self, peer: PeerId) -> None:
         """Ask whoever was to blame whether it is there, so that no micro-batch has to find out."""
         try:
             await self._swarm.rpc.call(peer, lambda call_id: Ping(id=call_id), timeout_s=PROBE_TIMEOUT_S)
@@ -387,7 +387,10 @@ class Pipeline:
         except PeerError:
             self._swarm.rpc.standing.leave_out(peer, "it does not answer a ping", AGAIN_AFTER_S, AGAIN_AFTER_S)
 
-    def _blame(self, failure: LaneFailed) -> None:
+    # Two measures, because blame may be wrong. A server that said no itself, or one of several that may be at fault, is
+    # declined: only this pipeline does without it. One that failed alone is left out by everything in this client.
+    # Suspects get no micro-batch until they have answered a ping (``_probe_peer``).
+    def _leave_out_blamed(self, failure: LaneFailed) -> None:
         """Leave out whoever is to blame, longer each time until it has done something right."""
         blame = failure.blame
         failure.blame = ()  # once, however many micro-batches it cost
@@ -399,7 +402,7 @@ class Pipeline:
             if not failure.has_declined:
                 self._suspects.add(peer)
 
-    async def _drop(self, lane: Lane) -> None:
+    async def _drop_lane(self, lane: Lane) -> None:
         self._listeners.pop(lane.key, None)
         if self._lanes.get(lane.hops) is lane:
             del self._lanes[lane.hops]
@@ -408,7 +411,7 @@ class Pipeline:
     # --- how many at a time ----------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _slot(self, *, is_backward: bool) -> AsyncIterator[None]:
+    async def _hold_slot(self, *, is_backward: bool) -> AsyncIterator[None]:
         """Wait for a place among those under way, and hold it."""
         window = self._windows[is_backward]
         while True:

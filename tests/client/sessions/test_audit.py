@@ -230,7 +230,7 @@ async def test_who_falls_silent_at_the_end_leaves_a_doubt(virtual_time: MockCloc
 
 async def test_who_was_right_for_long_may_die_without_a_doubt(virtual_time: MockClock) -> None:
     async with chat(*THREE) as run:
-        key = run.session.auditor._key(run.session.hops.links[0])  # type: ignore[union-attr]
+        key = run.session.auditor._record_key(run.session.hops.links[0])  # type: ignore[union-attr]
         run.client.checks._records[key] = AuditRecord(1_000, 1_000, 0)
         run.client.checks._rng.random = lambda: 0.5  # type: ignore[method-assign]
         await silence_after(run, 4)
