@@ -258,7 +258,7 @@ class AsyncSwarm:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Exchange records with one member, whoever answers first. Raises SwarmUnavailable."""
+        """Exchange records with one member, the first that answers. Raises SwarmUnavailable."""
         members = sorted(self.view().peers)
         shuffled = self._rng.sample(members, len(members))
         peers = list(dict.fromkeys([*shuffled, *self._membership.bootstrap]))

@@ -1,4 +1,4 @@
-"""What a client found of servers by checking their answers: how often who was right, what checking cost, who was wrong.
+"""What a client found by checking the answers of servers: how often each was right or wrong, and what checking cost.
 
 With a file it outlives the process. The rules are ``plan.trust.audits``'s.
 """

@@ -56,7 +56,7 @@ class SessionServices(Protocol):
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]: ...
 
     def trust(self) -> Mapping[tuple[str, int], Trust]:
-        """How each server, (peer, slot), is regarded; who is not named here is not held back."""
+        """How each server, (peer, slot), is regarded; one that is not named here is not held back."""
 
     async def refresh(self) -> None: ...
 

@@ -1,8 +1,8 @@
 """The last hop's logits in place of a head here: when those that come are enough, and whether they are right.
 
-Whoever computes a head for others can lie about it, and no audit of blocks sees that. So hidden states come along, and
-the client's own head, which is not touched otherwise, computes the first answer of every server again, and one in a
-while after that.
+A server that computes a head for others can lie about it, and no audit of blocks sees that. So hidden states come
+along. The client's own head, which is not used otherwise, computes the first answer of every server again, and a share
+of those after that.
 """
 
 from __future__ import annotations

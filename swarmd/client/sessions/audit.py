@@ -1,8 +1,9 @@
 """Audits: now and then another server computes again what a hop of a session gave, from what it was given.
 
-Both are what neighbours signed at the time (``receipts``), so nobody can show other numbers now than he sent then, and
-whoever is asked to compute sees a session like any other. When the answers differ a third one decides: two against one.
-How often is ``plan.trust.audits``'s, what counts as equal ``plan.trust.equality``'s; docs/trust.md has what it finds.
+Neighbours signed both at the time (``receipts``), so nobody can show other numbers now than it sent then. The server
+that is asked to compute sees a session like any other. When the answers differ a third one decides: two against one.
+``plan.trust.audits`` decides how often windows are audited, ``plan.trust.equality`` what counts as equal; docs/trust.md
+says what audits find.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from swarmd.values import PeerId, Span
 logger = logging.getLogger(__name__)
 
 ACCUSE_WITHIN_S = 5.0  # for holders to compute the evidence: the session waits for none of it, its end does
-AUDIT_TIMEOUT_S = 60.0  # for one audit; who is busy is not to blame
+AUDIT_TIMEOUT_S = 60.0  # for one audit; a busy server is not to blame
 SECOND_TIMEOUT_S = 4.0  # for a third answer, when two differ: half of what the end of a session waits
-LAST_LOOK_TIMEOUT_S = 8.0  # after a session: its hops, and whoever ends the program, wait for so long
+LAST_LOOK_TIMEOUT_S = 8.0  # after a session: its hops, and the user who ends the program, wait for so long
 
 
 class SessionOpener(Protocol):

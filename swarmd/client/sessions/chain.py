@@ -1,7 +1,7 @@
 """The chain of one session as its client keeps it: which hops, in which epoch, what is wrong with them.
 
 Hops are routed, opened, given up and given back here; a session sends ops through them (``session``), and a repair
-(``repair``) makes the chain whole again. Whoever waits for news of any of it waits for ``changed``.
+(``repair``) makes the chain whole again. Tasks that wait for news of any of it wait for ``changed``.
 """
 
 from __future__ import annotations

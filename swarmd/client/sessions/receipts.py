@@ -70,7 +70,7 @@ class HopAccount:
 
 
 # Two kinds of signatures of every hop come in, and peers choose all bytes of both. A receipt holds digests of tokens
-# as they entered and left the hop, and goes on from those before it: whoever signs one cannot sign another history
+# as they entered and left the hop, and goes on from those before it: a hop that signs one cannot sign another history
 # later. A bill says how many tokens the client owes for, and the client signs it only as far as it has sent them.
 # What is kept is bounded: MAX_RECEIPTS for a hop, none beyond ``max_tokens``.
 class HopAccounts:

@@ -118,7 +118,7 @@ class ChainSession:
         self._progress_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
         self._n_replayed = 0  # tokens that a repair has computed again since the last answer
         self._client_s = 0.0  # between the answer before and what was sent last
-        self._faulty: list[tuple[PeerId, str]] = []  # who gave what cannot be right, and what
+        self._faulty: list[tuple[PeerId, str]] = []  # peers that gave what cannot be right, and why it cannot
         self._accusers: set[PeerId] = set()  # hops that said of the one before what cannot be proved
         self._n_wrong = 0
         self._fatal: Exception | None = None
@@ -445,7 +445,7 @@ class ChainSession:
     # --- waiting and repairing -------------------------------------------------------------------------------
 
     async def _wait_for_news(self) -> None:
-        """Wait for news, repair what broke, suspect who is silent. Raises SwarmError when it is hopeless."""
+        """Wait for news, repair what broke, suspect silent hops. Raises SwarmError when it is hopeless."""
         if self._fatal is not None:
             raise self._fatal
         if self._is_closed:

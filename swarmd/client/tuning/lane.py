@@ -1,6 +1,6 @@
 """One lane: a chain of hops that micro-batches go through, forward and backward, many at a time.
 
-Nothing is repaired here. A lane that loses a hop is over, and whoever waits for it hears why: ``LaneFailed`` names the
+Nothing is repaired here. A lane that loses a hop is over, and its callers hear why: ``LaneFailed`` names the
 peer that should be left out, if one is to blame, and whether the lane itself can go on. What comes late, for a lane
 that is over, finds nobody: no gradient is counted twice.
 """
@@ -186,7 +186,7 @@ class Lane:
                     continue
 
     def fail(self, failure: LaneFailed) -> None:
-        """End the lane: whoever waits hears why."""
+        """End the lane; all that wait for it raise ``failure``."""
         if self.failure is None:
             self.failure = failure
             self._over.set()
@@ -266,7 +266,7 @@ class Lane:
 
     @asynccontextmanager
     async def _while_open(self) -> AsyncIterator[trio.Nursery]:
-        """Work that ends when the lane does: whoever does not read, or does not answer, holds up nobody.
+        """Work that ends when the lane does: a peer that does not read, or does not answer, holds up nobody.
 
         Raises LaneFailed.
         """
@@ -474,7 +474,7 @@ class Lane:
         return next((hop for hop in self.hops if hop.span.start == block), None)
 
     def _input_giver(self, hop: Hop, is_backward: bool) -> tuple[PeerId, ...]:
-        """Whoever gave a hop its input; nobody is the client itself."""
+        """The peer that gave a hop its input; none if that is the client itself."""
         index = self.hops.index(hop) + (1 if is_backward else -1)
         return (self.hops[index].peer,) if 0 <= index < len(self.hops) else ()
 

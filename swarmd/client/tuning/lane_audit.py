@@ -213,7 +213,7 @@ class LaneAudits:
     async def _send_duplicate_back(
         self, duplicate: DuplicateBatch, gradient: torch.Tensor, limit_s: float
     ) -> LaneAnswer | None:
-        """The gradients of a twin, if they come; who takes too long is left out for a while."""
+        """The gradients of a duplicate, if they come; servers that take too long are left out for a while."""
         try:
             with trio.fail_after(limit_s):
                 return await self.lanes.send_back(duplicate.ticket, gradient)

@@ -1,4 +1,4 @@
-"""Why a micro-batch did not get through a lane, and what follows for whoever sends it again."""
+"""Why a micro-batch did not get through a lane, and what the pipeline should do before it sends it again."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ PATIENCE_S = 60.0  # a swarm that loses half of its servers is whole again by th
 LOOK_INTERVAL_S = 1.0  # lanes that are silent are asked
 RETRY_PAUSE_S = 0.3  # news of who died is on its way
 REFRESH_S = 1.0  # one member is asked, who may be the one that is gone
-PROBE_TIMEOUT_S = 3.0  # for a ping to whoever was blamed
+PROBE_TIMEOUT_S = 3.0  # for a ping to a peer that was blamed
 AGAIN_AFTER_S = 20.0  # until a server that does not answer is asked once more
 LONGEST_DECLINED_S = 600.0  # a server without room is asked again at least so often
 ALONE_TIMEOUT_S = 10.0  # for one micro-batch, there and back, through one server
@@ -202,7 +202,7 @@ class Pipeline:
             return await self._await_lane(ticket.lane, work)
 
     async def _await_lane(self, lane: Lane, work: Awaitable[T]) -> T:
-        """Wait for a lane's work; one that fails is left out, and so is whoever is to blame."""
+        """Wait for a lane's work; a lane that fails is left out, and so are the peers to blame."""
         try:
             result = await work
             for hop in lane.hops:
@@ -379,7 +379,7 @@ class Pipeline:
         self._is_watching = False
 
     async def _probe_peer(self, peer: PeerId) -> None:
-        """Ask whoever was to blame whether it is there, so that no micro-batch has to find out."""
+        """Ask a blamed peer whether it is there, so that no micro-batch has to find out."""
         try:
             await self._swarm.rpc.call(peer, lambda call_id: Ping(id=call_id), timeout_s=PROBE_TIMEOUT_S)
             self._suspects.discard(peer)
@@ -389,9 +389,9 @@ class Pipeline:
 
     # Two measures, because blame may be wrong. A server that said no itself, or one of several that may be at fault, is
     # declined: only this pipeline does without it. One that failed alone is left out by everything in this client.
-    # Suspects get no micro-batch until they have answered a ping (``_probe_peer``).
+    # Suspects get a micro-batch only as a last resort, until they have answered a ping (``_probe_peer``).
     def _leave_out_blamed(self, failure: LaneFailed) -> None:
-        """Leave out whoever is to blame, longer each time until it has done something right."""
+        """Leave out the peers to blame, longer each time until they have done something right."""
         blame = failure.blame
         failure.blame = ()  # once, however many micro-batches it cost
         for peer in blame:

@@ -1,7 +1,7 @@
 """The remote blocks as one function of autograd: micro-batches go forward, their gradients come back.
 
 What it gives is what the blocks give locally; gradients of the client's own parameters are summed over micro-batches
-in their order, whoever computed them, so the same batch gives the same sums every time.
+in their order, no matter which servers computed them, so the same batch gives the same sums every time.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from swarmd.values import PeerId
 
 @dataclass(frozen=True, slots=True)
 class OtherHolders:
-    """Whom an audit does without, and how the weights of whoever computes again are kept."""
+    """The peers that an audit excludes, and the format of weights that it asks other servers for."""
 
     without: frozenset[PeerId] = frozenset()
     quantize: str = ""
