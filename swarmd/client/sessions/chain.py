@@ -168,7 +168,15 @@ class Chain:
         self.swarm.rpc.network.learn(link.hop.peer, self.swarm.addresses_of(link.hop.peer))
         is_exact = self.terms.grade == "exact"
         numerics = self._numerics if is_exact else ""
-        request = partial(self.requests.open, self.links, index, self.epoch, self.codec.action, numerics, inherit)
+        request = partial(
+            self.requests.open,
+            self.links,
+            index,
+            epoch=self.epoch,
+            codec=self.codec.action,
+            numerics=numerics,
+            inherit=inherit,
+        )
         self._opened.add((link.hop.peer, link.hop.span.start))  # whether its answer comes or not
         link.n_tokens_at_open = self.accounts.n_tokens
         try:

@@ -1,4 +1,4 @@
-"""What a client asks of the hops of its chain, as messages. Each takes the id of the call last."""
+"""What a client asks of the hops of its chain, as messages. The id of the call is each one's last positional."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class Requests:
         self,
         links: Sequence[HopLink],
         index: int,
+        call_id: int,
+        *,
         epoch: int,
         codec: str,
         numerics: str,
         inherit: str,
-        call_id: int,
     ) -> OpenSession:
         """Reserve hop ``index``; ``numerics`` binds it in the exact grade, ``inherit`` names who sends its caches."""
         hop = links[index].hop
