@@ -36,7 +36,7 @@ from swarmd.values import ModelId
 T = TypeVar("T")
 
 
-# A step crosses threads twice, without trio's portal in between, which would cost more than a fast hop's answer:
+# A step crosses threads twice, without trio's portal, which would take longer:
 #
 #     caller's thread   step(): _submit_work(work) --run_sync_soon--> _wake.set()    |   _answers.get() blocks
 #     trio thread       _run_steps():            _wake.wait() -> session.step(work) -> _answers.put(answer)

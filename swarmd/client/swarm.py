@@ -91,14 +91,14 @@ class RunGuest(Protocol):
     def gone(self, peer: PeerId) -> None: ...
 
 
-# A client is a member that announces nothing. All of it runs in one trio thread:
+# A client is a member that serves nothing; it announces records of training runs only. It runs in one trio thread:
 #
 #     run         joins, then pulls records from one member every REFRESH_INTERVAL_S; ``view`` is frozen in between
 #     handle      gives each message to the session, lane or run whose key it bears; ``listeners`` hold all keys
 #     start_soon  holds work that outlives its caller: audits, repairs between steps, hops to be given back
 #
-# Sessions are audited by sessions: an audit opens one through other servers (``is_audited=False``), so that these
-# cannot tell it from a conversation.
+# Sessions are audited by sessions: an audit opens one through other servers, which see it as a session like any other.
+# Such a session is not audited itself (``is_audited=False``).
 class AsyncSwarm:
     """A swarm inside a trio program. Made by ``joined``."""
 

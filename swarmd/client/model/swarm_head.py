@@ -69,8 +69,8 @@ def is_enough(processors: Iterable[Any], samples: bool) -> bool:
 
 # What a server can do with logits: send wrong ones, at random or for chosen tokens only. Three numbers are compared
 # with the client's own head: the logits of the tokens sent, the largest logits in order (so that a likely token is not
-# left out), and the sum over the vocabulary (so that the rest is not larger than it may be). A server does not know
-# which answers are checked. Its first one always is.
+# left out), and the sum over the vocabulary (so that the rest is not larger than it may be). Every server's first
+# answer is checked; after that it cannot know which are.
 class HeadChecks:
     """Which answers of which servers are computed here again: a share, ``least`` at least. For one model."""
 

@@ -206,7 +206,8 @@ class Chain:
     #   2. servers that are proven;
     #   3. servers that nobody has probed yet;
     #   4. all that may be asked at all: doubted ones, and those that declined a while ago.
-    # So a peer with a fresh key serves only where no proven one does. It cannot draw sessions by announcing more speed.
+    # So a peer with a fresh key cannot draw sessions from proven servers by announcing more speed. Where no member has
+    # published findings yet, ``trust`` names nobody, and the first stages hold nobody back.
     def route(
         self,
         blocks: Span,
