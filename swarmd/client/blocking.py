@@ -24,7 +24,7 @@ from swarmd.client.model.remote_model import remote_model
 from swarmd.client.model.swarm_head import HeadChecks, head_called
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm, ClientMembership, joined
-from swarmd.client.tuning.lane import Lane, MicroBatch
+from swarmd.client.tuning.lane import Lane, LaneAnswer, MicroBatch
 from swarmd.client.tuning.pipeline import Pipeline, PipelineStatistics
 from swarmd.client.tuning.ticket import ForwardTicket
 from swarmd.config import DTYPES, FORMATS, HEADS
@@ -36,6 +36,13 @@ from swarmd.values import ModelId
 T = TypeVar("T")
 
 
+# A step crosses threads twice, without trio's portal, which would take longer:
+#
+#     caller's thread   step(): _submit_work(work) --run_sync_soon--> _wake.set()    |   _answers.get() blocks
+#     trio thread       _run_steps():            _wake.wait() -> session.step(work) -> _answers.put(answer)
+#
+# There is at most one step under way, so one slot for work is enough. An interrupted caller never reads its answer. So
+# the session closes then: the next step must not take that answer for its own.
 class BlockingSession:
     """A chain session for threads: a step is a queue there and back, not a portal call (facts: hotpath)."""
 
@@ -48,7 +55,7 @@ class BlockingSession:
         self._wake = trio.Event()
         self._is_closed = False
         self._is_over = threading.Event()
-        thread.spawn(self._run)
+        thread.spawn(self._run_steps)
 
     @property
     def layer_arity(self) -> int:
@@ -60,13 +67,14 @@ class BlockingSession:
 
     @property
     def chain(self) -> tuple[str, ...]:
+        """The hops in order, as people read them."""
         return self.chain_session.chain
 
     def step(self, *work: Any) -> torch.Tensor | None:
         """See ChainSession.step. Blocks the calling thread."""
         if self._is_closed:
             raise ConfigError("this session was closed")
-        self._thread.soon(self._submit, work)
+        self._thread.soon(self._submit_work, work)
         try:
             answer = self._answers.get()
         except BaseException:  # interrupted: the answer of this step must not be taken for that of another
@@ -81,15 +89,16 @@ class BlockingSession:
         """See ChainSession."""
         return self.chain_session.given
 
-    def refute(self, given: ServedLogits, reason: str) -> None:
+    def refute(self, logits: ServedLogits, reason: str) -> None:
         """See ChainSession."""
-        self._thread.call(self.chain_session.refute, given, reason)
+        self._thread.call(self.chain_session.refute, logits, reason)
 
     def close(self) -> None:
+        """End the session; ``wait_closed`` waits until its hops are given back."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(trio.RunFinishedError):
-                self._thread.soon(self._submit, None)
+                self._thread.soon(self._submit_work, None)
 
     def finish(self) -> None:
         """Wait until all that was asked to be is verified. Raises WrongAnswer, or why it cannot be."""
@@ -100,11 +109,11 @@ class BlockingSession:
         """Wait until its hops are given back and what is left of it is checked; it must have been closed."""
         self._is_over.wait(timeout_s)
 
-    def _submit(self, work: tuple[Any, ...] | None) -> None:
+    def _submit_work(self, work: tuple[Any, ...] | None) -> None:
         self._work = work
         self._wake.set()
 
-    async def _run(self) -> None:
+    async def _run_steps(self) -> None:
         try:
             while True:
                 await self._wake.wait()
@@ -147,9 +156,7 @@ class BlockingLanes:
         """See Pipeline.forward. Blocks the calling thread."""
         return self._thread.call(self._pipeline.forward, batches)
 
-    def backward(
-        self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    def backward(self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]) -> list[LaneAnswer]:
         """See Pipeline.backward. Blocks the calling thread."""
         return self._thread.call(self._pipeline.backward, tickets, gradients)
 
@@ -166,7 +173,7 @@ class TrioThread:
     """A trio loop in a daemon thread, with one nursery to start things in."""
 
     def __init__(self) -> None:
-        self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._prepare_model: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._token: trio.lowlevel.TrioToken
         self._nursery: trio.Nursery
         self._stop: trio.Event
@@ -176,7 +183,7 @@ class TrioThread:
         """Enter an async context manager in the thread; returns what it yields, or raises what it raised."""
         self._thread = threading.Thread(target=self._main, args=(make,), name="swarmd", daemon=True)
         self._thread.start()
-        failure = self._ready.get()
+        failure = self._prepare_model.get()
         if failure is not None:
             self._thread.join()
             raise failure
@@ -187,25 +194,29 @@ class TrioThread:
             async with make() as self.value, trio.open_nursery() as self._nursery:
                 self._token = trio.lowlevel.current_trio_token()
                 self._stop = trio.Event()
-                self._ready.put(None)
+                self._prepare_model.put(None)
                 await self._stop.wait()
                 self._nursery.cancel_scope.cancel()
 
         try:
             trio.run(main)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for it
-            self._ready.put(first_error(error))
+            self._prepare_model.put(first_error(error))
 
     def soon(self, function: Callable[..., Any], *args: Any) -> None:
+        """Have a function called in the thread, and do not wait."""
         self._token.run_sync_soon(function, *args)
 
     def spawn(self, function: Callable[[], Awaitable[Any]]) -> None:
+        """Start a task in the thread, and do not wait."""
         self.soon(self._nursery.start_soon, function)
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Run an async function in the thread, and wait for what it returns or raises."""
         return trio.from_thread.run(function, *args, trio_token=self._token)
 
     def close(self) -> None:
+        """Leave the context manager, and wait until the thread has ended."""
         with contextlib.suppress(trio.RunFinishedError):
             self.soon(self._stop.set)
         self._thread.join(timeout=10)
@@ -260,7 +271,7 @@ class Swarm:
         fine-tuning also aqsgd: docs/protocol.md). ``adapter`` is a LoRA of the catalog, by name or hash.
         ``dtype`` is what servers compute in; auto is that in which all blocks are served, float32 if in several.
         ``quantize`` says on which servers: none, int8, nf4, any, or auto: none where these hold every block, else any.
-        Where it pays, ``generate`` tries tokens ahead: with ``lookup`` those that followed before in the same text (not
+        Where it pays, ``generate`` tries draft tokens: with ``lookup`` those that followed before in the same text (not
         in the exact grade), with ``draft`` those of a small model of the catalog with the same tokenizer, which runs
         here. What is generated is the same, but for ties that rounding (float32 1e-6, bfloat16 a percent) decides.
         ``head``: own; int8, which reads half of the bytes and is off by half a percent; swarm: that of last servers,
@@ -268,36 +279,60 @@ class Swarm:
         text. At least a share ``verify`` of what servers compute is checked; with 1.0 all of it: WrongAnswer at the
         first lie. Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
         """
-        _check(quantize=(quantize, ("auto", "any", *FORMATS)), head=(head, HEADS), dtype=(dtype, ("auto", *DTYPES)))
-        (model, n_blocks), folder = self._ready(name)
-        dtype = self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s, dtype)
-        lora, readers = self._swarm.adapter(adapter, model), frozenset(map(self.view().peer_ending, only))
-        how = head_called(head, self._swarm.weights_folder, verify)
-
-        def terms(batch: int, max_tokens: int, own: TunedParameters | None = None) -> SessionOptions:
-            grade = "exact" if exact else "replayed"
-            kind = self._swarm.quantize(model, n_blocks) if quantize == "auto" else quantize
-            what = (model, n_blocks, batch, max_tokens, dtype, grade, chain, codec, lora, kind, own)
-            return SessionOptions(*what, only=readers, verify=verify, head=isinstance(how, HeadChecks))
-
-        def open_session(batch: int, max_tokens: int, own: TunedParameters | None) -> BlockingSession:
-            if own is not None and lora:
-                raise ConfigError("an adapter of the catalog and one of your own cannot be used together")
-            return BlockingSession(self._thread, self._swarm, terms(batch, max_tokens, own))
-
-        lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
-        ahead = ModelSpeculation(
-            lookup and not exact, self._draft(draft, name, getattr(torch, dtype), exact) if draft else None
+        _require_choices(
+            quantize=(quantize, ("auto", "any", *FORMATS)),
+            head=(head, HEADS),
+            dtype=(dtype, ("auto", *DTYPES)),
         )
-        return remote_model(folder, open_session, lanes, getattr(torch, dtype), ahead, how)
+        (model, n_blocks), folder = self._prepare_model(name)
+        dtype = self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s, dtype)
+        lora = self._swarm.adapter(adapter, model)
+        readers = frozenset(map(self.view().peer_ending, only))
+        head_source = head_called(head, self._swarm.weights_folder, verify)
 
-    def _ready(self, name: str) -> tuple[tuple[ModelId, int], Path]:
-        """A model's hash, blocks and own part here. Raises SwarmError."""
+        def terms(batch: int, max_tokens: int, tuned: TunedParameters | None = None) -> SessionOptions:
+            return SessionOptions(
+                model=model,
+                n_blocks=n_blocks,
+                batch=batch,
+                max_tokens=max_tokens,
+                dtype=dtype,
+                grade="exact" if exact else "replayed",
+                route=chain,
+                codec=codec,
+                adapter=lora,
+                quantize=self._swarm.quantize(model, n_blocks) if quantize == "auto" else quantize,
+                tuned=tuned,
+                only=readers,
+                verify=verify,
+                head=isinstance(head_source, HeadChecks),
+            )
+
+        def open_session(batch: int, max_tokens: int, tuned: TunedParameters | None) -> BlockingSession:
+            if tuned is not None and lora:
+                raise ConfigError("an adapter of the catalog and one of your own cannot be used together")
+            return BlockingSession(self._thread, self._swarm, terms(batch, max_tokens, tuned))
+
+        torch_dtype = getattr(torch, dtype)
+        lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
+        draft_model = self._load_draft(draft, name, torch_dtype, exact) if draft else None
+        speculation = ModelSpeculation(lookup and not exact, draft_model)
+        return remote_model(folder, open_session, lanes, torch_dtype, speculation, head_source)
+
+    def _prepare_model(self, name: str) -> tuple[tuple[ModelId, int], Path]:
+        """Return a model's hash and blocks, and the folder of the client's part. Raises SwarmError."""
         model, n_blocks = self._thread.call(self._swarm.resolve, name)
-        return (model, n_blocks), self._thread.call(self._swarm.folder, model, n_blocks)
+        folder = self._thread.call(self._swarm.folder, model, n_blocks)
+        return (model, n_blocks), folder
 
-    def _draft(self, name: str, target: str, dtype: torch.dtype, exact: bool) -> DraftModel:
-        """A whole model of the catalog that proposes for another one. Raises ConfigError."""
+    def _load_draft(
+        self,
+        name: str,
+        target: str,
+        dtype: torch.dtype,
+        exact: bool,
+    ) -> DraftModel:
+        """Load a whole model of the catalog that proposes for another one. Raises ConfigError."""
         if exact:
             raise ConfigError("no draft in the exact grade: its ops must not depend on what was measured")
         if self.tokenizer(name).get_vocab() != self.tokenizer(target).get_vocab():
@@ -313,6 +348,7 @@ class Swarm:
         return load_tokenizer(self._thread.call(self._swarm.folder, model, n_blocks))
 
     def close(self) -> None:
+        """Leave the swarm."""
         self._thread.close()
 
     def __enter__(self) -> Swarm:
@@ -324,8 +360,8 @@ class Swarm:
         self.close()
 
 
-def _check(**said: tuple[str, Sequence[str]]) -> None:
-    """Is what was said one of its choices? Raises ConfigError."""
-    for what, (choice, choices) in said.items():
+def _require_choices(**options: tuple[str, Sequence[str]]) -> None:
+    """Require of each option, a choice with all its choices, that it is one of them. Raises ConfigError."""
+    for name, (choice, choices) in options.items():
         if choice not in choices:
-            raise ConfigError(f"{what} is one of {', '.join(choices)}, not {choice!r}")
+            raise ConfigError(f"{name} is one of {', '.join(choices)}, not {choice!r}")

@@ -27,20 +27,31 @@ def membership(invite: str | None, home: str | Path | None) -> ClientMembership:
         ticket = invites.decode_untrusted(invite, time.time())
         certificate = ticket.admit(identity.public_key, "client", int(time.time()) + CLIENT_LIFETIME_S)
         return ClientMembership(
-            ticket.swarm, identity, certificate, by_peer(ticket.addresses), state.folders(), state.weights
+            keys=ticket.swarm,
+            identity=identity,
+            certificate=certificate,
+            bootstrap=by_peer(ticket.addresses),
+            folders=state.folders(),
+            weights=state.weights,
         )
     swarm = state.swarm()
     certificate = state.client_certificate(identity.public_key)
-    near = _members_near(state)
-    kept = (state.folders(), state.weights, state.checks_file, state.books_file)
-    known = msgspec.structs.replace(swarm.keys, charters=state.charters())
-    return ClientMembership(known, identity, certificate, near, *kept)
+    return ClientMembership(
+        keys=msgspec.structs.replace(swarm.keys, charters=state.charters()),
+        identity=identity,
+        certificate=certificate,
+        bootstrap=_members_near(state),
+        folders=state.folders(),
+        weights=state.weights,
+        checks=state.checks_file,
+        books=state.books_file,
+    )
 
 
 def _members_near(state: Home) -> dict[PeerId, tuple[str, ...]]:
     """Addresses from the running daemon if there is one, its own first, else from what it remembered."""
     if state.socket.exists():
         with suppress(SwarmError):
-            found = ask(state.socket, "addresses", timeout_s=5.0)["addresses"]
-            return {PeerId(p): tuple(a) for p, a in found.items() if a}
+            addresses = ask(state.socket, "addresses", timeout_s=5.0)["addresses"]
+            return {PeerId(peer): tuple(known) for peer, known in addresses.items() if known}
     return state.bootstrap()

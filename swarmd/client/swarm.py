@@ -91,17 +91,29 @@ class RunGuest(Protocol):
     def gone(self, peer: PeerId) -> None: ...
 
 
+# A client is a member that serves nothing; it announces records of training runs only. It runs in one trio thread:
+#
+#     run         joins, then pulls records from one member every REFRESH_INTERVAL_S; ``view`` is frozen in between
+#     handle      gives each message to the session, lane or run whose key it bears; ``listeners`` hold all keys
+#     start_soon  holds work that outlives its caller: audits, repairs between steps, hops to be given back
+#
+# Sessions are audited by sessions: an audit opens one through other servers, which see it as a session like any other.
+# Such a session is not audited itself (``is_audited=False``).
 class AsyncSwarm:
     """A swarm inside a trio program. Made by ``joined``."""
 
-    def __init__(self, membership: ClientMembership, network: Network, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        membership: ClientMembership,
+        network: Network,
+        wall_clock: Callable[[], float],
+    ) -> None:
         self.wall_clock = wall_clock
         self.exchange = Exchange(membership.keys, wall_clock)
         self.rpc = Rpc(network, self, Standing(wall_clock), self.exchange.principal)
         self.budget = Budget()
-        self.supply = Supply(
-            Library(membership.weights, membership.folders), self.rpc, self.view, Pace(lambda: None), None
-        )
+        library = Library(membership.weights, membership.folders)
+        self.supply = Supply(library, self.rpc, self.view, Pace(lambda: None), None)
         self._membership = membership
         self.identity = membership.identity
         self.books = UsageLedger(membership.books)
@@ -128,16 +140,20 @@ class AsyncSwarm:
         """How servers are regarded, by what members found of each other; made anew with each view."""
         view = self.view()
         if self._trusted is None or self._trusted[0] is not view:
-            self._trusted = view, trust_in(view.listed(), view.peers.values(), self.voucher_of)
+            trust = trust_in(view.listed(), view.peers.values(), self.voucher_of)
+            self._trusted = view, trust
         return self._trusted[1]
 
     def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]:
+        """Return seconds one way between servers, and from this client, as far as they are known."""
         return dict(trips_of(spans, self._network.peer_id, self._trips_s))
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """Return where a peer is, by its record, else by what this client joined with."""
         return self.exchange.addresses_of(peer) or self._membership.bootstrap.get(peer, ())
 
     def voucher_of(self, peer: PeerId) -> bytes:
+        """Return the key that brought a member in."""
         return self.exchange.voucher_of(peer)
 
     def way_to(self, peer: PeerId) -> Way | None:
@@ -149,9 +165,11 @@ class AsyncSwarm:
         session = ChainSession(self, terms, self.budget)
         if is_audited and self.audits:
             auditor = Auditor(self, self, session)
-            session.auditor, session.hops.on_lost = auditor, auditor.on_lost
+            session.auditor = auditor
+            session.hops.on_lost = auditor.on_lost
         if terms.verify == 1:
-            session.second = VerifyingChain(session, partial(self.open_session, is_audited=False), self.start_soon)
+            open_second = partial(self.open_session, is_audited=False)
+            session.second = VerifyingChain(session, open_second, self.start_soon)
         self._listeners[session.key] = session
         try:
             await session.open()
@@ -175,18 +193,20 @@ class AsyncSwarm:
             with trio.CancelScope(shield=True):
                 for (peer, _), (bill, signed) in session.hops.accounts.bills.items():
                     self.books.add(bill, signed, self.voucher_of(peer))
-                if session.second is not None and (second := await session.second.stop()) is not None:
+                second = await session.second.stop() if session.second is not None else None
+                if second is not None:
                     await self.close_session(second)
                 self._listeners.pop(session.key, None)
                 await session.close()
 
     async def resolve(self, name: str) -> tuple[ModelId, int]:
         """Find a model by its name in the catalog, or by hash. Raises ConfigError, or SwarmUnavailable for a hash."""
-        found = self.view().model_named(name)
-        if found is not None:
-            return found
+        model = self.view().model_named(name)
+        if model is not None:
+            return model
         if is_model_hash(name):
-            return ModelId(name), (await self.supply.manifest(ModelId(name))).n_blocks
+            manifest = await self.supply.manifest(ModelId(name))
+            return ModelId(name), manifest.n_blocks
         names = ", ".join(sorted(self.view().catalog.models)) or "none yet"
         raise ConfigError(f"the swarm's catalog has no model {name!r}; it has: {names}")
 
@@ -219,7 +239,13 @@ class AsyncSwarm:
         known = self.supply.library.folders.get(model)
         return known.folder if known is not None and known.head in known.held else None
 
-    async def wait_for(self, model: ModelId, n_blocks: int, timeout_s: float, dtype: str = "auto") -> str:
+    async def wait_for(
+        self,
+        model: ModelId,
+        n_blocks: int,
+        timeout_s: float,
+        dtype: str = "auto",
+    ) -> str:
         """Wait until every block is served in a dtype, and return which. Raises NoRoute with what is missing."""
         deadline = trio.current_time() + timeout_s
         while True:
@@ -232,13 +258,11 @@ class AsyncSwarm:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Exchange records with one member, whoever answers first. Raises SwarmUnavailable."""
-        peers = list(
-            dict.fromkeys(
-                [*self._rng.sample(sorted(self.view().peers), len(self.view().peers)), *self._membership.bootstrap]
-            )
-        )
-        tried: list[str] = []
+        """Exchange records with one member, the first that answers. Raises SwarmUnavailable."""
+        members = sorted(self.view().peers)
+        shuffled = self._rng.sample(members, len(members))
+        peers = list(dict.fromkeys([*shuffled, *self._membership.bootstrap]))
+        failures: list[str] = []
         for peer in peers:
             if peer == self._network.peer_id:
                 continue
@@ -249,11 +273,11 @@ class AsyncSwarm:
             except Refused:
                 raise
             except PeerError as error:
-                tried.append(str(error))
-        raise SwarmUnavailable(f"no member of the swarm answers: {'; '.join(tried) or 'no address is known'}")
+                failures.append(str(error))
+        raise SwarmUnavailable(f"no member of the swarm answers: {'; '.join(failures) or 'no address is known'}")
 
     def take_part(self, run: str, guest: RunGuest | None) -> None:
-        """Let ``guest`` have what comes about a training run; None: no longer."""
+        """Give ``guest`` the messages about a training run; None: no longer."""
         if guest is None:
             self._runs.pop(run, None)
         else:
@@ -266,10 +290,11 @@ class AsyncSwarm:
 
     @property
     def certificate(self) -> tuple[bytes, ...]:
+        """What shows other members that this client is one."""
         return self._membership.certificate
 
     def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
-        """Start work that goes on beside whoever asked for it; what goes wrong in it ends nothing else."""
+        """Start work that goes on beside its caller; what goes wrong in it ends nothing else."""
         self._tasks.start_soon(function)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -277,7 +302,7 @@ class AsyncSwarm:
         async with self._tasks.open(), trio.open_nursery() as nursery:
             await nursery.start(self.rpc.run)
             nursery.start_soon(self.books.keep)
-            await self._join()
+            await self._join_swarm()
             task_status.started()
             while True:
                 await trio.sleep(REFRESH_INTERVAL_S * self._rng.uniform(0.8, 1.2))
@@ -287,7 +312,7 @@ class AsyncSwarm:
                 except SwarmError as error:
                     logger.info("the view is getting old: %s", error)
 
-    async def _join(self) -> None:
+    async def _join_swarm(self) -> None:
         try:
             with trio.fail_after(JOIN_TIMEOUT_S):
                 await self.refresh()
@@ -310,6 +335,7 @@ class AsyncSwarm:
         self.exchange.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
+        """Give a message to the session, lane or run that it is for; False for one that nothing here takes."""
         listener = self._listeners.get(getattr(message, "session", None) or b"")
         if listener is not None:
             await listener.on_message(channel.peer, message, frame)
@@ -326,6 +352,7 @@ class AsyncSwarm:
         return True
 
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
+        """Tell sessions or lanes, and runs, that a connection ended."""
         kind = {"interactive": ChainSession, "training": Lane}.get(purpose)
         for listener in list(self._listeners.values()):
             if kind is not None and isinstance(listener, kind):

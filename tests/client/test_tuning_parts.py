@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from swarmd.client.tuning.dataset import IGNORED, DatasetRow
-from swarmd.client.tuning.fine_tuning import loss_and_gradients, padded, with_peft
+from swarmd.client.tuning.fine_tuning import loss_and_gradients, pad_batch, with_peft
 from swarmd.client.tuning.tuning_recipe import METHODS, TuningRecipe
 from tests import checkpoints
 
@@ -40,7 +40,7 @@ def tuned(family: str, method: str) -> Any:
 def one_backward(
     model: Any, parameters: Sequence[torch.nn.Parameter], rows: Sequence[DatasetRow]
 ) -> tuple[float, tuple[torch.Tensor, ...]]:
-    ids, mask, labels = padded(rows)
+    ids, mask, labels = pad_batch(rows)
     loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
     return loss.item(), torch.autograd.grad(loss, list(parameters))
 
@@ -69,5 +69,5 @@ def test_parts_have_the_loss_and_gradients_of_one_backward(
     loss, gradients = loss_and_gradients(model, parameters, rows, n_parts)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert all(g is not None for g in gradients)
-    got, wanted = (torch.cat([g.flatten() for g in some if g is not None]) for some in (gradients, expected))
-    assert (got - wanted).norm() <= 1e-5 * wanted.norm()  # transformers' losses are taken in float32
+    got, reference = (torch.cat([g.flatten() for g in tensors if g is not None]) for tensors in (gradients, expected))
+    assert (got - reference).norm() <= 1e-5 * reference.norm()  # transformers' losses are taken in float32

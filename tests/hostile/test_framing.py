@@ -228,7 +228,7 @@ def accounted(n_receipts: int, n_tokens: int, *, first: int, step: int) -> HopAc
     known, place = HopAccount(), (PeerId(SERVER.peer_id), 0)
     for seq in range(1, n_receipts + 1):
         at, digests = first + (seq - 1) * step, bytes([seq % 250]) * 16 * n_tokens
-        before = receipt.digest_before(known.entered, known.left, at)
+        before = receipt.digest_before(known.inputs, known.outputs, at)
         about = (SERVER.peer_id, "client", bytes(16), "m", 0, 3, seq, 1, now, "n", False, "", b"", at)
         body, signature = receipt.sign(Receipt(*about, digests, digests, before), SERVER)
         known = accounts.take_untrusted(place, 3, body, signature, now)
@@ -263,7 +263,7 @@ def test_a_receipt_that_was_lost_with_a_connection_is_nobodys_fault() -> None:
     assert take().n_tokens == 3
     session.op(0, 2)
     session.sign()  # and it is lost
-    accounts.disconnected(PeerId(SERVER.peer_id))
+    accounts.note_disconnected(PeerId(SERVER.peer_id))
     session.op(0, 4)
     assert take().signed == (), "one is missing"
     session.repeat()

@@ -1,4 +1,4 @@
-"""What a client found of servers by checking their answers: how often who was right, what checking cost, who was wrong.
+"""What a client found by checking the answers of servers: how often each was right or wrong, and what checking cost.
 
 With a file it outlives the process. The rules are ``plan.trust.audits``'s.
 """
@@ -40,6 +40,10 @@ class CheckFinding:
     reason: str
 
 
+# Two ways to escape an audit are watched, because a server that can always escape can always lie. One refuses to show
+# what it did (``count_evasion``): once may be a race, twice is counted. The other says that its worker died
+# (``count_excuse``): honest workers die too, so only a rate far above theirs counts. Records and excuses forget the
+# oldest servers first, so that peers with fresh keys cannot make them grow without end.
 class Checks:
     """See the module. Owned by the client's trio thread."""
 
@@ -52,18 +56,19 @@ class Checks:
         self.findings: deque[CheckFinding] = deque(maxlen=N_KEPT)
         self._rng = rng
         self._file = file
-        self._records: dict[str, AuditRecord] = self._read()
+        self._records: dict[str, AuditRecord] = self._read_records()
 
     def record(self, key: str) -> AuditRecord:
+        """Return how often a server was right and wrong so far; an empty record for one that was never checked."""
         return self._records.get(key, AuditRecord())
 
-    def is_due(self, key: str, least: float = 0.0) -> Decision[bool]:
-        """Is a window checked? At least a share ``least`` of them is."""
-        return is_due(self.record(key), self._rng.random(), least)
+    def is_due(self, key: str, min_share: float = 0.0) -> Decision[bool]:
+        """Is a window checked? At least a share ``min_share`` of them is."""
+        return is_due(self.record(key), self._rng.random(), min_share)
 
-    def shuffled(self, several: Sequence[T]) -> list[T]:
-        """In an order that nobody can foresee."""
-        return self._rng.sample(several, len(several))
+    def shuffle(self, items: Sequence[T]) -> list[T]:
+        """Return the items in an order that nobody can foresee."""
+        return self._rng.sample(items, len(items))
 
     def note(self, key: str, is_right: bool) -> None:
         """Count one check that was decided."""
@@ -71,23 +76,24 @@ class Checks:
         while len(self._records) > MAX_RECORDS:
             del self._records[next(iter(self._records))]
 
-    def tell(self, finding: CheckFinding) -> None:
+    def record_finding(self, finding: CheckFinding) -> None:
         """Keep how a check ended, decided or not."""
         self.findings.append(finding)
         self.outcomes[finding.outcome] += 1
 
-    def is_evading(self, key: str) -> bool:
-        """Somebody would not show what it did; was that more than once?"""
+    def count_evasion(self, key: str) -> bool:
+        """Count that a server would not show what it did; True if that was not the first time."""
         self._n_evasions[key] += 1
         return self._n_evasions[key] > 1
 
-    def is_excused_too_often(self, key: str, now: float) -> bool:
-        """Somebody's worker had died when its window was to be checked; is that more than happens?
+    def count_excuse(self, key: str, now: float) -> bool:
+        """Count that a server's worker had died when its window was to be checked; True if honest ones die less often.
 
         Several sessions see one death: within a minute it counts once. ``now``: seconds on a clock that only grows.
         """
-        n, last = self._excuses.pop(key, (0, -math.inf))
-        n += now - last > ONE_DEATH_S
+        n, last_at = self._excuses.pop(key, (0, -math.inf))
+        if now - last_at > ONE_DEATH_S:
+            n += 1
         self._excuses[key] = n, now
         while len(self._excuses) > MAX_RECORDS:
             del self._excuses[next(iter(self._excuses))]
@@ -99,6 +105,7 @@ class Checks:
 
     @property
     def n_checks(self) -> int:
+        """How many checks were decided, of all servers."""
         return sum(record.n_checks for record in self._records.values())
 
     def save(self) -> None:
@@ -113,7 +120,7 @@ class Checks:
         except OSError as error:
             logger.warning("cannot keep what was checked in %s: %s", self._file, error.strerror)
 
-    def _read(self) -> dict[str, AuditRecord]:
+    def _read_records(self) -> dict[str, AuditRecord]:
         if self._file is None or not self._file.is_file():
             return {}
         try:

@@ -25,6 +25,8 @@ from swarmd.values import ModelId, Span
 from swarmd.wire.micro_batches import pieces
 
 GIVE_TIMEOUT_S = 120.0  # a client's parameters, up to some 100 MB, on a home's uplink
+BlockTensors = dict[str, tuple[int, torch.Tensor]]
+"""Tensors by name, each with the block that it belongs to."""
 
 
 @dataclass(slots=True)
@@ -42,45 +44,56 @@ class TunedParameters:
         """The sha256 of all of it; b"" of nothing."""
         if self.tensors and not self._version:
             digest = hashlib.sha256()
-            for name in sorted(self.tensors):
-                digest.update(name.encode() + str(tuple(self.tensors[name].shape)).encode())
-                digest.update(self.tensors[name].detach().contiguous().view(torch.uint8).numpy().data)
+            for name, tensor in sorted(self.tensors.items()):
+                raw = tensor.detach().contiguous().view(torch.uint8)
+                digest.update(f"{name}{tuple(tensor.shape)}".encode())
+                digest.update(raw.numpy().data)
             self._version = digest.digest()
         return self._version
 
     def names(self, span: Span) -> list[str]:
+        """Return the names of the parameters whose blocks are in ``span``."""
         return [name for name, block in self.blocks.items() if span.start <= block < span.end]
 
     def raw(self, span: Span) -> bytes:
         """The part for a hop, as safetensors."""
         if span not in self._raw:
-            parts = {name: self.tensors[name].detach().contiguous() for name in self.names(span)}
+            names = self.names(span)
+            parts = {name: self.tensors[name].detach().contiguous() for name in names}
             self._raw[span] = safetensors.torch.save(parts)
         return self._raw[span]
 
 
-async def give(rpc: Rpc, model: ModelId, hop: Hop, own: TunedParameters) -> None:
+async def upload_parameters(rpc: Rpc, model: ModelId, hop: Hop, parameters: TunedParameters) -> None:
     """Give a hop its part of a client's parameters, and wait until it holds them. Raises PeerError."""
     channel = await rpc.channel(hop.peer, "training")
 
     def piece(number: int, n: int, call_id: int) -> PutTuned:
-        return PutTuned(call_id, own.version, hop.span.start, hop.span.end, (number, n), model=model)
+        return PutTuned(
+            call_id,
+            parameters.version,
+            hop.span.start,
+            hop.span.end,
+            (number, n),
+            model=model,
+        )
 
-    *first, (last, n, payload) = pieces(own.raw(hop.span))
-    for number, _, part in first:
+    # all pieces but the last are sent without an answer: the hop answers once it holds the whole
+    *leading, (last, n, payload) = pieces(parameters.raw(hop.span))
+    for number, _, part in leading:
         await channel.send(piece(number, n, 0), part)
     await channel.call(partial(piece, last, n), payload, GIVE_TIMEOUT_S)
 
 
-# what of a weight that is elsewhere may be asked, and what may be done to it: it stays one that is elsewhere
+# operations on a weight on servers that read none of its numbers: their result stands for a weight on servers, too
 PROPERTIES = {"__get__", "__set__", "requires_grad_", "detach", "detach_"}
 CASTS = {"to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16"}
 VIEWS = {"view", "expand", "t", "transpose", "permute"}
 COPIES = CASTS | {"contiguous", "clone"}  # which torch makes whole, of one number that is seen from everywhere
-KEEPS_APART = PROPERTIES | VIEWS | COPIES
+SAFE_OPERATIONS = PROPERTIES | VIEWS | COPIES
 # PEFT's ways to begin matrices with base weights, their gradients or what they compute; "pissa" has variants
 FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica", "eva")
-SAID_INSTEAD = 'init_lora_weights=True, "gaussian" or "orthogonal", and no DoRA, need no base weights'
+ALTERNATIVES = 'init_lora_weights=True, "gaussian" or "orthogonal", and no DoRA, need no base weights'
 
 
 class RemoteWeight(torch.Tensor):
@@ -91,20 +104,27 @@ class RemoteWeight(torch.Tensor):
     """
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         name = getattr(function, "__name__", str(function))
         if name in COPIES and isinstance(args[0], RemoteWeight):
             return _copied(function, *args, **(kwargs or {}))
         try:
             result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        except RuntimeError:  # one number that is seen from everywhere cannot be written to
+        except RuntimeError:  # an expanded scalar cannot be written to
             result = None
-            gives_numbers = True
+            needs_numbers = True
         else:
             parts = result if isinstance(result, tuple) else (result,)
-            gives_numbers = name not in KEEPS_APART and any(isinstance(part, torch.Tensor) for part in parts)
-        if gives_numbers:
-            raise ConfigError(f"the weights of remote blocks are on servers: {name}() needs them here. {SAID_INSTEAD}")
+            has_tensor = any(isinstance(part, torch.Tensor) for part in parts)
+            needs_numbers = has_tensor and name not in SAFE_OPERATIONS
+        if needs_numbers:
+            raise ConfigError(f"the weights of remote blocks are on servers: {name}() needs them here. {ALTERNATIVES}")
         return result
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -119,6 +139,7 @@ def _copied(function: Any, weight: torch.Tensor, *args: Any, **kwargs: Any) -> t
 
 
 def remote_weight(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
+    """Make a parameter that stands for a weight on servers: one zero in memory, expanded to ``shape``."""
     zeros = torch.zeros((), dtype=dtype).expand(shape)
     return nn.Parameter(zeros.as_subclass(RemoteWeight), requires_grad=False)
 
@@ -128,12 +149,12 @@ def expose(model: Any, layers: Sequence[Any]) -> None:
     dtype = model.dtype
     for layer in layers:
         for name, child in layer.original.named_children():
-            _empty(child, dtype)
+            _empty_module(child, dtype)
             setattr(layer, name, child)
 
 
-def _empty(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace parameters by what only stands for them, and buffers by one number that is seen from everywhere."""
+def _empty_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Replace parameters by remote weights, and buffers by one zero that is expanded to their shape."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
@@ -143,30 +164,31 @@ def _empty(module: nn.Module, dtype: torch.dtype) -> None:
                 part._buffers[name] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
 
 
-def lora_of(model: Any, layers: Sequence[Any]) -> dict[str, tuple[int, torch.Tensor]]:
+def lora_of(model: Any, layers: Sequence[Any]) -> BlockTensors:
     """The LoRA matrices that PEFT put into the stubs and that are active: name to (block, tensor).
 
     B is multiplied by PEFT's scale, so gradients flow to PEFT's own parameters. Raises ConfigError for what cannot be
     computed by servers.
     """
-    found: dict[str, tuple[int, torch.Tensor]] = {}
+    matrices: BlockTensors = {}
     known = set[int]()
-    names = {id(layer): i for i, layer in enumerate(layers)}
-    prefix = next(name for name, module in model.named_modules() if id(module) in names).rpartition(".")[0]
+    layer_ids = {id(layer) for layer in layers}
+    first_layer = next(name for name, module in model.named_modules() if id(module) in layer_ids)
+    prefix = first_layer.rpartition(".")[0]
     _require_no_base(model)
     for block, layer in enumerate(layers):
         for name, module in layer.named_modules():
             if not _is_tuner(module):
                 continue
             place = f"{prefix}.{block}.{name}"
-            pairs = _pairs(place, module, known)
+            pairs = _scaled_pairs(place, module, known)
             if pairs:  # several adapters at once are one of all their ranks
-                found[f"{place}.lora_A"] = block, torch.cat([a for a, _ in pairs])
-                found[f"{place}.lora_B"] = block, torch.cat([b for _, b in pairs], 1)
+                matrices[f"{place}.lora_A"] = block, torch.cat([a for a, _ in pairs])
+                matrices[f"{place}.lora_B"] = block, torch.cat([b for _, b in pairs], 1)
         for name, parameter in layer.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise ConfigError(f"{prefix}.{block}.{name} cannot be trained: of remote blocks only plain LoRA can")
-    return found
+    return matrices
 
 
 def _require_no_base(model: Any) -> None:
@@ -175,11 +197,11 @@ def _require_no_base(model: Any) -> None:
     Those of a saved adapter are whole where only their beginning came from the base (EVA). Raises ConfigError.
     """
     for config in getattr(model, "peft_config", {}).values():
-        how = getattr(config, "init_lora_weights", None)
-        is_whole = how == "eva" and config.inference_mode
-        if isinstance(how, str) and how.startswith(FROM_BASE) and not is_whole:
+        method = getattr(config, "init_lora_weights", None)
+        is_whole = method == "eva" and config.inference_mode
+        if isinstance(method, str) and method.startswith(FROM_BASE) and not is_whole:
             raise ConfigError(
-                f'init_lora_weights="{how}" starts from base weights, which are on servers. {SAID_INSTEAD}'
+                f'init_lora_weights="{method}" starts from base weights, which are on servers. {ALTERNATIVES}'
             )
 
 
@@ -192,16 +214,21 @@ def _is_tuner(module: nn.Module) -> bool:
     raise ConfigError(f"servers compute plain LoRA in remote blocks, not PEFT's {type(module).__name__}")
 
 
-def _pairs(name: str, module: Any, known: set[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _scaled_pairs(
+    name: str,
+    module: Any,
+    known: set[int],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """A and scaled B of each active adapter; ``known`` collects all parameters that are some adapter's."""
-    known.update(id(p) for part in (module.lora_A, module.lora_B) for p in part.parameters())
+    for matrices in (module.lora_A, module.lora_B):
+        known.update(id(parameter) for parameter in matrices.parameters())
     if module.merged:
         raise ConfigError(f"the adapter of {name} is merged, which a remote layer cannot be: call unmerge_adapter()")
     pairs = []
     for adapter in () if module.disable_adapters else module.active_adapters:
         if adapter not in module.lora_A:
             continue
-        special = [k for k in ("use_dora", "lora_bias") if getattr(module, k, {}).get(adapter)]
+        special = [option for option in ("use_dora", "lora_bias") if getattr(module, option, {}).get(adapter)]
         if adapter in getattr(module, "lora_variant", {}):
             special.append(type(module.lora_variant[adapter]).__name__)
         dropout = module.lora_dropout[adapter]
@@ -209,29 +236,31 @@ def _pairs(name: str, module: Any, known: set[int]) -> list[tuple[torch.Tensor, 
             special.append("lora_dropout")
         if special:
             raise ConfigError(f"{name} uses {', '.join(special)}, which servers do not compute: leave it out")
-        a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        a = module.lora_A[adapter].weight
+        b = module.lora_B[adapter].weight
         pairs.append((a, b * module.scaling[adapter]))
     return pairs
 
 
-def prefix_of(cache: Any) -> dict[str, tuple[int, torch.Tensor]]:
+def prefix_of(cache: Any) -> BlockTensors:
     """The keys and values that PEFT's prefix tuning put into a cache: name to (block, tensor of one row).
 
     Raises ConfigError when rows differ: a prefix is the same for all.
     """
-    found: dict[str, tuple[int, torch.Tensor]] = {}
+    tensors: BlockTensors = {}
     for block, layer in enumerate(cache.layers):
         for name in ("keys", "values"):
             tensor = getattr(layer, name, None)
             if not torch.is_tensor(tensor) or tensor.ndim != 4:
                 raise ConfigError(f"expected keys and values of block {block} in the cache that was given")
-            if tensor.shape[0] > 1 and not bool((tensor.detach() == tensor.detach()[:1]).all()):
+            values = tensor.detach()
+            if len(values) > 1 and not bool((values == values[:1]).all()):
                 raise ConfigError("a prefix has to be the same for all rows; to go on from a cache, use new_cache()")
-            found[f"{block}.{name}"] = block, tensor[:1]
-    return found
+            tensors[f"{block}.{name}"] = block, tensor[:1]
+    return tensors
 
 
-def gather(parameters: dict[str, tuple[int, torch.Tensor]], n_prefix: int) -> TunedParameters:
+def gather(parameters: BlockTensors, n_prefix: int) -> TunedParameters:
     """Parameters as they are now, cut off from autograd."""
     return TunedParameters(
         {name: tensor.detach() for name, (_, tensor) in parameters.items()},

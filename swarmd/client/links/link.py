@@ -1,4 +1,4 @@
-"""What a chain session is made of: the swarm around it, its terms, its links, and the record of what happened."""
+"""What a chain session is made of: the swarm's services, its options, its links, and the record of what happened."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.timing import PassTimes
@@ -39,7 +39,7 @@ Listeners = dict[bytes, Listener]
 
 
 class SessionServices(Protocol):
-    """What a session needs of the swarm around it."""
+    """What a session needs of the swarm."""
 
     rpc: Rpc
     wall_clock: Callable[[], float]
@@ -48,19 +48,22 @@ class SessionServices(Protocol):
 
     def view(self) -> SwarmView: ...
 
-    def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]: ...
+    def trips(
+        self,
+        spans: Sequence[SpanRecord],
+    ) -> dict[tuple[str, str], float]: ...
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]: ...
 
     def trust(self) -> Mapping[tuple[str, int], Trust]:
-        """How each server, (peer, slot), is regarded; who is not named here is not held back."""
+        """How each server, (peer, slot), is regarded; one that is not named here is not held back."""
 
     async def refresh(self) -> None: ...
 
     def start_soon(self, function: Callable[[], Awaitable[None]]) -> None: ...
 
 
-CHANGES_CODEC = "int4"  # how those travel
+CHANGES_CODEC = "int4"  # how changes against earlier rows travel
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class SessionOptions:
     codec: str = "auto"
     adapter: str = ""
     quantize: str = "any"
-    own: TunedParameters | None = None
+    tuned: TunedParameters | None = None
     start: int = 0
     only: frozenset[PeerId] = frozenset()
     without: frozenset[PeerId] = frozenset()
@@ -91,6 +94,7 @@ class SessionOptions:
 
     @property
     def blocks(self) -> Span:
+        """The blocks that the session goes through."""
         return Span(self.start, self.n_blocks)
 
     def __post_init__(self) -> None:
@@ -102,33 +106,42 @@ class SessionOptions:
             raise ConfigError(f"verify=1 compares numbers as they are: codec raw, or auto, not {self.codec}")
 
 
-def suits(span: SpanRecord, terms: SessionOptions, numerics: str) -> bool:
+def is_suitable(span: SpanRecord, terms: SessionOptions, numerics: str) -> bool:
     """May a session use this server? In the exact grade ``numerics`` binds it, once one is known."""
     if terms.grade == "exact" and numerics not in ("", span.numerics):
         return False
-    if span.peer in terms.without or (terms.only and span.peer not in terms.only):
+    if span.peer in terms.without:
+        return False
+    if terms.only and span.peer not in terms.only:
         return False
     return span.dtype == terms.dtype and terms.quantize in ("any", span.quantize)
 
 
 def needs_of(terms: SessionOptions, codec: str) -> frozenset[str]:
-    """What servers must understand for a session of these terms that travels in ``codec``."""
-    needs = {"exact": terms.grade == "exact", "codec": codec not in ("auto", "raw"), "adapter": bool(terms.adapter)}
-    needs |= {"tuned": terms.own is not None, "changes": codec == CHANGES}
+    """Name what servers must understand for a session with these options that travels in ``codec``."""
+    needs = {
+        "exact": terms.grade == "exact",
+        "codec": codec not in ("auto", "raw"),
+        "adapter": bool(terms.adapter),
+        "tuned": terms.tuned is not None,
+        "changes": codec == CHANGES,
+    }
     return frozenset(need for need, is_needed in needs.items() if is_needed)
 
 
-def understands(view: SwarmView, span: SpanRecord, terms: SessionOptions) -> bool:
-    """Does a server announce all that a session of these terms uses?"""
+def is_compatible(view: SwarmView, span: SpanRecord, terms: SessionOptions) -> bool:
+    """Does a server announce all that a session with these options uses?"""
     codec = CHANGES_CODEC if terms.codec == CHANGES else terms.codec
-    return understanding_of(view.peers.get(PeerId(span.peer))).knows(codec, needs_of(terms, terms.codec))
+    record = view.peers.get(PeerId(span.peer))
+    return understanding_of(record).knows(codec, needs_of(terms, terms.codec))
 
 
 @dataclass(slots=True)
 class HopLink:
     """One hop as the client sees it. ``received`` is how far it had come when last asked; None: a new hop.
 
-    An heir has its caches from another server. ``joined``: how many tokens the session had when the hop was opened.
+    An heir has its caches from another server. ``n_tokens_at_open``: how many tokens the session had when this hop
+    was opened.
     """
 
     hop: Hop
@@ -136,7 +149,7 @@ class HopLink:
     is_lost: bool = False
     is_leaving: bool = False
     is_heir: bool = False
-    joined: int = 0
+    n_tokens_at_open: int = 0
     received: int | None = None
 
 
@@ -154,36 +167,66 @@ class ServedLogits:
         return f"{self.link.hop.peer}/{self.link.hop.slot}"
 
 
-def joined(links: list[HopLink]) -> list[HopLink]:
+def merge_neighbours(links: list[HopLink]) -> list[HopLink]:
     """Make one hop of neighbouring new ones on the same peer."""
-    whole: list[HopLink] = []
+    merged: list[HopLink] = []
     for link in links:
-        last = whole[-1] if whole else None
-        is_same = last is not None and (last.hop.peer, last.hop.slot) == (link.hop.peer, link.hop.slot)
-        if last is None or not is_same or last.received is not None or link.received is not None:
-            whole.append(link)
+        last = merged[-1] if merged else None
+        if last is None or not _can_merge(last, link):
+            merged.append(link)
         else:
             span = Span(last.hop.span.start, link.hop.span.end)
-            whole[-1] = HopLink(replace(link.hop, span=span))
-    return whole
+            merged[-1] = HopLink(replace(link.hop, span=span))
+    return merged
 
 
-def lacks(
-    links: list[HopLink], index: int, seq: int, answered: int, n_blocks: int
-) -> tuple[int | None, int, int] | None:
-    """What hop ``index`` (past the last: the client) needs from the one before: (have, silent_through, end)."""
+def _can_merge(first: HopLink, second: HopLink) -> bool:
+    are_new = first.received is None and second.received is None
+    return are_new and first.hop.peer == second.hop.peer and first.hop.slot == second.hop.slot
+
+
+class ReplayGap(NamedTuple):
+    """What a receiver lacks, and how much of it the sender is to pass on.
+
+    ``have``: the last op that the receiver has; None: it is new, and has nothing. Ops through ``silent_through`` are
+    computed for their caches only, up to block ``end``: behind it they are known.
+    """
+
+    have: int | None
+    silent_through: int
+    end: int
+
+
+# A repair brings every hop to the last op that was sent. Each sender gives its receiver what that lacks. An example,
+# with the last op that each has received:
+#
+#     client (sent 9) --> hop A (9) --> hop B (new) --> hop C (7) --> client (has answers 1 to 7)
+#
+# A lacks nothing. B has nothing, so A replays ops 1 to 9 from its history. Ops 1 to 7 are silent: B computes them for
+# its caches only, and they end at C's first block, because C has them. B passes ops 8 and 9 on to C by itself, and C
+# answers them. So no hop computes an op twice, and the client gets no answer twice.
+
+
+def plan_replay(
+    links: list[HopLink],
+    index: int,
+    seq: int,
+    answered: int,
+    n_blocks: int,
+) -> ReplayGap | None:
+    """Say what hop ``index`` (past the last: the client) lacks of the one before; None if nothing is to be asked."""
     sender = seq if index == 0 else links[index - 1].received
     if sender is None:
         return None  # a new hop passes on by itself what it is given
     if index == len(links):
-        return (answered, 0, 0) if sender > answered else None
+        return ReplayGap(answered, 0, 0) if sender > answered else None
     have = links[index].received
     if have is not None:
-        return (have, 0, 0) if sender > have else None
-    beyond = next((i for i in range(index, len(links)) if links[i].received is not None), None)
-    if beyond is None:
-        return None, answered, n_blocks
-    return None, links[beyond].received or 0, links[beyond].hop.span.start
+        return ReplayGap(have, 0, 0) if sender > have else None
+    next_survivor = next((link for link in links[index:] if link.received is not None), None)
+    if next_survivor is None:
+        return ReplayGap(None, answered, n_blocks)
+    return ReplayGap(None, next_survivor.received or 0, next_survivor.hop.span.start)
 
 
 @dataclass(slots=True)
@@ -194,21 +237,35 @@ class DeclinedServers:
     _times: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
     _strikes: Counter[PeerId] = field(default_factory=Counter)
 
-    def add(self, peer: PeerId, now: float, for_s: float, longest_s: float = 0.0) -> None:
-        """Do not ask a peer for a while; up to ``longest_s`` twice as long each time until ``did_well``."""
-        grown_s = min(longest_s, for_s * 2 ** self._strikes[peer]) if longest_s > for_s else for_s
+    def add(
+        self,
+        peer: PeerId,
+        now: float,
+        for_s: float,
+        longest_s: float = 0.0,
+    ) -> None:
+        """Do not ask a peer for a while; up to ``longest_s`` twice as long each time until ``forgive``."""
+        pause_s = for_s
+        if longest_s > for_s:
+            pause_s = min(longest_s, for_s * 2 ** self._strikes[peer])
         self._strikes[peer] = min(self._strikes[peer] + 1, 32)
-        self._times[peer] = now, now + grown_s
+        self._times[peer] = now, now + pause_s
 
-    def did_well(self, peer: PeerId) -> None:
+    def forgive(self, peer: PeerId) -> None:
+        """Forget how often a peer declined: the next time is the first."""
         self._strikes.pop(peer, None)
 
-    def allow(self, peer: PeerId, now: float, is_last_resort: bool) -> bool:
+    def is_allowed(self, peer: PeerId, now: float, is_last_resort: bool) -> bool:
+        """May a peer be asked now? With ``is_last_resort`` it may be sooner, unless it declined for good."""
         since, until = self._times.get(peer, (0.0, 0.0))
-        return now >= (min(until, since + SECOND_CHANCE_S) if is_last_resort and until < math.inf else until)
+        if is_last_resort and until < math.inf:
+            return now >= min(until, since + SECOND_CHANCE_S)
+        return now >= until
 
     def is_final(self, peer: PeerId) -> bool:
-        return self._times.get(peer, (0.0, 0.0))[1] == math.inf
+        """Did a peer decline for as long as the session lives?"""
+        _, until = self._times.get(peer, (0.0, 0.0))
+        return until == math.inf
 
 
 @dataclass(frozen=True, slots=True)

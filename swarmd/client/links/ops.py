@@ -32,34 +32,43 @@ def codec_for(swarm: SessionServices, terms: SessionOptions, peers: list[PeerId]
     A peer that announces nothing but loopback is on this machine: however long a busy machine takes, no link is slow.
     Changes against what was sent before are fine-tuning's: a session has none, and chooses by its links.
     """
-    view, me = swarm.view(), swarm.rpc.network.peer_id
-    known = swarm.trips(view.serving(terms.model))
-    here = {peer for peer in peers if is_loopback(swarm.addresses_of(peer))}
-    peers = [peer for peer in peers if peer not in here]
-    pairs = [(a, b) for a, b in itertools.pairwise([me, *peers, me]) if a != b]
-    trips = [trip for a, b in pairs if (trip := known.get((a, b), known.get((b, a)))) is not None]
-    records = [view.peers.get(peer) for peer in peers]
-    rates = [rate for r in records if r for rate in (r.up_bytes_per_s, r.down_bytes_per_s) if rate is not None]
-    known_to_all = frozenset(CODECS).intersection(*(understanding_of(r).codecs for r in records))
-    asked = "raw" if terms.verify == 1 else "auto" if terms.codec == CHANGES else terms.codec
-    return choose_codec(asked, terms.grade, terms.dtype, trips, rates, known_to_all)
+    view = swarm.view()
+    client = swarm.rpc.network.peer_id
+    known_trips = swarm.trips(view.serving(terms.model))
+    remote_peers = [peer for peer in peers if not is_loopback(swarm.addresses_of(peer))]
+    trips = []
+    for sender, receiver in itertools.pairwise([client, *remote_peers, client]):
+        trip = known_trips.get((sender, receiver), known_trips.get((receiver, sender)))
+        if trip is not None and sender != receiver:
+            trips.append(trip)
+    records = [view.peers.get(peer) for peer in remote_peers]
+    rates = []
+    for record in records:
+        if record:
+            rates += [rate for rate in (record.up_bytes_per_s, record.down_bytes_per_s) if rate is not None]
+    known_to_all = frozenset(CODECS).intersection(*(understanding_of(record).codecs for record in records))
+    requested = "auto" if terms.codec == CHANGES else terms.codec
+    if terms.verify == 1:
+        requested = "raw"
+    return choose_codec(requested, terms.grade, terms.dtype, trips, rates, known_to_all)
 
 
-def cut(step: SentOp, prefill_tokens_per_s: Sequence[float]) -> list[SentOp]:
+def split_step(step: SentOp, prefill_tokens_per_s: Sequence[float]) -> list[SentOp]:
     """Make the ops of one step: one for a token, several for a long prompt, so that all hops work at the same time."""
     if step.hidden is None or step.positions is None:
         return [step]
     b, t, d = step.hidden.shape
-    n_tokens = max_tokens_per_frame(b, d, str(step.hidden.dtype).removeprefix("torch."), MAX_OP_BYTES)
-    n_tokens = min(n_tokens, tokens_of_op(b, t, prefill_tokens_per_s))
+    dtype = str(step.hidden.dtype).removeprefix("torch.")
+    fits_frame = max_tokens_per_frame(b, d, dtype, MAX_OP_BYTES)
+    n_tokens = min(fits_frame, tokens_of_op(b, t, prefill_tokens_per_s))
     parts = []
-    for number, at in enumerate(range(0, t, n_tokens)):
-        window = slice(at, at + n_tokens)
+    for number, offset in enumerate(range(0, t, n_tokens)):
+        window = slice(offset, offset + n_tokens)
         parts.append(
             replace(
                 step,
                 seq=step.seq + number,
-                edits=step.edits if at == 0 else (),
+                edits=step.edits if offset == 0 else (),
                 hidden=step.hidden[:, window],
                 positions=step.positions[:, window],
                 mask=None if step.mask is None else step.mask[:, window],
@@ -68,11 +77,21 @@ def cut(step: SentOp, prefill_tokens_per_s: Sequence[float]) -> list[SentOp]:
     return parts
 
 
+def count_tokens(op: SentOp) -> int:
+    """Count the tokens of each row in an op; 0 where it has edits only."""
+    return 0 if op.hidden is None else op.hidden.shape[1]
+
+
 class WrongCount(RemoteProtocolError):
     """An answer of another number of tokens than were asked for."""
 
 
-def read_answer(op: Op, frame: Frame, entered: torch.Tensor, want: int | None = None) -> torch.Tensor:
+def read_answer(
+    op: Op,
+    frame: Frame,
+    entered: torch.Tensor,
+    want: int | None = None,
+) -> torch.Tensor:
     """The last block's output for hidden states [b, t, d] that ``entered``; tokens that did not come are zeros.
 
     Of each row at least the last ``want`` tokens (None: all) must have come. Raises WrongCount for other tokens than
@@ -80,18 +99,23 @@ def read_answer(op: Op, frame: Frame, entered: torch.Tensor, want: int | None = 
     another shape or dtype than what entered, values that are not finite.
     """
     b, t, d = entered.shape
-    least = t if want is None else min(want, t)
-    out = entered[:, :0] if op.tensor is None else unpack_untrusted(op.tensor, frame.payload)[0]
-    if (out.shape[0], out.shape[2], out.dtype) != (b, d, entered.dtype):
+    min_tokens = t if want is None else min(want, t)
+    out = entered[:, :0]
+    if op.tensor is not None:
+        out, _, _ = unpack_untrusted(op.tensor, frame.payload)
+    has_shape = out.shape[0] == b and out.shape[2] == d
+    if not has_shape or out.dtype != entered.dtype:
         raise RemoteProtocolError(
             f"expected hidden states {tuple(entered.shape)} {entered.dtype}, got {tuple(out.shape)} {out.dtype}"
         )
     if not torch.isfinite(out).all():
         raise RemoteProtocolError("hidden states that are not finite")
-    if not least <= out.shape[1] <= t:
-        raise WrongCount(f"expected {least} to {t} tokens, got {out.shape[1]}")
-    missing = t - out.shape[1]
-    return torch.cat([out.new_zeros(b, missing, d), out], 1) if missing else out
+    if not min_tokens <= out.shape[1] <= t:
+        raise WrongCount(f"expected {min_tokens} to {t} tokens, got {out.shape[1]}")
+    n_missing = t - out.shape[1]
+    if not n_missing:
+        return out
+    return torch.cat([out.new_zeros(b, n_missing, d), out], 1)
 
 
 def read_top(op: Op, want: int | None, vocabulary: int) -> Top | None:

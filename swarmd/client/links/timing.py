@@ -10,6 +10,8 @@ from swarmd.plan.chains import timing
 
 N_KEPT = 64  # passes that the medians are of
 MOST_TOKENS = 32  # of a pass that counts: longer ones are prompts
+MeasuredPass = tuple[float, float, timing.Times]
+"""Seconds in the client before a pass, seconds of all of it, and what its hops tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +36,26 @@ class TimeBreakdown:
 class PassTimes:
     """The last passes of a session."""
 
-    _kept: deque[tuple[float, float, timing.Times]] = field(default_factory=lambda: deque(maxlen=N_KEPT))
+    _passes: deque[MeasuredPass] = field(default_factory=lambda: deque(maxlen=N_KEPT))
 
     def note(self, here_s: float, total_s: float, times: timing.Times) -> None:
         """Note what passed since the answer before, until this one, and what the hops say of it (``Op.times``)."""
-        self._kept.append((here_s, total_s, times))
+        self._passes.append((here_s, total_s, times))
 
     def where(self) -> TimeBreakdown | None:
-        """None before a pass was measured; else of those through the same hops as the last one."""
-        if not self._kept:
+        """Return the medians of passes through the same hops as the last one; None before a pass was measured."""
+        if not self._passes:
             return None
-        alike = [kept for kept in self._kept if timing.goes_alike(kept[2], self._kept[-1][2])]
+        _, _, last_times = self._passes[-1]
+        alike = [measured for measured in self._passes if timing.goes_alike(measured[2], last_times)]
         hops = timing.medians_s([times for _, _, times in alike])
-        away = [total - sum(w + c for _, w, c in times) / 1e6 for _, total, times in alike]
+        away_s = []
+        for _, total_s, times in alike:
+            at_hops_us = sum(waiting + computing for _, waiting, computing in times)
+            away_s.append(total_s - at_hops_us / 1e6)
         return TimeBreakdown(
-            statistics.median(here for here, _, _ in alike),
-            tuple(computing for _, _, computing in hops),
-            tuple(waiting for _, waiting, _ in hops),
-            max(0.0, statistics.median(away)),
+            here_s=statistics.median(client_s for client_s, _, _ in alike),
+            computing_s=tuple(computing for _, _, computing in hops),
+            waiting_s=tuple(waiting for _, waiting, _ in hops),
+            under_way_s=max(0.0, statistics.median(away_s)),
         )

@@ -1,4 +1,4 @@
-"""One sequence, greedy or sampled: transformers' ``generate`` up to its loop, then this one, which tries tokens ahead.
+"""One sequence, greedy or sampled: transformers' ``generate`` up to its loop, then this one, which tries draft tokens.
 
 Each token is chosen from its own logits with one draw, as in transformers' loop: a seed gives the same text whatever is
 tried. Beams, batches, scores to return, candidates of others and models that PEFT has changed stay the library's.
@@ -24,7 +24,7 @@ PLAIN = frozenset(
     ("inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria", "streamer")
 )
 """What a call may have beside settings of a GenerationConfig."""
-NEVER = (
+UNSUPPORTED_SETTINGS = (
     *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
     *("use_mtp", "prefill_chunk_size", "guidance_scale", "penalty_alpha", "dola_layers", "constraints"),
     *("force_words_ids", "assistant_early_exit", "prompt_lookup_num_tokens", "cache_implementation"),
@@ -37,7 +37,7 @@ Loop = Callable[..., torch.Tensor]
 
 
 class ModelSpeculation:
-    """What is tried ahead for one model, and what passes through its chain take."""
+    """The draft sources of one model, and what passes through its chain take."""
 
     def __init__(self, looks_up: bool, draft: DraftModel | None = None) -> None:
         self.costs = Costs()
@@ -45,21 +45,30 @@ class ModelSpeculation:
         self._draft = draft
 
     def speculation(self) -> Speculation:
-        """For one text."""
+        """Make the speculation of one text."""
         sources: list[DraftSource] = [Lookup()] if self._looks_up else []
         if self._draft is not None:
             sources.append(Draft(self._draft))
         return Speculation(self.costs, sources)
 
 
-def is_plain(model: Any, inputs: Any, config: GenerationConfig, given: Mapping[str, Any]) -> bool:
+def is_plain(
+    model: Any,
+    inputs: Any,
+    config: GenerationConfig,
+    arguments: Mapping[str, Any],
+) -> bool:
     """Is a call of ``generate`` with these arguments one sequence, greedy or sampled, and nothing else?"""
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
 
     def setting(name: str) -> Any:
-        """As ``generate`` finds it: given, of the configuration given, of the model's own."""
-        places = (given.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
-        return next((value for value in places if value is not None), None)
+        """As ``generate`` finds it: an argument, else of the configuration passed, else of the model's own."""
+        value = arguments.get(name)
+        if value is None:
+            value = getattr(config, name, None)
+        if value is None:
+            value = getattr(model.generation_config, name, None)
+        return value
 
     prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
     return (
@@ -67,16 +76,25 @@ def is_plain(model: Any, inputs: Any, config: GenerationConfig, given: Mapping[s
         and not inputs.is_floating_point()
         and inputs.shape[0] == 1
         and (mask is None or bool(mask.all()))
-        and all(name in PLAIN or hasattr(config, name) for name in given)
-        and not any(setting(name) for name in NEVER)
+        and all(name in PLAIN or hasattr(config, name) for name in arguments)
+        and not any(setting(name) for name in UNSUPPORTED_SETTINGS)
         and {setting(name) or 1 for name in ("num_beams", "num_return_sequences")} == {1}
         and setting("use_cache") is not False
         and prepare is GenerationMixin.prepare_inputs_for_generation
     )
 
 
-def loop(
-    speculation: Speculation, cache_name: str, streamer: Any, line: TracedPass | None, head: SwarmHead | None
+# One round of the loop. The last token that is known travels with draft tokens behind it, in one pass:
+#
+#     sent       t9 | d10 d11 d12           the cache holds t1 to t8
+#     logits     of   t10 t11 t12 t13
+#     chosen          t10 t11               t10 = d10 is right; t11 differs from d11: what follows is worthless
+#     kept       t9 | t10                   the cache is cropped by two, t11 is sent in the next round
+#
+# Each token is chosen from its own logits, with one draw, after exactly the tokens before it. So the text is the one
+# that a loop without draft tokens gives. The invariant: the cache holds all tokens but the last one.
+def make_loop(
+    speculation: Speculation, cache_name: str, streamer: Any, traced: TracedPass | None, head: SwarmHead | None
 ) -> Loop:
     """What ``generate`` takes as ``custom_generate``: decode until a stopping criterion holds."""
 
@@ -86,39 +104,46 @@ def loop(
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: GenerationConfig,
-        **given: Any,
+        **options: Any,
     ) -> torch.Tensor:
-        if given.get("attention_mask") is not None:  # of a prompt in which transformers found padding
-            given |= {"generation_config": generation_config, "streamer": streamer}
-            return type(model)._sample(model, input_ids, logits_processor, stopping_criteria, **given)  # type: ignore[no-any-return]
-        cache, ids, tokens = given[cache_name], input_ids, input_ids[0].tolist()
-        sent, tried, samples = input_ids, list[int](), bool(generation_config.do_sample)
-        of_swarm = head if is_enough(logits_processor, samples) else None
+        if options.get("attention_mask") is not None:  # of a prompt in which transformers found padding
+            options |= {"generation_config": generation_config, "streamer": streamer}
+            return type(model)._sample(model, input_ids, logits_processor, stopping_criteria, **options)  # type: ignore[no-any-return]
+        cache = options[cache_name]
+        ids = input_ids
+        tokens = input_ids[0].tolist()
+        sent = input_ids
+        draft_tokens: list[int] = []
+        samples = bool(generation_config.do_sample)
+        swarm_head = head if is_enough(logits_processor, samples) else None
         speculation.begin(tokens)
         while True:
-            begun = time.perf_counter()
-            by_line = None if ids is input_ids else line
-            out = _passed(model, sent, 1 + len(tried), cache_name, cache, by_line, of_swarm)
-            if ids is not input_ids:
-                speculation.costs.measured(sent.shape[1], time.perf_counter() - begun)
-            logits = out[:, -1 - len(tried) :].to(ids.device, torch.float32, copy=True)
-            is_done, n_right = False, -1
-            for n_right in range(1 + len(tried)):
-                token = _choose(logits_processor(ids, logits[:, n_right]), samples)
+            started_at = time.perf_counter()
+            is_prompt = ids is input_ids
+            n_wanted = 1 + len(draft_tokens)
+            usable_trace = None if is_prompt else traced
+            out = _compute_logits(model, sent, n_wanted, cache_name, cache, usable_trace, swarm_head)
+            if not is_prompt:
+                speculation.costs.measured(sent.shape[1], time.perf_counter() - started_at)
+            logits = out[:, -n_wanted:].to(ids.device, torch.float32, copy=True)
+            is_done = False
+            n_right = -1
+            for n_right in range(n_wanted):
+                token = _choose_token(logits_processor(ids, logits[:, n_right]), samples)
                 ids = torch.cat([ids, token[:, None]], 1)
                 tokens.append(int(token))
                 if streamer is not None:
                     streamer.put(token.cpu())
                 is_done = bool(stopping_criteria(ids, None).all())
-                if is_done or n_right == len(tried) or tokens[-1] != tried[n_right]:
+                if is_done or n_right == len(draft_tokens) or tokens[-1] != draft_tokens[n_right]:
                     break
-            if n_right < len(tried):
-                cache.crop(n_right - len(tried))
+            if n_right < len(draft_tokens):
+                cache.crop(n_right - len(draft_tokens))
             speculation.learn(n_right)
             if is_done:
                 break
-            tried = speculation.ahead(tokens, generation_config.max_length - len(tokens) - 1)
-            sent = torch.tensor([[tokens[-1], *tried]])
+            draft_tokens = speculation.ahead(tokens, generation_config.max_length - len(tokens) - 1)
+            sent = torch.tensor([[tokens[-1], *draft_tokens]])
         if streamer is not None:
             streamer.end()
         return ids
@@ -126,16 +151,24 @@ def loop(
     return decode
 
 
-def _passed(
-    model: Any, sent: torch.Tensor, n: int, name: str, cache: Any, line: TracedPass | None, head: SwarmHead | None
+def _compute_logits(
+    model: Any,
+    sent: torch.Tensor,
+    n: int,
+    name: str,
+    cache: Any,
+    traced: TracedPass | None,
+    head: SwarmHead | None,
 ) -> torch.Tensor:
-    """Logits of the tokens that are sent, or of the last n: by the swarm's head, a line, or the family's forward."""
+    """Compute logits of the tokens sent, or of the last n, by what there is: a swarm head, a trace, the forward."""
     if head is not None:
         return head.logits(sent, cache, n)
-    if line is not None:
-        return line.compute(sent, *cache.at_its_end(sent.shape[1]))
-    kept = {"logits_to_keep": n} if _keeps_logits(model.__class__) else {}
-    logits: torch.Tensor = model(input_ids=sent.to(model.device), use_cache=True, **{name: cache}, **kept).logits
+    if traced is not None:
+        positions, through_swarm = cache.prepare_append(sent.shape[1])
+        return traced.compute(sent, positions, through_swarm)
+    options = {"logits_to_keep": n} if _keeps_logits(model.__class__) else {}
+    output = model(input_ids=sent.to(model.device), use_cache=True, **{name: cache}, **options)
+    logits: torch.Tensor = output.logits
     return logits
 
 
@@ -145,6 +178,8 @@ def _keeps_logits(family: type) -> bool:
     return "logits_to_keep" in inspect.signature(family.forward).parameters  # type: ignore[attr-defined]
 
 
-def _choose(scores: torch.Tensor, samples: bool) -> torch.Tensor:
+def _choose_token(scores: torch.Tensor, is_sampled: bool) -> torch.Tensor:
     """One token a row of [1, vocabulary] scores."""
-    return torch.multinomial(scores.softmax(-1), 1)[:, 0] if samples else scores.argmax(-1)
+    if is_sampled:
+        return torch.multinomial(scores.softmax(-1), 1)[:, 0]
+    return scores.argmax(-1)

@@ -34,21 +34,22 @@ class DraftModel:
         if not all_look_back(text_config(self.model.config)):
             raise ConfigError(f"the {self.model.config.model_type} family cannot be a draft: its caches forget tokens")
         self.max_tokens = longest_context(self.model.config)
-        self._taken: deque[float] = deque(maxlen=N_MEASURED)
+        self._durations_s: deque[float] = deque(maxlen=N_MEASURED)
 
     @property
     def each_s(self) -> float:
         """Seconds of a token, 0 before one was measured."""
-        return statistics.median(self._taken) if self._taken else 0.0
+        return statistics.median(self._durations_s) if self._durations_s else 0.0
 
     @torch.inference_mode()
     def read(self, tokens: list[int], cache: DynamicCache) -> tuple[int, float]:
         """Add tokens to a text; returns the likeliest one after them, and how likely it is."""
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         out = self.model(input_ids=torch.tensor([tokens]), past_key_values=cache, logits_to_keep=1)
-        best, token = out.logits[0, -1].float().softmax(-1).max(-1)
+        chances = out.logits[0, -1].float().softmax(-1)
+        best, token = chances.max(-1)
         if len(tokens) <= 2:  # what was proposed last, or that and what was right instead
-            self._taken.append(time.perf_counter() - begun)
+            self._durations_s.append(time.perf_counter() - started_at)
         return int(token), float(best)
 
 
@@ -59,64 +60,74 @@ class Draft:
         self._model = model
         self._cache = DynamicCache(config=model.model.config)
         self._read: list[int] = []  # the tokens in the cache
-        self._n_sure = 0  # so many of them are the text's, whatever became of what was proposed
-        self._beginning: threading.Thread | None = None
+        self._n_confirmed = 0  # so many of them are the text's, whatever became of what was proposed
+        self._reader: threading.Thread | None = None
         self._is_over = False
 
     @property
     def each_s(self) -> float:
+        """Seconds of a token, 0 before one was measured."""
         return self._model.each_s
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt in a thread of its own; one that is too long for the model gets no proposals."""
         self._is_over = len(prompt) >= self._model.max_tokens
-        self._beginning = threading.Thread(target=self._read_prompt, args=(list(prompt),), name="swarmd draft")
-        self._beginning.start()
+        self._reader = threading.Thread(target=self._read_prompt, args=(list(prompt),), name="swarmd draft")
+        self._reader.start()
 
     def end(self) -> None:
+        """Stop reading the prompt, and wait until the thread has ended."""
         self._is_over = True
-        if self._beginning is not None:
-            self._beginning.join()
+        if self._reader is not None:
+            self._reader.join()
 
-    def propose(self, tokens: Sequence[int], most: int, least: float) -> tuple[list[int], float]:
-        """At most ``most`` tokens; it ends before one that follows with less than the chance ``least``."""
-        is_reading = self._beginning is not None and self._beginning.is_alive()
-        if is_reading or self._is_over or len(tokens) + most > self._model.max_tokens:
+    def propose(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        min_chance: float,
+    ) -> tuple[list[int], float]:
+        """At most ``max_tokens`` tokens; it ends before one that follows with less than the chance ``min_chance``."""
+        is_reading = self._reader is not None and self._reader.is_alive()
+        if is_reading or self._is_over or len(tokens) + max_tokens > self._model.max_tokens:
             return [], 0.0
-        most = most if self._model.each_s else 1  # of which is learnt what each takes
+        if not self._model.each_s:
+            max_tokens = 1  # it measures what each takes
         self._forget_wrong(tokens)
-        found: list[int] = []
-        new, chance, begun = list(tokens[len(self._read) :]), 1.0, time.perf_counter()
-        while len(found) < most:
-            token, probability = self._next(new)
+        proposed: list[int] = []
+        unread = list(tokens[len(self._read) :])
+        chance = 1.0
+        started_at = time.perf_counter()
+        while len(proposed) < max_tokens:
+            token, probability = self._read_tokens(unread)
             chance *= probability
-            if chance < least:
+            if chance < min_chance:
                 break
-            new = [token]
-            found.append(token)
-        return found, time.perf_counter() - begun
+            unread = [token]
+            proposed.append(token)
+        return proposed, time.perf_counter() - started_at
 
     def _read_prompt(self, prompt: list[int]) -> None:
         try:
-            for at in range(0, len(prompt), CHUNK_TOKENS):
+            for offset in range(0, len(prompt), CHUNK_TOKENS):
                 if self._is_over:
                     return
-                self._next(prompt[at : at + CHUNK_TOKENS])
+                self._read_tokens(prompt[offset : offset + CHUNK_TOKENS])
         except (RuntimeError, IndexError, ValueError, TypeError):
             logger.exception("the draft cannot read the prompt: it proposes nothing")
             self._is_over = True
 
-    def _next(self, new: list[int]) -> tuple[int, float]:
-        found = self._model.read(new, self._cache)
-        self._read += new
-        return found
+    def _read_tokens(self, tokens: list[int]) -> tuple[int, float]:
+        likeliest = self._model.read(tokens, self._cache)
+        self._read += tokens
+        return likeliest
 
     def _forget_wrong(self, tokens: Sequence[int]) -> None:
-        """Keep what the text begins with, except its last token, which is read for what follows."""
-        n = self._n_sure
+        """Keep in the cache what the text begins with, except its last token: that is read for what follows."""
+        n = self._n_confirmed
         while n < min(len(self._read), len(tokens) - 1) and self._read[n] == tokens[n]:
             n += 1
         if n < len(self._read):
             self._cache.crop(n - len(self._read))
             del self._read[n:]
-        self._n_sure = n
+        self._n_confirmed = n

@@ -37,7 +37,7 @@ class Session(Protocol):
     @property
     def given(self) -> ServedLogits | None: ...
 
-    def refute(self, given: ServedLogits, reason: str) -> None: ...
+    def refute(self, logits: ServedLogits, reason: str) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -72,14 +72,14 @@ class RemoteCache(Cache):  # type: ignore[misc]
     def __init__(
         self, config: PretrainedConfig, open_session: OpenSession, max_tokens: int, dtype: torch.dtype = torch.float32
     ) -> None:
-        n = skeleton.text_config(config).num_hidden_layers
-        sliding = (DynamicCache(config=config).is_sliding + [False] * n)[:n]
-        super().__init__(layers=[RemoteLayerCache(self, s) for s in sliding])
+        n_layers = skeleton.text_config(config).num_hidden_layers
+        sliding = (DynamicCache(config=config).is_sliding + [False] * n_layers)[:n_layers]
+        super().__init__(layers=[RemoteLayerCache(self, is_sliding) for is_sliding in sliding])
         self.n_tokens = 0
         self.max_tokens = max_tokens
         self.dtype = dtype  # in which the swarm computes, whatever the client's part is in
         self.n_expected = 0  # prompt tokens that max_tokens reckons with, if that is known
-        self.own: TunedParameters | None = None
+        self.tuned: TunedParameters | None = None
         self.session: Session | None = None
         self._open_session = open_session
         self._edits: list[Edit] = []
@@ -92,6 +92,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
         return self.max_tokens
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens on all servers, with the next op."""
         removed = abs(tokens_to_remove)
         if removed > self.n_tokens:
             raise ValueError(f"cannot remove {removed} of {self.n_tokens} tokens")
@@ -100,11 +101,13 @@ class RemoteCache(Cache):  # type: ignore[misc]
         self.n_tokens -= removed
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Put other rows in the places of rows on all servers, with the next op, as beams do."""
         rows = tuple(int(i) for i in beam_idx)
         if rows != tuple(range(len(rows))):
             self._edits.append(Edit(rows=rows))
 
     def activate_past_recording(self) -> None:
+        """Have servers keep what a layer's cache would forget, so that it can be cropped."""
         self._records_past = True
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -113,11 +116,11 @@ class RemoteCache(Cache):  # type: ignore[misc]
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         raise NotImplementedError("a remote cache has a fixed batch: keep all rows, or start anew with fewer")
 
-    def precede(self, own: TunedParameters) -> None:
+    def use_parameters(self, parameters: TunedParameters) -> None:
         """Have the session's tokens pass through the client's own parameters, after their prefix."""
-        self.own = own
-        self.n_tokens += own.n_prefix
-        self.max_tokens += own.n_prefix
+        self.tuned = parameters
+        self.n_tokens += parameters.n_prefix
+        self.max_tokens += parameters.n_prefix
 
     def append(
         self,
@@ -139,10 +142,12 @@ class RemoteCache(Cache):  # type: ignore[misc]
                 f"{self.n_tokens} tokens and {t} more exceed the {self.max_tokens} that this session can hold"
             )
         if self.session is None:
-            self.session = self._open_session(b, self.max_tokens, self.own if self.own and self.own.version else None)
+            tuned = self.tuned if self.tuned and self.tuned.version else None
+            self.session = self._open_session(b, self.max_tokens, tuned)
         chunk = None if mask is None else mask[:, -t:].to(torch.uint8)
         self._has_padding = self._has_padding or (chunk is not None and not bool(chunk.all()))
-        edits, self._edits = tuple(self._edits), []
+        edits = tuple(self._edits)
+        self._edits = []
         positions = positions.to(torch.int32).expand(b, t)
         sent_mask = chunk if self._has_padding else None
         sent = hidden.to(self.dtype)
@@ -151,7 +156,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
         self.n_tokens += t
         return out.to(hidden.dtype)
 
-    def at_its_end(
+    def prepare_append(
         self, n: int, want: int | None = None, vocabulary: int = 0
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         """Positions [1, n] of n new tokens of one row, and what takes their hidden states through the swarm.
@@ -167,6 +172,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
         )
 
     def close(self) -> None:
+        """Close the session, which frees its caches on the servers."""
         if self.session is not None:
             self.session.close()
             self.session = None

@@ -27,7 +27,7 @@ from swarmd.client.model.decoding import ModelSpeculation
 from swarmd.client.model.remote_cache import OpenSession, RemoteCache
 from swarmd.client.model.speculation import Speculation
 from swarmd.client.model.swarm_head import HeadBy, HeadChecks, SwarmHead
-from swarmd.client.model.traced_pass import write_down
+from swarmd.client.model.traced_pass import trace_model
 from swarmd.client.tuning.remote_layers import AutogradLanes, TokenPositions, through_lanes
 from swarmd.compute.linear.kernels import quicken
 from swarmd.compute.model import skeleton
@@ -39,79 +39,97 @@ from swarmd.errors import CacheExhausted, ConfigError
 logger = logging.getLogger(__name__)
 
 
-ELSEWHERE = {"output_hidden_states": "hidden states between blocks", "output_attentions": "attention weights"}
+KEPT_ON_SERVERS = {"output_hidden_states": "hidden states between blocks", "output_attentions": "attention weights"}
 """What a caller may ask transformers' models for, and servers keep."""
 
 
 class _Call(threading.local):
-    """What the forward of the current thread is about. ``cache`` None: it goes through lanes, without caches."""
+    """The forward that the current thread computes. ``cache`` None: it goes through lanes, without caches."""
 
     cache: RemoteCache | None = None
     positions: torch.Tensor
     mask: torch.Tensor | None = None
     want: int | None = None
-    own: Mapping[str, tuple[int, torch.Tensor]] = MappingProxyType({})
+    tuned: Mapping[str, tuple[int, torch.Tensor]] = MappingProxyType({})
     n_prefix: int = 0
     is_step: bool = False  # of a session that goes on
     wants_cache: bool = False
     generating: RemoteCache | None = None
-    beside: tuple[RemoteCache, ...] = ()  # of other texts that a call of ``generate`` has the model compute
+    side_caches: tuple[RemoteCache, ...] = ()  # of other texts that a call of ``generate`` has the model compute
 
 
+# How the family's own class comes to compute on servers. Nothing in the family's code is replaced but these calls:
+#
+#     model.generate  ->  generate_remotely     makes the session's cache, chooses the decoding loop, frees the cache
+#     model.forward   ->  forward_remotely      finds the cache, the positions and the client's own parameters
+#       layers[0].call -> through_the_swarm     hidden [b, t, d] -> the swarm -> hidden [b, t, d]
+#       layers[1:]                              pass hidden states on
+#       norm, head                              computed here
+#
+# transformers hands a layer nothing but hidden states and masks. So what a forward knows beside them goes through a
+# thread-local ``_Call``: several threads may use one model at a time. A pass without gradients goes through a session,
+# whose servers keep caches; one with gradients goes through lanes, which keep none.
 def remote_model(
     folder: Path,
     open_session: OpenSession,
     lanes: AutogradLanes,
     dtype: torch.dtype = torch.float32,
-    ahead: ModelSpeculation | None = None,
+    speculation: ModelSpeculation | None = None,
     head: HeadBy = None,
 ) -> Any:
     """Load the client's part of a checkpoint and connect its layer 0 to the swarm.
 
     Returns the family's own class (a PreTrainedModel) with more attributes: ``new_cache()``, for loops of one's own;
     ``last_session`` and ``lanes``, whose statistics tell what happened in the last ``generate`` and in fine-tuning;
-    ``last_speculation``, which tokens were tried ahead in it (by ``ahead``; None: none are); and ``micro_batch_rows``,
-    how many rows of a batch travel together in fine-tuning (0 chooses). Raises ConfigError for a head in 8 bits that
-    cannot be.
+    ``last_speculation``, which draft tokens were tried in it (by ``speculation``; None: none are); and
+    ``micro_batch_rows``, how many rows of a batch travel together in fine-tuning (0 chooses). Raises ConfigError for a
+    head in 8 bits that cannot be.
     """
     model: Any = skeleton.load(folder, None, dtype)
-    every: list[Any] = list(skeleton.decoder_layers(model).children())
+    layers: list[Any] = list(skeleton.decoder_layers(model).children())
     model.generation_config.update(**skeleton.read_generation(folder))
-    client_parameters.expose(model, every)
+    client_parameters.expose(model, layers)
     _choose_head(model, head, folder)
     limit = skeleton.longest_context(model.config)
-    model.max_session_tokens, model.micro_batch_rows, model.lanes = limit, 0, lanes
+    model.max_session_tokens = limit
+    model.micro_batch_rows = 0
+    model.lanes = lanes
     call = _Call()
 
     def through_the_swarm(hidden: torch.Tensor) -> torch.Tensor:
-        trains = torch.is_grad_enabled() and (
-            hidden.requires_grad or any(t.requires_grad for _, t in call.own.values())
-        )
+        has_trained = hidden.requires_grad or any(tensor.requires_grad for _, tensor in call.tuned.values())
+        trains = torch.is_grad_enabled() and has_trained
         if trains and call.is_step:
             raise ConfigError("no gradients flow through a session: call the model without a cache, or under no_grad()")
-        if trains or (call.own and not call.is_step and not call.wants_cache):
+        if trains or (call.tuned and not call.is_step and not call.wants_cache):
             call.cache = None
             places = TokenPositions(
-                call.positions.to(torch.int32).expand(hidden.shape[:2]), _chunk(call.mask, hidden.shape[1])
+                positions=call.positions.to(torch.int32).expand(hidden.shape[:2]),
+                mask=_mask_of_new(call.mask, hidden.shape[1]),
             )
             sent = hidden.to(dtype)
-            out = through_lanes(lanes, sent, places, dict(call.own), call.n_prefix, model.micro_batch_rows)
+            out = through_lanes(lanes, sent, places, dict(call.tuned), call.n_prefix, model.micro_batch_rows)
             arity = lanes.layer_arity
         else:
             assert call.cache is not None
             out = call.cache.append(hidden, call.positions, call.mask, call.want)
             assert call.cache.session is not None
             arity = call.cache.session.layer_arity
-        for layer in every if every[0].returns_tuple != arity else ():
-            layer.returns_tuple = arity
+        if layers[0].returns_tuple != arity:
+            for layer in layers:
+                layer.returns_tuple = arity
         return out.to(hidden.device, hidden.dtype)
 
-    every[0].call = through_the_swarm
-    model.new_cache = lambda max_tokens=limit: RemoteCache(model.config, open_session, min(max_tokens, limit), dtype)
-    for name in ELSEWHERE:  # a checkpoint may ask for them in each pass
+    layers[0].call = through_the_swarm
+
+    def new_cache(max_tokens: int = limit) -> RemoteCache:
+        return RemoteCache(model.config, open_session, min(max_tokens, limit), dtype)
+
+    model.new_cache = new_cache
+    for name in KEPT_ON_SERVERS:  # a checkpoint may ask for them in each pass
         setattr(model.config, name, False)
-    _own_forward(model, call, lambda: client_parameters.lora_of(model, every))
-    _own_generate(model, every, call, ahead or ModelSpeculation(looks_up=False), head)
+    _wrap_forward(model, call, lambda: client_parameters.lora_of(model, layers))
+    _wrap_generate(model, layers, call, speculation or ModelSpeculation(looks_up=False), head)
     return model
 
 
@@ -121,56 +139,71 @@ def _choose_head(model: Any, head: HeadBy, folder: Path) -> None:
         put_int8_head(model, head)
     elif head is not None:
         map_vocabulary(model, folder)
-    elif type(own_head := model.get_output_embeddings()) is nn.Linear:
-        quicken(own_head)
+    else:
+        own_head = model.get_output_embeddings()
+        if type(own_head) is nn.Linear:
+            quicken(own_head)
 
 
-def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int, torch.Tensor]]]) -> None:
+def _wrap_forward(
+    model: Any,
+    call: _Call,
+    lora: Callable[[], client_parameters.BlockTensors],
+) -> None:
     """Give each forward a remote cache, or lanes, and explicit positions; afterwards close what was only for it.
 
     In place of the method itself, because PEFT calls that and not the module.
     """
     forward = model.forward
     parameters = inspect.signature(type(model).forward).parameters
-    takes_positions, cache_name = "position_ids" in parameters, _cache_name(model)
+    takes_positions = "position_ids" in parameters
+    cache_name = _cache_name(model)
 
     @functools.wraps(forward)
     def forward_remotely(*args: Any, **kwargs: Any) -> Any:
-        _refuse_what_is_elsewhere(model, kwargs)
+        _require_no_server_outputs(model, kwargs)
         if args:
-            kwargs["input_ids"], args = args[0], args[1:]
+            kwargs["input_ids"] = args[0]
+            args = args[1:]
         _require_no_routers(model, kwargs)
         if FLAG in parameters:
             kwargs[FLAG] = False
-        given = kwargs.get("input_ids")
-        n_new = int((kwargs["inputs_embeds"] if given is None else given).shape[1])
+        inputs = kwargs.get("input_ids")
+        if inputs is None:
+            inputs = kwargs["inputs_embeds"]
+        n_new = int(inputs.shape[1])
         wants_cache = kwargs.get("use_cache", getattr(model.config, "use_cache", True)) is not False
-        cache, call.n_prefix = kwargs.get(cache_name), 0
-        call.own = {} if isinstance(cache, RemoteCache) and cache.session is not None else lora()
+        cache = kwargs.get(cache_name)
+        call.n_prefix = 0
+        call.tuned = {} if isinstance(cache, RemoteCache) and cache.session is not None else lora()
         if isinstance(cache, DynamicCache) and cache.get_seq_length():
             call.n_prefix = int(cache.get_seq_length())
-            call.own |= client_parameters.prefix_of(cache)
+            call.tuned |= client_parameters.prefix_of(cache)
         elif isinstance(cache, RemoteCache):
-            cache.own = cache.own or client_parameters.gather(call.own, 0)
+            cache.tuned = cache.tuned or client_parameters.gather(call.tuned, 0)
         elif cache is not None and not isinstance(cache, DynamicCache):
             raise ConfigError(f"expected a RemoteCache of this model as {cache_name}, got {type(cache).__name__}")
         call.is_step = isinstance(cache, RemoteCache) or call.generating is not None
         call.wants_cache = bool(kwargs.get("use_cache"))
         if not isinstance(cache, RemoteCache):
-            cache = _cache_of_its_own(model, call, wants_cache, n_new)
-            cache.precede(client_parameters.gather(call.own, call.n_prefix))
+            cache = _make_cache(model, call, wants_cache, n_new)
+            cache.use_parameters(client_parameters.gather(call.tuned, call.n_prefix))
         positions = kwargs.get("position_ids")
         if positions is None:
-            positions = torch.arange(cache.n_tokens, cache.n_tokens + n_new, device=model.device).unsqueeze(0)
+            first = cache.n_tokens
+            positions = torch.arange(first, first + n_new, device=model.device).unsqueeze(0)
         if takes_positions:
             kwargs["position_ids"] = positions
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.ndim != 2:
             raise ConfigError("a remote model takes attention masks of shape [batch, tokens]")
-        kwargs[cache_name], kwargs["use_cache"] = cache, True
-        call.cache, call.positions, call.mask = cache, positions, mask
-        kept = kwargs.get("logits_to_keep")
-        call.want = kept if isinstance(kept, int) and kept > 0 else None
+        kwargs[cache_name] = cache
+        kwargs["use_cache"] = True
+        call.cache = cache
+        call.positions = positions
+        call.mask = mask
+        logits_to_keep = kwargs.get("logits_to_keep")
+        call.want = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep > 0 else None
         try:
             output = forward(*args, **kwargs)
             if (call.cache is None or not wants_cache) and not isinstance(output, tuple):
@@ -179,32 +212,35 @@ def _own_forward(model: Any, call: _Call, lora: Callable[[], dict[str, tuple[int
         finally:
             if not wants_cache:
                 cache.close()
-            call.cache, call.own = None, {}
+            call.cache = None
+            call.tuned = {}
 
     model.forward = forward_remotely
 
 
 def _require_no_routers(model: Any, kwargs: dict[str, Any]) -> None:
     """Refuse what needs the numbers of experts' routers, which stay on servers. Raises ConfigError."""
-    if kwargs.get(FLAG) or (kwargs.get("labels") is not None and kwargs.get(FLAG) is None and is_balanced(model)):
+    is_asked = bool(kwargs.get(FLAG))
+    is_default = kwargs.get(FLAG) is None and kwargs.get("labels") is not None and is_balanced(model)
+    if is_asked or is_default:
         raise ConfigError(
             "the loss that balances experts (output_router_logits) needs numbers of routers, which stay on servers: "
             "set model.config.output_router_logits = False to train without it"
         )
 
 
-def _refuse_what_is_elsewhere(model: Any, kwargs: Mapping[str, Any]) -> None:
+def _require_no_server_outputs(model: Any, kwargs: Mapping[str, Any]) -> None:
     """Refuse a pass that asks for what servers keep. Raises ConfigError."""
-    for name, what in ELSEWHERE.items():
-        asked = kwargs.get(name)
-        if asked or (asked is None and getattr(model.config, name, False)):
+    for name, outputs in KEPT_ON_SERVERS.items():
+        requested = kwargs.get(name)
+        if requested or (requested is None and getattr(model.config, name, False)):
             raise ConfigError(
-                f"{name}: {what} stay on the servers that compute them: leave it out (what leaves the last "
+                f"{name}: {outputs} stay on the servers that compute them: leave it out (what leaves the last "
                 "block is model.get_decoder()(...).last_hidden_state), or load the model with transformers alone"
             )
 
 
-def _cache_of_its_own(model: Any, call: _Call, wants_cache: bool, n_new: int) -> RemoteCache:
+def _make_cache(model: Any, call: _Call, wants_cache: bool, n_new: int) -> RemoteCache:
     """A cache for a pass that was given none.
 
     Within ``generate`` the first such pass begins its text, and goes on as its session. What comes later without a
@@ -215,14 +251,17 @@ def _cache_of_its_own(model: Any, call: _Call, wants_cache: bool, n_new: int) ->
     if call.generating.session is None:
         return call.generating
     cache: RemoteCache = model.new_cache(max(call.generating.max_tokens, n_new))
-    call.beside = (*call.beside, cache) if wants_cache else call.beside
+    if wants_cache:
+        call.side_caches = (*call.side_caches, cache)
     return cache
 
 
-def _chunk(mask: torch.Tensor | None, n_new: int) -> torch.Tensor | None:
+def _mask_of_new(mask: torch.Tensor | None, n_new: int) -> torch.Tensor | None:
     """The mask of the new tokens, where it says anything."""
-    chunk = None if mask is None else mask[:, -n_new:].to(torch.uint8)
-    return None if chunk is None or bool(chunk.all()) else chunk
+    if mask is None:
+        return None
+    of_new = mask[:, -n_new:].to(torch.uint8)
+    return None if bool(of_new.all()) else of_new
 
 
 def _cache_name(model: Any) -> str:
@@ -230,29 +269,36 @@ def _cache_name(model: Any) -> str:
     return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
-def _own_generate(model: Any, layers: list[Any], call: _Call, ahead: ModelSpeculation, head: HeadBy) -> None:
+def _wrap_generate(
+    model: Any, layers: list[Any], call: _Call, model_speculation: ModelSpeculation, head: HeadBy
+) -> None:
     """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
-    generate, cache_name = model.generate, _cache_name(model)
+    generate = model.generate
+    cache_name = _cache_name(model)
     can_crop = all_look_back(skeleton.text_config(model.config))
-    straight = write_down(model, layers, cache_name, isinstance(head, HeadChecks)) if can_crop else None
-    of_swarm = SwarmHead(model, straight, head) if straight is not None and isinstance(head, HeadChecks) else None
-    if isinstance(head, HeadChecks) and of_swarm is None:
+    traced = trace_model(model, layers, cache_name, isinstance(head, HeadChecks)) if can_crop else None
+    swarm_head = SwarmHead(model, traced, head) if traced is not None and isinstance(head, HeadChecks) else None
+    if isinstance(head, HeadChecks) and swarm_head is None:
         logger.warning("%s computes its head here: steps of its family are no straight line", type(model).__name__)
 
     def generate_remotely(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get(cache_name) is not None:
             return generate(*args, **kwargs)
-        inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids", kwargs.get("inputs_embeds")))
+        inputs = args[0] if args else _find_inputs(kwargs)
         config = kwargs.get("generation_config") or model.generation_config
         kwargs["use_cache"] = True  # a session is one, and the text is the same
-        cache = call.generating = model.new_cache(_reserve(inputs, config, kwargs, model.max_session_tokens))
+        cache = model.new_cache(_count_reserved(inputs, config, kwargs, model.max_session_tokens))
+        call.generating = cache
         cache.n_expected = 1 if inputs is None else int(inputs.shape[1])
         is_own = can_crop and len(args) < 2 and decoding.is_plain(model, inputs, config, kwargs)
-        speculation = ahead.speculation() if is_own else Speculation(ahead.costs, ())
+        speculation = model_speculation.speculation() if is_own else Speculation(model_speculation.costs, ())
         if is_own:
-            line = straight if straight is not None and straight.holds else None
-            by_swarm = of_swarm if line is not None and of_swarm is not None and of_swarm.holds else None
-            kwargs["custom_generate"] = decoding.loop(speculation, cache_name, kwargs.get("streamer"), line, by_swarm)
+            usable_trace = traced if traced is not None and traced.is_current else None
+            usable_head = swarm_head if usable_trace is not None and swarm_head is not None else None
+            if usable_head is not None and not usable_head.is_current:
+                usable_head = None
+            streamer = kwargs.get("streamer")
+            kwargs["custom_generate"] = decoding.make_loop(speculation, cache_name, streamer, usable_trace, usable_head)
         try:
             generated = generate(*args, **{**kwargs, cache_name: cache})
             if cache.session is not None:
@@ -260,24 +306,43 @@ def _own_generate(model: Any, layers: list[Any], call: _Call, ahead: ModelSpecul
             return generated
         finally:
             speculation.end()
-            call.generating, model.last_session, model.last_speculation = None, cache.session, speculation
-            for used in (cache, *call.beside):
-                used.close()
-            call.beside = ()
+            call.generating = None
+            model.last_session = cache.session
+            model.last_speculation = speculation
+            for closing in (cache, *call.side_caches):
+                closing.close()
+            call.side_caches = ()
 
     model.last_session = model.last_speculation = None
     model.generate = generate_remotely
 
 
-def _reserve(inputs: torch.Tensor | None, config: Any, kwargs: dict[str, Any], limit: int) -> int:
-    """Tokens to reserve on every server: prompt, new tokens, and what speculation may append in excess."""
+def _find_inputs(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return what a call of ``generate`` begins with, by whichever name it came."""
+    for name in ("inputs", "input_ids", "inputs_embeds"):
+        if name in kwargs:
+            inputs: torch.Tensor | None = kwargs[name]
+            return inputs
+    return None
+
+
+def _count_reserved(
+    inputs: torch.Tensor | None,
+    config: Any,
+    kwargs: dict[str, Any],
+    limit: int,
+) -> int:
+    """Count the tokens to reserve on every server: prompt, new tokens, and draft tokens beyond the end."""
     n_prompt = 1 if inputs is None else int(inputs.shape[1])
-    new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
-    total = n_prompt + new if new is not None else kwargs.get("max_length", getattr(config, "max_length", None))
-    if total is None:
+    n_new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
+    total = kwargs.get("max_length", getattr(config, "max_length", None))
+    if n_new is not None:
+        total = n_prompt + n_new
+    elif total is None:
         total = n_prompt + 20  # transformers' own default
     if total > limit:
         raise CacheExhausted(
             f"{n_prompt} prompt tokens and {total - n_prompt} to generate are {total}, the model's limit is {limit}"
         )
-    return int(min(limit, total + (kwargs.get("prompt_lookup_num_tokens") or 0) + 32))
+    n_looked_up = kwargs.get("prompt_lookup_num_tokens") or 0
+    return int(min(limit, total + n_looked_up + 32))

@@ -1,4 +1,4 @@
-"""Tokens tried ahead: which ones, and how many of them, so that it pays. Knows no network and no model.
+"""Draft tokens: which ones are tried, and how many of them, so that it pays. Knows no network and no model.
 
 Tokens that a source proposes travel behind the one that is sent anyway, and count as far as they are what the model
 chooses then: with greedy decoding, and with a draft that always proposes its likeliest token, that is speculative
@@ -29,35 +29,43 @@ class Costs:
     """What a pass takes by the number of its tokens, measured on the same chain; for all answers that go through it."""
 
     def __init__(self) -> None:
-        self._one: deque[float] = deque(maxlen=N_MEASURED)
-        self._more: deque[float] = deque(maxlen=N_MEASURED)
+        self._single_passes_s: deque[float] = deque(maxlen=N_MEASURED)
+        self._extra_tokens_s: deque[float] = deque(maxlen=N_MEASURED)
         self.one_s = 0.0  # a pass with one token, 0 until it is measured
         self.more_s = 0.0  # each further token of a pass
 
     def measured(self, n_tokens: int, seconds: float) -> None:
         """Note a pass that sent ``n_tokens`` and took ``seconds``."""
         if n_tokens == 1:
-            self._one.append(seconds)
-            self.one_s = statistics.median(self._one)
-        elif self._one:
-            self._more.append(max(0.0, (seconds - self.one_s) / (n_tokens - 1)))
-        self.more_s = statistics.median(self._more) if self._more else EACH_ASSUMED * self.one_s
+            self._single_passes_s.append(seconds)
+            self.one_s = statistics.median(self._single_passes_s)
+        elif self._single_passes_s:
+            self._extra_tokens_s.append(max(0.0, (seconds - self.one_s) / (n_tokens - 1)))
+        self.more_s = statistics.median(self._extra_tokens_s) if self._extra_tokens_s else EACH_ASSUMED * self.one_s
 
 
-def tokens_ahead(chance: float, most: int, one_s: float, each_s: float) -> Decision[int]:
-    """How many of at most ``most`` tokens to try, when each is right with this chance if those before it are.
+# A pass with n draft tokens gives 1 + c + c^2 + ... + c^n tokens on average, when each is right with the chance c after
+# right ones. It takes one_s + n * each_s. The n with the best ratio of the two is tried, if it gains LEAST_GAIN at
+# least. Chances and times are measured as a text goes on. So tries have a budget (``_allowance_s``): what earlier tries
+# won, and a little beside. A text that never repeats itself loses no more than that.
+def tokens_ahead(chance: float, max_tokens: int, one_s: float, each_s: float) -> Decision[int]:
+    """Choose how many of ``max_tokens`` draft tokens to try; each is right with this chance if those before it are.
 
     A pass takes ``one_s``, each token tried ``each_s`` more. The most tokens in the time are what counts.
     """
     if not one_s:
         return Decision(0, "nothing is tried ahead: no pass was measured yet")
-    best, gain = 0, 1.0
-    expected, likely = 1.0, 1.0
-    for n in range(1, most + 1):
-        likely *= chance
-        expected += likely
-        if (now := expected * one_s / (one_s + n * each_s)) > gain:
-            best, gain = n, now
+    best = 0
+    gain = 1.0
+    expected = 1.0  # tokens of one pass
+    all_right = 1.0  # chance that the first n are right
+    for n in range(1, max_tokens + 1):
+        all_right *= chance
+        expected += all_right
+        speed = expected * one_s / (one_s + n * each_s)
+        if speed > gain:
+            best = n
+            gain = speed
     costs = f"{100 * chance:.0f} % are right, each costs {each_s / one_s:.2f} of a pass"
     if gain < LEAST_GAIN:
         return Decision(0, f"nothing is tried ahead: {costs}")
@@ -77,10 +85,15 @@ class DraftSource(Protocol):
     def end(self) -> None:
         """There is no more to propose."""
 
-    def propose(self, tokens: Sequence[int], most: int, least: float) -> tuple[list[int], float]:
-        """At most ``most`` tokens after these, and the seconds that it took.
+    def propose(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        min_chance: float,
+    ) -> tuple[list[int], float]:
+        """At most ``max_tokens`` tokens after these, and the seconds that it took.
 
-        None that follow with less than the chance ``least``, where it knows.
+        None that follow with less than the chance ``min_chance``, where it knows.
         """
 
 
@@ -94,21 +107,27 @@ class Lookup:
         self._n_known = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
-        pass
+        """Do nothing: the text is read as it grows."""
 
     def end(self) -> None:
-        pass
+        """Do nothing."""
 
-    def propose(self, tokens: Sequence[int], most: int, least: float) -> tuple[list[int], float]:
+    def propose(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        min_chance: float,
+    ) -> tuple[list[int], float]:
         """``tokens`` begin as they did the last time."""
-        self._learn(tokens)
+        self._learn_grams(tokens)
         for n in GRAMS:
-            at = self._after.get(tuple(tokens[-n:]))
-            if at is not None and len(tokens) > n:
-                return list(tokens[at : at + most]), 0.0
+            end = self._after.get(tuple(tokens[-n:]))
+            if end is not None and len(tokens) > n:
+                proposed = list(tokens[end : end + max_tokens])
+                return proposed, 0.0
         return [], 0.0
 
-    def _learn(self, tokens: Sequence[int]) -> None:
+    def _learn_grams(self, tokens: Sequence[int]) -> None:
         first = max(self._n_known, len(tokens) - LOOK_BACK)
         for end in range(first, len(tokens)):  # what ends here is found from the next token on
             for n in GRAMS:
@@ -132,39 +151,41 @@ class Speculation:
 
     def begin(self, prompt: Sequence[int]) -> None:
         """A text begins so."""
-        for tried in self._sources:
-            tried.source.begin(prompt)
+        for record in self._sources:
+            record.source.begin(prompt)
 
     def end(self) -> None:
         """It has ended."""
-        for tried in self._sources:
-            tried.source.end()
+        for record in self._sources:
+            record.source.end()
 
     def ahead(self, tokens: Sequence[int], room: int) -> list[int]:
-        """Tokens to send behind the last of these, at most ``room``; ``learn`` is told what became of them."""
+        """Propose tokens to send behind the last of these, at most ``room``; ``learn`` is told what became of them."""
         self._n_passes += 1
         one_s = self.costs.one_s
-        for tried in self._sources:
-            left_s = self._allowance_s()
-            each_s = self.costs.more_s + tried.source.each_s
-            most = min(MOST_AHEAD, room, int(left_s / each_s) if each_s else MOST_AHEAD)
-            decision = tokens_ahead(tried.chance, most, one_s, each_s)
+        for record in self._sources:
+            each_s = self.costs.more_s + record.source.each_s
+            max_tokens = min(MOST_AHEAD, room)
+            if each_s:
+                max_tokens = min(max_tokens, int(self._allowance_s() / each_s))
+            decision = tokens_ahead(record.chance, max_tokens, one_s, each_s)
             self.reason = decision.reason
             if decision.action:
-                found, seconds = tried.source.propose(tokens, decision.action, each_s / one_s)
+                proposed, seconds = record.source.propose(tokens, decision.action, each_s / one_s)
                 self._won_s -= seconds
-                if found:
-                    self._last = tried, len(found)
-                    return found
-            tried.forget()
+                if proposed:
+                    self._last = record, len(proposed)
+                    return proposed
+            record.forget()
         return []
 
     def learn(self, n_taken: int) -> None:
         """So many of the tokens sent ahead in the last pass were right."""
         if self._last is None:
             return
-        (tried, n_sent), self._last = self._last, None
-        tried.learn(n_sent, n_taken)
+        record, n_sent = self._last
+        self._last = None
+        record.learn(n_sent, n_taken)
         self._won_s += n_taken * self.costs.one_s - n_sent * self.costs.more_s
         self.n_sent += n_sent
         self.n_taken += n_taken
@@ -188,9 +209,11 @@ class _SourceRecord:
         return (self._n_right + 1) / (self._n_tried + 2)
 
     def learn(self, n_sent: int, n_taken: int) -> None:
+        """Note a try: the tokens taken were right, and the one behind them, if it was sent, was wrong."""
         self._n_right += n_taken
         self._n_tried += n_taken + (n_taken < n_sent)
 
     def forget(self) -> None:
+        """Let what is known fade, so that a source that was poor is tried again some time."""
         self._n_right *= FORGOTTEN
         self._n_tried *= FORGOTTEN

@@ -1,8 +1,8 @@
 """The last hop's logits in place of a head here: when those that come are enough, and whether they are right.
 
-Whoever computes a head for others can lie about it, and no audit of blocks sees that. So hidden states come along, and
-the client's own head, which is not touched otherwise, computes the first answer of every server again, and one in a
-while after that.
+A server that computes a head for others can lie about it, and no audit of blocks sees that. So hidden states come
+along. The client's own head, which is not used otherwise, computes the first answer of every server again, and a share
+of those after that.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ FORBIDDING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
 
 
 def n_needed(processors: Iterable[Any], samples: bool) -> int | None:
-    """How many of the largest logits decide the next token; None where others may count."""
-    needed, n_forbidden = None if samples else 1, 0
+    """Count how many of the largest logits decide the next token; None where others may count."""
+    needed = None if samples else 1
+    n_forbidden = 0
     for processor in processors:
         if isinstance(processor, FORBIDDING):
             n_forbidden += processor.eos_token_id.numel()
         elif isinstance(processor, TopKLogitsWarper):
             needed = processor.top_k if needed is None else min(needed, processor.top_k)
-        elif not isinstance(processor, TemperatureLogitsWarper) and (
-            needed is None or type(processor) not in NARROWING
-        ):
+        elif isinstance(processor, TemperatureLogitsWarper):
+            continue
+        elif needed is None or type(processor) not in NARROWING:
             return None
     return None if needed is None else needed + n_forbidden
 
@@ -66,39 +67,45 @@ def is_enough(processors: Iterable[Any], samples: bool) -> bool:
     return are_enough(n_needed(processors, samples))
 
 
+# What a server can do with logits: send wrong ones, at random or for chosen tokens only. Three numbers are compared
+# with the client's own head: the logits of the tokens sent, the largest logits in order (so that a likely token is not
+# left out), and the sum over the vocabulary (so that the rest is not larger than it may be). Every server's first
+# answer is checked; after that it cannot know which are.
 class HeadChecks:
     """Which answers of which servers are computed here again: a share, ``least`` at least. For one model."""
 
-    def __init__(self, least: float = 0.0, rng: random.Random | None = None) -> None:
-        self._share = max(least, CHECKED_SHARE)
+    def __init__(self, min_share: float = 0.0, rng: random.Random | None = None) -> None:
+        self._share = max(min_share, CHECKED_SHARE)
         self._rng = rng or random.Random()
         self._right: set[str] = set()
         self.n_taken = 0
         self.n_checked = 0
 
-    def is_due(self, given: ServedLogits) -> bool:
+    def is_due(self, served: ServedLogits) -> bool:
         """Are these logits to be computed here, too? Until a server was right once, all are."""
         self.n_taken += 1
-        is_due = given.giver not in self._right or self._rng.random() < self._share
+        is_due = served.giver not in self._right or self._rng.random() < self._share
         self.n_checked += is_due
         return is_due
 
-    def wrong(self, given: ServedLogits, own: torch.Tensor, dtype: torch.dtype) -> str:
-        """What is wrong with logits, by float32 ones [n, vocabulary] computed here; "" if nothing is.
+    def wrong(self, served: ServedLogits, expected: torch.Tensor, dtype: torch.dtype) -> str:
+        """Say what is wrong with logits, by float32 ones [n, vocabulary] computed here; "" if nothing is.
 
         ``dtype`` is what the head is computed in.
         """
-        top = given.top
-        here = largest(own, top.ids.shape[1])
-        bound = max(TOLERANCE[dtype], CODED[given.codec]) * float(own.abs().max())
-        off = max(
-            float((own.gather(1, top.ids) - top.values).abs().max()),
-            float((here.values - top.values).abs().max()),
-            float((here.log_sum - top.log_sum).abs().max()),
+        top = served.top
+        expected_top = largest(expected, top.ids.shape[1])
+        tolerance = max(TOLERANCE[dtype], CODED[served.codec])
+        bound = tolerance * float(expected.abs().max())
+        differences = (
+            expected.gather(1, top.ids) - top.values,
+            expected_top.values - top.values,
+            expected_top.log_sum - top.log_sum,
         )
-        if off > bound:
-            return f"logits that are off by {off:.3g}, with {bound:.2g} allowed"
-        self._right.add(given.giver)
+        deviation = max(float(difference.abs().max()) for difference in differences)
+        if deviation > bound:
+            return f"logits that are off by {deviation:.3g}, with {bound:.2g} allowed"
+        self._right.add(served.giver)
         return ""
 
 
@@ -107,38 +114,46 @@ HeadBy = Path | HeadChecks | None
 
 
 def head_called(name: str, compiled_in: Path, verify: float = 0.0) -> HeadBy:
-    """What one of config.HEADS means; of logits at least the share ``verify`` is checked; 1 takes none."""
-    return {"own": None, "int8": compiled_in, "swarm": HeadChecks(verify) if verify < 1 else None}[name]
+    """Return what computes logits for one of config.HEADS.
+
+    With "swarm" at least the share ``verify`` of served logits is checked; with 1 all are computed here instead.
+    """
+    swarm = HeadChecks(verify) if verify < 1 else None
+    return {"own": None, "int8": compiled_in, "swarm": swarm}[name]
 
 
 class SwarmHead:
     """One model's steps, with logits of the last hop where it gives them."""
 
-    def __init__(self, model: Any, straight: TracedPass, checks: HeadChecks) -> None:
-        assert straight.enter is not None
-        self._straight, self._enter, self._checks = straight, straight.enter, checks
+    def __init__(self, model: Any, traced: TracedPass, checks: HeadChecks) -> None:
+        assert traced.enter is not None
+        self._traced = traced
+        self._enter = traced.enter
+        self._checks = checks
         self._weights = list(model.get_output_embeddings().parameters())
-        self._known = self._look()
+        self._known = self._fingerprint()
         self._vocabulary = int(model.get_output_embeddings().out_features)
 
     @property
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """Is the head here what it was? Else it is another one than the servers'."""
-        return self._look() == self._known
+        return self._fingerprint() == self._known
 
     def logits(self, ids: torch.Tensor, cache: RemoteCache, n: int) -> torch.Tensor:
         """Send tokens [1, t] through the swarm; returns logits [1, n, vocabulary] of the last ``n``."""
-        positions, through = cache.at_its_end(ids.shape[1], n, self._vocabulary)
+        positions, through = cache.prepare_append(ids.shape[1], n, self._vocabulary)
         hidden = through(self._enter(ids, positions))[:, -n:]
         session = cache.session
         assert session is not None
-        given = session.given
-        if given is not None and not self._checks.is_due(given):
-            return given.top.filled(self._vocabulary).unsqueeze(0)
-        own = self._straight.compute(ids[:, -n:], positions[:, -n:], lambda _: hidden)
-        if given is not None and (wrong := self._checks.wrong(given, own[0].float(), hidden.dtype)):
-            session.refute(given, wrong)
-        return own
+        served = session.given
+        if served is not None and not self._checks.is_due(served):
+            return served.top.filled(self._vocabulary).unsqueeze(0)
+        logits = self._traced.compute(ids[:, -n:], positions[:, -n:], lambda _: hidden)
+        if served is not None:
+            wrong = self._checks.wrong(served, logits[0].float(), hidden.dtype)
+            if wrong:
+                session.refute(served, wrong)
+        return logits
 
-    def _look(self) -> list[tuple[int, int]]:
+    def _fingerprint(self) -> list[tuple[int, int]]:
         return [(weight.data_ptr(), weight._version) for weight in self._weights]

@@ -1,8 +1,8 @@
-"""The client's own part of a step as a straight line: embedding, the swarm, norm and head, without what is around them.
+"""The client's own part of a step as a traced pass: embedding, the swarm, norm and head, and nothing else.
 
 A family's forward takes longer to decide what to do with one token than it takes to do it: masks, rotary positions and
-layers that are elsewhere do not matter here. Written down with torch's tracer, as servers' passes are (``capture``),
-and taken only where it gives the very numbers that the forward gives.
+layers on servers do not matter here. So it is traced with torch's tracer, as servers' passes are. The traced pass is
+used only where it gives the very numbers that the forward gives.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from swarmd.compute.runs.expert_balance import FLAG
 
 logger = logging.getLogger(__name__)
 
-REMOTE, HEAD = range(2)  # what is called from within a line
+REMOTE = 0  # number of the hole where the swarm is called
+HEAD = 1  # number of the hole where the head is computed
 CHECKED = (1, 2, 5)  # tokens of passes that have to give the same
 N_PAST = 7  # tokens of the session that they belong to
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 _library: Any = torch.library.Library("swarmd_client", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("call(Tensor x, int which) -> Tensor")
-_calls = threading.local()  # ``now``: what REMOTE and HEAD are in this thread
+_calls = threading.local()  # ``functions``: what REMOTE and HEAD are in this thread
 
 
-def _call(x: torch.Tensor, which: int) -> torch.Tensor:
-    out: torch.Tensor = _calls.now[which](x)
+def _call(hidden: torch.Tensor, which: int) -> torch.Tensor:
+    out: torch.Tensor = _calls.functions[which](hidden)
     return out
 
 
@@ -41,64 +42,91 @@ _library.impl("call", _call, "CompositeExplicitAutograd")
 
 
 @contextmanager
-def _calling(remote: Call, head: Call) -> Iterator[None]:
-    _calls.now = remote, head
+def _bind_calls(remote: Call, head: Call) -> Iterator[None]:
+    """Within, these functions are called at a line's holes in this thread."""
+    _calls.functions = remote, head
     try:
         yield
     finally:
-        del _calls.now
+        del _calls.functions
 
 
 @contextmanager
-def _instead_of(owner: Any, name: str, function: Call) -> Iterator[None]:
+def _replace_method(owner: Any, name: str, function: Call) -> Iterator[None]:
     """Within, a method of one object is this function."""
-    before = vars(owner).get(name)
+    original = vars(owner).get(name)
     setattr(owner, name, function)
     try:
         yield
     finally:
         delattr(owner, name)
-        if before is not None:
-            setattr(owner, name, before)
+        if original is not None:
+            setattr(owner, name, original)
 
 
 class TracedPass:
-    """See the module. ``write_down`` makes one.
+    """See the module. ``trace_model`` makes one.
 
-    ``enter`` is the line up to the swarm: ids and positions [1, n] to hidden states [1, n, d].
+    ``enter`` is the part up to the swarm: ids and positions [1, n] to hidden states [1, n, d].
     """
 
     def __init__(
-        self, model: Any, line: traced.Pass, enter: traced.Pass | None, constants: Sequence[torch.Tensor]
+        self,
+        model: Any,
+        line: traced.Pass,
+        enter: traced.Pass | None,
+        constants: Sequence[torch.Tensor],
     ) -> None:
-        self._model, self._line, self._head = model, line, model.get_output_embeddings()
-        self.enter, self._constants = enter, constants
-        self._known = self._look()
+        self.enter = enter
+        self._model = model
+        self._line = line
+        self._head = model.get_output_embeddings()
+        self._constants = constants
+        self._known = self._fingerprint()
 
-    def compute(self, ids: torch.Tensor, positions: torch.Tensor, remote: Call) -> torch.Tensor:
+    def compute(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        remote: Call,
+    ) -> torch.Tensor:
         """ids and positions [1, n] to logits [1, n, vocabulary]; ``remote`` is what the swarm does."""
-        with _calling(remote, self._head):
+        with _bind_calls(remote, self._head):
             return self._line(ids, positions)
 
     @property
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """Is the model what it was when this was written down?"""
-        return not self._model.training and self._look() == self._known
+        return not self._model.training and self._fingerprint() == self._known
 
-    def _look(self) -> list[Any]:
+    def _fingerprint(self) -> list[Any]:
         """The modules, what hangs on them, and where constants lie and how often they were changed."""
-        own = [module for module in self._model.modules() if not isinstance(module, Stub)]
-        hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in own)
+        modules = [module for module in self._model.modules() if not isinstance(module, Stub)]
+        hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
         weights = [(weight.data_ptr(), weight._version) for weight in self._constants]
-        return [*map(id, own), hooks, vars(self._model).get("forward"), *weights]
+        return [*map(id, modules), hooks, vars(self._model).get("forward"), *weights]
 
 
-def write_down(model: Any, layers: Sequence[Any], cache_name: str, enters: bool = False) -> TracedPass | None:
-    """The line of a client's model, by its family's forward; None where there is none. ``layers`` are all its stubs.
+# The family's forward runs once under torch's tracer with two holes in it. At the first hole the hidden states go to
+# the swarm, at the second the head is computed. What is between is written down as a straight line of operations:
+#
+#     ids, positions -> embedding -> [hole REMOTE: the swarm] -> norm -> [hole HEAD] -> logits
+#
+# Two lengths are traced, because a number in the graph that differs between them is a length and not a constant. A
+# line counts only if it gives bit for bit what the forward gives, for several lengths. It holds constants by reference,
+# so ``TracedPass.is_current`` compares where they lie, how often they were changed, and which hooks the modules have.
+def trace_model(
+    model: Any,
+    layers: Sequence[Any],
+    cache_name: str,
+    enters: bool = False,
+) -> TracedPass | None:
+    """Trace the client's part of a model's step; None where no line can be had. ``layers`` are all its stubs.
 
-    ``enters``: its beginning by itself is wanted, too.
+    With ``enters`` the part up to the swarm is traced by itself, too.
     """
-    family, head = type(model).forward.__get__(model), model.get_output_embeddings()
+    family = type(model).forward.__get__(model)
+    head = model.get_output_embeddings()
     parameters = inspect.signature(type(model).forward).parameters
     no_routers = {FLAG: False} if FLAG in parameters else {}
     takes_positions = "position_ids" in parameters
@@ -106,50 +134,57 @@ def write_down(model: Any, layers: Sequence[Any], cache_name: str, enters: bool 
     def run(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cache = model.new_cache()
         cache.n_tokens = N_PAST
-        about = {cache_name: cache, **no_routers, **({"position_ids": positions} if takes_positions else {})}
-        logits: torch.Tensor = family(input_ids=ids, use_cache=True, **about).logits
+        arguments = {cache_name: cache, **no_routers}
+        if takes_positions:
+            arguments["position_ids"] = positions
+        logits: torch.Tensor = family(input_ids=ids, use_cache=True, **arguments).logits
         return logits
 
     def enter(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        entered: list[torch.Tensor] = []
+        captured: list[torch.Tensor] = []
 
         def pass_on(hidden: torch.Tensor) -> torch.Tensor:
-            entered.append(hidden)
+            captured.append(hidden)
             return hidden
 
-        with _instead_of(layers[0], "call", pass_on):
+        with _replace_method(layers[0], "call", pass_on):
             run(ids, positions)
-        return entered[0]
+        return captured[0]
 
     try:
         own_head = type(head).forward.__get__(head)
-        holes = [
-            _instead_of(at, name, _hole(n)) for at, name, n in ((layers[0], "call", REMOTE), (head, "forward", HEAD))
-        ]
-        with torch.no_grad(), holes[0], holes[1], _calling(torch.clone, own_head):
-            line, constants = _line(run)
-            entering, more = _line(enter) if enters else (None, [])
+        remote_hole = _replace_method(layers[0], "call", _make_hole(REMOTE))
+        head_hole = _replace_method(head, "forward", _make_hole(HEAD))
+        with torch.no_grad(), remote_hole, head_hole, _bind_calls(torch.clone, own_head):
+            line, constants = _trace_function(run)
+            entry, entry_constants = _trace_function(enter) if enters else (None, [])
     except Exception as failure:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
         logger.info("steps go through the family's own forward: %s", failure)
         return None
-    return TracedPass(model, line, entering, [*constants, *more])
+    return TracedPass(model, line, entry, [*constants, *entry_constants])
 
 
-def _hole(which: int) -> Call:
-    return lambda x: torch.ops.swarmd_client.call(x, which)
+def _make_hole(which: int) -> Call:
+    return lambda hidden: torch.ops.swarmd_client.call(hidden, which)
 
 
-def _line(run: traced.Pass) -> tuple[traced.Pass, list[torch.Tensor]]:
-    """A function as a line, and the constants in it. Raises RuntimeError where the line gives other numbers."""
-    two, three = (traced.written_down(run, *_example(n)) for n in (2, 3))
+def _trace_function(run: traced.Pass) -> tuple[traced.Pass, list[torch.Tensor]]:
+    """Trace a function; returns the line and its constants. Raises RuntimeError where it gives other numbers."""
+    two = traced.written_down(run, *_example_inputs(2))
+    three = traced.written_down(run, *_example_inputs(3))
     for module in (two, three):
         module.graph.eliminate_dead_code()
     constants = [getattr(two, str(node.target)) for node in two.graph.nodes if node.op == "get_attr"]
     line = traced.capture(two, three, {torch.ops.swarmd_client.call.default: _call})
-    if not all(torch.equal(run(*_example(n)), line(*_example(n))) for n in CHECKED):
-        raise RuntimeError("the line gives other numbers")
+    for n in CHECKED:
+        ids, positions = _example_inputs(n)
+        if not torch.equal(run(ids, positions), line(ids, positions)):
+            raise RuntimeError("the line gives other numbers")
     return line, constants
 
 
-def _example(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.arange(3, 3 + n).unsqueeze(0), torch.arange(N_PAST, N_PAST + n).unsqueeze(0)
+def _example_inputs(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and positions [1, n]; the positions go on from N_PAST."""
+    ids = torch.arange(3, 3 + n).unsqueeze(0)
+    positions = torch.arange(N_PAST, N_PAST + n).unsqueeze(0)
+    return ids, positions

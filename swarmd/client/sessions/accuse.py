@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from swarmd.client.links.link import HopLink, SessionOptions, SessionServices, suits
+from swarmd.client.links.link import HopLink, SessionOptions, SessionServices, is_suitable
 from swarmd.errors import PeerError
 from swarmd.plan.trust.reputation import shared
 from swarmd.protocol.accounts import evidence
@@ -25,19 +25,25 @@ ACCUSE_TIMEOUT_S = 60.0  # to receive and compute it: others' work comes first
 
 def evidence_of(
     terms: SessionOptions,
-    signed: tuple[tuple[bytes, bytes], ...],
-    entered: tuple[torch.Tensor, torch.Tensor],
-    left: tuple[torch.Tensor, torch.Tensor],
+    receipts: tuple[tuple[bytes, bytes], ...],
+    inputs: tuple[torch.Tensor, torch.Tensor],
+    outputs: tuple[torch.Tensor, torch.Tensor],
 ) -> bytes | None:
-    """What shows it, as a payload; None where nobody else could compute or believe it.
+    """Encode what shows that a hop is wrong; None where nobody else could compute or believe it.
 
-    That is with own parameters, over coded links, where it is too much, and where a receipt is missing.
+    That is so with the client's own parameters, where the evidence is too large, and where a receipt is missing.
+    ``inputs`` and ``outputs`` are hidden states [b, t, d] and positions [b, t]; the outputs of the wrong token only.
     """
-    hidden, positions = entered
-    is_plain = not terms.adapter and terms.own is None and 0 < len(signed) <= MAX_RECEIPTS
-    if not is_plain or not torch.equal(positions, torch.arange(hidden.shape[1]).expand_as(positions).int()):
+    hidden, positions = inputs
+    has_own_weights = bool(terms.adapter) or terms.tuned is not None
+    if has_own_weights or not 0 < len(receipts) <= MAX_RECEIPTS:
         return None
-    payload = evidence.encode(Evidence(signed, pack(*entered, None), pack(*left, None)))
+    plain_positions = torch.arange(hidden.shape[1]).expand_as(positions).int()
+    if not torch.equal(positions, plain_positions):
+        return None
+    packed_inputs = pack(*inputs, None)
+    packed_outputs = pack(*outputs, None)
+    payload = evidence.encode(Evidence(receipts, packed_inputs, packed_outputs))
     return payload if len(payload) <= MAX_EVIDENCE_BYTES else None
 
 
@@ -49,12 +55,15 @@ async def accuse(
     record: SpanRecord,
     payload: bytes,
 ) -> None:
-    """Tell some who hold the blocks, and may read the text, and say what they found."""
-    known = set[bytes]()
+    """Tell some peers that hold the blocks and may read the text; log what they found."""
+    notified = set[bytes]()  # vouchers of peers that believed it: one key's many peers count once
     for span in swarm.view().serving(ModelId(record.model)):
-        peer, common = PeerId(span.peer), shared(record, span)
-        is_able = common is not None and common.covers(link.hop.span) and suits(span, terms, "")
-        if not is_able or voucher_of(peer) in known or len(known) >= MOST_TOLD:
+        peer = PeerId(span.peer)
+        common = shared(record, span)
+        holds_blocks = common is not None and common.covers(link.hop.span)
+        if not holds_blocks or not is_suitable(span, terms, ""):
+            continue
+        if voucher_of(peer) in notified or len(notified) >= MOST_TOLD:
             continue
 
         def request(call_id: int) -> Accuse:
@@ -67,5 +76,6 @@ async def accuse(
             logger.info("%s was not told of %s: %s", peer[-8:], link.hop, error)
             continue
         if isinstance(reply, Believed):
-            known.add(voucher_of(peer))
-            logger.warning("%s computed it too: %s is %s", peer[-8:], link.hop, "wrong" if reply.is_wrong else "right")
+            notified.add(voucher_of(peer))
+            verdict = "wrong" if reply.is_wrong else "right"
+            logger.warning("%s computed it too: %s is %s", peer[-8:], link.hop, verdict)

@@ -1,7 +1,7 @@
 """The chain of one session as its client keeps it: which hops, in which epoch, what is wrong with them.
 
 Hops are routed, opened, given up and given back here; a session sends ops through them (``session``), and a repair
-(``repair``) makes the chain whole again. Whoever waits for news of any of it waits for ``changed``.
+(``repair``) makes the chain whole again. Tasks that wait for news of any of it wait for ``changed``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 
 import trio
 
-from swarmd.client.links.client_parameters import give
+from swarmd.client.links.client_parameters import upload_parameters
 from swarmd.client.links.link import (
     DeclinedServers,
     Doubt,
@@ -24,8 +24,8 @@ from swarmd.client.links.link import (
     SessionOptions,
     SessionServices,
     Statistics,
-    suits,
-    understands,
+    is_compatible,
+    is_suitable,
 )
 from swarmd.client.links.ops import codec_for
 from swarmd.client.sessions.receipts import HopAccount, HopAccounts
@@ -86,8 +86,8 @@ class Chain:
         self.changed = trio.Event()
         self.on_lost: Callable[[list[HopLink]], None] = lambda links: None  # before others take their places
         self.statistics = Statistics()
-        about = (terms.model, terms.adapter, terms.own.version if terms.own else b"")
-        self.accounts = HopAccounts(self.key, swarm.rpc.network.peer_id, terms.max_tokens, about)
+        subject = (terms.model, terms.adapter, terms.tuned.version if terms.tuned else b"")
+        self.accounts = HopAccounts(self.key, swarm.rpc.network.peer_id, terms.max_tokens, subject)
         self.layer_arity = 0
         self.codec = Decision("raw", "not opened yet")
         self.requests = Requests(self.key, terms, swarm.addresses_of, swarm.audits)
@@ -100,16 +100,22 @@ class Chain:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The hops in order, as people read them."""
         return tuple(str(link.hop) for link in self.links)
 
     def index_at(self, start: int) -> int | None:
-        return next((i for i, link in enumerate(self.links) if link.hop.span.start == start), None)
+        """Return the place in the chain of the hop whose first block is ``start``; None if there is none now."""
+        for index, link in enumerate(self.links):
+            if link.hop.span.start == start:
+                return index
+        return None
 
     def links_from(self, link: HopLink) -> list[HopLink]:
         """A hop and all behind it; none when it was replaced."""
         return self.links[self.links.index(link) :] if link in self.links else []
 
     def link_at(self, start: int) -> HopLink | None:
+        """Return the hop whose first block is ``start``; None if there is none now."""
         index = self.index_at(start)
         return None if index is None else self.links[index]
 
@@ -141,7 +147,7 @@ class Chain:
             if trio.current_time() > deadline:
                 raise reason
             self.trouble = None
-            await self.look_again()
+            await self.wait_for_records()
 
     async def open_hops(self, indexes: range | list[int]) -> dict[int, PeerError]:
         """Open some hops side by side; returns which failed."""
@@ -151,23 +157,36 @@ class Chain:
                 nursery.start_soon(self.open_hop, index, failures)
         return failures
 
-    async def open_hop(self, index: int, failures: dict[int, PeerError], inherit: str = "") -> None:
+    async def open_hop(
+        self,
+        index: int,
+        failures: dict[int, PeerError],
+        inherit: str = "",
+    ) -> None:
         """Open one hop, with ``inherit`` to take over the caches of that peer; notes why it failed."""
         link = self.links[index]
         self.swarm.rpc.network.learn(link.hop.peer, self.swarm.addresses_of(link.hop.peer))
         is_exact = self.terms.grade == "exact"
         numerics = self._numerics if is_exact else ""
-        request = partial(self.requests.open, self.links, index, self.epoch, self.codec.action, numerics, inherit)
+        request = partial(
+            self.requests.open,
+            self.links,
+            index,
+            epoch=self.epoch,
+            codec=self.codec.action,
+            numerics=numerics,
+            inherit=inherit,
+        )
         self._opened.add((link.hop.peer, link.hop.span.start))  # whether its answer comes or not
-        link.joined = self.accounts.n_tokens
+        link.n_tokens_at_open = self.accounts.n_tokens
         try:
-            if self.terms.own is not None:
-                await give(self.swarm.rpc, self.terms.model, link.hop, self.terms.own)
+            if self.terms.tuned is not None:
+                await upload_parameters(self.swarm.rpc, self.terms.model, link.hop, self.terms.tuned)
             reply, _ = await self.swarm.rpc.call(link.hop.peer, request, timeout_s=OPEN_TIMEOUT_S)
         except PeerError as error:
             failures[index] = error
             return
-        self.accounts.reopened((link.hop.peer, link.hop.span.start))  # what came until now is of the cache before
+        self.accounts.note_reopened((link.hop.peer, link.hop.span.start))  # what came until now is of the cache before
         if isinstance(reply, Opened):
             self.layer_arity = reply.layer_arity
             link.received = 0 if self.position.seq == 0 else None
@@ -182,34 +201,64 @@ class Chain:
             if isinstance(error, Refused) and error.code in OUR_MEMBERSHIP:
                 raise error
 
-    def route(self, wanted: Span, previous: PeerId | None = None, whole: bool = False) -> Route:
-        now, standing, trust = trio.current_time(), self.swarm.rpc.standing, self.swarm.trust()
-        view, client = self.swarm.view(), self.swarm.rpc.network.peer_id
+    # A route is looked for in stages, and the first stage that finds one decides:
+    #   1. servers that probes have proven, the last with a head where the session wants logits;
+    #   2. servers that are proven;
+    #   3. servers that nobody has probed yet;
+    #   4. all that may be asked at all: doubted ones, and those that declined a while ago.
+    # So a peer with a fresh key cannot draw sessions from proven servers by announcing more speed. Where no member has
+    # published findings yet, ``trust`` names nobody, and the first stages hold nobody back.
+    def route(
+        self,
+        blocks: Span,
+        previous: PeerId | None = None,
+        is_single_hop: bool = False,
+    ) -> Route:
+        """Choose the cheapest hops for ``blocks``; ``previous`` is the hop before them. Raises NoRoute.
+
+        With ``is_single_hop`` only servers that hold all of the blocks are considered.
+        """
+        now = trio.current_time()
+        standing = self.swarm.rpc.standing
+        trust = self.swarm.trust()
+        view = self.swarm.view()
         spans = view.serving(self.terms.model)
-        own = (previous, self.terms.batch * self.terms.max_tokens, self.swarm.wall_clock())
 
-        def eligible(least: Trust, with_head: bool, is_last_resort: bool, span: SpanRecord) -> bool:
-            covers = not whole or Span(span.start, span.end).covers(wanted)
+        def eligible(min_trust: Trust, with_head: bool, is_last_resort: bool, span: SpanRecord) -> bool:
+            if is_single_hop and not Span(span.start, span.end).covers(blocks):
+                return False
+            if with_head and span.end == self.terms.n_blocks and not span.head:
+                return False
+            if trust.get((span.peer, span.slot), min_trust) < min_trust:
+                return False
             peer = PeerId(span.peer)
-            allowed = self._declined.allow(peer, now, is_last_resort) and standing.allows(peer, is_last_resort)
-            is_able = suits(span, self.terms, self._numerics) and understands(view, span, self.terms)
-            has_head = span.head or not with_head or span.end < self.terms.n_blocks
-            return covers and allowed and is_able and has_head and trust.get((span.peer, span.slot), least) >= least
+            is_allowed = self._declined.is_allowed(peer, now, is_last_resort) and standing.allows(peer, is_last_resort)
+            return (
+                is_allowed and is_suitable(span, self.terms, self._numerics) and is_compatible(view, span, self.terms)
+            )
 
-        def find(least: Trust, with_head: bool = False, is_last_resort: bool = False) -> Route:
-            suited = partial(eligible, least, with_head, is_last_resort)
-            return best_route(spans, wanted, client, self.swarm.trips, suited, *own)
+        def find(min_trust: Trust, with_head: bool = False, is_last_resort: bool = False) -> Route:
+            return best_route(
+                spans,
+                blocks,
+                self.swarm.rpc.network.peer_id,
+                self.swarm.trips,
+                partial(eligible, min_trust, with_head, is_last_resort),
+                previous,
+                self.terms.batch * self.terms.max_tokens,
+                self.swarm.wall_clock(),
+            )
 
         if self.terms.head:
             with suppress(NoRoute):
                 return find(Trust.PROVEN, with_head=True)
-        for least in (Trust.PROVEN, Trust.UNKNOWN):  # what is not probed yet
+        for min_trust in (Trust.PROVEN, Trust.UNKNOWN):  # what is not probed yet
             with suppress(NoRoute):
-                return find(least)
+                return find(min_trust)
         try:
             return find(Trust.DOUBTED, is_last_resort=True)
         except NoRoute as error:
-            n_older = sum(not understands(view, span, self.terms) for span in spans)
+            n_older = sum(not is_compatible(view, span, self.terms) for span in spans)
             if not n_older:
                 raise
             raise NoRoute(
@@ -221,7 +270,8 @@ class Chain:
         spans = self.swarm.view().serving(self.terms.model)
 
         def able(span: SpanRecord) -> bool:
-            return not self._declined.is_final(PeerId(span.peer)) and suits(span, self.terms, self._numerics)
+            has_declined = self._declined.is_final(PeerId(span.peer))
+            return not has_declined and is_suitable(span, self.terms, self._numerics)
 
         client = self.swarm.rpc.network.peer_id
         try:
@@ -233,10 +283,10 @@ class Chain:
     # --- what is wrong with hops -----------------------------------------------------------------------------
 
     def lose(self, link: HopLink, reason: str, is_silent: bool = True) -> None:
-        """Do without a hop. Who speaks, and is wrong, does so over a way that works."""
+        """Do without a hop. One that speaks, and is wrong, does so over a connection that works."""
         link.is_lost = True
         self.statistics.blamed.append((link.hop.peer, reason))
-        self.worry(f"{link.hop}: {reason}")
+        self.note_trouble(f"{link.hop}: {reason}")
         is_relayed = is_silent and self.swarm.rpc.doubt(link.hop.peer)
         self.swarm.rpc.standing.leave_out(link.hop.peer, reason, is_way_to_blame=is_relayed)
 
@@ -247,20 +297,24 @@ class Chain:
             return
         link.is_lost = True
         if error.code is not Code.STALE_EPOCH:
-            for_s = math.inf if is_final(error) else error.retry_after_s or BUSY_FOR_S
+            for_s = error.retry_after_s or BUSY_FOR_S
+            if is_final(error):
+                for_s = math.inf
             logger.info("not asking %s for %.0f s: %s", link.hop.peer, for_s, error)
             self.decline(link.hop.peer, for_s)
-        self.worry(f"{link.hop}: {error}")
+        self.note_trouble(f"{link.hop}: {error}")
 
     def decline(self, peer: PeerId, for_s: float) -> None:
-        """Do not ask a peer again for so long, of what it said itself; nothing is held against it."""
+        """Do not ask a peer again for so long, because of what it said itself; nothing is held against it."""
         self._declined.add(peer, trio.current_time(), for_s)
 
-    def worry(self, reason: str) -> None:
+    def note_trouble(self, reason: str) -> None:
+        """Note that the chain needs a repair, and why; the first reason counts."""
         self.trouble = self.trouble or reason
         self.notify()
 
     def notify(self) -> None:
+        """Wake everything that waits for news of the chain."""
         self.changed.set()
         self.changed = trio.Event()
 
@@ -291,7 +345,9 @@ class Chain:
 
     async def _enter_receipt(self, hop: Hop, message: ReceiptIs, frame: Frame) -> HopAccount:
         """Enter it, and sign the bill that came with it."""
-        place, end, now = (hop.peer, hop.span.start), hop.span.end, self.swarm.wall_clock()
+        place = (hop.peer, hop.span.start)
+        end = hop.span.end
+        now = self.swarm.wall_clock()
         try:
             account = self.accounts.take_untrusted(place, end, bytes(frame.payload), message.signature, now)
             taken = self.accounts.take_bill_untrusted(place, end, message.bill, message.given, self.swarm.identity)
@@ -299,16 +355,18 @@ class Chain:
             raise Forged(str(error)) from None
         channel = self.swarm.rpc.existing(hop.peer)
         if channel is not None and taken is not None:
-            await channel.send(Taken(session=self.key, start=hop.span.start, taken=taken), message.bill)
+            signed = Taken(session=self.key, start=hop.span.start, taken=taken)
+            await channel.send(signed, message.bill)
         return account
 
     def convict(self, link: HopLink, doubt: Doubt, kind: Fault = Fault.WRONG_RESULTS) -> None:
         """A hop computed wrongly: it is done without, and all behind it begin anew from what is right."""
         self.statistics.doubts.append(doubt)
         self.swarm.rpc.standing.fault(link.hop.peer, kind, doubt.reason)
-        if behind := self.links_from(link):
-            for lost in behind:
-                lost.is_lost = True
+        affected = self.links_from(link)
+        for lost in affected:
+            lost.is_lost = True
+        if affected:
             self.lose(link, doubt.reason, is_silent=False)
 
     def dispute(self, links: list[HopLink], reason: str) -> None:
@@ -316,7 +374,7 @@ class Chain:
         for link in links:
             link.is_lost = True
             self.decline(link.hop.peer, DOUBTED_FOR_S)
-        self.worry(reason)
+        self.note_trouble(reason)
 
     # --- giving back -----------------------------------------------------------------------------------------
 
@@ -324,11 +382,12 @@ class Chain:
         """Close what was opened on the way to the present chain and is no part of it."""
         await self.give_back({(link.hop.peer, link.hop.span.start) for link in self.links})
 
-    async def give_back(self, kept: set[tuple[PeerId, int]]) -> None:
-        """Close every hop that was opened, but those in ``kept``."""
-        over, self._opened = self._opened - kept, self._opened & kept
+    async def give_back(self, in_use: set[tuple[PeerId, int]]) -> None:
+        """Close every hop that was opened, but those in ``in_use``."""
+        unused = self._opened - in_use
+        self._opened &= in_use
         async with trio.open_nursery() as nursery:
-            for peer, start in over:
+            for peer, start in unused:
                 nursery.start_soon(self._give_back_one, peer, start)
 
     async def _give_back_one(self, peer: PeerId, start: int) -> None:
@@ -343,7 +402,7 @@ class Chain:
             with suppress(PeerError):
                 await channel.send(CloseSession(session=self.key, start=start))
 
-    async def look_again(self) -> None:
+    async def wait_for_records(self) -> None:
         """Wait a little and ask for newer records; nobody answering is a reason to go on waiting, not to fail."""
         await trio.sleep(RETRY_PAUSE_S)
         try:

@@ -1,10 +1,10 @@
-"""What a client asks of the hops of its chain, as messages. Each takes the id of the call last."""
+"""What a client asks of the hops of its chain, as messages. The id of the call is each one's last positional."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from swarmd.client.links.link import HopLink, SessionOptions, needs_of
+from swarmd.client.links.link import HopLink, ReplayGap, SessionOptions, needs_of
 from swarmd.protocol.wire.messages import HandOver, OpenSession, Replay, Reroute
 from swarmd.values import PeerId
 
@@ -13,7 +13,11 @@ class Requests:
     """Builds the requests of one session."""
 
     def __init__(
-        self, session: bytes, terms: SessionOptions, addresses_of: Callable[[PeerId], tuple[str, ...]], receipts: bool
+        self,
+        session: bytes,
+        terms: SessionOptions,
+        addresses_of: Callable[[PeerId], tuple[str, ...]],
+        receipts: bool,
     ) -> None:
         self._session = session
         self._terms = terms
@@ -21,11 +25,20 @@ class Requests:
         self._receipts = receipts
 
     def open(
-        self, links: Sequence[HopLink], index: int, epoch: int, codec: str, numerics: str, inherit: str, call_id: int
+        self,
+        links: Sequence[HopLink],
+        index: int,
+        call_id: int,
+        *,
+        epoch: int,
+        codec: str,
+        numerics: str,
+        inherit: str,
     ) -> OpenSession:
         """Reserve hop ``index``; ``numerics`` binds it in the exact grade, ``inherit`` names who sends its caches."""
-        hop, terms = links[index].hop, self._terms
-        before, after = _neighbours(links, index)
+        hop = links[index].hop
+        terms = self._terms
+        predecessor, successor = _neighbours_of(links, index)
         return OpenSession(
             id=call_id,
             session=self._session,
@@ -38,58 +51,64 @@ class Requests:
             dtype=terms.dtype,
             grade=terms.grade,
             numerics=numerics,
-            predecessor=before,
-            successor=after,
-            successor_addresses=self._addresses_of(after) if after else (),
+            predecessor=predecessor,
+            successor=successor,
+            successor_addresses=self._addresses_of(successor) if successor else (),
             codec=codec,
             inherit=inherit,
             adapter=terms.adapter,
-            tuned=terms.own.version if terms.own else b"",
+            tuned=terms.tuned.version if terms.tuned else b"",
             receipts=self._receipts,
             needs=tuple(sorted(needs_of(terms, codec))),
         )
 
-    def reroute(self, links: Sequence[HopLink], index: int, epoch: int, settled: int, call_id: int) -> Reroute:
+    def reroute(
+        self,
+        links: Sequence[HopLink],
+        index: int,
+        epoch: int,
+        settled: int,
+        call_id: int,
+    ) -> Reroute:
         """Give a surviving hop its neighbours of a new epoch."""
-        before, after = _neighbours(links, index)
+        predecessor, successor = _neighbours_of(links, index)
         return Reroute(
             id=call_id,
             session=self._session,
             start=links[index].hop.span.start,
             epoch=epoch,
             settled=settled,
-            predecessor=before,
-            successor=after,
-            successor_addresses=self._addresses_of(after) if after else (),
+            predecessor=predecessor,
+            successor=successor,
+            successor_addresses=self._addresses_of(successor) if successor else (),
         )
 
-    def replay(self, link: HopLink, epoch: int, lacks: tuple[int | None, int, int], call_id: int) -> Replay:
-        """Have a hop send its successor what that ``lacks``: (have, silent_through, replay_end)."""
-        have, silent_through, replay_end = lacks
+    def replay(self, link: HopLink, epoch: int, gap: ReplayGap, call_id: int) -> Replay:
+        """Have a hop send its successor what that lacks."""
         return Replay(
             id=call_id,
             session=self._session,
             start=link.hop.span.start,
             epoch=epoch,
-            have=have,
-            silent_through=silent_through,
-            replay_end=replay_end,
+            have=gap.have,
+            silent_through=gap.silent_through,
+            replay_end=gap.end,
         )
 
-    def hand_over(self, link: HopLink, epoch: int, to: PeerId, call_id: int) -> HandOver:
-        """Have a hop that stops serving send its caches to ``to``."""
+    def hand_over(self, link: HopLink, epoch: int, heir: PeerId, call_id: int) -> HandOver:
+        """Have a hop that stops serving send its caches to ``heir``."""
         return HandOver(
             id=call_id,
             session=self._session,
             start=link.hop.span.start,
             epoch=epoch,
-            to=to,
-            addresses=self._addresses_of(to),
+            to=heir,
+            addresses=self._addresses_of(heir),
         )
 
 
-def _neighbours(links: Sequence[HopLink], index: int) -> tuple[PeerId, PeerId]:
+def _neighbours_of(links: Sequence[HopLink], index: int) -> tuple[PeerId, PeerId]:
     """The peers before and after hop ``index``; an empty one stands for the client."""
-    before = links[index - 1].hop.peer if index else PeerId("")
-    after = links[index + 1].hop.peer if index + 1 < len(links) else PeerId("")
-    return before, after
+    predecessor = links[index - 1].hop.peer if index else PeerId("")
+    successor = links[index + 1].hop.peer if index + 1 < len(links) else PeerId("")
+    return predecessor, successor

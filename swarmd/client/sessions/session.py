@@ -13,7 +13,7 @@ import torch
 import trio
 
 from swarmd.client.links.link import Doubt, HopLink, ServedLogits, SessionOptions, SessionServices, Statistics
-from swarmd.client.links.ops import WrongCount, cut, read_answer, read_top
+from swarmd.client.links.ops import WrongCount, count_tokens, read_answer, read_top, split_step
 from swarmd.client.links.timing import MOST_TOKENS
 from swarmd.client.sessions.chain import LEAVING_FOR_S, OPEN_TIMEOUT_S, Chain
 from swarmd.client.sessions.repair import Repairs
@@ -69,7 +69,12 @@ class AnswerAudit(Protocol):
 class SecondChain(Protocol):
     """Checks every token of a session, behind it, by a chain of other servers (``verify``)."""
 
-    def follow(self, sent: SentOp, out: torch.Tensor | None, want: int | None) -> None:
+    def follow(
+        self,
+        sent: SentOp,
+        out: torch.Tensor | None,
+        want: int | None,
+    ) -> None:
         """An op was answered. Raises WrongAnswer once something before differs, or why nothing can be checked."""
 
     @property
@@ -83,6 +88,17 @@ class SecondChain(Protocol):
         """Check nothing more; returns the second chain's session, which is to be closed."""
 
 
+# Frames of one step. The client sends to the first hop only, and the answer comes from the last:
+#
+#     client --op--> A --op--> B --op--> C --answer--> client
+#
+# A hop that cannot reach its successor sends to the client, which passes it on (``_on_op``). Every hop signals progress
+# while it computes. Trouble is whatever makes the chain unfit: silence, a refusal, a lost connection, a wrong answer.
+# It is noted as ``hops.trouble``, and the wait for an answer repairs the chain before it goes on.
+#
+# Peers choose all that comes in. So each message counts only from the peer, the epoch and the op that it is due from.
+# Two hops that accuse each other cannot both be believed: first the giver is done without, then the accuser
+# (``_on_accusation``). MAX_WRONG chains in turn end the step: then the model or the input is at fault.
 class ChainSession:
     """One session. All methods run in the client's trio thread; steps come one at a time."""
 
@@ -92,17 +108,17 @@ class ChainSession:
         self._position = self.hops.position
         self.history = History(terms.grade == "exact", budget)
         self._repairs = Repairs(self.hops, self.history)
-        self._entered: dict[int, tuple[SentOp, int | None]] = {}  # what is on its way, and what is wanted of it
+        self._in_flight: dict[int, tuple[SentOp, int | None]] = {}  # ops without an answer, and what each wants
         self.auditor: AnswerAudit | None = None
         self.second: SecondChain | None = None
         self.width = 0
         self.given: ServedLogits | None = None  # logits of the tokens that the last step wanted
         self._vocabulary = 0  # what the present step asks logits of
         self._answers: dict[int, torch.Tensor] = {}
-        self._moved_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
+        self._progress_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
         self._n_replayed = 0  # tokens that a repair has computed again since the last answer
-        self._here_s = 0.0  # between the answer before and what was sent last
-        self._faulty: list[tuple[PeerId, str]] = []  # who gave what cannot be right, and what
+        self._client_s = 0.0  # between the answer before and what was sent last
+        self._faulty: list[tuple[PeerId, str]] = []  # peers that gave what cannot be right, and why it cannot
         self._accusers: set[PeerId] = set()  # hops that said of the one before what cannot be proved
         self._n_wrong = 0
         self._fatal: Exception | None = None
@@ -139,6 +155,7 @@ class ChainSession:
 
     @property
     def chain(self) -> tuple[str, ...]:
+        """The hops in order, as people read them."""
         return self.hops.names
 
     # --- the life of a session -------------------------------------------------------------------------------
@@ -168,63 +185,84 @@ class ChainSession:
             await self._quiet_repair.wait()
         if self._is_broken or self._is_closed:
             raise ConfigError("this session ended with an error, or was closed: start a new one")
-        self._is_busy = self._is_broken = True  # until the answers are here
-        self.given, self._vocabulary = None, vocabulary
-        self._fatal, self._n_wrong = None, 0
-        self._entered.clear()
-        self._faulty.clear()
+        self._begin_step(vocabulary)
         first = self._position.seq + 1
-        whole = SentOp(first, edits, hidden, positions, mask, record_past)
+        step_op = SentOp(first, edits, hidden, positions, mask, record_past)
         is_exact = self.terms.grade == "exact"  # which must not depend on what was measured
-        parts = cut(whole, () if is_exact else self._prefill_speeds())
-        outs: list[torch.Tensor] = []
+        parts = split_step(step_op, () if is_exact else self._prefill_speeds())
+        outputs: list[torch.Tensor] = []
         for n_sent, sent in enumerate(parts, 1):
-            left = sum(0 if p.hidden is None else p.hidden.shape[1] for p in parts[n_sent:])
-            await self._send(sent, None if want is None else max(0, want - left))
-            while n_sent - len(outs) >= (MAX_IN_FLIGHT if n_sent < len(parts) else 1):
-                outs.append(await self._receive(first + len(outs)))
-        self._is_busy = self._is_broken = False
-        out = None if hidden is None else outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+            n_following = sum(count_tokens(part) for part in parts[n_sent:])
+            await self._send_op(sent, None if want is None else max(0, want - n_following))
+            most_in_flight = MAX_IN_FLIGHT if n_sent < len(parts) else 1
+            while n_sent - len(outputs) >= most_in_flight:
+                outputs.append(await self._receive_answer(first + len(outputs)))
+        self._is_busy = False
+        self._is_broken = False
+        out = None
+        if hidden is not None:
+            out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         if self.second is not None:
-            self.second.follow(whole, out, want)
+            self.second.follow(step_op, out, want)
         return out
 
-    def _prefill_speeds(self) -> list[float]:
-        known = {s.peer: s for s in self._swarm.view().serving(self.terms.model)}
-        records = [known.get(link.hop.peer) for link in self.hops.links]
-        return [(r.prefill_tokens_per_s or 0.0) if r else 0.0 for r in records]
+    def _begin_step(self, vocabulary: int) -> None:
+        self._is_busy = True
+        self._is_broken = True  # until the answers are here
+        self.given = None
+        self._vocabulary = vocabulary
+        self._fatal = None
+        self._n_wrong = 0
+        self._in_flight.clear()
+        self._faulty.clear()
 
-    async def _send(self, sent: SentOp, want: int | None) -> None:
-        if not self._entered:
-            self._here_s = trio.current_time() - self._moved_at
-            self._moved_at = trio.current_time()
-        self._entered[sent.seq] = sent, want
+    def _prefill_speeds(self) -> list[float]:
+        """Tokens a second that each hop's server says it prefills; 0 where it says nothing."""
+        serving = self._swarm.view().serving(self.terms.model)
+        spans = {span.peer: span for span in serving}
+        records = [spans.get(link.hop.peer) for link in self.hops.links]
+        return [(record.prefill_tokens_per_s or 0.0) if record else 0.0 for record in records]
+
+    async def _send_op(self, sent: SentOp, want: int | None) -> None:
+        if not self._in_flight:
+            self._client_s = trio.current_time() - self._progress_at
+            self._progress_at = trio.current_time()
+        self._in_flight[sent.seq] = sent, want
         self._position.seq = sent.seq
         if self._swarm.audits:
-            self.hops.accounts.sent(sent)
+            self.hops.accounts.note_sent(sent)
         self.width = self.width if sent.hidden is None else sent.hidden.shape[2]
         self.statistics.steps += 1
         if self.hops.trouble is None:
             marks = Op(want=want, times=(), top=bool(self._vocabulary and want))
-            answered = self._position.answered
-            at = (self.key, self.terms.start, self.hops.epoch)
-            frame = encode_op(*at, answered, sent, marks, None, self.codec.action)
+            frame = encode_op(
+                self.key,
+                self.terms.start,
+                self.hops.epoch,
+                self._position.answered,
+                sent,
+                marks,
+                None,
+                self.codec.action,
+            )
             await self._send_to(0, sent.seq, frame)
         self.history.settle(self._position.answered)  # while the chain computes
         self.history.add(sent)
 
-    async def _receive(self, seq: int) -> torch.Tensor:
+    async def _receive_answer(self, seq: int) -> torch.Tensor:
         """Wait for the answer to op ``seq``; what the client did not want comes as zeros. Raises SwarmError."""
         while seq not in self._answers:
-            await self._wait()
+            await self._wait_for_news()
         return self._answers.pop(seq)
 
-    async def refute(self, given: ServedLogits, reason: str) -> None:
-        """These logits are wrong: who gave them is done without."""
-        doubt = Doubt(max(0, self.hops.accounts.n_tokens - 1), str(given.link.hop), reason)
-        self.hops.convict(given.link, doubt)
+    async def refute(self, logits: ServedLogits, reason: str) -> None:
+        """Do without the server that gave these logits: they are wrong."""
+        last_token = max(0, self.hops.accounts.n_tokens - 1)
+        doubt = Doubt(last_token, str(logits.link.hop), reason)
+        self.hops.convict(logits.link, doubt)
 
     async def close(self) -> None:
+        """End the session and give its hops back; a repair that is under way is ended first."""
         self._is_closed = True
         self.history.close()
         self.hops.notify()
@@ -261,11 +299,11 @@ class ChainSession:
             return
         link.is_leaving = True
         self.hops.decline(peer, LEAVING_FOR_S)
-        self.hops.worry(f"{link.hop} stops serving")
+        self.hops.note_trouble(f"{link.hop} stops serving")
         if not self._is_busy and not self._is_closed:
-            self._swarm.start_soon(self._repair_quietly)
+            self._swarm.start_soon(self._repair_in_background)
 
-    async def _repair_quietly(self) -> None:
+    async def _repair_in_background(self) -> None:
         """Repair between two steps; the next step waits for it, and tries again if it failed."""
         if self._is_busy or self._quiet_repair is not None or self._is_closed:
             return
@@ -274,7 +312,7 @@ class ChainSession:
             with trio.CancelScope() as self._repairing:
                 await self._repairs.run()
         except SwarmError as error:
-            self.hops.worry(str(error))
+            self.hops.note_trouble(str(error))
         finally:
             self._quiet_repair.set()
             self._quiet_repair = None
@@ -282,10 +320,11 @@ class ChainSession:
     def on_gone(self, peer: PeerId) -> None:
         """A connection ended. Whether its peer is dead is found out by asking it."""
         if any(link.hop.peer == peer for link in self.hops.links):
-            self.hops.accounts.disconnected(peer)
-            self.hops.worry(f"the connection to {peer[-8:]} ended")
+            self.hops.accounts.note_disconnected(peer)
+            self.hops.note_trouble(f"the connection to {peer[-8:]} ended")
 
     async def _on_op(self, peer: PeerId, op: Op, frame: Frame) -> None:
+        """Pass on what a hop could not send to its successor, or take an answer."""
         if op.epoch != self.hops.epoch:
             return
         if op.start < self.terms.n_blocks:
@@ -294,43 +333,53 @@ class ChainSession:
                 self.statistics.forwarded += 1
                 await self._send_to(index, op.seq, frame.raw)
             return
-        if self.hops.links[-1].hop.peer == peer and op.seq == self._position.answered + 1 <= self._position.seq:
+        is_from_last = self.hops.links[-1].hop.peer == peer
+        if is_from_last and op.seq == self._position.answered + 1 <= self._position.seq:
             self.statistics.frames_received += 1
-            sent, want = self._entered[op.seq]
-            entered = sent.hidden
-            try:
-                answer = torch.empty(0) if entered is None else read_answer(op, frame, entered, want)
-                top = read_top(op, want, self._vocabulary)
-                if self._swarm.audits:
-                    self.hops.accounts.answered(sent, op.tensor, frame.payload)
-            except WrongCount as error:
-                self._doubt_all(str(error))
-                return
-            except RemoteProtocolError as error:
-                self._faulty.append((peer, str(error)))
-                self._is_wrong(self.hops.links[-1], str(error))
-                return
-            self._answers[op.seq] = answer
-            self.given = None if top is None else ServedLogits(top, self.hops.links[-1], self.codec.action)
-            self.statistics.n_logits += 0 if top is None else len(top.ids)
-            while self._faulty:  # there is a right answer: whoever gave another one is at fault, and not the model
-                giver, reason = self._faulty.pop()
-                self._swarm.rpc.standing.fault(giver, Fault.FAULTY_NUMBERS, reason)
-            del self._entered[op.seq]
-            if entered is not None and entered.shape[1] <= MOST_TOKENS and op.seq > 1 and not self._entered:
-                self._note_times(op.times or ())
-            self._moved_at, self._position.answered, self._n_replayed = trio.current_time(), op.seq, 0
-            for link in self.hops.links:  # whoever is in the way of an answer is alive
-                link.watch.on_progress(op.seq, trio.current_time())
-                self._swarm.rpc.standing.did_well(link.hop.peer)
-            self.hops.notify()
-            if self.auditor is not None:
-                self.auditor.on_answer(op.seq)
+            self._on_answer(peer, op, frame)
+
+    def _on_answer(self, peer: PeerId, op: Op, frame: Frame) -> None:
+        """Take the answer to the first op that has none."""
+        sent, want = self._in_flight[op.seq]
+        hidden = sent.hidden
+        last = self.hops.links[-1]
+        try:
+            answer = torch.empty(0) if hidden is None else read_answer(op, frame, hidden, want)
+            top = read_top(op, want, self._vocabulary)
+            if self._swarm.audits:
+                self.hops.accounts.note_answered(sent, op.tensor, frame.payload)
+        except WrongCount as error:
+            self._dispute_all(str(error))
+            return
+        except RemoteProtocolError as error:
+            self._faulty.append((peer, str(error)))
+            self._reject_answer(last, str(error))
+            return
+        self._answers[op.seq] = answer
+        self.given = None if top is None else ServedLogits(top, last, self.codec.action)
+        self.statistics.n_logits += 0 if top is None else len(top.ids)
+        while self._faulty:  # there is a right answer: a peer that gave another one is at fault, and not the model
+            giver, reason = self._faulty.pop()
+            self._swarm.rpc.standing.fault(giver, Fault.FAULTY_NUMBERS, reason)
+        del self._in_flight[op.seq]
+        is_decode = hidden is not None and hidden.shape[1] <= MOST_TOKENS and op.seq > 1
+        if is_decode and not self._in_flight:
+            self._note_times(op.times or ())
+        self._progress_at = trio.current_time()
+        self._position.answered = op.seq
+        self._n_replayed = 0
+        for link in self.hops.links:  # every hop on the way of an answer is alive
+            link.watch.on_progress(op.seq, trio.current_time())
+            self._swarm.rpc.standing.did_well(link.hop.peer)
+        self.hops.notify()
+        if self.auditor is not None:
+            self.auditor.on_answer(op.seq)
 
     def _note_times(self, times: HopTimes) -> None:
         """Keep what all hops of the chain tell of the pass that is answered now."""
-        if [start for start, _, _ in times] == [link.hop.span.start for link in self.hops.links]:
-            self.statistics.passes.note(self._here_s, trio.current_time() - self._moved_at, times)
+        hops_of_times = [start for start, _, _ in times]
+        if hops_of_times == [link.hop.span.start for link in self.hops.links]:
+            self.statistics.passes.note(self._client_s, trio.current_time() - self._progress_at, times)
 
     def _on_suspect(self, peer: PeerId, message: Suspect) -> None:
         index = self.hops.index_at(message.start)
@@ -340,15 +389,18 @@ class ChainSession:
             self.hops.lose(self.hops.links[index], f"{peer[-8:]} says: {message.reason}")
 
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
-        code, index = Code(refusal.code), self.hops.index_at(refusal.start)
-        if refusal.epoch not in (0, self.hops.epoch) or index is None or code is Code.STALE_EPOCH:
+        code = Code(refusal.code)
+        index = self.hops.index_at(refusal.start)
+        is_present = refusal.epoch in (0, self.hops.epoch) and code is not Code.STALE_EPOCH
+        if not is_present or index is None:
             return
         link = self.hops.links[index]
-        if peer not in (link.hop.peer, self.hops.links[max(0, index - 1)].hop.peer):
+        predecessor = self.hops.links[max(0, index - 1)]
+        if peer not in (link.hop.peer, predecessor.hop.peer):
             return  # of a hop that is no more
         if code in HOP_LOST or code in CHAIN_BROKEN:
             link.is_lost = link.is_lost or code in HOP_LOST  # it says so itself: nobody is blamed
-            self.hops.worry(f"{link.hop}: {refusal.message}")
+            self.hops.note_trouble(f"{link.hop}: {refusal.message}")
         elif code in CANNOT_BE and (index or self._is_finite(refusal.seq)):
             self._on_accusation(index, refusal.message)
         else:
@@ -357,8 +409,10 @@ class ChainSession:
             self.hops.notify()
 
     def _is_finite(self, seq: int) -> bool:
-        sent, _ = self._entered.get(seq, (None, None))
-        return sent is not None and sent.hidden is not None and bool(torch.isfinite(sent.hidden).all())
+        sent, _ = self._in_flight.get(seq, (None, None))
+        if sent is None or sent.hidden is None:
+            return False
+        return bool(torch.isfinite(sent.hidden).all())
 
     def _on_accusation(self, index: int, reason: str) -> None:
         """A hop says that what it was given cannot be: one of two is wrong, first the giver, then who says it again.
@@ -366,17 +420,19 @@ class ChainSession:
         Either way the one who refused has counted an op that it did not compute: it begins anew.
         """
         accuser = self.hops.links[index]
-        accused = self.hops.links[index - 1] if index and accuser.hop.peer not in self._accusers else accuser
+        accused = accuser
+        if index and accuser.hop.peer not in self._accusers:
+            accused = self.hops.links[index - 1]
         self._accusers.add(accuser.hop.peer)
         accuser.is_lost = True
-        self._is_wrong(accused, f"{accuser.hop} refused what it was given: {reason}")
+        self._reject_answer(accused, f"{accuser.hop} refused what it was given: {reason}")
 
-    def _is_wrong(self, link: HopLink, reason: str) -> None:
+    def _reject_answer(self, link: HopLink, reason: str) -> None:
         """A hop gave what cannot be right: it is as good as dead."""
         self._count_wrong(reason)
         self.hops.lose(link, reason, is_silent=False)
 
-    def _doubt_all(self, reason: str) -> None:
+    def _dispute_all(self, reason: str) -> None:
         """Some hop lost or added tokens, and all behind it have computed that: others take over, nobody is blamed."""
         self._count_wrong(reason)
         self.hops.dispute(self.hops.links, reason)
@@ -389,13 +445,13 @@ class ChainSession:
 
     # --- waiting and repairing -------------------------------------------------------------------------------
 
-    async def _wait(self) -> None:
-        """Wait for news, repair what broke, suspect who is silent. Raises SwarmError when it is hopeless."""
+    async def _wait_for_news(self) -> None:
+        """Wait for news, repair what broke, suspect silent hops. Raises SwarmError when it is hopeless."""
         if self._fatal is not None:
             raise self._fatal
         if self._is_closed:
             raise ConfigError("this session was closed")
-        waited_s = trio.current_time() - self._moved_at
+        waited_s = trio.current_time() - self._progress_at
         is_stuck = self.hops.trouble is None and waited_s > LONGEST_S and waited_s > self._longest_s()
         if is_stuck:
             self._n_wrong += 1
@@ -403,14 +459,16 @@ class ChainSession:
                 raise SwarmUnavailable(f"{self._n_wrong} chains in turn gave signs of life and no answer")
         if is_stuck or self.hops.trouble is not None:
             await self._repairs.run(is_stuck)
-            self._moved_at, self._n_replayed = trio.current_time(), self.history.n_tokens
+            self._progress_at = trio.current_time()
+            self._n_replayed = self.history.n_tokens
             return
         changed = self.hops.changed
         with trio.move_on_after(LOOK_INTERVAL_S) as look:
             await changed.wait()
         if look.cancelled_caught:
             for link in self.hops.links:
-                if (reason := link.watch.suspicion(trio.current_time())) is not None:
+                reason = link.watch.suspicion(trio.current_time())
+                if reason is not None:
                     self.hops.lose(link, reason)
 
     def _longest_s(self) -> float:
@@ -418,10 +476,14 @@ class ChainSession:
 
         It takes a view of the swarm: nothing for every token.
         """
-        waited_for = [sent.hidden for sent, _ in self._entered.values() if sent.hidden is not None]
-        n_tokens = self._n_replayed + sum(hidden.shape[0] * hidden.shape[1] for hidden in waited_for)
-        speeds = [speed or SLOWEST_TOKENS_PER_S for speed in self._prefill_speeds()]
-        return LONGEST_S + SLACK * n_tokens * sum(1 / max(SLOWEST_TOKENS_PER_S, speed) for speed in speeds)
+        n_tokens = self._n_replayed
+        for sent, _ in self._in_flight.values():
+            if sent.hidden is not None:
+                n_tokens += sent.hidden.shape[0] * sent.hidden.shape[1]
+        s_per_token = 0.0
+        for speed in self._prefill_speeds():
+            s_per_token += 1 / max(SLOWEST_TOKENS_PER_S, speed)
+        return LONGEST_S + SLACK * n_tokens * s_per_token
 
     # --- small things ----------------------------------------------------------------------------------------
 
@@ -435,4 +497,4 @@ class ChainSession:
             with trio.fail_after(OPEN_TIMEOUT_S):
                 await channel.send_raw(frame)
         except (PeerError, trio.TooSlowError) as error:
-            self.hops.worry(f"{link.hop}: {error}")
+            self.hops.note_trouble(f"{link.hop}: {error}")

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from swarmd.client.links.link import Doubt, HopLink, SessionServices
-from swarmd.client.sessions.receipts import HopAccount, are_seen, digests, disagreement
+from swarmd.client.sessions.receipts import HopAccount, digest_window, digests, first_disagreement, has_digests
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import Code, PeerError, PeerTimeout, Refused, RemoteProtocolError, Unreachable
 from swarmd.plan.trust.standing import Fault
@@ -27,6 +27,8 @@ PIECE_BYTES = 4 * 2**20  # of one answer
 NOBODYS_FAULT = (Code.NO_SESSION, Code.SESSION_LOST, Code.NOT_SERVING, Code.STALE_EPOCH)  # a worker died, or it leaves
 Placed = tuple[torch.Tensor, torch.Tensor]
 """Hidden states [b, t, d] and their positions [b, t]."""
+Neighbour = tuple[HopLink, HopAccount | None]
+"""A hop beside the audited one, and what it has signed; None where it shows no account."""
 
 
 class NoConclusion(Exception):
@@ -49,14 +51,24 @@ class ExcusedHop(NoConclusion):
 class Statement:
     """All that entered a hop, as it travelled, and what left it of the tokens in ``window``; ``signed`` receipts."""
 
-    entered: Placed
-    left: torch.Tensor
+    inputs: Placed
+    outputs: torch.Tensor
     window: slice
     signed: tuple[tuple[bytes, bytes], ...]
 
 
+# A hop and its neighbours each sign digests of what passed on a link, so each number has two witnesses:
+#
+#     predecessor P            hop H             successor S (or the client, at the end of the chain)
+#       signed outputs == signed inputs
+#                           signed outputs == signed inputs (or digests of the answers)
+#
+# Where two ends of a link differ, one of them lies, and nobody can tell which: both are done without. Where they agree,
+# the numbers that P and H show now must have the digests that were signed. H cannot choose numbers after the fact, and
+# a lie of H about its inputs needs P to sign the same lie. The session goes on meanwhile: an answer that comes after a
+# crop or a repair says nothing, and is NoConclusion.
 class Statements:
-    """Those of one session's hops."""
+    """What the hops of one session say."""
 
     def __init__(self, swarm: SessionServices, session: ChainSession) -> None:
         self._swarm = swarm
@@ -64,131 +76,162 @@ class Statements:
         self._hops = session.hops
 
     async def take(self, link: HopLink, first: int, end: int) -> Statement:
-        """Ask for tokens ``first`` to ``end`` of a hop. Raises Inconclusive, TokensNotShown or PeerError."""
-        links, epoch, passed = self._hops.links, self._hops.epoch, self._hops.accounts
+        """Ask for tokens ``first`` to ``end`` of a hop. Raises NoConclusion, TokensNotShown or PeerError."""
+        accounts = self._hops.accounts
+        links = self._hops.links
+        epoch = self._hops.epoch
         if link not in links:
             raise NoConclusion("the hop was replaced")
-        at = links.index(link)
-        before, after = links[at - 1] if at else None, links[at + 1] if at + 1 < len(links) else None
-        own = await self._own_account(link)
-        if own.last is None:
+        index = links.index(link)
+        predecessor = links[index - 1] if index else None
+        successor = links[index + 1] if index + 1 < len(links) else None
+        account = await self._target_account(link)
+        if account.last is None:
             raise TokensNotShown("it signed nothing that counts")
-        others = [None if of is None else await self._account(of) for of in (before, after)]
-        size = self._session.terms.batch * self._session.width * 4
-        end = min(end, own.n_tokens, MAX_AUDIT_BYTES // max(1, size))
+        before_it = await self._ask_neighbour(predecessor)
+        behind_it = await self._ask_neighbour(successor)
+        token_bytes = self._session.terms.batch * self._session.width * 4
+        end = min(end, account.n_tokens, MAX_AUDIT_BYTES // max(1, token_bytes))
         if end <= first:  # a hop that has just inherited caches, or was just opened
             raise NoConclusion("the hop has signed nothing of this window")
-        entered = await self._entered(before, end)
-        seen = [t for t in range(first, end) if are_seen(own.left, t, t + 1)]
-        left = await self._shown(link, seen[0], seen[-1] + 1) if seen else None
-        if self._hops.epoch != epoch or passed.low < end or passed.is_reordered or link not in self._hops.links:
+        inputs = await self._fetch_inputs(predecessor, end)
+        seen = [token for token in range(first, end) if has_digests(account.outputs, token, token + 1)]
+        outputs = None
+        if seen:
+            outputs = await self._fetch_outputs(link, seen[0], seen[-1] + 1)
+        has_changed = self._hops.epoch != epoch or link not in self._hops.links
+        if has_changed or accounts.low < end or accounts.is_reordered:
             raise NoConclusion("the session went on otherwise meanwhile")
-        self._require_agreement((before, others[0]), (link, own), (after, others[1]), end)
-        if not are_seen(own.entered, 0, end) or not self._are(entered, own.entered):
+        self._require_agreement(before_it, (link, account), behind_it, end)
+        if not has_digests(account.inputs, 0, end) or not self._matches_digests(inputs, account.inputs):
             raise NoConclusion("what entered the hop is not shown any more as it was")
-        if left is None:
+        if outputs is None:
             raise NoConclusion("nothing of this window has left the hop")
         window = slice(seen[0], seen[-1] + 1)
-        if not self._are(left, own.left[window.start * DIGEST_BYTES :]):
+        if not self._matches_digests(outputs, account.outputs[window.start * DIGEST_BYTES :]):
             doubt = Doubt(window.start, str(link.hop), "it shows other numbers than it signed")
             self._hops.convict(link, doubt, Fault.UNACCOUNTED)
             raise NoConclusion(doubt.reason)
-        return Statement(self._travelled(entered), left[0], window, own.signed)
+        return Statement(self._as_received(inputs), outputs[0], window, account.signed)
 
-    async def _own_account(self, link: HopLink) -> HopAccount:
+    async def _target_account(self, link: HopLink) -> HopAccount:
         try:
             return await self._hops.ask_receipt(link)
         except Refused as error:
-            raise self._refusal(error) from None
+            raise self._read_refusal(error) from None
         except (PeerTimeout, Unreachable) as error:
             raise SilentHop(str(error)) from None
 
-    async def _account(self, link: HopLink) -> HopAccount | None:
-        """A neighbour's; None where it gives none: an older version, or one that is gone."""
-        try:
-            return await self._hops.ask_receipt(link)
-        except PeerError:
+    async def _ask_neighbour(self, link: HopLink | None) -> Neighbour | None:
+        """A neighbour with its account. An older version, and a hop that is gone, show none."""
+        if link is None:
             return None
+        try:
+            return link, await self._hops.ask_receipt(link)
+        except PeerError:
+            return link, None
 
-    def _refusal(self, error: Refused) -> NoConclusion:
+    def _read_refusal(self, error: Refused) -> NoConclusion:
         if self._hops.accounts.is_reordered:
             return NoConclusion(str(error))
         return ExcusedHop(str(error)) if error.code in NOBODYS_FAULT else TokensNotShown(str(error))
 
     def _require_agreement(
         self,
-        before: tuple[HopLink | None, HopAccount | None],
-        own: tuple[HopLink, HopAccount],
-        after: tuple[HopLink | None, HopAccount | None],
+        before_it: Neighbour | None,
+        audited: tuple[HopLink, HopAccount],
+        behind_it: Neighbour | None,
         end: int,
     ) -> None:
-        """Do both ends of each link say the same? Of two that do not, one lies: both are done without."""
-        (link, account), (giver, gave), (taker, took) = own, before, after
-        if giver is not None and gave is not None:
-            at = disagreement(gave.left, account.entered, end, giver.joined)
-            self._do_without(at, [giver, link])
-        if taker is None:
-            at = disagreement(account.left, self._hops.accounts.answers, end, link.joined, is_picky=True)
-            self._do_without(at, [link])
-        elif took is not None:
-            at = disagreement(account.left, took.entered, end, link.joined)
-            self._do_without(at, [link, taker])
-
-    def _do_without(self, at: int | None, links: list[HopLink]) -> None:
-        if at is None:
+        """Dispute the hops at both ends of a link that signed different numbers. Raises NoConclusion then."""
+        link, account = audited
+        if before_it is not None:
+            giver, giver_account = before_it
+            if giver_account is not None:
+                token = first_disagreement(giver_account.outputs, account.inputs, end, giver.n_tokens_at_open)
+                self._dispute_from(token, [giver, link])
+        if behind_it is None:
+            answers = self._hops.accounts.answers
+            token = first_disagreement(account.outputs, answers, end, link.n_tokens_at_open, is_picky=True)
+            self._dispute_from(token, [link])
             return
-        reason = f"{' and '.join(str(of.hop) for of in links)} signed different numbers of token {at + 1}"
-        self._session.statistics.doubts.append(Doubt(at, str(links[0].hop), reason))
+        taker, taker_account = behind_it
+        if taker_account is not None:
+            token = first_disagreement(account.outputs, taker_account.inputs, end, link.n_tokens_at_open)
+            self._dispute_from(token, [link, taker])
+
+    def _dispute_from(self, token: int | None, links: list[HopLink]) -> None:
+        if token is None:
+            return
+        names = " and ".join(str(link.hop) for link in links)
+        reason = f"{names} signed different numbers of token {token + 1}"
+        doubt = Doubt(token, str(links[0].hop), reason)
+        self._session.statistics.doubts.append(doubt)
         self._hops.dispute(links, reason)
         raise NoConclusion(reason)
 
-    async def _entered(self, before: HopLink | None, end: int) -> Placed:
-        """What entered a hop, and the positions, which are the client's own. Raises Inconclusive or PeerError."""
+    async def _fetch_inputs(self, predecessor: HopLink | None, end: int) -> Placed:
+        """What entered a hop, and the positions, which are the client's own. Raises NoConclusion or PeerError."""
         try:
             hidden, positions = self._session.history.placed(0, end)
         except LookupError as error:
             raise NoConclusion(str(error)) from None
-        if before is not None:
+        if predecessor is not None:
             try:
-                hidden, _ = await self._shown(before, 0, end)
+                hidden, _ = await self._fetch_outputs(predecessor, 0, end)
             except TokensNotShown as error:  # its own audit will say so
                 raise NoConclusion(str(error)) from None
         if hidden.shape[1] != end or positions.shape[1] != end:
             raise NoConclusion("the session went back behind what is audited")
         return hidden, positions
 
-    async def _shown(self, link: HopLink, first: int, end: int) -> Placed:
-        """Tokens ``first`` to ``end`` as they left a hop, piece by piece. Raises Inconclusive or PeerError."""
-        terms, key = self._session.terms, self._session.key
+    async def _fetch_outputs(self, link: HopLink, first: int, end: int) -> Placed:
+        """Tokens ``first`` to ``end`` as they left a hop, piece by piece. Raises NoConclusion or PeerError."""
+        terms = self._session.terms
+        key = self._session.key
         step = max_tokens_per_frame(terms.batch, self._session.width, terms.dtype, PIECE_BYTES)
         parts: list[Placed] = []
-        for at in range(first, end, step):
-            n = min(step, end - at)
+        for offset in range(first, end, step):
+            n = min(step, end - offset)
             try:
-                request = partial(_want_tokens, key, link.hop.span.start, at, n)
+                request = partial(_want_tokens, key, link.hop.span.start, offset, n)
                 reply, frame = await self._swarm.rpc.call(link.hop.peer, request, timeout_s=ASK_TIMEOUT_S)
             except Refused as error:
-                raise self._refusal(error) from None
+                raise self._read_refusal(error) from None
             if not isinstance(reply, TokensAre) or reply.tensor is None:
                 raise RemoteProtocolError(f"expected tokens, got {type(reply).__name__}")
             hidden, positions, _ = unpack_untrusted(reply.tensor, frame.payload)
-            if hidden.shape != (terms.batch, n, self._session.width) or str(hidden.dtype) != f"torch.{terms.dtype}":
+            shape = (terms.batch, n, self._session.width)
+            if hidden.shape != shape or str(hidden.dtype) != f"torch.{terms.dtype}":
                 raise NoConclusion(f"{link.hop} holds other tokens by now")
             parts.append((hidden, positions))
-        return torch.cat([hidden for hidden, _ in parts], 1), torch.cat([places for _, places in parts], 1)
+        hidden = torch.cat([part for part, _ in parts], 1)
+        positions = torch.cat([places for _, places in parts], 1)
+        return hidden, positions
 
-    def _are(self, shown: Placed, known: bytes | bytearray) -> bool:
+    def _matches_digests(self, shown: Placed, signed: bytes | bytearray) -> bool:
         """Are these the numbers whose digests are known? An op that its codec could not hold went raw."""
-        found, raw = digests(*shown, self._session.codec.action), digests(*shown, "raw")
-        windows = [slice(t * DIGEST_BYTES, (t + 1) * DIGEST_BYTES) for t in range(shown[0].shape[1])]
-        return all(known[w] in (found[w], raw[w], UNSEEN) for w in windows)
+        hidden, positions = shown
+        encoded = digests(hidden, positions, self._session.codec.action)
+        raw = digests(hidden, positions, "raw")
+        for token in range(hidden.shape[1]):
+            window = digest_window(token)
+            if signed[window] not in (encoded[window], raw[window], UNSEEN):
+                return False
+        return True
 
-    def _travelled(self, entered: Placed) -> Placed:
+    def _as_received(self, inputs: Placed) -> Placed:
         """The same as it came to the hop: what a codec loses on the way is nobody's lie."""
-        hidden, positions = entered
+        hidden, positions = inputs
         meta, payload = pack(hidden, positions, None, self._session.codec.action)
         return unpack_untrusted(meta, memoryview(payload))[0], positions
 
 
-def _want_tokens(session: bytes, start: int, first: int, n: int, call_id: int) -> WantTokens:
+def _want_tokens(
+    session: bytes,
+    start: int,
+    first: int,
+    n: int,
+    call_id: int,
+) -> WantTokens:
     return WantTokens(id=call_id, session=session, start=start, first=first, n=n)

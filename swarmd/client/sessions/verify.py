@@ -14,6 +14,7 @@ import torch
 import trio
 
 from swarmd.client.links.link import SessionOptions
+from swarmd.client.links.ops import count_tokens
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import SwarmError, SwarmUnavailable, WrongAnswer
 from swarmd.plan.trust.equality import Bound, bound_of, errors, is_equal, through_hops
@@ -24,6 +25,14 @@ TOKENS_BEHIND = 16  # that the second chain waits for: fewer cost it as much as 
 OpenSecond = Callable[[SessionOptions], Awaitable[ChainSession]]
 
 
+# The second chain runs behind the first, a window at a time:
+#
+#     first chain    t1 t2 t3 ... t16 | t17 ...            one pass a token: the client waits for each
+#     second chain                    [t1 ... t16]         one prefill for the window: the client waits for none
+#
+# Speculation sends tokens and crops them again. Both happen within a window, so the second chain need not compute them:
+# ``merge_cropped`` leaves them out first. The chains share no server. A repair may bring one over; then the check ends
+# with an error, because a server must not check itself.
 class VerifyingChain:
     """The second chain of one session. ``bound`` grows with the hops: each rounds what the one before gave."""
 
@@ -32,34 +41,40 @@ class VerifyingChain:
         self._open = open_second
         self._start = start
         self._session: ChainSession | None = None
-        self._waiting: list[tuple[SentOp, torch.Tensor]] = []  # ops, and what came of them; nan was not asked for
+        self._waiting: list[tuple[SentOp, torch.Tensor]] = []  # ops with their answers; NaN was not asked for
         self._n_waiting = 0
         self._n_checked = 0  # tokens in the second chain's caches
         self._failure: SwarmError | None = None
         self._idle = trio.Event()
         self._idle.set()
-        self._looking = trio.CancelScope()
+        self._checking = trio.CancelScope()
         self._is_stopped = False
 
     async def stop(self) -> ChainSession | None:
         """Check nothing more; returns the second chain, which is to be closed."""
         self._is_stopped = True
-        self._looking.cancel()
+        self._checking.cancel()
         await self._idle.wait()
         return self._session
 
-    def follow(self, sent: SentOp, out: torch.Tensor | None, want: int | None) -> None:
+    def follow(
+        self,
+        sent: SentOp,
+        out: torch.Tensor | None,
+        want: int | None,
+    ) -> None:
         """An op was answered. Raises WrongAnswer once something before differs, or why nothing can be checked."""
         if self._failure is not None:
             raise self._failure
-        self._waiting.append((sent, _wanted(out, want)))
-        self._n_waiting += 0 if sent.hidden is None else sent.hidden.shape[1]
+        self._waiting.append((sent, _mask_unwanted(out, want)))
+        self._n_waiting += count_tokens(sent)
         if self._n_waiting >= TOKENS_BEHIND and self._idle.is_set():
             self._idle = trio.Event()
-            self._start(self._look)
+            self._start(self._check_waiting)
 
     @property
     def has_failed(self) -> bool:
+        """Can nothing more be checked, or was something wrong?"""
         return self._failure is not None
 
     async def finish(self) -> None:
@@ -67,16 +82,18 @@ class VerifyingChain:
         await self._idle.wait()
         if self._waiting and self._failure is None:
             self._idle = trio.Event()
-            await self._look()
+            await self._check_waiting()
         if self._failure is not None:
             raise self._failure
 
-    async def _look(self) -> None:
+    async def _check_waiting(self) -> None:
         try:
-            waiting, self._waiting, self._n_waiting = self._waiting, [], 0
-            with trio.CancelScope() as self._looking:
-                for sent, out in merged(waiting) if not self._is_stopped else ():
-                    await self._check(sent, out)
+            waiting = self._waiting
+            self._waiting = []
+            self._n_waiting = 0
+            with trio.CancelScope() as self._checking:
+                for sent, out in merge_cropped(waiting) if not self._is_stopped else ():
+                    await self._check_op(sent, out)
         except SwarmError as error:
             self._failure = error
         except BaseException:
@@ -85,93 +102,112 @@ class VerifyingChain:
         finally:
             self._idle.set()
 
-    async def _check(self, sent: SentOp, out: torch.Tensor) -> None:
-        second = await self._apart()
-        again = await second.step(sent.edits, sent.hidden, sent.positions, sent.mask, sent.record_past)
+    async def _check_op(self, sent: SentOp, out: torch.Tensor) -> None:
+        """Compute one op again. Raises WrongAnswer with the first token that differs."""
+        second = await self._second_session()
+        recomputed = await second.step(sent.edits, sent.hidden, sent.positions, sent.mask, sent.record_past)
         self._n_checked -= cropped(sent.edits)
-        if again is None or sent.hidden is None:
+        if recomputed is None or sent.hidden is None:
             return
-        entered, came, checked = (t.detach().float().numpy() for t in (sent.hidden, out, again))
-        bound = self._bound()
-        found = errors(entered, came, checked, bound)
-        found[np.isnan(came).all(axis=(0, 2))] = 0.0  # what the client did not want did not come
-        if not (equal := is_equal(found, bound)).action:
-            first_wrong = int(np.argmax(found > min(bound.token, bound.most)))
-            at = self._n_checked + first_wrong
+        inputs, outputs, expected = (t.detach().float().numpy() for t in (sent.hidden, out, recomputed))
+        bound = self._total_bound()
+        deviations = errors(inputs, outputs, expected, bound)
+        deviations[np.isnan(outputs).all(axis=(0, 2))] = 0.0  # what the client did not want did not come
+        comparison = is_equal(deviations, bound)
+        if not comparison.action:
+            first_wrong = int(np.argmax(deviations > min(bound.token, bound.most)))
+            token = self._n_checked + first_wrong
             raise WrongAnswer(
-                f"token {at + 1} of the session is not what {second.hops} computes: {equal.reason}; it came through "
-                f"{self._first.hops}",
-                at,
+                f"token {token + 1} of the session is not what {second.hops} computes: {comparison.reason}; it came "
+                f"through {self._first.hops}",
+                token,
             )
         self._n_checked += sent.hidden.shape[1]
 
-    async def _apart(self) -> ChainSession:
+    async def _second_session(self) -> ChainSession:
         """The second chain, of none who are in the first. Raises SwarmUnavailable once a repair brought one over."""
         used = frozenset(link.hop.peer for link in self._first.hops.links)
-        if self._session is not None and used & {link.hop.peer for link in self._session.hops.links}:
+        checking = self._session.hops.links if self._session is not None else []
+        if any(link.hop.peer in used for link in checking):
             raise SwarmUnavailable("a server of the first chain took over in the one that checks it: ask again")
         if self._session is None:
-            without = self._first.terms.without | used
+            excluded = self._first.terms.without | used
             self._session = await self._open(
-                replace(self._first.terms, route=(), without=without, verify=0.0, head=False)
+                replace(self._first.terms, route=(), without=excluded, verify=0.0, head=False)
             )
         return self._session
 
-    def _bound(self) -> Bound:
-        """A hop rounds, and the next one computes with that."""
-        links = [*self._first.hops.links, *(self._session.hops.links if self._session else ())]
-        peers, view = {link.hop.peer for link in links}, self._first.hops.swarm.view()
-        kinds = {span.quantize for span in view.serving(self._first.terms.model) if span.peer in peers}
-        quantize = "none" if kinds <= {"none"} else "any"
-        n_hops = len(self._first.hops.links)
+    def _total_bound(self) -> Bound:
+        """What honest answers stay below: a hop rounds, and the next one computes with that."""
+        links = list(self._first.hops.links)
+        if self._session is not None:
+            links += self._session.hops.links
+        peers = {link.hop.peer for link in links}
+        view = self._first.hops.swarm.view()
+        spans = view.serving(self._first.terms.model)
+        formats = {span.quantize for span in spans if span.peer in peers}
+        quantize = "none" if formats <= {"none"} else "any"
         bound = bound_of(self._first.terms.dtype, quantize)
-        return through_hops(bound, n_hops)
+        return through_hops(bound, len(self._first.hops.links))
 
 
-def _wanted(out: torch.Tensor | None, want: int | None) -> torch.Tensor:
-    """An answer [b, t, d] with no numbers where none were asked for; nothing else can be that, it was checked."""
-    if out is None or want is None or want >= out.shape[1]:
-        return torch.empty(0) if out is None else out
-    return torch.cat([torch.full_like(out[:, : out.shape[1] - want], float("nan")), out[:, out.shape[1] - want :]], 1)
+def _mask_unwanted(out: torch.Tensor | None, want: int | None) -> torch.Tensor:
+    """An answer [b, t, d] with NaN where no numbers were asked for; a checked answer holds no other NaN."""
+    if out is None:
+        return torch.empty(0)
+    if want is None or want >= out.shape[1]:
+        return out
+    n_unwanted = out.shape[1] - want
+    unwanted = torch.full_like(out[:, :n_unwanted], float("nan"))
+    return torch.cat([unwanted, out[:, n_unwanted:]], 1)
 
 
-def merged(ops: list[tuple[SentOp, torch.Tensor]]) -> list[tuple[SentOp, torch.Tensor]]:
-    """The same with tokens that were cropped again left out, and what follows in one op: [b, t, d] each."""
-    whole: list[tuple[SentOp, torch.Tensor]] = []
+def merge_cropped(
+    ops: list[tuple[SentOp, torch.Tensor]],
+) -> list[tuple[SentOp, torch.Tensor]]:
+    """Leave out tokens that were cropped again, and join what follows them into one op: [b, t, d] each."""
+    merged: list[tuple[SentOp, torch.Tensor]] = []
     for sent, out in ops:
-        n_cropped, has_rows = cropped(sent.edits), any(e.rows is not None for e in sent.edits)
-        last = whole[-1] if whole else None
+        n_cropped = cropped(sent.edits)
+        has_rows = any(edit.rows is not None for edit in sent.edits)
+        last = merged[-1] if merged else None
         if last is None or has_rows or not _can_drop(last[0], n_cropped) or sent.hidden is None:
-            whole.append((sent, out))
-            continue
-        whole[-1] = _joined(last, n_cropped, sent, out)
-    return whole
+            merged.append((sent, out))
+        else:
+            merged[-1] = _merge_pair(last, n_cropped, sent, out)
+    return merged
 
 
 def _can_drop(sent: SentOp, n_tokens: int) -> bool:
     return sent.hidden is not None and n_tokens < sent.hidden.shape[1]
 
 
-def _joined(
+def _merge_pair(
     last: tuple[SentOp, torch.Tensor], n_cropped: int, sent: SentOp, out: torch.Tensor
 ) -> tuple[SentOp, torch.Tensor]:
-    before, came = last
-    assert before.hidden is not None
-    assert before.positions is not None
+    previous, previous_out = last
+    assert previous.hidden is not None
+    assert previous.positions is not None
     assert sent.hidden is not None
     assert sent.positions is not None
-    kept = slice(0, before.hidden.shape[1] - n_cropped)
-    masks = [before.mask, sent.mask]
-    if any(mask is not None for mask in masks):
-        sizes = (before.hidden.shape[:2], sent.hidden.shape[:2])
-        masks = [torch.ones(s, dtype=torch.uint8) if m is None else m for m, s in zip(masks, sizes, strict=True)]
-    mask = None if masks[0] is None or masks[1] is None else torch.cat([masks[0][:, kept], masks[1]], 1)
+    remaining = slice(0, previous.hidden.shape[1] - n_cropped)
+    mask = None
+    if previous.mask is not None or sent.mask is not None:
+        mask = torch.cat([_mask_of(previous)[:, remaining], _mask_of(sent)], 1)
     joined = replace(
-        before,
+        previous,
         seq=sent.seq,
-        hidden=torch.cat([before.hidden[:, kept], sent.hidden], 1),
-        positions=torch.cat([before.positions[:, kept], sent.positions], 1),
+        hidden=torch.cat([previous.hidden[:, remaining], sent.hidden], 1),
+        positions=torch.cat([previous.positions[:, remaining], sent.positions], 1),
         mask=mask,
-        record_past=before.record_past or sent.record_past,
+        record_past=previous.record_past or sent.record_past,
     )
-    return joined, torch.cat([came[:, kept], out], 1)
+    return joined, torch.cat([previous_out[:, remaining], out], 1)
+
+
+def _mask_of(sent: SentOp) -> torch.Tensor:
+    """The mask [b, t] of an op; all ones where it has none."""
+    assert sent.hidden is not None
+    if sent.mask is not None:
+        return sent.mask
+    return torch.ones(sent.hidden.shape[:2], dtype=torch.uint8)

@@ -18,6 +18,11 @@ OWN_ARGUMENTS = ("add_generation_prompt", "continue_final_message")  # what ``pr
 PROBE = "written by the user"  # a text that is looked for in what a template makes of it
 
 
+# Templates are programs, and families differ in what they expect. Nothing declares it, so it is found out by trying:
+# PROBE is put into a message, and looked for in the text that the template writes. A template that loses a plain string
+# and shows a list of parts takes parts. What it writes right behind an assistant's turn ends that model's answers.
+# Variables are read from the template's syntax tree: what it does not name is not passed, so that a user's option never
+# reaches an argument of the library's by the same name.
 class ChatTemplate:
     """The chat template of one tokenizer. ``source`` is "" where there is none; ``trouble`` says more, if there is."""
 
@@ -26,19 +31,29 @@ class ChatTemplate:
         self.trouble = _name_default(tokenizer)
         self.source = tokenizer.get_chat_template() if tokenizer.chat_template and not self.trouble else ""
 
-    def ids(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]) -> list[int]:
+    def ids(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        options: dict[str, Any],
+    ) -> list[int]:
         """A conversation as tokens. Raises whatever the template raises."""
-        told = {*OWN_ARGUMENTS, *self._variables}
-        known = {name: value for name, value in options.items() if name in told}
+        accepted = {*OWN_ARGUMENTS, *self._template_variables}
+        passed_options = {name: value for name, value in options.items() if name in accepted}
         if self._takes_parts:
             messages = [_in_parts(message) for message in messages]
         ids = self._tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, return_dict=False, sanitize_control_tokens=True, **known
+            messages,
+            tools=tools,
+            tokenize=True,
+            return_dict=False,
+            sanitize_control_tokens=True,
+            **passed_options,
         )
         return [int(token) for token in ids]
 
     @cached_property
-    def _variables(self) -> set[str]:
+    def _template_variables(self) -> set[str]:
         """The names that the templates use: nothing else is passed on, least of all what the library itself takes."""
         from transformers.utils.chat_template_utils import _compile_jinja_template as compiled
 
@@ -53,23 +68,28 @@ class ChatTemplate:
     @cached_property
     def ends(self) -> list[int]:
         """The token that it writes right after an assistant's turn: what a model that was trained by it ends with."""
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-        shown = self._written([_in_parts(turn) for turn in turns] if self._takes_parts else turns, False)
-        after = shown.rpartition(PROBE)[2].lstrip() if PROBE in shown else ""
+        turns: list[dict[str, Any]] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": PROBE},
+        ]
+        if self._takes_parts:
+            turns = [_in_parts(turn) for turn in turns]
+        shown = self._render_turns(turns, False)
+        tail = shown.rpartition(PROBE)[2].lstrip() if PROBE in shown else ""
         added = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
-        found = max((text for text in added if text and after.startswith(text)), key=len, default=None)
-        return [] if found is None else [added[found]]
+        markers = [text for text in added if text and tail.startswith(text)]
+        return [added[max(markers, key=len)]] if markers else []
 
     @cached_property
     def _takes_parts(self) -> bool:
         """Does it read a message's content as a list of parts, and lose a plain text?"""
         plain = {"role": "user", "content": PROBE}
-        return not self._shows(plain) and self._shows(_in_parts(plain))
+        return not self._shows_probe(plain) and self._shows_probe(_in_parts(plain))
 
-    def _shows(self, message: dict[str, Any]) -> bool:
-        return PROBE in self._written([message], True)
+    def _shows_probe(self, message: dict[str, Any]) -> bool:
+        return PROBE in self._render_turns([message], True)
 
-    def _written(self, messages: list[dict[str, Any]], begins_answer: bool) -> str:
+    def _render_turns(self, messages: list[dict[str, Any]], begins_answer: bool) -> str:
         """What it makes of some turns; "" where it refuses them."""
         try:
             shown = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begins_answer)
@@ -82,7 +102,9 @@ class ChatTemplate:
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _name_default(tokenizer: Any) -> str:

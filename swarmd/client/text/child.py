@@ -29,8 +29,11 @@ class ChildFailed(Exception):
         self.is_late = is_late
 
 
+# The child runs what anybody may have written, so nothing it does is trusted but a line of JSON in time. Questions and
+# answers have no numbers. So an answer that is late would be taken for that of the next question: whenever one question
+# does not end with its own answer (too late, ended, cancelled), the child is killed, and started anew for the next.
 class Child:
-    """One child process, for one question at a time; whoever uses it sees to that.
+    """One child process, for one question at a time; its user takes care of that.
 
     ``module`` is run as a program with ``arguments``, and says hello in one line once it can answer.
     """
@@ -55,15 +58,20 @@ class Child:
             )
         except OSError as error:  # no memory or no process is free at this moment
             raise SwarmUnavailable(f"no process can be started now: {error}") from None
-        return await self._exchange(b"", within_s)
+        return await self._exchange_lines(b"", within_s)
 
-    async def ask(self, question: dict[str, Any], within_s: float) -> dict[str, Any]:
+    async def ask(
+        self,
+        question: dict[str, Any],
+        within_s: float,
+    ) -> dict[str, Any]:
         """Have one question answered. Raises ChildFailed."""
-        return await self._exchange(json.dumps(question).encode() + b"\n", within_s)
+        return await self._exchange_lines(json.dumps(question).encode() + b"\n", within_s)
 
     async def end(self) -> None:
         """Kill it, if it runs."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         process.kill()
@@ -73,8 +81,8 @@ class Child:
                 if pipe is not None:
                     await pipe.aclose()
 
-    async def _exchange(self, line: bytes, within_s: float) -> dict[str, Any]:
-        """Send a line and take one; whoever is cancelled leaves no answer behind for the next one's question."""
+    async def _exchange_lines(self, line: bytes, within_s: float) -> dict[str, Any]:
+        """Send a line and take one; a caller that is cancelled leaves no answer for the next one's question."""
         try:
             with trio.fail_after(within_s):
                 answer = await self._send_and_receive(line)
@@ -102,12 +110,13 @@ class Child:
             if not part or searched > MOST_LINE_BYTES:
                 raise ValueError("no answer")
             self._buffer += part
-        answer, self._buffer = bytes(self._buffer[:end]), self._buffer[end + 1 :]
+        answer = bytes(self._buffer[:end])
+        self._buffer = self._buffer[end + 1 :]
         return dict(json.loads(answer))
 
 
 def limit(n_bytes: int) -> None:
     """Have this process end rather than take ``n_bytes`` more than it has, and leave no core behind."""
-    most = psutil.Process().memory_info().vms + n_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    max_bytes = psutil.Process().memory_info().vms + n_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

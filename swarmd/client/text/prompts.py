@@ -58,7 +58,7 @@ class Prompts:
     async def __aenter__(self) -> Self:
         try:
             async with self._turn:
-                await self._start()
+                await self._start_child()
         except trio.Cancelled:
             await self._child.end()
             raise
@@ -69,25 +69,30 @@ class Prompts:
     ) -> None:
         await self._child.end()
 
-    async def chat(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]) -> Prompt:
+    async def chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        options: dict[str, Any],
+    ) -> Prompt:
         """Write a conversation as the model was trained to read it.
 
         Raises ConfigError with the template's reason, SwarmUnavailable where this machine is too busy now.
         """
         if not self.has_template:
             raise ConfigError(self._no_template)
-        return await self._ask({"messages": messages, "tools": tools, "options": options})
+        return await self._ask_child({"messages": messages, "tools": tools, "options": options})
 
     async def text(self, text: str, special: bool = True) -> Prompt:
         """Plain text as tokens, with the model's own mark of a beginning if ``special``. Raises as ``chat`` does."""
-        return await self._ask({"text": text, "special": special})
+        return await self._ask_child({"text": text, "special": special})
 
-    async def _ask(self, question: dict[str, Any]) -> Prompt:
+    async def _ask_child(self, question: dict[str, Any]) -> Prompt:
         async with self._turn:
             if not self._child.is_running:  # the last question was too much for it
-                await self._start()
+                await self._start_child()
             try:
-                with trio.CancelScope(shield=True):  # who goes away costs nobody the child: the next would wait for it
+                with trio.CancelScope(shield=True):  # a cancelled caller must not cost the next one the child
                     answer = await self._child.ask(question, self._most_s)
             except ChildFailed as failure:
                 if failure.is_late:
@@ -99,9 +104,13 @@ class Prompts:
                 ) from None
         if "error" in answer:
             raise ConfigError(str(answer["error"]))
-        return Prompt(tuple(answer["ids"]), answer.get("tail", ""), frozenset(answer.get("ends", ())))
+        return Prompt(
+            ids=tuple(answer["ids"]),
+            tail=answer.get("tail", ""),
+            ends=frozenset(answer.get("ends", ())),
+        )
 
-    async def _start(self) -> None:
+    async def _start_child(self) -> None:
         """Start the child and wait until it has read the tokenizer; a child that is late has proved nothing."""
         try:
             hello = await self._child.start(STARTED_WITHIN_S)
@@ -114,9 +123,11 @@ class Prompts:
             raise ConfigError(f"the tokenizer in {self.folder} ends the process that reads it") from None
         if "error" in hello:
             await self._child.end()
-            raise (SwarmUnavailable if hello["is_passing"] else ConfigError)(str(hello["error"]))
+            text = str(hello["error"])
+            raise SwarmUnavailable(text) if hello["is_passing"] else ConfigError(text)
         self._no_template = hello["no_template"] or NO_TEMPLATE
-        self.has_template, self.shows_tools = hello["has_template"], hello["shows_tools"]
+        self.has_template = hello["has_template"]
+        self.shows_tools = hello["shows_tools"]
 
 
 def has_template(folder: Path) -> bool:
@@ -133,7 +144,8 @@ def has_template(folder: Path) -> bool:
 async def one_turn(folder: Path, text: str) -> Prompt:
     """What a user says, alone, to a model whose files are in ``folder``. Raises as ``Prompts`` does."""
     async with Prompts(folder) as prompts:
-        return await prompts.chat([{"role": "user", "content": text}], None, {"add_generation_prompt": True})
+        turn = {"role": "user", "content": text}
+        return await prompts.chat([turn], None, {"add_generation_prompt": True})
 
 
 # --- the child -----------------------------------------------------------------------------------------------------
@@ -142,7 +154,7 @@ async def one_turn(folder: Path, text: str) -> Prompt:
 def main(folder: Path) -> None:
     """Answer one question a line until the questions end."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is none
+    os.dup2(2, 1)  # anything else that is printed is no answer
     try:
         with importing():
             from swarmd.client.text.chat_template import ChatTemplate
@@ -157,27 +169,33 @@ def main(folder: Path) -> None:
         }
     except SwarmError as error:
         hello = {"error": str(error), "is_passing": isinstance(error, SwarmUnavailable)}
-    limit(MOST_MEMORY_BYTES)
+    limit(MOST_MEMORY_BYTES)  # tokenizer and template are anybody's programs: from here on they get no more
     print(json.dumps(hello), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(tokenizer, template, json.loads(line))), file=answers, flush=True)
+        reply = answer(tokenizer, template, json.loads(line))
+        print(json.dumps(reply), file=answers, flush=True)
 
 
-def answer(tokenizer: Any, template: Any, question: dict[str, Any]) -> dict[str, Any]:
-    """What comes of one question: ids, or an error for whoever asked."""
+def answer(
+    tokenizer: Any,
+    template: Any,
+    question: dict[str, Any],
+) -> dict[str, Any]:
+    """Answer one question: ids, or an error for the user."""
     if "text" in question:
         ids = tokenizer(question["text"], add_special_tokens=question["special"]).input_ids
-        return _checked(ids)
+        return _check_length(ids)
     try:
         ids = template.ids(question["messages"], question["tools"], question["options"])
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a template is anybody's program: it fails in any way
         return {"error": f"the model's chat template refuses this: {' '.join(str(error).split())[:300]}"}
-    return {**_checked(ids), "tail": tokenizer.decode(ids[-64:]), "ends": template.ends}
+    tail = tokenizer.decode(ids[-64:])
+    return {**_check_length(ids), "tail": tail, "ends": template.ends}
 
 
-def _checked(ids: list[int]) -> dict[str, Any]:
+def _check_length(ids: list[int]) -> dict[str, Any]:
     if len(ids) > MOST_TOKENS:
         return {"error": f"the prompt has {len(ids)} tokens, at most {MOST_TOKENS} are taken"}
     return {"ids": [int(i) for i in ids]}

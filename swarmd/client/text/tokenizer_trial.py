@@ -41,17 +41,24 @@ def try_out(folder: Path) -> None:
     if not path.is_file():
         return
     command = [sys.executable, "-P", "-m", "swarmd.client.text.tokenizer_trial", str(path)]
-    what = f"the tokenizer in {folder} cannot be used"
+    message = f"the tokenizer in {folder} cannot be used"
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=MOST_S)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=MOST_S,
+        )
     except subprocess.TimeoutExpired:
         raise SwarmUnavailable(
             f"trying the tokenizer in {folder} took more than {MOST_S:g} s: this machine is busy; ask again"
         ) from None
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or [""])[-1][:200]
-        why = said or f"it ends its process ({done.returncode})"
-        raise ConfigError(f"{what}, as a trial with {MOST_BYTES >> 30} GiB and {MOST_CPU_S} s shows: {why}")
+        lines = done.stderr.strip().splitlines()
+        last_line = lines[-1][:200] if lines else ""
+        reason = last_line or f"it ends its process ({done.returncode})"
+        raise ConfigError(f"{message}, as a trial with {MOST_BYTES >> 30} GiB and {MOST_CPU_S} s shows: {reason}")
 
 
 def main(path: str) -> None:
@@ -64,11 +71,11 @@ def main(path: str) -> None:
     tokenizer = Tokenizer.from_file(path)
     for text in TEXTS:
         ids = tokenizer.encode(text).ids
-        most = MOST_TOKENS_PER_BYTE * len(text.encode()) + 64
-        if len(ids) > most:
+        max_length = MOST_TOKENS_PER_BYTE * len(text.encode()) + 64
+        if len(ids) > max_length:
             sys.exit(f"{len(ids)} tokens for a text of {len(text.encode())} B")
         decoded = tokenizer.decode(ids)
-        if len(decoded) > most:
+        if len(decoded) > max_length:
             sys.exit(f"{len(decoded)} characters for the tokens of a text of {len(text.encode())} B")
 
 

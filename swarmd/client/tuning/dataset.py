@@ -30,6 +30,8 @@ class DatasetRow:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
+    """All rows of a file, and its sha256: a run goes on with the same data only."""
+
     rows: tuple[DatasetRow, ...]
     digest: str
 
@@ -58,15 +60,16 @@ def read_dataset(path: Path, encoding: Encoding) -> Dataset:
     lines = raw.split(b"\n")
     if lines and not lines[-1]:
         lines.pop()
-    rows, bad = [], []
+    rows = []
+    bad = []
     for number, line in enumerate(lines, 1):
         try:
             rows.append(_read_row(line, encoding))
         except _BadRow as error:
             bad.append(f"  line {number}: {error}")
     if bad:
-        more = [f"  and {len(bad) - MAX_REPORTED} more"] if len(bad) > MAX_REPORTED else []
-        listed = "\n".join([*bad[:MAX_REPORTED], *more])
+        remainder = [f"  and {len(bad) - MAX_REPORTED} more"] if len(bad) > MAX_REPORTED else []
+        listed = "\n".join([*bad[:MAX_REPORTED], *remainder])
         raise ConfigError(f"{path}: {len(bad)} of {len(lines)} lines cannot be used:\n{listed}")
     if not rows:
         raise ConfigError(f'{path} is empty: expected a line like {{"text": "..."}} for each row')
@@ -103,21 +106,29 @@ def _row_of_text(value: dict[str, Any], encoding: Encoding) -> DatasetRow:
             raise _BadRow(f'"{name}" is empty')
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise _BadRow(f'"{name}" holds half of a surrogate pair, which no UTF-8 can')
-    prompt = [*encoding.begin, *(encoding.encode(value["prompt"]) if "prompt" in value else ())]
-    learned = [*encoding.encode(value.get("completion", value.get("text", ""))), *encoding.end]
-    ignored = [IGNORED] * len(prompt) if "prompt" in value else prompt
-    return DatasetRow((*prompt, *learned), (*ignored, *learned))
+    has_prompt = "prompt" in value
+    prompt = [*encoding.begin]
+    if has_prompt:
+        prompt += encoding.encode(value["prompt"])
+    text = value.get("completion", value.get("text", ""))
+    learned = [*encoding.encode(text), *encoding.end]
+    prompt_labels = [IGNORED] * len(prompt) if has_prompt else prompt
+    return DatasetRow((*prompt, *learned), (*prompt_labels, *learned))
 
 
 def _row_of_ids(value: dict[str, Any], encoding: Encoding) -> DatasetRow:
-    ids, labels = value["input_ids"], value.get("labels", value["input_ids"])
-    for name, numbers, others in (("input_ids", ids, ()), ("labels", labels, (IGNORED,))):
+    ids = value["input_ids"]
+    labels = value.get("labels", ids)
+    for name, numbers in (("input_ids", ids), ("labels", labels)):
         if not isinstance(numbers, list) or not numbers:
             raise _BadRow(f'"{name}" is no list of numbers')
-        wrong = [n for n in numbers if type(n) is not int or not (0 <= n < encoding.vocabulary or n in others)]
-        if wrong:
-            allowed = f"0 to {encoding.vocabulary - 1}" + (f" or {IGNORED}" if others else "")
-            raise _BadRow(f'"{name}" holds {wrong[0]!r}, expected {allowed}')
+        is_labels = name == "labels"
+        for number in numbers:
+            is_token = type(number) is int and 0 <= number < encoding.vocabulary
+            is_ignored = type(number) is int and is_labels and number == IGNORED
+            if not is_token and not is_ignored:
+                allowed = f"0 to {encoding.vocabulary - 1}" + (f" or {IGNORED}" if is_labels else "")
+                raise _BadRow(f'"{name}" holds {number!r}, expected {allowed}')
     if len(ids) != len(labels):
         raise _BadRow(f'{len(ids)} "input_ids" and {len(labels)} "labels": expected as many')
     return DatasetRow(tuple(ids), tuple(labels))

@@ -7,6 +7,7 @@ servers of the same numerics and with the same codec.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -53,26 +54,36 @@ def learning_rate(recipe: TuningRecipe, step: int) -> float:
     if step <= recipe.warmup:
         return recipe.learning_rate * step / max(1, recipe.warmup)
     done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
-    return recipe.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, done))) / 2)
+    cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2  # from 1 to 0
+    return recipe.learning_rate * (0.1 + 0.9 * cosine)
 
 
-def samples(recipe: TuningRecipe, n_rows: int, step: int) -> list[int]:
+def choose_rows(recipe: TuningRecipe, n_rows: int, step: int) -> list[int]:
     """Which rows step 1, 2, ... takes: each pass over the data is another seeded order of all rows."""
-    chosen, orders = [], dict[int, list[int]]()
+    chosen = []
+    orders: dict[int, list[int]] = {}
     for place in range((step - 1) * recipe.batch, step * recipe.batch):
-        again, at = divmod(place, n_rows)
-        if again not in orders:
-            orders[again] = random.Random(f"{recipe.seed}/{again}").sample(range(n_rows), n_rows)
-        chosen.append(orders[again][at])
+        epoch, index = divmod(place, n_rows)
+        if epoch not in orders:
+            orders[epoch] = random.Random(f"{recipe.seed}/{epoch}").sample(range(n_rows), n_rows)
+        chosen.append(orders[epoch][index])
     return chosen
 
 
-def padded(rows: Sequence[DatasetRow]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def pad_batch(
+    rows: Sequence[DatasetRow],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids, mask and labels of a batch [b, t]; short rows are filled up at their ends, where nothing counts."""
+    b = len(rows)
     t = max(len(row.ids) for row in rows)
-    ids = torch.tensor([[*row.ids, *[0] * (t - len(row.ids))] for row in rows])
-    labels = torch.tensor([[*row.labels, *[IGNORED] * (t - len(row.ids))] for row in rows])
-    mask = torch.tensor([[1] * len(row.ids) + [0] * (t - len(row.ids)) for row in rows])
+    ids = torch.zeros(b, t, dtype=torch.int64)
+    mask = torch.zeros(b, t, dtype=torch.int64)
+    labels = torch.full((b, t), IGNORED)
+    for i, row in enumerate(rows):
+        n = len(row.ids)
+        ids[i, :n] = torch.tensor(row.ids)
+        mask[i, :n] = 1
+        labels[i, :n] = torch.tensor(row.labels)
     return ids, mask, labels
 
 
@@ -86,35 +97,48 @@ def _first_counted(model: Any) -> int:
     return 0 if precedes else 1
 
 
+# Two parts of a batch are computed side by side, by two threads:
+#
+#     part 1   embed | swarm forward | head, loss | swarm backward | embed
+#     part 2         embed | swarm forward | head, loss | swarm backward | embed
+#
+# While one part is on servers, this machine computes the other's head. A part counts by its share of the labels, so
+# the sum is the mean loss of the whole batch. Gradients are summed in the order of the parts, and not as they come:
+# sums of floats depend on their order, and a resumed run must give the same weights.
 def loss_and_gradients(
-    model: Any, parameters: Sequence[torch.nn.Parameter], rows: Sequence[DatasetRow], n_parts: int = 2
+    model: Any,
+    parameters: Sequence[torch.nn.Parameter],
+    rows: Sequence[DatasetRow],
+    n_parts: int = 2,
 ) -> tuple[float, list[torch.Tensor | None]]:
     """The mean loss of a batch and its gradients, as one backward gives them.
 
     The batch goes in parts, side by side, so that servers have one part's blocks to compute while the client computes
     another part's head. Sums run in the order of the parts. Raises SwarmError.
     """
-    ids, mask, labels = padded(rows)
+    ids, mask, labels = pad_batch(rows)
     counts = (labels[:, _first_counted(model) :] != IGNORED).sum(1)
     n_parts = min(n_parts, len(rows))
-    cuts = [slice(len(rows) * i // n_parts, len(rows) * (i + 1) // n_parts) for i in range(n_parts)]
+    starts = [len(rows) * i // n_parts for i in range(n_parts + 1)]
+    cuts = [slice(start, end) for start, end in itertools.pairwise(starts)]
     cuts = [cut for cut in cuts if bool(counts[cut].any())]
 
     def part(cut: slice) -> tuple[float, tuple[torch.Tensor | None, ...]]:
         share = int(counts[cut].sum()) / int(counts.sum())
-        loss = model(input_ids=ids[cut], attention_mask=mask[cut], labels=labels[cut]).loss * share
+        output = model(input_ids=ids[cut], attention_mask=mask[cut], labels=labels[cut])
+        loss = output.loss * share
         return loss.item(), torch.autograd.grad(loss, list(parameters), allow_unused=True)
 
     pool = ThreadPoolExecutor(len(cuts))
     try:
-        found = list(pool.map(part, cuts))
+        results = list(pool.map(part, cuts))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     sums: list[torch.Tensor | None] = []
-    for gradients in zip(*(g for _, g in found), strict=True):
-        given = [g for g in gradients if g is not None]
-        sums.append(torch.stack(given).sum(0) if given else None)
-    return sum(loss for loss, _ in found), sums
+    for gradients in zip(*(g for _, g in results), strict=True):
+        present = [g for g in gradients if g is not None]
+        sums.append(torch.stack(present).sum(0) if present else None)
+    return sum(loss for loss, _ in results), sums
 
 
 def _with_virtual_tokens(model: Any, recipe: TuningRecipe) -> Any:
@@ -154,20 +178,23 @@ class Tuner:
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(self._trained.values(), lr=recipe.learning_rate, foreach=False)
 
-    def run(self, every: int, on_step: Callable[[Step], None]) -> None:
-        """Take the steps that are left; a checkpoint after each ``every``, and the result at the end.
+    def run(self, checkpoint_interval: int, on_step: Callable[[Step], None]) -> None:
+        """Take the steps that are left; a checkpoint after each ``checkpoint_interval``, and the result at the end.
 
         Raises SwarmError; what was done until the last checkpoint can be resumed then.
         """
         while len(self.losses) < self.recipe.steps:
             on_step(self.step())
-            if len(self.losses) % every == 0 or len(self.losses) == self.recipe.steps:
+            if len(self.losses) % checkpoint_interval == 0 or len(self.losses) == self.recipe.steps:
                 self.save_checkpoint()
         _replace_folder(self._folder / "adapter", self._write_adapter)
 
     def step(self) -> Step:
-        number, begun = len(self.losses) + 1, time.perf_counter()
-        rows = [self._data.rows[i] for i in samples(self.recipe, len(self._data.rows), number)]
+        """Take one step. Raises SwarmError, ConfigError when the loss is not finite."""
+        number = len(self.losses) + 1
+        started_at = time.perf_counter()
+        chosen = choose_rows(self.recipe, len(self._data.rows), number)
+        rows = [self._data.rows[i] for i in chosen]
         loss, gradients = loss_and_gradients(self.model, list(self._trained.values()), rows)
         if not math.isfinite(loss):
             raise ConfigError(f"the loss of step {number} is {loss}: the training diverges; try a lower --lr")
@@ -178,26 +205,32 @@ class Tuner:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.losses.append(loss)
-        return Step(number, loss, sum(len(row.ids) for row in rows), time.perf_counter() - begun)
+        n_tokens = sum(len(row.ids) for row in rows)
+        return Step(number, loss, n_tokens, time.perf_counter() - started_at)
 
     # --- what is kept ----------------------------------------------------------------------------------------
 
     def save_checkpoint(self) -> None:
         """Write everything that the next step depends on, whole or not at all."""
-        _replace_folder(self._folder / f"{PREFIX}{len(self.losses)}", self._write)
+        _replace_folder(self._folder / f"{PREFIX}{len(self.losses)}", self._write_state)
         for old in checkpoints(self._folder)[KEPT_CHECKPOINTS:]:
             shutil.rmtree(old)
 
     def _write_adapter(self, folder: Path) -> None:
         self.model.save_pretrained(folder, save_embedding_layers=False)  # else PEFT asks the hub about the model
 
-    def _write(self, folder: Path) -> None:
-        tensors = {f"parameter.{name}": p.detach().contiguous() for name, p in self._trained.items()}
+    def _write_state(self, folder: Path) -> None:
+        tensors: dict[str, torch.Tensor] = {}
         for name, parameter in self._trained.items():
+            tensors[f"parameter.{name}"] = parameter.detach().contiguous()
             for kind, value in self._optimizer.state[parameter].items():
                 tensors[f"{kind}.{name}"] = torch.as_tensor(value).contiguous()
         save_file(tensors, folder / TENSORS_FILE)
-        state = {"recipe": asdict(self.recipe), "data": self._data.digest, "losses": self.losses}
+        state = {
+            "recipe": asdict(self.recipe),
+            "data": self._data.digest,
+            "losses": self.losses,
+        }
         (folder / STATE_FILE).write_text(json.dumps(state))
 
     def resume(self) -> int:
@@ -210,7 +243,7 @@ class Tuner:
                 logger.warning("%s is damaged (%s): an older one is tried", folder, error)
                 continue
             self._require_same(state, folder)
-            self._restore(tensors)
+            self._restore_state(tensors)
             self.losses = list(state["losses"])
             return len(self.losses)
         return 0
@@ -218,14 +251,16 @@ class Tuner:
     def _require_same(self, state: dict[str, Any], folder: Path) -> None:
         """A run goes on with what it began with. Raises ConfigError."""
         mine = json.loads(json.dumps(asdict(self.recipe)))
-        changed = [f.name for f in fields(TuningRecipe) if state["recipe"].get(f.name) != mine[f.name]]
+        saved = state["recipe"]
+        names = [field.name for field in fields(TuningRecipe)]
+        changed = [name for name in names if saved.get(name) != mine[name]]
         if changed:
-            was = ", ".join(f"{name} was {state['recipe'].get(name)!r}, is {mine[name]!r}" for name in changed)
-            raise ConfigError(f"{folder} is of another run: {was}: take the same options, or another --out")
+            changes = ", ".join(f"{name} was {saved.get(name)!r}, is {mine[name]!r}" for name in changed)
+            raise ConfigError(f"{folder} is of another run: {changes}: take the same options, or another --out")
         if state["data"] != self._data.digest:
             raise ConfigError(f"{folder} was made with other data: take the same file, or another --out")
 
-    def _restore(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _restore_state(self, tensors: dict[str, torch.Tensor]) -> None:
         for name, parameter in self._trained.items():
             parameter.data.copy_(tensors[f"parameter.{name}"])
             state = {kind: tensors[f"{kind}.{name}"] for kind in ADAMW if f"{kind}.{name}" in tensors}
@@ -233,6 +268,9 @@ class Tuner:
                 self._optimizer.state[parameter] = state
 
 
+# A crash may come between any two of these steps. The new folder is filled under a name that nobody reads, and synced
+# to disk before it gets its own name. So a folder that has its name is whole. For a moment there is none: that is why
+# KEPT_CHECKPOINTS is two, and ``resume`` takes the newest that can be read.
 def _replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
     """Fill a folder beside, and put it in place when it is on disk; a crash leaves no half of it there."""
     new = folder.with_name(f".{folder.name}.new")

@@ -1,6 +1,6 @@
 """One lane: a chain of hops that micro-batches go through, forward and backward, many at a time.
 
-Nothing is repaired here. A lane that loses a hop is over, and whoever waits for it hears why: ``LaneFailed`` names the
+Nothing is repaired here. A lane that loses a hop is over, and its callers hear why: ``LaneFailed`` names the
 peer that should be left out, if one is to blame, and whether the lane itself can go on. What comes late, for a lane
 that is over, finds nobody: no gradient is counted twice.
 """
@@ -19,7 +19,7 @@ import torch
 import trio
 from safetensors import SafetensorError
 
-from swarmd.client.links.client_parameters import TunedParameters, give
+from swarmd.client.links.client_parameters import TunedParameters, upload_parameters
 from swarmd.client.links.link import CHANGES_CODEC, SessionOptions, SessionServices
 from swarmd.client.links.ops import codec_for
 from swarmd.client.tuning.lane_failure import BLAMED_S, FINAL, LaneFailed, failure_of
@@ -43,6 +43,8 @@ SILENT_S = 20.0  # twenty signs of life that did not come
 FRAME_S = 3.0  # for the rest of a frame that was begun
 GRADIENT_SLACK_BYTES = 65_536  # headers and small tensors beside the parameters' gradients
 RETRY_PAUSE_S = 1.0  # a server without room has some after a few micro-batches
+LaneAnswer = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""What came of a micro-batch: [b, t, d], and on the way back the gradients of the client's parameters by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +54,17 @@ class MicroBatch:
     hidden: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor | None
-    own: TunedParameters
+    tuned: TunedParameters
     keep: bool
 
 
 @dataclass(slots=True)
 class _Pending:
-    like: torch.Tensor  # what is waited for has its shape and dtype
+    """What a micro-batch that is under way waits for, one way."""
+
+    template: torch.Tensor  # what is waited for has its shape and dtype
     gradients_from: dict[int, list[str]] = field(default_factory=dict)  # hop's first block: names it gives
-    own: TunedParameters | None = None
+    tuned: TunedParameters | None = None
     parts: list[torch.Tensor] = field(default_factory=list)
     rows: tuple[MicroBatchRow, ...] = ()
     pieces: dict[int, list[bytes]] = field(default_factory=dict)
@@ -70,6 +74,16 @@ class _Pending:
     done: trio.Event = field(default_factory=trio.Event)
 
 
+# A lane of two hops. Each hop sends to its neighbour, and the client gets what leaves the ends:
+#
+#     forward    client --hidden--> A [0, 4) --> B [4, 8) --> client
+#     backward   client <--gradient-- A [0, 4) <-- B [4, 8) <-- client       A and B also send the client the gradients
+#                                                                           of its own parameters in their blocks
+#
+# A micro-batch is known by (kind, seq). ``_pending`` holds one entry while it is under way and is the only way in for
+# what peers send: messages without an entry are dropped, parts must come in order, and shapes, dtypes, sizes and
+# finiteness are checked before anything counts. ``live`` are numbers whose backward may come: hops keep the inputs of
+# these, and forget all up to ``settled``.
 class Lane:
     """See the module. All methods run in the client's trio thread."""
 
@@ -90,8 +104,8 @@ class Lane:
         self._swarm = swarm
         self._terms = terms
         self._pending: dict[tuple[type, int], _Pending] = {}
-        self._put: dict[int, bytes] = {}  # version that a hop was given, by its first block
-        self._put_lock = trio.Lock()
+        self._versions: dict[int, bytes] = {}  # version that a hop was given, by its first block
+        self._versions_lock = trio.Lock()
         self._over = trio.Event()
         self._n_busy = 0
         self._n_sent = 0
@@ -99,10 +113,11 @@ class Lane:
 
     @property
     def is_open(self) -> bool:
+        """Has nothing ended this lane?"""
         return self.failure is None
 
     @property
-    def takes_more(self) -> bool:
+    def can_take_more(self) -> bool:
         """May another micro-batch go forward here?"""
         return self.is_open and not self.is_leaving
 
@@ -119,10 +134,12 @@ class Lane:
         self._heard_at = trio.current_time()
 
     async def _open_hop(self, index: int, failures: list[LaneFailed]) -> None:
-        hop, peers = self.hops[index], [PeerId(""), *(h.peer for h in self.hops), PeerId("")]
+        """Open one hop; notes why it failed."""
+        hop = self.hops[index]
         self._swarm.rpc.network.learn(hop.peer, self._swarm.addresses_of(hop.peer))
-        after = peers[index + 2]
-        request = partial(self._opening, hop, peers[index], after)
+        predecessor = self.hops[index - 1].peer if index else PeerId("")
+        successor = self.hops[index + 1].peer if index + 1 < len(self.hops) else PeerId("")
+        request = partial(self._open_request, hop, predecessor, successor)
         try:
             with trio.fail_after(OPEN_TIMEOUT_S):
                 channel = await self._swarm.rpc.channel(hop.peer, "training")
@@ -135,7 +152,12 @@ class Lane:
             self.layer_arity = getattr(reply, "layer_arity", 0)
             self.why = (*self.why, f"{hop}: {getattr(reply, 'why', '')}")
 
-    def _opening(self, hop: Hop, before: PeerId, after: PeerId, call_id: int) -> OpenLane:
+    def _open_request(self, hop: Hop, predecessor: PeerId, successor: PeerId, call_id: int) -> OpenLane:
+        needs: tuple[str, ...] = ()
+        if self._changes:
+            needs = ("changes", "codec")
+        elif self.codec.action != "raw":
+            needs = ("codec",)
         return OpenLane(
             id=call_id,
             session=self.key,
@@ -143,11 +165,11 @@ class Lane:
             start=hop.span.start,
             end=hop.span.end,
             dtype=self._terms.dtype,
-            predecessor=before,
-            successor=after,
-            successor_addresses=self._swarm.addresses_of(after) if after else (),
+            predecessor=predecessor,
+            successor=successor,
+            successor_addresses=self._swarm.addresses_of(successor) if successor else (),
             codec=self.codec.action,
-            needs=("changes", "codec") if self._changes else ("codec",) if self.codec.action != "raw" else (),
+            needs=needs,
             changes=self._changes is not None,
         )
 
@@ -164,68 +186,75 @@ class Lane:
                     continue
 
     def fail(self, failure: LaneFailed) -> None:
-        """End the lane: whoever waits hears why."""
+        """End the lane; all that wait for it raise ``failure``."""
         if self.failure is None:
             self.failure = failure
             self._over.set()
         for pending in self._pending.values():
-            self._settle(pending, failure)
+            self._fail_pending(pending, failure)
 
     # --- passes ----------------------------------------------------------------------------------------------
 
     async def forward(self, batch: MicroBatch) -> tuple[int, torch.Tensor]:
         """Send a micro-batch through; returns its number here, and what left the last block. Raises LaneFailed."""
-        await self._give_parameters(batch.own)
+        await self._upload_parameters(batch.tuned)
         self._n_sent += 1
-        seq, first = self._n_sent, self.hops[0]
+        seq = self._n_sent
+        first = self.hops[0]
         if batch.keep:
             self.live.add(seq)
         header = Forward(
             session=self.key,
             seq=seq,
             keep=batch.keep,
-            tuned=batch.own.version,
+            tuned=batch.tuned.version,
             settled=min(self.live, default=seq) - 1,
             rows=rows_of(batch.hidden, batch.mask) if self._sends_changes and batch.keep else (),
         )
-        places, sent = (batch.positions, batch.mask), self._changes[1] if self._changes is not None else None
-        frames = forward_frames(header, first.span.start, batch.hidden, places, self.codec.action, sent)
+        places = (batch.positions, batch.mask)
+        sent_rows = self._changes[1] if self._changes is not None else None
+        frames = forward_frames(header, first.span.start, batch.hidden, places, self.codec.action, sent_rows)
         pending = _Pending(batch.hidden)
         try:
-            await self._exchange((Forward, seq), pending, first, frames)
+            await self._exchange_pass((Forward, seq), pending, first, frames)
         except BaseException:
             self.live.discard(seq)
             raise
         assert pending.values is not None
         return seq, pending.values
 
-    async def backward(
-        self, seq: int, gradient: torch.Tensor, own: TunedParameters
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    async def backward(self, seq: int, gradient: torch.Tensor, tuned: TunedParameters) -> LaneAnswer:
         """Send a gradient [b, t, d] back; returns that of the input, and those of the parameters. Raises LaneFailed."""
         last = self.hops[-1]
         frames = backward_frames(self.key, last.span.end, seq, gradient, self.codec.action)
-        wanted = {hop.span.start: names for hop in self.hops if (names := own.names(hop.span))}
-        pending = _Pending(gradient, wanted, own)
+        names_by_hop = {hop.span.start: tuned.names(hop.span) for hop in self.hops}
+        gradient_names = {start: names for start, names in names_by_hop.items() if names}
+        pending = _Pending(gradient, gradient_names, tuned)
         try:
-            await self._exchange((Backward, seq), pending, last, frames)
+            await self._exchange_pass((Backward, seq), pending, last, frames)
         finally:
             self.live.discard(seq)
         assert pending.values is not None
         return pending.values, pending.gradients
 
-    async def _exchange(self, kind: tuple[type, int], pending: _Pending, hop: Hop, frames: Iterator[bytes]) -> None:
+    async def _exchange_pass(
+        self,
+        kind: tuple[type, int],
+        pending: _Pending,
+        hop: Hop,
+        frames: Iterator[bytes],
+    ) -> None:
         self._pending[kind] = pending
         try:
             async with self._while_open() as nursery:
-                nursery.start_soon(self._send, hop, frames)
+                nursery.start_soon(self._send_frames, hop, frames)
                 await pending.done.wait()
         finally:
             del self._pending[kind]
         if pending.failure is not None:
             raise pending.failure
 
-    async def _send(self, hop: Hop, frames: Iterator[bytes]) -> None:
+    async def _send_frames(self, hop: Hop, frames: Iterator[bytes]) -> None:
         try:
             channel = await self._swarm.rpc.channel(hop.peer, "training")
             for frame in frames:
@@ -237,7 +266,7 @@ class Lane:
 
     @asynccontextmanager
     async def _while_open(self) -> AsyncIterator[trio.Nursery]:
-        """Work that ends when the lane does: whoever does not read, or does not answer, holds up nobody.
+        """Work that ends when the lane does: a peer that does not read, or does not answer, holds up nobody.
 
         Raises LaneFailed.
         """
@@ -259,23 +288,23 @@ class Lane:
         await self._over.wait()
         scope.cancel()
 
-    async def _give_parameters(self, own: TunedParameters) -> None:
+    async def _upload_parameters(self, tuned: TunedParameters) -> None:
         """Give each hop its part of the client's parameters, once for each version. Raises LaneFailed."""
-        if not own.version:
+        if not tuned.version:
             return
-        async with self._put_lock:
-            lacking = [h for h in self.hops if self._put.get(h.span.start) != own.version]
+        async with self._versions_lock:
+            lacking = [hop for hop in self.hops if self._versions.get(hop.span.start) != tuned.version]
             failures: list[LaneFailed] = []
             async with self._while_open() as nursery:
                 for hop in lacking:
-                    nursery.start_soon(self._give_to, hop, own, failures)
+                    nursery.start_soon(self._upload_to, hop, tuned, failures)
             if failures:
                 raise failures[0]
 
-    async def _give_to(self, hop: Hop, own: TunedParameters, failures: list[LaneFailed]) -> None:
+    async def _upload_to(self, hop: Hop, tuned: TunedParameters, failures: list[LaneFailed]) -> None:
         try:
-            await give(self._swarm.rpc, self._terms.model, hop, own)
-            self._put[hop.span.start] = own.version
+            await upload_parameters(self._swarm.rpc, self._terms.model, hop, tuned)
+            self._versions[hop.span.start] = tuned.version
         except PeerError as error:
             failures.append(failure_of(hop, error))
 
@@ -295,6 +324,7 @@ class Lane:
             self.fail(LaneFailed(f"{peer[-8:]}: {error}", peer))
 
     async def _on_values(self, message: Forward | Backward, frame: Frame) -> None:
+        """Take a part of what left the last block (forward) or the first (backward)."""
         is_forward = isinstance(message, Forward)
         end = self.hops[-1].span.end if is_forward else self.hops[0].span.start
         if message.start != end:
@@ -304,42 +334,48 @@ class Lane:
         if pending is None:
             return
         number, n_parts = message.part
-        b, t, d = pending.like.shape
+        b, t, d = pending.template.shape
         t_before = sum(part.shape[1] for part in pending.parts)
         if number != len(pending.parts):
             raise RemoteProtocolError(f"part {number} came after {len(pending.parts)}")
-        if (message.tensor.b, message.tensor.d) != (b, d) or t_before + message.tensor.t > t:
-            raise RemoteProtocolError(f"expected {tuple(pending.like.shape)} in parts, got {message.tensor}")
+        tensor = message.tensor
+        if (tensor.b, tensor.d) != (b, d) or t_before + tensor.t > t:
+            raise RemoteProtocolError(f"expected {tuple(pending.template.shape)} in parts, got {message.tensor}")
         if is_forward and message.tensor.has_positions:  # a lane that ends before the model does
-            values, _, _ = unpack_untrusted(message.tensor, frame.payload)
+            part, _, _ = unpack_untrusted(message.tensor, frame.payload)
         else:
-            values = unpack_values_untrusted(message.tensor, frame.payload)
+            part = unpack_values_untrusted(message.tensor, frame.payload)
         if isinstance(message, Forward) and number == 0:
             pending.rows = message.rows
-        pending.parts.append(values if isinstance(message, Forward) else values / message.scale)
-        if number + 1 < n_parts:
-            return
-        whole = torch.cat(pending.parts, 1)
+        pending.parts.append(part if isinstance(message, Forward) else part / message.scale)
+        if number + 1 >= n_parts:
+            self._take_values(pending, is_forward)
+
+    def _take_values(self, pending: _Pending, is_forward: bool) -> None:
+        """Check the values that have come in parts. Raises RemoteProtocolError."""
+        values = torch.cat(pending.parts, 1)
         if self._changes is not None and pending.rows:
             try:
-                whole = self._changes[0].take(pending.rows, whole)
+                values = self._changes[0].take(pending.rows, values)
             except Refused as error:
                 raise RemoteProtocolError(str(error)) from None
-        if whole.shape != pending.like.shape or whole.dtype != pending.like.dtype:
-            raise RemoteProtocolError(f"expected {tuple(pending.like.shape)}, got {tuple(whole.shape)} {whole.dtype}")
-        if not torch.isfinite(whole).all():
+        template = pending.template
+        if values.shape != template.shape or values.dtype != template.dtype:
+            raise RemoteProtocolError(f"expected {tuple(template.shape)}, got {tuple(values.shape)} {values.dtype}")
+        if not torch.isfinite(values).all():
             giver = self.hops[-1] if is_forward else self.hops[0]
             text = (
                 f"{giver} gave values that are not finite (if all do, the training diverges: lower the learning rate)"
             )
-            self._settle(pending, LaneFailed(text, giver.peer, is_final=True))
+            self._fail_pending(pending, LaneFailed(text, giver.peer, is_final=True))
             return
-        pending.values = whole
-        self._finish(pending)
+        pending.values = values
+        self._finish_if_complete(pending)
 
     async def _pass_on(self, message: Forward | Backward, frame: Frame) -> None:
         """A hop that cannot reach its successor gives its output to the client, for the hop that it is meant for."""
-        hop = next((h for h in self.hops if h.span.start == message.start), None)
+        receivers = [hop for hop in self.hops if hop.span.start == message.start]
+        hop = receivers[0] if receivers else None
         if not isinstance(message, Forward) or hop is None:
             raise RemoteProtocolError(f"no hop of this lane starts at block {message.start}")
         try:
@@ -349,67 +385,76 @@ class Lane:
             self.fail(failure_of(hop, error))
 
     def _on_gradients(self, message: Gradients, frame: Frame) -> None:
+        """Take a piece of one hop's gradients of the client's parameters; a peer can send no more than those are."""
         pending = self._pending.get((Backward, message.seq))
         if pending is None or message.start not in pending.gradients_from:
             return
-        known = pending.pieces.setdefault(message.start, [])
-        number, n = message.part
-        assert pending.own is not None
+        assert pending.tuned is not None
+        parameters = pending.tuned.tensors
         names = pending.gradients_from[message.start]
-        most = GRADIENT_SLACK_BYTES + sum(8 * pending.own.tensors[name].numel() + 1_024 for name in names)
-        if number != len(known) or sum(map(len, known)) + len(frame.payload) > most:
-            raise RemoteProtocolError(f"piece {number} of gradients came after {len(known)}, or more than there can be")
-        known.append(bytes(frame.payload))
-        if number + 1 < n:
+        pieces = pending.pieces.setdefault(message.start, [])
+        number, n_pieces = message.part
+        n_bytes = sum(map(len, pieces)) + len(frame.payload)
+        max_bytes = GRADIENT_SLACK_BYTES + sum(8 * parameters[name].numel() + 1_024 for name in names)
+        if number != len(pieces) or n_bytes > max_bytes:
+            raise RemoteProtocolError(
+                f"piece {number} of gradients came after {len(pieces)}, or more than there can be"
+            )
+        pieces.append(bytes(frame.payload))
+        if number + 1 < n_pieces:
             return
         try:
-            tensors = safetensors.torch.load(b"".join(known))
+            tensors = safetensors.torch.load(b"".join(pieces))
         except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
             raise RemoteProtocolError(f"gradients do not parse: {error}") from None
         del pending.gradients_from[message.start]
-        own = pending.own.tensors
-        fits = set(tensors) == set(names) and all(tensors[n].shape == own[n].shape for n in names)
-        if not fits or not all(g.is_floating_point() and torch.isfinite(g).all() for g in tensors.values()):
+        has_names = set(tensors) == set(names)
+        fits = has_names and all(tensors[name].shape == parameters[name].shape for name in names)
+        if not fits or not all(_is_finite(gradient) for gradient in tensors.values()):
             raise RemoteProtocolError("gradients of other parameters than were given, or not finite")
-        pending.gradients |= {name: tensors[name].to(own[name].dtype) for name in names}
-        self._finish(pending)
+        pending.gradients |= {name: tensors[name].to(parameters[name].dtype) for name in names}
+        self._finish_if_complete(pending)
 
     @staticmethod
-    def _finish(pending: _Pending) -> None:
+    def _finish_if_complete(pending: _Pending) -> None:
         if pending.values is not None and not pending.gradients_from:
             pending.done.set()
 
     @staticmethod
-    def _settle(pending: _Pending, failure: LaneFailed) -> None:
+    def _fail_pending(pending: _Pending, failure: LaneFailed) -> None:
         pending.failure = pending.failure or failure
         pending.done.set()
 
     def _on_refusal(self, refusal: Refusal) -> None:
         """A hop says no: to one micro-batch, or for good."""
-        code, text = Code(refusal.code), refusal.message
-        kinds = [k for k in ((Forward, refusal.seq), (Backward, refusal.seq)) if k in self._pending]
+        code = Code(refusal.code)
+        passes = ((Forward, refusal.seq), (Backward, refusal.seq))
+        kinds = [kind for kind in passes if kind in self._pending]
         is_backward = bool(kinds) and kinds[0][0] is Backward
-        at = [h for h in self.hops if (h.span.end if is_backward else h.span.start) == refusal.start]
-        hop = at[0] if at else next((h for h in self.hops if h.span.start == refusal.start), None)
+        hop = self._refusing_hop(refusal.start, is_backward)
         blame: tuple[PeerId, ...] = ()
-        for_s, is_over, has_declined = BLAMED_S, True, False
+        for_s = BLAMED_S
+        is_over = True
+        has_declined = False
         if hop is not None and code is Code.NOT_FINITE:
-            blame = self._giver(hop, is_backward)
+            blame = self._input_giver(hop, is_backward)
         elif code is Code.NOT_HELD:
             is_over = False
-            if not is_backward:  # it lacks parameters, or what changes are changes of
-                self._put.clear()
+            if not is_backward:  # it lacks parameters, or the rows that changes refer to
+                self._versions.clear()
                 if self._sends_changes:
-                    logger.info("%s: rows travel whole in this lane from here on: %s", hop, text)
+                    logger.info("%s: rows travel whole in this lane from here on: %s", hop, refusal.message)
                 self._sends_changes = False
         elif hop is not None:
             is_over = code not in (Code.NO_CAPACITY, Code.NOT_SERVING)
             self.is_leaving = self.is_leaving or code is Code.NOT_SERVING
+            blame = (hop.peer,)
+            has_declined = True
+            is_back_soon = code in (Code.SESSION_LOST, Code.NO_SESSION)
             wait_s = None if refusal.retry_after_ms is None else refusal.retry_after_ms / 1000
-            blame, has_declined = (hop.peer,), True
-            for_s = wait_s or (RETRY_PAUSE_S if code in (Code.SESSION_LOST, Code.NO_SESSION) else BLAMED_S)
+            for_s = wait_s or (RETRY_PAUSE_S if is_back_soon else BLAMED_S)
         failure = LaneFailed(
-            f"{hop}: {text}",
+            f"{hop}: {refusal.message}",
             *blame,
             for_s=for_s,
             has_declined=has_declined,
@@ -419,10 +464,17 @@ class Lane:
         if is_over:
             self.fail(failure)
         for kind in kinds:
-            self._settle(self._pending[kind], failure)
+            self._fail_pending(self._pending[kind], failure)
 
-    def _giver(self, hop: Hop, is_backward: bool) -> tuple[PeerId, ...]:
-        """Whoever gave a hop its input; nobody is the client itself."""
+    def _refusing_hop(self, block: int, is_backward: bool) -> Hop | None:
+        """The hop that a refusal names by the block at which it takes its input; else by its first block."""
+        for hop in self.hops:
+            if block == (hop.span.end if is_backward else hop.span.start):
+                return hop
+        return next((hop for hop in self.hops if hop.span.start == block), None)
+
+    def _input_giver(self, hop: Hop, is_backward: bool) -> tuple[PeerId, ...]:
+        """The peer that gave a hop its input; none if that is the client itself."""
         index = self.hops.index(hop) + (1 if is_backward else -1)
         return (self.hops[index].peer,) if 0 <= index < len(self.hops) else ()
 
@@ -433,7 +485,7 @@ class Lane:
         if any(hop.peer == peer for hop in self.hops):
             self.fail(LaneFailed(f"the connection to {peer[-8:]} ended", peer))
 
-    async def look(self) -> None:
+    async def check_alive(self) -> None:
         """With nothing heard for a while, ask every hop whether it is there: a stopped one says nothing."""
         silent_s = trio.current_time() - self._heard_at
         if not self._n_busy or silent_s < QUIET_S:
@@ -442,10 +494,18 @@ class Lane:
             self.fail(LaneFailed(f"nothing came for {SILENT_S:.0f} s", *(hop.peer for hop in self.hops)))
         async with trio.open_nursery() as nursery:
             for hop in self.hops:
-                nursery.start_soon(self._ask, hop)
+                nursery.start_soon(self._ping_hop, hop)
 
-    async def _ask(self, hop: Hop) -> None:
+    async def _ping_hop(self, hop: Hop) -> None:
         try:
-            await self._swarm.rpc.call(hop.peer, lambda call_id: Ping(id=call_id), timeout_s=PING_TIMEOUT_S)
+            await self._swarm.rpc.call(
+                hop.peer,
+                lambda call_id: Ping(id=call_id),
+                timeout_s=PING_TIMEOUT_S,
+            )
         except PeerError as error:
             self.fail(LaneFailed(f"{hop} gives no sign of life: {error}", hop.peer))
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    return values.is_floating_point() and bool(torch.isfinite(values).all())

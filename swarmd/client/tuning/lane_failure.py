@@ -1,4 +1,4 @@
-"""Why a micro-batch did not get through a lane, and what follows for whoever sends it again."""
+"""Why a micro-batch did not get through a lane, and what the pipeline should do before it sends it again."""
 
 from __future__ import annotations
 
@@ -38,5 +38,10 @@ def failure_of(hop: Hop, error: PeerError) -> LaneFailed:
     """What a hop's error means for its lane; a refusal says how long to wait, and whether others would refuse too."""
     if not isinstance(error, Refused):
         return LaneFailed(f"{hop}: {error}", hop.peer)
-    for_s, is_final = error.retry_after_s or BLAMED_S, error.code in FINAL
-    return LaneFailed(f"{hop}: {error}", hop.peer, for_s=for_s, has_declined=True, is_final=is_final)
+    return LaneFailed(
+        f"{hop}: {error}",
+        hop.peer,
+        for_s=error.retry_after_s or BLAMED_S,
+        has_declined=True,
+        is_final=error.code in FINAL,
+    )

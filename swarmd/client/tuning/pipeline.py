@@ -19,8 +19,15 @@ from typing import Any, TypeVar
 import torch
 import trio
 
-from swarmd.client.links.link import DeclinedServers, Listeners, SessionOptions, SessionServices, suits, understands
-from swarmd.client.tuning.lane import Lane, MicroBatch
+from swarmd.client.links.link import (
+    DeclinedServers,
+    Listeners,
+    SessionOptions,
+    SessionServices,
+    is_compatible,
+    is_suitable,
+)
+from swarmd.client.tuning.lane import Lane, LaneAnswer, MicroBatch
 from swarmd.client.tuning.lane_audit import CheckHistory, LaneAudits
 from swarmd.client.tuning.lane_failure import LaneFailed
 from swarmd.client.tuning.ticket import ForwardTicket, OtherHolders
@@ -39,12 +46,12 @@ PATIENCE_S = 60.0  # a swarm that loses half of its servers is whole again by th
 LOOK_INTERVAL_S = 1.0  # lanes that are silent are asked
 RETRY_PAUSE_S = 0.3  # news of who died is on its way
 REFRESH_S = 1.0  # one member is asked, who may be the one that is gone
-PROBE_TIMEOUT_S = 3.0  # for a ping to whoever was blamed
+PROBE_TIMEOUT_S = 3.0  # for a ping to a peer that was blamed
 AGAIN_AFTER_S = 20.0  # until a server that does not answer is asked once more
 LONGEST_DECLINED_S = 600.0  # a server without room is asked again at least so often
 ALONE_TIMEOUT_S = 10.0  # for one micro-batch, there and back, through one server
 MAX_FINAL = 3  # servers that said what any other would say
-WRONG = "somebody who computed it is banned now"  # of a micro-batch that is sent again
+WRONG = "somebody who computed it is banned now"  # why a micro-batch is sent again
 T = TypeVar("T")
 # nf4 is packed for some CPUs in a way that has no backward
 WITH_GRADIENTS = tuple(format_of(quantize, kv_cache) for quantize in ("none", "int8", "int4") for kv_cache in KV_CACHE)
@@ -60,11 +67,20 @@ class PipelineStatistics:
     doubts: list[str] = field(default_factory=list)
 
 
+# A micro-batch's life, with what can fail in it:
+#
+#     slot -> lane -> forward -> audit -> ticket          slot -> (forward again) -> backward -> audit -> gradients
+#              |        |          |                                                   |
+#              +--------+----------+--- fails: blame, leave out, another lane ---------+
+#
+# The invariant is that each micro-batch's gradient counts once. A ticket's ``seq`` is taken before its backward is
+# sent, so a second try begins with another forward, whose number no older answer can have. Slots bound how many are
+# under way (``Window``). The load of each peer counts all of its lanes, so that the lane that is free first is chosen.
 class Pipeline:
     """All lanes of one model. Methods run in the client's trio thread."""
 
     def __init__(
-        self, swarm: SessionServices, listeners: Listeners, terms: SessionOptions, judged: CheckHistory | None = None
+        self, swarm: SessionServices, listeners: Listeners, terms: SessionOptions, history: CheckHistory | None = None
     ) -> None:
         self.statistics = PipelineStatistics()
         self.layer_arity = 0
@@ -77,34 +93,38 @@ class Pipeline:
         self._suspects: set[PeerId] = set()  # were blamed, and have not shown since that they are there
         self._in_flight: dict[bool, int] = {False: 0, True: 0}
         self._windows = {False: Window(), True: Window()}
-        self._of_peer: Counter[PeerId] = Counter()
+        self._load_of_peer: Counter[PeerId] = Counter()
         self._freed = trio.Event()
-        self._is_looking = False
-        self._audits = LaneAudits(swarm, judged, terms, self, self.statistics.doubts) if judged is not None else None
+        self._is_watching = False
+        self._audits: LaneAudits | None = None
+        if history is not None:
+            self._audits = LaneAudits(swarm, history, terms, self, self.statistics.doubts)
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
+        """The lanes that are open now."""
         return tuple(self._lanes.values())
 
     async def forward(self, batches: Sequence[MicroBatch]) -> list[ForwardTicket]:
         """Send micro-batches through the chain, side by side. Raises SwarmError when one cannot be computed."""
         if self._terms.adapter:
             raise ConfigError("a model with an adapter of the catalog is not tuned: load that with PEFT, and train it")
-        return await self._each([partial(self._forward, batch) for batch in batches])
+        return await self._run_all([partial(self._forward_batch, batch) for batch in batches])
 
-    async def backward(
-        self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    async def backward(self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]) -> list[LaneAnswer]:
         """Gradients of what entered, and of the client's parameters, for each micro-batch. Raises SwarmError."""
         pairs = zip(tickets, gradients, strict=True)
-        return await self._each([partial(self._backward, ticket, gradient) for ticket, gradient in pairs])
+        return await self._run_all([partial(self._backward_batch, ticket, gradient) for ticket, gradient in pairs])
 
     async def close(self) -> None:
         """End all lanes; the next micro-batch opens new ones."""
         for lane in list(self._lanes.values()):
-            await self._drop(lane)
+            await self._drop_lane(lane)
 
-    async def _each(self, work: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    async def _run_all(
+        self,
+        work: Sequence[Callable[[], Awaitable[T]]],
+    ) -> list[T]:
         results: list[Any] = [None] * len(work)
         failure: list[SwarmError] = []
 
@@ -124,9 +144,9 @@ class Pipeline:
 
     # --- one micro-batch -------------------------------------------------------------------------------------
 
-    async def _forward(self, batch: MicroBatch) -> ForwardTicket:
+    async def _forward_batch(self, batch: MicroBatch) -> ForwardTicket:
         while True:
-            async with self._slot(is_backward=False):
+            async with self._hold_slot(is_backward=False):
                 begun = trio.current_time()
                 ticket = await self._with_retries(partial(self._try_forward, batch))
                 took_s = trio.current_time() - begun
@@ -135,82 +155,91 @@ class Pipeline:
                 return counted
             self.statistics.retries.append(WRONG)
 
-    async def _backward(
-        self, ticket: ForwardTicket, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    async def _backward_batch(self, ticket: ForwardTicket, gradient: torch.Tensor) -> LaneAnswer:
         while True:
-            async with self._slot(is_backward=True):
+            async with self._hold_slot(is_backward=True):
                 begun = trio.current_time()
-                found = await self._with_retries(partial(self.back, ticket, gradient))
+                answer = await self._with_retries(partial(self.send_back, ticket, gradient))
                 took_s = trio.current_time() - begun
-            counted = found if self._audits is None else await self._audits.backward(ticket, gradient, found, took_s)
+            counted = answer if self._audits is None else await self._audits.backward(ticket, gradient, answer, took_s)
             if counted is not None:
                 self.statistics.backwards += 1
                 return counted
             self.statistics.retries.append(WRONG)
 
     async def _try_forward(
-        self, batch: MicroBatch, others: OtherHolders = OtherHolders(), limit_s: float = math.inf
+        self, batch: MicroBatch, holders: OtherHolders = OtherHolders(), limit_s: float = math.inf
     ) -> ForwardTicket:
+        """Send a micro-batch forward once. Raises LaneFailed, also after ``limit_s``, or NoRoute."""
+        b, t, _ = batch.hidden.shape
         lane: Lane | None = None
         try:
             with trio.fail_after(limit_s):
-                lane = await self._lane(batch.hidden.shape[0] * batch.hidden.shape[1], others)
-                with _Load(self._of_peer, lane):
-                    seq, out = await self._in(lane, lane.forward(batch))
+                lane = await self._open_lane(b * t, holders)
+                with _Load(self._load_of_peer, lane):
+                    seq, out = await self._await_lane(lane, lane.forward(batch))
         except trio.TooSlowError:
             hops = lane.hops if lane is not None else ()
             self.decline(hop.peer for hop in hops)
             names = ", ".join(map(str, hops)) or "others"
             raise LaneFailed(f"{names} did not compute it again within {limit_s:.1f} s") from None
-        self.statistics.forwards += not others.without
-        return ForwardTicket(batch, out, lane, seq, others)
+        self.statistics.forwards += not holders.without
+        return ForwardTicket(batch, out, lane, seq, holders)
 
-    async def back(self, ticket: ForwardTicket, gradient: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    async def send_back(self, ticket: ForwardTicket, gradient: torch.Tensor) -> LaneAnswer:
         """Send a gradient back once. Raises LaneFailed or NoRoute."""
         if not ticket.lane.is_open or not ticket.seq:
-            again = await self._try_forward(ticket.batch, ticket.others)  # a twin's never comes to who is audited
-            ticket.lane, ticket.seq, ticket.twins, ticket.went_again = again.lane, again.seq, [], True
-        seq, ticket.seq = ticket.seq, 0  # a hop gives a gradient once: whatever goes wrong begins with a forward
-        with _Load(self._of_peer, ticket.lane):
-            return await self._in(ticket.lane, ticket.lane.backward(seq, gradient, ticket.batch.own))
+            # other holders stay excluded: a duplicate's forward must never come to the servers that it audits
+            resent = await self._try_forward(ticket.batch, ticket.holders)
+            ticket.lane = resent.lane
+            ticket.seq = resent.seq
+            ticket.duplicates = []
+            ticket.was_resent = True
+        seq = ticket.seq
+        ticket.seq = 0  # a hop gives a gradient once: whatever goes wrong begins with a forward
+        with _Load(self._load_of_peer, ticket.lane):
+            work = ticket.lane.backward(seq, gradient, ticket.batch.tuned)
+            return await self._await_lane(ticket.lane, work)
 
-    async def _in(self, lane: Lane, work: Awaitable[T]) -> T:
-        """Wait for a lane's work; one that fails is left out, and so is whoever is to blame."""
+    async def _await_lane(self, lane: Lane, work: Awaitable[T]) -> T:
+        """Wait for a lane's work; a lane that fails is left out, and so are the peers to blame."""
         try:
             result = await work
             for hop in lane.hops:
                 self._swarm.rpc.standing.did_well(hop.peer)
-                self._declined.did_well(hop.peer)
+                self._declined.forgive(hop.peer)
             return result
         except LaneFailed as error:
-            self._blame(error)
+            self._leave_out_blamed(error)
             raise
         finally:
             if not lane.is_open:
-                await self._drop(lane)
+                await self._drop_lane(lane)
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try until it works, or PATIENCE_S after the first failure. Raises SwarmUnavailable or NoRoute."""
-        failed_at, n_final, said = None, 0, ""
+        failed_at: float | None = None
+        n_final = 0
+        reason = ""
         while True:
             try:
                 return await attempt()
             except (LaneFailed, NoRoute) as error:
                 failed_at = failed_at or trio.current_time()
-                n_final += isinstance(error, LaneFailed) and error.is_final
-                said = str(error) if isinstance(error, LaneFailed) else said
+                if isinstance(error, LaneFailed):
+                    n_final += error.is_final
+                    reason = str(error)
                 self.statistics.retries.append(str(error))
                 logger.info("a micro-batch is sent again: %s", error)
                 if n_final >= MAX_FINAL or trio.current_time() - failed_at > PATIENCE_S:
-                    if said:
-                        raise SwarmUnavailable(f"no chain computes this micro-batch: {said}") from None
+                    if reason:
+                        raise SwarmUnavailable(f"no chain computes this micro-batch: {reason}") from None
                     raise
                 if isinstance(error, NoRoute) or trio.current_time() > failed_at:
-                    await self._swarm_looks_again()
+                    await self._refresh_view()
                     await trio.sleep(RETRY_PAUSE_S)
 
-    async def _swarm_looks_again(self) -> None:
+    async def _refresh_view(self) -> None:
         """Bounded: the member that is asked may be the one that is gone."""
         with trio.move_on_after(REFRESH_S):
             try:
@@ -220,30 +249,37 @@ class Pipeline:
 
     # --- for audits ------------------------------------------------------------------------------------------
 
-    async def again(
+    async def recompute(
         self, batch: MicroBatch, without: frozenset[PeerId], quantize: str, limit_s: float
     ) -> ForwardTicket:
         """Send a micro-batch forward once, through other servers. Raises LaneFailed or NoRoute."""
         return await self._try_forward(batch, OtherHolders(without, quantize), limit_s)
 
-    async def alone(
+    async def compute_alone(
         self, span: Span, peer: PeerId, quantize: str, batch: MicroBatch, gradient: torch.Tensor
-    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """What one server makes of a micro-batch for these blocks, there and back. Raises LaneFailed or NoRoute."""
-        whole, only = self._terms, frozenset({peer})
-        terms = replace(whole, start=span.start, n_blocks=span.end, route=(), only=only, quantize=quantize, codec="raw")
-        lane = Lane(self._swarm, terms, self._route(1, OtherHolders(), terms))
+    ) -> list[LaneAnswer]:
+        """Have one server compute a micro-batch for these blocks, there and back. Raises LaneFailed or NoRoute."""
+        terms = replace(
+            self._terms,
+            start=span.start,
+            n_blocks=span.end,
+            route=(),
+            only=frozenset({peer}),
+            quantize=quantize,
+            codec="raw",
+        )
+        lane = Lane(self._swarm, terms, self._choose_route(1, OtherHolders(), terms))
         self._listeners[lane.key] = lane
         try:
             with trio.fail_after(ALONE_TIMEOUT_S):  # nobody else looks whether such a lane is alive
                 await lane.open()
                 seq, out = await lane.forward(batch)
-                return [(out, {}), await lane.backward(seq, gradient, batch.own)]
+                return [(out, {}), await lane.backward(seq, gradient, batch.tuned)]
         except trio.TooSlowError:
             raise LaneFailed(f"{peer[-8:]} did not compute {span} alone within {ALONE_TIMEOUT_S:.0f} s") from None
         finally:
             with trio.CancelScope(shield=True):
-                await self._drop(lane)
+                await self._drop_lane(lane)
 
     def decline(self, peers: Iterable[PeerId]) -> None:
         """Do without some peers for a while: lanes through them take nothing more."""
@@ -255,15 +291,15 @@ class Pipeline:
 
     # --- lanes -----------------------------------------------------------------------------------------------
 
-    async def _lane(self, n_tokens: int, others: OtherHolders) -> Lane:
+    async def _open_lane(self, n_tokens: int, holders: OtherHolders) -> Lane:
         """The lane that is free first. Raises LaneFailed or NoRoute."""
-        lane = self._lanes.get(self._chosen(n_tokens, others))
-        if lane is not None and lane.takes_more:
+        lane = self._lanes.get(self._choose_hops(n_tokens, holders))
+        if lane is not None and lane.can_take_more:
             return lane
         async with self._opening:
-            hops = self._chosen(n_tokens, others)  # what was known before the wait may be wrong now
+            hops = self._choose_hops(n_tokens, holders)  # what was known before the wait may be wrong now
             lane = self._lanes.get(hops)
-            if lane is not None and lane.takes_more:
+            if lane is not None and lane.can_take_more:
                 return lane
             lane = Lane(self._swarm, self._terms, hops)
             self._listeners[lane.key] = lane
@@ -271,74 +307,93 @@ class Pipeline:
                 await lane.open()
             except BaseException as error:
                 if isinstance(error, LaneFailed):
-                    self._blame(error)
+                    self._leave_out_blamed(error)
                 with trio.CancelScope(shield=True):
-                    await self._drop(lane)
+                    await self._drop_lane(lane)
                 raise
             self._lanes[hops] = lane
             self.layer_arity = lane.layer_arity
             names, codec = ", ".join(map(str, hops)), lane.codec
             logger.info("a lane through %s (codec %s: %s)", names, codec.action, codec.reason)
-            if not self._is_looking:
-                self._is_looking = True
-                self._swarm.start_soon(self._look)
+            if not self._is_watching:
+                self._is_watching = True
+                self._swarm.start_soon(self._watch_lanes)
             return lane
 
-    def _chosen(self, n_tokens: int, others: OtherHolders) -> tuple[Hop, ...]:
-        is_pinned = bool(self._terms.route) and not others.without
-        return self._terms.route if is_pinned else self._route(n_tokens, others, self._terms)
+    def _choose_hops(self, n_tokens: int, holders: OtherHolders) -> tuple[Hop, ...]:
+        if self._terms.route and not holders.without:
+            return self._terms.route
+        return self._choose_route(n_tokens, holders, self._terms)
 
-    def _route(self, n_tokens: int, others: OtherHolders, terms: SessionOptions) -> tuple[Hop, ...]:
-        if others.without:
-            quantize = others.quantize or terms.quantize
-            terms = replace(terms, without=terms.without | others.without, quantize=quantize)
-        now, is_last_resort, standing = trio.current_time(), False, self._swarm.rpc.standing
-        trust, least = self._swarm.trust(), Trust.PROVEN
+    def _choose_route(self, n_tokens: int, holders: OtherHolders, terms: SessionOptions) -> tuple[Hop, ...]:
+        """Choose the hops that are free first: proven ones, else unproven ones, else all that there are.
 
-        def eligible(span: SpanRecord) -> bool:
-            peer = PeerId(span.peer)
-            is_able = span.training_bytes > 0 and span.quantize in WITH_GRADIENTS
-            is_trusted = is_last_resort or peer not in self._suspects
-            has_declined = not self._declined.allow(peer, now, is_last_resort)
-            allowed = is_trusted and not has_declined and standing.allows(peer, is_last_resort)
-            is_able &= trust.get((span.peer, span.slot), least) >= least
-            return is_able and allowed and suits(span, terms, "") and understands(view, span, terms)
-
+        Raises NoRoute.
+        """
+        if holders.without:
+            quantize = holders.quantize or terms.quantize
+            terms = replace(terms, without=terms.without | holders.without, quantize=quantize)
+        now = trio.current_time()
+        standing = self._swarm.rpc.standing
+        trust = self._swarm.trust()
         view = self._swarm.view()
         spans = view.serving(terms.model)
-        wanted, client = terms.blocks, self._swarm.rpc.network.peer_id
-        find = partial(least_loaded, spans, wanted, client, self._swarm.trips, eligible, n_tokens, self._of_peer)
-        with suppress(NoRoute):
-            return find().hops
-        least = Trust.UNKNOWN  # not probed yet
-        with suppress(NoRoute):
-            return find().hops
-        is_last_resort, least = True, Trust.DOUBTED
-        return find().hops
 
-    async def _look(self) -> None:
+        def eligible(min_trust: Trust, is_last_resort: bool, span: SpanRecord) -> bool:
+            can_train = span.training_bytes > 0 and span.quantize in WITH_GRADIENTS
+            if not can_train or trust.get((span.peer, span.slot), min_trust) < min_trust:
+                return False
+            peer = PeerId(span.peer)
+            if peer in self._suspects and not is_last_resort:
+                return False
+            if not self._declined.is_allowed(peer, now, is_last_resort) or not standing.allows(peer, is_last_resort):
+                return False
+            return is_suitable(span, terms, "") and is_compatible(view, span, terms)
+
+        def find(min_trust: Trust, is_last_resort: bool = False) -> tuple[Hop, ...]:
+            route = least_loaded(
+                spans,
+                terms.blocks,
+                self._swarm.rpc.network.peer_id,
+                self._swarm.trips,
+                partial(eligible, min_trust, is_last_resort),
+                n_tokens,
+                self._load_of_peer,
+            )
+            return route.hops
+
+        for min_trust in (Trust.PROVEN, Trust.UNKNOWN):  # what is not probed yet
+            with suppress(NoRoute):
+                return find(min_trust)
+        return find(Trust.DOUBTED, is_last_resort=True)
+
+    async def _watch_lanes(self) -> None:
         while self._lanes or self._suspects:
             await trio.sleep(LOOK_INTERVAL_S)
             standing = self._swarm.rpc.standing
             async with trio.open_nursery() as nursery:
                 for lane in self._lanes.values():
-                    nursery.start_soon(lane.look)
+                    nursery.start_soon(lane.check_alive)
                 for peer in [p for p in self._suspects if standing.allows(p)]:
-                    nursery.start_soon(self._probe, peer)
-        self._is_looking = False
+                    nursery.start_soon(self._probe_peer, peer)
+        self._is_watching = False
 
-    async def _probe(self, peer: PeerId) -> None:
-        """Ask whoever was to blame whether it is there, so that no micro-batch has to find out."""
+    async def _probe_peer(self, peer: PeerId) -> None:
+        """Ask a blamed peer whether it is there, so that no micro-batch has to find out."""
         try:
             await self._swarm.rpc.call(peer, lambda call_id: Ping(id=call_id), timeout_s=PROBE_TIMEOUT_S)
             self._suspects.discard(peer)
-            self._declined.did_well(peer)
+            self._declined.forgive(peer)
         except PeerError:
             self._swarm.rpc.standing.leave_out(peer, "it does not answer a ping", AGAIN_AFTER_S, AGAIN_AFTER_S)
 
-    def _blame(self, failure: LaneFailed) -> None:
-        """Leave out whoever is to blame, longer each time until it has done something right."""
-        blame, failure.blame = failure.blame, ()  # once, however many micro-batches it cost
+    # Two measures, because blame may be wrong. A server that said no itself, or one of several that may be at fault, is
+    # declined: only this pipeline does without it. One that failed alone is left out by everything in this client.
+    # Suspects get a micro-batch only as a last resort, until they have answered a ping (``_probe_peer``).
+    def _leave_out_blamed(self, failure: LaneFailed) -> None:
+        """Leave out the peers to blame, longer each time until they have done something right."""
+        blame = failure.blame
+        failure.blame = ()  # once, however many micro-batches it cost
         for peer in blame:
             if failure.has_declined or len(blame) > 1:  # of several nobody knows which one it was
                 self._declined.add(peer, trio.current_time(), failure.for_s, LONGEST_DECLINED_S)
@@ -347,7 +402,7 @@ class Pipeline:
             if not failure.has_declined:
                 self._suspects.add(peer)
 
-    async def _drop(self, lane: Lane) -> None:
+    async def _drop_lane(self, lane: Lane) -> None:
         self._listeners.pop(lane.key, None)
         if self._lanes.get(lane.hops) is lane:
             del self._lanes[lane.hops]
@@ -356,10 +411,13 @@ class Pipeline:
     # --- how many at a time ----------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _slot(self, *, is_backward: bool) -> AsyncIterator[None]:
+    async def _hold_slot(self, *, is_backward: bool) -> AsyncIterator[None]:
         """Wait for a place among those under way, and hold it."""
         window = self._windows[is_backward]
-        while self._in_flight[is_backward] >= window.room(*self._around()):
+        while True:
+            n_servers, farthest_s = self._swarm_size()
+            if self._in_flight[is_backward] < window.room(n_servers, farthest_s):
+                break
             await self._freed.wait()
         self._in_flight[is_backward] += 1
         began_at = trio.current_time()
@@ -371,17 +429,19 @@ class Pipeline:
             self._freed.set()
             self._freed = trio.Event()
 
-    def _around(self) -> tuple[int, float]:
+    def _swarm_size(self) -> tuple[int, float]:
         """How many servers there are, and how far the farthest is."""
         spans = self._swarm.view().serving(self._terms.model)
-        return len(spans), min(1.0, max(self._swarm.trips(spans).values(), default=0.0))
+        farthest_s = max(self._swarm.trips(spans).values(), default=0.0)
+        return len(spans), min(1.0, farthest_s)
 
 
 class _Load:
     """Counts a micro-batch against the peers of its lane while it is under way."""
 
     def __init__(self, counter: Counter[PeerId], lane: Lane) -> None:
-        self._counter, self._peers = counter, [hop.peer for hop in lane.hops]
+        self._counter = counter
+        self._peers = [hop.peer for hop in lane.hops]
 
     def __enter__(self) -> None:
         self._counter.update(self._peers)

@@ -1,7 +1,7 @@
 """The remote blocks as one function of autograd: micro-batches go forward, their gradients come back.
 
 What it gives is what the blocks give locally; gradients of the client's own parameters are summed over micro-batches
-in their order, whoever computed them, so the same batch gives the same sums every time.
+in their order, no matter which servers computed them, so the same batch gives the same sums every time.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from swarmd.client.links.client_parameters import gather
-from swarmd.client.tuning.lane import MicroBatch
+from swarmd.client.links.client_parameters import BlockTensors, gather
+from swarmd.client.tuning.lane import LaneAnswer, MicroBatch
 from swarmd.client.tuning.ticket import ForwardTicket
 from swarmd.errors import ConfigError
 from swarmd.plan.chains.fine_tuning import micro_batches
@@ -28,9 +28,7 @@ class AutogradLanes(Protocol):
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[ForwardTicket]: ...
 
-    def backward(
-        self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]: ...
+    def backward(self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]) -> list[LaneAnswer]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,39 +43,71 @@ def through_lanes(
     lanes: AutogradLanes,
     hidden: torch.Tensor,
     places: TokenPositions,
-    own: dict[str, tuple[int, torch.Tensor]],
+    parameters: BlockTensors,
     n_prefix: int,
     rows: int = 0,
 ) -> torch.Tensor:
-    """Compute the remote blocks: hidden [b, t, d] -> [b, t, d], differentiable by ``hidden`` and ``own``.
+    """Compute the remote blocks: hidden [b, t, d] -> [b, t, d], differentiable by ``hidden`` and ``parameters``.
 
     ``rows`` fixes the size of micro-batches; 0 chooses. Raises SwarmError; ConfigError for what is not finite.
     """
-    names, tensors = list(own), [tensor for _, tensor in own.values()]
-    blocks = {name: block for name, (block, _) in own.items()}
-    keep = torch.is_grad_enabled() and (hidden.requires_grad or any(t.requires_grad for t in tensors))
-    return _RemoteBlocks.apply(lanes, places, (names, blocks, n_prefix, rows, keep), hidden, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    tensors = [tensor for _, tensor in parameters.values()]
+    needs_gradient = hidden.requires_grad or any(tensor.requires_grad for tensor in tensors)
+    plan = _PassPlan(
+        blocks={name: block for name, (block, _) in parameters.items()},
+        n_prefix=n_prefix,
+        rows=rows,
+        keep=torch.is_grad_enabled() and needs_gradient,
+    )
+    return _RemoteBlocks.apply(lanes, places, plan, hidden, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@dataclass(frozen=True, slots=True)
+class _PassPlan:
+    """What a pass knows beside its tensors: each parameter's block, in the tensors' order, and how rows travel."""
+
+    blocks: dict[str, int]
+    n_prefix: int
+    rows: int
+    keep: bool  # whether servers keep what a backward needs
+
+
+# Autograd sees the remote blocks as one function with inputs (lanes, places, plan, hidden, *parameters):
+#
+#     forward    hidden [b, t, d] --cut into micro-batches--> lanes --> one output each, joined [b, t, d]
+#     backward   gradient [b, t, d] --cut alike--> lanes --> gradients of hidden, joined; of parameters, summed
+#
+# Sums run in the order of the micro-batches, not as answers come: the same batch gives the same sums every time.
 class _RemoteBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         lanes: AutogradLanes,
         places: TokenPositions,
-        how: tuple[list[str], dict[str, int], int, int, bool],
+        plan: _PassPlan,
         hidden: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        names, blocks, n_prefix, rows, keep = how
         _require_finite(hidden, "the input of the remote layers")
-        own = gather({n: (blocks[n], t.detach().cpu()) for n, t in zip(names, tensors, strict=True)}, n_prefix)
-        values, mask = hidden.detach().cpu(), places.mask
-        ctx.cuts = micro_batches(hidden.shape[0], hidden.shape[1], rows)
-        ctx.lanes, ctx.names = lanes, names
+        blocks = plan.blocks
+        parameters: BlockTensors = {}
+        for (name, block), tensor in zip(blocks.items(), tensors, strict=True):
+            parameters[name] = block, tensor.detach().cpu()
+        tuned = gather(parameters, plan.n_prefix)
+        values = hidden.detach().cpu()
+        mask = places.mask
+        ctx.cuts = micro_batches(hidden.shape[0], hidden.shape[1], plan.rows)
+        ctx.lanes = lanes
+        ctx.names = list(blocks)
         ctx.tickets = lanes.forward(
             [
-                MicroBatch(values[cut], places.positions[cut], None if mask is None else mask[cut], own, keep)
+                MicroBatch(
+                    hidden=values[cut],
+                    positions=places.positions[cut],
+                    mask=None if mask is None else mask[cut],
+                    tuned=tuned,
+                    keep=plan.keep,
+                )
                 for cut in ctx.cuts
             ]
         )
@@ -89,14 +119,17 @@ class _RemoteBlocks(torch.autograd.Function):
         _require_finite(gradient, "the gradient of the loss by the last remote layer")
         values = gradient.detach().cpu()
         results = ctx.lanes.backward(ctx.tickets, [values[cut] for cut in ctx.cuts])
+        n_plain = 3  # lanes, places and plan have no gradients
         sums: list[Any] = []
-        for index, name in enumerate(ctx.names):
-            needed = ctx.needs_input_grad[4 + index]
-            sums.append(sum(own[name] for _, own in results) if needed else None)
-        entering = torch.cat([value for value, _ in results]).to(gradient.device) if ctx.needs_input_grad[3] else None
-        return None, None, None, entering, *sums
+        for index, name in enumerate(ctx.names, start=n_plain + 1):
+            is_needed = ctx.needs_input_grad[index]
+            sums.append(sum(by_name[name] for _, by_name in results) if is_needed else None)
+        of_hidden = None
+        if ctx.needs_input_grad[n_plain]:
+            of_hidden = torch.cat([value for value, _ in results]).to(gradient.device)
+        return None, None, None, of_hidden, *sums
 
 
-def _require_finite(values: torch.Tensor, what: str) -> None:
+def _require_finite(values: torch.Tensor, name: str) -> None:
     if not torch.isfinite(values).all():
-        raise ConfigError(f"{what} holds values that are not finite: the training diverges; try a lower learning rate")
+        raise ConfigError(f"{name} holds values that are not finite: the training diverges; try a lower learning rate")

@@ -13,7 +13,7 @@ from swarmd.values import PeerId
 
 @dataclass(frozen=True, slots=True)
 class OtherHolders:
-    """Whom an audit does without, and how the weights of whoever computes again are kept."""
+    """The peers that an audit excludes, and the format of weights that it asks other servers for."""
 
     without: frozenset[PeerId] = frozenset()
     quantize: str = ""
@@ -31,16 +31,16 @@ class DuplicateBatch:
 class ForwardTicket:
     """What left the last block [b, t, d], and where its backward should go, which calls it ``seq`` (0: nowhere).
 
-    One that is audited has twins.
+    One that is audited has duplicates.
     """
 
     batch: MicroBatch
     out: torch.Tensor
     lane: Lane
     seq: int
-    others: OtherHolders
-    twins: list[DuplicateBatch] = field(default_factory=list)
-    went_again: bool = False  # its lane ended: what comes back comes another way, which nobody has looked at
+    holders: OtherHolders
+    duplicates: list[DuplicateBatch] = field(default_factory=list)
+    was_resent: bool = False  # its lane ended: what comes back comes another way, which nobody has looked at
 
     def __del__(self) -> None:
         self.lane.live.discard(self.seq)  # its backward will never come

@@ -48,9 +48,10 @@ class TuningRecipe:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, the newest first."""
-    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-    return sorted(found, key=step_of, reverse=True)
+    folders = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
+    """Return the step after which a checkpoint was written, by its name."""
     return int(checkpoint.name.removeprefix(PREFIX))

@@ -16,10 +16,10 @@ def test_a_worker_that_dies_is_excused_but_not_each_time_that_it_is_looked_at(n_
     checks = Checks(random.Random(1))
     for _ in range(n_decided):
         checks.note("server", is_right=True)
-    often = [(minute + 1) * 2 * ONE_DEATH_S for minute in range(n_excused + 1)]
-    assert not any(checks.is_excused_too_often("server", at) for at in often[:-1] for _ in range(5))
-    assert checks.is_excused_too_often("server", often[-1])
-    assert not checks.is_excused_too_often("another", often[-1])
+    moments = [(minute + 1) * 2 * ONE_DEATH_S for minute in range(n_excused + 1)]
+    assert not any(checks.count_excuse("server", moment) for moment in moments[:-1] for _ in range(5))
+    assert checks.count_excuse("server", moments[-1])
+    assert not checks.count_excuse("another", moments[-1])
 
 
 def test_an_excuse_is_no_refusal_to_show() -> None:
@@ -32,7 +32,7 @@ def test_what_was_found_outlives_the_process_and_a_damaged_file_is_made_anew(tmp
     for is_right in (True, True, False, True):
         checks.note("server", is_right)
     checks.save()
-    again = Checks(random.Random(1), tmp_path / "checks.json").record("server")
-    assert (again.n_checks, again.n_right, again.n_wrong) == (4, 1, 1)
+    record = Checks(random.Random(1), tmp_path / "checks.json").record("server")
+    assert (record.n_checks, record.n_right, record.n_wrong) == (4, 1, 1)
     (tmp_path / "checks.json").write_text("{")
     assert Checks(random.Random(1), tmp_path / "checks.json").record("server").n_checks == 0

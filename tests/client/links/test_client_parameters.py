@@ -25,7 +25,12 @@ class Stub(nn.Module):
         super().__init__()
         self.__dict__["original"] = original
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         return hidden
 
 
@@ -41,12 +46,12 @@ def lora(**changes: Any) -> LoraConfig:
     return LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **changes)
 
 
-@pytest.mark.parametrize("how", ["pissa", "pissa_niter_4", "olora", "mica"])
+@pytest.mark.parametrize("method", ["pissa", "pissa_niter_4", "olora", "mica"])
 def test_matrices_that_start_from_base_weights_are_refused_and_it_is_said_what_needs_none(
-    remote: Any, how: str
+    remote: Any, method: str
 ) -> None:
     with pytest.raises(ConfigError, match=r'weights of remote blocks are on servers.*"gaussian"'):
-        get_peft_model(remote, lora(init_lora_weights=how))
+        get_peft_model(remote, lora(init_lora_weights=method))
 
 
 def test_dora_which_needs_the_norms_of_base_weights_is_refused(remote: Any) -> None:
@@ -54,21 +59,21 @@ def test_dora_which_needs_the_norms_of_base_weights_is_refused(remote: Any) -> N
         get_peft_model(remote, lora(use_dora=True))
 
 
-@pytest.mark.parametrize("how", ["corda", "lora_ga", "loftq", "eva"])
-def test_matrices_that_start_from_what_a_base_computes_are_refused_by_name(remote: Any, how: str) -> None:
+@pytest.mark.parametrize("method", ["corda", "lora_ga", "loftq", "eva"])
+def test_matrices_that_start_from_what_a_base_computes_are_refused_by_name(remote: Any, method: str) -> None:
     """PEFT begins them as plain LoRA where nothing was computed before; and nothing is, in remote blocks."""
     tuned = get_peft_model(remote, lora())
-    tuned.peft_config["default"].init_lora_weights = how
-    with pytest.raises(ConfigError, match=f'"{how}"'):
+    tuned.peft_config["default"].init_lora_weights = method
+    with pytest.raises(ConfigError, match=f'"{method}"'):
         client_parameters.lora_of(remote, list(remote.model.layers))
 
 
-@pytest.mark.parametrize("how", [True, False, "gaussian", "orthogonal"])
-def test_matrices_that_start_from_nothing_but_chance_are_found(remote: Any, how: Any) -> None:
-    get_peft_model(remote, lora(init_lora_weights=how))
-    found = client_parameters.lora_of(remote, list(remote.model.layers))
-    assert len(found) == 4
-    assert all(type(tensor) in (torch.Tensor, nn.Parameter) for _, tensor in found.values())
+@pytest.mark.parametrize("method", [True, False, "gaussian", "orthogonal"])
+def test_matrices_that_start_from_nothing_but_chance_are_found(remote: Any, method: Any) -> None:
+    get_peft_model(remote, lora(init_lora_weights=method))
+    matrices = client_parameters.lora_of(remote, list(remote.model.layers))
+    assert len(matrices) == 4
+    assert all(type(tensor) in (torch.Tensor, nn.Parameter) for _, tensor in matrices.values())
 
 
 def test_a_remote_weight_has_all_that_needs_no_numbers(remote: Any, tmp_path: Any) -> None:

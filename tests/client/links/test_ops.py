@@ -14,7 +14,10 @@ from swarmd.values import ModelId, PeerId
 TERMS = SessionOptions(ModelId("m" * 64), 4, 1, 100)
 
 
-def swarm(*addresses: str, codecs: tuple[str, ...] = ("raw", "float16", "int8")) -> Any:
+def swarm(
+    *addresses: str,
+    codecs: tuple[str, ...] = ("raw", "float16", "int8"),
+) -> Any:
     """Every trip takes 50 ms and every link has 4 Mbit/s, as a busy machine measures them too."""
     peers = [PeerId(f"p{i}") for i in range(len(addresses))]
     record = SimpleNamespace(up_bytes_per_s=5e5, down_bytes_per_s=5e5, minor=0, codecs=codecs, needs=())
@@ -42,7 +45,8 @@ def test_a_chain_on_one_machine_is_lossless_however_busy_it_is(addresses: tuple[
 
 
 def test_a_chain_uses_what_all_its_hops_announce() -> None:
-    away, chain = "/ip4/203.0.113.7/tcp/1", [PeerId("p0")]
+    away = "/ip4/203.0.113.7/tcp/1"
+    chain = [PeerId("p0")]
     assert codec_for(swarm(away), TERMS, chain).action == "int8"
     assert codec_for(swarm(away, codecs=("raw", "float16")), TERMS, chain).action == "float16"
     assert codec_for(swarm(away, codecs=("raw", "later")), TERMS, chain).action == "raw"

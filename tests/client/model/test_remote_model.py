@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmd.client.model.remote_model import remote_model
-from swarmd.client.model.traced_pass import TracedPass, write_down
+from swarmd.client.model.traced_pass import TracedPass, trace_model
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.ends import Ends
@@ -37,8 +37,8 @@ def test_a_pass_of_the_client_meets_layer_0_only(tmp_path: Path) -> None:
 def test_a_gateways_head_in_8_bits_is_half_a_percent_off(tmp_path: Path) -> None:
     folder = checkpoints.make("llama", tmp_path / "model", n_layers=2, hidden_size=256, head_dim=64)
     hidden = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
-    own, rounded = (Ends(folder, torch.float32, compiled_in).logits(hidden, 0) for compiled_in in (None, tmp_path))
-    assert 0 < relative_error(rounded, own) < 0.02
+    exact, rounded = (Ends(folder, torch.float32, compiled_in).logits(hidden, 0) for compiled_in in (None, tmp_path))
+    assert 0 < relative_error(rounded, exact) < 0.02
 
 
 def test_a_head_that_is_not_plain_stays_in_its_bits(tmp_path: Path) -> None:
@@ -47,13 +47,13 @@ def test_a_head_that_is_not_plain_stays_in_its_bits(tmp_path: Path) -> None:
         Ends(folder, torch.float32, tmp_path)
 
 
-class Chain:
+class HalvingChain:
     """A chain whose blocks halve what they are given."""
 
     layer_arity = 0
     is_closed = False
 
-    def step(self, edits: Any, hidden: torch.Tensor, *about: Any) -> torch.Tensor:
+    def step(self, edits: Any, hidden: torch.Tensor, *options: Any) -> torch.Tensor:
         return hidden / 2
 
     def finish(self) -> None: ...
@@ -63,15 +63,15 @@ class Chain:
 
 
 def client(folder: Path) -> Any:
-    return remote_model(folder, lambda *about: Chain(), lanes=None)  # type: ignore[arg-type, return-value]
+    return remote_model(folder, lambda *options: HalvingChain(), lanes=None)  # type: ignore[arg-type, return-value]
 
 
 def test_dropped_caches_are_freed_at_once(tmp_path: Path) -> None:
     """Not when Python next looks for cycles: a server keeps room for them until then."""
-    chains: list[Chain] = []
+    chains: list[HalvingChain] = []
 
-    def open_session(*about: Any) -> Chain:
-        chains.append(Chain())
+    def open_session(*options: Any) -> HalvingChain:
+        chains.append(HalvingChain())
         return chains[-1]
 
     folder = checkpoints.make("llama", tmp_path, n_layers=2)
@@ -98,41 +98,42 @@ class TestSteps:
     def test_they_give_what_the_familys_forward_gives(
         self, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        model, ids = client(checkpoints.make(family, tmp_path, n_layers=2)), torch.arange(3, 40).unsqueeze(0)
-        taken: list[int] = []
+        model = client(checkpoints.make(family, tmp_path, n_layers=2))
+        ids = torch.arange(3, 40).unsqueeze(0)
+        pass_sizes: list[int] = []
         compute = TracedPass.compute
 
-        def noted(self: TracedPass, ids: torch.Tensor, *about: Any) -> torch.Tensor:
-            taken.append(ids.shape[1])
-            return compute(self, ids, *about)
+        def noted(self: TracedPass, ids: torch.Tensor, *options: Any) -> torch.Tensor:
+            pass_sizes.append(ids.shape[1])
+            return compute(self, ids, *options)
 
         monkeypatch.setattr(TracedPass, "compute", noted)
         text = model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)
         has_line = family in ("llama", "qwen3_moe")  # gpt2 looks at values, gemma3's windows move on
-        assert taken == ([1] * 7 if has_line else [])
-        monkeypatch.setattr(TracedPass, "holds", False)
+        assert pass_sizes == ([1] * 7 if has_line else [])
+        monkeypatch.setattr(TracedPass, "is_current", False)
         assert torch.equal(text, model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False))
-        assert len(taken) == (7 if has_line else 0)
+        assert len(pass_sizes) == (7 if has_line else 0)
 
-    @pytest.mark.parametrize("what", ["weight", "head", "hook", "training", "moved"])
-    def test_a_model_that_was_changed_goes_its_own_way(self, what: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("change", ["weight", "head", "hook", "training", "moved"])
+    def test_a_model_that_was_changed_goes_its_own_way(self, change: str, tmp_path: Path) -> None:
         model = client(checkpoints.make("llama", tmp_path, n_layers=2))
         stubs = list(skeleton.decoder_layers(model).children())
-        line = write_down(model, stubs, "past_key_values")
-        assert line is not None
-        assert line.holds
+        traced = trace_model(model, stubs, "past_key_values")
+        assert traced is not None
+        assert traced.is_current
         with torch.no_grad():
-            if what == "weight":
+            if change == "weight":
                 model.model.norm.weight.mul_(2)
-            elif what == "head":
+            elif change == "head":
                 model.set_output_embeddings(torch.nn.Linear(64, 320, bias=False))
-            elif what == "hook":
-                model.model.norm.register_forward_hook(lambda *about: None)
-            elif what == "training":
+            elif change == "hook":
+                model.model.norm.register_forward_hook(lambda *hook_args: None)
+            elif change == "training":
                 model.train()
             else:
                 model.model.norm.weight.data = model.model.norm.weight.data.clone()
-        assert not line.holds
+        assert not traced.is_current
 
 
 def test_a_loss_that_needs_the_routers_of_remote_experts_is_refused(tmp_path: Path) -> None:
@@ -154,9 +155,15 @@ class LocalChain(LocalSession):
     n_open = 0
     given = None
 
-    def step(self, edits: Any, hidden: Any, *about: Any, **more: Any) -> torch.Tensor | None:
+    def step(
+        self,
+        edits: Any,
+        hidden: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor | None:
         assert hidden.dtype == torch.float32
-        return super().step(edits, hidden, *about, **more)
+        return super().step(edits, hidden, *args, **kwargs)
 
     def finish(self) -> None: ...
 
@@ -173,7 +180,7 @@ class TestAgainstTheWholeModel:
         folder = checkpoints.make("llama", tmp_path, n_layers=4)
         spans = [LoadedSpan(folder, Span(*ends), torch.float32) for ends in ((0, 2), (2, 4))]
 
-        def open_session(batch: int, max_tokens: int, own: Any) -> Any:
+        def open_session(batch: int, max_tokens: int, tuned: Any) -> Any:
             LocalChain.n_open += 1
             return LocalChain(spans, max_tokens)
 
@@ -191,12 +198,16 @@ class TestAgainstTheWholeModel:
             {"guidance_scale": 0.5, "do_sample": True, "top_k": 50},
         ],
     )
-    def test_guidance_and_no_cache_give_the_same_text(self, settings: dict[str, Any], models: tuple[Any, Any]) -> None:
+    def test_guidance_and_no_cache_give_the_same_text(
+        self,
+        settings: dict[str, Any],
+        models: tuple[Any, Any],
+    ) -> None:
         texts = []
         for model in models:
             torch.manual_seed(0)
-            about = {"do_sample": False, **settings, "max_new_tokens": 8, "min_new_tokens": 8}
-            texts.append(model.generate(torch.arange(3, 9).unsqueeze(0), **about).tolist())
+            options = {"do_sample": False, **settings, "max_new_tokens": 8, "min_new_tokens": 8}
+            texts.append(model.generate(torch.arange(3, 9).unsqueeze(0), **options).tolist())
         assert texts[0] == texts[1]
         assert LocalChain.n_open == 0, "each session is closed"
 
@@ -209,7 +220,8 @@ class TestAgainstTheWholeModel:
 
     @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
     def test_what_stays_on_servers_is_refused_in_a_sentence(self, name: str, models: tuple[Any, Any]) -> None:
-        remote, ids = models[0], torch.arange(3, 9).unsqueeze(0)
+        remote, _ = models
+        ids = torch.arange(3, 9).unsqueeze(0)
         for ask in (
             lambda: remote(ids, **{name: True}),
             lambda: remote.generate(ids, max_new_tokens=2, return_dict_in_generate=True, **{name: True}),

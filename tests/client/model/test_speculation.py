@@ -10,30 +10,38 @@ import pytest
 from swarmd.client.model.speculation import Costs, Lookup, Speculation, tokens_ahead
 
 
-class Chain:
+class TimedChain:
     """A model that says ``text``, at the cost of a pass and of each token more, and a clock for it."""
 
     def __init__(self, text: Sequence[int], one_s: float, more_s: float) -> None:
-        self.text, self.one_s, self.more_s = text, one_s, more_s
-        self.costs, self.seconds, self.n_passes = Costs(), 0.0, 0
+        self.text = text
+        self.one_s = one_s
+        self.more_s = more_s
+        self.costs = Costs()
+        self.seconds = 0.0
+        self.n_passes = 0
 
     def generate(self, n_prompt: int, speculation: Speculation) -> float:
         """Say the text after ``n_prompt`` of its tokens; returns how many times faster than one by one."""
-        tokens, tried = list(self.text[:n_prompt]), list[int]()
+        tokens = list(self.text[:n_prompt])
+        draft_tokens: list[int] = []
         while True:
-            taken = self.one_s + self.more_s * len(tried)
-            self.costs.measured(1 + len(tried), taken)
-            self.seconds += taken
+            n_sent = 1 + len(draft_tokens)
+            seconds = self.one_s + self.more_s * len(draft_tokens)
+            self.costs.measured(n_sent, seconds)
+            self.seconds += seconds
             self.n_passes += 1
-            follows = self.text[len(tokens) : len(tokens) + len(tried) + 1]
+            expected = self.text[len(tokens) : len(tokens) + n_sent]
+            n_most = min(len(draft_tokens), len(expected) - 1)
             n_right = 0
-            while n_right < min(len(tried), len(follows) - 1) and tried[n_right] == follows[n_right]:
+            while n_right < n_most and draft_tokens[n_right] == expected[n_right]:
                 n_right += 1
-            tokens += follows[: n_right + 1]
+            tokens += expected[: n_right + 1]
             speculation.learn(n_right)
-            if len(tokens) >= len(self.text):
+            n_left = len(self.text) - len(tokens)
+            if n_left <= 0:
                 return (len(self.text) - n_prompt) * self.one_s / self.seconds
-            tried = speculation.ahead(tokens, len(self.text) - len(tokens) - 1)
+            draft_tokens = speculation.ahead(tokens, n_left - 1)
 
 
 def erratic(n: int, seed: int) -> list[int]:
@@ -65,7 +73,7 @@ def test_lookup_proposes_what_followed_the_longest_run_last() -> None:
 
 
 def test_a_text_that_repeats_itself_is_said_several_times_faster() -> None:
-    chain = Chain([10 + i % 30 for i in range(400)], 1.0, 0.2)
+    chain = TimedChain([10 + i % 30 for i in range(400)], 1.0, 0.2)
     assert chain.generate(40, Speculation(chain.costs, [Lookup()])) > 2.5
 
 
@@ -73,12 +81,12 @@ def test_a_text_that_repeats_itself_is_said_several_times_faster() -> None:
 @pytest.mark.parametrize("length", [60, 240, 2_000])
 def test_tries_that_fail_cost_less_than_three_percent(more_s: float, length: int) -> None:
     for seed in range(20):
-        chain = Chain(erratic(100 + length, seed), 1.0, more_s)
+        chain = TimedChain(erratic(100 + length, seed), 1.0, more_s)
         assert chain.generate(100, Speculation(chain.costs, [Lookup()])) > 0.97
 
 
 def test_a_text_that_begins_to_repeat_itself_late_is_noticed() -> None:
-    chain = Chain(erratic(1_000, 1) + [10 + i % 30 for i in range(1_000)], 1.0, 0.2)
+    chain = TimedChain(erratic(1_000, 1) + [10 + i % 30 for i in range(1_000)], 1.0, 0.2)
     assert chain.generate(100, Speculation(chain.costs, [Lookup()])) > 1.4
 
 
@@ -101,12 +109,17 @@ def test_a_source_that_is_right_is_asked_when_another_knows_nothing() -> None:
         def end(self) -> None:
             pass
 
-        def propose(self, tokens: Sequence[int], most: int, least: float) -> tuple[list[int], float]:
-            return text[len(tokens) : len(tokens) + most], 0.05 * most
+        def propose(
+            self,
+            tokens: Sequence[int],
+            max_tokens: int,
+            min_chance: float,
+        ) -> tuple[list[int], float]:
+            return text[len(tokens) : len(tokens) + max_tokens], 0.05 * max_tokens
 
     rng = random.Random(5)
     text = [rng.randrange(1_000) for _ in range(300)]
-    chain = Chain(text, 1.0, 0.1)
+    chain = TimedChain(text, 1.0, 0.1)
     speculation = Speculation(chain.costs, [Lookup(), Oracle()])
     assert chain.generate(10, speculation) > 3
     assert speculation.n_taken == speculation.n_sent > 150

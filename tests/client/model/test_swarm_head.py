@@ -32,12 +32,10 @@ from swarmd.wire.tensors import pack, unpack_untrusted
 from swarmd.wire.top import Top
 from tests import checkpoints
 
-COOLER, FEW, NUCLEUS, LIKELY = (
-    TemperatureLogitsWarper(0.7),
-    TopKLogitsWarper(50),
-    TopPLogitsWarper(0.9),
-    MinPLogitsWarper(0.1),
-)
+COOLER = TemperatureLogitsWarper(0.7)
+FEW = TopKLogitsWarper(50)
+NUCLEUS = TopPLogitsWarper(0.9)
+LIKELY = MinPLogitsWarper(0.1)
 LONG = MinNewTokensLengthLogitsProcessor(1, 8, 2)
 
 
@@ -62,33 +60,37 @@ def test_some_are_enough_where_no_other_can_be_chosen(processors: list[Any], sam
     assert is_enough(LogitsProcessorList(processors), samples) is enough
 
 
-def given(of: Top, peer: str = "last", codec: str = "raw") -> ServedLogits:
-    return ServedLogits(of, HopLink(Hop(PeerId(peer), Span(0, 2))), codec)
+def served(logits: Top, peer: str = "last", codec: str = "raw") -> ServedLogits:
+    return ServedLogits(logits, HopLink(Hop(PeerId(peer), Span(0, 2))), codec)
 
 
-class Chain:
+class ChainWithHead:
     """Blocks that halve what they are given, and behind them a head, if there is one; ``lie`` changes its logits."""
 
     layer_arity = 0
 
     def __init__(self, head: LogitsHead | None, lie: float = 0.0) -> None:
-        self.head, self.lie = head, lie
+        self.head = head
+        self.lie = lie
         self.given: ServedLogits | None = None
         self.refuted: list[str] = []
         self.n_tops = 0
 
-    def step(self, edits: Any, hidden: torch.Tensor, *about: Any) -> torch.Tensor:
-        *_, want, vocabulary = about
-        self.given, out = None, hidden / 2
+    def step(self, edits: Any, hidden: torch.Tensor, *options: Any) -> torch.Tensor:
+        *_, want, vocabulary = options
+        self.given = None
+        out = hidden / 2
         if self.head is not None and vocabulary:
             (raw,) = self.head.largest([out[0, -want:]])
-            found = top.unpack_untrusted(raw, want, vocabulary)
-            self.given = given(Top(found.values, found.ids.roll(1, 1), found.log_sum) if self.lie else found)
+            logits = top.unpack_untrusted(raw, want, vocabulary)
+            if self.lie:
+                logits = Top(logits.values, logits.ids.roll(1, 1), logits.log_sum)
+            self.given = served(logits)
             self.n_tops += 1
         return out
 
-    def refute(self, given: ServedLogits, reason: str) -> None:
-        assert given is self.given
+    def refute(self, logits: ServedLogits, reason: str) -> None:
+        assert logits is self.given
         self.refuted.append(reason)
         self.head = None
 
@@ -97,18 +99,18 @@ class Chain:
     def close(self) -> None: ...
 
 
-def client(folder: Path, chain: Chain) -> tuple[Any, HeadChecks]:
+def client(folder: Path, chain: ChainWithHead) -> tuple[Any, HeadChecks]:
     checks = HeadChecks(rng=random.Random(0))
-    return remote_model(folder, lambda *about: chain, None, head=checks), checks  # type: ignore[arg-type, return-value]
+    return remote_model(folder, lambda *options: chain, None, head=checks), checks  # type: ignore[arg-type, return-value]
 
 
 IDS = torch.arange(3, 60).unsqueeze(0)
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
 
 
-def generate(model: Any, **how: Any) -> list[int]:
+def generate(model: Any, **settings: Any) -> list[int]:
     torch.manual_seed(0)
-    ids: list[int] = model.generate(IDS, **{**GREEDY, **how})[0].tolist()
+    ids: list[int] = model.generate(IDS, **{**GREEDY, **settings})[0].tolist()
     return ids
 
 
@@ -118,26 +120,29 @@ def folder(tmp_path: Path) -> Path:
 
 
 class TestGenerating:
-    @pytest.mark.parametrize("how", [{}, {"do_sample": True, "top_k": 40, "top_p": 0.9, "temperature": 0.8}])
-    def test_it_gives_what_ones_own_head_gives(self, how: dict[str, Any], folder: Path) -> None:
-        chain = Chain(LogitsHead(folder, torch.float32, torch.device("cpu"), 0))
+    @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 40, "top_p": 0.9, "temperature": 0.8}])
+    def test_it_gives_what_ones_own_head_gives(self, settings: dict[str, Any], folder: Path) -> None:
+        chain = ChainWithHead(LogitsHead(folder, torch.float32, torch.device("cpu"), 0))
         model, checks = client(folder, chain)
-        own, _ = client(folder, Chain(None))
-        assert generate(model, **how) == generate(own, **how)
+        reference, _ = client(folder, ChainWithHead(None))
+        assert generate(model, **settings) == generate(reference, **settings)
         assert chain.n_tops == checks.n_taken == 24
         assert 1 <= checks.n_checked < 6, "the first one, and few others"
 
-    @pytest.mark.parametrize("how", [{"do_sample": True, "top_k": 0}, {"repetition_penalty": 1.2}, {"num_beams": 2}])
-    def test_where_others_may_count_it_is_not_asked(self, how: dict[str, Any], folder: Path) -> None:
-        chain = Chain(LogitsHead(folder, torch.float32, torch.device("cpu"), 0))
-        model, own = client(folder, chain)[0], client(folder, Chain(None))[0]
-        assert generate(model, **how) == generate(own, **how)
+    @pytest.mark.parametrize(
+        "settings", [{"do_sample": True, "top_k": 0}, {"repetition_penalty": 1.2}, {"num_beams": 2}]
+    )
+    def test_where_others_may_count_it_is_not_asked(self, settings: dict[str, Any], folder: Path) -> None:
+        chain = ChainWithHead(LogitsHead(folder, torch.float32, torch.device("cpu"), 0))
+        model, _ = client(folder, chain)
+        reference, _ = client(folder, ChainWithHead(None))
+        assert generate(model, **settings) == generate(reference, **settings)
         assert not chain.n_tops
 
     def test_a_head_that_lies_is_found_at_its_first_token_and_done_without(self, folder: Path) -> None:
-        chain = Chain(LogitsHead(folder, torch.float32, torch.device("cpu"), 0), lie=1.0)
+        chain = ChainWithHead(LogitsHead(folder, torch.float32, torch.device("cpu"), 0), lie=1.0)
         model, checks = client(folder, chain)
-        assert generate(model) == generate(client(folder, Chain(None))[0])
+        assert generate(model) == generate(client(folder, ChainWithHead(None))[0])
         assert len(chain.refuted) == 1
         assert "logits that are off by" in chain.refuted[0]
         assert checks.n_checked == 1
@@ -146,9 +151,9 @@ class TestGenerating:
     def test_a_head_that_was_trained_here_is_ones_own(
         self, is_new: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        chain = Chain(LogitsHead(folder, torch.float32, torch.device("cpu"), 0))
+        chain = ChainWithHead(LogitsHead(folder, torch.float32, torch.device("cpu"), 0))
         mapping = "swarmd.client.model.remote_model.map_vocabulary"
-        monkeypatch.setattr(mapping, lambda *about: None)  # as where it is not plain
+        monkeypatch.setattr(mapping, lambda *args: None)  # as where it is not plain
         model, _ = client(folder, chain)
         with torch.no_grad():
             if is_new:
@@ -164,7 +169,8 @@ OWN = 4 * torch.randn(2, 1_000, generator=torch.Generator().manual_seed(0))
 
 
 def test_all_are_checked_where_that_is_asked_for() -> None:
-    checks, right = HeadChecks(1.0), given(top.largest(OWN, MOST_LOGITS))
+    checks = HeadChecks(1.0)
+    right = served(top.largest(OWN, MOST_LOGITS))
     assert not checks.wrong(right, OWN, torch.float32)
     assert all(checks.is_due(right) for _ in range(99))
 
@@ -172,26 +178,26 @@ def test_all_are_checked_where_that_is_asked_for() -> None:
 def test_every_server_is_checked_until_it_was_right_and_then_now_and_then() -> None:
     checks = HeadChecks(rng=random.Random(1))
     for peer in ("one", "other"):
-        right = given(top.largest(OWN, MOST_LOGITS), peer)
+        right = served(top.largest(OWN, MOST_LOGITS), peer)
         assert all(checks.is_due(right) for _ in range(9)), "nobody has looked yet"
         assert not checks.wrong(right, OWN, torch.float32)
         assert 2 < sum(checks.is_due(right) for _ in range(640)) < 30
 
 
-@pytest.mark.parametrize("what", ["right", "an id", "a value", "the sum", "one left out"])
-def test_wrong_logits_differ_by_more_than_kernels_do(what: str) -> None:
-    of = top.largest(OWN + 1e-4 * torch.randn(OWN.shape), MOST_LOGITS)
-    if what == "an id":
-        of.ids[0, 0] = int(OWN[0].argmin())
-    elif what == "a value":
-        of.values[1, 200] -= 0.1
-    elif what == "the sum":
-        of.log_sum[1] += 0.1
-    elif what == "one left out":
+@pytest.mark.parametrize("fault", ["right", "an id", "a value", "the sum", "one left out"])
+def test_wrong_logits_differ_by_more_than_kernels_do(fault: str) -> None:
+    logits = top.largest(OWN + 1e-4 * torch.randn(OWN.shape), MOST_LOGITS)
+    if fault == "an id":
+        logits.ids[0, 0] = int(OWN[0].argmin())
+    elif fault == "a value":
+        logits.values[1, 200] -= 0.1
+    elif fault == "the sum":
+        logits.log_sum[1] += 0.1
+    elif fault == "one left out":
         without = OWN.clone()
         without[1, OWN[1].argmax()] = -100.0
-        of = top.largest(without, MOST_LOGITS)
-    assert bool(HeadChecks().wrong(given(of), OWN, torch.float32)) == (what != "right")
+        logits = top.largest(without, MOST_LOGITS)
+    assert bool(HeadChecks().wrong(served(logits), OWN, torch.float32)) == (fault != "right")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -199,19 +205,22 @@ def test_wrong_logits_differ_by_more_than_kernels_do(what: str) -> None:
 def test_what_a_codec_loses_is_no_lie(codec: str, dtype: torch.dtype) -> None:
     """The server's head has the hidden states as they were, the client's as they came."""
     rng = torch.Generator().manual_seed(0)
-    weight, hidden = torch.randn(2_000, 256, generator=rng).to(dtype) / 16, torch.randn(1, 20, 256, generator=rng)
+    weight = torch.randn(2_000, 256, generator=rng).to(dtype) / 16
+    hidden = torch.randn(1, 20, 256, generator=rng)
     hidden[..., 7] *= 30  # as real ones have
     sent = hidden.to(dtype)
     meta, payload = pack(sent, torch.arange(20, dtype=torch.int32)[None], None, codec)
-    came = unpack_untrusted(meta, memoryview(payload))[0]
-    there, here = (torch.nn.functional.linear(of[0], weight).float() for of in (sent, came))
-    assert not HeadChecks().wrong(given(top.largest(there, MOST_LOGITS), codec=codec), here, dtype)
+    received, _, _ = unpack_untrusted(meta, memoryview(payload))
+    server_logits = torch.nn.functional.linear(sent[0], weight).float()
+    client_logits = torch.nn.functional.linear(received[0], weight).float()
+    largest = top.largest(server_logits, MOST_LOGITS)
+    assert not HeadChecks().wrong(served(largest, codec=codec), client_logits, dtype)
 
 
 def test_the_ends_of_a_model_come_from_its_checkpoint(folder: Path) -> None:
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    own = Ends(folder, torch.float32).logits(hidden, 0)
+    expected = Ends(folder, torch.float32).logits(hidden, 0)
     parts = LogitsHead(folder, torch.float32, torch.device("cpu"), 0).largest([hidden[:1], hidden[1:]])
-    found = [top.unpack_untrusted(raw, n, own.shape[1]) for raw, n in zip(parts, (1, 2), strict=True)]
-    assert torch.equal(torch.cat([of.ids[:, 0] for of in found]), own.argmax(1))
-    assert not HeadChecks().wrong(given(found[1]), own[1:], torch.float32)
+    logits = [top.unpack_untrusted(raw, n, expected.shape[1]) for raw, n in zip(parts, (1, 2), strict=True)]
+    assert torch.equal(torch.cat([part.ids[:, 0] for part in logits]), expected.argmax(1))
+    assert not HeadChecks().wrong(served(logits[1]), expected[1:], torch.float32)

@@ -18,7 +18,7 @@ from swarmd.client.links.link import HopLink
 from swarmd.client.sessions.accuse import evidence_of
 from swarmd.client.sessions.receipts import HopAccount
 from swarmd.client.sessions.session import ChainSession
-from swarmd.client.sessions.verify import merged
+from swarmd.client.sessions.verify import merge_cropped
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.errors import Code, Refused, Unreachable, WrongAnswer
 from swarmd.net.standing import Standing
@@ -38,28 +38,48 @@ from tests.sim.swarm import HIDDEN, Reference, SimSwarm
 HALVES = (Span(0, 3), Span(3, 6))
 
 
-def sometimes(wrong: Callable[[torch.Tensor], torch.Tensor], *at: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def sometimes(
+    lie: Callable[[torch.Tensor], torch.Tensor],
+    *tokens: int,
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """A lie about these of the tokens that come one by one, the first is 0."""
     n = itertools.count()
-    return lambda out: wrong(out) if out.shape[1] == 1 and next(n) in at else out
+
+    def compute(out: torch.Tensor) -> torch.Tensor:
+        is_decode = out.shape[1] == 1
+        return lie(out) if is_decode and next(n) in tokens else out
+
+    return compute
 
 
 class Chat:
     """A session through two hops, the first of ``peers`` for each half; others hold the same blocks."""
 
-    def __init__(self, swarm: SimSwarm, peers: list[PeerId], client: AsyncSwarm, session: ChainSession) -> None:
-        self.swarm, self.peers, self.client, self.session = swarm, peers, client, session
-        self.n_wrong = self._n = 0
+    def __init__(
+        self,
+        swarm: SimSwarm,
+        peers: list[PeerId],
+        client: AsyncSwarm,
+        session: ChainSession,
+    ) -> None:
+        self.swarm = swarm
+        self.peers = peers
+        self.client = client
+        self.session = session
+        self.n_wrong = 0
+        self._n = 0
         self._reference = Reference(6)
         self._hidden = torch.randn(1, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 
     async def generate(self, n_tokens: int) -> None:
         for _ in range(n_tokens):
-            positions = torch.arange(self._n, self._n + self._hidden.shape[1], dtype=torch.int32).unsqueeze(0)
-            self._n += positions.shape[1]
+            n_new = self._hidden.shape[1]
+            positions = torch.arange(self._n, self._n + n_new, dtype=torch.int32).unsqueeze(0)
+            self._n += n_new
             out = await self.session.step((), self._hidden, positions, None, False)
             assert out is not None
-            self.n_wrong += not torch.equal(out[:, -1:], self._reference.step(self._hidden)[:, -1:])
+            expected = self._reference.step(self._hidden)
+            self.n_wrong += not torch.equal(out[:, -1:], expected[:, -1:])
             self._hidden = out[:, -1:]
 
     def outcomes(self) -> list[str]:
@@ -72,7 +92,11 @@ class Chat:
 
 @asynccontextmanager
 async def chat(
-    *spans: Span, is_pinned: bool = True, only: tuple[int, ...] = (), verify: float = 0.0, codec: str = "raw"
+    *spans: Span,
+    is_pinned: bool = True,
+    only: tuple[int, ...] = (),
+    verify: float = 0.0,
+    codec: str = "raw",
 ) -> AsyncIterator[Chat]:
     with trio.fail_after(300):
         async with trio.open_nursery() as nursery:
@@ -84,7 +108,11 @@ async def chat(
             route = tuple(Hop(peers[spans.index(half)], half) for half in HALVES)
             readers = frozenset(peers[place] for place in only)
             terms = replace(
-                swarm.terms(256), route=route if is_pinned else (), only=readers, verify=verify, codec=codec
+                swarm.terms(256),
+                route=route if is_pinned else (),
+                only=readers,
+                verify=verify,
+                codec=codec,
             )
             session = await client.open_session(terms)
             yield Chat(swarm, peers, client, session)
@@ -121,8 +149,8 @@ def receipts_of(run: Chat, place: int) -> Receipts:
 async def test_who_signs_that_nothing_passed_is_done_without(virtual_time: MockClock, place: int) -> None:
     async with chat(*THREE) as run:
         receipts = receipts_of(run, place)
-        left = receipts.left
-        receipts.left = lambda key, hop, seq, tensor, payload: left(key, hop, seq, None, payload)  # type: ignore[method-assign]
+        sign_outputs = receipts.left
+        receipts.left = lambda key, hop, seq, tensor, payload: sign_outputs(key, hop, seq, None, payload)  # type: ignore[method-assign]
         await run.generate(FIRST_WINDOW_OPS + 10)
         assert run.session.statistics.doubts
         assert run.peers[place] not in [link.hop.peer for link in run.session.hops.links]
@@ -133,10 +161,11 @@ async def test_a_hop_that_has_signed_nothing_yet_proves_nothing(virtual_time: Mo
     """One that has just inherited caches: an audit at the session's end that met it ended the whole client."""
     async with chat(*THREE) as run:
         await run.generate(3)
-        hops, asked = run.session.hops, run.session.hops.ask_receipt
+        hops = run.session.hops
+        ask_receipt = hops.ask_receipt
 
         async def of_an_heir(link: HopLink) -> HopAccount:
-            account = await asked(link)
+            account = await ask_receipt(link)
             return HopAccount(last=account.last) if link is hops.links[1] else account
 
         hops.ask_receipt = of_an_heir  # type: ignore[method-assign]
@@ -172,7 +201,7 @@ async def test_a_liar_is_convicted_and_the_session_goes_on_rightly(virtual_time:
         assert run.peers[0] not in [link.hop.peer for link in run.session.hops.links]
 
 
-async def silent_after(run: Chat, n_tokens: int) -> None:
+async def silence_after(run: Chat, n_tokens: int) -> None:
     await run.generate(n_tokens)
     run.swarm.silence(run.peers[0])
 
@@ -182,7 +211,7 @@ async def test_who_falls_silent_before_it_is_checked_leaves_a_doubt(virtual_time
     async with chat(*THREE) as run:
         if n_before < FIRST_WINDOW_OPS:
             run.swarm.workers[run.peers[0]].lie = sometimes(lambda out: out + 0.1, 0, 1, 2)
-        await silent_after(run, n_before)
+        await silence_after(run, n_before)
         await run.generate(6)
         (doubt,) = run.session.statistics.doubts
         assert "could be checked" in doubt.reason
@@ -194,24 +223,24 @@ async def test_who_falls_silent_before_it_is_checked_leaves_a_doubt(virtual_time
 
 async def test_who_falls_silent_at_the_end_leaves_a_doubt(virtual_time: MockClock) -> None:
     async with chat(*THREE) as run:
-        await silent_after(run, 6)
+        await silence_after(run, 6)
         await run.client.close_session(run.session)
         assert [doubt.first_token for doubt in run.session.statistics.doubts] == [0]
 
 
 async def test_who_was_right_for_long_may_die_without_a_doubt(virtual_time: MockClock) -> None:
     async with chat(*THREE) as run:
-        key = run.session.auditor._key(run.session.hops.links[0])  # type: ignore[union-attr]
+        key = run.session.auditor._record_key(run.session.hops.links[0])  # type: ignore[union-attr]
         run.client.checks._records[key] = AuditRecord(1_000, 1_000, 0)
         run.client.checks._rng.random = lambda: 0.5  # type: ignore[method-assign]
-        await silent_after(run, 4)
+        await silence_after(run, 4)
         await run.generate(6)
         assert run.session.statistics.doubts == []
 
 
 async def test_who_is_lost_before_it_gave_anything_leaves_none(virtual_time: MockClock) -> None:
     async with chat(*THREE) as run:
-        await silent_after(run, 0)
+        await silence_after(run, 0)
         await run.generate(6)
         assert run.session.statistics.doubts == []
 
@@ -225,42 +254,45 @@ async def test_others_believe_what_they_compute_themselves(virtual_time: MockClo
         for place in (2, 4):
             daemon = run.swarm.daemons[run.peers[place]][0]
             assert daemon.rpc.standing.count(liar, Fault.WRONG_RESULTS) == 1
-            assert liar in [found.peer for found in daemon.prober.announced() if not found.is_right]
+            assert liar in [finding.peer for finding in daemon.prober.announced() if not finding.is_right]
         newcomer = await run.swarm.client()
         await trio.sleep(10)
         assert newcomer.trust()[liar, 0] is Trust.DOUBTED
         assert newcomer.trust()[run.peers[2], 0] is Trust.PROVEN
 
 
-async def accused(run: Chat, change: Callable[[Evidence], Evidence] = lambda evidence: evidence) -> None:
+async def accuse_first_hop(
+    run: Chat,
+    change: Callable[[Evidence], Evidence] = lambda evidence: evidence,
+) -> None:
     """Accuse the first hop, which is honest, of its fourth token, at another holder of its blocks. Raises PeerError."""
     link = run.session.hops.links[0]
     account = await run.session.hops.ask_receipt(link)
     hidden, positions = run.session.history.placed(0, 4)
-    wants = partial(WantTokens, session=run.session.key, first=3)
-    shown, frame = await run.client.rpc.call(link.hop.peer, lambda call_id: wants(id=call_id))
+    request = partial(WantTokens, session=run.session.key, first=3)
+    shown, frame = await run.client.rpc.call(link.hop.peer, lambda call_id: request(id=call_id))
     assert isinstance(shown, TokensAre)
     assert shown.tensor is not None
-    left = unpack_untrusted(shown.tensor, frame.payload)[:2]
-    payload = evidence_of(run.session.terms, account.signed, (hidden, positions), left)
+    outputs = unpack_untrusted(shown.tensor, frame.payload)[:2]
+    payload = evidence_of(run.session.terms, account.signed, (hidden, positions), outputs)
     assert payload is not None
     changed = evidence.encode(change(msgspec.msgpack.decode(payload, type=Evidence)))
-    about = partial(Accuse, model=run.swarm.model, peer=link.hop.peer)
-    await run.client.rpc.call(run.peers[2], lambda call_id: about(id=call_id), changed, purpose="bulk")
+    accusation = partial(Accuse, model=run.swarm.model, peer=link.hop.peer)
+    await run.client.rpc.call(run.peers[2], lambda call_id: accusation(id=call_id), changed, purpose="bulk")
 
 
-def judge_of(run: Chat) -> Standing:
+def standing_of_judge(run: Chat) -> Standing:
     return run.swarm.daemons[run.peers[2]][0].rpc.standing
 
 
 async def test_who_accuses_wrongly_loses_standing(virtual_time: MockClock) -> None:
     async with chat(*THREE) as run:
         await run.generate(3)
-        await accused(run)
-        assert judge_of(run).count(run.client.identity.peer_id, Fault.FALSE_ACCUSATION) == 1
-        assert judge_of(run).count(run.peers[0]) == 0
-        await accused(run)
-        assert judge_of(run).count(run.client.identity.peer_id, Fault.FALSE_ACCUSATION) == 2
+        await accuse_first_hop(run)
+        assert standing_of_judge(run).count(run.client.identity.peer_id, Fault.FALSE_ACCUSATION) == 1
+        assert standing_of_judge(run).count(run.peers[0]) == 0
+        await accuse_first_hop(run)
+        assert standing_of_judge(run).count(run.client.identity.peer_id, Fault.FALSE_ACCUSATION) == 2
 
 
 def other_numbers(shown: Evidence) -> Evidence:
@@ -290,9 +322,9 @@ async def test_evidence_that_the_accused_did_not_sign_is_malformed(
     async with chat(*THREE) as run:
         await run.generate(3)
         with pytest.raises(Unreachable):
-            await accused(run, change)
-        assert judge_of(run).count(run.client.identity.peer_id, Fault.MALFORMED) == 1
-        assert judge_of(run).count(run.peers[0]) == 0
+            await accuse_first_hop(run, change)
+        assert standing_of_judge(run).count(run.client.identity.peer_id, Fault.MALFORMED) == 1
+        assert standing_of_judge(run).count(run.peers[0]) == 0
 
 
 async def test_nobody_is_accused_when_nobody_else_could_tell(virtual_time: MockClock) -> None:
@@ -332,14 +364,20 @@ async def test_only_those_who_may_read_it_compute_it(virtual_time: MockClock) ->
 
 
 def test_what_was_cropped_again_is_left_out() -> None:
-    def op(seq: int, n: int, crop: int = 0, rows: tuple[int, ...] | None = None) -> tuple[SentOp, torch.Tensor]:
+    def op(
+        seq: int,
+        n: int,
+        crop: int = 0,
+        rows: tuple[int, ...] | None = None,
+    ) -> tuple[SentOp, torch.Tensor]:
         hidden = torch.full((1, n, 2), float(seq))
+        positions = torch.zeros(1, n, dtype=torch.int32)
         edits = (Edit(crop=crop or None, rows=rows),) if crop or rows else ()
-        return SentOp(seq, edits, hidden, torch.zeros(1, n, dtype=torch.int32), None), hidden * 10
+        return SentOp(seq, edits, hidden, positions, None), hidden * 10
 
-    ((one, out),) = merged([op(1, 5), op(2, 3, crop=2), op(3, 1, crop=1)])
-    assert one.hidden is not None
-    assert one.hidden[0, :, 0].tolist() == [1, 1, 1, 2, 2, 3]
+    ((merged, out),) = merge_cropped([op(1, 5), op(2, 3, crop=2), op(3, 1, crop=1)])
+    assert merged.hidden is not None
+    assert merged.hidden[0, :, 0].tolist() == [1, 1, 1, 2, 2, 3]
     assert out[0, :, 0].tolist() == [10, 10, 10, 20, 20, 30]
-    assert len(merged([op(1, 2), op(2, 1, crop=2)])) == 2, "what is cropped whole was checked before, or is now"
-    assert len(merged([op(1, 2), op(2, 1, rows=(0,))])) == 2
+    assert len(merge_cropped([op(1, 2), op(2, 1, crop=2)])) == 2, "what is cropped whole was checked before, or is now"
+    assert len(merge_cropped([op(1, 2), op(2, 1, rows=(0,))])) == 2

@@ -54,7 +54,7 @@ def serves(peer: PeerId, start: int, end: int) -> SpanRecord:
 
 
 @dataclass
-class Told:
+class RecordingChannel:
     """A channel to one peer, which keeps what is told."""
 
     swarm: PlayedSwarm
@@ -106,8 +106,8 @@ class PlayedSwarm:
 
     def learn(self, *args: Any) -> None: ...
 
-    def existing(self, peer: PeerId) -> Told | None:
-        return Told(self, peer) if peer in self.reached else None
+    def existing(self, peer: PeerId) -> RecordingChannel | None:
+        return RecordingChannel(self, peer) if peer in self.reached else None
 
     def start_soon(self, run: Callable[[], Any]) -> None:
         trio.lowlevel.spawn_system_task(run)
@@ -144,7 +144,12 @@ class PlayedSwarm:
         (frame,) = FrameDecoder().feed_untrusted(messages.framed(message))
         await self.session.on_message(peer, messages.decode_untrusted(frame.header), frame)
 
-    async def call(self, peer: PeerId, request: Callable[[int], Any], timeout_s: float) -> tuple[AnyMessage, None]:
+    async def call(
+        self,
+        peer: PeerId,
+        request: Callable[[int], Any],
+        timeout_s: float,
+    ) -> tuple[AnyMessage, None]:
         message = request(1)
         await trio.sleep(0 if peer in self.reached else self.reached_after_s.get(peer, 0))
         if peer in self.dead:
@@ -217,9 +222,9 @@ async def test_the_last_holder_of_a_block_gets_a_second_chance_soon(virtual_time
     swarm.received = {A: 1, B: 1}
     swarm.on_replay = lambda sender: trio.lowlevel.spawn_system_task(swarm.answer, 2) and None
     session.hops.lose(session.hops.links[1], "a moment of silence")
-    begun = trio.current_time()
+    started_at = trio.current_time()
     await session._repairs.run()
-    assert trio.current_time() - begun < 2, "nobody else holds its blocks: it is not left out for 20 s"
+    assert trio.current_time() - started_at < 2, "nobody else holds its blocks: it is not left out for 20 s"
 
 
 async def test_a_relay_is_to_blame_for_silence_and_not_for_wrong_numbers(virtual_time: MockClock) -> None:
@@ -307,7 +312,7 @@ async def test_a_session_that_nobody_supports_ends_at_once(virtual_time: MockClo
     for route in ((), (Hop(A, Span(0, 6)),)):
         swarm = PlayedSwarm(serves(A, 0, 6))
         swarm.refuse = {A: Refused(Code.UNSUPPORTED, "too old for that")}
-        begun = trio.current_time()
+        started_at = trio.current_time()
         with pytest.raises(Refused, match="too old for that"):
             await ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100, route=route), Budget()).open()
-        assert trio.current_time() - begun < 1
+        assert trio.current_time() - started_at < 1

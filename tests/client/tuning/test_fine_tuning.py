@@ -11,12 +11,19 @@ import pytest
 import torch
 
 from swarmd.client.tuning.dataset import IGNORED, Dataset, DatasetRow
-from swarmd.client.tuning.fine_tuning import Tuner, learning_rate, loss_and_gradients, samples
+from swarmd.client.tuning.fine_tuning import Tuner, choose_rows, learning_rate, loss_and_gradients
 from swarmd.client.tuning.tuning_recipe import TuningRecipe, checkpoints
 from swarmd.errors import ConfigError
 from tests import checkpoints as models
 
-ROWS = tuple(DatasetRow(tuple(range(3, 3 + n)), (IGNORED, *range(4, 3 + n))) for n in range(4, 14))
+
+def row(n: int) -> DatasetRow:
+    """A row of n tokens, 3, 4, ..., whose loss counts all but the first."""
+    ids = tuple(range(3, 3 + n))
+    return DatasetRow(ids, (IGNORED, *ids[1:]))
+
+
+ROWS = tuple(row(n) for n in range(4, 14))
 DATA = Dataset(ROWS, "digest")
 RECIPE = TuningRecipe("m", steps=6, batch=4, warmup=2)
 
@@ -52,14 +59,15 @@ def tuner(folder: Path, out: Path, **changes: Any) -> Tuner:
 
 
 def test_every_pass_over_the_data_takes_each_row_once() -> None:
-    taken = [row for step in range(1, 11) for row in samples(RECIPE, len(ROWS), step)]
+    taken = [row for step in range(1, 11) for row in choose_rows(RECIPE, len(ROWS), step)]
     assert Counter(taken) == Counter(dict.fromkeys(range(len(ROWS)), 4))
     assert taken[:10] != taken[10:20]
-    assert samples(RECIPE, len(ROWS), 7) == samples(RECIPE, len(ROWS), 7)
+    assert choose_rows(RECIPE, len(ROWS), 7) == choose_rows(RECIPE, len(ROWS), 7)
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    rates = [learning_rate(TuningRecipe("m", steps=100, warmup=10, learning_rate=1.0), step) for step in range(1, 101)]
+    recipe = TuningRecipe("m", steps=100, warmup=10, learning_rate=1.0)
+    rates = [learning_rate(recipe, step) for step in range(1, 101)]
     assert rates.index(max(rates)) == 9
     assert rates[:10] == sorted(rates[:10])
     assert rates[9:] == sorted(rates[9:], reverse=True)
@@ -69,17 +77,17 @@ def test_the_learning_rate_rises_and_falls() -> None:
 def test_a_batch_in_parts_has_the_loss_and_gradient_of_the_whole(folder: Path) -> None:
     model = Local(folder)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    whole, (one,) = loss_and_gradients(model, parameters, ROWS[:5], n_parts=1)
-    parts, (several,) = loss_and_gradients(model, parameters, ROWS[:5], n_parts=3)
-    assert parts == pytest.approx(whole, rel=1e-5)
-    assert one is not None
-    assert several is not None
-    torch.testing.assert_close(several, one, rtol=1e-4, atol=1e-6)
+    whole_loss, (whole_gradient,) = loss_and_gradients(model, parameters, ROWS[:5], n_parts=1)
+    parts_loss, (parts_gradient,) = loss_and_gradients(model, parameters, ROWS[:5], n_parts=3)
+    assert parts_loss == pytest.approx(whole_loss, rel=1e-5)
+    assert whole_gradient is not None
+    assert parts_gradient is not None
+    torch.testing.assert_close(parts_gradient, whole_gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(folder: Path, tmp_path: Path) -> None:
-    straight = tuner(folder, tmp_path / "a")
-    straight.run(2, lambda _: None)
+    uninterrupted = tuner(folder, tmp_path / "a")
+    uninterrupted.run(2, lambda _: None)
     first = tuner(folder, tmp_path / "b")
     for _ in range(5):  # its last step is lost
         first.step()
@@ -88,8 +96,8 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(folder: Path, tmp_pa
     second = tuner(folder, tmp_path / "b")
     assert second.resume() == 4
     second.run(2, lambda _: None)
-    assert second.losses == straight.losses
-    for ours, theirs in zip(second.model.parameters(), straight.model.parameters(), strict=True):
+    assert second.losses == uninterrupted.losses
+    for ours, theirs in zip(second.model.parameters(), uninterrupted.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert (tmp_path / "b" / "adapter" / "saved").is_file()
     assert [p.name for p in checkpoints(tmp_path / "b")] == ["checkpoint-6", "checkpoint-4"]

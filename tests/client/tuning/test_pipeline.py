@@ -49,9 +49,12 @@ def doubling(world: World, peer: PeerId, message: messages.AnyMessage, payload: 
     assert isinstance(message, Backward)
     gradient = unpack_values_untrusted(message.tensor, payload) / message.scale
     world.backwards.append((peer, message.seq))
-    own = {"w": gradient.sum().reshape(1)} if world.has_own else {}
-    given = [messages.framed(Gradients(message.session, 0, message.seq), safetensors.torch.save(own))] if own else []
-    return given + list(backward_frames(message.session, 0, message.seq, 2 * gradient, "raw"))
+    frames = list(backward_frames(message.session, 0, message.seq, 2 * gradient, "raw"))
+    if not world.has_own:
+        return frames
+    header = Gradients(message.session, 0, message.seq)
+    gradients = safetensors.torch.save({"w": gradient.sum().reshape(1)})
+    return [messages.framed(header, gradients), *frames]
 
 
 def not_finite(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
@@ -82,8 +85,8 @@ def wrong_shape(world: World, peer: PeerId, message: messages.AnyMessage, payloa
 def endless(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
     """Part after part of one answer."""
     assert isinstance(message, Forward)
-    (whole,) = forward_frames(message, 2, torch.zeros(1, 3, 4), None, "raw")
-    (frame,) = FrameDecoder().feed_untrusted(whole)
+    (single,) = forward_frames(message, 2, torch.zeros(1, 3, 4), None, "raw")
+    (frame,) = FrameDecoder().feed_untrusted(single)
     head = messages.decode_untrusted(frame.header)
     return [messages.framed(msgspec.structs.replace(head, part=(n, 4_000)), frame.payload) for n in range(4)]
 
@@ -147,8 +150,8 @@ class World:
             SpanRecord(peer=p, model=MODEL, start=0, end=2, training_bytes=1, prefill_tokens_per_s=100.0, **common)  # type: ignore[arg-type]
             for p in sorted(self.peers)
         ]
-        kept = (msgspec.structs.replace(s, quantize=self.formats.get(s.peer, "none")) for s in spans)
-        return SwarmView({}, (*kept, *self.more), Catalog())
+        formatted = (msgspec.structs.replace(s, quantize=self.formats.get(s.peer, "none")) for s in spans)
+        return SwarmView({}, (*formatted, *self.more), Catalog())
 
     def wall_clock(self) -> float:
         return 0.0
@@ -176,7 +179,12 @@ class Channel:
     world: World
     peer: PeerId
 
-    async def call(self, request: Any, payload: bytes = b"", timeout_s: float = 0) -> tuple[Any, None]:
+    async def call(
+        self,
+        request: Any,
+        payload: bytes = b"",
+        timeout_s: float = 0,
+    ) -> tuple[Any, None]:
         message = request(1)
         if self.peer in self.world.away:
             await trio.sleep_forever()
@@ -201,44 +209,44 @@ class Channel:
 
 
 @asynccontextmanager
-async def pipeline(world: World, codec: str = "auto", judged: CheckHistory | None = None) -> Any:
+async def pipeline(world: World, codec: str = "auto", history: CheckHistory | None = None) -> Any:
     async with trio.open_nursery() as world.nursery:
-        yield Pipeline(world, world.listeners, SessionOptions(MODEL, 2, 1, 1, codec=codec), judged)  # type: ignore[arg-type]
+        yield Pipeline(world, world.listeners, SessionOptions(MODEL, 2, 1, 1, codec=codec), history)  # type: ignore[arg-type]
         world.nursery.cancel_scope.cancel()
 
 
-def batches(n: int, own: TunedParameters = NOTHING) -> list[MicroBatch]:
+def batches(n: int, tuned: TunedParameters = NOTHING) -> list[MicroBatch]:
     positions = torch.arange(3, dtype=torch.int32).expand(1, 3)
-    return [MicroBatch(torch.randn(1, 3, 4), positions, None, own, keep=True) for _ in range(n)]
+    return [MicroBatch(torch.randn(1, 3, 4), positions, None, tuned, keep=True) for _ in range(n)]
 
 
 async def test_what_does_not_count_is_sent_again(virtual_time: MockClock) -> None:
     """There and back, until audits say that it does."""
-    said = {"forward": [False, True], "backward": [False, False, True]}
+    verdicts = {"forward": [False, True], "backward": [False, False, True]}
     world = World({"a": doubling, "b": doubling})
     async with pipeline(world) as lanes:
 
         async def forward(ticket: ForwardTicket, took_s: float) -> ForwardTicket | None:
-            return ticket if said["forward"].pop(0) else None
+            return ticket if verdicts["forward"].pop(0) else None
 
-        async def backward(ticket: ForwardTicket, gradient: torch.Tensor, found: Any, took_s: float) -> Any:
-            return found if said["backward"].pop(0) else None
+        async def backward(ticket: ForwardTicket, gradient: torch.Tensor, answer: Any, took_s: float) -> Any:
+            return answer if verdicts["backward"].pop(0) else None
 
         lanes._audits = SimpleNamespace(forward=forward, backward=backward)
         (ticket,) = await lanes.forward(batches(1))
         ((entering, _),) = await lanes.backward([ticket], [torch.ones(1, 3, 4)])
         assert torch.equal(entering, 2 * torch.ones(1, 3, 4))
-        assert ticket.went_again, "so that it is looked at"
+        assert ticket.was_resent, "so that it is looked at"
         assert lanes.statistics.retries == [WRONG] * 3
         assert lanes.statistics.backwards == 1
-    assert said == {"forward": [], "backward": []}
+    assert verdicts == {"forward": [], "backward": []}
 
 
-async def both_ways(lanes: Pipeline, given: list[MicroBatch]) -> list[ForwardTicket]:
-    tickets = await lanes.forward(given)
-    gradients = [torch.randn_like(batch.hidden) for batch in given]
+async def both_ways(lanes: Pipeline, sent: list[MicroBatch]) -> list[ForwardTicket]:
+    tickets = await lanes.forward(sent)
+    gradients = [torch.randn_like(batch.hidden) for batch in sent]
     results = await lanes.backward(tickets, gradients)
-    for batch, ticket, gradient, (entering, _) in zip(given, tickets, gradients, results, strict=True):
+    for batch, ticket, gradient, (entering, _) in zip(sent, tickets, gradients, results, strict=True):
         assert torch.equal(ticket.out, 2 * batch.hidden)
         assert torch.equal(entering, 2 * gradient)
     return tickets
@@ -269,18 +277,18 @@ async def test_a_bad_peer_costs_its_micro_batches_a_retry(virtual_time: MockCloc
 async def test_a_peer_that_falls_silent_is_noticed_and_left_out(virtual_time: MockClock) -> None:
     world = World({"deaf": silent, "good": doubling}, deaf={PeerId("deaf")})
     async with pipeline(world) as lanes:
-        begun = trio.current_time()
+        started_at = trio.current_time()
         await both_ways(lanes, batches(4))
-        assert trio.current_time() - begun < 8
+        assert trio.current_time() - started_at < 8
 
 
 async def test_a_peer_that_answers_pings_but_nothing_else_is_left_out_longer_each_time(virtual_time: MockClock) -> None:
     world = World({"mute": silent, "good": doubling})
     async with pipeline(world) as lanes:
         for _ in range(6):
-            begun = trio.current_time()
+            started_at = trio.current_time()
             await both_ways(lanes, batches(4))
-            assert trio.current_time() - begun < 24
+            assert trio.current_time() - started_at < 24
             await trio.sleep(30)
         assert world.standing.strikes(PeerId("mute")) == 3, "it was tried in the first, the second and the fourth round"
 
@@ -288,17 +296,17 @@ async def test_a_peer_that_answers_pings_but_nothing_else_is_left_out_longer_eac
 async def test_an_unreachable_peer_costs_one_wait_not_one_for_each_micro_batch(virtual_time: MockClock) -> None:
     world = World({"away": doubling, "good": doubling}, away={PeerId("away")})
     async with pipeline(world) as lanes:
-        begun = trio.current_time()
+        started_at = trio.current_time()
         await both_ways(lanes, batches(8))
-        assert trio.current_time() - begun < 9
+        assert trio.current_time() - started_at < 9
 
 
 async def test_servers_that_send_too_much_or_the_wrong_gradients_are_left(virtual_time: MockClock) -> None:
-    own = TunedParameters({"w": torch.zeros(1)}, {"w": 0})
+    tuned = TunedParameters({"w": torch.zeros(1)}, {"w": 0})
     for bad in (endless, other_gradients):
         world = World({"bad": bad, "good": doubling}, has_own=True)
         async with pipeline(world) as lanes:
-            tickets = await lanes.forward(batches(4, own))
+            tickets = await lanes.forward(batches(4, tuned))
             results = await lanes.backward(tickets, [torch.ones(1, 3, 4)] * 4)
             assert [float(g["w"]) for _, g in results] == [12.0] * 4
             assert {ticket.lane.hops[0].peer for ticket in tickets} == {"good"}
@@ -310,9 +318,9 @@ async def test_what_was_settled_is_told(virtual_time: MockClock) -> None:
         tickets = await both_ways(lanes, batches(3))
         lane = tickets[0].lane
         assert not lane.live
-        kept = await lanes.forward(batches(2))
-        assert lane.live == {t.seq for t in kept}
-        del kept
+        pending = await lanes.forward(batches(2))
+        assert lane.live == {t.seq for t in pending}
+        del pending
         assert not lane.live
 
 
@@ -333,7 +341,8 @@ async def test_a_forward_that_was_forgotten_is_done_again(virtual_time: MockCloc
 
 async def test_rows_are_sent_whole_once_a_server_has_lost_what_they_are_changes_of(virtual_time: MockClock) -> None:
     """Its own answers, which are on their way as changes meanwhile, are still read as such."""
-    times, ends = list[list[int]](), (Changes(), Changes())
+    times: list[list[int]] = []
+    ends = (Changes(), Changes())
 
     def remembers(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
         if not isinstance(message, Forward):
@@ -347,25 +356,25 @@ async def test_rows_are_sent_whole_once_a_server_has_lost_what_they_are_changes_
 
     world = World({"a": remembers})
     async with pipeline(world, "aqsgd") as lanes:
-        given = batches(2)
+        sent = batches(2)
         for _ in range(3):
-            tickets = await lanes.forward(given)
-            await lanes.backward(tickets, [torch.zeros_like(batch.hidden) for batch in given])
-            for batch, ticket in zip(given, tickets, strict=True):
+            tickets = await lanes.forward(sent)
+            await lanes.backward(tickets, [torch.zeros_like(batch.hidden) for batch in sent])
+            for batch, ticket in zip(sent, tickets, strict=True):
                 assert (ticket.out - 2 * batch.hidden).abs().max() <= 0.3 * batch.hidden.abs().max()
     assert times[:4] == [[0], [0], [1], [1]]
     assert times[4:] == [[]] * 3, "whole, from the refusal on"
 
 
 async def test_gradients_of_own_parameters_are_those_of_the_last_try(virtual_time: MockClock) -> None:
-    own = TunedParameters({"w": torch.zeros(1)}, {"w": 0})
+    tuned = TunedParameters({"w": torch.zeros(1)}, {"w": 0})
     world = World({"a": forgets_once}, has_own=True)
     async with pipeline(world) as lanes:
-        given = batches(2, own)
-        tickets = await lanes.forward(given)
+        sent = batches(2, tuned)
+        tickets = await lanes.forward(sent)
         gradients = [torch.full((1, 3, 4), 1.0), torch.full((1, 3, 4), 2.0)]
-        found = [float(g["w"]) for _, g in await lanes.backward(tickets, gradients)]
-        assert found == [12.0, 24.0]
+        sums = [float(g["w"]) for _, g in await lanes.backward(tickets, gradients)]
+        assert sums == [12.0, 24.0]
 
 
 async def test_what_comes_late_or_twice_is_nobodys(virtual_time: MockClock) -> None:
