@@ -59,9 +59,9 @@ class Donor:
 
     def holds(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """What a record says: groups of each model, as ranges."""
-        held = {model: ranges(set(folder.held)) for model, folder in list(self._folders.items()) if folder.held}
+        groups = {model: ranges(set(folder.held)) for model, folder in list(self._folders.items()) if folder.held}
         return {
-            m: tuple((s.start, s.end) for s in spans[:MAX_RANGES]) for m, spans in list(held.items())[:MAX_ANNOUNCED]
+            m: tuple((s.start, s.end) for s in spans[:MAX_RANGES]) for m, spans in list(groups.items())[:MAX_ANNOUNCED]
         }
 
     async def answer(self, channel: Channel, message: WantManifest | WantChunks) -> None:
@@ -102,6 +102,6 @@ def read_piece(folder: ReadableModel, refs: tuple[tuple[int, int], ...]) -> byte
     return b"".join(parts)
 
 
-def groups_held(held: tuple[tuple[int, int], ...], n_groups: int) -> frozenset[int]:
+def groups_held(group_ranges: tuple[tuple[int, int], ...], n_groups: int) -> frozenset[int]:
     """The groups that a record's ranges name."""
-    return frozenset(g for start, end in held for g in range(start, min(end, n_groups)))
+    return frozenset(g for start, end in group_ranges for g in range(start, min(end, n_groups)))

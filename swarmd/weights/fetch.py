@@ -76,8 +76,8 @@ class DownloadProgress:
 
     @property
     def left_s(self) -> float | None:
-        left = self.total_bytes - self.done_bytes
-        return left / self.bytes_per_s if self.bytes_per_s else None
+        remaining_bytes = self.total_bytes - self.done_bytes
+        return remaining_bytes / self.bytes_per_s if self.bytes_per_s else None
 
 
 async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> Manifest:
@@ -86,11 +86,11 @@ async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> 
     Raises SwarmUnavailable when none gives the true one.
     """
     reasons: list[str] = []
-    found: list[Manifest] = []
+    manifests_found: list[Manifest] = []
 
     async def ask(donor: PeerId, failed: trio.Event, everybody: trio.CancelScope) -> None:
         try:
-            found.append(await _manifest_of(rpc, model, donor))
+            manifests_found.append(await _manifest_of(rpc, model, donor))
             everybody.cancel()
         except IntegrityError as error:
             rpc.standing.fault(donor, Fault.BAD_CHUNK, str(error))
@@ -105,8 +105,8 @@ async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> 
             nursery.start_soon(ask, donor, failed, nursery.cancel_scope)
             with trio.move_on_after(SILENT_S):
                 await failed.wait()
-    if found:
-        return found[0]
+    if manifests_found:
+        return manifests_found[0]
     raise SwarmUnavailable(f"nobody gives the manifest of {model[:12]}: {'; '.join(reasons) or 'no live donor'}")
 
 
@@ -201,10 +201,10 @@ class Fetch:
         serving: dict[PeerId, trio.CancelScope] = {}
         while not self._download.is_done:
             now = trio.current_time()
-            known, standing = self._donors(), self._rpc.standing
-            offers = {p: g for p, g in known.items() if standing.allows(p)}
+            holders, standing = self._donors(), self._rpc.standing
+            offers = {p: g for p, g in holders.items() if standing.allows(p)}
             if not offers:  # whoever alone has it is asked again soon, unless it lied
-                offers = {p: g for p, g in known.items() if standing.allows(p, True) and not standing.is_shunned(p)}
+                offers = {p: g for p, g in holders.items() if standing.allows(p, True) and not standing.is_shunned(p)}
             for peer in self._beyond_room(offers, serving.keys(), now):
                 del offers[peer]
             for peer in [p for p in serving if p not in offers]:
@@ -238,9 +238,9 @@ class Fetch:
         for group in sorted(self.groups):
             part = self._parts[group] = GroupDownload(self._target, group)
             await trio.to_thread.run_sync(part.begin)
-            there = part.n_bytes - sum(part.missing.values())
-            self._resumed_bytes += there
-            self._done_bytes += there
+            verified_bytes = part.n_bytes - sum(part.missing.values())
+            self._resumed_bytes += verified_bytes
+            self._done_bytes += verified_bytes
             pieces += cut(group, part.missing.items())
             if part.missing:
                 self._unfinished[group] = part
@@ -292,14 +292,14 @@ class Fetch:
         if len(payload) != piece.n_bytes:
             raise IntegrityError(f"expected {piece.n_bytes} B of chunks, got {len(payload)} B")
         part = self._parts[piece.group]
-        written, at = 0, 0
+        written, offset = 0, 0
         try:
             for ref in piece.refs:
                 size = part.chunk_bytes(ref)
                 if ref in part.missing:
-                    await trio.to_thread.run_sync(part.put, ref, payload[at : at + size])
+                    await trio.to_thread.run_sync(part.put, ref, payload[offset : offset + size])
                     written += size
-                at += size
+                offset += size
         finally:
             self._done_bytes += written
         self._given[peer] = self._given.get(peer, 0) + piece.n_bytes
@@ -333,9 +333,9 @@ class Fetch:
         listed = ", ".join(str(s) for s in ranges(set(missing)))
         self._waiting_for = f"nobody who is up holds groups {listed}" if missing else ""
         if now - self._fed_at > PATIENCE_S:
-            kept = f"{self._done_bytes} of {self._total_bytes} B are verified and kept"
-            why = self._waiting_for or "no donor gives anything"
-            raise SwarmUnavailable(f"{why} for {PATIENCE_S:.0f} s; {kept}: try again when a holder is up")
+            verified = f"{self._done_bytes} of {self._total_bytes} B are verified and kept"
+            reason = self._waiting_for or "no donor gives anything"
+            raise SwarmUnavailable(f"{reason} for {PATIENCE_S:.0f} s; {verified}: try again when a holder is up")
 
     def _notify(self) -> None:
         self._news.set()

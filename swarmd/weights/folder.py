@@ -85,13 +85,13 @@ class ModelFolder:
 
     def _placed(self, shard: Path) -> dict[int, tuple[Path, int]]:
         """Where the manifest's tensors are in one file."""
-        found = {}
+        places = {}
         with shard.open("rb") as file:
             for place in shards.read_header(file, shard, os.fstat(file.fileno()).st_size):
                 i = self._numbers.get(place.name, -1)
                 if i >= 0 and (place.dtype, place.shape) == (self._entries[i].dtype, self._entries[i].shape):
-                    found[i] = (shard, place.start)
-        return found
+                    places[i] = (shard, place.start)
+        return places
 
     def entries_of(self, group: int) -> list[tuple[int, Entry]]:
         return [(i, self._entries[i]) for i in self._by_group.get(group, ())]
@@ -120,15 +120,15 @@ class ModelFolder:
 
     def damaged(self) -> list[str]:
         """Hash everything that is here; names of entries that are not what the manifest says."""
-        found = []
+        names = []
         for index, entry in enumerate(self._entries):
             if index in self._places and self.groups[index] in self.held:
                 try:
                     for chunk in range(len(entry.chunks)):
                         self.read((index, chunk))
                 except Refused:
-                    found.append(entry.name)
-        return found
+                    names.append(entry.name)
+        return names
 
     def drop(self, groups: Iterable[int]) -> None:
         """Delete groups; only for a folder that swarmd fills."""
@@ -143,13 +143,13 @@ class ModelFolder:
         """The files that a group becomes: one of safetensors, and the head's plain ones."""
         members = self.entries_of(group)
         tensors = [(i, e) for i, e in members if i >= len(self.manifest.files)]
-        found = [GroupSlot(self.folder / e.name, b"", ((i, 0),)) for i, e in members if i < len(self.manifest.files)]
+        slots = [GroupSlot(self.folder / e.name, b"", ((i, 0),)) for i, e in members if i < len(self.manifest.files)]
         if tensors:
             prefix, places = shards.make_header((e.name, e.dtype, e.shape) for _, e in tensors)
             starts = tuple((i, place.start) for (i, _), place in zip(tensors, places, strict=True))
             name = "head" if group == self.head else f"block-{group:04d}"
-            found.append(GroupSlot(self.folder / f"{name}.safetensors", prefix, starts))
-        return found
+            slots.append(GroupSlot(self.folder / f"{name}.safetensors", prefix, starts))
+        return slots
 
     def shards(self) -> list[Path]:
         """The safetensors files of what is complete. Raises ConfigError."""
@@ -188,13 +188,13 @@ class GroupDownload:
     def begin(self) -> None:
         """Make room, or find out what an earlier attempt left. Raises ConfigError when the disk says no."""
         for slot in self._target.slots(self.group):
-            if slot.path.is_file() and all(self._is_there(slot.path, ref, at) for ref, at in self._chunks(slot)):
+            if slot.path.is_file() and all(self._is_there(slot.path, ref, start) for ref, start in self._chunks(slot)):
                 continue  # complete, and it stays where it is
             is_new = self._prepare(slot)
             self._slots.append(slot)
-            for ref, at in self._chunks(slot):
-                self._at[ref[0]] = (slot.part, at)
-                if is_new or not self._is_there(slot.part, ref, at):
+            for ref, start in self._chunks(slot):
+                self._at[ref[0]] = (slot.part, start)
+                if is_new or not self._is_there(slot.part, ref, start):
                     self.missing[ref] = self.chunk_bytes(ref)
 
     def chunk_bytes(self, ref: Ref) -> int:

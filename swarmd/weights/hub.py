@@ -84,11 +84,11 @@ class Hub:
         url = hf_hub_url(self._repo, name, revision=self._revision or None, endpoint=os.environ.get("HF_ENDPOINT"))
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + n_bytes - 1}"}
         try:
-            with self._client.stream("GET", url, headers=headers) as answer:
-                if answer.status_code not in (200, 206) or (answer.status_code == 200 and start):
-                    raise Unreachable(f"the hub answers {answer.status_code} for {name} of {self._repo}")
+            with self._client.stream("GET", url, headers=headers) as response:
+                if response.status_code not in (200, 206) or (response.status_code == 200 and start):
+                    raise Unreachable(f"the hub answers {response.status_code} for {name} of {self._repo}")
                 data = bytearray()
-                for part in answer.iter_bytes():
+                for part in response.iter_bytes():
                     data += part
                     if len(data) >= n_bytes:
                         break

@@ -39,19 +39,19 @@ class UnusedModel:
 class Library:
     """See the module. ``own`` maps models to the user's checkpoint folders; ``root`` is where swarmd keeps its own."""
 
-    def __init__(self, root: Path, own: Mapping[ModelId, Path], limit_bytes: int = 0) -> None:
+    def __init__(self, root: Path, user_folders: Mapping[ModelId, Path], limit_bytes: int = 0) -> None:
         self.root = root
         self.limit_bytes = limit_bytes
         self.folders: dict[ModelId, ModelFolder] = {}
-        self.look(own)
+        self.look(user_folders)
 
-    def look(self, own: Mapping[ModelId, Path]) -> None:
+    def look(self, user_folders: Mapping[ModelId, Path]) -> None:
         """See what is there. A folder that cannot be used is left out, and the log says why."""
-        found = {ModelId(path.parent.name): path.parent for path in self.root.glob(f"*/{files.MANIFEST}")}
-        wanted = {**found, **own}
-        for model in [m for m, folder in self.folders.items() if wanted.get(m) != folder.folder]:
+        filled = {ModelId(path.parent.name): path.parent for path in self.root.glob(f"*/{files.MANIFEST}")}
+        folders = {**filled, **user_folders}
+        for model in [m for m, folder in self.folders.items() if folders.get(m) != folder.folder]:
             del self.folders[model]
-        for model, path in wanted.items():
+        for model, path in folders.items():
             if model in self.folders:
                 continue
             try:
@@ -61,9 +61,9 @@ class Library:
 
     def keep_manifest(self, manifest: Manifest, folder: Path) -> None:
         """Remember what hashing a folder of the user's gave, and how its files looked then. Raises ConfigError."""
-        kept = self._kept(manifests.model_id(manifest))
-        files.write_file(kept.with_suffix(".files"), _looks(folder))
-        files.write_file(kept, manifests.encode(manifest))
+        path = self._kept(manifests.model_id(manifest))
+        files.write_file(path.with_suffix(".files"), _looks(folder))
+        files.write_file(path, manifests.encode(manifest))
 
     def fill(self, manifest: Manifest) -> ModelFolder:
         """The folder that gets what this machine lacks of a model. Raises ConfigError."""
@@ -130,9 +130,9 @@ class Library:
     def _manifest(self, model: ModelId, path: Path) -> Manifest:
         if path.parent == self.root:
             return manifests.read_untrusted((path / files.MANIFEST).read_bytes(), model)
-        kept = self._kept(model)
-        if kept.is_file() and kept.with_suffix(".files").read_bytes() == _looks(path):
-            return manifests.read_untrusted(kept.read_bytes(), model)
+        saved = self._kept(model)
+        if saved.is_file() and saved.with_suffix(".files").read_bytes() == _looks(path):
+            return manifests.read_untrusted(saved.read_bytes(), model)
         if adapter.is_adapter(path):
             raise ConfigError("its files are not known, or no longer what they were: add the adapter again")
         manifest = manifests.read_folder(path)
@@ -141,14 +141,14 @@ class Library:
         return manifest
 
     def _unused(self, in_use: Mapping[ModelId, frozenset[int]]) -> list[UnusedModel]:
-        found: list[UnusedModel] = []
+        unused: list[UnusedModel] = []
         for model, folder in list(self.folders.items()):
             groups = set(range(folder.head + 1)) - in_use.get(model, frozenset())
             for group in groups if self.is_filled(folder) else ():
                 times = [p.stat().st_mtime for s in folder.slots(group) for p in (s.path, s.part) if p.is_file()]
                 if times:
-                    found.append(UnusedModel(max(times), folder, group))
-        return found
+                    unused.append(UnusedModel(max(times), folder, group))
+        return unused
 
 
 def _looks(folder: Path) -> bytes:

@@ -79,17 +79,17 @@ class Supply:
         """
         manifest = await self.manifest(model)
         n_groups = manifest.n_blocks + 1
-        wanted = frozenset(range(n_groups) if groups is None else groups)
-        if beyond := sorted(wanted - set(range(n_groups))):
-            raise ConfigError(f"model {model[:12]} has {manifest.n_blocks} blocks: there is no block {beyond[0]}")
+        needed = frozenset(range(n_groups) if groups is None else groups)
+        if unknown := sorted(needed - set(range(n_groups))):
+            raise ConfigError(f"model {model[:12]} has {manifest.n_blocks} blocks: there is no block {unknown[0]}")
         async with self._locks.setdefault(model, trio.Lock()):
             known = self.library.folders.get(model)
             if known is not None and known.is_filled:
                 await trio.to_thread.run_sync(known.look)  # another process may fill it, or make room there
-            if known is None or not wanted <= known.held:
-                known = await self._fetch(manifest, wanted)
-            self.library.touch(known, wanted)
-        if not wanted <= known.held:
+            if known is None or not needed <= known.held:
+                known = await self._fetch(manifest, needed)
+            self.library.touch(known, needed)
+        if not needed <= known.held:
             raise SwarmUnavailable(f"groups of {model[:12]} are not there though they were fetched: try again")
         return known
 
@@ -98,15 +98,15 @@ class Supply:
         with suppress(ConfigError):
             logger.info("deleted %d B of %s", self.library.remove(model), model[:12])
 
-    async def _fetch(self, manifest: Manifest, wanted: frozenset[int]) -> ModelFolder:
+    async def _fetch(self, manifest: Manifest, needed_groups: frozenset[int]) -> ModelFolder:
         target = await trio.to_thread.run_sync(self.library.fill, manifest)
-        lacking = wanted - target.held
-        self._reserved[target.model] = wanted
+        lacking = needed_groups - target.held
+        self._reserved[target.model] = needed_groups
         try:
             needed = target.n_bytes(lacking) - _begun_bytes(target, lacking)
             needed += sum(p.total_bytes - p.done_bytes for p in self.progress())  # promised, and not written yet
-            for gone in await trio.to_thread.run_sync(self.library.make_room, needed, self._kept()):
-                logger.info("deleted to make room: %s", gone)
+            for deleted in await trio.to_thread.run_sync(self.library.make_room, needed, self._kept()):
+                logger.info("deleted to make room: %s", deleted)
 
             source = self._view().catalog.sources.get(target.model) if self._use_hub else None
             hub = Hub(source, manifest) if source else None
@@ -115,7 +115,7 @@ class Supply:
             def donors() -> dict[PeerId, frozenset[int]]:
                 return {**self._donors(target), **everywhere}
 
-            fetch = Fetch(self._rpc, target, wanted, donors, self._pace, hub)
+            fetch = Fetch(self._rpc, target, needed_groups, donors, self._pace, hub)
             self._fetches[target.model] = fetch
             await fetch.run()
             self._taken(sum(fetch.progress().given_bytes.values()))
@@ -135,15 +135,15 @@ class Supply:
 
     def _holders(self, model: ModelId) -> list[PeerId]:
         me, standing = self._rpc.network.peer_id, self._rpc.standing
-        held = (p for p, record in self._view().peers.items() if model in record.holds)
-        return sorted(p for p in held if p != me and not standing.is_shunned(p))
+        holders = (p for p, record in self._view().peers.items() if model in record.holds)
+        return sorted(p for p in holders if p != me and not standing.is_shunned(p))
 
     def _donors(self, target: ModelFolder) -> dict[PeerId, frozenset[int]]:
-        found = {}
+        donors = {}
         for peer in self._holders(target.model):
             self._rpc.network.learn(peer, self._addresses(peer))
-            found[peer] = groups_held(self._view().peers[peer].holds[target.model], target.head + 1)
-        return found
+            donors[peer] = groups_held(self._view().peers[peer].holds[target.model], target.head + 1)
+        return donors
 
     def _addresses(self, peer: PeerId) -> tuple[str, ...]:
         return self._view().peers[peer].addresses

@@ -45,21 +45,21 @@ class Changes:
         if not torch.isfinite(values).all():
             return
         for row, value in zip(rows, values, strict=True):
-            before = self._kept.get(row.id)
-            grows = value.numel() * value.element_size() - (_bytes(before[1]) if before is not None else 0)
-            if self.n_bytes + grows <= MOST_BYTES:
+            previous = self._kept.get(row.id)
+            growth = value.numel() * value.element_size() - (_bytes(previous[1]) if previous is not None else 0)
+            if self.n_bytes + growth <= MOST_BYTES:
                 self._kept[row.id] = row.times + 1, value.clone()
-                self.n_bytes += grows
-            elif before is not None:
+                self.n_bytes += growth
+            elif previous is not None:
                 del self._kept[row.id]
-                self.n_bytes -= _bytes(before[1])
+                self.n_bytes -= _bytes(previous[1])
 
-    def _times(self, row: bytes, like: torch.Tensor) -> int:
+    def _times(self, row: bytes, hidden: torch.Tensor) -> int:
         times, value = self._kept.get(row, (0, None))
-        return times if value is not None and value.shape == like.shape[1:] and value.dtype == like.dtype else 0
+        return times if value is not None and value.shape == hidden.shape[1:] and value.dtype == hidden.dtype else 0
 
-    def _base(self, rows: tuple[MicroBatchRow, ...], like: torch.Tensor) -> torch.Tensor:
-        nothing = torch.zeros(like.shape[1:], dtype=like.dtype)
+    def _base(self, rows: tuple[MicroBatchRow, ...], hidden: torch.Tensor) -> torch.Tensor:
+        nothing = torch.zeros(hidden.shape[1:], dtype=hidden.dtype)
         return torch.stack([self._kept[row.id][1] if row.times else nothing for row in rows])
 
 
@@ -68,12 +68,12 @@ def rows_of(hidden: torch.Tensor, mask: torch.Tensor | None) -> tuple[MicroBatch
 
     ``mask`` [b, t] says where there is something, if rows are padded.
     """
-    found = []
+    rows = []
     for i, row in enumerate(hidden.detach().cpu()):
-        there = row if mask is None else row[mask[i].bool().cpu()]
-        half = there[len(there) // 2 :].contiguous().view(torch.uint8)
-        found.append(MicroBatchRow(hashlib.blake2b(half.numpy().tobytes(), digest_size=ID_BYTES).digest()))
-    return tuple(found)
+        tokens = row if mask is None else row[mask[i].bool().cpu()]
+        half = tokens[len(tokens) // 2 :].contiguous().view(torch.uint8)
+        rows.append(MicroBatchRow(hashlib.blake2b(half.numpy().tobytes(), digest_size=ID_BYTES).digest()))
+    return tuple(rows)
 
 
 def _bytes(values: torch.Tensor) -> int:

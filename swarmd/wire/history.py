@@ -130,15 +130,15 @@ class History:
 
     def _parts(self, start: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Hidden states and positions of live tokens ``start`` to ``end``, piece by piece."""
-        whole: list[tuple[torch.Tensor, torch.Tensor]] = []
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._hidden is not None and self._positions is not None:
-            whole.append((self._hidden[:, : self.n_tokens], self._positions[:, : self.n_tokens]))
+            parts.append((self._hidden[:, : self.n_tokens], self._positions[:, : self.n_tokens]))
         for sent in self._recent:
-            _crop(whole, cropped(sent.edits))
+            _crop(parts, cropped(sent.edits))
             if sent.hidden is not None and sent.positions is not None:
-                whole.append((sent.hidden, sent.positions))
+                parts.append((sent.hidden, sent.positions))
         wanted, at = [], 0
-        for hidden, positions in whole:
+        for hidden, positions in parts:
             window = slice(max(0, start - at), max(0, end - at))
             wanted.append((hidden[:, window], positions[:, window]))
             at += hidden.shape[1]
@@ -186,7 +186,7 @@ class History:
         if n_tokens <= capacity:
             return
         capacity = max(_FIRST_TOKENS, 2 * capacity, n_tokens)
-        before = self._budget.used_bytes
+        used_before = self._budget.used_bytes
         hidden = self._budget.allocate((b, capacity, d), dtype)
         positions = torch.empty((b, capacity), dtype=torch.int32)
         mask = None if self._mask is None else torch.ones((b, capacity), dtype=torch.uint8)
@@ -195,7 +195,7 @@ class History:
             positions[:, : self.n_tokens] = self._positions[:, : self.n_tokens]
         if mask is not None and self._mask is not None:
             mask[:, : self.n_tokens] = self._mask[:, : self.n_tokens]
-        charged = self._budget.used_bytes - before
+        charged = self._budget.used_bytes - used_before
         self._budget.release(self._charged)
         self._charged = charged
         self._hidden, self._positions, self._mask = hidden, positions, mask
@@ -205,7 +205,7 @@ def _crop(parts: list[tuple[torch.Tensor, torch.Tensor]], n_tokens: int) -> None
     """Drop the last ``n_tokens`` of each row."""
     while n_tokens and parts:
         hidden, positions = parts.pop()
-        n_left = max(0, hidden.shape[1] - n_tokens)
-        n_tokens -= hidden.shape[1] - n_left
-        if n_left:
-            parts.append((hidden[:, :n_left], positions[:, :n_left]))
+        n_remaining = max(0, hidden.shape[1] - n_tokens)
+        n_tokens -= hidden.shape[1] - n_remaining
+        if n_remaining:
+            parts.append((hidden[:, :n_remaining], positions[:, :n_remaining]))

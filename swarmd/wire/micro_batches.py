@@ -29,7 +29,7 @@ def forward_frames(
     With ``changes`` rows that the message names travel as such.
     """
     rows: tuple[MicroBatchRow, ...] = ()
-    came, base, frames = [], None, []
+    decoded, base, frames = [], None, []
     if changes is not None and message.rows:
         rows, base = changes.before(message.rows, hidden)
         hidden = hidden.detach().cpu() - base
@@ -52,10 +52,12 @@ def forward_frames(
         if base is None:
             yield frame
             continue
-        came.append(read_values(meta, memoryview(payload)))
+        decoded.append(read_values(meta, memoryview(payload)))
         frames.append(frame)
     if changes is not None and base is not None:
-        changes.note(rows, base + torch.cat(came, 1))  # before anything waits: the same row may be sent again meanwhile
+        changes.note(
+            rows, base + torch.cat(decoded, 1)
+        )  # before anything waits: the same row may be sent again meanwhile
     yield from frames
 
 

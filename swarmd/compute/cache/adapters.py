@@ -159,16 +159,16 @@ class SpanAdapters:
     def _add(self, module: str, _: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor | None:
         if not self._now:
             return None
-        entering = args[0].reshape(-1, args[0].shape[-1])
-        if entering.shape[0] != sum(n for n, _ in self._now):
-            raise RuntimeError(f"{module} sees {entering.shape[0]} tokens of {sum(n for n, _ in self._now)}")
-        parts, at = [], 0
-        whole = out.reshape(-1, out.shape[-1])
+        inputs = args[0].reshape(-1, args[0].shape[-1])
+        if inputs.shape[0] != sum(n for n, _ in self._now):
+            raise RuntimeError(f"{module} sees {inputs.shape[0]} tokens of {sum(n for n, _ in self._now)}")
+        parts, offset = [], 0
+        base_output = out.reshape(-1, out.shape[-1])
         for n_tokens, lora in self._now:
-            part, update = whole[at : at + n_tokens], lora.updates.get(module)
+            part, update = base_output[offset : offset + n_tokens], lora.updates.get(module)
             if update is not None:
                 a, b, scale = update
-                part = part + ((entering[at : at + n_tokens].to(a.dtype) @ a.T @ b.T) * scale).to(part.dtype)
+                part = part + ((inputs[offset : offset + n_tokens].to(a.dtype) @ a.T @ b.T) * scale).to(part.dtype)
             parts.append(part)
-            at += n_tokens
+            offset += n_tokens
         return torch.cat(parts).view(out.shape)

@@ -35,9 +35,9 @@ def pack_state(cache: SpanCache, history: History, mask: torch.Tensor | None, n_
     for index, layer in enumerate(cache.owned):
         for name, tensor in layer_state(layer).items():
             tensors[f"layer.{index}.{name}"] = tensor
-    whole = next(iter(history.base(1 << 62)), None)
-    if whole is not None:
-        _put(tensors, "base", whole[2])
+    merged = next(iter(history.base(1 << 62)), None)
+    if merged is not None:
+        _put(tensors, "base", merged[2])
     tensors["base.reached"] = torch.tensor([history.base_seq, int(history.record_past)])
     recent = list(history.after(0))
     if len(recent) > MAX_RECENT:
@@ -63,9 +63,9 @@ class StateShape:
 
 
 def unpack_state_untrusted(
-    raw: bytes, cache: SpanCache, history: History, like: SpanCache, shape: StateShape
+    raw: bytes, cache: SpanCache, history: History, example: SpanCache, shape: StateShape
 ) -> tuple[int, torch.Tensor | None]:
-    """Put encoded state in place; returns (tokens, mask). ``like`` is a cache of the same hop with one token in it.
+    """Put encoded state in place; returns (tokens, mask). ``example`` is a cache of the same hop with one token in it.
 
     Raises Refused, after which the session is to be dropped.
     """
@@ -75,7 +75,7 @@ def unpack_state_untrusted(
         if not 0 <= n_tokens <= shape.max_tokens:
             raise Refused(Code.TOO_LONG, f"caches of {n_tokens} tokens, this session reserved {shape.max_tokens}")
         for index, layer in enumerate(cache.owned):
-            _restore(layer, like.owned[index], tensors, index, shape.n_rows, n_tokens)
+            _restore(layer, example.owned[index], tensors, index, shape.n_rows, n_tokens)
         _restore_history(tensors, history, shape)
         mask = tensors.get("mask")
         if mask is not None and (tuple(mask.shape) != (shape.n_rows, n_tokens) or mask.dtype != torch.uint8):
@@ -113,11 +113,11 @@ def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> N
         raise Refused(Code.MALFORMED, f"a history up to op {reached}, for op {shape.seq}")
 
 
-def _restore(layer: Any, like: Any, tensors: Tensors, index: int, n_rows: int, n_tokens: int) -> None:
+def _restore(layer: Any, example: Any, tensors: Tensors, index: int, n_rows: int, n_tokens: int) -> None:
     prefix = f"layer.{index}."
     state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     try:
-        restore_layer_untrusted(layer, like, state, n_rows, n_tokens)
+        restore_layer_untrusted(layer, example, state, n_rows, n_tokens)
     except Refused as error:
         raise Refused(error.code, f"layer {index}: {error}") from None
     except RemoteProtocolError as error:

@@ -114,8 +114,8 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         """Add new tokens; returns what was there before them, or of that what is shared, and all behind it."""
         new = self._store(keys), self._store(values)
         if self.beginning is not None:
-            before, behind = self.beginning, self._append(*new)
-            return (self.read(before[0]), self.read(before[1])), (self.read(behind[0]), self.read(behind[1]))
+            shared, behind = self.beginning, self._append(*new)
+            return (self.read(shared[0]), self.read(shared[1])), (self.read(behind[0]), self.read(behind[1]))
         n_past = self.get_seq_length()
         all_keys, all_values = map(self.read, self._append(*new))
         first, rest = slice(n_past), slice(n_past, None)
@@ -154,13 +154,13 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         if not tokens_to_remove or not self.is_initialized:
             return
         self._catch_up()
-        n_left = self.n_behind + tokens_to_remove
-        if self.beginning is None or n_left >= 0:
-            self._keys, self._values = self._keys[:, :, :n_left], self._values[:, :, :n_left]
+        n_remaining = self.n_behind + tokens_to_remove
+        if self.beginning is None or n_remaining >= 0:
+            self._keys, self._values = self._keys[:, :, :n_remaining], self._values[:, :, :n_remaining]
             return
-        n_left += self.n_shared
-        keys, values = (part[:, :, :n_left] for part in self.beginning)
-        is_most = 2 * n_left >= _n_held(keys)  # else a few tokens would keep many in memory
+        n_remaining += self.n_shared
+        keys, values = (part[:, :, :n_remaining] for part in self.beginning)
+        is_most = 2 * n_remaining >= _n_held(keys)  # else a few tokens would keep many in memory
         self.beginning = (keys, values) if is_most else (_own(keys), _own(values))
         self.lazy_initialization(keys, values)
 
@@ -325,9 +325,9 @@ class SpanCache:
         for index, layer in enumerate(layers):
             if span and span.start <= index < span.end:
                 continue
-            twin = by_type.get(type(layer))
-            if twin is not None:
-                layers[index] = twin
+            substitute = by_type.get(type(layer))
+            if substitute is not None:
+                layers[index] = substitute
             elif isinstance(layer, CacheLayerMixin):
                 layers[index] = PlaceholderLayer(getattr(layer, "is_sliding", False))
                 self.ghosts.append(layers[index])

@@ -27,20 +27,20 @@ class AttentionRow(NamedTuple):
 
 def attend(rows: list[AttentionRow], scale: float | None) -> list[torch.Tensor]:
     """Attention of each session, [b, t, h, d]. Only on CPUs, whose kernel tells the log-sums at any batch."""
-    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+    by_prefix: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         keys = row.beginning[0]
-        alike[keys.data_ptr(), keys.shape[2]].append(index)
+        by_prefix[keys.data_ptr(), keys.shape[2]].append(index)
     packed = [_packed(row) for row in rows]
     outs: list[torch.Tensor] = [torch.empty(0)] * len(rows)
-    for indices in alike.values():
-        together = torch.cat([packed[i] for i in indices], 2) if len(indices) > 1 else packed[indices[0]]
-        first, first_log = _attend(together, rows[indices[0]].beginning, None, scale)
-        at = 0
+    for indices in by_prefix.values():
+        queries = torch.cat([packed[i] for i in indices], 2) if len(indices) > 1 else packed[indices[0]]
+        first, first_log = _attend(queries, rows[indices[0]].beginning, None, scale)
+        start = 0
         for i in indices:
-            end = at + packed[i].shape[2]
-            outs[i] = _merged(rows[i], packed[i], first[:, :, at:end], first_log[:, :, at:end], scale)
-            at = end
+            end = start + packed[i].shape[2]
+            outs[i] = _merged(rows[i], packed[i], first[:, :, start:end], first_log[:, :, start:end], scale)
+            start = end
     return outs
 
 
@@ -64,10 +64,10 @@ def _merged(
 
 
 def _attend(
-    query: torch.Tensor, kept: Kept, mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor, keys_and_values: Kept, mask: torch.Tensor | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The mix of values [b, heads, n, d], and the log of the sum of its weights [b, heads, n]."""
     out: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, *kept, attn_mask=mask, scale=scale
+        query, *keys_and_values, attn_mask=mask, scale=scale
     )
     return out

@@ -40,8 +40,8 @@ def check_folder(folder: Path, manifest: Manifest) -> None:
     skeleton.decoder_layers(hollow)
     targets = skeleton.target_names(hollow, [tensor.name for tensor in manifest.tensors])
     state, settings = hollow.state_dict(), skeleton.text_config(config)
-    taken = {tensor.name for tensor in manifest.tensors if targets[tensor.name] in state}
-    tensors = [tensor for tensor in manifest.tensors if tensor.name in taken or not _is_leftover(tensor, settings)]
+    used_names = {tensor.name for tensor in manifest.tensors if targets[tensor.name] in state}
+    tensors = [tensor for tensor in manifest.tensors if tensor.name in used_names or not _is_leftover(tensor, settings)]
     _check_kinds(folder, tensors, targets, state)
     _check_families_of_tensors(folder, tensors, targets)
     _check_fit(folder, config, type(hollow), tensors)
@@ -58,8 +58,8 @@ def check_adapter(folder: Path, manifest: Manifest, base: Path) -> None:
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
     modules = {name_of_module(tensor.name) for tensor in manifest.tensors}
-    if beyond := sorted(modules - used.keys()):
-        raise ConfigError(f"{folder}: the adapter changes {some_of(beyond)}, and {base} has {len(layers)} blocks")
+    if unknown := sorted(modules - used.keys()):
+        raise ConfigError(f"{folder}: the adapter changes {some_of(unknown)}, and {base} has {len(layers)} blocks")
 
 
 def _without_numbers(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
@@ -74,8 +74,8 @@ def _is_leftover(tensor: Entry, settings: Any) -> bool:
     if LEFTOVERS.search(tensor.name) or (CAUSAL_MASK.search(tensor.name) and len(tensor.shape) == 4):
         return True
     n_blocks, n_more = settings.num_hidden_layers, getattr(settings, "num_nextn_predict_layers", None) or 0
-    found = re.search(r"(?:^|\.)layers\.(\d+)\.", tensor.name)
-    return found is not None and n_blocks <= int(found[1]) < n_blocks + n_more
+    block = re.search(r"(?:^|\.)layers\.(\d+)\.", tensor.name)
+    return block is not None and n_blocks <= int(block[1]) < n_blocks + n_more
 
 
 def _check_kinds(folder: Path, tensors: list[Entry], targets: dict[str, str], state: dict[str, Any]) -> None:
@@ -133,12 +133,12 @@ def _check_fit(folder: Path, config: PretrainedConfig, cls: type[PreTrainedModel
         )
     missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing:
-        held = f"; it holds {some_of(unknown)}, which no part of the model is called" if unknown else ""
-        raise ConfigError(f"{folder}: the checkpoint lacks tensors: {some_of(missing)}{held}")
+        extra = f"; it holds {some_of(unknown)}, which no part of the model is called" if unknown else ""
+        raise ConfigError(f"{folder}: the checkpoint lacks tensors: {some_of(missing)}{extra}")
     if unknown:
         raise ConfigError(
             f"{folder}: no part of {cls.__name__} as config.json describes it takes {some_of(unknown)}: "
             "leaving tensors out would make another model; see whether config.json belongs to these weights"
         )
-    for name, found, expected in sorted(info["mismatched_keys"]):
-        raise ConfigError(f"{folder}: {name} is {tuple(found)}, and by config.json it is {tuple(expected)}")
+    for name, shape, expected in sorted(info["mismatched_keys"]):
+        raise ConfigError(f"{folder}: {name} is {tuple(shape)}, and by config.json it is {tuple(expected)}")

@@ -53,12 +53,12 @@ def convert(path: Path, folder: Path, dtype: str, say: Callable[[str], None]) ->
     header = read_header(path)
     check_settings(header)
     check_words(header, say)
-    beside = [name for name in BESIDE if (path.parent / name).is_file()]
-    if beside:
-        say(f"{', '.join(beside)} beside it is not looked at: the file alone is the model")
-    with tempfile.TemporaryDirectory() as alone, building(f"{path} cannot be read as GGUF"):
-        (Path(alone) / LINK).symlink_to(path.resolve())  # the reader would take an adapter or a tokenizer beside it
-        model = _read(header, Path(alone), folder, say)
+    ignored_files = [name for name in BESIDE if (path.parent / name).is_file()]
+    if ignored_files:
+        say(f"{', '.join(ignored_files)} beside it is not looked at: the file alone is the model")
+    with tempfile.TemporaryDirectory() as temporary, building(f"{path} cannot be read as GGUF"):
+        (Path(temporary) / LINK).symlink_to(path.resolve())  # the reader would take an adapter or a tokenizer beside it
+        model = _read(header, Path(temporary), folder, say)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in _tied(model)}
     chosen = dtype if dtype != "auto" else _smallest(state)
     loss = max(_lost(tensor, getattr(torch, chosen)) for tensor in state.values())
@@ -66,9 +66,9 @@ def convert(path: Path, folder: Path, dtype: str, say: Callable[[str], None]) ->
     rounded = {name: tensor.to(getattr(torch, chosen)).contiguous() for name, tensor in state.items()}
     save_torch_state_dict(rounded, folder, max_shard_size=SHARD)
     model.generation_config.save_pretrained(folder)
-    written = {name: value for name, value in model.config.to_dict().items() if name not in NOT_OURS}
-    written |= {"dtype": chosen, "architectures": [type(model).__name__]}
-    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_OURS}
+    config |= {"dtype": chosen, "architectures": [type(model).__name__]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return Conversion(sum(tensor.numel() for tensor in state.values()), chosen, loss)
 
 

@@ -80,10 +80,10 @@ class _Reader:
     def number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
-    def count(self, what: str) -> int:
+    def count(self, plural: str) -> int:
         n = int(self.number("Q"))
         if n > MOST_ENTRIES:
-            raise ConfigError(f"{self._trouble}: it counts {n} {what}")
+            raise ConfigError(f"{self._trouble}: it counts {n} {plural}")
         return n
 
     def string(self) -> str:
@@ -96,12 +96,14 @@ class _Reader:
             return self.string()
         if kind != ARRAY:
             raise ConfigError(f"{self._trouble}: a setting is of kind {kind}, which the format does not have")
-        of, n = int(self.number("I")), int(self.number("Q"))
-        if of in NUMBERS:
-            size = struct.calcsize(f"<{NUMBERS[of]}")
-            return list(struct.unpack(f"<{n}{NUMBERS[of]}", self.take(n * size)))
-        if of != STRING:
-            raise ConfigError(f"{self._trouble}: a setting is a list of kind {of}, which the format does not have")
+        element_kind, n = int(self.number("I")), int(self.number("Q"))
+        if element_kind in NUMBERS:
+            size = struct.calcsize(f"<{NUMBERS[element_kind]}")
+            return list(struct.unpack(f"<{n}{NUMBERS[element_kind]}", self.take(n * size)))
+        if element_kind != STRING:
+            raise ConfigError(
+                f"{self._trouble}: a setting is a list of kind {element_kind}, which the format does not have"
+            )
         return [self.string() for _ in range(n)]
 
 
@@ -125,12 +127,12 @@ def _read(path: Path, reader: _Reader, trouble: str, size: int) -> GgufHeader:
     for _ in range(n_settings):
         key = reader.string()
         settings[key] = reader.value(reader.number("I"))
-    found = [_tensor_line(reader, trouble) for _ in range(n_tensors)]
+    entries = [_tensor_line(reader, trouble) for _ in range(n_tensors)]
     alignment = settings.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
         raise ConfigError(f"{trouble}: general.alignment is {alignment}")
     start = -(-reader.at // alignment) * alignment
-    tensors = {name: GgufTensor(name, shape, kind, start + at, n) for name, shape, kind, at, n in found}
+    tensors = {name: GgufTensor(name, shape, kind, start + at, n) for name, shape, kind, at, n in entries}
     if len(tensors) != n_tensors:
         raise ConfigError(f"{trouble}: it names a tensor twice")
     for tensor in tensors.values():
@@ -150,11 +152,11 @@ def _tensor_line(reader: _Reader, trouble: str) -> tuple[str, tuple[int, ...], i
     if n_dimensions > MOST_DIMENSIONS:
         raise ConfigError(f"{trouble}: {name} has {n_dimensions} dimensions")
     shape = tuple(int(reader.number("Q")) for _ in range(n_dimensions))[::-1]
-    kind, at = int(reader.number("I")), int(reader.number("Q"))
+    kind, offset = int(reader.number("I")), int(reader.number("Q"))
     if kind not in set(GGMLQuantizationType):
         raise ConfigError(f"{trouble}: {name} is of a kind ({kind}) that is not known here: it is newer, or damaged")
     n_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     n = 1
     for extent in shape:
         n *= extent
-    return name, shape, kind, at, n // n_block * block_bytes
+    return name, shape, kind, offset, n // n_block * block_bytes

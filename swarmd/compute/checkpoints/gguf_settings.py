@@ -89,33 +89,33 @@ SAME = 1e-3  # rotary factors that differ by less, relatively, are the same: the
 
 def check_settings(header: GgufHeader) -> None:
     """Refuse an architecture or a setting that is not understood, what is no whole model, and lists. ConfigError."""
-    path, settings, own = header.path, header.settings, header.own()
+    path, settings, arch_settings = header.path, header.settings, header.own()
     if settings.get("general.type", "model") == "adapter" or any(name.endswith(".lora_a") for name in header.tensors):
         raise ConfigError(
             f"{path} is an adapter (LoRA) in GGUF: swarmd reads adapters in PEFT's format, from safetensors"
         )
     if (n_parts := settings.get("split.count", 0)) > 1:
-        which = int(settings.get("split.no", 0)) + 1
+        number = int(settings.get("split.no", 0)) + 1
         raise ConfigError(
-            f"{path} is part {which} of {n_parts}: join them first (llama-gguf-split --merge {path.name} WHOLE.gguf)"
+            f"{path} is part {number} of {n_parts}: join them first (llama-gguf-split --merge {path.name} WHOLE.gguf)"
         )
     name = header.architecture
     if name not in UNDERSTOOD:
         known = ", ".join(sorted(UNDERSTOOD))
         raise ConfigError(f"{path}: GGUF of the architecture {name[:40]!r} is not read; those that are: {known}")
-    for key, value in sorted(own.items()):
+    for key, value in sorted(arch_settings.items()):
         if key in UNDERSTOOD[name] or key in REMARKS or value in OF_NO_CONSEQUENCE.get(key, ()):
             continue
         raise ConfigError(
             f"{path}: {name}.{key} is {str(value)[:40]}, which is not understood and may change what the "
             "model computes: take the model as safetensors"
         )
-    needed = [key for key in BY_READER[:3] + BY_READER[5:7] if key not in own]
+    needed = [key for key in BY_READER[:3] + BY_READER[5:7] if key not in arch_settings]
     if needed:
         raise ConfigError(f"{path}: {name}.{needed[0]} is missing, and the reader needs it: convert the model anew")
-    if none := [key for key in BY_READER if key in own and not own[key]]:
-        raise ConfigError(f"{path}: {name}.{none[0]} is {own[none[0]]}, which no model has")
-    lists = [key for key in BY_READER if isinstance(own.get(key), list) and name not in ONE_READER]
+    if empty := [key for key in BY_READER if key in arch_settings and not arch_settings[key]]:
+        raise ConfigError(f"{path}: {name}.{empty[0]} is {arch_settings[empty[0]]}, which no model has")
+    lists = [key for key in BY_READER if isinstance(arch_settings.get(key), list) and name not in ONE_READER]
     if lists:
         raise ConfigError(
             f"{path}: {name}.{lists[0]} is a list, a number for each block, and is read as one number only"
@@ -124,28 +124,30 @@ def check_settings(header: GgufHeader) -> None:
 
 def changes(header: GgufHeader, config: Any) -> dict[str, Any]:
     """What the file says of its model and the reader's ``config`` does not. Raises ConfigError where that cannot be."""
-    name, own = header.architecture, header.own()
+    name, arch_settings = header.architecture, header.own()
     if name in ONE_READER:
         return {}
-    found: dict[str, Any] = {"num_key_value_heads": own["attention.head_count_kv"]}
+    fields: dict[str, Any] = {"num_key_value_heads": arch_settings["attention.head_count_kv"]}
     for token, word in TOKENS.items():  # else a family's usual ones, which may mean anything here
-        found[token] = header.settings.get(f"tokenizer.ggml.{word}_token_id")
-    head_dim = own.get("attention.key_length", own["embedding_length"] // own["attention.head_count"])
+        fields[token] = header.settings.get(f"tokenizer.ggml.{word}_token_id")
+    head_dim = arch_settings.get(
+        "attention.key_length", arch_settings["embedding_length"] // arch_settings["attention.head_count"]
+    )
     if name == "llama":
-        head_dim = own.get("attention.key_length", own.get("rope.dimension_count", head_dim))
-    if own.get("attention.value_length", head_dim) != head_dim:
+        head_dim = arch_settings.get("attention.key_length", arch_settings.get("rope.dimension_count", head_dim))
+    if arch_settings.get("attention.value_length", head_dim) != head_dim:
         raise ConfigError(
-            f"{header.path}: keys of {head_dim} and values of {own['attention.value_length']} are not read"
+            f"{header.path}: keys of {head_dim} and values of {arch_settings['attention.value_length']} are not read"
         )
     if hasattr(config, "head_dim"):
-        found["head_dim"] = head_dim
-    elif head_dim != own["embedding_length"] // own["attention.head_count"]:
+        fields["head_dim"] = head_dim
+    elif head_dim != arch_settings["embedding_length"] // arch_settings["attention.head_count"]:
         raise ConfigError(f"{header.path}: heads of {head_dim} are not read in a {name}")
-    found |= _of_kind(header, config, head_dim)
-    rotary = found["rope_parameters"] = _rotary(header, config, head_dim)
+    fields |= _of_kind(header, config, head_dim)
+    rotary = fields["rope_parameters"] = _rotary(header, config, head_dim)
     if rotary.get("rope_type") == "longrope":  # Phi-3 reads it beside
-        found["original_max_position_embeddings"] = rotary["original_max_position_embeddings"]
-    return found
+        fields["original_max_position_embeddings"] = rotary["original_max_position_embeddings"]
+    return fields
 
 
 def used_here(header: GgufHeader) -> set[str]:
@@ -155,14 +157,14 @@ def used_here(header: GgufHeader) -> set[str]:
 
 def _of_kind(header: GgufHeader, config: Any, head_dim: int) -> dict[str, Any]:
     """What single architectures have beside attention and rotary angles."""
-    name, own = header.architecture, header.own()
-    found: dict[str, Any] = {}
+    name, arch_settings = header.architecture, header.own()
+    fields: dict[str, Any] = {}
     if name in ("llama", "qwen3", "qwen2moe", "qwen3moe"):
-        found["attention_bias"] = _has(header, r"attn_q\.bias")
+        fields["attention_bias"] = _has(header, r"attn_q\.bias")
     if name == "llama":
-        found["mlp_bias"] = _has(header, r"ffn_gate\.bias")
+        fields["mlp_bias"] = _has(header, r"ffn_gate\.bias")
     if name == "qwen2moe":
-        found["qkv_bias"] = found.pop("attention_bias")
+        fields["qkv_bias"] = fields.pop("attention_bias")
     renamed = {
         "expert_feed_forward_length": "moe_intermediate_size",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -170,44 +172,48 @@ def _of_kind(header: GgufHeader, config: Any, head_dim: int) -> dict[str, Any]:
         "final_logit_softcapping": "final_logit_softcapping",
         "attention.sliding_window": "sliding_window",
     }
-    found |= {renamed[key]: value for key, value in own.items() if key in renamed and key in UNDERSTOOD[name]}
-    if found.get("sliding_window") == 0:
-        found["sliding_window"] = None
+    fields |= {
+        renamed[key]: value for key, value in arch_settings.items() if key in renamed and key in UNDERSTOOD[name]
+    }
+    if fields.get("sliding_window") == 0:
+        fields["sliding_window"] = None
     if name in GEMMA_27B:
-        is_27b = own["block_count"] == GEMMA_27B[name]
-        found["query_pre_attn_scalar"] = own["embedding_length"] // own["attention.head_count"] if is_27b else head_dim
-    return found
+        is_27b = arch_settings["block_count"] == GEMMA_27B[name]
+        fields["query_pre_attn_scalar"] = (
+            arch_settings["embedding_length"] // arch_settings["attention.head_count"] if is_27b else head_dim
+        )
+    return fields
 
 
 def _rotary(header: GgufHeader, config: Any, head_dim: int) -> dict[str, Any]:
     """transformers' parameters of the rotary angles. Raises ConfigError for a scaling that is not understood."""
-    path, name, own = header.path, header.architecture, header.own()
+    path, name, arch_settings = header.path, header.architecture, header.own()
     known: Mapping[str, Any] = dict(config.rope_parameters or {})
     if name == "gemma3":  # blocks that see a window have angles of their own, which are never scaled
-        near = {"rope_type": "default", "rope_theta": own.get("rope.freq_base_swa", 10_000.0)}
-        far = {"rope_theta": own.get("rope.freq_base", 1_000_000.0), **_scaling(header)}
+        near = {"rope_type": "default", "rope_theta": arch_settings.get("rope.freq_base_swa", 10_000.0)}
+        far = {"rope_theta": arch_settings.get("rope.freq_base", 1_000_000.0), **_scaling(header)}
         return {"sliding_attention": near, "full_attention": far}
-    found = {"rope_theta": own.get("rope.freq_base", 10_000.0), **_scaling(header)}
-    n_rotary = own.get("rope.dimension_count", head_dim)
+    rotary = {"rope_theta": arch_settings.get("rope.freq_base", 10_000.0), **_scaling(header)}
+    n_rotary = arch_settings.get("rope.dimension_count", head_dim)
     if name in PART_ROTARY:
-        found["partial_rotary_factor"] = n_rotary / head_dim
+        rotary["partial_rotary_factor"] = n_rotary / head_dim
     elif n_rotary != head_dim:
         raise ConfigError(f"{path}: {n_rotary} of a head's {head_dim} numbers rotate, which is not read in a {name}")
     elif "partial_rotary_factor" in known:
-        found["partial_rotary_factor"] = 1.0
-    return found
+        rotary["partial_rotary_factor"] = 1.0
+    return rotary
 
 
 def _scaling(header: GgufHeader) -> dict[str, Any]:
     """How rotary angles are scaled for texts longer than a model was first made for. Raises ConfigError."""
-    path, name, own = header.path, header.architecture, header.own()
-    kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor")
-    first_length = own.get("rope.scaling.original_context_length")
-    magnified = own.get("rope.scaling.attn_factor", 1.0)
+    path, name, arch_settings = header.path, header.architecture, header.own()
+    kind, factor = arch_settings.get("rope.scaling.type", "none"), arch_settings.get("rope.scaling.factor")
+    first_length = arch_settings.get("rope.scaling.original_context_length")
+    attention_factor = arch_settings.get("rope.scaling.attn_factor", 1.0)
     is_long = FACTORS_LONG in header.tensors or FACTORS_SHORT in header.tensors
     if is_long and name == "phi3" and kind in ("none", "longrope") and FREQUENCIES not in header.tensors:
         return _long(header, first_length)
-    if is_long or magnified != 1.0 or kind not in ("none", "linear", "yarn"):
+    if is_long or attention_factor != 1.0 or kind not in ("none", "linear", "yarn"):
         raise ConfigError(f"{path}: a scaling of rotary angles ({kind}, with what is beside it) that is not understood")
     if FREQUENCIES in header.tensors:
         if kind != "none":
@@ -215,52 +221,52 @@ def _scaling(header: GgufHeader) -> dict[str, Any]:
         return _as_llama3(header)
     if kind == "none":
         return {"rope_type": "default"}
-    found: dict[str, Any] = {"rope_type": kind}
+    scaling: dict[str, Any] = {"rope_type": kind}
     needed = {"factor": factor, "original_context_length": first_length if kind == "yarn" else 1}
     for key, value in needed.items():
         if not value:
             raise ConfigError(f"{path}: {name}.rope.scaling.{key} is missing, with rope.scaling.type {kind}")
-    found["factor"] = factor
+    scaling["factor"] = factor
     if kind == "yarn":
-        found["original_max_position_embeddings"] = first_length
-    return found
+        scaling["original_max_position_embeddings"] = first_length
+    return scaling
 
 
 def _long(header: GgufHeader, first_length: int | None) -> dict[str, Any]:
     """Phi-3's: a factor for each frequency, others within the first length than beyond it."""
-    own = header.own()
+    arch_settings = header.own()
     if first_length is None or not {FACTORS_SHORT, FACTORS_LONG} <= header.tensors.keys():
         raise ConfigError(
             f"{header.path}: of the rotary factors {FACTORS_SHORT}, {FACTORS_LONG} or their length is missing"
         )
-    found = {
+    scaling = {
         "rope_type": "longrope",
         "short_factor": header.floats(FACTORS_SHORT),
         "long_factor": header.floats(FACTORS_LONG),
         "original_max_position_embeddings": int(first_length),
     }
-    if "rope.scaling.attn_factor" in own:
-        found["attention_factor"] = float(own["rope.scaling.attn_factor"])
-    return found
+    if "rope.scaling.attn_factor" in arch_settings:
+        scaling["attention_factor"] = float(arch_settings["rope.scaling.attn_factor"])
+    return scaling
 
 
 def _as_llama3(header: GgufHeader) -> dict[str, Any]:
     """Llama 3.1's: the file has what each frequency is divided by, and transformers what that was made of."""
-    factors, own = header.floats(FREQUENCIES), header.own()
+    factors, arch_settings = header.floats(FREQUENCIES), header.own()
     n_rotary = 2 * len(factors)
-    base = float(own.get("rope.freq_base", 10_000.0))
+    base = float(arch_settings.get("rope.freq_base", 10_000.0))
     waves = [2 * math.pi * base ** (2 * i / n_rotary) for i in range(len(factors))]
     for first_length in (2**i for i in range(6, 21)):
-        found = {
+        scaling = {
             "rope_type": "llama3",
             "factor": max(factors),
             "low_freq_factor": LLAMA3_LOW,
             "high_freq_factor": LLAMA3_HIGH,
             "original_max_position_embeddings": first_length,
         }
-        made = [_llama3_factor(wave, max(factors), first_length) for wave in waves]
-        if all(abs(a - b) <= SAME * b for a, b in zip(made, factors, strict=True)):
-            return found
+        candidate = [_llama3_factor(wave, max(factors), first_length) for wave in waves]
+        if all(abs(a - b) <= SAME * b for a, b in zip(candidate, factors, strict=True)):
+            return scaling
     raise ConfigError(
         f"{header.path}: the factors in {FREQUENCIES} are of no scaling that is understood (Llama 3.1's is)"
     )

@@ -79,11 +79,13 @@ def rehearse(folder: Path, config: PretrainedConfig) -> None:
 def _small_models(config: PretrainedConfig) -> Iterator[PreTrainedModel]:
     """Models of the narrowest widths that give finite numbers, drawn anew each time."""
     written, text = config.to_dict(), skeleton.text_config(config).to_dict()
-    least = _narrowest_head(text)
-    widths = [d for d in DIVISORS if least % d == 0 and least // d >= min(LEAST_WIDTH, least)]
-    most = _common_heads(text)
-    for of_heads, of_width in itertools.product(sorted({most, max(1, most // 4), 1}, reverse=True), widths):
-        settings = _narrowed(written, of_width, of_heads)
+    head_width = _narrowest_head(text)
+    widths = [d for d in DIVISORS if head_width % d == 0 and head_width // d >= min(LEAST_WIDTH, head_width)]
+    common_heads = _common_heads(text)
+    for heads_divisor, width_divisor in itertools.product(
+        sorted({common_heads, max(1, common_heads // 4), 1}, reverse=True), widths
+    ):
+        settings = _narrowed(written, width_divisor, heads_divisor)
         for seed in itertools.count():
             model = _built(type(config), settings, seed)
             if model is None:
@@ -103,39 +105,39 @@ def _built(kind: type[PretrainedConfig], settings: dict[str, Any], seed: int) ->
                 return None
             model = cls(config).float().eval()
             _draw(model, torch.Generator().manual_seed(seed))
-            seen = _watched(model, skeleton.decoder_layers(model), 0)
+            trace = _watched(model, skeleton.decoder_layers(model), 0)
     except ConfigError as error:
         logger.debug("%s", error)
         return None  # these widths do not fit together, or nothing can be said of the family
-    return model if all(torch.isfinite(out).all() for _, out in seen) else None
+    return model if all(torch.isfinite(out).all() for _, out in trace) else None
 
 
 def _try_apart(model: PreTrainedModel) -> tuple[str, bool]:
     """Do what a worker does with the blocks: why that fails, "" if it does not, and whether the reason was seen."""
     family = str(model.config.model_type)
-    seen = _watched(model, skeleton.decoder_layers(model), 0)
-    needed = _needed(model, seen)
-    with tempfile.TemporaryDirectory() as place:
-        model.save_pretrained(place)
+    trace = _watched(model, skeleton.decoder_layers(model), 0)
+    needed = _needed(model, trace)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
         try:
             with skeleton.building("a trial fails"):
-                _compare(Path(place), seen)
+                _compare(Path(folder), trace)
         except ConfigError as error:
             if needed:
                 listed = " and ".join(needed)
                 return f"blocks of {family} need {listed}, and peers hand on one stream of hidden states only", True
-            words = str(error).replace(place, "").removesuffix(": this family cannot be served")
+            words = str(error).replace(folder, "").removesuffix(": this family cannot be served")
             reason = " ".join(words.removesuffix(": unsupported family").split())[:300]
             return f"blocks of {family} cannot be computed one by one ({reason})", False
     return "", False
 
 
-def _compare(folder: Path, seen: Seen) -> None:
+def _compare(folder: Path, trace: Seen) -> None:
     """A worker's own tests, and the blocks one by one against all. Raises ConfigError, or what a family raises."""
-    every = Span(0, len(seen))
+    every = Span(0, len(trace))
     span = LoadedSpan(folder, every, torch.float32, is_quick=False)
     span.self_test()
-    hidden, expected = seen[0][0]["hidden_states"], seen[-1][1]
+    hidden, expected = trace[0][0]["hidden_states"], trace[-1][1]
     positions = torch.arange(N_TOKENS).unsqueeze(0)
     for block in every.blocks():
         hidden = span.forward(hidden, positions, hop=Span(block, block + 1))
@@ -146,36 +148,36 @@ def _compare(folder: Path, seen: Seen) -> None:
         LoadedSpan(folder, Span(len(every) // 2, len(every)), torch.float32, is_quick=False).self_test()
 
 
-def _needed(model: PreTrainedModel, one: Seen) -> list[str]:
+def _needed(model: PreTrainedModel, trace: Seen) -> list[str]:
     """What blocks are given beside hidden states that changes with the tokens, and hidden states of another form."""
-    other = _watched(model, skeleton.decoder_layers(model), 1)
-    found: list[str] = []
+    other_trace = _watched(model, skeleton.decoder_layers(model), 1)
+    names: list[str] = []
     width = skeleton.text_config(model.config).hidden_size
-    shapes = {tuple(given["hidden_states"].shape) for given, _ in one}
+    shapes = {tuple(inputs["hidden_states"].shape) for inputs, _ in trace}
     if any(len(shape) != 3 or shape[-1] != width for shape in shapes):
-        found.append("several streams of hidden states")
-    for (given, _), (changed, _) in zip(one, other, strict=True):
-        for name in given:
-            if name != "hidden_states" and name not in found and not _same(given[name], changed.get(name)):
-                found.append(name)
-    return found
+        names.append("several streams of hidden states")
+    for (inputs, _), (other_inputs, _) in zip(trace, other_trace, strict=True):
+        for name in inputs:
+            if name != "hidden_states" and name not in names and not _same(inputs[name], other_inputs.get(name)):
+                names.append(name)
+    return names
 
 
 @torch.no_grad()
 def _watched(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> Seen:
     """Compute one text, and note what each block is given and gives."""
-    seen: Seen = []
-    given: list[dict[str, Any]] = []
+    trace: Seen = []
+    layer_inputs: list[dict[str, Any]] = []
 
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = list(inspect.signature(type(layer).forward).parameters)[1:]
         by_name = {**dict(zip(names, args, strict=False)), **kwargs}
         first = next(iter(by_name)) if "hidden_states" not in by_name else "hidden_states"
         by_name = {"hidden_states": by_name.pop(first), **by_name}
-        given.append({name: _copied(value) for name, value in by_name.items()})
+        layer_inputs.append({name: _copied(value) for name, value in by_name.items()})
 
     def leave(layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        seen.append((given[-1], (out[0] if isinstance(out, tuple) else out).clone()))
+        trace.append((layer_inputs[-1], (out[0] if isinstance(out, tuple) else out).clone()))
 
     hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(leave) for layer in layers]
@@ -186,7 +188,7 @@ def _watched(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> Seen:
     finally:
         for hook in hooks:
             hook.remove()
-    return seen
+    return trace
 
 
 def _copied(value: Any) -> Any:
@@ -194,18 +196,18 @@ def _copied(value: Any) -> Any:
     if torch.is_tensor(value):
         return value.clone()
     if isinstance(value, Mapping):
-        return {key: _copied(below) for key, below in value.items()}
-    return [_copied(below) for below in value] if isinstance(value, list | tuple) else None
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list | tuple) else None
 
 
-def _same(one: Any, other: Any) -> bool:
-    if torch.is_tensor(one) and torch.is_tensor(other):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return one is None and other is None
+def _same(first: Any, second: Any) -> bool:
+    if torch.is_tensor(first) and torch.is_tensor(second):
+        return first.shape == second.shape and torch.equal(first, second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return first is None and second is None
 
 
 def _draw(model: nn.Module, rng: torch.Generator) -> None:
@@ -218,35 +220,35 @@ def _draw(model: nn.Module, rng: torch.Generator) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=rng).to(parameter.dtype) * 0.05)
 
 
-def _narrowed(settings: Mapping[str, Any], of_width: int, of_heads: int) -> dict[str, Any]:
+def _narrowed(settings: Mapping[str, Any], width_divisor: int, heads_divisor: int) -> dict[str, Any]:
     """The same settings with heads, widths, experts and vocabulary of a small model, at whatever depth."""
-    found: dict[str, Any] = {}
+    narrow: dict[str, Any] = {}
     for name, value in settings.items():
-        divisor = _divisor(str(name), of_width, of_heads)
+        divisor = _divisor(str(name), width_divisor, heads_divisor)
         if isinstance(value, dict):
-            found[name] = _narrowed(value, of_width, of_heads)
+            narrow[name] = _narrowed(value, width_divisor, heads_divisor)
         elif _is_count(value) and divisor > 1:
-            found[name] = max(1, value // divisor)
+            narrow[name] = max(1, value // divisor)
         elif isinstance(value, list) and value and all(map(_is_count, value)) and divisor > 1:
-            found[name] = [max(1, number // divisor) for number in value]
+            narrow[name] = [max(1, number // divisor) for number in value]
         elif name in EXPERTS and _is_count(value):
-            found[name] = min(value, MOST_EXPERTS)
+            narrow[name] = min(value, MOST_EXPERTS)
         elif name in VOCABULARIES and _is_count(value):
-            found[name] = min(value, SMALL_VOCABULARY)
+            narrow[name] = min(value, SMALL_VOCABULARY)
         elif str(name).endswith("token_id") and isinstance(value, int | list):
-            found[name] = 0
+            narrow[name] = 0
         else:
-            found[name] = value
-    return found
+            narrow[name] = value
+    return narrow
 
 
-def _divisor(name: str, of_width: int, of_heads: int) -> int:
+def _divisor(name: str, width_divisor: int, heads_divisor: int) -> int:
     """What a setting of this name is divided by."""
     if WIDTHS_OF_A_HEAD.search(name):
-        return of_width
+        return width_divisor
     if HEADS.search(name):
-        return of_heads
-    return of_width * of_heads if WIDTHS.search(name) else 1
+        return heads_divisor
+    return width_divisor * heads_divisor if WIDTHS.search(name) else 1
 
 
 def _is_count(value: Any) -> bool:
@@ -264,10 +266,10 @@ def _common_heads(text: Mapping[str, Any]) -> int:
 
 def _narrowest_head(text: Mapping[str, Any]) -> int:
     """The least width of a head, said or implied."""
-    said = [value for name, value in text.items() if str(name).endswith("head_dim") and _is_count(value)]
+    widths = [value for name, value in text.items() if str(name).endswith("head_dim") and _is_count(value)]
     width, n_heads = (_first_count(text, names) for names in (MODEL_WIDTHS, COUNTS_OF_HEADS))
     implied = width // n_heads if 0 < n_heads <= width else LEAST_WIDTH * DIVISORS[0]
-    return min(said, default=implied)
+    return min(widths, default=implied)
 
 
 def _first_count(text: Mapping[str, Any], names: tuple[str, ...]) -> int:

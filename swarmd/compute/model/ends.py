@@ -113,12 +113,12 @@ class Ends:
         return self._answered
 
 
-def put_int8_head(model: Any, compiled_in: Path) -> None:
+def put_int8_head(model: Any, compile_folder: Path) -> None:
     """Have a model's head computed in 8 bits. Raises ConfigError where that cannot be."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ConfigError(f"head = int8 is for plain linear heads, not {type(head).__name__}: say head = own")
-    model.set_output_embeddings(Int8Head(head, compiled_in))
+    model.set_output_embeddings(Int8Head(head, compile_folder))
 
 
 def all_look_back(settings: Any) -> bool:

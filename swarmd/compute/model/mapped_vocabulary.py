@@ -69,8 +69,8 @@ class MappedHead(_MappedMatrix):
             if len(self._asked) == OFTEN and self._asked[-1] - self._asked[0] < WITHIN_S:
                 self._kept = (self.weight,)
         parts = self._kept or torch.split(self._rows[0], PART_ROWS)
-        found = [nn.functional.linear(hidden, part.to(hidden.dtype)) for part in parts]
-        return found[0] if len(found) == 1 else torch.cat(found, -1)
+        logits = [nn.functional.linear(hidden, part.to(hidden.dtype)) for part in parts]
+        return logits[0] if len(logits) == 1 else torch.cat(logits, -1)
 
 
 def map_vocabulary(model: Any, folder: Path) -> None:
@@ -82,23 +82,23 @@ def map_vocabulary(model: Any, folder: Path) -> None:
     stored = _find(model, embedding, folder) if type(embedding) is nn.Embedding else None
     if type(head) is nn.Linear and head.bias is None:
         is_tied = stored is not None and head.weight is embedding.weight
-        own = stored if is_tied else _find(model, head, folder)
-        if own is not None:
-            model.set_output_embeddings(MappedHead(own, head.weight.dtype))
+        stored_head = stored if is_tied else _find(model, head, folder)
+        if stored_head is not None:
+            model.set_output_embeddings(MappedHead(stored_head, head.weight.dtype))
     if stored is not None:
         model.set_input_embeddings(MappedEmbedding(stored, embedding.weight.dtype))
 
 
 def _find(model: Any, module: Any, folder: Path) -> torch.Tensor | None:
     """The matrix of a module as its file holds it, mapped; None where the file has no such thing."""
-    where = skeleton.weight_map(folder)
-    name = next((f"{name}.weight" for name, found in model.named_modules() if found is module), "")
-    if name not in where:
+    files = skeleton.weight_map(folder)
+    name = next((f"{name}.weight" for name, candidate in model.named_modules() if candidate is module), "")
+    if name not in files:
         return None
-    with safe_open(folder / where[name], "pt") as file:
+    with safe_open(folder / files[name], "pt") as file:
         stored: torch.Tensor = file.get_tensor(name)
     is_same = stored.is_floating_point() and stored.shape == module.weight.shape
     if is_same and torch.equal(stored[:PART_ROWS].to(module.weight.dtype), module.weight[:PART_ROWS]):
         return stored
-    logger.info("%s is not what %s holds: it stays in memory", name, where[name])
+    logger.info("%s is not what %s holds: it stays in memory", name, files[name])
     return None

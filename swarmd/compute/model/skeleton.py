@@ -129,10 +129,14 @@ def read_config(folder: Path) -> PretrainedConfig:
     kind = CONFIG_MAPPING[family]
     fields = getattr(kind, "__dataclass_fields__", {})
     plain = configuration.plain(written)
-    own = fields.keys() - PretrainedConfig.__dataclass_fields__.keys()
-    if lost := sorted(k for k, v in written.items() if k in own and k not in plain and v != fields[k].default):
-        value = str(written[lost[0]])[:40]
-        raise ConfigError(f"{path}: {lost[0]} is {value!r}, expected numbers, flags, and words of letters and digits")
+    family_fields = fields.keys() - PretrainedConfig.__dataclass_fields__.keys()
+    if unreadable := sorted(
+        k for k, v in written.items() if k in family_fields and k not in plain and v != fields[k].default
+    ):
+        value = str(written[unreadable[0]])[:40]
+        raise ConfigError(
+            f"{path}: {unreadable[0]} is {value!r}, expected numbers, flags, and words of letters and digits"
+        )
     settings = {k: v for k, v in plain.items() if k in fields or not callable(getattr(kind, k, None))}
     with building(f"{path}: not a configuration of {family}"):
         return kind.from_dict(settings)
@@ -147,15 +151,15 @@ def read_generation(folder: Path) -> dict[str, Any]:
     written = manifest.read_json(path) if path.is_file() else {}
     if not isinstance(written, dict):
         raise ConfigError(f"{path}: expected a JSON object")
-    found = {name: written[name] for name in (*GENERATION_IDS, *GENERATION_NUMBERS) if written.get(name) is not None}
-    for name, value in found.items():
+    settings = {name: written[name] for name in (*GENERATION_IDS, *GENERATION_NUMBERS) if written.get(name) is not None}
+    for name, value in settings.items():
         values = value if isinstance(value, list) and name in GENERATION_IDS else [value]
         kinds = (int,) if name in GENERATION_IDS else (int, float)
         if not all(isinstance(v, kinds) and -1e6 < v < 1e9 for v in values) or len(values) > MAX_IDS:
             raise ConfigError(
                 f"{path}: {name} is {repr(value)[:64]}, expected {' or '.join(k.__name__ for k in kinds)}"
             )
-    return found
+    return settings
 
 
 @contextmanager
@@ -187,14 +191,14 @@ def longest_context(config: PretrainedConfig) -> int:
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Find the decoder's own list of layers: the shallowest ModuleList of the configured length."""
     n = text_config(model.config).num_hidden_layers
-    found = [
+    candidates = [
         (name.count("."), module)
         for name, module in model.get_decoder().named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == n
     ]
-    if not found:
+    if not candidates:
         raise ConfigError(f"{type(model).__name__} has no list of {n} decoder layers: unsupported family")
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(candidates, key=lambda pair: pair[0])[1]
 
 
 def family_class(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -260,21 +264,21 @@ def _read(
     quantize: str = "none",
     device: str = "cpu",
 ) -> PreTrainedModel:
-    where = weight_map(folder)
+    files = weight_map(folder)
     handles: dict[str, Any] = {}
     state = {}
     with building(f"{folder}: {type(config).__name__} cannot be loaded"):
-        for key in needed_keys(cls, config, list(where)):
-            handle = handles.get(where[key]) or handles.setdefault(where[key], safe_open(folder / where[key], "pt"))
+        for key in needed_keys(cls, config, list(files)):
+            handle = handles.get(files[key]) or handles.setdefault(files[key], safe_open(folder / files[key], "pt"))
             state[key] = handle.get_slice(key)
             if (kind := state[key].get_dtype()) not in shards.PLAIN_KINDS + OF_NO_WEIGHTS:
                 raise ConfigError(f"{folder}: {key} is of kind {kind}: quantised weights would be read as plain ones")
         _check_memory(folder, [tuple(s.get_shape()) for s in state.values()], dtype, quantize, device)
         bits = library_config(quantize)
-        how: dict[str, Any] = {"quantization_config": bits, "device_map": {"": device}} if bits else {}
+        quantisation: dict[str, Any] = {"quantization_config": bits, "device_map": {"": device}} if bits else {}
         with _loading:
             model, info = cls.from_pretrained(
-                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **how
+                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **quantisation
             )
     missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info.get("mismatched_keys", ()))
     missing += [name for name, tensor in model.named_parameters() if tensor.is_meta]
@@ -292,23 +296,23 @@ def _load_quantised(
     on_part: Callable[[str, int, int], None],
 ) -> PreTrainedModel:
     """Block by block, so that only one of them takes more than its bits. Raises ConfigError."""
-    where = torch.device(device)
-    if where.type not in ("cpu", "cuda"):
+    target = torch.device(device)
+    if target.type not in ("cpu", "cuda"):
         raise ConfigError(f"quantize = {kind} is for CPUs and CUDA, not for {device}: say none")
-    if where.type == "cuda" and (why := trouble(where)):
+    if target.type == "cuda" and (why := trouble(target)):
         raise ConfigError(f"quantize = {kind} on {device}: {why}: say none or nf4")
-    whole: PreTrainedModel | None = None
+    model: PreTrainedModel | None = None
     for n, block in enumerate(span.blocks()):
         on_part(f"reading blocks and rounding them to {kind}", n, len(span))
         part = load(folder, Span(block, block + 1), dtype, device=device)
         replace(part, partial(quantised, kind=kind), nn.Linear)
-        if whole is None:
-            whole = part
+        if model is None:
+            model = part
         else:
-            decoder_layers(whole)[block] = decoder_layers(part)[block]
-            _share_config(decoder_layers(part)[block], text_config(part.config), text_config(whole.config))
-    assert whole is not None
-    return whole
+            decoder_layers(model)[block] = decoder_layers(part)[block]
+            _share_config(decoder_layers(part)[block], text_config(part.config), text_config(model.config))
+    assert model is not None
+    return model
 
 
 def _share_config(module: nn.Module, old: Any, new: Any) -> None:
@@ -322,11 +326,11 @@ def _share_config(module: nn.Module, old: Any, new: Any) -> None:
 def _check_memory(folder: Path, shapes: list[Any], dtype: torch.dtype, quantize: str, device: str) -> None:
     needed = sum(tensor_bytes(shape, str(dtype).removeprefix("torch."), quantize) for shape in shapes)
     free = free_memory_bytes(device)
-    kept = f" ({OwnerReserve.n_bytes / 2**30:.2f} GiB are left to its owner)" if OwnerReserve.n_bytes else ""
+    reserve = f" ({OwnerReserve.n_bytes / 2**30:.2f} GiB are left to its owner)" if OwnerReserve.n_bytes else ""
     if needed + WORKSPACE_BYTES > free:
         raise ConfigError(
             f"{folder}: {needed / 2**30:.2f} GiB of weights and {WORKSPACE_BYTES >> 20} MiB to work in do not fit the "
-            f"{free / 2**30:.2f} GiB that are free on {device}{kept}: serve fewer blocks, or use bfloat16 or quantize"
+            f"{free / 2**30:.2f} GiB that are free on {device}{reserve}: serve fewer blocks, or use bfloat16 or quantize"
         )
 
 
@@ -335,18 +339,18 @@ def needed_keys(cls: type[PreTrainedModel], config: PretrainedConfig, keys: list
     with torch.device("meta"):
         hollow = cls(config)
     targets = target_names(hollow, keys)
-    wanted = hollow.state_dict()
-    return [key for key in keys if targets[key] in wanted]
+    state = hollow.state_dict()
+    return [key for key in keys if targets[key] in state]
 
 
 def target_names(hollow: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
     """Map checkpoint keys to the names that the library gives them in this model."""
-    wanted = hollow.state_dict()
+    state = hollow.state_dict()
     conversions = get_model_conversion_mapping(hollow)
     renames = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     prefix = hollow.base_model_prefix
-    return {k: k if k in wanted else rename_source_key(k, renames, converters, prefix, wanted)[0] for k in keys}
+    return {k: k if k in state else rename_source_key(k, renames, converters, prefix, state)[0] for k in keys}
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -355,16 +359,16 @@ def weight_map(folder: Path) -> dict[str, str]:
     if index.is_file():
         return dict(json.loads(index.read_text())["weight_map"])
     names = ["model.safetensors"] if (folder / "model.safetensors").is_file() else None
-    where: dict[str, str] = {}
+    files: dict[str, str] = {}
     for name in names or sorted(path.name for path in folder.glob("*.safetensors")):  # a folder that swarmd fills
         try:
             with safe_open(folder / name, "pt") as file:
-                where |= dict.fromkeys(file.keys(), name)
+                files |= dict.fromkeys(file.keys(), name)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{folder / name}: {error}") from None
-    if not where:
+    if not files:
         raise ConfigError(f"{folder} holds no safetensors")
-    return where
+    return files
 
 
 def _hollow_out(module: nn.Module, layers: nn.ModuleList) -> None:

@@ -32,8 +32,8 @@ def balance_factor(model: Any) -> float:
     if not is_balanced(model):
         return 0.0
     places = (model, *_configs(model))
-    found = [getattr(place, name, None) for place in places for name in FACTORS]
-    factor = next((f for f in found if f is not None), None)
+    candidates = [getattr(place, name, None) for place in places for name in FACTORS]
+    factor = next((f for f in candidates if f is not None), None)
     if factor is None:
         raise ConfigError(
             "config.json asks for the loss that balances experts (output_router_logits), and this family does not say "

@@ -84,22 +84,22 @@ class TrainedModel:
         """Add the gradient of the summed loss of ``rows`` [n, t + 1] to the other sum, and write it to ``into``."""
         self._fetch_parameters()
         loss = self._backward(rows, seed)
-        sums, before = self._pieces(self._shared[f"sum{into}"]), self._pieces(self._shared[f"sum{1 - into}"])
-        for (_, parameter), total, old in zip(self.parameters, sums, before, strict=True):
+        sums, previous_sums = self._pieces(self._shared[f"sum{into}"]), self._pieces(self._shared[f"sum{1 - into}"])
+        for (_, parameter), total, previous in zip(self.parameters, sums, previous_sums, strict=True):
             gradient = torch.zeros_like(total) if parameter.grad is None else parameter.grad.to("cpu")
             if is_fresh:
                 total.copy_(gradient)
             else:
-                torch.add(old, gradient, out=total)
+                torch.add(previous, gradient, out=total)
             parameter.grad = None
         return loss
 
     def compute_again(self, rows: torch.Tensor, seed: int, path: Path) -> float:
         """Add the gradient of the summed loss of ``rows`` [n, t + 1] to a sum, both on other memory (AGAIN)."""
-        others = self._vectors_at(path, AGAIN)
-        with self._standing_in(self._pieces(others["parameters"])):
+        vectors = self._vectors_at(path, AGAIN)
+        with self._standing_in(self._pieces(vectors["parameters"])):
             loss = self._backward(rows, seed)
-            for (_, parameter), total in zip(self.parameters, self._pieces(others["sum"]), strict=True):
+            for (_, parameter), total in zip(self.parameters, self._pieces(vectors["sum"]), strict=True):
                 if parameter.grad is not None:
                     total += parameter.grad.to("cpu")
                 parameter.grad = None
@@ -109,30 +109,30 @@ class TrainedModel:
         """Do the same rows give the same gradients however they are divided? Not with dropout or noise in a router."""
         n_tokens = min(TRIED_TOKENS, self._recipe.batch.tokens)  # a model may have no more positions
         rows = torch.randint(0, vocabulary, (2, n_tokens + 1), generator=torch.Generator().manual_seed(0))
-        together = self._gradient([rows], seed=1)
-        apart = self._gradient([rows[:1], rows[1:]], seed=2)
-        return float((together - apart).norm()) <= REPEATS_WITHIN * float(together.norm())
+        joint = self._gradient([rows], seed=1)
+        separate = self._gradient([rows[:1], rows[1:]], seed=2)
+        return float((joint - separate).norm()) <= REPEATS_WITHIN * float(joint.norm())
 
-    def _gradient(self, rows: list[torch.Tensor], seed: int) -> torch.Tensor:
+    def _gradient(self, batches: list[torch.Tensor], seed: int) -> torch.Tensor:
         """The gradient of the summed loss of some rows, flat, on the CPU."""
-        for some in rows:
-            self._backward(some, seed)
-        with_one = [p for _, p in self.parameters if p.grad is not None]
-        flat = torch.cat([p.grad.flatten().to("cpu") for p in with_one])  # type: ignore[union-attr]
-        for parameter in with_one:
+        for batch in batches:
+            self._backward(batch, seed)
+        with_gradient = [p for _, p in self.parameters if p.grad is not None]
+        flat = torch.cat([p.grad.flatten().to("cpu") for p in with_gradient])  # type: ignore[union-attr]
+        for parameter in with_gradient:
             parameter.grad = None
         return flat
 
     @contextlib.contextmanager
     def _standing_in(self, pieces: list[torch.Tensor]) -> Iterator[None]:
         """Compute on other parameters for a while."""
-        own = [parameter.data for _, parameter in self.parameters]
+        originals = [parameter.data for _, parameter in self.parameters]
         try:
             for (_, parameter), piece in zip(self.parameters, pieces, strict=True):
                 parameter.data = piece.to(self._device)
             yield
         finally:
-            for (_, parameter), values in zip(self.parameters, own, strict=True):
+            for (_, parameter), values in zip(self.parameters, originals, strict=True):
                 parameter.data = values
                 parameter.grad = None
 
@@ -151,7 +151,7 @@ class TrainedModel:
         """
         self._fetch_parameters()
         micro = self._recipe.batch.micro
-        loss = sum([self._backward(rows[at : at + micro], seed + at) for at in range(0, len(rows), micro)])
+        loss = sum([self._backward(rows[start : start + micro], seed + start) for start in range(0, len(rows), micro)])
         parameters: list[torch.Tensor] = [p for _, p in self.parameters]
         for parameter in parameters:
             if parameter.grad is None:
@@ -161,10 +161,10 @@ class TrainedModel:
         moments = {name: [p.to(self._device) for p in pieces] for name, pieces in shared.items()}
         take_step(self._recipe.optimizer, parameters, moments, learning_rate, number)
         if self._device != "cpu":
-            here = {**moments, LOCAL: [p.detach() for p in parameters]}
-            for name, pieces in here.items():
-                for kept, piece in zip(self._pieces(self._shared[name]), pieces, strict=True):
-                    kept.copy_(piece)
+            computed = {**moments, LOCAL: [p.detach() for p in parameters]}
+            for name, pieces in computed.items():
+                for shared_piece, piece in zip(self._pieces(self._shared[name]), pieces, strict=True):
+                    shared_piece.copy_(piece)
         return loss
 
     @property
@@ -182,8 +182,8 @@ class TrainedModel:
         """Add the gradients of the summed loss of ``rows`` [n, t + 1], which is returned, to the parameters'."""
         torch.manual_seed(seed)
         rows = rows.to(self._device)
-        together = rows.unsqueeze(1).unbind() if self._balance_factor else [rows]
-        loss = torch.stack([self._loss(some) for some in together]).sum()
+        batches = rows.unsqueeze(1).unbind() if self._balance_factor else [rows]
+        loss = torch.stack([self._loss(batch) for batch in batches]).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 

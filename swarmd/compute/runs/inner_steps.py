@@ -13,27 +13,27 @@ Tensors = list[torch.Tensor]
 
 
 def take_step(
-    asked: Optimizer, parameters: Tensors, moments: dict[str, Tensors], learning_rate: float, number: int
+    settings: Optimizer, parameters: Tensors, moments: dict[str, Tensors], learning_rate: float, number: int
 ) -> None:
     """Step ``number``, counted from 1, by the gradients in ``parameters``; changes them and ``moments`` in place."""
-    if asked.clip_norm:
-        torch.nn.utils.clip_grad_norm_(parameters, asked.clip_norm)
+    if settings.clip_norm:
+        torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": asked.weight_decay},
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer: torch.optim.Optimizer
-    if asked.kind == "adamw":
-        optimizer = torch.optim.AdamW(groups, learning_rate, (asked.beta1, asked.beta2), asked.epsilon)
+    if settings.kind == "adamw":
+        optimizer = torch.optim.AdamW(groups, learning_rate, (settings.beta1, settings.beta2), settings.epsilon)
         for i, parameter in enumerate(parameters):
             first, second = moments["moment1"][i], moments["moment2"][i]
-            done = torch.tensor(float(number - 1))
-            optimizer.state[parameter] = {"step": done, "exp_avg": first, "exp_avg_sq": second}
+            steps_done = torch.tensor(float(number - 1))
+            optimizer.state[parameter] = {"step": steps_done, "exp_avg": first, "exp_avg_sq": second}
     else:
         _decay(groups, learning_rate)
-        optimizer = torch.optim.SGD(parameters, learning_rate, asked.momentum)
+        optimizer = torch.optim.SGD(parameters, learning_rate, settings.momentum)
         for i, parameter in enumerate(parameters):
-            if asked.momentum:
+            if settings.momentum:
                 optimizer.state[parameter] = {"momentum_buffer": moments["momentum"][i]}
     optimizer.step()
     for parameter in parameters:

@@ -32,11 +32,11 @@ def with_lora(model: Any, rank: int, alpha: int, targets: Sequence[str], *, key:
         raise ConfigError(f"{key}: {ALL_LINEAR!r} means every linear module and stands alone, got {', '.join(targets)}")
     names = [name for name, _ in model.named_modules()]
     if unknown := [t for t in targets if t != ALL_LINEAR and not any(_is_meant(t, name) for name in names)]:
-        there = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
-        more = ", ..." if len(there) > SHOWN else ""
+        linear_names = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
+        ellipsis = ", ..." if len(linear_names) > SHOWN else ""
         raise ConfigError(
-            f"{key}: no module of this model is called {unknown[0]!r}; expected some of {', '.join(there[:SHOWN])}"
-            f"{more}, or {ALL_LINEAR!r}"
+            f"{key}: no module of this model is called {unknown[0]!r}; expected some of {', '.join(linear_names[:SHOWN])}"
+            f"{ellipsis}, or {ALL_LINEAR!r}"
         )
     chosen: Any = ALL_LINEAR if ALL_LINEAR in targets else list(targets) or None
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen, task_type=TaskType.CAUSAL_LM)
@@ -52,9 +52,9 @@ def names_of_targets(tuned: Any) -> tuple[str, ...]:
     targeted = set(tuned.base_model.targeted_module_names)
     short = {name.rpartition(".")[2] for name in targeted}
     plain = {name.removeprefix("base_model.model.").replace(".base_layer", "") for name, _ in tuned.named_modules()}
-    others = {name for name in plain if ".lora_" not in name} - targeted
-    means_others = any(_is_meant(target, name) for target in short for name in others)
-    return tuple(sorted(targeted if means_others else short))
+    other_names = {name for name in plain if ".lora_" not in name} - targeted
+    is_ambiguous = any(_is_meant(target, name) for target in short for name in other_names)
+    return tuple(sorted(targeted if is_ambiguous else short))
 
 
 def _is_meant(target: str, name: str) -> bool:

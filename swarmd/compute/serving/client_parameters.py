@@ -80,11 +80,11 @@ class ClientParameterStore:
         """A client's own parameters for a hop. Raises Refused where they are not held."""
         if not version:
             return NOTHING
-        found = self._held.pop((client, version, hop), None)
-        if found is None:
+        parameters = self._held.pop((client, version, hop), None)
+        if parameters is None:
             raise Refused(Code.NOT_HELD, f"the parameters {version.hex()[:12]} for blocks {hop} are not held here")
-        self._held[client, version, hop] = found  # the last used is dropped last
-        return found
+        self._held[client, version, hop] = parameters  # the last used is dropped last
+        return parameters
 
     def put(self, key: Key, part: tuple[int, int], piece: bytes) -> bool:
         """Take one piece; True once all are there. Raises Refused, at the latest for the last piece."""
@@ -122,15 +122,15 @@ class ClientParameterStore:
     def _make_room(self, client: bytes) -> None:
         """Drop what was used longest ago: of this client beyond its half, then of whoever holds most."""
         while True:
-            of_client: Counter[bytes] = Counter()
+            held_bytes: Counter[bytes] = Counter()
             count: Counter[bytes] = Counter()
             for (owner, _, _), tuned in self._held.items():
-                of_client[owner] += tuned.n_bytes
+                held_bytes[owner] += tuned.n_bytes
                 count[owner] += 1
-            if of_client[client] > self._limit_bytes // 2 or count[client] > MAX_VERSIONS:
+            if held_bytes[client] > self._limit_bytes // 2 or count[client] > MAX_VERSIONS:
                 owner = client
-            elif of_client.total() > self._limit_bytes or len(self._held) > 16 * MAX_VERSIONS:
-                owner = max(of_client, key=lambda c: (of_client[c], count[c]))
+            elif held_bytes.total() > self._limit_bytes or len(self._held) > 16 * MAX_VERSIONS:
+                owner = max(held_bytes, key=lambda c: (held_bytes[c], count[c]))
             else:
                 return
             if count[owner] == 1 and owner == client:
@@ -197,10 +197,10 @@ def _check_prefixes(span: LoadedSpan, hop: Span, prefixes: dict[int, dict[str, t
         raise ConfigError(f"a prefix has the same number of tokens, at most {MAX_PREFIX_TOKENS}, in all blocks")
     for block, layer in zip(hop.blocks(), span.example_cache(hop).owned, strict=True):
         for name in ("keys", "values"):
-            like = getattr(layer, name, None)
-            if not torch.is_tensor(like) or like.ndim != 4:
+            expected_part = getattr(layer, name, None)
+            if not torch.is_tensor(expected_part) or expected_part.ndim != 4:
                 raise ConfigError("this family's layers keep more than plain keys and values: no prefixes")
-            expected = (1, like.shape[1], n, like.shape[3])
+            expected = (1, expected_part.shape[1], n, expected_part.shape[3])
             if tuple(prefixes[block][name].shape) != expected:
                 raise ConfigError(f"{block}.{name} is {tuple(prefixes[block][name].shape)}, expected {expected}")
     return n

@@ -133,10 +133,12 @@ class Engine:
                 yield self._refuse(message, Refused(Code.SESSION_LOST, text))
                 return
             try:
-                own = tuned(message.client, message.tuned, Span(message.start, message.end))
-                if own.n_prefix >= message.max_tokens:
-                    raise Refused(Code.TOO_LONG, f"a prefix of {own.n_prefix} in a session of {message.max_tokens}")
-                session = HopSession(self.span, message, self._budget, own)
+                parameters = tuned(message.client, message.tuned, Span(message.start, message.end))
+                if parameters.n_prefix >= message.max_tokens:
+                    raise Refused(
+                        Code.TOO_LONG, f"a prefix of {parameters.n_prefix} in a session of {message.max_tokens}"
+                    )
+                session = HopSession(self.span, message, self._budget, parameters)
             except (Refused, *PASS_ERRORS, LookupError) as error:
                 yield self._refuse(message, Refused(Code.SESSION_LOST, str(error)[:500]))
                 return
@@ -159,7 +161,7 @@ class Engine:
     def _n_active(self, now: float) -> int:
         """How many sessions decode: they made a step a short time ago."""
         recent = now - max(MIN_ACTIVE_S, ACTIVE_PASSES * self._speed.decode_pass_s)
-        return sum(at > recent for at in self._stepped_at.values())
+        return sum(stepped_at > recent for stepped_at in self._stepped_at.values())
 
     def run_pass(self) -> Iterator[bytes]:
         """Compute one pass over what is ready."""
@@ -193,8 +195,10 @@ class Engine:
         now = self._clock()
         if not may_let_in(self._aside_s, now - self._passing_since - self._aside_s):
             return
-        others = [self._ready(key) for key in self._queues.keys() - self._passing if self._sessions[key].tokens_left]
-        steps = [r for r in others if r.is_decode and self._goes_aside(r.key)]
+        candidates = [
+            self._ready(key) for key in self._queues.keys() - self._passing if self._sessions[key].tokens_left
+        ]
+        steps = [r for r in candidates if r.is_decode and self._goes_aside(r.key)]
         waited_s = max((now - self._queues[r.key][0].came_at for r in steps), default=0.0)
         if not steps or patience_s(len(steps), self._n_active(now), waited_s, self._speed):
             return
@@ -245,20 +249,20 @@ class Engine:
         """The largest logits of all whose clients ask for them, where a head is here; without them clients have own."""
         if self._head is None:
             return {}
-        asked = {key: rows for key in answered if (rows := self._sessions[key].asked_of_head()) is not None}
-        if not asked:
+        rows_by_key = {key: rows for key in answered if (rows := self._sessions[key].asked_of_head()) is not None}
+        if not rows_by_key:
             return {}
         begun = self._clock()
         try:
-            found = self._head.largest(list(asked.values()))
+            packed = self._head.largest(list(rows_by_key.values()))
         except torch.AcceleratorError:
             raise
         except PASS_ERRORS:
             logger.exception("a head failed")
             return {}
-        for key in asked:
+        for key in rows_by_key:
             self._sessions[key].spent(self._clock() - begun)
-        return dict(zip(asked, found, strict=True))
+        return dict(zip(rows_by_key, packed, strict=True))
 
     def settle(self) -> Iterator[bytes]:
         """Add what the last pass gave to the histories, and begin the next ops. Call it after each pass."""
@@ -283,12 +287,12 @@ class Engine:
         """Whoever begins as another session of its client does takes over what that has computed."""
         for key in list(self._queues):
             session = self._sessions[key]
-            found = self._prefixes.longest(session.wanted_marks)
-            if found is None:
+            match = self._prefixes.longest(session.wanted_marks)
+            if match is None:
                 continue
             n_left = session.tokens_left
             try:
-                session.reuse(self._sessions[found[0]], found[1])
+                session.reuse(self._sessions[match[0]], match[1])
             except PASS_ERRORS as error:
                 logger.exception("a beginning could not be taken over")
                 yield from self._fail(key, Refused(Code.SESSION_LOST, f"an op failed: {error}"[:500]))

@@ -144,19 +144,19 @@ class Training:
         try:
             if lane is None:
                 raise Refused(Code.NO_SESSION, f"no lane {message.session.hex()[:8]} at block {message.start} here")
-            whole = self._collect(lane, message, payload)
+            collected = self._collect(lane, message, payload)
         except Refused as error:
             yield self._refuse(message, error)
             return
-        if whole is None:
+        if collected is None:
             self.handled += 1
             return
         self._n_taken += 1
         if all(w.work.client != lane.client for w in self._waiting):  # whoever was idle has no claim on what others got
-            others = [self._served.get(w.work.client, 0.0) for w in self._waiting]
-            self._served[lane.client] = max(self._served.get(lane.client, 0.0), min(others, default=0.0))
+            active = [self._served.get(w.work.client, 0.0) for w in self._waiting]
+            self._served[lane.client] = max(self._served.get(lane.client, 0.0), min(active, default=0.0))
         is_backward = isinstance(message, Backward)
-        steps = self._backward(lane, *whole) if is_backward else self._forward(key, lane, *whole)
+        steps = self._backward(lane, *collected) if is_backward else self._forward(key, lane, *collected)
         self._waiting.append(
             _WaitingPass(key, message, TuningPass(lane.client, is_backward, self._n_taken), steps, lane.weight)
         )
@@ -165,9 +165,9 @@ class Training:
         if isinstance(message, Forward):
             key = (message.session, message.start)
             return key, self._lanes.get(key)
-        ending = ((k, lane) for k, lane in self._lanes.items() if k[0] == message.session)
-        found = next(((k, lane) for k, lane in ending if lane.hop.end == message.start), None)
-        return found or ((message.session, message.start), None)
+        lanes = ((k, lane) for k, lane in self._lanes.items() if k[0] == message.session)
+        match = next(((k, lane) for k, lane in lanes if lane.hop.end == message.start), None)
+        return match or ((message.session, message.start), None)
 
     @staticmethod
     def _collect(
@@ -176,18 +176,18 @@ class Training:
         """Put parts together; None while some are missing. Raises Refused."""
         number, n_parts = message.part
         kind = (type(message), message.seq)
-        known = lane.parts.get(kind, [])
+        received = lane.parts.get(kind, [])
         if number == 0:
-            known = []
-        if number != len(known) or number >= n_parts or n_parts > MAX_PARTS:
+            received = []
+        if number != len(received) or number >= n_parts or n_parts > MAX_PARTS:
             lane.parts.pop(kind, None)
             lane.payloads.pop(kind, None)
-            raise Refused(Code.OP_GAP, f"part {number} of {n_parts} came after {len(known)}")
+            raise Refused(Code.OP_GAP, f"part {number} of {n_parts} came after {len(received)}")
         payloads = [*lane.payloads.pop(kind, []), payload] if number else [payload]
         lane.parts.pop(kind, None)
         if number + 1 == n_parts:
-            return [*known, message], payloads
-        lane.parts[kind], lane.payloads[kind] = [*known, message], payloads
+            return [*received, message], payloads
+        lane.parts[kind], lane.payloads[kind] = [*received, message], payloads
         return None
 
     def _take_tuned(self, message: PutTuned, payload: memoryview) -> Iterator[bytes]:
@@ -211,14 +211,14 @@ class Training:
         wants_graph = keeps = message.keep and self._keep(key, message.seq, lane, batch)
         hidden = batch.hidden
         for block in lane.hop.blocks():
-            entering, leaving = self._run_block(batch, block, hidden, wants_graph)
+            inputs, outputs = self._run_block(batch, block, hidden, wants_graph)
             if wants_graph:
-                batch.graphs.append((entering, leaving))
-            left = lane.hop.end - block - 1
-            if wants_graph and not self._has_room_for(left * batch.graph_bytes // len(batch.graphs)):
+                batch.graphs.append((inputs, outputs))
+            n_blocks_left = lane.hop.end - block - 1
+            if wants_graph and not self._has_room_for(n_blocks_left * batch.graph_bytes // len(batch.graphs)):
                 batch.drop_graphs()
                 wants_graph = False
-            hidden = leaving.detach()
+            hidden = outputs.detach()
             yield []
         if keeps:
             batch.is_whole = wants_graph
@@ -241,11 +241,11 @@ class Training:
                     yield []
             gradients: dict[str, torch.Tensor] = {}
             for block in reversed(lane.hop.blocks()):
-                entering, leaving = batch.graphs.pop()
+                inputs, outputs = batch.graphs.pop()
                 leaves = batch.tuned.of_block(block)
-                wanted = [entering, *leaves.values()]
-                gradient, *others = torch.autograd.grad(leaving, wanted, gradient, allow_unused=True)
-                for (name, leaf), value in zip(leaves.items(), others, strict=True):
+                sources = [inputs, *leaves.values()]
+                gradient, *leaf_gradients = torch.autograd.grad(outputs, sources, gradient, allow_unused=True)
+                for (name, leaf), value in zip(leaves.items(), leaf_gradients, strict=True):
                     gradients[name] = torch.zeros_like(leaf) if value is None else value
                 self._span.on_block()
                 yield []
@@ -278,11 +278,11 @@ class Training:
             raise Refused(Code.TOO_LONG, f"{text}: use shorter rows, or fewer rows in a micro-batch")
         tuned, device = self.tuned(lane.client, message.tuned, lane.hop), self._span.device
         mask = None
-        given = [m for m in masks if m is not None]
-        if given:
-            if len(given) < len(masks):
+        present_masks = [m for m in masks if m is not None]
+        if present_masks:
+            if len(present_masks) < len(masks):
                 raise Refused(Code.MALFORMED, "some parts have a mask and some have none")
-            mask = torch.cat([torch.ones(hidden.shape[0], tuned.n_prefix, dtype=torch.uint8), *given], 1).long()
+            mask = torch.cat([torch.ones(hidden.shape[0], tuned.n_prefix, dtype=torch.uint8), *present_masks], 1).long()
         if message.rows:
             hidden = (lane.changes[0] if lane.changes is not None else Changes()).take(message.rows, hidden)
             if not torch.isfinite(hidden).all():
@@ -310,23 +310,23 @@ class Training:
         return gradient.to(self._span.device)
 
     def _check_shape(self, part: Forward | Backward, n_rows: int) -> None:
-        got = (part.tensor.b, part.tensor.d, part.tensor.dtype)
+        received = (part.tensor.b, part.tensor.d, part.tensor.dtype)
         expected = (n_rows, self._span.hidden_size, str(self._span.dtype).removeprefix("torch."))
-        if got != expected:
-            raise Refused(Code.BAD_SHAPE, f"expected (batch, hidden, dtype) {expected}, got {got}")
+        if received != expected:
+            raise Refused(Code.BAD_SHAPE, f"expected (batch, hidden, dtype) {expected}, got {received}")
 
     def _run_block(
         self, batch: KeptBatch, block: int, hidden: torch.Tensor, with_graph: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One block: what entered, as a leaf, and what left it."""
         hop = Span(block, block + 1)
-        entering = hidden.detach().requires_grad_(with_graph)
+        inputs = hidden.detach().requires_grad_(with_graph)
         with torch.set_grad_enabled(with_graph), self._watched(batch):
             cache = self._span.new_cache(hop, with_gradients=True) if batch.tuned.n_prefix else None
             if cache is not None:
                 batch.tuned.fill(cache, hop.blocks(), hidden.shape[0])
             lora = batch.tuned.lora if batch.tuned.lora.updates else None
-            return entering, self._span.forward_with_grad(entering, batch.positions, batch.mask, hop, lora, cache)
+            return inputs, self._span.forward_with_grad(inputs, batch.positions, batch.mask, hop, lora, cache)
 
     @contextmanager
     def _watched(self, batch: KeptBatch) -> Iterator[None]:
@@ -371,16 +371,18 @@ class Training:
 
     def _keep(self, key: Key, seq: int, lane: _Lane, batch: KeptBatch) -> bool:
         """Keep a micro-batch for its backward if there is, or can be made, room for its input."""
-        kept = [b for held in self._lanes.values() for b in held.batches.values() if b.graph_bytes]
-        for other in sorted(kept, key=lambda b: -b.order):  # graphs before inputs, those needed last before others
+        with_graphs = [b for other_lane in self._lanes.values() for b in other_lane.batches.values() if b.graph_bytes]
+        for candidate in sorted(
+            with_graphs, key=lambda b: -b.order
+        ):  # graphs before inputs, those needed last before others
             if self._has_room_for(batch.n_bytes):
                 break
-            other.drop_graphs()
-        gone = make_room(self._held(), lane.client, batch.n_bytes, self._limit_bytes).action
-        if gone is None:
+            candidate.drop_graphs()
+        evicted = make_room(self._held(), lane.client, batch.n_bytes, self._limit_bytes).action
+        if evicted is None:
             return False
-        for owner, number in gone:
-            del self._lanes[owner].batches[number]
+        for lane_key, number in evicted:
+            del self._lanes[lane_key].batches[number]
         batch.order = self._n_taken
         lane.batches[seq] = batch
         return True
@@ -392,7 +394,7 @@ class Training:
         for waiting in [w for w in self._waiting if w.key == key]:
             self._waiting.remove(waiting)
             self.handled += 1
-        if all(other.client != lane.client for other in self._lanes.values()):
+        if all(other_lane.client != lane.client for other_lane in self._lanes.values()):
             self._served.pop(lane.client, None)
 
     def _refuse(self, message: WorkerMessage, error: Refused) -> bytes:

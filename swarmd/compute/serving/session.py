@@ -72,32 +72,32 @@ class HopSession:
     """Caches of one session for one hop of the loaded span."""
 
     def __init__(
-        self, span: LoadedSpan, opened: OpenSession, budget: Budget, tuned: ClientParameters = NOTHING
+        self, span: LoadedSpan, request: OpenSession, budget: Budget, tuned: ClientParameters = NOTHING
     ) -> None:
-        self.hop = Span(opened.start, opened.end)
-        self.session = opened.session
-        self.client = opened.client
-        self.n_rows = opened.batch
-        self.history = History(opened.grade == "exact", budget)
+        self.hop = Span(request.start, request.end)
+        self.session = request.session
+        self.client = request.client
+        self.n_rows = request.batch
+        self.history = History(request.grade == "exact", budget)
         self._span = span
-        self._max_tokens = opened.max_tokens
-        self._codec = opened.codec
-        adapter = span.adapters.get(opened.adapter) if opened.adapter else None
+        self._max_tokens = request.max_tokens
+        self._codec = request.codec
+        adapter = span.adapters.get(request.adapter) if request.adapter else None
         self._lora = tuned.lora if tuned.lora.updates else adapter
-        self._cache = span.new_cache(self.hop, opened.max_tokens)
-        if not opened.inherit:  # else it comes with the caches
+        self._cache = span.new_cache(self.hop, request.max_tokens)
+        if not request.inherit:  # else it comes with the caches
             with torch.inference_mode():
-                tuned.fill(self._cache, self.hop.blocks(), opened.batch)
+                tuned.fill(self._cache, self.hop.blocks(), request.batch)
         self._mask: torch.Tensor | None = None
         self._n_tokens = tuned.n_prefix
         self._begun: _OpInProgress | None = None
         self._reached = 0  # the last op that is part of the caches
         self._parts: list[bytes] = []
-        self._epoch = opened.epoch
+        self._epoch = request.epoch
         self._like: SpanCache | None = None
-        about = (opened.client, repr(self.hop).encode(), opened.adapter.encode())
-        can_reuse = span.can_batch and self._cache.is_plain and opened.batch == 1
-        is_alone = self.history.is_exact or opened.inherit or opened.tuned
+        about = (request.client, repr(self.hop).encode(), request.adapter.encode())
+        can_reuse = span.can_batch and self._cache.is_plain and request.batch == 1
+        is_alone = self.history.is_exact or request.inherit or request.tuned
         self._prefix = Prefix(about) if can_reuse and not is_alone else None
 
     @property
@@ -291,8 +291,8 @@ class HopSession:
         if self._reached or part.part != len(self._parts) or part.part >= part.n_parts:
             text = f"part {part.part} of caches; expected {len(self._parts)} of a new session"
             raise Refused(Code.SESSION_LOST, text)
-        like = self._like = self._like or self._span.example_cache(self.hop)
-        limit = self.n_rows * self._max_tokens * (like.n_bytes() + self._history_bytes_per_token()) + PART_BYTES
+        example = self._like = self._like or self._span.example_cache(self.hop)
+        limit = self.n_rows * self._max_tokens * (example.n_bytes() + self._history_bytes_per_token()) + PART_BYTES
         if (part.n_parts - 1) * PART_BYTES > limit or len(payload) > PART_BYTES:
             raise Refused(Code.TOO_LONG, f"caches of {part.n_parts} parts; this session has room for {limit} B")
         self._parts.append(bytes(payload))
@@ -304,7 +304,7 @@ class HopSession:
             raise Refused(Code.SESSION_LOST, "the caches do not have the digest that was announced")
         self._span.on_block()
         shape = StateShape(self.n_rows, self._max_tokens, self._span.hidden_size, self._span.dtype, part.seq)
-        self._n_tokens, mask = unpack_state_untrusted(raw, self._cache, self.history, like, shape)
+        self._n_tokens, mask = unpack_state_untrusted(raw, self._cache, self.history, example, shape)
         self._mask = None if mask is None else mask.to(self._span.device)
         self._reached = part.seq
         done = Inherited(self.session, self.hop.start, self._epoch, seq=part.seq, tokens=self.history.n_kept)
@@ -367,8 +367,8 @@ class HopSession:
         if begun.op.record_past or begun.mask is not None or hidden.shape[1] < BLOCK_TOKENS:
             prefix.is_over = True
             return
-        rows, places = hidden[0].contiguous().view(torch.uint8).numpy(), positions[0].contiguous().numpy()
-        begun.ahead = prefix.ahead([row.tobytes() + at.tobytes() for row, at in zip(rows, places, strict=True)])
+        rows, position_rows = hidden[0].contiguous().view(torch.uint8).numpy(), positions[0].contiguous().numpy()
+        begun.ahead = prefix.ahead([row.tobytes() + at.tobytes() for row, at in zip(rows, position_rows, strict=True)])
 
     def _edit(self, edits: tuple[Edit, ...]) -> None:
         """Crop once and reorder once: which tokens stay and which rows have nothing to do with each other."""

@@ -190,7 +190,7 @@ class Worker:
             if self._wait(wait_s):
                 return
             if not self._to_measure:
-                self._to_measure = [n for n in STREAMS if n == 1 or self._engine.span.can_batch]
+                self._to_measure = [n_streams for n_streams in STREAMS if n_streams == 1 or self._engine.span.can_batch]
             is_measured = self._measure(self._engine.span, self._to_measure[0])
             self._woke_at = time.monotonic()  # nobody who comes now is to wait for that
             if not is_measured:
