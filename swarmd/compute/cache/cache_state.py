@@ -86,16 +86,18 @@ def restore_layer_untrusted(layer: Any, example: Any, state: Tensors, n_rows: in
 
 
 def whole_numbers(tensor: torch.Tensor, n: int) -> list[int]:
-    """``n`` numbers of what came. Raises RemoteProtocolError."""
+    """Read ``n`` whole numbers of what came. Raises RemoteProtocolError."""
     if tensor.dtype != torch.int64 or tensor.numel() != n:
         raise RemoteProtocolError(f"expected {n} whole numbers, got {tuple(tensor.shape)} of {tensor.dtype}")
     return [int(value) for value in tensor.flatten().tolist()]
 
 
 def _restore_tokens(layer: Any, example: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
-    """Keys and values: of every token, or of a window and what is recorded before it."""
-    keys, values = state["keys"], state["values"]
-    has_window, is_slab = isinstance(example, DynamicSlidingWindowLayer), isinstance(example, SlabLayer)
+    """Restore keys and values: of every token, or of a window and what is recorded before it."""
+    keys = state["keys"]
+    values = state["values"]
+    has_window = isinstance(example, DynamicSlidingWindowLayer)
+    is_slab = isinstance(example, SlabLayer)
     n = keys.shape[2] if keys.ndim == 4 else -1
     if not (0 < n <= n_tokens and (n == n_tokens or has_window)):
         raise Refused(Code.BAD_SHAPE, f"keys {tuple(keys.shape)} of {n_tokens} tokens")
@@ -110,17 +112,22 @@ def _restore_tokens(layer: Any, example: Any, state: Tensors, n_rows: int, n_tok
     if is_slab:
         layer.put(keys.to(example.device), values.to(example.device))
         return
-    DynamicLayer.lazy_initialization(layer, keys.to(example.keys.device), values.to(example.keys.device))
-    layer.keys, layer.values = keys.to(example.keys.device), values.to(example.keys.device)
+    device = example.keys.device
+    DynamicLayer.lazy_initialization(layer, keys.to(device), values.to(device))
+    layer.keys = keys.to(device)
+    layer.values = values.to(device)
     if has_window:
-        layer._sliding_window_tensor = layer._sliding_window_tensor.to(example.keys.device)
-        layer.cumulative_length, layer.record_past = seen, bool(records_past)
+        layer._sliding_window_tensor = layer._sliding_window_tensor.to(device)
+        layer.cumulative_length = seen
+        layer.record_past = bool(records_past)
 
 
 def _restore_indexer(layer: Any, example: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
+    """Restore an indexer's keys, and their positions where the layer keeps these."""
     if not example.is_indexer_initialized:
         return
-    keys, positions = state["indexer_keys"], state.get("indexer_positions")
+    keys = state["indexer_keys"]
+    positions = state.get("indexer_positions")
     _check(keys, example.indexer_keys, (n_rows, n_tokens, example.indexer_keys.shape[-1]))
     _check_finite(keys)
     if positions is not None:
@@ -134,28 +141,33 @@ def _restore_indexer(layer: Any, example: Any, state: Tensors, n_rows: int, n_to
 
 
 def _restore_states(layer: Any, example: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
-    """The inputs that a convolution looks back at, more of them where the past is recorded; and a recurrence's sum."""
+    """Restore the inputs that a convolution looks back at, and a recurrence's sum.
+
+    Of inputs there are more where the past is recorded.
+    """
     (records_past,) = whole_numbers(state["records_past"], 1)
-    layer.record_past, layer.device, layer.dtype = bool(records_past), example.device, example.dtype
+    layer.record_past = bool(records_past)
+    layer.device = example.device
+    layer.dtype = example.dtype
     for number in range(example.number_of_states):
         if example.is_conv_states_initialized[number]:
-            received, reference, n_kernel = (
-                state[f"conv.{number}"],
-                example.conv_states[number],
-                example.conv_kernel_size[number],
-            )
-            n = received.shape[-1] if received.ndim else 0
+            inputs = state[f"conv.{number}"]
+            reference = example.conv_states[number]
+            n_kernel = example.conv_kernel_size[number]
+            n = inputs.shape[-1] if inputs.ndim else 0
             if not (n == n_kernel or (records_past and 0 < n <= n_kernel + n_tokens)):
                 raise Refused(Code.BAD_SHAPE, f"conv.{number} keeps {n} inputs of {n_tokens} tokens, not {n_kernel}")
-            _check(received, reference, (n_rows, *reference.shape[1:-1], n))
-            _check_finite(received)
-            layer.conv_states[number], layer.conv_kernel_size[number] = received.to(reference.device), n_kernel
+            _check(inputs, reference, (n_rows, *reference.shape[1:-1], n))
+            _check_finite(inputs)
+            layer.conv_states[number] = inputs.to(reference.device)
+            layer.conv_kernel_size[number] = n_kernel
             layer.is_conv_states_initialized[number] = True
         if example.is_recurrent_states_initialized[number]:
-            received, reference = state[f"recurrent.{number}"], example.recurrent_states[number]
-            _check(received, reference, (n_rows, *reference.shape[1:]))
-            _check_finite(received)
-            layer.recurrent_states[number] = received.to(reference.device)
+            total = state[f"recurrent.{number}"]
+            reference = example.recurrent_states[number]
+            _check(total, reference, (n_rows, *reference.shape[1:]))
+            _check_finite(total)
+            layer.recurrent_states[number] = total.to(reference.device)
             layer.is_recurrent_states_initialized[number] = True
         layer.has_previous_state[number] = example.has_previous_state[number]
 

@@ -25,6 +25,17 @@ MAX_RECENT = 4_096  # single ops of a session beside its merged history
 UNREADABLE = (SafetensorError, RemoteProtocolError, LookupError, ValueError, TypeError, RuntimeError, ArithmeticError)
 
 
+# What is in the bytes, by the names of the tensors:
+#
+#     n_tokens, mask                     how far the session is; padding, where there is any
+#     layer.I.NAME                       what layer I of the hop keeps (cache_state)
+#     base.{hidden, positions, mask}     the merged history, and base.reached: its last op
+#     recent.N.{hidden, ..., seq, edits} the ops after it, one by one
+#
+# A peer could send anything under these names. Nothing is believed but what fits the session that was opened: rows,
+# width and dtype, as many tokens as were reserved, finite values, layers like those of an example that was computed
+# here, and a history without gaps that ends at the op which the caches reach. A session that was half filled when a
+# check fails is dropped by its owner.
 def pack_state(cache: SpanCache, history: History, mask: torch.Tensor | None, n_tokens: int) -> bytes:
     """Encode one session's state. Raises Refused for layers of a kind that is not known."""
     if not is_known(cache):
@@ -78,9 +89,11 @@ def unpack_state_untrusted(
             _restore(layer, example.owned[index], tensors, index, shape.n_rows, n_tokens)
         _restore_history(tensors, history, shape)
         mask = tensors.get("mask")
-        if mask is not None and (tuple(mask.shape) != (shape.n_rows, n_tokens) or mask.dtype != torch.uint8):
+        if mask is None:
+            return n_tokens, None
+        if tuple(mask.shape) != (shape.n_rows, n_tokens) or mask.dtype != torch.uint8:
             raise Refused(Code.BAD_SHAPE, f"a mask of {tuple(mask.shape)} for {shape.n_rows} rows of {n_tokens} tokens")
-        return n_tokens, None if mask is None else mask.long()
+        return n_tokens, mask.long()
     except UNREADABLE as error:
         raise Refused(Code.MALFORMED, f"caches that do not parse: {error}") from None
 
@@ -95,7 +108,8 @@ def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> N
         history.add(_get(tensors, "base", base_seq, base_records, shape))
         history.settle(base_seq)
     history.base_seq = base_seq
-    reached, n_tokens = base_seq, history.n_tokens
+    reached = base_seq
+    n_tokens = history.n_tokens
     for number in range(n_recent):
         seq, record_past = whole_numbers(tensors[f"recent.{number}.seq"], 2)
         sent = _get(tensors, f"recent.{number}", seq, record_past, shape)
@@ -131,14 +145,23 @@ def _put(tensors: Tensors, name: str, sent: SentOp) -> None:
 
 
 def _get(tensors: Tensors, name: str, seq: int, record_past: int, shape: StateShape) -> SentOp:
-    hidden, positions, mask = (tensors.get(f"{name}.{part}") for part in ("hidden", "positions", "mask"))
+    """Read one op of the history and check that it fits. Raises Refused or RemoteProtocolError."""
+    hidden = tensors.get(f"{name}.hidden")
+    positions = tensors.get(f"{name}.positions")
+    mask = tensors.get(f"{name}.mask")
     if hidden is not None:
         n = hidden.shape[1] if hidden.ndim == 3 else -1
-        fits = tuple(hidden.shape) == (shape.n_rows, n, shape.hidden) and n > 0 and hidden.dtype == shape.dtype
-        beside = [(positions, torch.int32), *([(mask, torch.uint8)] if mask is not None else [])]
-        if not fits or any(t is None or tuple(t.shape) != (shape.n_rows, n) or t.dtype != d for t, d in beside):
+        is_fit = n > 0 and tuple(hidden.shape) == (shape.n_rows, n, shape.hidden) and hidden.dtype == shape.dtype
+        has_positions = positions is not None and _is_row_table(positions, torch.int32, shape.n_rows, n)
+        is_mask_fit = mask is None or _is_row_table(mask, torch.uint8, shape.n_rows, n)
+        if not (is_fit and has_positions and is_mask_fit):
             raise Refused(Code.BAD_SHAPE, f"{name} of the history does not fit {shape.n_rows} rows of {shape.hidden}")
     edits: tuple[Edit, ...] = ()
     if (raw := tensors.get(f"{name}.edits")) is not None:
         edits = decode(bytes(raw.tolist()), tuple[Edit, ...], "edits")
     return SentOp(seq, edits, hidden, positions, mask, bool(record_past))
+
+
+def _is_row_table(tensor: torch.Tensor, dtype: torch.dtype, n_rows: int, n: int) -> bool:
+    """Does it hold one value of this type for each token of each row?"""
+    return tuple(tensor.shape) == (n_rows, n) and tensor.dtype == dtype

@@ -59,21 +59,24 @@ def convert(path: Path, folder: Path, dtype: str, say: Callable[[str], None]) ->
     with tempfile.TemporaryDirectory() as temporary, building(f"{path} cannot be read as GGUF"):
         (Path(temporary) / LINK).symlink_to(path.resolve())  # the reader would take an adapter or a tokenizer beside it
         model = _read(header, Path(temporary), folder, say)
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in _tied(model)}
-    chosen = dtype if dtype != "auto" else _smallest(state)
-    loss = max(_lost(tensor, getattr(torch, chosen)) for tensor in state.values())
-    say(f"writing {chosen} ...")
-    rounded = {name: tensor.to(getattr(torch, chosen)).contiguous() for name, tensor in state.items()}
+    tied_names = _tied_names(model)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied_names}
+    dtype_name = dtype if dtype != "auto" else _smallest_dtype(state)
+    chosen: torch.dtype = getattr(torch, dtype_name)
+    loss = max(_rounding_loss(tensor, chosen) for tensor in state.values())
+    say(f"writing {dtype_name} ...")
+    rounded = {name: tensor.to(chosen).contiguous() for name, tensor in state.items()}
     save_torch_state_dict(rounded, folder, max_shard_size=SHARD)
     model.generation_config.save_pretrained(folder)
     config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_OURS}
-    config |= {"dtype": chosen, "architectures": [type(model).__name__]}
+    config |= {"dtype": dtype_name, "architectures": [type(model).__name__]}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return Conversion(sum(tensor.numel() for tensor in state.values()), chosen, loss)
+    n_parameters = sum(tensor.numel() for tensor in state.values())
+    return Conversion(n_parameters, dtype_name, loss)
 
 
 def _read(header: GgufHeader, place: Path, folder: Path, say: Callable[[str], None]) -> Any:
-    """The model in 32 bits; its tokenizer is written to ``folder``. Raises ConfigError."""
+    """Read the model in 32 bits, and write its tokenizer to ``folder``. Raises ConfigError."""
     source = {"pretrained_model_name_or_path": place, "gguf_file": LINK, "local_files_only": True}
     config = AutoConfig.from_pretrained(**source)  # handed on: reading a vocabulary takes seconds each time
     if changed := changes(header, config):
@@ -112,9 +115,8 @@ def _check_all_is_used(header: GgufHeader, config: Any) -> None:
         hollow = AutoModelForCausalLM.from_config(config)
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
     known = get_gguf_hf_weights_map(hollow, processor).keys() | used_here(header)
-    if unused := sorted(
-        name for name in header.tensors if name not in known and name.removesuffix(".weight") not in known
-    ):
+    unused = sorted({name for name in header.tensors if not {name, name.removesuffix(".weight")} & known})
+    if unused:
         raise ConfigError(
             f"{header.path}: a {header.architecture} as its settings describe it has no place for "
             f"{', '.join(unused[:3])} ({len(unused)} in all): leaving tensors out would make another model"
@@ -122,10 +124,11 @@ def _check_all_is_used(header: GgufHeader, config: Any) -> None:
 
 
 def _check_memory(path: Path, config: Any) -> None:
-    """All of it is in memory at once, in 32 bits and then in what is written."""
+    """Refuse what does not fit: all of it is in memory at once, in 32 bits and then in what is written."""
     with torch.device("meta"):
         n_parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    needed, free = 6 * n_parameters, int(psutil.virtual_memory().available)
+    needed = 6 * n_parameters
+    free = int(psutil.virtual_memory().available)
     if needed > free:
         raise ConfigError(
             f"{path} has {n_parameters / 1e9:.1f} billion parameters: unpacking it takes {needed / 2**30:.1f} GiB of "
@@ -133,20 +136,23 @@ def _check_memory(path: Path, config: Any) -> None:
         )
 
 
-def _tied(model: Any) -> set[str]:
-    """Names that mean the tensor of another name."""
+def _tied_names(model: Any) -> set[str]:
+    """Return the names that mean the tensor of another name."""
     return set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
 
 
-def _smallest(state: dict[str, torch.Tensor]) -> str:
-    """The smallest dtype that holds every number as it is; float16 where none does, if its range is enough."""
+def _smallest_dtype(state: dict[str, torch.Tensor]) -> str:
+    """Return the smallest dtype that holds every number as it is; float16 where none does, if its range is enough."""
     for name in ("bfloat16", "float16"):
-        if all(torch.equal(tensor, tensor.to(getattr(torch, name)).float()) for tensor in state.values()):
+        dtype: torch.dtype = getattr(torch, name)
+        if all(torch.equal(tensor, tensor.to(dtype).float()) for tensor in state.values()):
             return name
     largest = max(float(tensor.abs().max()) for tensor in state.values())
     return "float16" if largest < torch.finfo(torch.float16).max else "bfloat16"
 
 
-def _lost(tensor: torch.Tensor, dtype: torch.dtype) -> float:
+def _rounding_loss(tensor: torch.Tensor, dtype: torch.dtype) -> float:
+    """Return the norm of what rounding takes away, relative to the tensor's own."""
     norm = float(tensor.norm())
-    return float((tensor - tensor.to(dtype).float()).norm()) / norm if norm else 0.0
+    error = float((tensor - tensor.to(dtype).float()).norm())
+    return error / norm if norm else 0.0

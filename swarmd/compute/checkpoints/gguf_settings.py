@@ -81,15 +81,20 @@ ONE_READER = (
 )  # transformers' newer reader makes their configuration, rotary part and all
 PART_ROTARY = ("phi3", "stablelm")
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # blocks of those whose attention is scaled by another number
-FREQUENCIES, FACTORS_SHORT, FACTORS_LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
-LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0  # of the only scaling of this kind that was ever published
+FREQUENCIES = "rope_freqs.weight"
+FACTORS_SHORT = "rope_factors_short.weight"
+FACTORS_LONG = "rope_factors_long.weight"
+LLAMA3_LOW = 1.0  # of the only scaling of this kind that was ever published
+LLAMA3_HIGH = 4.0  # likewise
 TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 SAME = 1e-3  # rotary factors that differ by less, relatively, are the same: they were written in 32 bits
 
 
 def check_settings(header: GgufHeader) -> None:
     """Refuse an architecture or a setting that is not understood, what is no whole model, and lists. ConfigError."""
-    path, settings, arch_settings = header.path, header.settings, header.own()
+    path = header.path
+    settings = header.settings
+    arch_settings = header.arch_settings()
     if settings.get("general.type", "model") == "adapter" or any(name.endswith(".lora_a") for name in header.tensors):
         raise ConfigError(
             f"{path} is an adapter (LoRA) in GGUF: swarmd reads adapters in PEFT's format, from safetensors"
@@ -123,41 +128,45 @@ def check_settings(header: GgufHeader) -> None:
 
 
 def changes(header: GgufHeader, config: Any) -> dict[str, Any]:
-    """What the file says of its model and the reader's ``config`` does not. Raises ConfigError where that cannot be."""
-    name, arch_settings = header.architecture, header.own()
+    """Return what the file says of its model and the reader's ``config`` does not.
+
+    Raises ConfigError where that cannot be.
+    """
+    name = header.architecture
+    arch_settings = header.arch_settings()
     if name in ONE_READER:
         return {}
     fields: dict[str, Any] = {"num_key_value_heads": arch_settings["attention.head_count_kv"]}
     for token, word in TOKENS.items():  # else a family's usual ones, which may mean anything here
         fields[token] = header.settings.get(f"tokenizer.ggml.{word}_token_id")
-    head_dim = arch_settings.get(
-        "attention.key_length", arch_settings["embedding_length"] // arch_settings["attention.head_count"]
-    )
+    usual_dim = arch_settings["embedding_length"] // arch_settings["attention.head_count"]
+    head_dim = arch_settings.get("attention.key_length", usual_dim)
     if name == "llama":
-        head_dim = arch_settings.get("attention.key_length", arch_settings.get("rope.dimension_count", head_dim))
-    if arch_settings.get("attention.value_length", head_dim) != head_dim:
-        raise ConfigError(
-            f"{header.path}: keys of {head_dim} and values of {arch_settings['attention.value_length']} are not read"
-        )
+        head_dim = arch_settings.get("attention.key_length", arch_settings.get("rope.dimension_count", usual_dim))
+    value_dim = arch_settings.get("attention.value_length", head_dim)
+    if value_dim != head_dim:
+        raise ConfigError(f"{header.path}: keys of {head_dim} and values of {value_dim} are not read")
     if hasattr(config, "head_dim"):
         fields["head_dim"] = head_dim
-    elif head_dim != arch_settings["embedding_length"] // arch_settings["attention.head_count"]:
+    elif head_dim != usual_dim:
         raise ConfigError(f"{header.path}: heads of {head_dim} are not read in a {name}")
-    fields |= _of_kind(header, config, head_dim)
-    rotary = fields["rope_parameters"] = _rotary(header, config, head_dim)
+    fields |= _family_fields(header, head_dim)
+    rotary = _rotary(header, config, head_dim)
+    fields["rope_parameters"] = rotary
     if rotary.get("rope_type") == "longrope":  # Phi-3 reads it beside
         fields["original_max_position_embeddings"] = rotary["original_max_position_embeddings"]
     return fields
 
 
 def used_here(header: GgufHeader) -> set[str]:
-    """Tensors that are no parameters: ``changes`` reads them."""
+    """Return the tensors that are no parameters: ``changes`` reads them."""
     return {FREQUENCIES, FACTORS_SHORT, FACTORS_LONG} & header.tensors.keys()
 
 
-def _of_kind(header: GgufHeader, config: Any, head_dim: int) -> dict[str, Any]:
-    """What single architectures have beside attention and rotary angles."""
-    name, arch_settings = header.architecture, header.own()
+def _family_fields(header: GgufHeader, head_dim: int) -> dict[str, Any]:
+    """Return what single architectures have beside attention and rotary angles."""
+    name = header.architecture
+    arch_settings = header.arch_settings()
     fields: dict[str, Any] = {}
     if name in ("llama", "qwen3", "qwen2moe", "qwen3moe"):
         fields["attention_bias"] = _has(header, r"attn_q\.bias")
@@ -172,22 +181,22 @@ def _of_kind(header: GgufHeader, config: Any, head_dim: int) -> dict[str, Any]:
         "final_logit_softcapping": "final_logit_softcapping",
         "attention.sliding_window": "sliding_window",
     }
-    fields |= {
-        renamed[key]: value for key, value in arch_settings.items() if key in renamed and key in UNDERSTOOD[name]
-    }
+    known = {key: value for key, value in arch_settings.items() if key in renamed and key in UNDERSTOOD[name]}
+    fields |= {renamed[key]: value for key, value in known.items()}
     if fields.get("sliding_window") == 0:
         fields["sliding_window"] = None
     if name in GEMMA_27B:
         is_27b = arch_settings["block_count"] == GEMMA_27B[name]
-        fields["query_pre_attn_scalar"] = (
-            arch_settings["embedding_length"] // arch_settings["attention.head_count"] if is_27b else head_dim
-        )
+        usual_dim = arch_settings["embedding_length"] // arch_settings["attention.head_count"]
+        fields["query_pre_attn_scalar"] = usual_dim if is_27b else head_dim
     return fields
 
 
 def _rotary(header: GgufHeader, config: Any, head_dim: int) -> dict[str, Any]:
-    """transformers' parameters of the rotary angles. Raises ConfigError for a scaling that is not understood."""
-    path, name, arch_settings = header.path, header.architecture, header.own()
+    """Return transformers' parameters of the rotary angles. Raises ConfigError for a scaling that is not understood."""
+    path = header.path
+    name = header.architecture
+    arch_settings = header.arch_settings()
     known: Mapping[str, Any] = dict(config.rope_parameters or {})
     if name == "gemma3":  # blocks that see a window have angles of their own, which are never scaled
         near = {"rope_type": "default", "rope_theta": arch_settings.get("rope.freq_base_swa", 10_000.0)}
@@ -205,14 +214,17 @@ def _rotary(header: GgufHeader, config: Any, head_dim: int) -> dict[str, Any]:
 
 
 def _scaling(header: GgufHeader) -> dict[str, Any]:
-    """How rotary angles are scaled for texts longer than a model was first made for. Raises ConfigError."""
-    path, name, arch_settings = header.path, header.architecture, header.own()
-    kind, factor = arch_settings.get("rope.scaling.type", "none"), arch_settings.get("rope.scaling.factor")
+    """Return how rotary angles are scaled for texts longer than a model was first made for. Raises ConfigError."""
+    path = header.path
+    name = header.architecture
+    arch_settings = header.arch_settings()
+    kind = arch_settings.get("rope.scaling.type", "none")
+    factor = arch_settings.get("rope.scaling.factor")
     first_length = arch_settings.get("rope.scaling.original_context_length")
     attention_factor = arch_settings.get("rope.scaling.attn_factor", 1.0)
     is_long = FACTORS_LONG in header.tensors or FACTORS_SHORT in header.tensors
     if is_long and name == "phi3" and kind in ("none", "longrope") and FREQUENCIES not in header.tensors:
-        return _long(header, first_length)
+        return _longrope(header, first_length)
     if is_long or attention_factor != 1.0 or kind not in ("none", "linear", "yarn"):
         raise ConfigError(f"{path}: a scaling of rotary angles ({kind}, with what is beside it) that is not understood")
     if FREQUENCIES in header.tensors:
@@ -232,9 +244,9 @@ def _scaling(header: GgufHeader) -> dict[str, Any]:
     return scaling
 
 
-def _long(header: GgufHeader, first_length: int | None) -> dict[str, Any]:
-    """Phi-3's: a factor for each frequency, others within the first length than beyond it."""
-    arch_settings = header.own()
+def _longrope(header: GgufHeader, first_length: int | None) -> dict[str, Any]:
+    """Return Phi-3's scaling: a factor for each frequency, others within the first length than beyond it."""
+    arch_settings = header.arch_settings()
     if first_length is None or not {FACTORS_SHORT, FACTORS_LONG} <= header.tensors.keys():
         raise ConfigError(
             f"{header.path}: of the rotary factors {FACTORS_SHORT}, {FACTORS_LONG} or their length is missing"
@@ -250,9 +262,14 @@ def _long(header: GgufHeader, first_length: int | None) -> dict[str, Any]:
     return scaling
 
 
+# llama.cpp's converter writes Llama 3.1's scaling as a table: what each frequency is divided by. transformers wants
+# the four numbers that the table was made of. Three are known or can be read off (the largest factor is the factor);
+# the fourth, the length that the model was first trained for, is a power of two: each is tried, and the one that makes
+# the same table is it. A table that none makes is another scaling, and is refused.
 def _as_llama3(header: GgufHeader) -> dict[str, Any]:
-    """Llama 3.1's: the file has what each frequency is divided by, and transformers what that was made of."""
-    factors, arch_settings = header.floats(FREQUENCIES), header.own()
+    """Return Llama 3.1's scaling, found from its table of factors. Raises ConfigError for a table of another one."""
+    factors = header.floats(FREQUENCIES)
+    arch_settings = header.arch_settings()
     n_rotary = 2 * len(factors)
     base = float(arch_settings.get("rope.freq_base", 10_000.0))
     waves = [2 * math.pi * base ** (2 * i / n_rotary) for i in range(len(factors))]
@@ -273,7 +290,7 @@ def _as_llama3(header: GgufHeader) -> dict[str, Any]:
 
 
 def _llama3_factor(wave: float, factor: float, first_length: int) -> float:
-    """What a frequency of this wave length is divided by (Meta's llama-models, apply_scaling)."""
+    """Return what a frequency of this wave length is divided by (Meta's llama-models, apply_scaling)."""
     if wave < first_length / LLAMA3_HIGH:
         return 1.0
     if wave > first_length / LLAMA3_LOW:

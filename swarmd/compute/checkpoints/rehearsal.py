@@ -33,7 +33,7 @@ from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
 
-Seen = list[tuple[dict[str, Any], torch.Tensor]]
+BlockTrace = list[tuple[dict[str, Any], torch.Tensor]]
 """Of each block: what it was given, by name, and what it gave as its hidden states."""
 HEADS = re.compile(r"(heads|n_head|head_kv)$")
 """Settings that count heads: all are divided by one number."""
@@ -42,7 +42,8 @@ WIDTHS = re.compile(
 )
 """Settings that are as wide as all heads of a block together."""
 WIDTHS_OF_A_HEAD = re.compile(r"(head_dim|_rank|lowrank|rotary_dim|d_head|kv_channels|per_layer_input)$")
-MODEL_WIDTHS, COUNTS_OF_HEADS = ("hidden_size", "n_embd", "d_model"), ("num_attention_heads", "n_head", "n_heads")
+MODEL_WIDTHS = ("hidden_size", "n_embd", "d_model")
+COUNTS_OF_HEADS = ("num_attention_heads", "n_head", "n_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 MOST_EXPERTS = 16  # in the small model; the largest count of experts for each token is 12, of few
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
@@ -55,6 +56,15 @@ N_TRIALS = 2  # so many small models have to fail before a family is refused: on
 TOLERANCE = 1e-3  # between blocks one by one and all of them, relative to the largest number
 
 
+# The experiment, for one configuration:
+#
+#     narrow it -> build a small model -> compute a text, whole          -> finite? else narrow it in another way
+#                                      -> compute it block by block, as a chain of peers would
+#                                      -> the same numbers: the family can be served
+#
+# What fails small might work large: a family is refused only after ``N_TRIALS`` models that are sound as a whole and
+# fail in parts, or when the reason was seen (a block is given something that changes with the tokens). Where no small
+# model is sound nothing is refused: the worker that loads the real one decides.
 def rehearse(folder: Path, config: PretrainedConfig) -> None:
     """Refuse a family whose blocks need more than peers hand on. Raises ConfigError."""
     text = skeleton.text_config(config)
@@ -77,24 +87,25 @@ def rehearse(folder: Path, config: PretrainedConfig) -> None:
 
 
 def _small_models(config: PretrainedConfig) -> Iterator[PreTrainedModel]:
-    """Models of the narrowest widths that give finite numbers, drawn anew each time."""
-    written, text = config.to_dict(), skeleton.text_config(config).to_dict()
+    """Yield models of the narrowest widths that give finite numbers, drawn anew each time."""
+    settings = config.to_dict()
+    text = skeleton.text_config(config).to_dict()
     head_width = _narrowest_head(text)
-    widths = [d for d in DIVISORS if head_width % d == 0 and head_width // d >= min(LEAST_WIDTH, head_width)]
+    least_width = min(LEAST_WIDTH, head_width)
+    width_divisors = [d for d in DIVISORS if head_width % d == 0 and head_width // d >= least_width]
     common_heads = _common_heads(text)
-    for heads_divisor, width_divisor in itertools.product(
-        sorted({common_heads, max(1, common_heads // 4), 1}, reverse=True), widths
-    ):
-        settings = _narrowed(written, width_divisor, heads_divisor)
+    heads_divisors = sorted({common_heads, max(1, common_heads // 4), 1}, reverse=True)
+    for heads_divisor, width_divisor in itertools.product(heads_divisors, width_divisors):
+        narrow = _narrow(settings, width_divisor, heads_divisor)
         for seed in itertools.count():
-            model = _built(type(config), settings, seed)
+            model = _build(type(config), narrow, seed)
             if model is None:
                 break
             yield model
 
 
-def _built(kind: type[PretrainedConfig], settings: dict[str, Any], seed: int) -> PreTrainedModel | None:
-    """A model with random numbers, if it can be built, is small, and works."""
+def _build(kind: type[PretrainedConfig], settings: dict[str, Any], seed: int) -> PreTrainedModel | None:
+    """Build a model with random numbers; None if it cannot be built, is not small, or does not work."""
     try:
         with skeleton.building("no small model"), torch.random.fork_rng():  # a family draws numbers, too
             config = kind.from_dict(settings)
@@ -105,7 +116,7 @@ def _built(kind: type[PretrainedConfig], settings: dict[str, Any], seed: int) ->
                 return None
             model = cls(config).float().eval()
             _draw(model, torch.Generator().manual_seed(seed))
-            trace = _watched(model, skeleton.decoder_layers(model), 0)
+            trace = _watch(model, skeleton.decoder_layers(model), 0)
     except ConfigError as error:
         logger.debug("%s", error)
         return None  # these widths do not fit together, or nothing can be said of the family
@@ -115,8 +126,8 @@ def _built(kind: type[PretrainedConfig], settings: dict[str, Any], seed: int) ->
 def _try_apart(model: PreTrainedModel) -> tuple[str, bool]:
     """Do what a worker does with the blocks: why that fails, "" if it does not, and whether the reason was seen."""
     family = str(model.config.model_type)
-    trace = _watched(model, skeleton.decoder_layers(model), 0)
-    needed = _needed(model, trace)
+    trace = _watch(model, skeleton.decoder_layers(model), 0)
+    needed = _needed_inputs(model, trace)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         try:
@@ -132,12 +143,16 @@ def _try_apart(model: PreTrainedModel) -> tuple[str, bool]:
     return "", False
 
 
-def _compare(folder: Path, trace: Seen) -> None:
-    """A worker's own tests, and the blocks one by one against all. Raises ConfigError, or what a family raises."""
+def _compare(folder: Path, trace: BlockTrace) -> None:
+    """Do a worker's own tests, and compare the blocks one by one with all of them.
+
+    Raises ConfigError, or what a family raises.
+    """
     every = Span(0, len(trace))
     span = LoadedSpan(folder, every, torch.float32, is_quick=False)
     span.self_test()
-    hidden, expected = trace[0][0]["hidden_states"], trace[-1][1]
+    hidden = trace[0][0]["hidden_states"]
+    expected = trace[-1][1]
     positions = torch.arange(N_TOKENS).unsqueeze(0)
     for block in every.blocks():
         hidden = span.forward(hidden, positions, hop=Span(block, block + 1))
@@ -148,9 +163,12 @@ def _compare(folder: Path, trace: Seen) -> None:
         LoadedSpan(folder, Span(len(every) // 2, len(every)), torch.float32, is_quick=False).self_test()
 
 
-def _needed(model: PreTrainedModel, trace: Seen) -> list[str]:
-    """What blocks are given beside hidden states that changes with the tokens, and hidden states of another form."""
-    other_trace = _watched(model, skeleton.decoder_layers(model), 1)
+def _needed_inputs(model: PreTrainedModel, trace: BlockTrace) -> list[str]:
+    """Name what blocks are given that peers do not hand on.
+
+    That is what changes with the tokens, beside hidden states, and hidden states of another form.
+    """
+    other_trace = _watch(model, skeleton.decoder_layers(model), 1)
     names: list[str] = []
     width = skeleton.text_config(model.config).hidden_size
     shapes = {tuple(inputs["hidden_states"].shape) for inputs, _ in trace}
@@ -158,15 +176,17 @@ def _needed(model: PreTrainedModel, trace: Seen) -> list[str]:
         names.append("several streams of hidden states")
     for (inputs, _), (other_inputs, _) in zip(trace, other_trace, strict=True):
         for name in inputs:
-            if name != "hidden_states" and name not in names and not _same(inputs[name], other_inputs.get(name)):
+            if name == "hidden_states" or name in names:
+                continue
+            if not _is_same(inputs[name], other_inputs.get(name)):
                 names.append(name)
     return names
 
 
 @torch.no_grad()
-def _watched(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> Seen:
+def _watch(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> BlockTrace:
     """Compute one text, and note what each block is given and gives."""
-    trace: Seen = []
+    trace: BlockTrace = []
     layer_inputs: list[dict[str, Any]] = []
 
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -174,10 +194,11 @@ def _watched(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> Seen:
         by_name = {**dict(zip(names, args, strict=False)), **kwargs}
         first = next(iter(by_name)) if "hidden_states" not in by_name else "hidden_states"
         by_name = {"hidden_states": by_name.pop(first), **by_name}
-        layer_inputs.append({name: _copied(value) for name, value in by_name.items()})
+        layer_inputs.append({name: _copy(value) for name, value in by_name.items()})
 
     def leave(layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        trace.append((layer_inputs[-1], (out[0] if isinstance(out, tuple) else out).clone()))
+        hidden = out[0] if isinstance(out, tuple) else out
+        trace.append((layer_inputs[-1], hidden.clone()))
 
     hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(leave) for layer in layers]
@@ -191,27 +212,27 @@ def _watched(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> Seen:
     return trace
 
 
-def _copied(value: Any) -> Any:
-    """A value as it is now: what blocks share is changed in place."""
+def _copy(value: Any) -> Any:
+    """Copy a value as it is now: what blocks share is changed in place."""
     if torch.is_tensor(value):
         return value.clone()
     if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list | tuple) else None
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list | tuple) else None
 
 
-def _same(first: Any, second: Any) -> bool:
+def _is_same(first: Any, second: Any) -> bool:
     if torch.is_tensor(first) and torch.is_tensor(second):
         return first.shape == second.shape and torch.equal(first, second)
     if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+        return first.keys() == second.keys() and all(_is_same(first[key], second[key]) for key in first)
     if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(_same, first, second))
+        return len(first) == len(second) and all(map(_is_same, first, second))
     return first is None and second is None
 
 
 def _draw(model: nn.Module, rng: torch.Generator) -> None:
-    """Random numbers, large enough for each part to matter."""
+    """Fill a model with random numbers, large enough for each part to matter."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -220,13 +241,13 @@ def _draw(model: nn.Module, rng: torch.Generator) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=rng).to(parameter.dtype) * 0.05)
 
 
-def _narrowed(settings: Mapping[str, Any], width_divisor: int, heads_divisor: int) -> dict[str, Any]:
-    """The same settings with heads, widths, experts and vocabulary of a small model, at whatever depth."""
+def _narrow(settings: Mapping[str, Any], width_divisor: int, heads_divisor: int) -> dict[str, Any]:
+    """Return the settings with heads, widths, experts and vocabulary of a small model, at whatever depth."""
     narrow: dict[str, Any] = {}
     for name, value in settings.items():
         divisor = _divisor(str(name), width_divisor, heads_divisor)
         if isinstance(value, dict):
-            narrow[name] = _narrowed(value, width_divisor, heads_divisor)
+            narrow[name] = _narrow(value, width_divisor, heads_divisor)
         elif _is_count(value) and divisor > 1:
             narrow[name] = max(1, value // divisor)
         elif isinstance(value, list) and value and all(map(_is_count, value)) and divisor > 1:
@@ -243,7 +264,7 @@ def _narrowed(settings: Mapping[str, Any], width_divisor: int, heads_divisor: in
 
 
 def _divisor(name: str, width_divisor: int, heads_divisor: int) -> int:
-    """What a setting of this name is divided by."""
+    """Return what a setting of this name is divided by."""
     if WIDTHS_OF_A_HEAD.search(name):
         return width_divisor
     if HEADS.search(name):
@@ -256,8 +277,9 @@ def _is_count(value: Any) -> bool:
 
 
 def _common_heads(text: Mapping[str, Any]) -> int:
-    """What all counts of heads can be divided by, but one head for all, with two of the most left."""
-    counts = [value for name, value in text.items() if HEADS.search(str(name)) and _is_count(value) and value > 1]
+    """Return what all counts of heads, but one head for all, can be divided by, with two of the most left."""
+    named = [value for name, value in text.items() if HEADS.search(str(name))]
+    counts = [value for value in named if _is_count(value) and value > 1]
     common = math.gcd(*counts) if counts else 1
     while common > 1 and max(counts) // common < 2:
         common //= 2
@@ -265,9 +287,10 @@ def _common_heads(text: Mapping[str, Any]) -> int:
 
 
 def _narrowest_head(text: Mapping[str, Any]) -> int:
-    """The least width of a head, said or implied."""
+    """Return the least width of a head, written or implied."""
     widths = [value for name, value in text.items() if str(name).endswith("head_dim") and _is_count(value)]
-    width, n_heads = (_first_count(text, names) for names in (MODEL_WIDTHS, COUNTS_OF_HEADS))
+    width = _first_count(text, MODEL_WIDTHS)
+    n_heads = _first_count(text, COUNTS_OF_HEADS)
     implied = width // n_heads if 0 < n_heads <= width else LEAST_WIDTH * DIVISORS[0]
     return min(widths, default=implied)
 

@@ -21,7 +21,8 @@ from swarmd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-OFTEN, WITHIN_S = 8, 2.0  # so often in so many seconds: not for checks, which are few
+OFTEN = 8  # uses within WITHIN_S: not for checks, which are few
+WITHIN_S = 2.0  # decoding asks for logits more often than this
 PART_ROWS = 4_096  # of a head at a time: 16 MB in float32 for a width of 1,024
 
 
@@ -35,10 +36,11 @@ class _MappedMatrix(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """All of it, read and converted anew: whoever changes that changes nothing here."""
+        """All of it, read and converted anew: changing that changes nothing here."""
         return self._rows[0].to(self._dtype, copy=True)
 
     def requires_grad_(self, requires_grad: bool = True) -> _MappedMatrix:
+        """Refuse to be trained. Raises ConfigError."""
         if requires_grad:
             raise ConfigError("this vocabulary stays on the disk, and is not trained: take the model with head='own'")
         return self
@@ -48,27 +50,31 @@ class MappedEmbedding(_MappedMatrix):
     """As nn.Embedding."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Read the rows of these tokens from the file."""
         return nn.functional.embedding(ids, self._rows[0]).to(self._dtype)
 
 
 class MappedHead(_MappedMatrix):
-    """As nn.Linear without a bias. Asked for again and again it is kept in memory: converting it takes seven times."""
+    """As nn.Linear without a bias. Used again and again it is kept in memory: converting it takes seven times."""
 
     def __init__(self, stored: torch.Tensor, dtype: torch.dtype) -> None:
         super().__init__(stored, dtype)
-        self._asked: deque[float] = deque(maxlen=OFTEN)
-        self._kept: tuple[torch.Tensor, ...] = ()
+        self._used_at: deque[float] = deque(maxlen=OFTEN)
+        self._in_memory: tuple[torch.Tensor, ...] = ()
 
     @property
     def out_features(self) -> int:
+        """How many tokens it has logits for."""
         return len(self._rows[0])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if not self._kept:
-            self._asked.append(time.monotonic())
-            if len(self._asked) == OFTEN and self._asked[-1] - self._asked[0] < WITHIN_S:
-                self._kept = (self.weight,)
-        parts = self._kept or torch.split(self._rows[0], PART_ROWS)
+        """Compute logits [..., vocabulary], part by part while the matrix is on the disk."""
+        if not self._in_memory:
+            self._used_at.append(time.monotonic())
+            is_used_often = len(self._used_at) == OFTEN and self._used_at[-1] - self._used_at[0] < WITHIN_S
+            if is_used_often:
+                self._in_memory = (self.weight,)
+        parts = self._in_memory or torch.split(self._rows[0], PART_ROWS)
         logits = [nn.functional.linear(hidden, part.to(hidden.dtype)) for part in parts]
         return logits[0] if len(logits) == 1 else torch.cat(logits, -1)
 
@@ -78,7 +84,8 @@ def map_vocabulary(model: Any, folder: Path) -> None:
 
     What the files hold in another form stays in memory.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     stored = _find(model, embedding, folder) if type(embedding) is nn.Embedding else None
     if type(head) is nn.Linear and head.bias is None:
         is_tied = stored is not None and head.weight is embedding.weight
@@ -90,9 +97,10 @@ def map_vocabulary(model: Any, folder: Path) -> None:
 
 
 def _find(model: Any, module: Any, folder: Path) -> torch.Tensor | None:
-    """The matrix of a module as its file holds it, mapped; None where the file has no such thing."""
+    """Return the matrix of a module as its file holds it, mapped; None where the file has no such thing."""
     files = skeleton.weight_map(folder)
-    name = next((f"{name}.weight" for name, candidate in model.named_modules() if candidate is module), "")
+    names = [f"{name}.weight" for name, candidate in model.named_modules() if candidate is module]
+    name = names[0] if names else ""
     if name not in files:
         return None
     with safe_open(folder / files[name], "pt") as file:

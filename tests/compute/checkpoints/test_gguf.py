@@ -250,9 +250,9 @@ def test_half_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_the_smallest_dtype_that_loses_nothing_is_taken() -> None:
     exact = torch.tensor([1.0, 0.5, -2.0])
-    assert gguf._smallest({"x": exact}) == "bfloat16"
-    assert gguf._smallest({"x": exact, "y": torch.tensor([1 + 2**-10])}) == "float16"
-    assert gguf._smallest({"x": torch.tensor([0.1])}) == "float16", "none loses nothing"
-    assert gguf._smallest({"x": torch.tensor([0.1, 1e6])}) == "bfloat16", "beyond the range of float16"
-    assert gguf._lost(exact, torch.float16) == 0
-    assert 0 < gguf._lost(torch.tensor([0.1]), torch.float16) < 2**-11
+    assert gguf._smallest_dtype({"x": exact}) == "bfloat16"
+    assert gguf._smallest_dtype({"x": exact, "y": torch.tensor([1 + 2**-10])}) == "float16"
+    assert gguf._smallest_dtype({"x": torch.tensor([0.1])}) == "float16", "none loses nothing"
+    assert gguf._smallest_dtype({"x": torch.tensor([0.1, 1e6])}) == "bfloat16", "beyond the range of float16"
+    assert gguf._rounding_loss(exact, torch.float16) == 0
+    assert 0 < gguf._rounding_loss(torch.tensor([0.1]), torch.float16) < 2**-11

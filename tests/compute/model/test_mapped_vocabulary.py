@@ -94,8 +94,8 @@ def test_a_head_that_is_asked_for_again_and_again_is_kept(tmp_path: Path, monkey
     for _ in range(3 * mapped_module.OFTEN):  # as checks are
         now += 1.0
         head(hidden)
-    assert not head._kept
+    assert not head._in_memory
     for _ in range(mapped_module.OFTEN):
         now += 0.01
         assert torch.equal(head(hidden), first)
-    assert head._kept
+    assert head._in_memory
