@@ -83,7 +83,8 @@ def _is_leftover(tensor: Entry, settings: Any) -> bool:
     """May a tensor that no part of the model takes be left out?"""
     if LEFTOVERS.search(tensor.name) or (CAUSAL_MASK.search(tensor.name) and len(tensor.shape) == 4):
         return True
-    # Layers behind the last block predict several tokens at once, as DeepSeek has them: the library has no place for them.
+    # Layers behind the last block, as DeepSeek has them, predict several tokens at once: the library has no place for
+    # them.
     n_blocks = settings.num_hidden_layers
     n_predictors = getattr(settings, "num_nextn_predict_layers", None) or 0
     block = re.search(r"(?:^|\.)layers\.(\d+)\.", tensor.name)

@@ -55,6 +55,13 @@ REPEATS_WITHIN = 0.01  # of the gradient's norm: a fifth of what an audit allows
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
+# Who writes where. All vectors lie one after the other in one shared file, and each has the layout of the model:
+#
+#     daemon   parameters --------------> the model's own tensors are views of it (a card gets a copy each time)
+#     worker   sum0, sum1 <-- gradients   in turns: the new sum is the other one plus the newest gradient
+#
+# The daemon reads the sum that was answered last. A worker that is killed in the middle of a sum leaves half of one,
+# in the buffer that nobody reads; so nothing needs a lock, and nothing finished is lost.
 class TrainedModel:
     """A model whose trained parameters, and sums of their gradients, lie in one flat vector each."""
 
@@ -62,29 +69,31 @@ class TrainedModel:
         self.model = model.train().to(device)
         self._recipe = recipe
         self.dtype = DTYPES[recipe.precision]
-        self.parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self.parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._device = device
         self._balance_factor = balance_factor(model)
         self._shared: dict[str, torch.Tensor] = {}
 
     @property
     def layout(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the trained parameters, in the order in which they lie in a vector."""
         return [(name, tuple(parameter.shape)) for name, parameter in self.parameters]
 
     def map(self, path: Path, init: bool) -> None:
         """Use shared memory (Recipe.shared_vectors). With ``init`` the parameters go there, else come from it."""
-        self._shared = self._vectors_at(path, self._recipe.shared_vectors)
+        self._shared = self._map_vectors(path, self._recipe.shared_vectors)
         if init:
             self._shared["parameters"].copy_(torch.cat([p.detach().flatten() for _, p in self.parameters]))
         if self._device == "cpu":  # one and the same memory: what the daemon writes is what is computed with
-            for (_, parameter), values in zip(self.parameters, self._pieces(self._computed_on), strict=True):
+            for (_, parameter), values in zip(self.parameters, self._working_pieces(), strict=True):
                 parameter.data = values
 
     def compute(self, rows: torch.Tensor, seed: int, into: int, is_fresh: bool) -> float:
         """Add the gradient of the summed loss of ``rows`` [n, t + 1] to the other sum, and write it to ``into``."""
         self._fetch_parameters()
         loss = self._backward(rows, seed)
-        sums, previous_sums = self._pieces(self._shared[f"sum{into}"]), self._pieces(self._shared[f"sum{1 - into}"])
+        sums = self._pieces(self._shared[f"sum{into}"])
+        previous_sums = self._pieces(self._shared[f"sum{1 - into}"])
         for (_, parameter), total, previous in zip(self.parameters, sums, previous_sums, strict=True):
             gradient = torch.zeros_like(total) if parameter.grad is None else parameter.grad.to("cpu")
             if is_fresh:
@@ -96,8 +105,8 @@ class TrainedModel:
 
     def compute_again(self, rows: torch.Tensor, seed: int, path: Path) -> float:
         """Add the gradient of the summed loss of ``rows`` [n, t + 1] to a sum, both on other memory (AGAIN)."""
-        vectors = self._vectors_at(path, AGAIN)
-        with self._standing_in(self._pieces(vectors["parameters"])):
+        vectors = self._map_vectors(path, AGAIN)
+        with self._using_parameters(self._pieces(vectors["parameters"])):
             loss = self._backward(rows, seed)
             for (_, parameter), total in zip(self.parameters, self._pieces(vectors["sum"]), strict=True):
                 if parameter.grad is not None:
@@ -114,7 +123,7 @@ class TrainedModel:
         return float((joint - separate).norm()) <= REPEATS_WITHIN * float(joint.norm())
 
     def _gradient(self, batches: list[torch.Tensor], seed: int) -> torch.Tensor:
-        """The gradient of the summed loss of some rows, flat, on the CPU."""
+        """Compute the gradient of the summed loss of some rows, flat, on the CPU."""
         for batch in batches:
             self._backward(batch, seed)
         with_gradient = [p for _, p in self.parameters if p.grad is not None]
@@ -124,7 +133,7 @@ class TrainedModel:
         return flat
 
     @contextlib.contextmanager
-    def _standing_in(self, pieces: list[torch.Tensor]) -> Iterator[None]:
+    def _using_parameters(self, pieces: list[torch.Tensor]) -> Iterator[None]:
         """Compute on other parameters for a while."""
         originals = [parameter.data for _, parameter in self.parameters]
         try:
@@ -136,13 +145,13 @@ class TrainedModel:
                 parameter.data = values
                 parameter.grad = None
 
-    def _vectors_at(self, path: Path, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Vectors of the layout that lie one after the other in shared memory; they keep it mapped."""
+    def _map_vectors(self, path: Path, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Map vectors of the layout that lie one after the other in shared memory; they keep it mapped."""
         n = sum(math.prod(shape) for _, shape in self.layout)
         with path.open("r+b") as file:
-            mapped = mmap.mmap(file.fileno(), len(names) * n * self.dtype.itemsize)
-        whole = torch.frombuffer(mapped, dtype=self.dtype)
-        return {name: whole[i * n : (i + 1) * n] for i, name in enumerate(names)}
+            memory = mmap.mmap(file.fileno(), len(names) * n * self.dtype.itemsize)
+        numbers = torch.frombuffer(memory, dtype=self.dtype)
+        return {name: numbers[i * n : (i + 1) * n] for i, name in enumerate(names)}
 
     def step(self, rows: torch.Tensor, seed: int, number: int, learning_rate: float) -> float:
         """Take a step of the recipe's optimizer by the mean gradient of ``rows`` [n, t + 1], on the peer's own vectors.
@@ -151,7 +160,8 @@ class TrainedModel:
         """
         self._fetch_parameters()
         micro = self._recipe.batch.micro
-        loss = sum([self._backward(rows[start : start + micro], seed + start) for start in range(0, len(rows), micro)])
+        losses = [self._backward(rows[start : start + micro], seed + start) for start in range(0, len(rows), micro)]
+        loss = sum(losses)
         parameters: list[torch.Tensor] = [p for _, p in self.parameters]
         for parameter in parameters:
             if parameter.grad is None:
@@ -167,15 +177,15 @@ class TrainedModel:
                     shared_piece.copy_(piece)
         return loss
 
-    @property
-    def _computed_on(self) -> torch.Tensor:
-        return self._shared[LOCAL if self._recipe.steps_inside else "parameters"]
+    def _working_pieces(self) -> list[torch.Tensor]:
+        """Return the parameters that gradients are computed at, as the daemon sees them."""
+        return self._pieces(self._shared[LOCAL if self._recipe.steps_inside else "parameters"])
 
     def _fetch_parameters(self) -> None:
-        """A card has a copy of what the daemon may have changed."""
+        """Bring what the daemon may have changed to a card, which has a copy."""
         if self._device != "cpu":
             with torch.no_grad():
-                for (_, parameter), values in zip(self.parameters, self._pieces(self._computed_on), strict=True):
+                for (_, parameter), values in zip(self.parameters, self._working_pieces(), strict=True):
                     parameter.copy_(values)
 
     def _backward(self, rows: torch.Tensor, seed: int) -> float:
@@ -188,7 +198,7 @@ class TrainedModel:
         return float(loss.detach())
 
     def _loss(self, rows: torch.Tensor) -> torch.Tensor:
-        """The summed loss of ``rows``: of one only where experts are balanced (compute.runs.expert_balance)."""
+        """Compute the summed loss of ``rows``: of one only where experts are balanced (compute.runs.expert_balance)."""
         output = self.model(input_ids=rows[:, :-1], use_cache=False)
         flat = output.logits.flatten(0, 1).to(torch.promote_types(output.logits.dtype, torch.float32))
         losses = nn.functional.cross_entropy(flat, rows[:, 1:].flatten(), reduction="none")
@@ -197,26 +207,30 @@ class TrainedModel:
         return loss if unbalanced is None else loss + self._balance_factor * unbalanced
 
     def _pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        sizes = [math.prod(shape) for _, shape in self.layout]
-        return [v.view(shape) for v, (_, shape) in zip(torch.split(vector, sizes), self.layout, strict=True)]
+        """Cut a vector into views of the parameters' shapes."""
+        shapes = [shape for _, shape in self.layout]
+        pieces = torch.split(vector, [math.prod(shape) for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def build(path: Path, recipe: Recipe) -> nn.Module:
-    """The model as the recipe trains it: all of it, or LoRA on it. Raises ConfigError."""
+    """Build the model as the recipe trains it: all of it, or LoRA on it. Raises ConfigError."""
     torch.manual_seed(recipe.seed)
+    dtype = DTYPES[recipe.precision]
     with skeleton.building(f"{path} cannot be loaded"), _with_index(path) as folder:
-        config, dtype = skeleton.read_config(folder), DTYPES[recipe.precision]
+        config = skeleton.read_config(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
     model.get_input_embeddings().padding_idx = None  # no row is padded: in many models it is the end between two texts
     if recipe.train == "all":
         return model  # type: ignore[no-any-return]
     lora = recipe.lora
-    return with_lora(model, lora.rank, lora.alpha, lora.targets, key="lora.targets").to(dtype)  # type: ignore[no-any-return]
+    tuned = with_lora(model, lora.rank, lora.alpha, lora.targets, key="lora.targets")
+    return tuned.to(dtype)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def _with_index(folder: Path) -> Iterator[Path]:
-    """A checkpoint as transformers expects it: one that swarmd filled has a file for each block, and no index."""
+    """Give a checkpoint as transformers expects it: one that swarmd filled has a file for each block, and no index."""
     if not (folder / MANIFEST).is_file():
         yield folder
         return

@@ -15,7 +15,7 @@ Tensors = list[torch.Tensor]
 def take_step(
     settings: Optimizer, parameters: Tensors, moments: dict[str, Tensors], learning_rate: float, number: int
 ) -> None:
-    """Step ``number``, counted from 1, by the gradients in ``parameters``; changes them and ``moments`` in place."""
+    """Take step ``number``, counted from 1, by the gradients in ``parameters``; changes them and ``moments``."""
     if settings.clip_norm:
         torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
     groups = [
@@ -26,9 +26,11 @@ def take_step(
     if settings.kind == "adamw":
         optimizer = torch.optim.AdamW(groups, learning_rate, (settings.beta1, settings.beta2), settings.epsilon)
         for i, parameter in enumerate(parameters):
-            first, second = moments["moment1"][i], moments["moment2"][i]
-            steps_done = torch.tensor(float(number - 1))
-            optimizer.state[parameter] = {"step": steps_done, "exp_avg": first, "exp_avg_sq": second}
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(number - 1)),
+                "exp_avg": moments["moment1"][i],
+                "exp_avg_sq": moments["moment2"][i],
+            }
     else:
         _decay(groups, learning_rate)
         optimizer = torch.optim.SGD(parameters, learning_rate, settings.momentum)
@@ -41,7 +43,7 @@ def take_step(
 
 
 def _decay(groups: list[dict[str, object]], learning_rate: float) -> None:
-    """Decoupled weight decay, which torch's SGD has not."""
+    """Decay weights apart from the gradient, which torch's SGD does not."""
     with torch.no_grad():
         for parameter in groups[0]["params"]:  # type: ignore[attr-defined]
             parameter.mul_(1 - learning_rate * float(groups[0]["weight_decay"]))  # type: ignore[arg-type]

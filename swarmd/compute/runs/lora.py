@@ -30,13 +30,14 @@ def with_lora(model: Any, rank: int, alpha: int, targets: Sequence[str], *, key:
         raise ConfigError("LoRA needs PEFT: pip install -e '.[tune]' in swarmd's repository") from None
     if ALL_LINEAR in targets and len(targets) > 1:
         raise ConfigError(f"{key}: {ALL_LINEAR!r} means every linear module and stands alone, got {', '.join(targets)}")
-    names = [name for name, _ in model.named_modules()]
-    if unknown := [t for t in targets if t != ALL_LINEAR and not any(_is_meant(t, name) for name in names)]:
-        linear_names = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
+    modules = dict(model.named_modules())
+    unknown = [t for t in targets if t != ALL_LINEAR and not any(_is_meant(t, name) for name in modules)]
+    if unknown:
+        linear_names = sorted({name.rpartition(".")[2] for name, module in modules.items() if _is_linear(module)})
         ellipsis = ", ..." if len(linear_names) > SHOWN else ""
         raise ConfigError(
-            f"{key}: no module of this model is called {unknown[0]!r}; expected some of {', '.join(linear_names[:SHOWN])}"
-            f"{ellipsis}, or {ALL_LINEAR!r}"
+            f"{key}: no module of this model is called {unknown[0]!r}; "
+            f"expected some of {', '.join(linear_names[:SHOWN])}{ellipsis}, or {ALL_LINEAR!r}"
         )
     chosen: Any = ALL_LINEAR if ALL_LINEAR in targets else list(targets) or None
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen, task_type=TaskType.CAUSAL_LM)
@@ -48,7 +49,10 @@ def with_lora(model: Any, rank: int, alpha: int, targets: Sequence[str], *, key:
 
 
 def names_of_targets(tuned: Any) -> tuple[str, ...]:
-    """The names that mean the modules that got LoRA, and no others: last parts where these do, else whole ones."""
+    """Return names that mean the modules that got LoRA, and no others.
+
+    These are the last parts of the modules' names where these mean no other module, else the whole names.
+    """
     targeted = set(tuned.base_model.targeted_module_names)
     short = {name.rpartition(".")[2] for name in targeted}
     plain = {name.removeprefix("base_model.model.").replace(".base_layer", "") for name, _ in tuned.named_modules()}
@@ -58,7 +62,7 @@ def names_of_targets(tuned: Any) -> tuple[str, ...]:
 
 
 def _is_meant(target: str, name: str) -> bool:
-    """As PEFT reads a list of names."""
+    """Does PEFT take a name of its list to mean this module?"""
     return name == target or name.endswith(f".{target}")
 
 

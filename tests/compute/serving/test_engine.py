@@ -47,11 +47,11 @@ def alike(got: torch.Tensor, expected: torch.Tensor) -> None:
 class Bench:
     """An engine and the sessions that a test drives by hand."""
 
-    def __init__(self, span: LoadedSpan, calls_aside: bool = False, head: LogitsHead | None = None) -> None:
+    def __init__(self, span: LoadedSpan, can_interleave: bool = False, head: LogitsHead | None = None) -> None:
         """Where steps come aside, a second passes when the test says so: how long they take decides what gets in."""
         self.now = 0.0
-        clock = (lambda: self.now) if calls_aside else time.perf_counter
-        self.engine = Engine(span, Budget(), clock, calls_aside, head)
+        clock = (lambda: self.now) if can_interleave else time.perf_counter
+        self.engine = Engine(span, Budget(), clock, can_interleave, head)
         self.outputs: dict[bytes, list[torch.Tensor]] = {}
         self.logits: dict[bytes, list[bytes]] = {}
         self.others: list[messages.AnyMessage] = []
@@ -87,7 +87,7 @@ class Bench:
             self._note(answer)
 
     def step_aside(self) -> None:
-        for answer in (*self.engine.run_aside(), *self.engine.settle()):
+        for answer in (*self.engine.run_interleaved(), *self.engine.settle()):
             self._note(answer)
 
     def _note(self, raw: bytes) -> None:
@@ -186,14 +186,14 @@ def by_one_call(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch) -> LoadedSpan
 
 
 def test_steps_get_in_between_the_blocks_of_a_prompt(by_one_call: LoadedSpan) -> None:
-    bench, rng = Bench(by_one_call, calls_aside=True), torch.Generator().manual_seed(6)
+    bench, rng = Bench(by_one_call, can_interleave=True), torch.Generator().manual_seed(6)
     decoding, long, n_steps = b"d" * 16, b"l" * 16, 4
     hidden, prompt = torch.randn(1, 300, 64, generator=rng), torch.randn(1, 600, 64, generator=rng)
 
     def on_block() -> None:
         nonlocal n_steps
         bench.now += 1.0
-        if bench.engine.lets_in:
+        if bench.engine.is_open_to_steps:
             bench.put(decoding, hidden[:, n_steps : n_steps + 1], n_steps)
             bench.step_aside()
             n_steps += 1
@@ -216,7 +216,7 @@ def test_steps_get_in_between_the_blocks_of_a_prompt(by_one_call: LoadedSpan) ->
 def test_a_step_that_fails_in_the_midst_of_a_prompt_ends_its_own_session_only(
     by_one_call: LoadedSpan, monkeypatch: pytest.MonkeyPatch, nothing_breaks_behind_a_guard: list[logging.LogRecord]
 ) -> None:
-    bench, rng = Bench(by_one_call, calls_aside=True), torch.Generator().manual_seed(7)
+    bench, rng = Bench(by_one_call, can_interleave=True), torch.Generator().manual_seed(7)
     failing, long = b"f" * 16, b"l" * 16
     prompt = torch.randn(1, 100, 64, generator=rng)
     for key in (failing, long):
@@ -226,7 +226,7 @@ def test_a_step_that_fails_in_the_midst_of_a_prompt_ends_its_own_session_only(
 
     def on_block() -> None:
         bench.now += 1.0
-        if bench.engine.lets_in and not bench.others:
+        if bench.engine.is_open_to_steps and not bench.others:
             bench.put(failing, prompt[:, :1], 1)
             with monkeypatch.context() as broken:
                 broken.setattr(by_one_call, "forward_ragged", lambda *_: torch.ones(2) @ torch.ones(3))

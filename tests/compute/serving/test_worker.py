@@ -22,7 +22,7 @@ from swarmd.protocol.wire.messages import CloseSession, Op
 class PlayedEngine:
     """In the midst of a pass all the time."""
 
-    lets_in, handled, n_reused = True, 0, 0
+    is_open_to_steps, handled, n_reused = True, 0, 0
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.n_aside = worker, 0
@@ -33,7 +33,7 @@ class PlayedEngine:
         self.taken.append(message)
         yield from ()
 
-    def run_aside(self) -> Iterator[bytes]:
+    def run_interleaved(self) -> Iterator[bytes]:
         self.n_aside += 1
         for op in self.taken:
             yield messages.framed(op)
