@@ -76,6 +76,7 @@ class DownloadProgress:
 
     @property
     def left_s(self) -> float | None:
+        """How long it will take at this speed; None while nothing is known of that."""
         remaining_bytes = self.total_bytes - self.done_bytes
         return remaining_bytes / self.bytes_per_s if self.bytes_per_s else None
 
@@ -86,11 +87,11 @@ async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> 
     Raises SwarmUnavailable when none gives the true one.
     """
     reasons: list[str] = []
-    manifests_found: list[Manifest] = []
+    received: list[Manifest] = []
 
     async def ask(donor: PeerId, failed: trio.Event, everybody: trio.CancelScope) -> None:
         try:
-            manifests_found.append(await _manifest_of(rpc, model, donor))
+            received.append(await _fetch_manifest_from(rpc, model, donor))
             everybody.cancel()
         except IntegrityError as error:
             rpc.standing.fault(donor, Fault.BAD_CHUNK, str(error))
@@ -105,13 +106,13 @@ async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> 
             nursery.start_soon(ask, donor, failed, nursery.cancel_scope)
             with trio.move_on_after(SILENT_S):
                 await failed.wait()
-    if manifests_found:
-        return manifests_found[0]
+    if received:
+        return received[0]
     raise SwarmUnavailable(f"nobody gives the manifest of {model[:12]}: {'; '.join(reasons) or 'no live donor'}")
 
 
-async def _manifest_of(rpc: Rpc, model: ModelId, donor: PeerId) -> Manifest:
-    """Raises PeerError or IntegrityError."""
+async def _fetch_manifest_from(rpc: Rpc, model: ModelId, donor: PeerId) -> Manifest:
+    """Ask one donor. Raises PeerError or IntegrityError."""
     request = partial(_want_manifest, model)
     reply, frame = await rpc.call(donor, request, timeout_s=MANIFEST_TIMEOUT_S, purpose="weights")
     if not isinstance(reply, ManifestIs):
@@ -131,6 +132,14 @@ class DonorTurn:
     n_yielded: int = 0
 
 
+# One loop that supervises, and WINDOW tasks for each of at most MAX_DONORS donors:
+#
+#     supervise: who holds what? --> Download (plan): offers, leaves
+#     donor's task: next_piece --> pace --> ask --> length, sha256 of each chunk --> .part file --> arrived
+#
+# What donors could do, and what it costs: send other bytes (a fault in their standing, not asked again), stall (what
+# was asked for is asked of others, and their turn goes to a donor that waits), refuse (that group is not theirs any
+# more). Nothing is written that was not verified, and what is written stays: a download goes on where it was.
 class Fetch:
     """One download of some groups into one folder."""
 
@@ -162,6 +171,7 @@ class Fetch:
         self._news = trio.Event()
 
     def progress(self) -> DownloadProgress:
+        """Return how far it is now."""
         elapsed = max(trio.current_time() - self._began_at, 1e-6) if self._began_at else 0.0
         rate = (self._done_bytes - self._resumed_bytes) / elapsed if elapsed else 0.0
         return DownloadProgress(
@@ -197,14 +207,11 @@ class Fetch:
         self._waiting_for = ""
 
     async def _supervise(self, nursery: trio.Nursery) -> None:
-        """Use whoever holds something that is wanted, from the moment that this is known."""
+        """Use every donor that holds something which is missing, from the moment that this is known."""
         serving: dict[PeerId, trio.CancelScope] = {}
         while not self._download.is_done:
             now = trio.current_time()
-            holders, standing = self._donors(), self._rpc.standing
-            offers = {p: g for p, g in holders.items() if standing.allows(p)}
-            if not offers:  # whoever alone has it is asked again soon, unless it lied
-                offers = {p: g for p, g in holders.items() if standing.allows(p, True) and not standing.is_shunned(p)}
+            offers = self._usable_donors()
             for peer in self._beyond_room(offers, serving.keys(), now):
                 del offers[peer]
             for peer in [p for p in serving if p not in offers]:
@@ -220,8 +227,18 @@ class Fetch:
             with trio.move_on_after(LOOK_INTERVAL_S):
                 await news.wait()
 
+    def _usable_donors(self) -> dict[PeerId, frozenset[int]]:
+        """Return the donors that may be asked; where there is none, those that failed, unless they lied."""
+        holders = self._donors()
+        standing = self._rpc.standing
+        allowed = {peer: groups for peer, groups in holders.items() if standing.allows(peer)}
+        if allowed:
+            return allowed
+        honest = {peer: groups for peer, groups in holders.items() if not standing.is_shunned(peer)}
+        return {peer: groups for peer, groups in honest.items() if standing.allows(peer, True)}
+
     def _beyond_room(self, offers: Iterable[PeerId], serving: Collection[PeerId], now: float) -> list[PeerId]:
-        """Donors that there is no room for: those that came last, after those that were there and gave nothing."""
+        """Return donors that there is no room for: first those that gave nothing in their turn, then the newest."""
 
         def rank(peer: PeerId) -> tuple[int, bool, int]:
             turn = self._turns.setdefault(peer, DonorTurn())
@@ -234,6 +251,7 @@ class Fetch:
         return sorted(offers, key=rank)[MAX_DONORS:]
 
     async def _look_at_disk(self) -> None:
+        """Find out what is verified already, and plan the rest."""
         pieces: list[ChunkRequest] = []
         for group in sorted(self.groups):
             part = self._parts[group] = GroupDownload(self._target, group)
@@ -250,12 +268,14 @@ class Fetch:
         self._waiting_for = ""
 
     async def _use(self, peer: PeerId, scope: trio.CancelScope) -> None:
+        """Ask a donor, WINDOW requests at a time, until it is given up."""
         with scope:
             async with trio.open_nursery() as nursery:
                 for _ in range(WINDOW):
                     nursery.start_soon(self._ask_for_more, peer)
 
     async def _ask_for_more(self, peer: PeerId) -> None:
+        """Ask a donor for one piece after the other; its errors are accounted to it here."""
         while not self._download.is_done and peer in self._download.givers:
             news = self._news
             piece = self._download.next_piece(peer, trio.current_time()).action
@@ -284,7 +304,7 @@ class Fetch:
             return WantChunks(id=call_id, model=self._target.model, refs=piece.refs)
 
         if peer == HUB and self._hub is not None:
-            payload = memoryview(await self._of_hub(self._hub, piece))
+            payload = memoryview(await self._read_from_hub(self._hub, piece))
         else:
             timeout_s = self._patience_s(peer)
             reply, frame = await self._rpc.call(peer, request, timeout_s=timeout_s, purpose="weights")
@@ -292,7 +312,8 @@ class Fetch:
         if len(payload) != piece.n_bytes:
             raise IntegrityError(f"expected {piece.n_bytes} B of chunks, got {len(payload)} B")
         part = self._parts[piece.group]
-        written, offset = 0, 0
+        written = 0
+        offset = 0
         try:
             for ref in piece.refs:
                 size = part.chunk_bytes(ref)
@@ -313,15 +334,16 @@ class Fetch:
         self._notify()
 
     @staticmethod
-    async def _of_hub(hub: Hub, piece: ChunkRequest) -> bytes:
+    async def _read_from_hub(hub: Hub, piece: ChunkRequest) -> bytes:
         return await trio.to_thread.run_sync(hub.read_piece, piece.refs, abandon_on_cancel=True)  # type: ignore[call-arg]
 
     def _patience_s(self, peer: PeerId) -> float:
-        """Long enough for all that this donor was asked for at a quarter of its speed."""
+        """Return a time that is enough for all that this donor was asked for at a quarter of its speed."""
         giver = self._download.givers.get(peer)
         if giver is None or not giver.bytes_per_s:
             return STALL_S
-        return max(STALL_S / 3, 4 * sum(p.n_bytes for p in giver.asked) / giver.bytes_per_s)
+        asked_bytes = sum(request.n_bytes for request in giver.asked)
+        return max(STALL_S / 3, 4 * asked_bytes / giver.bytes_per_s)
 
     def _give_up(self, peer: PeerId, reason: str) -> None:
         logger.warning("doing without the donor %s: %s", peer, reason)
@@ -329,6 +351,7 @@ class Fetch:
         self._notify()
 
     def _check_patience(self, now: float) -> None:
+        """Note what is waited for. Raises SwarmUnavailable when nothing has come for too long."""
         missing = self._download.without_donor()
         listed = ", ".join(str(s) for s in ranges(set(missing)))
         self._waiting_for = f"nobody who is up holds groups {listed}" if missing else ""

@@ -30,18 +30,21 @@ class Hub:
 
     def __init__(self, source: str, manifest: Manifest) -> None:
         self._repo, _, self._revision = source.partition("@")
-        self._entries, self._n_files = manifest.entries, len(manifest.files)
+        self._entries = manifest.entries
+        self._n_files = len(manifest.files)
         self._client: Any = None
         self._places: dict[str, tuple[str, Place]] = {}
 
     def read_piece(self, refs: tuple[Ref, ...]) -> bytes:
-        """The chunks, one after the other. Raises Unreachable."""
-        return b"".join(self._read(*ref) for ref in refs)
+        """Return the chunks, one after the other. Raises Unreachable."""
+        return b"".join(self._read(index, chunk) for index, chunk in refs)
 
     def _read(self, index: int, chunk: int) -> bytes:
+        """Return one chunk of a file or a tensor."""
         entry = self._entries[index]
         if index < self._n_files:
-            name, start = entry.name, 0
+            name = entry.name
+            start = 0
         else:
             name, place = self._find(entry.name)
             start = place.start
@@ -49,7 +52,7 @@ class Hub:
         return self._get(name, first, entry.chunk_bytes(chunk))
 
     def _find(self, tensor: str) -> tuple[str, Place]:
-        """The shard that holds a tensor, and where; reads headers once."""
+        """Return the shard that holds a tensor, and where; reads headers once."""
         if not self._places:
             try:
                 index = json.loads(self._get("model.safetensors.index.json", 0, MAX_INDEX_BYTES))
@@ -64,17 +67,20 @@ class Hub:
         return self._places[tensor]
 
     def _header(self, name: str) -> list[Place]:
+        """Read a shard's header: where its tensors are. Raises Unreachable."""
         (n_bytes,) = struct.unpack("<Q", self._get(name, 0, 8))
         if n_bytes > shards.MAX_HEADER_BYTES:
             raise Unreachable(f"{name} of {self._repo} on the hub is no safetensors file")
         raw = self._get(name, 0, 8 + n_bytes)
         try:
-            ends = [info["data_offsets"][1] for key, info in json.loads(raw[8:]).items() if key != "__metadata__"]
-            return shards.read_header(io.BytesIO(raw), Path(name), len(raw) + max(ends, default=0))
+            infos = [info for key, info in json.loads(raw[8:]).items() if key != "__metadata__"]
+            data_bytes = max((info["data_offsets"][1] for info in infos), default=0)
+            return shards.read_header(io.BytesIO(raw), Path(name), len(raw) + data_bytes)
         except (ConfigError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise Unreachable(f"{name} of {self._repo} on the hub: {error}") from None
 
     def _get(self, name: str, start: int, n_bytes: int) -> bytes:
+        """Return bytes of a file, or fewer where it ends. Raises Unreachable."""
         import httpx
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]

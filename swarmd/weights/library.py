@@ -37,7 +37,7 @@ class UnusedModel:
 
 
 class Library:
-    """See the module. ``own`` maps models to the user's checkpoint folders; ``root`` is where swarmd keeps its own."""
+    """See the module. ``user_folders`` maps models to checkpoint folders of the user's; ``root`` is swarmd's own."""
 
     def __init__(self, root: Path, user_folders: Mapping[ModelId, Path], limit_bytes: int = 0) -> None:
         self.root = root
@@ -61,12 +61,12 @@ class Library:
 
     def keep_manifest(self, manifest: Manifest, folder: Path) -> None:
         """Remember what hashing a folder of the user's gave, and how its files looked then. Raises ConfigError."""
-        path = self._kept(manifests.model_id(manifest))
-        files.write_file(path.with_suffix(".files"), _looks(folder))
+        path = self._manifest_path(manifests.model_id(manifest))
+        files.write_file(path.with_suffix(".files"), _fingerprint(folder))
         files.write_file(path, manifests.encode(manifest))
 
     def fill(self, manifest: Manifest) -> ModelFolder:
-        """The folder that gets what this machine lacks of a model. Raises ConfigError."""
+        """Return the folder that gets what this machine lacks of a model. Raises ConfigError."""
         model = manifests.model_id(manifest)
         known = self.folders.get(model)
         if known is None or not self.is_filled(known):
@@ -79,21 +79,23 @@ class Library:
 
     def touch(self, folder: ModelFolder, groups: frozenset[int]) -> None:
         """Note that groups are used now."""
-        for group in groups if self.is_filled(folder) else ():
+        if not self.is_filled(folder):
+            return
+        for group in groups:
             for slot in folder.slots(group):
                 with suppress(OSError):
                     os.utime(slot.path)
 
     def used_bytes(self) -> int:
-        """What the folders that swarmd fills take on disk."""
+        """Return what the folders that swarmd fills take on disk."""
         return files.disk_bytes(self.root.glob("*/*"))
 
     def make_room(self, n_bytes: int, in_use: Mapping[ModelId, frozenset[int]]) -> list[str]:
-        """Delete what was not used for longest until ``n_bytes`` more fit; says what went. Raises ConfigError."""
+        """Delete what was not used for longest until ``n_bytes`` more fit; returns what went. Raises ConfigError."""
         if n_bytes <= 0:
             return []
         files.make_folder(self.root)
-        gone = []
+        deleted = []
         unused = sorted(self._unused(in_use), key=lambda u: u.used_at, reverse=True)
         while (lacking := n_bytes - self.free_bytes()) > 0:
             if not unused:
@@ -104,13 +106,15 @@ class Library:
                 )
             oldest = unused.pop()
             oldest.folder.drop([oldest.group])
-            gone.append(f"group {oldest.group} of {oldest.folder.model[:12]}")
-        return gone
+            deleted.append(f"group {oldest.group} of {oldest.folder.model[:12]}")
+        return deleted
 
     def free_bytes(self) -> int:
-        """What may still be written."""
+        """Return what may still be written."""
         free = shutil.disk_usage(self.root).free - RESERVE_BYTES
-        return min(free, self.limit_bytes - self.used_bytes()) if self.limit_bytes else free
+        if not self.limit_bytes:
+            return free
+        return min(free, self.limit_bytes - self.used_bytes())
 
     def remove(self, model: ModelId) -> int:
         """Delete a folder that swarmd fills; returns the bytes that it took. Raises ConfigError."""
@@ -124,14 +128,15 @@ class Library:
         del self.folders[model]
         return n_bytes
 
-    def _kept(self, model: ModelId) -> Path:
+    def _manifest_path(self, model: ModelId) -> Path:
         return self.root / "manifests" / f"{model}.bin"
 
     def _manifest(self, model: ModelId, path: Path) -> Manifest:
+        """Read or make the manifest of a folder; one of the user's is hashed only if its files have changed."""
         if path.parent == self.root:
             return manifests.read_untrusted((path / files.MANIFEST).read_bytes(), model)
-        saved = self._kept(model)
-        if saved.is_file() and saved.with_suffix(".files").read_bytes() == _looks(path):
+        saved = self._manifest_path(model)
+        if saved.is_file() and saved.with_suffix(".files").read_bytes() == _fingerprint(path):
             return manifests.read_untrusted(saved.read_bytes(), model)
         if adapter.is_adapter(path):
             raise ConfigError("its files are not known, or no longer what they were: add the adapter again")
@@ -141,17 +146,21 @@ class Library:
         return manifest
 
     def _unused(self, in_use: Mapping[ModelId, frozenset[int]]) -> list[UnusedModel]:
+        """Return what could be deleted, with when it was used last."""
         unused: list[UnusedModel] = []
         for model, folder in list(self.folders.items()):
-            groups = set(range(folder.head + 1)) - in_use.get(model, frozenset())
-            for group in groups if self.is_filled(folder) else ():
-                times = [p.stat().st_mtime for s in folder.slots(group) for p in (s.path, s.part) if p.is_file()]
+            if not self.is_filled(folder):
+                continue
+            for group in set(range(folder.head + 1)) - in_use.get(model, frozenset()):
+                paths = [path for slot in folder.slots(group) for path in (slot.path, slot.part)]
+                times = [path.stat().st_mtime for path in paths if path.is_file()]
                 if times:
                     unused.append(UnusedModel(max(times), folder, group))
         return unused
 
 
-def _looks(folder: Path) -> bytes:
-    """Size and time of each file of a checkpoint: where these are as they were, so are the bytes."""
+def _fingerprint(folder: Path) -> bytes:
+    """Return size and time of each file of a checkpoint: where these are as they were, so are the bytes."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
-    return json.dumps([(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in paths]).encode()
+    stats = [(path.name, path.stat()) for path in paths]
+    return json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]).encode()

@@ -26,6 +26,12 @@ NEWS_INTERVAL_S = 0.5  # between two announcements of what has come: each is gos
 HOLDER_PATIENCE_S = 30.0  # the manifest may be known before its holder's record
 
 
+# How a machine comes to what it needs of a model, one at a time for each model (``_locks``):
+#
+#     manifest: here? else asked of holders --> groups: here? else room is made --> Fetch from peers and the hub
+#
+# Invariant: what is promised to a download that goes on (``_reserved``) and what is used (``in_use``) is never deleted
+# to make room for another one; bytes that are promised and not written yet count as used.
 class Supply:
     """See the module. ``in_use`` tells which groups must not be deleted to make room; None: nothing is ever deleted.
 
@@ -56,11 +62,11 @@ class Supply:
         self._reserved: dict[ModelId, frozenset[int]] = {}
 
     def progress(self) -> list[DownloadProgress]:
-        """The downloads under way."""
+        """Return the downloads under way."""
         return [fetch.progress() for fetch in self._fetches.values()]
 
     async def manifest(self, model: ModelId) -> Manifest:
-        """What a model consists of. Raises SwarmUnavailable when nobody tells."""
+        """Return what a model consists of. Raises SwarmUnavailable when nobody tells."""
         known = self.library.folders.get(model)
         if known is not None:
             return known.manifest
@@ -99,21 +105,22 @@ class Supply:
             logger.info("deleted %d B of %s", self.library.remove(model), model[:12])
 
     async def _fetch(self, manifest: Manifest, needed_groups: frozenset[int]) -> ModelFolder:
+        """Make room for groups and download them. Raises as ``ensure`` does."""
         target = await trio.to_thread.run_sync(self.library.fill, manifest)
-        lacking = needed_groups - target.held
+        missing = needed_groups - target.held
         self._reserved[target.model] = needed_groups
         try:
-            needed = target.n_bytes(lacking) - _begun_bytes(target, lacking)
-            needed += sum(p.total_bytes - p.done_bytes for p in self.progress())  # promised, and not written yet
-            for deleted in await trio.to_thread.run_sync(self.library.make_room, needed, self._kept()):
+            needed_bytes = target.n_bytes(missing) - _begun_bytes(target, missing)
+            needed_bytes += sum(p.total_bytes - p.done_bytes for p in self.progress())  # promised, not written yet
+            for deleted in await trio.to_thread.run_sync(self.library.make_room, needed_bytes, self._undeletable()):
                 logger.info("deleted to make room: %s", deleted)
 
             source = self._view().catalog.sources.get(target.model) if self._use_hub else None
             hub = Hub(source, manifest) if source else None
-            everywhere = {HUB: frozenset(range(target.head + 1))} if hub else {}
+            of_hub = {HUB: frozenset(range(target.head + 1))} if hub else {}
 
             def donors() -> dict[PeerId, frozenset[int]]:
-                return {**self._donors(target), **everywhere}
+                return {**self._donors(target), **of_hub}
 
             fetch = Fetch(self._rpc, target, needed_groups, donors, self._pace, hub)
             self._fetches[target.model] = fetch
@@ -126,19 +133,23 @@ class Supply:
             self._changed()
         return target
 
-    def _kept(self) -> dict[ModelId, frozenset[int]]:
-        """What must stay on disk."""
+    def _undeletable(self) -> dict[ModelId, frozenset[int]]:
+        """Return what must stay on disk."""
         if self._in_use is None:
-            return {m: frozenset(range(f.head + 1)) for m, f in self.library.folders.items()}
+            return {model: frozenset(range(folder.head + 1)) for model, folder in self.library.folders.items()}
         used = self._in_use()
-        return {m: used.get(m, frozenset()) | self._reserved.get(m, frozenset()) for m in {*used, *self._reserved}}
+        nothing = frozenset[int]()
+        models = {*used, *self._reserved}
+        return {model: used.get(model, nothing) | self._reserved.get(model, nothing) for model in models}
 
     def _holders(self, model: ModelId) -> list[PeerId]:
-        me, standing = self._rpc.network.peer_id, self._rpc.standing
-        holders = (p for p, record in self._view().peers.items() if model in record.holds)
-        return sorted(p for p in holders if p != me and not standing.is_shunned(p))
+        """Return other peers that hold something of a model and are not shunned."""
+        standing = self._rpc.standing
+        holders = (peer for peer, record in self._view().peers.items() if model in record.holds)
+        return sorted(p for p in holders if p != self._rpc.network.peer_id and not standing.is_shunned(p))
 
     def _donors(self, target: ModelFolder) -> dict[PeerId, frozenset[int]]:
+        """Return who holds which groups of a model, and make their addresses known."""
         donors = {}
         for peer in self._holders(target.model):
             self._rpc.network.learn(peer, self._addresses(peer))
@@ -150,5 +161,5 @@ class Supply:
 
 
 def _begun_bytes(target: ModelFolder, groups: Iterable[int]) -> int:
-    """What earlier attempts take on disk already."""
+    """Return what earlier attempts take on disk already."""
     return disk_bytes(slot.part for group in groups for slot in target.slots(group))

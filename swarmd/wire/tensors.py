@@ -27,9 +27,11 @@ def pack(
     name = str(hidden.dtype).removeprefix("torch.")
     coded = _encode(hidden, codec)
     if coded is None:
-        codec, coded = "raw", [hidden]
+        codec = "raw"
+        coded = [hidden]
     parts = [_raw(part) for part in (*coded, positions, mask) if part is not None]
-    return TensorMeta(b, t, d, name, mask is not None, codec, positions is not None), b"".join(parts)
+    meta = TensorMeta(b, t, d, name, mask is not None, codec, positions is not None)
+    return meta, b"".join(parts)
 
 
 def pack_gradient(gradient: torch.Tensor, codec: str) -> tuple[TensorMeta, bytes, float]:
@@ -65,6 +67,7 @@ def unpack_untrusted(meta: TensorMeta, payload: memoryview) -> tuple[torch.Tenso
 
 
 def _encode(hidden: torch.Tensor, codec: str) -> list[torch.Tensor] | None:
+    """Return what travels in place of hidden states [b, t, d]; None where they have to travel raw."""
     if codec == "raw" or str(hidden.dtype) == f"torch.{codec}":
         return None
     if codec == "int4":
@@ -72,19 +75,23 @@ def _encode(hidden: torch.Tensor, codec: str) -> list[torch.Tensor] | None:
     if codec == "int8":
         blocks = _blocks(hidden.float(), INT8_BLOCK)
         scales = blocks.abs().amax(-1, keepdim=True) / 127
-        levels = torch.where(scales > 0, blocks / scales, 0.0).round().to(torch.int8)
-        return [levels.flatten(2)[..., : hidden.shape[2]], scales] if torch.isfinite(scales).all() else None
+        if not torch.isfinite(scales).all():
+            return None
+        quantised = torch.where(scales > 0, blocks / scales, 0.0).round().to(torch.int8)
+        return [quantised.flatten(2)[..., : hidden.shape[2]], scales]
     halved = hidden.to(DTYPES[codec])
     return [halved] if torch.isfinite(halved).all() else None
 
 
 def _decode(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """Read hidden states [b, t, d] of bytes whose number was checked."""
     shape = (meta.b, meta.t, meta.d)
     if meta.codec == "int8":
         n_values = meta.b * meta.t * meta.d
-        levels = data[:n_values].view(torch.int8).view(shape)
+        quantised = data[:n_values].view(torch.int8).view(shape)
         scales = data[n_values:].clone().view(torch.float32).view(meta.b, meta.t, -1, 1)
-        decoded = (_blocks(levels.float(), INT8_BLOCK) * scales).flatten(2)[..., : meta.d]
+        blocks = _blocks(quantised.float(), INT8_BLOCK) * scales
+        decoded = blocks.flatten(2)[..., : meta.d]
     elif meta.codec == "int4":
         decoded = _decode_int4(data, meta)
     else:
@@ -92,26 +99,31 @@ def _decode(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return decoded.to(DTYPES[meta.dtype])
 
 
+# A block of int4 is INT4_BLOCK values of one token: two of -7 to 7 in a byte, the first in its low half, each 8 more
+# than it is; the scales of all blocks follow, in float16. A 7th of the largest is the scale, so that zero stays zero.
 def _encode_int4(hidden: torch.Tensor) -> list[torch.Tensor] | None:
-    """Two values of -7 to 7 in a byte, the first in its low half, each 8 more than it is; then the scales."""
     blocks = _blocks(hidden.float(), INT4_BLOCK)
     scales = (blocks.abs().amax(-1, keepdim=True) / 7).to(torch.float16)
-    levels = torch.where(scales > 0, blocks / scales.float(), 0.0).round().clamp(-7, 7)
-    pairs = (levels + 8).to(torch.uint8).view(*levels.shape[:-1], -1, 2)
-    return [pairs[..., 0] | pairs[..., 1] << 4, scales] if torch.isfinite(scales).all() else None
+    if not torch.isfinite(scales).all():
+        return None
+    quantised = torch.where(scales > 0, blocks / scales.float(), 0.0).round().clamp(-7, 7)
+    pairs = (quantised + 8).to(torch.uint8).view(*quantised.shape[:-1], -1, 2)
+    low = pairs[..., 0]
+    high = pairs[..., 1] << 4
+    return [low | high, scales]
 
 
 def _decode_int4(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     n_blocks = meta.b * meta.t * -(-meta.d // INT4_BLOCK)
     n_pairs = n_blocks * INT4_BLOCK // 2
     pairs = data[:n_pairs]
-    levels = torch.stack([pairs & 15, pairs >> 4], -1).view(n_blocks, INT4_BLOCK).float() - 8
+    quantised = torch.stack([pairs & 15, pairs >> 4], -1).view(n_blocks, INT4_BLOCK).float() - 8
     scales = data[n_pairs:].clone().view(torch.float16).float().view(n_blocks, 1)
-    return (levels * scales).view(meta.b, meta.t, -1)[..., : meta.d]
+    return (quantised * scales).view(meta.b, meta.t, -1)[..., : meta.d]
 
 
 def _blocks(values: torch.Tensor, size: int) -> torch.Tensor:
-    """[b, t, d] as [b, t, blocks, size], padded with zeros at the end."""
+    """Return [b, t, d] as [b, t, blocks, size], padded with zeros at the end."""
     b, t, d = values.shape
     return torch.nn.functional.pad(values, (0, -d % size)).view(b, t, -1, size)
 

@@ -56,13 +56,13 @@ def test_in_the_midst_of_a_prompt_it_takes_steps_and_nothing_that_comes_behind_w
         with torch.inference_mode():
             worker._on_block()
         assert [m.seq for m in engine.taken] == [1]
-        assert len(worker._late) == 2
+        assert len(worker._deferred) == 2
         assert engine.n_aside == 1, "and not within itself"
         answers = list(FrameDecoder().feed_untrusted(ours.recv(1 << 16)))
         assert any(b"seq" in answer.header for answer in answers), "what it gave is on its way at once"
         ours.sendall(messages.framed(step))
         worker._on_block()
-        assert len(worker._late) == 2, "what comes later stays where it is"
+        assert len(worker._deferred) == 2, "what comes later stays where it is"
 
 
 def test_a_worker_that_ends_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +113,6 @@ def test_becoming_quicker_takes_no_more_than_the_owners_share(monkeypatch: pytes
 
         worker._woke_at = clock.now
         worker._duty = Duty(share=0.1)
-        worker._improving = SimpleNamespace(step=step, news=[], is_done=False)  # type: ignore[assignment]
+        worker._improvements = SimpleNamespace(step=step, news=[], is_done=False)  # type: ignore[assignment]
         worker._measure_while_idle()
         assert len(made_at) == 10, "a tenth of ten seconds"
