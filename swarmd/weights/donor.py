@@ -48,7 +48,10 @@ class Donor:
     """See the module. ``folders`` is the owner's to fill; ``given`` hears of bytes that left."""
 
     def __init__(
-        self, folders: dict[ModelId, ModelFolder], pace: Pace, given: Callable[[int], None] = lambda _: None
+        self,
+        folders: dict[ModelId, ModelFolder],
+        pace: Pace,
+        given: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._given = given
         self._find: Find = lambda model: None
@@ -72,7 +75,8 @@ class Donor:
 
     async def answer(self, channel: Channel, message: WantManifest | WantChunks) -> None:
         """Send what was asked for. Raises Refused."""
-        folder = self._folders.get(ModelId(message.model)) or self._find(ModelId(message.model))
+        model = ModelId(message.model)
+        folder = self._folders.get(model) or self._find(model)
         if folder is None:
             raise Refused(Code.NOT_HERE, f"nothing of model {message.model[:12]} is here")
         if isinstance(message, WantManifest):
@@ -112,6 +116,9 @@ def read_piece(folder: ReadableModel, refs: tuple[tuple[int, int], ...]) -> byte
     return b"".join(parts)
 
 
-def groups_held(group_ranges: tuple[tuple[int, int], ...], n_groups: int) -> frozenset[int]:
+def groups_held(
+    group_ranges: tuple[tuple[int, int], ...],
+    n_groups: int,
+) -> frozenset[int]:
     """Return the groups that a record's ranges name."""
     return frozenset(group for start, end in group_ranges for group in range(start, min(end, n_groups)))

@@ -237,7 +237,12 @@ class Fetch:
         honest = {peer: groups for peer, groups in holders.items() if not standing.is_shunned(peer)}
         return {peer: groups for peer, groups in honest.items() if standing.allows(peer, True)}
 
-    def _beyond_room(self, offers: Iterable[PeerId], serving: Collection[PeerId], now: float) -> list[PeerId]:
+    def _beyond_room(
+        self,
+        offers: Iterable[PeerId],
+        serving: Collection[PeerId],
+        now: float,
+    ) -> list[PeerId]:
         """Return donors that there is no room for: first those that gave nothing in their turn, then the newest."""
 
         def rank(peer: PeerId) -> tuple[int, bool, int]:

@@ -92,7 +92,8 @@ class ModelFolder:
                     places[i] = (path, 0)
             self._places = places
             groups = range(self.head + 1)
-            self.held = frozenset(group for group in groups if all(i in places for i in self._by_group.get(group, ())))
+            missing = {self.groups[i] for i in range(len(self._entries)) if i not in places}
+            self.held = frozenset(groups) - missing
 
     def _find_tensors(self, shard: Path) -> dict[int, tuple[Path, int]]:
         """Return where the manifest's tensors are in one file."""
@@ -110,7 +111,8 @@ class ModelFolder:
 
     def entries_of(self, group: int) -> list[tuple[int, Entry]]:
         """Return a group's entries with their numbers in the manifest."""
-        return [(i, self._entries[i]) for i in self._by_group.get(group, ())]
+        indices = self._by_group.get(group, ())
+        return [(i, self._entries[i]) for i in indices]
 
     def n_bytes(self, groups: Iterable[int]) -> int:
         """Return the bytes of groups, here or not."""
@@ -163,10 +165,14 @@ class ModelFolder:
         members = self.entries_of(group)
         plain = [(i, entry) for i, entry in members if i < n_files]
         tensors = [(i, entry) for i, entry in members if i >= n_files]
-        slots = [GroupSlot(self.folder / entry.name, prefix=b"", starts=((i, 0),)) for i, entry in plain]
+        slots = []
+        for i, entry in plain:
+            slots.append(GroupSlot(self.folder / entry.name, prefix=b"", starts=((i, 0),)))
         if tensors:
-            prefix, places = shards.make_header((entry.name, entry.dtype, entry.shape) for _, entry in tensors)
-            starts = tuple((i, place.start) for (i, _), place in zip(tensors, places, strict=True))
+            headings = [(entry.name, entry.dtype, entry.shape) for _, entry in tensors]
+            prefix, places = shards.make_header(headings)
+            indices = [i for i, _ in tensors]
+            starts = tuple(zip(indices, [place.start for place in places], strict=True))
             name = "head" if group == self.head else f"block-{group:04d}"
             slots.append(GroupSlot(self.folder / f"{name}.safetensors", prefix, starts))
         return slots
@@ -209,8 +215,8 @@ class GroupDownload:
     def begin(self) -> None:
         """Make room, or find out what an earlier attempt left. Raises ConfigError when the disk says no."""
         for slot in self._target.slots(self.group):
-            if slot.path.is_file() and all(self._is_there(slot.path, ref, start) for ref, start in self._chunks(slot)):
-                continue  # complete, and it stays where it is
+            if slot.path.is_file() and self._is_complete(slot):
+                continue  # it stays where it is
             is_new = self._prepare(slot)
             self._slots.append(slot)
             for ref, start in self._chunks(slot):
@@ -260,7 +266,8 @@ class GroupDownload:
 
     def _prepare(self, slot: GroupSlot) -> bool:
         """Make the part file; is it new?"""
-        size = len(slot.prefix) + sum(self._entries[i].n_bytes for i, _ in slot.starts)
+        data_bytes = sum(self._entries[i].n_bytes for i, _ in slot.starts)
+        size = len(slot.prefix) + data_bytes
         with _Disk(slot.part):
             is_new = not slot.part.exists()
             with _open(slot.part, os.O_CREAT) as file:
@@ -272,6 +279,10 @@ class GroupDownload:
                     file.write(slot.prefix)
                     file.truncate(size)
         return is_new
+
+    def _is_complete(self, slot: GroupSlot) -> bool:
+        """Does a group's file hold all its chunks as the manifest has them?"""
+        return all(self._is_there(slot.path, ref, start) for ref, start in self._chunks(slot))
 
     def _is_there(self, path: Path, ref: Ref, start: int) -> bool:
         """Does a file hold this chunk as the manifest has it?"""
@@ -323,7 +334,12 @@ class _Disk:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: object,
+    ) -> None:
         if not isinstance(error, OSError):
             return
         hint = ""
@@ -336,4 +352,5 @@ class _Disk:
 
 def _open(path: Path, flags: int = 0) -> BinaryIO:
     """Open for reading and writing, never through a symbolic link."""
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o644), "r+b")
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o644)
+    return os.fdopen(descriptor, "r+b")

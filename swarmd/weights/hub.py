@@ -73,8 +73,9 @@ class Hub:
             raise Unreachable(f"{name} of {self._repo} on the hub is no safetensors file")
         raw = self._get(name, 0, 8 + n_bytes)
         try:
-            infos = [info for key, info in json.loads(raw[8:]).items() if key != "__metadata__"]
-            data_bytes = max((info["data_offsets"][1] for info in infos), default=0)
+            header = json.loads(raw[8:])
+            names = header.keys() - {"__metadata__"}
+            data_bytes = max((header[tensor]["data_offsets"][1] for tensor in names), default=0)
             return shards.read_header(io.BytesIO(raw), Path(name), len(raw) + data_bytes)
         except (ConfigError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise Unreachable(f"{name} of {self._repo} on the hub: {error}") from None
@@ -87,7 +88,8 @@ class Hub:
 
         if self._client is None:
             self._client = httpx.Client(follow_redirects=True, timeout=TIMEOUT_S)
-        url = hf_hub_url(self._repo, name, revision=self._revision or None, endpoint=os.environ.get("HF_ENDPOINT"))
+        endpoint = os.environ.get("HF_ENDPOINT")
+        url = hf_hub_url(self._repo, name, revision=self._revision or None, endpoint=endpoint)
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + n_bytes - 1}"}
         try:
             with self._client.stream("GET", url, headers=headers) as response:

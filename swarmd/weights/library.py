@@ -39,7 +39,12 @@ class UnusedModel:
 class Library:
     """See the module. ``user_folders`` maps models to checkpoint folders of the user's; ``root`` is swarmd's own."""
 
-    def __init__(self, root: Path, user_folders: Mapping[ModelId, Path], limit_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        user_folders: Mapping[ModelId, Path],
+        limit_bytes: int = 0,
+    ) -> None:
         self.root = root
         self.limit_bytes = limit_bytes
         self.folders: dict[ModelId, ModelFolder] = {}
@@ -47,10 +52,13 @@ class Library:
 
     def look(self, user_folders: Mapping[ModelId, Path]) -> None:
         """See what is there. A folder that cannot be used is left out, and the log says why."""
-        filled = {ModelId(path.parent.name): path.parent for path in self.root.glob(f"*/{files.MANIFEST}")}
+        filled = {}
+        for path in self.root.glob(f"*/{files.MANIFEST}"):
+            filled[ModelId(path.parent.name)] = path.parent
         folders = {**filled, **user_folders}
-        for model in [m for m, folder in self.folders.items() if folders.get(m) != folder.folder]:
-            del self.folders[model]
+        for model, known in list(self.folders.items()):
+            if folders.get(model) != known.folder:
+                del self.folders[model]
         for model, path in folders.items():
             if model in self.folders:
                 continue
@@ -90,7 +98,11 @@ class Library:
         """Return what the folders that swarmd fills take on disk."""
         return files.disk_bytes(self.root.glob("*/*"))
 
-    def make_room(self, n_bytes: int, in_use: Mapping[ModelId, frozenset[int]]) -> list[str]:
+    def make_room(
+        self,
+        n_bytes: int,
+        in_use: Mapping[ModelId, frozenset[int]],
+    ) -> list[str]:
         """Delete what was not used for longest until ``n_bytes`` more fit; returns what went. Raises ConfigError."""
         if n_bytes <= 0:
             return []
@@ -151,8 +163,10 @@ class Library:
         for model, folder in list(self.folders.items()):
             if not self.is_filled(folder):
                 continue
-            for group in set(range(folder.head + 1)) - in_use.get(model, frozenset()):
-                paths = [path for slot in folder.slots(group) for path in (slot.path, slot.part)]
+            groups = set(range(folder.head + 1))
+            for group in groups - in_use.get(model, frozenset()):
+                slots = folder.slots(group)
+                paths = [*(slot.path for slot in slots), *(slot.part for slot in slots)]
                 times = [path.stat().st_mtime for path in paths if path.is_file()]
                 if times:
                     unused.append(UnusedModel(max(times), folder, group))
@@ -162,5 +176,8 @@ class Library:
 def _fingerprint(folder: Path) -> bytes:
     """Return size and time of each file of a checkpoint: where these are as they were, so are the bytes."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
-    stats = [(path.name, path.stat()) for path in paths]
-    return json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]).encode()
+    looks = []
+    for path in paths:
+        stat = path.stat()
+        looks.append((path.name, stat.st_size, stat.st_mtime_ns))
+    return json.dumps(looks).encode()

@@ -136,24 +136,31 @@ class Supply:
     def _undeletable(self) -> dict[ModelId, frozenset[int]]:
         """Return what must stay on disk."""
         if self._in_use is None:
-            return {model: frozenset(range(folder.head + 1)) for model, folder in self.library.folders.items()}
+            folders = self.library.folders
+            return {model: frozenset(range(folders[model].head + 1)) for model in list(folders)}
         used = self._in_use()
         nothing = frozenset[int]()
         models = {*used, *self._reserved}
-        return {model: used.get(model, nothing) | self._reserved.get(model, nothing) for model in models}
+        undeletable = {}
+        for model in models:
+            undeletable[model] = used.get(model, nothing) | self._reserved.get(model, nothing)
+        return undeletable
 
     def _holders(self, model: ModelId) -> list[PeerId]:
         """Return other peers that hold something of a model and are not shunned."""
         standing = self._rpc.standing
-        holders = (peer for peer, record in self._view().peers.items() if model in record.holds)
-        return sorted(p for p in holders if p != self._rpc.network.peer_id and not standing.is_shunned(p))
+        records = self._view().peers
+        holders = {peer for peer in records if model in records[peer].holds}
+        holders.discard(self._rpc.network.peer_id)
+        return sorted(peer for peer in holders if not standing.is_shunned(peer))
 
     def _donors(self, target: ModelFolder) -> dict[PeerId, frozenset[int]]:
         """Return who holds which groups of a model, and make their addresses known."""
         donors = {}
         for peer in self._holders(target.model):
             self._rpc.network.learn(peer, self._addresses(peer))
-            donors[peer] = groups_held(self._view().peers[peer].holds[target.model], target.head + 1)
+            group_ranges = self._view().peers[peer].holds[target.model]
+            donors[peer] = groups_held(group_ranges, target.head + 1)
         return donors
 
     def _addresses(self, peer: PeerId) -> tuple[str, ...]:

@@ -45,8 +45,9 @@ class Changes:
 
     def take(self, rows: tuple[MicroBatchRow, ...], change: torch.Tensor) -> torch.Tensor:
         """Return what a received change [b, t, d] comes to. Raises Refused when those rows are not known so."""
+        repeated = [row for row in rows if row.times]
         is_known = len(rows) == len(change)
-        is_known = is_known and all(row.times == self._times(row.id, change) for row in rows if row.times)
+        is_known = is_known and all(row.times == self._times(row.id, change) for row in repeated)
         if not is_known:
             raise Refused(Code.NOT_HELD, "a change of rows that are not remembered here: send them whole")
         values = self._base(rows, change) + change

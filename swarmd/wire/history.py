@@ -35,7 +35,8 @@ class Budget:
             return torch.empty(shape, dtype=dtype)
         with tempfile.NamedTemporaryFile(dir=self.spill_folder, prefix="swarmd-history-") as file:
             file.truncate(n_bytes)
-            return torch.from_file(file.name, shared=True, size=n_bytes, dtype=torch.uint8).view(dtype).view(shape)
+            raw = torch.from_file(file.name, shared=True, size=n_bytes, dtype=torch.uint8)
+            return raw.view(dtype).view(shape)
 
     def release(self, n_bytes: int) -> None:
         """Give back bytes that were in memory."""
@@ -153,11 +154,17 @@ class History:
         n_cropped = sum(cropped(sent.edits) for sent in self._recent)
         return self.n_tokens + self.recent_tokens - n_cropped
 
-    def _parts(self, start: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _parts(
+        self,
+        start: int,
+        end: int,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return hidden states and positions of live tokens ``start`` to ``end``, piece by piece."""
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._hidden is not None and self._positions is not None:
-            parts.append((self._hidden[:, : self.n_tokens], self._positions[:, : self.n_tokens]))
+            hidden = self._hidden[:, : self.n_tokens]
+            positions = self._positions[:, : self.n_tokens]
+            parts.append((hidden, positions))
         for sent in self._recent:
             _crop(parts, cropped(sent.edits))
             if sent.hidden is not None and sent.positions is not None:
@@ -198,7 +205,12 @@ class History:
             if slab is not None:
                 slab[:, : self.n_tokens] = slab[rows, : self.n_tokens]
 
-    def _append(self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> None:
+    def _append(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> None:
         b, t, d = hidden.shape
         self._reserve(b, self.n_tokens + t, d, hidden.dtype)
         assert self._hidden is not None
@@ -212,7 +224,13 @@ class History:
             self._mask[:, window] = 1 if mask is None else mask
         self.n_tokens += t
 
-    def _reserve(self, b: int, n_tokens: int, d: int, dtype: torch.dtype) -> None:
+    def _reserve(
+        self,
+        b: int,
+        n_tokens: int,
+        d: int,
+        dtype: torch.dtype,
+    ) -> None:
         """Have room for so many tokens in all; grown slabs are charged before the old ones are given back."""
         capacity = 0 if self._hidden is None else self._hidden.shape[1]
         if n_tokens <= capacity:
@@ -235,7 +253,10 @@ class History:
         self._mask = mask
 
 
-def _crop(parts: list[tuple[torch.Tensor, torch.Tensor]], n_tokens: int) -> None:
+def _crop(
+    parts: list[tuple[torch.Tensor, torch.Tensor]],
+    n_tokens: int,
+) -> None:
     """Drop the last ``n_tokens`` of each row."""
     while n_tokens and parts:
         hidden, positions = parts.pop()

@@ -66,12 +66,19 @@ def forward_frames(
     yield from frames
 
 
-def backward_frames(session: bytes, start: int, seq: int, gradient: torch.Tensor, codec: str) -> Iterator[bytes]:
+def backward_frames(
+    session: bytes,
+    start: int,
+    seq: int,
+    gradient: torch.Tensor,
+    codec: str,
+) -> Iterator[bytes]:
     """Frame the gradient [b, t, d] by what enters block ``start``; in int8 where hidden states travel in int4."""
     codec = "int8" if codec == "int4" else codec
     for part, n_parts, window in _windows(gradient):
         meta, payload, scale = pack_gradient(gradient[:, window], codec)
-        yield messages.framed(Backward(session, start, seq, (part, n_parts), meta, scale), payload)
+        header = Backward(session, start, seq, (part, n_parts), meta, scale)
+        yield messages.framed(header, payload)
 
 
 def pieces(raw: bytes) -> Iterator[tuple[int, int, bytes]]:

@@ -15,7 +15,11 @@ REPLAY_FRAME_BYTES = 4 * 2**20  # four ops' worth: a replay is in a hurry
 
 
 def replay_frames(
-    history: History, target: tuple[bytes, int, int], have: int | None, marks: Op, codec: str
+    history: History,
+    target: tuple[bytes, int, int],
+    have: int | None,
+    marks: Op,
+    codec: str,
 ) -> Iterator[bytes]:
     """Encode what a successor lacks; ``target`` is (session, its first block, epoch), ``have`` its last op or None.
 

@@ -17,7 +17,10 @@ LARGEST_HALF = 2.0**15  # what gradients are scaled up to in half precision
 
 
 def pack(
-    hidden: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None, codec: str = "raw"
+    hidden: torch.Tensor,
+    positions: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    codec: str = "raw",
 ) -> tuple[TensorMeta, bytes]:
     """Encode hidden [b, t, d], int32 positions [b, t] if any and, for padded batches, uint8 mask [b, t].
 
@@ -49,21 +52,28 @@ def unpack_values_untrusted(meta: TensorMeta, payload: memoryview) -> torch.Tens
     if meta.has_positions or meta.has_mask:
         raise RemoteProtocolError("expected values without positions and mask")
     layout = layout_untrusted(meta, len(payload))
-    return _decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8)[layout.hidden], meta)
+    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return _decode(data[layout.hidden], meta)
 
 
-def unpack_untrusted(meta: TensorMeta, payload: memoryview) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def unpack_untrusted(
+    meta: TensorMeta,
+    payload: memoryview,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Decode a payload into CPU tensors of its own. Raises RemoteProtocolError when sizes disagree."""
     if not meta.has_positions:
         raise RemoteProtocolError("expected hidden states with their positions")
     layout = layout_untrusted(meta, len(payload))
     data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     hidden = _decode(data[layout.hidden], meta)
-    positions = data[layout.positions].view(torch.int32) if layout.positions.start % 4 == 0 else None
-    if positions is None:  # an odd number of half-precision values before it
-        positions = data[layout.positions].clone().view(torch.int32)
-    mask = data[layout.mask].view(meta.b, meta.t) if layout.mask is not None else None
-    return hidden, positions.view(meta.b, meta.t), mask
+    raw_positions = data[layout.positions]
+    if layout.positions.start % 4:  # an odd number of half-precision values before it
+        raw_positions = raw_positions.clone()
+    positions = raw_positions.view(torch.int32).view(meta.b, meta.t)
+    mask = None
+    if layout.mask is not None:
+        mask = data[layout.mask].view(meta.b, meta.t)
+    return hidden, positions, mask
 
 
 def _encode(hidden: torch.Tensor, codec: str) -> list[torch.Tensor] | None:
@@ -89,13 +99,15 @@ def _decode(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     if meta.codec == "int8":
         n_values = meta.b * meta.t * meta.d
         quantised = data[:n_values].view(torch.int8).view(shape)
-        scales = data[n_values:].clone().view(torch.float32).view(meta.b, meta.t, -1, 1)
+        scales = data[n_values:].clone().view(torch.float32)
+        scales = scales.view(meta.b, meta.t, -1, 1)
         blocks = _blocks(quantised.float(), INT8_BLOCK) * scales
         decoded = blocks.flatten(2)[..., : meta.d]
     elif meta.codec == "int4":
         decoded = _decode_int4(data, meta)
     else:
-        decoded = data.view(DTYPES[meta.dtype if meta.codec == "raw" else meta.codec]).view(shape)
+        dtype = DTYPES[meta.dtype if meta.codec == "raw" else meta.codec]
+        decoded = data.view(dtype).view(shape)
     return decoded.to(DTYPES[meta.dtype])
 
 
@@ -103,11 +115,13 @@ def _decode(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 # than it is; the scales of all blocks follow, in float16. A 7th of the largest is the scale, so that zero stays zero.
 def _encode_int4(hidden: torch.Tensor) -> list[torch.Tensor] | None:
     blocks = _blocks(hidden.float(), INT4_BLOCK)
-    scales = (blocks.abs().amax(-1, keepdim=True) / 7).to(torch.float16)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scales = (largest / 7).to(torch.float16)
     if not torch.isfinite(scales).all():
         return None
-    quantised = torch.where(scales > 0, blocks / scales.float(), 0.0).round().clamp(-7, 7)
-    pairs = (quantised + 8).to(torch.uint8).view(*quantised.shape[:-1], -1, 2)
+    quantised = torch.where(scales > 0, blocks / scales.float(), 0.0)
+    quantised = quantised.round().clamp(-7, 7)
+    pairs = (quantised + 8).to(torch.uint8).unflatten(-1, (-1, 2))
     low = pairs[..., 0]
     high = pairs[..., 1] << 4
     return [low | high, scales]
@@ -117,17 +131,21 @@ def _decode_int4(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     n_blocks = meta.b * meta.t * -(-meta.d // INT4_BLOCK)
     n_pairs = n_blocks * INT4_BLOCK // 2
     pairs = data[:n_pairs]
-    quantised = torch.stack([pairs & 15, pairs >> 4], -1).view(n_blocks, INT4_BLOCK).float() - 8
-    scales = data[n_pairs:].clone().view(torch.float16).float().view(n_blocks, 1)
-    return (quantised * scales).view(meta.b, meta.t, -1)[..., : meta.d]
+    unpacked = torch.stack([pairs & 15, pairs >> 4], -1)
+    quantised = unpacked.view(n_blocks, INT4_BLOCK).float() - 8
+    scales = data[n_pairs:].clone().view(torch.float16).float()
+    values = quantised * scales.view(n_blocks, 1)
+    return values.view(meta.b, meta.t, -1)[..., : meta.d]
 
 
 def _blocks(values: torch.Tensor, size: int) -> torch.Tensor:
     """Return [b, t, d] as [b, t, blocks, size], padded with zeros at the end."""
     b, t, d = values.shape
-    return torch.nn.functional.pad(values, (0, -d % size)).view(b, t, -1, size)
+    padded = torch.nn.functional.pad(values, (0, -d % size))
+    return padded.view(b, t, -1, size)
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().cpu().view(torch.uint8).reshape(-1).numpy()
+    dense = tensor.detach().contiguous().cpu()
+    flat = dense.view(torch.uint8).reshape(-1).numpy()
     return memoryview(flat.data)

@@ -35,9 +35,11 @@ class Top:
         """Return logits [n, vocabulary], the same where they came; the others share what is left of 1."""
         n_others = max(1, vocabulary - self.ids.shape[1])
         known = self.values.logsumexp(-1) - self.log_sum
-        rest = self.log_sum + torch.log1p(-known.exp().clamp(max=1.0)) - math.log(n_others)
+        log_missing = torch.log1p(-known.exp().clamp(max=1.0))
+        rest = self.log_sum + log_missing - math.log(n_others)
         rest = torch.minimum(rest, self.values[:, -1])
-        return rest.unsqueeze(1).repeat(1, vocabulary).scatter_(1, self.ids, self.values)
+        logits = rest.unsqueeze(1).repeat(1, vocabulary)
+        return logits.scatter_(1, self.ids, self.values)
 
 
 def largest(logits: torch.Tensor, n: int) -> Top:
@@ -48,8 +50,9 @@ def largest(logits: torch.Tensor, n: int) -> Top:
 
 def pack(top: Top) -> bytes:
     """Write values, ids and sums, one after the other."""
-    parts = (top.values.float(), top.ids.to(torch.int32), top.log_sum.float())
-    return b"".join(part.contiguous().cpu().numpy().tobytes() for part in parts)
+    parts = [top.values.float(), top.ids.to(torch.int32), top.log_sum.float()]
+    arrays = [part.contiguous().cpu().numpy() for part in parts]
+    return b"".join(array.tobytes() for array in arrays)
 
 
 def unpack_untrusted(raw: bytes, n_tokens: int, vocabulary: int) -> Top:
@@ -63,15 +66,17 @@ def unpack_untrusted(raw: bytes, n_tokens: int, vocabulary: int) -> Top:
         raise RemoteProtocolError(f"expected {k} logits of {n_tokens} tokens, {expected} B, got {len(raw)} B")
     data = torch.frombuffer(bytearray(raw), dtype=torch.float32)
     values = data[: n_tokens * k].view(-1, k)
-    ids = data[n_tokens * k : -n_tokens].view(torch.int32).view(-1, k).long()
+    ids = data[n_tokens * k : -n_tokens].view(torch.int32)
+    ids = ids.view(-1, k).long()
     log_sum = data[-n_tokens:]
-    if not (torch.isfinite(values).all() and torch.isfinite(log_sum).all()):
+    if not all(torch.isfinite(part).all() for part in (values, log_sum)):
         raise RemoteProtocolError("logits that are not finite")
     is_falling = not (values.diff(dim=1) > 0).any()
     is_within_sum = not (values.logsumexp(-1) > log_sum + SLACK).any()
     if not (is_falling and is_within_sum):
         raise RemoteProtocolError("logits that do not fall, or exceed their sum")
-    is_named_twice = (ids.sort(1)[0].diff(dim=1) == 0).any()
+    in_order, _ = ids.sort(1)
+    is_named_twice = (in_order.diff(dim=1) == 0).any()
     if ids.min() < 0 or ids.max() >= vocabulary or is_named_twice:
         raise RemoteProtocolError(f"logits of tokens that are named twice, or beyond the {vocabulary} there are")
     return Top(values, ids, log_sum)

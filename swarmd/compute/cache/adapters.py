@@ -99,7 +99,8 @@ class SpanAdapters:
         lora = LoraUpdates()
         for name in [n for n in tensors if n.endswith(".lora_A.weight")]:
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-            a, b = self.checked(module, tensors[name], tensors.get(name.replace(".lora_A.", ".lora_B.")))
+            partner = name.replace(".lora_A.", ".lora_B.")
+            a, b = self.checked(module, tensors[name], tensors.get(partner))
             rank = config.rank(module)
             if a.shape[0] != rank:
                 raise ConfigError(f"{module} has rank {a.shape[0]}, and {CONFIG_FILE} says {rank}")
@@ -117,7 +118,10 @@ class SpanAdapters:
 
     def block_of(self, module: str) -> int | None:
         """Return the block that a module is part of, if it is one of this span."""
-        return next((block for prefix, block in self._blocks.items() if module.startswith(prefix)), None)
+        for prefix, block in self._blocks.items():
+            if module.startswith(prefix):
+                return block
+        return None
 
     @contextmanager
     def using(self, sessions: Sequence[tuple[int, LoraUpdates | None]]) -> Iterator[None]:
@@ -137,7 +141,12 @@ class SpanAdapters:
             raise IntegrityError(f"it adapts {module}, which is no part of a block: unsupported adapter")
         return self.block_of(module) is not None
 
-    def checked(self, module: str, a: torch.Tensor, b: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def checked(
+        self,
+        module: str,
+        a: torch.Tensor,
+        b: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A [r, in] and B [out, r] if they fit the module and are finite. Raises ConfigError."""
         try:
             base: Any = self._model.get_submodule(module)
@@ -147,13 +156,12 @@ class SpanAdapters:
         sizes = (getattr(base, "in_features", None), getattr(base, "out_features", None))
         if type(base).__name__ == "Conv1D":  # GPT-2's linear layers
             sizes = (base.nx, base.nf)
-        is_pair = b is not None and a.ndim == 2 and b.ndim == 2 and a.shape[0] == b.shape[1]
-        if b is None or not is_pair or (a.shape[1], b.shape[0]) != sizes:
+        if b is None or not _fits(a, b, sizes):
             shapes = f"{tuple(a.shape)} and {None if b is None else tuple(b.shape)}"
             raise ConfigError(f"the adapter's matrices for {module} are {shapes}, for a layer of {sizes}")
         if a.dtype not in DTYPES or b.dtype not in DTYPES or a.shape[0] > MAX_RANK:
             raise ConfigError(f"the adapter's matrices for {module} are {a.dtype} of rank {a.shape[0]}")
-        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        if not all(torch.isfinite(matrix).all() for matrix in (a, b)):
             raise ConfigError(f"the adapter's matrices for {module} hold values that are not finite")
         return a, b
 
@@ -164,7 +172,13 @@ class SpanAdapters:
             return ": its experts are one tensor, and adapters of single ones are not read: leave them out, or merge it"
         return ""
 
-    def _add(self, module: str, _: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor | None:
+    def _add(
+        self,
+        module: str,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        out: torch.Tensor,
+    ) -> torch.Tensor | None:
         """Add each session's update to what a module gave; None, for the hook, changes nothing."""
         if not self._sessions:
             return None
@@ -180,8 +194,16 @@ class SpanAdapters:
             update = lora.updates.get(module)
             if update is not None:
                 a, b, scale = update
-                change = (inputs[offset : offset + n_tokens].to(a.dtype) @ a.T @ b.T) * scale
+                x = inputs[offset : offset + n_tokens].to(a.dtype)
+                change = (x @ a.T @ b.T) * scale
                 part = part + change.to(part.dtype)
             parts.append(part)
             offset += n_tokens
         return torch.cat(parts).view(out.shape)
+
+
+def _fits(a: torch.Tensor, b: torch.Tensor, sizes: tuple[Any, Any]) -> bool:
+    """Are these A [r, in] and B [out, r] for a layer of ``sizes``, (in, out)?"""
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        return False
+    return (a.shape[1], b.shape[0]) == sizes

@@ -64,7 +64,13 @@ def layer_state(layer: Any) -> Tensors:
     return {name: tensor.cpu().contiguous() for name, tensor in state.items()}
 
 
-def restore_layer_untrusted(layer: Any, example: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
+def restore_layer_untrusted(
+    layer: Any,
+    example: Any,
+    state: Tensors,
+    n_rows: int,
+    n_tokens: int,
+) -> None:
     """Give a new layer what another one kept of ``n_tokens``; ``example`` is the same layer after one token of one row.
 
     Raises Refused or RemoteProtocolError for what does not fit; the layer is then not to be used.
@@ -92,7 +98,13 @@ def whole_numbers(tensor: torch.Tensor, n: int) -> list[int]:
     return [int(value) for value in tensor.flatten().tolist()]
 
 
-def _restore_tokens(layer: Any, example: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
+def _restore_tokens(
+    layer: Any,
+    example: Any,
+    state: Tensors,
+    n_rows: int,
+    n_tokens: int,
+) -> None:
     """Restore keys and values: of every token, or of a window and what is recorded before it."""
     keys = state["keys"]
     values = state["values"]
@@ -102,7 +114,8 @@ def _restore_tokens(layer: Any, example: Any, state: Tensors, n_rows: int, n_tok
     if not (0 < n <= n_tokens and (n == n_tokens or has_window)):
         raise Refused(Code.BAD_SHAPE, f"keys {tuple(keys.shape)} of {n_tokens} tokens")
     for received, reference in zip((keys, values), stored(example), strict=True):
-        _check(received, reference, (n_rows, reference.shape[1], n, reference.shape[3]))
+        expected = (n_rows, reference.shape[1], n, reference.shape[3])
+        _check(received, reference, expected)
         _check_finite(example.read(received) if is_slab else received)
     if has_window:
         seen, records_past = whole_numbers(state["seen"], 2)
@@ -122,7 +135,13 @@ def _restore_tokens(layer: Any, example: Any, state: Tensors, n_rows: int, n_tok
         layer.record_past = bool(records_past)
 
 
-def _restore_indexer(layer: Any, example: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
+def _restore_indexer(
+    layer: Any,
+    example: Any,
+    state: Tensors,
+    n_rows: int,
+    n_tokens: int,
+) -> None:
     """Restore an indexer's keys, and their positions where the layer keeps these."""
     if not example.is_indexer_initialized:
         return
@@ -140,7 +159,13 @@ def _restore_indexer(layer: Any, example: Any, state: Tensors, n_rows: int, n_to
     layer.indexer_keys = keys.to(example.indexer_keys.device)
 
 
-def _restore_states(layer: Any, example: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
+def _restore_states(
+    layer: Any,
+    example: Any,
+    state: Tensors,
+    n_rows: int,
+    n_tokens: int,
+) -> None:
     """Restore the inputs that a convolution looks back at, and a recurrence's sum.
 
     Of inputs there are more where the past is recorded.
@@ -172,7 +197,11 @@ def _restore_states(layer: Any, example: Any, state: Tensors, n_rows: int, n_tok
         layer.has_previous_state[number] = example.has_previous_state[number]
 
 
-def _check(received: torch.Tensor, reference: torch.Tensor, expected: tuple[int, ...]) -> None:
+def _check(
+    received: torch.Tensor,
+    reference: torch.Tensor,
+    expected: tuple[int, ...],
+) -> None:
     if tuple(received.shape) != expected or received.dtype != reference.dtype:
         text = f"expected {expected} of {reference.dtype}, got {tuple(received.shape)} of {received.dtype}"
         raise Refused(Code.BAD_SHAPE, text)

@@ -36,7 +36,12 @@ UNREADABLE = (SafetensorError, RemoteProtocolError, LookupError, ValueError, Typ
 # width and dtype, as many tokens as were reserved, finite values, layers like those of an example that was computed
 # here, and a history without gaps that ends at the op which the caches reach. A session that was half filled when a
 # check fails is dropped by its owner.
-def pack_state(cache: SpanCache, history: History, mask: torch.Tensor | None, n_tokens: int) -> bytes:
+def pack_state(
+    cache: SpanCache,
+    history: History,
+    mask: torch.Tensor | None,
+    n_tokens: int,
+) -> bytes:
     """Encode one session's state. Raises Refused for layers of a kind that is not known."""
     if not is_known(cache):
         raise Refused(Code.UNSUPPORTED, "this family's caches cannot be handed over")
@@ -116,7 +121,8 @@ def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> N
         for edit in sent.edits:
             n_tokens -= edit.crop or 0
             rows = edit.rows or ()
-            if n_tokens < 0 or (rows and (len(rows) != shape.n_rows or max(rows) >= shape.n_rows)):
+            has_wrong_rows = bool(rows) and (len(rows) != shape.n_rows or max(rows) >= shape.n_rows)
+            if n_tokens < 0 or has_wrong_rows:
                 raise Refused(Code.MALFORMED, f"op {seq} of the history holds an edit that does not fit")
         n_tokens += 0 if sent.hidden is None else sent.hidden.shape[1]
         if seq != reached + 1:
@@ -127,9 +133,17 @@ def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> N
         raise Refused(Code.MALFORMED, f"a history up to op {reached}, for op {shape.seq}")
 
 
-def _restore(layer: Any, example: Any, tensors: Tensors, index: int, n_rows: int, n_tokens: int) -> None:
+def _restore(
+    layer: Any,
+    example: Any,
+    tensors: Tensors,
+    index: int,
+    n_rows: int,
+    n_tokens: int,
+) -> None:
     prefix = f"layer.{index}."
-    state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    names = [name for name in tensors if name.startswith(prefix)]
+    state = {name.removeprefix(prefix): tensors[name] for name in names}
     try:
         restore_layer_untrusted(layer, example, state, n_rows, n_tokens)
     except Refused as error:
@@ -139,19 +153,27 @@ def _restore(layer: Any, example: Any, tensors: Tensors, index: int, n_rows: int
 
 
 def _put(tensors: Tensors, name: str, sent: SentOp) -> None:
-    for part, value in (("hidden", sent.hidden), ("positions", sent.positions), ("mask", sent.mask)):
+    parts = {"hidden": sent.hidden, "positions": sent.positions, "mask": sent.mask}
+    for part, value in parts.items():
         if value is not None:
             tensors[f"{name}.{part}"] = value.contiguous()
 
 
-def _get(tensors: Tensors, name: str, seq: int, record_past: int, shape: StateShape) -> SentOp:
+def _get(
+    tensors: Tensors,
+    name: str,
+    seq: int,
+    record_past: int,
+    shape: StateShape,
+) -> SentOp:
     """Read one op of the history and check that it fits. Raises Refused or RemoteProtocolError."""
     hidden = tensors.get(f"{name}.hidden")
     positions = tensors.get(f"{name}.positions")
     mask = tensors.get(f"{name}.mask")
     if hidden is not None:
         n = hidden.shape[1] if hidden.ndim == 3 else -1
-        is_fit = n > 0 and tuple(hidden.shape) == (shape.n_rows, n, shape.hidden) and hidden.dtype == shape.dtype
+        expected = (shape.n_rows, n, shape.hidden)
+        is_fit = n > 0 and tuple(hidden.shape) == expected and hidden.dtype == shape.dtype
         has_positions = positions is not None and _is_row_table(positions, torch.int32, shape.n_rows, n)
         is_mask_fit = mask is None or _is_row_table(mask, torch.uint8, shape.n_rows, n)
         if not (is_fit and has_positions and is_mask_fit):
@@ -162,6 +184,11 @@ def _get(tensors: Tensors, name: str, seq: int, record_past: int, shape: StateSh
     return SentOp(seq, edits, hidden, positions, mask, bool(record_past))
 
 
-def _is_row_table(tensor: torch.Tensor, dtype: torch.dtype, n_rows: int, n: int) -> bool:
+def _is_row_table(
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    n_rows: int,
+    n: int,
+) -> bool:
     """Does it hold one value of this type for each token of each row?"""
     return tuple(tensor.shape) == (n_rows, n) and tensor.dtype == dtype

@@ -139,7 +139,9 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         all_keys = self.read(stored_keys)
         all_values = self.read(stored_values)
         if shared is not None:
-            return (self.read(shared[0]), self.read(shared[1])), (all_keys, all_values)
+            shared_keys, shared_values = shared
+            past = self.read(shared_keys), self.read(shared_values)
+            return past, (all_keys, all_values)
         past = all_keys[:, :, :n_past], all_values[:, :, :n_past]
         behind = all_keys[:, :, n_past:], all_values[:, :, n_past:]
         return past, behind
@@ -155,7 +157,9 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
                 return slabs
         self._catch_up()
         keys, values = self.beginning or (self._keys, self._values)
-        slabs = self._reserve(n_past, n_past + n_tokens, keys[:, :, :0], values[:, :, :0])
+        no_keys = keys[:, :, :0]
+        no_values = values[:, :, :0]
+        slabs = self._reserve(n_past, n_past + n_tokens, no_keys, no_values)
         self._show(slabs, n_past)
         return slabs
 
@@ -178,7 +182,9 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         else:
             keys, values = other.stored
         if not may_share or end < SHARED_TOKENS or _n_held(keys) > self._max_tokens:
-            self.put(keys[:, :, start:end], values[:, :, start:end])
+            new_keys = keys[:, :, start:end]
+            new_values = values[:, :, start:end]
+            self.put(new_keys, new_values)
             return
         self.lazy_initialization(keys, values)
         self._slabs = None
@@ -257,7 +263,13 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         if keys.numel():
             self._append(keys, values)
 
-    def _reserve(self, n_past: int, n_tokens: int, key: torch.Tensor, value: torch.Tensor) -> Kept:
+    def _reserve(
+        self,
+        n_past: int,
+        n_tokens: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> Kept:
         """Find room for ``n_tokens``; what a reorder or a batch of another size left outside the slabs is copied in."""
         slabs = self._slabs
         if slabs is not None:
@@ -301,8 +313,10 @@ class RoundedLayer(SlabLayer):
         if not torch.is_tensor(states) or states.ndim != 4:
             return states
         numbers = states.float()
-        scales = numbers.abs().amax(-1, keepdim=True).clamp(min=TINIEST) / LEVELS
-        stored = torch.empty(*states.shape[:3], states.shape[3] + SCALE_BYTES, dtype=torch.int8, device=states.device)
+        largest = numbers.abs().amax(-1, keepdim=True)
+        scales = largest.clamp(min=TINIEST) / LEVELS
+        b, h, n, d = states.shape
+        stored = torch.empty(b, h, n, d + SCALE_BYTES, dtype=torch.int8, device=states.device)
         stored[..., :-SCALE_BYTES] = (numbers / scales).round_()
         stored[..., -SCALE_BYTES:].view(torch.float32).copy_(scales)
         return stored
@@ -316,7 +330,8 @@ def _own(part: torch.Tensor) -> torch.Tensor:
 def _n_held(keys: torch.Tensor) -> int:
     """How many tokens lie in the memory that a view keeps."""
     b, h, _, d = keys.shape
-    return int(keys.untyped_storage().nbytes() // (b * h * d * keys.element_size()))
+    token_bytes = b * h * d * keys.element_size()
+    return int(keys.untyped_storage().nbytes() // token_bytes)
 
 
 def _address(part: torch.Tensor) -> int:
@@ -475,7 +490,8 @@ class SpanCache:
 
     def n_bytes(self) -> int:
         """Return the bytes of all that its layers keep: keys and values, and whatever a family keeps beside them."""
-        return sum(tensor.numel() * tensor.element_size() for layer in self.owned for tensor in _tensors_of(layer))
+        tensors = (tensor for layer in self.owned for tensor in _tensors_of(layer))
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _address_and_step(part: Kept) -> tuple[int, int, int]:

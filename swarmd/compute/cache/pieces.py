@@ -30,9 +30,9 @@ class SessionTokens:
 def in_one_row(pieces: Sequence[SessionTokens]) -> tuple[torch.Tensor, torch.Tensor]:
     """Put the tokens of all pieces one after another, in memory of their own: hidden [1, n, d], positions [1, n]."""
     width = pieces[0].hidden.shape[2]
-    hidden = torch.cat([piece.hidden.reshape(1, -1, width) for piece in pieces], 1)
-    positions = torch.cat([piece.positions.reshape(1, -1) for piece in pieces], 1)
-    return hidden, positions
+    hiddens = [piece.hidden.reshape(1, -1, width) for piece in pieces]
+    positions = [piece.positions.reshape(1, -1) for piece in pieces]
+    return torch.cat(hiddens, 1), torch.cat(positions, 1)
 
 
 def of_each(row: torch.Tensor, pieces: Sequence[SessionTokens]) -> list[torch.Tensor]:

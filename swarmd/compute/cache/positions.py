@@ -21,7 +21,8 @@ def make_room(pieces: Sequence[SessionTokens]) -> tuple[Numbers, Numbers]:
     shared, and how many of its own are before each token. ``keep`` follows when keys and values are written.
     """
     n = sum(piece.n_tokens for piece in pieces)
-    addresses = np.empty((len(pieces[0].cache.owned), n, N_PLACES - 1), np.int64)
+    n_layers = len(pieces[0].cache.owned)
+    addresses = np.empty((n_layers, n, N_PLACES - 1), np.int64)
     counts = np.empty((n, 2), np.int64)
     first = 0
     for piece in pieces:

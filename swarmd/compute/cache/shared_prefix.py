@@ -50,7 +50,9 @@ def attend(rows: list[AttentionRow], scale: float | None) -> list[torch.Tensor]:
         start = 0
         for i in indices:
             end = start + packed[i].shape[2]
-            outs[i] = _merge(rows[i], packed[i], first[:, :, start:end], first_log[:, :, start:end], scale)
+            first_part = first[:, :, start:end]
+            log_part = first_log[:, :, start:end]
+            outs[i] = _merge(rows[i], packed[i], first_part, log_part, scale)
             start = end
     return outs
 
@@ -63,16 +65,22 @@ def _pack_heads(row: AttentionRow) -> torch.Tensor:
 
 
 def _merge(
-    row: AttentionRow, packed: torch.Tensor, first: torch.Tensor, first_log: torch.Tensor, scale: float | None
+    row: AttentionRow,
+    packed: torch.Tensor,
+    first: torch.Tensor,
+    first_log: torch.Tensor,
+    scale: float | None,
 ) -> torch.Tensor:
     """Compute attention over the suffix and merge it with ``first``, that over the beginning: [b, t, h, d]."""
     mask = None
     if row.mask is not None:
-        mask = torch.zeros_like(row.mask, dtype=packed.dtype).masked_fill_(~row.mask, -torch.inf)
-        mask = mask.repeat(1, 1, packed.shape[2] // row.query.shape[2], 1)
+        groups = packed.shape[2] // row.query.shape[2]
+        mask = torch.zeros_like(row.mask, dtype=packed.dtype)
+        mask = mask.masked_fill_(~row.mask, -torch.inf).repeat(1, 1, groups, 1)
     second, second_log = _attend(packed, row.suffix, mask, scale)
     share = torch.sigmoid(first_log - second_log).unsqueeze(-1).to(first.dtype)
-    return torch.lerp(second, first, share).view(row.query.shape).transpose(1, 2).contiguous()
+    merged = torch.lerp(second, first, share)
+    return merged.view(row.query.shape).transpose(1, 2).contiguous()
 
 
 def _attend(

@@ -61,7 +61,8 @@ def check_adapter(folder: Path, manifest: Manifest, base: Path) -> None:
     """Refuse an adapter that the model in ``base`` cannot use as it is. Raises ConfigError."""
     hollow = _build_without_numbers(base, skeleton.read_config(base))
     layers = skeleton.decoder_layers(hollow)
-    adapters = SpanAdapters(hollow, layers, Span(0, len(layers)), torch.float32, torch.device("cpu"))
+    span = Span(0, len(layers))
+    adapters = SpanAdapters(hollow, layers, span, torch.float32, torch.device("cpu"))
     settings = msgspec.json.encode(lora_of(manifest))
     try:
         used = adapters.read([folder / WEIGHTS_FILE], settings).updates
@@ -81,7 +82,9 @@ def _build_without_numbers(folder: Path, config: PretrainedConfig) -> PreTrained
 
 def _is_leftover(tensor: Entry, settings: Any) -> bool:
     """May a tensor that no part of the model takes be left out?"""
-    if LEFTOVERS.search(tensor.name) or (CAUSAL_MASK.search(tensor.name) and len(tensor.shape) == 4):
+    if LEFTOVERS.search(tensor.name):
+        return True
+    if CAUSAL_MASK.search(tensor.name) and len(tensor.shape) == 4:
         return True
     # Layers behind the last block, as DeepSeek has them, predict several tokens at once: the library has no place for
     # them.
@@ -91,9 +94,15 @@ def _is_leftover(tensor: Entry, settings: Any) -> bool:
     return block is not None and n_blocks <= int(block[1]) < n_blocks + n_predictors
 
 
-def _check_kinds(folder: Path, tensors: list[Entry], targets: dict[str, str], state: dict[str, Any]) -> None:
+def _check_kinds(
+    folder: Path,
+    tensors: list[Entry],
+    targets: dict[str, str],
+    state: dict[str, Any],
+) -> None:
     """Refuse weights that are no plain numbers. Raises ConfigError."""
-    packed = [t for t in tensors if t.dtype not in shards.PLAIN_KINDS and _is_weight(state.get(targets[t.name]))]
+    unusual = [tensor for tensor in tensors if tensor.dtype not in shards.PLAIN_KINDS]
+    packed = [tensor for tensor in unusual if _is_weight(state.get(targets[tensor.name]))]
     if not packed:
         return
     first = packed[0]
@@ -111,7 +120,11 @@ def _is_weight(target: torch.Tensor | None) -> bool:
     return target is None or target.is_floating_point()
 
 
-def _check_experts(folder: Path, tensors: list[Entry], targets: dict[str, str]) -> None:
+def _check_experts(
+    folder: Path,
+    tensors: list[Entry],
+    targets: dict[str, str],
+) -> None:
     """Refuse a set of experts that is not whole: the library makes one tensor of all of a block. Raises ConfigError."""
     sources: defaultdict[str, list[Entry]] = defaultdict(list)
     for tensor in tensors:
@@ -138,7 +151,12 @@ def _without_number(name: str) -> str:
     return ".".join(parts)
 
 
-def _check_fit(folder: Path, config: PretrainedConfig, cls: type[PreTrainedModel], tensors: list[Entry]) -> None:
+def _check_fit(
+    folder: Path,
+    config: PretrainedConfig,
+    cls: type[PreTrainedModel],
+    tensors: list[Entry],
+) -> None:
     """Have the library load what is there, without numbers, and refuse what it passes over. Raises ConfigError."""
     state = {tensor.name: torch.empty(tensor.shape, device="meta") for tensor in tensors}
     with skeleton.building(f"{folder}: {type(config).__name__} cannot be loaded from these tensors"):

@@ -44,7 +44,12 @@ class Conversion:
     loss: float
 
 
-def convert(path: Path, folder: Path, dtype: str, say: Callable[[str], None]) -> Conversion:
+def convert(
+    path: Path,
+    folder: Path,
+    dtype: str,
+    say: Callable[[str], None],
+) -> Conversion:
     """Write the model in ``path`` to ``folder``: weights, configuration, tokenizer with its chat template.
 
     ``dtype`` "auto" takes the smaller of those that lose nothing, else float16. Raises ConfigError for a file that is
@@ -60,7 +65,8 @@ def convert(path: Path, folder: Path, dtype: str, say: Callable[[str], None]) ->
         (Path(temporary) / LINK).symlink_to(path.resolve())  # the reader would take an adapter or a tokenizer beside it
         model = _read(header, Path(temporary), folder, say)
     tied_names = _tied_names(model)
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied_names}
+    state = model.state_dict()
+    state = {name: state[name] for name in state if name not in tied_names}
     dtype_name = dtype if dtype != "auto" else _smallest_dtype(state)
     chosen: torch.dtype = getattr(torch, dtype_name)
     loss = max(_rounding_loss(tensor, chosen) for tensor in state.values())
@@ -68,14 +74,20 @@ def convert(path: Path, folder: Path, dtype: str, say: Callable[[str], None]) ->
     rounded = {name: tensor.to(chosen).contiguous() for name, tensor in state.items()}
     save_torch_state_dict(rounded, folder, max_shard_size=SHARD)
     model.generation_config.save_pretrained(folder)
-    config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_OURS}
+    config = model.config.to_dict()
+    config = {name: config[name] for name in config if name not in NOT_OURS}
     config |= {"dtype": dtype_name, "architectures": [type(model).__name__]}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     n_parameters = sum(tensor.numel() for tensor in state.values())
     return Conversion(n_parameters, dtype_name, loss)
 
 
-def _read(header: GgufHeader, place: Path, folder: Path, say: Callable[[str], None]) -> Any:
+def _read(
+    header: GgufHeader,
+    place: Path,
+    folder: Path,
+    say: Callable[[str], None],
+) -> Any:
     """Read the model in 32 bits, and write its tokenizer to ``folder``. Raises ConfigError."""
     source = {"pretrained_model_name_or_path": place, "gguf_file": LINK, "local_files_only": True}
     config = AutoConfig.from_pretrained(**source)  # handed on: reading a vocabulary takes seconds each time
@@ -115,7 +127,7 @@ def _check_all_is_used(header: GgufHeader, config: Any) -> None:
         hollow = AutoModelForCausalLM.from_config(config)
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
     known = get_gguf_hf_weights_map(hollow, processor).keys() | used_here(header)
-    unused = sorted({name for name in header.tensors if not {name, name.removesuffix(".weight")} & known})
+    unused = sorted(name for name in header.tensors if known.isdisjoint((name, name.removesuffix(".weight"))))
     if unused:
         raise ConfigError(
             f"{header.path}: a {header.architecture} as its settings describe it has no place for "
@@ -145,7 +157,8 @@ def _smallest_dtype(state: dict[str, torch.Tensor]) -> str:
     """Return the smallest dtype that holds every number as it is; float16 where none does, if its range is enough."""
     for name in ("bfloat16", "float16"):
         dtype: torch.dtype = getattr(torch, name)
-        if all(torch.equal(tensor, tensor.to(dtype).float()) for tensor in state.values()):
+        rounded = ((tensor, tensor.to(dtype).float()) for tensor in state.values())
+        if all(torch.equal(tensor, same) for tensor, same in rounded):
             return name
     largest = max(float(tensor.abs().max()) for tensor in state.values())
     return "float16" if largest < torch.finfo(torch.float16).max else "bfloat16"

@@ -56,7 +56,8 @@ class GgufHeader:
     def arch_settings(self) -> dict[str, Any]:
         """Return what is set for this architecture, by the names behind it."""
         prefix = f"{self.architecture}."
-        return {key.removeprefix(prefix): value for key, value in self.settings.items() if key.startswith(prefix)}
+        keys = [key for key in self.settings if key.startswith(prefix)]
+        return {key.removeprefix(prefix): self.settings[key] for key in keys}
 
     def floats(self, name: str) -> list[float]:
         """Read the numbers of a small tensor in F32. Raises ConfigError for another kind."""
@@ -170,7 +171,8 @@ def _read_tensor(reader: _Reader, trouble: str) -> GgufTensor:
     n_dimensions = reader.number("I")
     if n_dimensions > MOST_DIMENSIONS:
         raise ConfigError(f"{trouble}: {name} has {n_dimensions} dimensions")
-    shape = tuple(int(reader.number("Q")) for _ in range(n_dimensions))[::-1]
+    extents = [int(reader.number("Q")) for _ in range(n_dimensions)]
+    shape = tuple(reversed(extents))
     kind = int(reader.number("I"))
     offset = int(reader.number("Q"))
     if kind not in set(GGMLQuantizationType):

@@ -95,7 +95,8 @@ def check_settings(header: GgufHeader) -> None:
     path = header.path
     settings = header.settings
     arch_settings = header.arch_settings()
-    if settings.get("general.type", "model") == "adapter" or any(name.endswith(".lora_a") for name in header.tensors):
+    has_lora = any(name.endswith(".lora_a") for name in header.tensors)
+    if has_lora or settings.get("general.type", "model") == "adapter":
         raise ConfigError(
             f"{path} is an adapter (LoRA) in GGUF: swarmd reads adapters in PEFT's format, from safetensors"
         )
@@ -120,8 +121,8 @@ def check_settings(header: GgufHeader) -> None:
         raise ConfigError(f"{path}: {name}.{needed[0]} is missing, and the reader needs it: convert the model anew")
     if empty := [key for key in BY_READER if key in arch_settings and not arch_settings[key]]:
         raise ConfigError(f"{path}: {name}.{empty[0]} is {arch_settings[empty[0]]}, which no model has")
-    lists = [key for key in BY_READER if isinstance(arch_settings.get(key), list) and name not in ONE_READER]
-    if lists:
+    lists = [key for key in BY_READER if isinstance(arch_settings.get(key), list)]
+    if lists and name not in ONE_READER:
         raise ConfigError(
             f"{path}: {name}.{lists[0]} is a list, a number for each block, and is read as one number only"
         )
@@ -181,8 +182,8 @@ def _family_fields(header: GgufHeader, head_dim: int) -> dict[str, Any]:
         "final_logit_softcapping": "final_logit_softcapping",
         "attention.sliding_window": "sliding_window",
     }
-    known = {key: value for key, value in arch_settings.items() if key in renamed and key in UNDERSTOOD[name]}
-    fields |= {renamed[key]: value for key, value in known.items()}
+    known = [key for key in arch_settings if key in renamed and key in UNDERSTOOD[name]]
+    fields |= {renamed[key]: arch_settings[key] for key in known}
     if fields.get("sliding_window") == 0:
         fields["sliding_window"] = None
     if name in GEMMA_27B:
@@ -272,7 +273,8 @@ def _as_llama3(header: GgufHeader) -> dict[str, Any]:
     arch_settings = header.arch_settings()
     n_rotary = 2 * len(factors)
     base = float(arch_settings.get("rope.freq_base", 10_000.0))
-    waves = [2 * math.pi * base ** (2 * i / n_rotary) for i in range(len(factors))]
+    exponents = [2 * i / n_rotary for i in range(len(factors))]
+    waves = [2 * math.pi * base**exponent for exponent in exponents]
     for first_length in (2**i for i in range(6, 21)):
         scaling = {
             "rope_type": "llama3",
@@ -282,7 +284,8 @@ def _as_llama3(header: GgufHeader) -> dict[str, Any]:
             "original_max_position_embeddings": first_length,
         }
         candidate = [_llama3_factor(wave, max(factors), first_length) for wave in waves]
-        if all(abs(a - b) <= SAME * b for a, b in zip(candidate, factors, strict=True)):
+        pairs = zip(candidate, factors, strict=True)
+        if all(abs(ours - theirs) <= SAME * theirs for ours, theirs in pairs):
             return scaling
     raise ConfigError(
         f"{header.path}: the factors in {FREQUENCIES} are of no scaling that is understood (Llama 3.1's is)"

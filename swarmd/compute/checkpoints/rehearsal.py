@@ -104,7 +104,11 @@ def _small_models(config: PretrainedConfig) -> Iterator[PreTrainedModel]:
             yield model
 
 
-def _build(kind: type[PretrainedConfig], settings: dict[str, Any], seed: int) -> PreTrainedModel | None:
+def _build(
+    kind: type[PretrainedConfig],
+    settings: dict[str, Any],
+    seed: int,
+) -> PreTrainedModel | None:
     """Build a model with random numbers; None if it cannot be built, is not small, or does not work."""
     try:
         with skeleton.building("no small model"), torch.random.fork_rng():  # a family draws numbers, too
@@ -156,11 +160,13 @@ def _compare(folder: Path, trace: BlockTrace) -> None:
     positions = torch.arange(N_TOKENS).unsqueeze(0)
     for block in every.blocks():
         hidden = span.forward(hidden, positions, hop=Span(block, block + 1))
-    error = float((hidden - expected).abs().max() / expected.abs().max().clamp(min=1e-9))
+    largest = expected.abs().max().clamp(min=1e-9)
+    error = float((hidden - expected).abs().max() / largest)
     if not error <= TOLERANCE:
         raise ConfigError(f"one by one and all at once they differ by {error:.2g}")
     if len(every) > 1:
-        LoadedSpan(folder, Span(len(every) // 2, len(every)), torch.float32, is_quick=False).self_test()
+        second_half = Span(len(every) // 2, len(every))
+        LoadedSpan(folder, second_half, torch.float32, is_quick=False).self_test()
 
 
 def _needed_inputs(model: PreTrainedModel, trace: BlockTrace) -> list[str]:
@@ -189,7 +195,11 @@ def _watch(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> BlockTra
     trace: BlockTrace = []
     layer_inputs: list[dict[str, Any]] = []
 
-    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         names = list(inspect.signature(type(layer).forward).parameters)[1:]
         by_name = {**dict(zip(names, args, strict=False)), **kwargs}
         first = next(iter(by_name)) if "hidden_states" not in by_name else "hidden_states"
@@ -203,7 +213,8 @@ def _watch(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> BlockTra
     hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(leave) for layer in layers]
     top = min(SMALL_VOCABULARY, int(skeleton.text_config(model.config).vocab_size))
-    ids = torch.randint(3, top, (1, N_TOKENS), generator=torch.Generator().manual_seed(seed))
+    rng = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, top, (1, N_TOKENS), generator=rng)
     try:
         model(input_ids=ids, use_cache=False)
     finally:
@@ -225,7 +236,9 @@ def _is_same(first: Any, second: Any) -> bool:
     if torch.is_tensor(first) and torch.is_tensor(second):
         return first.shape == second.shape and torch.equal(first, second)
     if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(_is_same(first[key], second[key]) for key in first)
+        if first.keys() != second.keys():
+            return False
+        return all(_is_same(first[key], second[key]) for key in first)
     if isinstance(first, list) and isinstance(second, list):
         return len(first) == len(second) and all(map(_is_same, first, second))
     return first is None and second is None
@@ -238,10 +251,15 @@ def _draw(model: nn.Module, rng: torch.Generator) -> None:
             if parameter.ndim > 1:
                 parameter.normal_(std=0.8 / math.sqrt(parameter.shape[-1]), generator=rng)
             elif parameter.is_floating_point():
-                parameter.add_(torch.randn(parameter.shape, generator=rng).to(parameter.dtype) * 0.05)
+                noise = torch.randn(parameter.shape, generator=rng)
+                parameter.add_(noise.to(parameter.dtype) * 0.05)
 
 
-def _narrow(settings: Mapping[str, Any], width_divisor: int, heads_divisor: int) -> dict[str, Any]:
+def _narrow(
+    settings: Mapping[str, Any],
+    width_divisor: int,
+    heads_divisor: int,
+) -> dict[str, Any]:
     """Return the settings with heads, widths, experts and vocabulary of a small model, at whatever depth."""
     narrow: dict[str, Any] = {}
     for name, value in settings.items():
@@ -288,7 +306,8 @@ def _common_heads(text: Mapping[str, Any]) -> int:
 
 def _narrowest_head(text: Mapping[str, Any]) -> int:
     """Return the least width of a head, written or implied."""
-    widths = [value for name, value in text.items() if str(name).endswith("head_dim") and _is_count(value)]
+    named = [value for name, value in text.items() if str(name).endswith("head_dim")]
+    widths = [value for value in named if _is_count(value)]
     width = _first_count(text, MODEL_WIDTHS)
     n_heads = _first_count(text, COUNTS_OF_HEADS)
     implied = width // n_heads if 0 < n_heads <= width else LEAST_WIDTH * DIVISORS[0]
@@ -296,4 +315,5 @@ def _narrowest_head(text: Mapping[str, Any]) -> int:
 
 
 def _first_count(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    return next((text[name] for name in names if _is_count(text.get(name))), 0)
+    counts = [text[name] for name in names if _is_count(text.get(name))]
+    return counts[0] if counts else 0

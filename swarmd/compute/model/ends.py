@@ -70,14 +70,20 @@ class Ends:
         self.eos = frozenset(token for token in end_tokens if 0 <= token < self.vocabulary)
 
     @torch.inference_mode()
-    def embed(self, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[torch.Tensor]:
+    def embed(
+        self,
+        rows: Sequence[Sequence[int]],
+        starts: Sequence[int],
+    ) -> list[torch.Tensor]:
         """Embed each row's tokens, the first of which is at position ``starts``: a tensor [1, t, d] each."""
         # Rows of one token, as decoding has them, share one forward. Longer ones go by themselves, part by part:
         # rows of different lengths would need padding, and a mask grows with the square of the length.
         embedded: list[torch.Tensor] = [torch.empty(0)] * len(rows)
         single = [i for i, ids in enumerate(rows) if len(ids) == 1]
         if single:
-            batch = self._embed([list(rows[i]) for i in single], [[starts[i]] for i in single])
+            ids = [list(rows[i]) for i in single]
+            positions = [[starts[i]] for i in single]
+            batch = self._embed(ids, positions)
             for index, i in enumerate(single):
                 embedded[i] = batch[index : index + 1].clone()
         for i, ids in enumerate(rows):
@@ -87,7 +93,8 @@ class Ends:
             for offset in range(0, len(ids), MAX_EMBEDDED):
                 part = list(ids[offset : offset + MAX_EMBEDDED])
                 start = starts[i] + offset
-                parts.append(self._embed([part], [list(range(start, start + len(part)))]))
+                part_positions = list(range(start, start + len(part)))
+                parts.append(self._embed([part], [part_positions]))
             embedded[i] = torch.cat(parts, 1)
         return embedded
 
@@ -101,16 +108,25 @@ class Ends:
             layer.returns_tuple = arity
         self._swarm_output = hidden.unsqueeze(1)
         try:
-            zeros = torch.zeros(hidden.shape[0], 1, dtype=torch.long, device=hidden.device)
+            n = hidden.shape[0]
+            zeros = torch.zeros(n, 1, dtype=torch.long, device=hidden.device)
             out = self._model(inputs_embeds=self._swarm_output, position_ids=zeros, use_cache=False)
         finally:
             self._swarm_output = None
         return out.logits[:, 0].float()  # type: ignore[no-any-return]
 
-    def _embed(self, ids: list[list[int]], positions: list[list[int]]) -> torch.Tensor:
+    def _embed(
+        self,
+        ids: list[list[int]],
+        positions: list[list[int]],
+    ) -> torch.Tensor:
         """Run the family's forward up to block 0, and return what that is given."""
         try:
-            self._model(input_ids=torch.tensor(ids), position_ids=torch.tensor(positions), use_cache=False)
+            self._model(
+                input_ids=torch.tensor(ids),
+                position_ids=torch.tensor(positions),
+                use_cache=False,
+            )
         except _BlockZeroReached as reached:
             return reached.hidden
         raise AssertionError("a forward that does not reach block 0")

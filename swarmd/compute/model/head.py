@@ -19,7 +19,13 @@ class LogitsHead:
     Raises ConfigError where the checkpoint has none, or it cannot be computed.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, arity: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        arity: int,
+    ) -> None:
         self._ends = Ends(folder, dtype, device=str(device))
         self._device = device
         self._arity = arity
@@ -33,11 +39,11 @@ class LogitsHead:
         """Turn what the last block gave, [t, d] each, into the largest logits of each token, packed (wire.top)."""
         # Rows are put together and cut anew, so that each pass through the head is as large as memory allows.
         hidden = torch.cat(list(rows)).to(self._device)
-        tops = [
-            top.largest(self._ends.logits(part, self._arity), MOST_LOGITS) for part in torch.split(hidden, MOST_ROWS)
-        ]
+        logits = (self._ends.logits(part, self._arity) for part in torch.split(hidden, MOST_ROWS))
+        tops = [top.largest(part, MOST_LOGITS) for part in logits]
         sizes = [len(row) for row in rows]
         values = torch.split(torch.cat([part.values for part in tops]), sizes)
         ids = torch.split(torch.cat([part.ids for part in tops]), sizes)
         log_sums = torch.split(torch.cat([part.log_sum for part in tops]), sizes)
-        return [top.pack(top.Top(*parts)) for parts in zip(values, ids, log_sums, strict=True)]
+        of_rows = zip(values, ids, log_sums, strict=True)
+        return [top.pack(top.Top(*parts)) for parts in of_rows]

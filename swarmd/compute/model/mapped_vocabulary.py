@@ -71,8 +71,8 @@ class MappedHead(_MappedMatrix):
         """Compute logits [..., vocabulary], part by part while the matrix is on the disk."""
         if not self._in_memory:
             self._used_at.append(time.monotonic())
-            is_used_often = len(self._used_at) == OFTEN and self._used_at[-1] - self._used_at[0] < WITHIN_S
-            if is_used_often:
+            within_s = self._used_at[-1] - self._used_at[0]
+            if len(self._used_at) == OFTEN and within_s < WITHIN_S:
                 self._in_memory = (self.weight,)
         parts = self._in_memory or torch.split(self._rows[0], PART_ROWS)
         logits = [nn.functional.linear(hidden, part.to(hidden.dtype)) for part in parts]
@@ -105,8 +105,10 @@ def _find(model: Any, module: Any, folder: Path) -> torch.Tensor | None:
         return None
     with safe_open(folder / files[name], "pt") as file:
         stored: torch.Tensor = file.get_tensor(name)
-    is_same = stored.is_floating_point() and stored.shape == module.weight.shape
-    if is_same and torch.equal(stored[:PART_ROWS].to(module.weight.dtype), module.weight[:PART_ROWS]):
-        return stored
+    weight = module.weight
+    if stored.is_floating_point() and stored.shape == weight.shape:
+        first_rows = stored[:PART_ROWS].to(weight.dtype)
+        if torch.equal(first_rows, weight[:PART_ROWS]):
+            return stored
     logger.info("%s is not what %s holds: it stays in memory", name, files[name])
     return None

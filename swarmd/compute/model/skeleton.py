@@ -148,14 +148,15 @@ def read_config(folder: Path) -> PretrainedConfig:
     plain = configuration.plain(written)
     family_fields = fields.keys() - PretrainedConfig.__dataclass_fields__.keys()
     # A field of the family's own that is not plain would be left out, and the model would be another one: refuse it.
-    left_out = {name: value for name, value in written.items() if name in family_fields and name not in plain}
-    unreadable = sorted(name for name, value in left_out.items() if value != fields[name].default)
+    left_out = family_fields & written.keys() - plain.keys()
+    unreadable = sorted(name for name in left_out if written[name] != fields[name].default)
     if unreadable:
         name = unreadable[0]
         value = str(written[name])[:40]
         raise ConfigError(f"{path}: {name} is {value!r}, expected numbers, flags, and words of letters and digits")
     # Names that are neither fields nor attributes may stay; those of methods would overwrite code.
-    settings = {name: v for name, v in plain.items() if name in fields or not callable(getattr(kind, name, None))}
+    methods = {name for name in plain.keys() - fields.keys() if callable(getattr(kind, name, None))}
+    settings = {name: value for name, value in plain.items() if name not in methods}
     with building(f"{path}: not a configuration of {family}"):
         return kind.from_dict(settings)
 
@@ -175,7 +176,8 @@ def read_generation(folder: Path) -> dict[str, Any]:
         is_id = name in GENERATION_IDS
         values = value if isinstance(value, list) and is_id else [value]
         kinds = (int,) if is_id else (int, float)
-        if not all(isinstance(v, kinds) and -1e6 < v < 1e9 for v in values) or len(values) > MAX_IDS:
+        is_valid = all(isinstance(v, kinds) and -1e6 < v < 1e9 for v in values)
+        if not is_valid or len(values) > MAX_IDS:
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise ConfigError(f"{path}: {name} is {repr(value)[:64]}, expected {expected}")
     return settings
@@ -303,7 +305,9 @@ def _read(
         shapes = [tuple(tensor.get_shape()) for tensor in state.values()]
         _check_memory(folder, shapes, dtype, quantize, device)
         bits = library_config(quantize)
-        quantisation: dict[str, Any] = {"quantization_config": bits, "device_map": {"": device}} if bits else {}
+        quantisation: dict[str, Any] = {}
+        if bits:
+            quantisation = {"quantization_config": bits, "device_map": {"": device}}
         with _loading:
             model, info = cls.from_pretrained(
                 None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **quantisation
@@ -355,7 +359,13 @@ def _share_config(module: nn.Module, old: Any, new: Any) -> None:
                 setattr(part, name, new)
 
 
-def _check_memory(folder: Path, shapes: list[Any], dtype: torch.dtype, quantize: str, device: str) -> None:
+def _check_memory(
+    folder: Path,
+    shapes: list[Any],
+    dtype: torch.dtype,
+    quantize: str,
+    device: str,
+) -> None:
     """Refuse weights that do not fit into what is free. Raises ConfigError."""
     dtype_name = str(dtype).removeprefix("torch.")
     needed = sum(tensor_bytes(shape, dtype_name, quantize) for shape in shapes)
@@ -370,7 +380,11 @@ def _check_memory(folder: Path, shapes: list[Any], dtype: torch.dtype, quantize:
     )
 
 
-def needed_keys(cls: type[PreTrainedModel], config: PretrainedConfig, keys: list[str]) -> list[str]:
+def needed_keys(
+    cls: type[PreTrainedModel],
+    config: PretrainedConfig,
+    keys: list[str],
+) -> list[str]:
     """Choose the checkpoint keys that a hollow class uses, by the library's own renames."""
     with torch.device("meta"):
         hollow = cls(config)

@@ -83,12 +83,19 @@ class TrainedModel:
         """Use shared memory (Recipe.shared_vectors). With ``init`` the parameters go there, else come from it."""
         self._shared = self._map_vectors(path, self._recipe.shared_vectors)
         if init:
-            self._shared["parameters"].copy_(torch.cat([p.detach().flatten() for _, p in self.parameters]))
+            initial = torch.cat([p.detach().flatten() for _, p in self.parameters])
+            self._shared["parameters"].copy_(initial)
         if self._device == "cpu":  # one and the same memory: what the daemon writes is what is computed with
             for (_, parameter), values in zip(self.parameters, self._working_pieces(), strict=True):
                 parameter.data = values
 
-    def compute(self, rows: torch.Tensor, seed: int, into: int, is_fresh: bool) -> float:
+    def compute(
+        self,
+        rows: torch.Tensor,
+        seed: int,
+        into: int,
+        is_fresh: bool,
+    ) -> float:
         """Add the gradient of the summed loss of ``rows`` [n, t + 1] to the other sum, and write it to ``into``."""
         self._fetch_parameters()
         loss = self._backward(rows, seed)
@@ -108,7 +115,8 @@ class TrainedModel:
         vectors = self._map_vectors(path, AGAIN)
         with self._using_parameters(self._pieces(vectors["parameters"])):
             loss = self._backward(rows, seed)
-            for (_, parameter), total in zip(self.parameters, self._pieces(vectors["sum"]), strict=True):
+            sums = self._pieces(vectors["sum"])
+            for (_, parameter), total in zip(self.parameters, sums, strict=True):
                 if parameter.grad is not None:
                     total += parameter.grad.to("cpu")
                 parameter.grad = None
@@ -117,7 +125,8 @@ class TrainedModel:
     def is_repeatable(self, vocabulary: int) -> bool:
         """Do the same rows give the same gradients however they are divided? Not with dropout or noise in a router."""
         n_tokens = min(TRIED_TOKENS, self._recipe.batch.tokens)  # a model may have no more positions
-        rows = torch.randint(0, vocabulary, (2, n_tokens + 1), generator=torch.Generator().manual_seed(0))
+        rng = torch.Generator().manual_seed(0)
+        rows = torch.randint(0, vocabulary, (2, n_tokens + 1), generator=rng)
         joint = self._gradient([rows], seed=1)
         separate = self._gradient([rows[:1], rows[1:]], seed=2)
         return float((joint - separate).norm()) <= REPEATS_WITHIN * float(joint.norm())
@@ -145,35 +154,50 @@ class TrainedModel:
                 parameter.data = values
                 parameter.grad = None
 
-    def _map_vectors(self, path: Path, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    def _map_vectors(
+        self,
+        path: Path,
+        names: tuple[str, ...],
+    ) -> dict[str, torch.Tensor]:
         """Map vectors of the layout that lie one after the other in shared memory; they keep it mapped."""
         n = sum(math.prod(shape) for _, shape in self.layout)
         with path.open("r+b") as file:
             memory = mmap.mmap(file.fileno(), len(names) * n * self.dtype.itemsize)
         numbers = torch.frombuffer(memory, dtype=self.dtype)
-        return {name: numbers[i * n : (i + 1) * n] for i, name in enumerate(names)}
+        vectors = torch.split(numbers, n)
+        return dict(zip(names, vectors, strict=True))
 
-    def step(self, rows: torch.Tensor, seed: int, number: int, learning_rate: float) -> float:
+    def step(
+        self,
+        rows: torch.Tensor,
+        seed: int,
+        number: int,
+        learning_rate: float,
+    ) -> float:
         """Take a step of the recipe's optimizer by the mean gradient of ``rows`` [n, t + 1], on the peer's own vectors.
 
         Returns their summed loss. A card has copies of those: what the daemon reads is brought back each time.
         """
         self._fetch_parameters()
         micro = self._recipe.batch.micro
-        losses = [self._backward(rows[start : start + micro], seed + start) for start in range(0, len(rows), micro)]
+        losses = []
+        for start in range(0, len(rows), micro):
+            losses.append(self._backward(rows[start : start + micro], seed + start))
         loss = sum(losses)
         parameters: list[torch.Tensor] = [p for _, p in self.parameters]
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad /= len(rows)
-        shared = {name: self._pieces(self._shared[name]) for name in self._recipe.optimizer.moments}
-        moments = {name: [p.to(self._device) for p in pieces] for name, pieces in shared.items()}
+        moments = {}
+        for name in self._recipe.optimizer.moments:
+            moments[name] = [piece.to(self._device) for piece in self._pieces(self._shared[name])]
         take_step(self._recipe.optimizer, parameters, moments, learning_rate, number)
         if self._device != "cpu":
             computed = {**moments, LOCAL: [p.detach() for p in parameters]}
             for name, pieces in computed.items():
-                for shared_piece, piece in zip(self._pieces(self._shared[name]), pieces, strict=True):
+                shared_pieces = self._pieces(self._shared[name])
+                for shared_piece, piece in zip(shared_pieces, pieces, strict=True):
                     shared_piece.copy_(piece)
         return loss
 
@@ -200,8 +224,10 @@ class TrainedModel:
     def _loss(self, rows: torch.Tensor) -> torch.Tensor:
         """Compute the summed loss of ``rows``: of one only where experts are balanced (compute.runs.expert_balance)."""
         output = self.model(input_ids=rows[:, :-1], use_cache=False)
-        flat = output.logits.flatten(0, 1).to(torch.promote_types(output.logits.dtype, torch.float32))
-        losses = nn.functional.cross_entropy(flat, rows[:, 1:].flatten(), reduction="none")
+        dtype = torch.promote_types(output.logits.dtype, torch.float32)
+        logits = output.logits.flatten(0, 1).to(dtype)
+        targets = rows[:, 1:].flatten()
+        losses = nn.functional.cross_entropy(logits, targets, reduction="none")
         loss = losses.view(len(rows), -1).mean(1).sum()
         unbalanced = getattr(output, "aux_loss", None) if self._balance_factor else None
         return loss if unbalanced is None else loss + self._balance_factor * unbalanced
@@ -271,7 +297,8 @@ class GradientWorker:
             self._trained.map(Path(message.path), message.init)
             return messages.framed(RunMapped())
         assert isinstance(message, Compute | ComputeAgain), "the daemon sends nothing else"
-        rows = torch.frombuffer(bytearray(frame.payload), dtype=torch.int32).long().view(message.n, -1)
+        ids = torch.frombuffer(bytearray(frame.payload), dtype=torch.int32)
+        rows = ids.long().view(message.n, -1)
         if isinstance(message, ComputeAgain):
             try:
                 loss = self._trained.compute_again(rows, message.seed, Path(message.path))

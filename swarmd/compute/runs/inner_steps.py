@@ -24,7 +24,8 @@ def take_step(
     ]
     optimizer: torch.optim.Optimizer
     if settings.kind == "adamw":
-        optimizer = torch.optim.AdamW(groups, learning_rate, (settings.beta1, settings.beta2), settings.epsilon)
+        betas = (settings.beta1, settings.beta2)
+        optimizer = torch.optim.AdamW(groups, learning_rate, betas, settings.epsilon)
         for i, parameter in enumerate(parameters):
             optimizer.state[parameter] = {
                 "step": torch.tensor(float(number - 1)),

@@ -18,7 +18,14 @@ from swarmd.protocol.runs.recipe import ALL_LINEAR
 SHOWN = 12  # names of modules in a refusal
 
 
-def with_lora(model: Any, rank: int, alpha: int, targets: Sequence[str], *, key: str) -> Any:
+def with_lora(
+    model: Any,
+    rank: int,
+    alpha: int,
+    targets: Sequence[str],
+    *,
+    key: str,
+) -> Any:
     """Wrap a model in PEFT's own, with LoRA beside ``targets``, or PEFT's choice for the family where none are named.
 
     ``key``: how a person names the targets, for the refusal. Raises ConfigError.
@@ -31,9 +38,11 @@ def with_lora(model: Any, rank: int, alpha: int, targets: Sequence[str], *, key:
     if ALL_LINEAR in targets and len(targets) > 1:
         raise ConfigError(f"{key}: {ALL_LINEAR!r} means every linear module and stands alone, got {', '.join(targets)}")
     modules = dict(model.named_modules())
-    unknown = [t for t in targets if t != ALL_LINEAR and not any(_is_meant(t, name) for name in modules)]
+    named = [target for target in targets if target != ALL_LINEAR]
+    unknown = [target for target in named if not any(_is_meant(target, name) for name in modules)]
     if unknown:
-        linear_names = sorted({name.rpartition(".")[2] for name, module in modules.items() if _is_linear(module)})
+        linear = [name for name, module in modules.items() if _is_linear(module)]
+        linear_names = sorted({name.rpartition(".")[2] for name in linear})
         ellipsis = ", ..." if len(linear_names) > SHOWN else ""
         raise ConfigError(
             f"{key}: no module of this model is called {unknown[0]!r}; "
@@ -55,7 +64,8 @@ def names_of_targets(tuned: Any) -> tuple[str, ...]:
     """
     targeted = set(tuned.base_model.targeted_module_names)
     short = {name.rpartition(".")[2] for name in targeted}
-    plain = {name.removeprefix("base_model.model.").replace(".base_layer", "") for name, _ in tuned.named_modules()}
+    wrapped = [name.removeprefix("base_model.model.") for name, _ in tuned.named_modules()]
+    plain = {name.replace(".base_layer", "") for name in wrapped}
     other_names = {name for name in plain if ".lora_" not in name} - targeted
     is_ambiguous = any(_is_meant(target, name) for target in short for name in other_names)
     return tuple(sorted(targeted if is_ambiguous else short))

@@ -101,7 +101,8 @@ class ClientParameterStore:
         if number == 0:
             upload = _Upload(version)
             self._uploads[client, hop] = upload
-        if upload is None or upload.version != version or (upload.refusal is None and number != len(upload.pieces)):
+        is_next = upload is not None and (upload.refusal is not None or number == len(upload.pieces))
+        if upload is None or upload.version != version or not is_next:
             raise Refused(Code.OP_GAP, f"piece {number} of {n_parts} of parameters has no predecessor")
         if upload.refusal is None:
             upload.pieces.append(piece)
@@ -184,7 +185,12 @@ def read_tuned_untrusted(span: LoadedSpan, hop: Span, raw: bytes) -> ClientParam
     return ClientParameters(lora, reading.leaves, n_prefix, len(raw))
 
 
-def _sort(span: LoadedSpan, reading: _ParameterReader, name: str, leaf: torch.Tensor) -> int | None:
+def _sort(
+    span: LoadedSpan,
+    reading: _ParameterReader,
+    name: str,
+    leaf: torch.Tensor,
+) -> int | None:
     """Note what a tensor is for; returns its block."""
     if (match := _PREFIX.fullmatch(name)) is not None:
         reading.prefixes.setdefault(int(match[1]), {})[match[2]] = leaf
@@ -205,16 +211,22 @@ def _checked_matrices(
     return span.adapters.checked(module, pair["lora_A"], pair.get("lora_B"))
 
 
-def _check_prefixes(span: LoadedSpan, hop: Span, prefixes: dict[int, dict[str, torch.Tensor]]) -> int:
+def _check_prefixes(
+    span: LoadedSpan,
+    hop: Span,
+    prefixes: dict[int, dict[str, torch.Tensor]],
+) -> int:
     """Return the number of tokens of a prefix that fits every block of the hop. Raises ConfigError."""
-    if set(prefixes) != set(hop.blocks()) or any(set(p) != {"keys", "values"} for p in prefixes.values()):
+    is_complete = all(set(prefix) == {"keys", "values"} for prefix in prefixes.values())
+    if set(prefixes) != set(hop.blocks()) or not is_complete:
         raise ConfigError(f"a prefix needs keys and values for each of the blocks {hop}")
     tensors = [tensor for prefix in prefixes.values() for tensor in prefix.values()]
     counts = {tensor.shape[2] if tensor.ndim == 4 else 0 for tensor in tensors}
     n = counts.pop()
     if counts or not 1 <= n <= MAX_PREFIX_TOKENS:
         raise ConfigError(f"a prefix has the same number of tokens, at most {MAX_PREFIX_TOKENS}, in all blocks")
-    for block, layer in zip(hop.blocks(), span.example_cache(hop).owned, strict=True):
+    layers = span.example_cache(hop).owned
+    for block, layer in zip(hop.blocks(), layers, strict=True):
         for name in ("keys", "values"):
             example = getattr(layer, name, None)
             if not torch.is_tensor(example) or example.ndim != 4:

@@ -224,11 +224,11 @@ class Engine:
         now = self._clock()
         if not may_let_in(self._interleaved_s, now - self._passing_since - self._interleaved_s):
             return
-        candidates = [
-            self._ready(key) for key in self._queues.keys() - self._passing if self._sessions[key].tokens_left
-        ]
+        others = self._queues.keys() - self._passing
+        candidates = [self._ready(key) for key in others if self._sessions[key].tokens_left]
         steps = [r for r in candidates if r.is_decode and self._is_interleavable(r.key)]
-        waited_s = max((now - self._queues[r.key][0].came_at for r in steps), default=0.0)
+        oldest_at = min((self._queues[r.key][0].came_at for r in steps), default=now)
+        waited_s = now - oldest_at
         if not steps or patience_s(len(steps), self._n_active(now), waited_s, self._speed):
             return
         passing = self._passing
@@ -241,13 +241,21 @@ class Engine:
 
     def _is_interleavable(self, key: Key) -> bool:
         """Can its step be computed in the midst of a pass, and is there nothing but steps behind it?"""
-        return self._sessions[key].is_interleavable and all(isinstance(w.message, Op) for w in self._queues[key])
+        if not self._sessions[key].is_interleavable:
+            return False
+        return all(isinstance(waiting.message, Op) for waiting in self._queues[key])
 
-    def _run(self, ready: list[ReadyOp], shares: tuple[PassShare, ...]) -> Iterator[bytes]:
+    def _run(
+        self,
+        ready: list[ReadyOp],
+        shares: tuple[PassShare, ...],
+    ) -> Iterator[bytes]:
         """Compute these shares; yields the answers of ops that they complete."""
         begun = self._clock()
         interleaved_s = self._interleaved_s
-        n_tokens = {share.key: share.t * self._sessions[share.key].n_rows for share in shares}
+        n_tokens = {}
+        for share in shares:
+            n_tokens[share.key] = share.t * self._sessions[share.key].n_rows
         try:
             if shares:
                 self._compute(shares)
@@ -339,14 +347,14 @@ class Engine:
     def _compute(self, shares: tuple[PassShare, ...]) -> None:
         """Run one pass: by the family's own way where one session is alone, else over all in one row."""
         sessions = [self._sessions[share.key] for share in shares]
-        n_tokens = sum(session.n_rows * share.t for session, share in zip(sessions, shares, strict=True))
+        n_tokens = sum(self._sessions[share.key].n_rows * share.t for share in shares)
         can_share = self.span.can_batch and all(session.can_share for session in sessions)
         longest = max(share.t for share in shares)
         is_quick = can_share and self.span.is_quick(n_tokens, longest, sessions[0].hop)
         if len(sessions) == 1 and not is_quick and not (can_share and sessions[0].is_long):
             sessions[0].compute(shares[0].t)
             return
-        pieces = [session.piece(share.t) for session, share in zip(sessions, shares, strict=True)]
+        pieces = [self._sessions[share.key].piece(share.t) for share in shares]
         outs = self.span.forward_ragged(pieces, sessions[0].hop)
         for session, out in zip(sessions, outs, strict=True):
             session.put(out)
@@ -417,7 +425,12 @@ class Engine:
         """Count work beside passes, by the tokens that a pass would have computed meanwhile."""
         self._immediate_s[client] = self._immediate_s.get(client, 0.0) + seconds
         n_tokens = seconds / max(self._speed.prefill_token_s, 1e-9)
-        self._served[client] = self._served.get(client, 0.0) + n_tokens / self._weights.get(client, 1.0)
+        self._account(client, n_tokens)
+
+    def _account(self, client: bytes, n_tokens: float) -> None:
+        """Count tokens that a client was given; one of a larger weight may have more of them."""
+        weight = self._weights.get(client, 1.0)
+        self._served[client] = self._served.get(client, 0.0) + n_tokens / weight
 
     def _replay(self, session: HopSession, request: Replay) -> Iterator[bytes]:
         n_ops = 0
@@ -425,7 +438,8 @@ class Engine:
             n_ops += 1
             self.span.on_block()  # a long history takes a while, and is progress
             yield frame
-        yield messages.framed(Replayed(re=request.id, ops=n_ops, tokens=session.history.n_tokens))
+        replayed = Replayed(re=request.id, ops=n_ops, tokens=session.history.n_tokens)
+        yield messages.framed(replayed)
 
     def _next(self, key: Key) -> None:
         """Take the first op off a session's queue."""
@@ -457,15 +471,18 @@ class Engine:
         return messages.framed(messages.refusal_for(message, error))
 
     def _learn(
-        self, ready: list[ReadyOp], shares: tuple[PassShare, ...], n_tokens: dict[Key, int], took_s: float
+        self,
+        ready: list[ReadyOp],
+        shares: tuple[PassShare, ...],
+        n_tokens: dict[Key, int],
+        took_s: float,
     ) -> None:
         """Account tokens to clients, and follow what passes and prefill tokens take."""
         by_key = {r.key: r for r in ready}
         now = self._clock()
         self._stepped_at.update({key: now for key in n_tokens if by_key[key].is_decode})
         for key, n in n_tokens.items():
-            client = by_key[key].client
-            self._served[client] = self._served.get(client, 0.0) + n / self._weights.get(client, 1.0)
+            self._account(by_key[key].client, n)
         prefill = sum(n for key, n in n_tokens.items() if not by_key[key].is_decode)
         speed = self._speed
         if not prefill:

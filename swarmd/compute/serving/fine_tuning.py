@@ -140,7 +140,8 @@ class Training:
         begun = self._clock()
         while self._waiting and self._clock() - begun < SLICE_S:
             if self._current not in self._waiting:
-                self._current = self._waiting[choose_work([w.work for w in self._waiting], self._served).action]
+                works = [waiting.work for waiting in self._waiting]
+                self._current = self._waiting[choose_work(works, self._served).action]
             chosen = self._current
             started = self._clock()
             try:
@@ -154,7 +155,8 @@ class Training:
                     error = Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500])
                 yield messages.framed(messages.refusal_for(chosen.message, error))
             client = chosen.work.client
-            self._served[client] = self._served.get(client, 0.0) + (self._clock() - started) / chosen.weight
+            spent_s = self._clock() - started
+            self._served[client] = self._served.get(client, 0.0) + spent_s / chosen.weight
             if frames is None:
                 self._waiting.remove(chosen)
                 self.handled += 1
@@ -179,7 +181,8 @@ class Training:
         self._n_taken += 1
         if all(w.work.client != lane.client for w in self._waiting):  # who was idle has no claim on what others got
             active = [self._served.get(w.work.client, 0.0) for w in self._waiting]
-            self._served[lane.client] = max(self._served.get(lane.client, 0.0), min(active, default=0.0))
+            served = self._served.get(lane.client, 0.0)
+            self._served[lane.client] = max(served, min(active, default=0.0))
         is_backward = isinstance(message, Backward)
         steps = self._backward(lane, collected) if is_backward else self._forward(key, lane, collected)
         work = TuningPass(lane.client, is_backward, self._n_taken)
@@ -315,7 +318,8 @@ class Training:
             if not torch.isfinite(hidden).all():
                 raise Refused(Code.NOT_FINITE, f"micro-batch {message.seq} comes to values that are not finite")
         device = self._span.device
-        return KeptBatch(hidden.to(device), positions.to(device), None if mask is None else mask.to(device), tuned)
+        mask = None if mask is None else mask.to(device)
+        return KeptBatch(hidden.to(device), positions.to(device), mask, tuned)
 
     def _read_gradient(self, message: Backward, collected: _CollectedParts, batch: KeptBatch) -> torch.Tensor:
         """Check the gradient by what left a hop: [b, t, d]. Raises Refused."""
@@ -389,7 +393,8 @@ class Training:
 
     def _has_room_for(self, n_bytes: int) -> bool:
         """Do so many bytes fit beside all that is kept for clients?"""
-        remembered = sum(change.n_bytes for lane in self._lanes.values() for change in lane.changes or ())
+        changes = (change for lane in self._lanes.values() for change in lane.changes or ())
+        remembered = sum(change.n_bytes for change in changes)
         held = sum(batch.n_bytes for batch in self._held())
         return held + remembered + n_bytes <= self._limit_bytes
 
@@ -433,16 +438,28 @@ class Training:
 
     # --- what goes out ---------------------------------------------------------------------------------------
 
-    def _forward_frames(self, message: Forward, lane: _Lane, batch: KeptBatch, hidden: torch.Tensor) -> Iterator[bytes]:
+    def _forward_frames(
+        self,
+        message: Forward,
+        lane: _Lane,
+        batch: KeptBatch,
+        hidden: torch.Tensor,
+    ) -> Iterator[bytes]:
         is_last = lane.hop.end == self._span.n_layers
-        mask = None if batch.mask is None else batch.mask[:, batch.tuned.n_prefix :].to(torch.uint8)
+        mask = batch.mask
+        if mask is not None:
+            mask = mask[:, batch.tuned.n_prefix :].to(torch.uint8)
         positions = batch.positions.to(torch.int32)
         changes = None if lane.changes is None else lane.changes[1]
         places = None if is_last else (positions, mask)
         yield from forward_frames(message, lane.hop.end, hidden, places, lane.codec, changes)
 
 
-def _join_masks(masks: list[torch.Tensor | None], n_rows: int, n_prefix: int) -> torch.Tensor | None:
+def _join_masks(
+    masks: list[torch.Tensor | None],
+    n_rows: int,
+    n_prefix: int,
+) -> torch.Tensor | None:
     """Put the parts' masks together behind one for the client's prefix: [b, n_prefix + t]. Raises Refused."""
     present = [mask for mask in masks if mask is not None]
     if not present:
@@ -458,7 +475,9 @@ def _gradient_frames(
 ) -> Iterator[bytes]:
     """Frame the gradients of a client's parameters, then that by what entered the hop."""
     if gradients:
-        raw = safetensors.torch.save({name: g.contiguous().cpu() for name, g in gradients.items()})
+        tensors = {name: gradient.contiguous().cpu() for name, gradient in gradients.items()}
+        raw = safetensors.torch.save(tensors)
         for number, n, piece in pieces(raw):
-            yield messages.framed(Gradients(message.session, lane.hop.start, message.seq, (number, n)), piece)
+            header = Gradients(message.session, lane.hop.start, message.seq, (number, n))
+            yield messages.framed(header, piece)
     yield from backward_frames(message.session, lane.hop.start, message.seq, gradient, lane.codec)

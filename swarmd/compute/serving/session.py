@@ -104,7 +104,8 @@ class HopSession:
         self._parts: list[bytes] = []
         self._epoch = request.epoch
         self._example: SpanCache | None = None
-        identity = (request.client, repr(self.hop).encode(), request.adapter.encode())
+        hop_name = repr(self.hop).encode()
+        identity = (request.client, hop_name, request.adapter.encode())
         can_reuse = span.can_batch and self._cache.is_plain and request.batch == 1
         is_private = self.history.is_exact or request.inherit or request.tuned
         self._prefix = Prefix(identity) if can_reuse and not is_private else None
@@ -140,8 +141,10 @@ class HopSession:
     @property
     def is_interleavable(self) -> bool:
         """May the rest of its op be computed in the midst of another pass?"""
+        if not self.can_share or self._lora is not None:
+            return False
         n_tokens = self.n_rows * self.tokens_left
-        return self.can_share and self._lora is None and self._span.is_by_one_call(n_tokens, self.hop, self._cache)
+        return self._span.is_by_one_call(n_tokens, self.hop, self._cache)
 
     @property
     def is_long(self) -> bool:
@@ -212,7 +215,15 @@ class HopSession:
             n_new = piece.hidden.shape[1]
             n_past = self._n_tokens
             mask = None if self._mask is None else self._mask[:, : n_past + n_new]
-            out = self._span.forward(piece.hidden, piece.positions, mask, self._cache, n_past, self.hop, self._lora)
+            out = self._span.forward(
+                piece.hidden,
+                piece.positions,
+                mask,
+                self._cache,
+                n_past,
+                self.hop,
+                self._lora,
+            )
             self.put(out)
             n_left -= n_new
 
@@ -234,14 +245,16 @@ class HopSession:
         assert begun is not None
         op = begun.op
         if op.seq <= op.silent_through and self.hop.end >= op.replay_end:
-            return messages.framed(Done(session=self.session, start=self.hop.start, seq=op.seq))
+            done = Done(session=self.session, start=self.hop.start, seq=op.seq)
+            return messages.framed(done)
         sent = self._sent(begun)
         if op.want is not None and self.hop.end == self._span.n_layers:
             sent = sent.last(op.want)
         if op.times is not None and len(op.times) < MOST_HOPS_TIMED:
             computed_us = int(1e6 * begun.computed_s)
             elapsed_us = int(1e6 * (now - begun.came_at))
-            times = (*op.times, (self.hop.start, max(0, elapsed_us - computed_us), computed_us))
+            waited_us = max(0, elapsed_us - computed_us)
+            times = (*op.times, (self.hop.start, waited_us, computed_us))
             op = msgspec.structs.replace(op, times=times)
         if op.logits or logits:
             op = msgspec.structs.replace(op, logits=logits)
@@ -275,8 +288,9 @@ class HopSession:
             return SentOp(op.seq, op.edits, None, None, None, op.record_past)
         if len(begun.outs) > 1:
             begun.outs = [torch.cat(begun.outs, 1)]
-        begun.outs[0] = begun.outs[0].cpu()
-        return SentOp(op.seq, op.edits, begun.outs[0], begun.positions, begun.mask, op.record_past)
+        hidden = begun.outs[0].cpu()
+        begun.outs[0] = hidden
+        return SentOp(op.seq, op.edits, hidden, begun.positions, begun.mask, op.record_past)
 
     def replay(self, request: Replay) -> Iterator[bytes]:
         """Yield the op frames that bring a successor from ``request.have`` (None: nothing) up to date."""
@@ -337,11 +351,18 @@ class HopSession:
         if hashlib.sha256(raw).digest() != part.digest:
             raise Refused(Code.SESSION_LOST, "the caches do not have the digest that was announced")
         self._span.on_block()
-        shape = StateShape(self.n_rows, self._max_tokens, self._span.hidden_size, self._span.dtype, part.seq)
+        shape = StateShape(
+            n_rows=self.n_rows,
+            max_tokens=self._max_tokens,
+            hidden=self._span.hidden_size,
+            dtype=self._span.dtype,
+            seq=part.seq,
+        )
         self._n_tokens, mask = unpack_state_untrusted(raw, self._cache, self.history, example, shape)
         self._mask = None if mask is None else mask.to(self._span.device)
         self._reached = part.seq
-        done = Inherited(self.session, self.hop.start, self._epoch, seq=part.seq, tokens=self.history.n_kept)
+        n_kept = self.history.n_kept
+        done = Inherited(self.session, self.hop.start, self._epoch, seq=part.seq, tokens=n_kept)
         yield messages.framed(done)
 
     def _history_bytes_per_token(self) -> int:
@@ -358,7 +379,9 @@ class HopSession:
         n_cropped = cropped(op.edits)
         n_tokens = self._n_tokens - n_cropped
         for edit in op.edits:
-            if edit.rows is not None and (len(edit.rows) != self.n_rows or max(edit.rows) >= self.n_rows):
+            if edit.rows is None:
+                continue
+            if len(edit.rows) != self.n_rows or max(edit.rows) >= self.n_rows:
                 raise Refused(Code.BAD_SHAPE, f"a reorder of {len(edit.rows)} rows in a batch of {self.n_rows}")
         if n_tokens < 0:
             raise Refused(Code.BAD_SHAPE, f"a crop past the start: the session holds {self._n_tokens} tokens")
@@ -371,10 +394,12 @@ class HopSession:
         if op.tensor is None:
             return None
         shape = (op.tensor.b, op.tensor.d, op.tensor.dtype)
-        expected = (self.n_rows, self._span.hidden_size, str(self._span.dtype).removeprefix("torch."))
+        dtype_name = str(self._span.dtype).removeprefix("torch.")
+        expected = (self.n_rows, self._span.hidden_size, dtype_name)
         if shape != expected:
             raise Refused(Code.BAD_SHAPE, f"expected (batch, hidden, dtype) {expected}, got {shape}")
-        n_bytes = op.tensor.b * op.tensor.t * (op.tensor.d * self._span.dtype.itemsize + POSITION_BYTES)
+        token_bytes = op.tensor.d * self._span.dtype.itemsize + POSITION_BYTES
+        n_bytes = op.tensor.b * op.tensor.t * token_bytes
         if n_bytes > MAX_PAYLOAD_BYTES:  # however small it came: its answer may not be coded
             raise Refused(Code.BAD_SHAPE, f"an op of {n_bytes} B when it is not coded; at most {MAX_PAYLOAD_BYTES}")
         if n_tokens + op.tensor.t > self._max_tokens:
@@ -405,7 +430,8 @@ class HopSession:
         # A token's name is its bytes: equal names have equal hidden states at equal positions, and so equal caches.
         rows = hidden[0].contiguous().view(torch.uint8).numpy()
         places = positions[0].contiguous().numpy()
-        names = [row.tobytes() + place.tobytes() for row, place in zip(rows, places, strict=True)]
+        tokens = zip(rows, places, strict=True)
+        names = [row.tobytes() + place.tobytes() for row, place in tokens]
         begun.extension = prefix.ahead(names)
 
     def _edit(self, edits: tuple[Edit, ...]) -> None:
@@ -435,6 +461,9 @@ class HopSession:
         if mask is None and self._mask is None:
             return
         device = self._span.device
-        past = self._mask if self._mask is not None else torch.ones(self.n_rows, self._n_tokens, device=device)
+        past = self._mask
+        if past is None:
+            past = torch.ones(self.n_rows, self._n_tokens, device=device)
         new = torch.ones(self.n_rows, n_new) if mask is None else mask
-        self._mask = torch.cat([past.long(), new.long().to(device)], 1)
+        new = new.long().to(device)
+        self._mask = torch.cat([past.long(), new], 1)

@@ -145,9 +145,9 @@ class Worker:
     def _wait(self, seconds: float) -> bool:
         """Wait for a frame; has one come?"""
         self._count_work()
-        has_come = bool(select.select([self._connection], [], [], seconds)[0])
+        readable, _, _ = select.select([self._connection], [], [], seconds)
         self._woke_at = time.monotonic()
-        return has_come
+        return bool(readable)
 
     def _count_work(self) -> None:
         """Count all the time since it last waited as work."""
@@ -277,7 +277,8 @@ class Worker:
         assert self._engine is not None, "the daemon sends work after Loaded"
         if isinstance(message, LoadAdapter):
             self._n_handled += 1
-            return [messages.framed(self._load_adapter(self._engine.span, message, bytes(frame.payload)))]
+            loaded = self._load_adapter(self._engine.span, message, bytes(frame.payload))
+            return [messages.framed(loaded)]
         trained = self._training.take(message, frame)
         if trained is not None:
             return list(trained)
@@ -351,7 +352,8 @@ class Worker:
     def _tell_progress(self, stage: str, done: int, total: int) -> None:
         """Tell what is done while it loads, as often as ticks are sent."""
         if time.monotonic() - self._ticked_at >= TICK_INTERVAL_S:
-            self._send([messages.framed(Loading(stage=stage, done=done, total=total))])
+            loading = Loading(stage=stage, done=done, total=total)
+            self._send([messages.framed(loading)])
 
     def _on_block(self) -> None:
         """Give a sign of life in the midst of a pass, and let in steps of others, which are short.
