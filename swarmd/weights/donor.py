@@ -66,11 +66,11 @@ class Donor:
 
     def holds(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """Return what a record says: groups of each model, as ranges."""
-        announced = {}
+        announced: dict[str, tuple[tuple[int, int], ...]] = {}
         for model, folder in list(self._folders.items()):
             if folder.held and len(announced) < MAX_ANNOUNCED:
                 spans = ranges(set(folder.held))[:MAX_RANGES]
-                announced[str(model)] = tuple((span.start, span.end) for span in spans)
+                announced[model] = tuple((span.start, span.end) for span in spans)
         return announced
 
     async def answer(self, channel: Channel, message: WantManifest | WantChunks) -> None:

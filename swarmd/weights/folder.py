@@ -91,9 +91,8 @@ class ModelFolder:
                 if path.is_file() and path.stat().st_size == entry.n_bytes:
                     places[i] = (path, 0)
             self._places = places
-            groups = range(self.head + 1)
-            missing = {self.groups[i] for i in range(len(self._entries)) if i not in places}
-            self.held = frozenset(groups) - missing
+            incomplete = {group for i, group in enumerate(self.groups) if i not in places}
+            self.held = frozenset(group for group in range(self.head + 1) if group not in incomplete)
 
     def _find_tensors(self, shard: Path) -> dict[int, tuple[Path, int]]:
         """Return where the manifest's tensors are in one file."""
@@ -121,7 +120,7 @@ class ModelFolder:
     def read(self, ref: Ref) -> bytes:
         """Return one verified chunk of a complete group. Raises Refused when it is not here (any more)."""
         index, chunk = ref
-        if not (index < len(self._entries) and chunk < len(self._entries[index].chunks)):
+        if index >= len(self._entries) or chunk >= len(self._entries[index].chunks):
             raise Refused(Code.MALFORMED, f"chunk {chunk} of entry {index}, which {self.model[:12]} does not have")
         place = self._places.get(index)
         entry = self._entries[index]
@@ -167,7 +166,8 @@ class ModelFolder:
         tensors = [(i, entry) for i, entry in members if i >= n_files]
         slots = []
         for i, entry in plain:
-            slots.append(GroupSlot(self.folder / entry.name, prefix=b"", starts=((i, 0),)))
+            path = self.folder / entry.name
+            slots.append(GroupSlot(path, prefix=b"", starts=((i, 0),)))
         if tensors:
             headings = [(entry.name, entry.dtype, entry.shape) for _, entry in tensors]
             prefix, places = shards.make_header(headings)

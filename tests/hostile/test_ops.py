@@ -99,7 +99,7 @@ SHIFTED = (*range(1, ROWS), 0)
 
 def reordering(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch, *, settles: bool) -> tuple[Bench, list[float]]:
     """A hostile member's session whose edits take ``REORDER_S`` each, twenty of its ops, and signs of life."""
-    bench, signs = Bench(span, calls_aside=True), list[float]()
+    bench, signs = Bench(span, can_interleave=True), list[float]()
     opening = OpenSession(session=HOSTILE, start=0, end=3, max_tokens=400, client=HOSTILE, batch=ROWS, epoch=1)
     bench.feed(messages.framed(opening))
     bench.seq[HOSTILE], bench.outputs[HOSTILE] = 0, []

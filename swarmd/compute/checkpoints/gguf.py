@@ -127,7 +127,8 @@ def _check_all_is_used(header: GgufHeader, config: Any) -> None:
         hollow = AutoModelForCausalLM.from_config(config)
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
     known = get_gguf_hf_weights_map(hollow, processor).keys() | used_here(header)
-    unused = sorted(name for name in header.tensors if known.isdisjoint((name, name.removesuffix(".weight"))))
+    unknown = header.tensors.keys() - known
+    unused = sorted(name for name in unknown if name.removesuffix(".weight") not in known)
     if unused:
         raise ConfigError(
             f"{header.path}: a {header.architecture} as its settings describe it has no place for "

@@ -39,8 +39,10 @@ class LogitsHead:
         """Turn what the last block gave, [t, d] each, into the largest logits of each token, packed (wire.top)."""
         # Rows are put together and cut anew, so that each pass through the head is as large as memory allows.
         hidden = torch.cat(list(rows)).to(self._device)
-        logits = (self._ends.logits(part, self._arity) for part in torch.split(hidden, MOST_ROWS))
-        tops = [top.largest(part, MOST_LOGITS) for part in logits]
+        tops = []
+        for part in torch.split(hidden, MOST_ROWS):
+            logits = self._ends.logits(part, self._arity)
+            tops.append(top.largest(logits, MOST_LOGITS))
         sizes = [len(row) for row in rows]
         values = torch.split(torch.cat([part.values for part in tops]), sizes)
         ids = torch.split(torch.cat([part.ids for part in tops]), sizes)

@@ -155,7 +155,8 @@ def read_config(folder: Path) -> PretrainedConfig:
         value = str(written[name])[:40]
         raise ConfigError(f"{path}: {name} is {value!r}, expected numbers, flags, and words of letters and digits")
     # Names that are neither fields nor attributes may stay; those of methods would overwrite code.
-    methods = {name for name in plain.keys() - fields.keys() if callable(getattr(kind, name, None))}
+    foreign = plain.keys() - fields.keys()
+    methods = {name for name in foreign if callable(getattr(kind, name, None))}
     settings = {name: value for name, value in plain.items() if name not in methods}
     with building(f"{path}: not a configuration of {family}"):
         return kind.from_dict(settings)

@@ -191,7 +191,8 @@ class TrainedModel:
             parameter.grad /= len(rows)
         moments = {}
         for name in self._recipe.optimizer.moments:
-            moments[name] = [piece.to(self._device) for piece in self._pieces(self._shared[name])]
+            pieces = self._pieces(self._shared[name])
+            moments[name] = [piece.to(self._device) for piece in pieces]
         take_step(self._recipe.optimizer, parameters, moments, learning_rate, number)
         if self._device != "cpu":
             computed = {**moments, LOCAL: [p.detach() for p in parameters]}

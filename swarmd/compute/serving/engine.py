@@ -227,8 +227,8 @@ class Engine:
         others = self._queues.keys() - self._passing
         candidates = [self._ready(key) for key in others if self._sessions[key].tokens_left]
         steps = [r for r in candidates if r.is_decode and self._is_interleavable(r.key)]
-        oldest_at = min((self._queues[r.key][0].came_at for r in steps), default=now)
-        waited_s = now - oldest_at
+        came_at = [self._queues[step.key][0].came_at for step in steps]
+        waited_s = now - min(came_at, default=now)
         if not steps or patience_s(len(steps), self._n_active(now), waited_s, self._speed):
             return
         passing = self._passing

@@ -145,8 +145,13 @@ class Worker:
     def _wait(self, seconds: float) -> bool:
         """Wait for a frame; has one come?"""
         self._count_work()
-        readable, _, _ = select.select([self._connection], [], [], seconds)
+        has_come = self._has_frame(seconds)
         self._woke_at = time.monotonic()
+        return has_come
+
+    def _has_frame(self, timeout_s: float = 0) -> bool:
+        """Is there something to receive, or will there be before the timeout?"""
+        readable, _, _ = select.select([self._connection], [], [], timeout_s)
         return bool(readable)
 
     def _count_work(self) -> None:
@@ -231,7 +236,7 @@ class Worker:
         """Return the last of some rates, each of which takes a pass to find; 0 when a frame arrives before."""
         newest = 0.0
         for rate in rates:
-            if select.select([self._connection], [], [], 0)[0]:
+            if self._has_frame():
                 return 0.0
             newest = rate
         return newest
@@ -361,7 +366,7 @@ class Worker:
         A pass that only serves to become faster is broken off where somebody waits.
         """
         self._tick()
-        if self._is_preemptible and select.select([self._connection], [], [], 0)[0]:
+        if self._is_preemptible and self._has_frame():
             raise Preempted
         if self._engine is None or not self._engine.is_open_to_steps or self._is_letting_in:
             return

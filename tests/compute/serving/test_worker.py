@@ -22,10 +22,13 @@ from swarmd.protocol.wire.messages import CloseSession, Op
 class PlayedEngine:
     """In the midst of a pass all the time."""
 
-    is_open_to_steps, handled, n_reused = True, 0, 0
+    is_open_to_steps = True
+    handled = 0
+    n_reused = 0
 
     def __init__(self, worker: Worker) -> None:
-        self.worker, self.n_aside = worker, 0
+        self.worker = worker
+        self.n_aside = 0
         self.taken: list[Any] = []
 
     def take(self, message: Any, *_: Any) -> Iterator[bytes]:
@@ -50,7 +53,8 @@ def test_in_the_midst_of_a_prompt_it_takes_steps_and_nothing_that_comes_behind_w
         engine = PlayedEngine(worker)
         worker._engine = engine  # type: ignore[assignment]
         worker._training = SimpleNamespace(take=lambda *_: None, tuned=None, handled=0)  # type: ignore[assignment]
-        step, close = Op(session=b"a" * 16, seq=1), CloseSession(session=b"b" * 16)
+        step = Op(session=b"a" * 16, seq=1)
+        close = CloseSession(session=b"b" * 16)
         for message in (step, close, msgspec.structs.replace(step, seq=2)):
             ours.sendall(messages.framed(message))
         with torch.inference_mode():
@@ -83,7 +87,8 @@ class PlayedTime:
     """A clock that waiting and ``pass_by`` move on; a frame comes after ten seconds."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.now = connection, 1000.0
+        self.connection = connection
+        self.now = 1000.0
 
     def monotonic(self) -> float:
         return self.now
@@ -101,7 +106,8 @@ class PlayedTime:
 def test_becoming_quicker_takes_no_more_than_the_owners_share(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        worker, clock = Worker(theirs), PlayedTime(theirs)
+        worker = Worker(theirs)
+        clock = PlayedTime(theirs)
         monkeypatch.setattr("swarmd.compute.serving.worker.time", clock)
         monkeypatch.setattr("swarmd.compute.serving.worker.select", clock)
         made_at: list[float] = []
