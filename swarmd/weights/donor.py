@@ -85,9 +85,9 @@ class Donor:
             await channel.answer(ManifestIs(re=message.id), raw)
             return
         async with channel.room_for(PIECE_BYTES):
-            await self._give(channel, folder, message)
+            await self._send_chunks(channel, folder, message)
 
-    async def _give(self, channel: Channel, folder: ReadableModel, message: WantChunks) -> None:
+    async def _send_chunks(self, channel: Channel, folder: ReadableModel, message: WantChunks) -> None:
         """Read chunks and send them, slice by slice, as the pace allows. Raises Refused."""
         async with self._reads:
             payload = await trio.to_thread.run_sync(read_piece, folder, message.refs)

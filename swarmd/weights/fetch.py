@@ -221,7 +221,7 @@ class Fetch:
                 self._download.offers(peer, groups & self.groups, now)
                 if peer not in serving:
                     serving[peer] = trio.CancelScope()
-                    nursery.start_soon(self._use, peer, serving[peer])
+                    nursery.start_soon(self._use_donor, peer, serving[peer])
             self._check_patience(now)
             news = self._news
             with trio.move_on_after(LOOK_INTERVAL_S):
@@ -272,7 +272,7 @@ class Fetch:
         self._download = Download(pieces)
         self._waiting_for = ""
 
-    async def _use(self, peer: PeerId, scope: trio.CancelScope) -> None:
+    async def _use_donor(self, peer: PeerId, scope: trio.CancelScope) -> None:
         """Ask a donor, WINDOW requests at a time, until it is given up."""
         with scope:
             async with trio.open_nursery() as nursery:
@@ -290,7 +290,7 @@ class Fetch:
                 continue
             await self._pace.take(piece.n_bytes)
             try:
-                await self._get(peer, piece)
+                await self._fetch_piece(peer, piece)
             except IntegrityError as error:
                 self._rpc.standing.fault(peer, Fault.BAD_CHUNK, str(error))
                 self._give_up(peer, f"lies: {error}")
@@ -302,7 +302,7 @@ class Fetch:
                 self._rpc.standing.leave_out(peer, str(error), LEFT_OUT_S, LONGEST_LEFT_OUT_S)
                 self._give_up(peer, str(error))
 
-    async def _get(self, peer: PeerId, piece: ChunkRequest) -> None:
+    async def _fetch_piece(self, peer: PeerId, piece: ChunkRequest) -> None:
         """Ask for a piece, check it and write it. Raises PeerError or IntegrityError."""
 
         def request(call_id: int) -> Message:
@@ -336,7 +336,7 @@ class Fetch:
             self._download.arrived(peer, piece, self._fed_at)
             if not part.missing and self._unfinished.pop(piece.group, None) is not None:
                 await trio.to_thread.run_sync(part.finish)
-        self._notify()
+        self._notify_tasks()
 
     @staticmethod
     async def _read_from_hub(hub: Hub, piece: ChunkRequest) -> bytes:
@@ -353,7 +353,7 @@ class Fetch:
     def _give_up(self, peer: PeerId, reason: str) -> None:
         logger.warning("doing without the donor %s: %s", peer, reason)
         self._download.leaves(peer)
-        self._notify()
+        self._notify_tasks()
 
     def _check_patience(self, now: float) -> None:
         """Note what is waited for. Raises SwarmUnavailable when nothing has come for too long."""
@@ -365,6 +365,6 @@ class Fetch:
             reason = self._waiting_for or "no donor gives anything"
             raise SwarmUnavailable(f"{reason} for {PATIENCE_S:.0f} s; {verified}: try again when a holder is up")
 
-    def _notify(self) -> None:
+    def _notify_tasks(self) -> None:
         self._news.set()
         self._news = trio.Event()

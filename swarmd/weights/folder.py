@@ -217,9 +217,9 @@ class GroupDownload:
         for slot in self._target.slots(self.group):
             if slot.path.is_file() and self._is_complete(slot):
                 continue  # it stays where it is
-            is_new = self._prepare(slot)
+            is_new = self._prepare_part(slot)
             self._slots.append(slot)
-            for ref, start in self._chunks(slot):
+            for ref, start in self._chunks_of(slot):
                 self._places[ref[0]] = (slot.part, start)
                 if is_new or not self._is_there(slot.part, ref, start):
                     self.missing[ref] = self.chunk_bytes(ref)
@@ -238,7 +238,7 @@ class GroupDownload:
         path, start = self._places[index]
         with _Disk(path):
             try:
-                with _open(path) as file:
+                with _open_file(path) as file:
                     file.seek(start + chunk * CHUNK_BYTES)
                     file.write(data)
             except FileNotFoundError:
@@ -258,19 +258,19 @@ class GroupDownload:
                 slot.part.replace(slot.path)
         self._target.look()
 
-    def _chunks(self, slot: GroupSlot) -> Iterator[tuple[Ref, int]]:
+    def _chunks_of(self, slot: GroupSlot) -> Iterator[tuple[Ref, int]]:
         """Yield each chunk of a file, with where its entry starts."""
         for index, start in slot.starts:
             for chunk in range(len(self._entries[index].chunks)):
                 yield (index, chunk), start
 
-    def _prepare(self, slot: GroupSlot) -> bool:
+    def _prepare_part(self, slot: GroupSlot) -> bool:
         """Make the part file; is it new?"""
         data_bytes = sum(self._entries[i].n_bytes for i, _ in slot.starts)
         size = len(slot.prefix) + data_bytes
         with _Disk(slot.part):
             is_new = not slot.part.exists()
-            with _open(slot.part, os.O_CREAT) as file:
+            with _open_file(slot.part, os.O_CREAT) as file:
                 has_prefix = not is_new and file.read(len(slot.prefix)) == slot.prefix
                 if not has_prefix or os.fstat(file.fileno()).st_size != size:
                     is_new = True
@@ -282,13 +282,13 @@ class GroupDownload:
 
     def _is_complete(self, slot: GroupSlot) -> bool:
         """Does a group's file hold all its chunks as the manifest has them?"""
-        return all(self._is_there(slot.path, ref, start) for ref, start in self._chunks(slot))
+        return all(self._is_there(slot.path, ref, start) for ref, start in self._chunks_of(slot))
 
     def _is_there(self, path: Path, ref: Ref, start: int) -> bool:
         """Does a file hold this chunk as the manifest has it?"""
         index, chunk = ref
         entry = self._entries[index]
-        with _Disk(path), _open(path) as file:
+        with _Disk(path), _open_file(path) as file:
             file.seek(start + chunk * CHUNK_BYTES)
             return entry.is_chunk(chunk, file.read(entry.chunk_bytes(chunk)))
 
@@ -350,7 +350,7 @@ class _Disk:
         raise ConfigError(f"cannot write {self._path}: {error.strerror}{hint}") from None
 
 
-def _open(path: Path, flags: int = 0) -> BinaryIO:
+def _open_file(path: Path, flags: int = 0) -> BinaryIO:
     """Open for reading and writing, never through a symbolic link."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o644)
     return os.fdopen(descriptor, "r+b")

@@ -37,41 +37,41 @@ class Hub:
 
     def read_piece(self, refs: tuple[Ref, ...]) -> bytes:
         """Return the chunks, one after the other. Raises Unreachable."""
-        return b"".join(self._read(index, chunk) for index, chunk in refs)
+        return b"".join(self._read_chunk(index, chunk) for index, chunk in refs)
 
-    def _read(self, index: int, chunk: int) -> bytes:
+    def _read_chunk(self, index: int, chunk: int) -> bytes:
         """Return one chunk of a file or a tensor."""
         entry = self._entries[index]
         if index < self._n_files:
             name = entry.name
             start = 0
         else:
-            name, place = self._find(entry.name)
+            name, place = self._find_tensor(entry.name)
             start = place.start
         first = start + chunk * CHUNK_BYTES
-        return self._get(name, first, entry.chunk_bytes(chunk))
+        return self._get_bytes(name, first, entry.chunk_bytes(chunk))
 
-    def _find(self, tensor: str) -> tuple[str, Place]:
+    def _find_tensor(self, tensor: str) -> tuple[str, Place]:
         """Return the shard that holds a tensor, and where; reads headers once."""
         if not self._places:
             try:
-                index = json.loads(self._get("model.safetensors.index.json", 0, MAX_INDEX_BYTES))
+                index = json.loads(self._get_bytes("model.safetensors.index.json", 0, MAX_INDEX_BYTES))
                 names = sorted({str(name) for name in index["weight_map"].values()})
             except (Unreachable, ValueError, KeyError, TypeError, AttributeError):
                 names = ["model.safetensors"]
             for name in names:
                 if Path(name).name == name:
-                    self._places |= {place.name: (name, place) for place in self._header(name)}
+                    self._places |= {place.name: (name, place) for place in self._read_header(name)}
         if tensor not in self._places:
             raise Unreachable(f"{self._repo} on the hub has no tensor {tensor}")
         return self._places[tensor]
 
-    def _header(self, name: str) -> list[Place]:
+    def _read_header(self, name: str) -> list[Place]:
         """Read a shard's header: where its tensors are. Raises Unreachable."""
-        (n_bytes,) = struct.unpack("<Q", self._get(name, 0, 8))
+        (n_bytes,) = struct.unpack("<Q", self._get_bytes(name, 0, 8))
         if n_bytes > shards.MAX_HEADER_BYTES:
             raise Unreachable(f"{name} of {self._repo} on the hub is no safetensors file")
-        raw = self._get(name, 0, 8 + n_bytes)
+        raw = self._get_bytes(name, 0, 8 + n_bytes)
         try:
             header = json.loads(raw[8:])
             names = header.keys() - {"__metadata__"}
@@ -80,7 +80,7 @@ class Hub:
         except (ConfigError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise Unreachable(f"{name} of {self._repo} on the hub: {error}") from None
 
-    def _get(self, name: str, start: int, n_bytes: int) -> bytes:
+    def _get_bytes(self, name: str, start: int, n_bytes: int) -> bytes:
         """Return bytes of a file, or fewer where it ends. Raises Unreachable."""
         import httpx
         from huggingface_hub import hf_hub_url

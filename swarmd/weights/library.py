@@ -63,7 +63,7 @@ class Library:
             if model in self.folders:
                 continue
             try:
-                self.folders[model] = ModelFolder(path, self._manifest(model, path))
+                self.folders[model] = ModelFolder(path, self._read_manifest(model, path))
             except (ConfigError, IntegrityError, OSError) as error:
                 logger.warning("leaving out model %s in %s: %s", model[:12], path, error)
 
@@ -108,7 +108,7 @@ class Library:
             return []
         files.make_folder(self.root)
         deleted = []
-        unused = sorted(self._unused(in_use), key=lambda u: u.used_at, reverse=True)
+        unused = sorted(self._unused_groups(in_use), key=lambda u: u.used_at, reverse=True)
         while (lacking := n_bytes - self.free_bytes()) > 0:
             if not unused:
                 limit = f"the disk limit of {self.limit_bytes / 2**30:.1f} GiB" if self.limit_bytes else "the free disk"
@@ -143,7 +143,7 @@ class Library:
     def _manifest_path(self, model: ModelId) -> Path:
         return self.root / "manifests" / f"{model}.bin"
 
-    def _manifest(self, model: ModelId, path: Path) -> Manifest:
+    def _read_manifest(self, model: ModelId, path: Path) -> Manifest:
         """Read or make the manifest of a folder; one of the user's is hashed only if its files have changed."""
         if path.parent == self.root:
             return manifests.read_untrusted((path / files.MANIFEST).read_bytes(), model)
@@ -157,7 +157,7 @@ class Library:
             raise ConfigError("its files are no longer those that were added: add it again")
         return manifest
 
-    def _unused(self, in_use: Mapping[ModelId, frozenset[int]]) -> list[UnusedModel]:
+    def _unused_groups(self, in_use: Mapping[ModelId, frozenset[int]]) -> list[UnusedModel]:
         """Return what could be deleted, with when it was used last."""
         unused: list[UnusedModel] = []
         for model, folder in list(self.folders.items()):

@@ -93,7 +93,7 @@ class Supply:
             if known is not None and known.is_filled:
                 await trio.to_thread.run_sync(known.look)  # another process may fill it, or make room there
             if known is None or not needed <= known.held:
-                known = await self._fetch(manifest, needed)
+                known = await self._fetch_groups(manifest, needed)
             self.library.touch(known, needed)
         if not needed <= known.held:
             raise SwarmUnavailable(f"groups of {model[:12]} are not there though they were fetched: try again")
@@ -104,7 +104,7 @@ class Supply:
         with suppress(ConfigError):
             logger.info("deleted %d B of %s", self.library.remove(model), model[:12])
 
-    async def _fetch(self, manifest: Manifest, needed_groups: frozenset[int]) -> ModelFolder:
+    async def _fetch_groups(self, manifest: Manifest, needed_groups: frozenset[int]) -> ModelFolder:
         """Make room for groups and download them. Raises as ``ensure`` does."""
         target = await trio.to_thread.run_sync(self.library.fill, manifest)
         missing = needed_groups - target.held

@@ -106,7 +106,7 @@ class History:
             settled = self._recent.pop(0)
             self.recent_tokens -= 0 if settled.hidden is None else settled.hidden.shape[1]
             self.recent_edits -= n_changes(settled.edits, settled.hidden is not None)
-            self._merge(settled)
+            self._merge_op(settled)
 
     def after(self, seq: int) -> Iterator[SentOp]:
         """Return the separate ops after ``seq``, in order."""
@@ -166,7 +166,7 @@ class History:
             positions = self._positions[:, : self.n_tokens]
             parts.append((hidden, positions))
         for sent in self._recent:
-            _crop(parts, cropped(sent.edits))
+            _crop_parts(parts, cropped(sent.edits))
             if sent.hidden is not None and sent.positions is not None:
                 parts.append((sent.hidden, sent.positions))
         windows = []
@@ -185,19 +185,19 @@ class History:
         self._mask = None
         self._recent = []
 
-    def _merge(self, sent: SentOp) -> None:
+    def _merge_op(self, sent: SentOp) -> None:
         """Apply an op to the slabs as its receiver applied it to its caches."""
         for edit in sent.edits:
             if edit.crop is not None:
                 self.n_tokens -= edit.crop
             if edit.rows is not None:
-                self._gather(torch.tensor(edit.rows))
+                self._reorder_rows(torch.tensor(edit.rows))
         if sent.hidden is not None and sent.positions is not None:
-            self._append(sent.hidden, sent.positions, sent.mask)
+            self._append_tokens(sent.hidden, sent.positions, sent.mask)
         self.base_seq = sent.seq
         self.record_past = self.record_past or sent.record_past
 
-    def _gather(self, rows: torch.Tensor) -> None:
+    def _reorder_rows(self, rows: torch.Tensor) -> None:
         """Reorder the slabs' rows."""
         if torch.equal(rows, torch.arange(len(rows))):
             return
@@ -205,14 +205,14 @@ class History:
             if slab is not None:
                 slab[:, : self.n_tokens] = slab[rows, : self.n_tokens]
 
-    def _append(
+    def _append_tokens(
         self,
         hidden: torch.Tensor,
         positions: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> None:
         b, t, d = hidden.shape
-        self._reserve(b, self.n_tokens + t, d, hidden.dtype)
+        self._reserve_room(b, self.n_tokens + t, d, hidden.dtype)
         assert self._hidden is not None
         assert self._positions is not None
         window = slice(self.n_tokens, self.n_tokens + t)
@@ -224,7 +224,7 @@ class History:
             self._mask[:, window] = 1 if mask is None else mask
         self.n_tokens += t
 
-    def _reserve(
+    def _reserve_room(
         self,
         b: int,
         n_tokens: int,
@@ -253,7 +253,7 @@ class History:
         self._mask = mask
 
 
-def _crop(
+def _crop_parts(
     parts: list[tuple[torch.Tensor, torch.Tensor]],
     n_tokens: int,
 ) -> None:

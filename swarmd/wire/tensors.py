@@ -28,11 +28,11 @@ def pack(
     """
     b, t, d = hidden.shape
     name = str(hidden.dtype).removeprefix("torch.")
-    coded = _encode(hidden, codec)
+    coded = _encode_values(hidden, codec)
     if coded is None:
         codec = "raw"
         coded = [hidden]
-    parts = [_raw(part) for part in (*coded, positions, mask) if part is not None]
+    parts = [_raw_bytes(part) for part in (*coded, positions, mask) if part is not None]
     meta = TensorMeta(b, t, d, name, mask is not None, codec, positions is not None)
     return meta, b"".join(parts)
 
@@ -53,7 +53,7 @@ def unpack_values_untrusted(meta: TensorMeta, payload: memoryview) -> torch.Tens
         raise RemoteProtocolError("expected values without positions and mask")
     layout = layout_untrusted(meta, len(payload))
     data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    return _decode(data[layout.hidden], meta)
+    return _decode_values(data[layout.hidden], meta)
 
 
 def unpack_untrusted(
@@ -65,7 +65,7 @@ def unpack_untrusted(
         raise RemoteProtocolError("expected hidden states with their positions")
     layout = layout_untrusted(meta, len(payload))
     data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    hidden = _decode(data[layout.hidden], meta)
+    hidden = _decode_values(data[layout.hidden], meta)
     raw_positions = data[layout.positions]
     if layout.positions.start % 4:  # an odd number of half-precision values before it
         raw_positions = raw_positions.clone()
@@ -76,14 +76,14 @@ def unpack_untrusted(
     return hidden, positions, mask
 
 
-def _encode(hidden: torch.Tensor, codec: str) -> list[torch.Tensor] | None:
+def _encode_values(hidden: torch.Tensor, codec: str) -> list[torch.Tensor] | None:
     """Return what travels in place of hidden states [b, t, d]; None where they have to travel raw."""
     if codec == "raw" or str(hidden.dtype) == f"torch.{codec}":
         return None
     if codec == "int4":
         return _encode_int4(hidden)
     if codec == "int8":
-        blocks = _blocks(hidden.float(), INT8_BLOCK)
+        blocks = _cut_blocks(hidden.float(), INT8_BLOCK)
         scales = blocks.abs().amax(-1, keepdim=True) / 127
         if not torch.isfinite(scales).all():
             return None
@@ -93,7 +93,7 @@ def _encode(hidden: torch.Tensor, codec: str) -> list[torch.Tensor] | None:
     return [halved] if torch.isfinite(halved).all() else None
 
 
-def _decode(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+def _decode_values(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """Read hidden states [b, t, d] of bytes whose number was checked."""
     shape = (meta.b, meta.t, meta.d)
     if meta.codec == "int8":
@@ -101,7 +101,7 @@ def _decode(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
         quantised = data[:n_values].view(torch.int8).view(shape)
         scales = data[n_values:].clone().view(torch.float32)
         scales = scales.view(meta.b, meta.t, -1, 1)
-        blocks = _blocks(quantised.float(), INT8_BLOCK) * scales
+        blocks = _cut_blocks(quantised.float(), INT8_BLOCK) * scales
         decoded = blocks.flatten(2)[..., : meta.d]
     elif meta.codec == "int4":
         decoded = _decode_int4(data, meta)
@@ -114,7 +114,7 @@ def _decode(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 # A block of int4 is INT4_BLOCK values of one token: two of -7 to 7 in a byte, the first in its low half, each 8 more
 # than it is; the scales of all blocks follow, in float16. A 7th of the largest is the scale, so that zero stays zero.
 def _encode_int4(hidden: torch.Tensor) -> list[torch.Tensor] | None:
-    blocks = _blocks(hidden.float(), INT4_BLOCK)
+    blocks = _cut_blocks(hidden.float(), INT4_BLOCK)
     largest = blocks.abs().amax(-1, keepdim=True)
     scales = (largest / 7).to(torch.float16)
     if not torch.isfinite(scales).all():
@@ -138,14 +138,14 @@ def _decode_int4(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return values.view(meta.b, meta.t, -1)[..., : meta.d]
 
 
-def _blocks(values: torch.Tensor, size: int) -> torch.Tensor:
+def _cut_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
     """Return [b, t, d] as [b, t, blocks, size], padded with zeros at the end."""
     b, t, d = values.shape
     padded = torch.nn.functional.pad(values, (0, -d % size))
     return padded.view(b, t, -1, size)
 
 
-def _raw(tensor: torch.Tensor) -> memoryview:
+def _raw_bytes(tensor: torch.Tensor) -> memoryview:
     dense = tensor.detach().contiguous().cpu()
     flat = dense.view(torch.uint8).reshape(-1).numpy()
     return memoryview(flat.data)

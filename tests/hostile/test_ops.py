@@ -86,8 +86,8 @@ def test_a_worker_skips_what_is_no_message_and_counts_it(caplog: pytest.LogCaptu
     with ours, theirs:
         worker, decoder = Worker(theirs), FrameDecoder()
         (junk,) = decoder.feed_untrusted(frames.encode(b"\x81\xa4type\xa6replay\xff", b""))
-        assert worker._take(junk) == []
-        worker._send([])
+        assert worker._take_frame(junk) == []
+        worker._send_frames([])
         (said,) = FrameDecoder().feed_untrusted(ours.recv(4_096))
         assert worker_link.decode(said.header) == Tick(handled=1), "else it would look stuck"
     assert "skipped" in caplog.text

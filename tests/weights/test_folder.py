@@ -112,7 +112,7 @@ def test_a_full_disk_says_so_and_keeps_what_is_there(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(files, "_open", full)
+        patched.setattr(files, "_open_file", full)
         with pytest.raises(ConfigError, match="No space left on device; what was verified is kept: make room"):
             part.put(ref, data)
     assert set(copy(full_model, target, 0, at_most=0).missing) == set(part.missing)

@@ -84,11 +84,11 @@ class SpanAdapters:
     def read(self, shards: Sequence[Path], raw_config: bytes) -> LoraUpdates:
         """Read this span's part of an adapter and hook its modules. Raises ConfigError if it cannot be used here."""
         try:
-            return self._read(shards, read_settings(msgspec.json.decode(raw_config)))
+            return self._read_tensors(shards, read_settings(msgspec.json.decode(raw_config)))
         except (IntegrityError, SafetensorError, msgspec.DecodeError, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(str(error)) from None
 
-    def _read(self, shards: Sequence[Path], config: LoraConfig) -> LoraUpdates:
+    def _read_tensors(self, shards: Sequence[Path], config: LoraConfig) -> LoraUpdates:
         tensors: dict[str, torch.Tensor] = {}
         for shard in shards:
             with safe_open(shard, "pt") as file:
@@ -113,7 +113,7 @@ class SpanAdapters:
     def hook(self, lora: LoraUpdates) -> None:
         """Have the modules that ``lora`` updates look at which sessions use a pass."""
         for module in lora.updates.keys() - self._hooked:
-            self._model.get_submodule(module).register_forward_hook(partial(self._add, module))
+            self._model.get_submodule(module).register_forward_hook(partial(self._add_updates, module))
             self._hooked.add(module)
 
     def block_of(self, module: str) -> int | None:
@@ -172,7 +172,7 @@ class SpanAdapters:
             return ": its experts are one tensor, and adapters of single ones are not read: leave them out, or merge it"
         return ""
 
-    def _add(
+    def _add_updates(
         self,
         module: str,
         _: nn.Module,

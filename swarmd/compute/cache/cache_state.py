@@ -115,7 +115,7 @@ def _restore_tokens(
         raise Refused(Code.BAD_SHAPE, f"keys {tuple(keys.shape)} of {n_tokens} tokens")
     for received, reference in zip((keys, values), stored(example), strict=True):
         expected = (n_rows, reference.shape[1], n, reference.shape[3])
-        _check(received, reference, expected)
+        _check_tensor(received, reference, expected)
         _check_finite(example.read(received) if is_slab else received)
     if has_window:
         seen, records_past = whole_numbers(state["seen"], 2)
@@ -147,13 +147,13 @@ def _restore_indexer(
         return
     keys = state["indexer_keys"]
     positions = state.get("indexer_positions")
-    _check(keys, example.indexer_keys, (n_rows, n_tokens, example.indexer_keys.shape[-1]))
+    _check_tensor(keys, example.indexer_keys, (n_rows, n_tokens, example.indexer_keys.shape[-1]))
     _check_finite(keys)
     if positions is not None:
         reference = example.indexer_position_ids
         if reference is None:
             raise RemoteProtocolError("positions of an indexer that keeps none")
-        _check(positions, reference, (reference.shape[0], n_rows, n_tokens))
+        _check_tensor(positions, reference, (reference.shape[0], n_rows, n_tokens))
         layer.indexer_position_ids = positions.to(reference.device)
     layer.lazy_initialization_indexer(keys.to(example.indexer_keys.device))
     layer.indexer_keys = keys.to(example.indexer_keys.device)
@@ -182,7 +182,7 @@ def _restore_states(
             n = inputs.shape[-1] if inputs.ndim else 0
             if not (n == n_kernel or (records_past and 0 < n <= n_kernel + n_tokens)):
                 raise Refused(Code.BAD_SHAPE, f"conv.{number} keeps {n} inputs of {n_tokens} tokens, not {n_kernel}")
-            _check(inputs, reference, (n_rows, *reference.shape[1:-1], n))
+            _check_tensor(inputs, reference, (n_rows, *reference.shape[1:-1], n))
             _check_finite(inputs)
             layer.conv_states[number] = inputs.to(reference.device)
             layer.conv_kernel_size[number] = n_kernel
@@ -190,14 +190,14 @@ def _restore_states(
         if example.is_recurrent_states_initialized[number]:
             total = state[f"recurrent.{number}"]
             reference = example.recurrent_states[number]
-            _check(total, reference, (n_rows, *reference.shape[1:]))
+            _check_tensor(total, reference, (n_rows, *reference.shape[1:]))
             _check_finite(total)
             layer.recurrent_states[number] = total.to(reference.device)
             layer.is_recurrent_states_initialized[number] = True
         layer.has_previous_state[number] = example.has_previous_state[number]
 
 
-def _check(
+def _check_tensor(
     received: torch.Tensor,
     reference: torch.Tensor,
     expected: tuple[int, ...],

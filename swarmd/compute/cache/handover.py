@@ -53,13 +53,13 @@ def pack_state(
             tensors[f"layer.{index}.{name}"] = tensor
     merged = next(iter(history.base(1 << 62)), None)
     if merged is not None:
-        _put(tensors, "base", merged[2])
+        _put_op(tensors, "base", merged[2])
     tensors["base.reached"] = torch.tensor([history.base_seq, int(history.record_past)])
     recent = list(history.after(0))
     if len(recent) > MAX_RECENT:
         raise Refused(Code.UNSUPPORTED, f"{len(recent)} separate ops are more than can be handed over")
     for number, sent in enumerate(recent):
-        _put(tensors, f"recent.{number}", sent)
+        _put_op(tensors, f"recent.{number}", sent)
         tensors[f"recent.{number}.seq"] = torch.tensor([sent.seq, int(sent.record_past)])
         edits = msgspec.msgpack.encode(sent.edits)
         tensors[f"recent.{number}.edits"] = torch.frombuffer(bytearray(edits), dtype=torch.uint8)
@@ -91,7 +91,7 @@ def unpack_state_untrusted(
         if not 0 <= n_tokens <= shape.max_tokens:
             raise Refused(Code.TOO_LONG, f"caches of {n_tokens} tokens, this session reserved {shape.max_tokens}")
         for index, layer in enumerate(cache.owned):
-            _restore(layer, example.owned[index], tensors, index, shape.n_rows, n_tokens)
+            _restore_layer(layer, example.owned[index], tensors, index, shape.n_rows, n_tokens)
         _restore_history(tensors, history, shape)
         mask = tensors.get("mask")
         if mask is None:
@@ -110,14 +110,14 @@ def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> N
     if not 0 <= base_seq <= shape.seq or n_recent > MAX_RECENT:
         raise Refused(Code.MALFORMED, f"history up to op {base_seq} and {n_recent} more, for op {shape.seq}")
     if "base.hidden" in tensors:
-        history.add(_get(tensors, "base", base_seq, base_records, shape))
+        history.add(_get_op(tensors, "base", base_seq, base_records, shape))
         history.settle(base_seq)
     history.base_seq = base_seq
     reached = base_seq
     n_tokens = history.n_tokens
     for number in range(n_recent):
         seq, record_past = whole_numbers(tensors[f"recent.{number}.seq"], 2)
-        sent = _get(tensors, f"recent.{number}", seq, record_past, shape)
+        sent = _get_op(tensors, f"recent.{number}", seq, record_past, shape)
         for edit in sent.edits:
             n_tokens -= edit.crop or 0
             rows = edit.rows or ()
@@ -133,7 +133,7 @@ def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> N
         raise Refused(Code.MALFORMED, f"a history up to op {reached}, for op {shape.seq}")
 
 
-def _restore(
+def _restore_layer(
     layer: Any,
     example: Any,
     tensors: Tensors,
@@ -152,14 +152,14 @@ def _restore(
         raise Refused(Code.MALFORMED, f"layer {index} of the caches {error}") from None
 
 
-def _put(tensors: Tensors, name: str, sent: SentOp) -> None:
+def _put_op(tensors: Tensors, name: str, sent: SentOp) -> None:
     parts = {"hidden": sent.hidden, "positions": sent.positions, "mask": sent.mask}
     for part, value in parts.items():
         if value is not None:
             tensors[f"{name}.{part}"] = value.contiguous()
 
 
-def _get(
+def _get_op(
     tensors: Tensors,
     name: str,
     seq: int,

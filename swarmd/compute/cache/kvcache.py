@@ -86,7 +86,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
     def put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add what another layer had ``stored``."""
         self._own_all()
-        self._append(keys, values)
+        self._append_tokens(keys, values)
 
     def read(self, stored: Any) -> Any:
         """Keys or values as attention takes them."""
@@ -135,7 +135,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         new_values = self._store(values)
         shared = self.beginning
         n_past = self.get_seq_length()
-        stored_keys, stored_values = self._append(new_keys, new_values)
+        stored_keys, stored_values = self._append_tokens(new_keys, new_values)
         all_keys = self.read(stored_keys)
         all_values = self.read(stored_values)
         if shared is not None:
@@ -159,8 +159,8 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         keys, values = self.beginning or (self._keys, self._values)
         no_keys = keys[:, :, :0]
         no_values = values[:, :, :0]
-        slabs = self._reserve(n_past, n_past + n_tokens, no_keys, no_values)
-        self._show(slabs, n_past)
+        slabs = self._reserve_room(n_past, n_past + n_tokens, no_keys, no_values)
+        self._show_stored(slabs, n_past)
         return slabs
 
     def added(self, n_tokens: int) -> None:
@@ -176,7 +176,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         if not other.is_initialized:
             return
         if may_share and end >= SHARED_TOKENS and other.n_shared < end:
-            other._share()
+            other._share_all()
         if other.beginning and end <= other.n_shared:
             keys, values = other.beginning
         else:
@@ -197,12 +197,12 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self._catch_up()
         n_remaining = self.n_behind + tokens_to_remove
         if self.beginning is None or n_remaining >= 0:
-            self._show((self._keys, self._values), n_remaining)
+            self._show_stored((self._keys, self._values), n_remaining)
             return
         n_remaining += self.n_shared
         keys, values = (part[:, :, :n_remaining] for part in self.beginning)
         is_most = 2 * n_remaining >= _n_held(keys)  # else a few tokens would keep many in memory
-        self.beginning = (keys, values) if is_most else (_own(keys), _own(values))
+        self.beginning = (keys, values) if is_most else (_copy_dense(keys), _copy_dense(values))
         self.lazy_initialization(keys, values)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -213,30 +213,30 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
             self._keys = keys.index_select(0, rows)
             self._values = values.index_select(0, rows)
 
-    def _append(self, key: torch.Tensor, value: torch.Tensor) -> Kept:
+    def _append_tokens(self, key: torch.Tensor, value: torch.Tensor) -> Kept:
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         self._catch_up()
         n_past = self.n_behind
         n_tokens = n_past + key.shape[2]
-        keys, values = self._reserve(n_past, n_tokens, key, value)
+        keys, values = self._reserve_room(n_past, n_tokens, key, value)
         keys[:, :, n_past:n_tokens] = key
         values[:, :, n_past:n_tokens] = value
-        self._show((keys, values), n_tokens)
+        self._show_stored((keys, values), n_tokens)
         return self._keys, self._values
 
-    def _show(self, stored: Kept, n_tokens: int) -> None:
+    def _show_stored(self, stored: Kept, n_tokens: int) -> None:
         """Have ``_keys`` and ``_values`` be views of the first tokens of what is stored."""
         keys, values = stored
         self._keys = keys[:, :, :n_tokens]
         self._values = values[:, :, :n_tokens]
 
-    def _share(self) -> None:
+    def _share_all(self) -> None:
         """Leave all that is here to sessions that begin alike, and write to other slabs from now on."""
         keys, values = self.stored
         if 4 * _n_held(keys) > 5 * keys.shape[2]:  # else the room behind it would be kept, too
-            keys = _own(keys)
-            values = _own(values)
+            keys = _copy_dense(keys)
+            values = _copy_dense(values)
         self._slabs = None
         self.beginning = (keys, values)
         self.lazy_initialization(keys, values)
@@ -246,7 +246,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         if self._n_added:
             n_tokens = self.n_behind
             self._n_added = 0
-            self._show(self._slabs or (self._keys, self._values), n_tokens)
+            self._show_stored(self._slabs or (self._keys, self._values), n_tokens)
 
     def _own_all(self) -> None:
         """Copy what is shared, for callers that do not know that it can be."""
@@ -259,11 +259,11 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self.beginning = None
         self._slabs = None
         self.lazy_initialization(shared_keys, shared_values)
-        self._append(shared_keys, shared_values)
+        self._append_tokens(shared_keys, shared_values)
         if keys.numel():
-            self._append(keys, values)
+            self._append_tokens(keys, values)
 
-    def _reserve(
+    def _reserve_room(
         self,
         n_past: int,
         n_tokens: int,
@@ -322,7 +322,7 @@ class RoundedLayer(SlabLayer):
         return stored
 
 
-def _own(part: torch.Tensor) -> torch.Tensor:
+def _copy_dense(part: torch.Tensor) -> torch.Tensor:
     """The same in memory of its own."""
     return part.clone(memory_format=torch.contiguous_format)
 

@@ -1,7 +1,7 @@
 """A GGUF file, as most people have their models, made a folder of safetensors: once, by transformers' own reader.
 
 Its blocks of 4 to 8 bits become plain numbers; how much rounding these to 16 bits costs is measured, and said. What the
-reader passes over is read here (``gguf_settings``, ``gguf_words``) or refused by name: each tensor of the file is used,
+reader passes over is read here (``gguf_settings``, ``gguf_tokenizer``) or refused by name: each tensor of the file is used,
 and each parameter filled. Asks nothing of any network: weights that stay packed would need kernels of the hub.
 """
 
@@ -63,7 +63,7 @@ def convert(
         say(f"{', '.join(ignored_files)} beside it is not looked at: the file alone is the model")
     with tempfile.TemporaryDirectory() as temporary, building(f"{path} cannot be read as GGUF"):
         (Path(temporary) / LINK).symlink_to(path.resolve())  # the reader would take an adapter or a tokenizer beside it
-        model = _read(header, Path(temporary), folder, say)
+        model = _read_model(header, Path(temporary), folder, say)
     tied_names = _tied_names(model)
     state = model.state_dict()
     state = {name: state[name] for name in state if name not in tied_names}
@@ -82,7 +82,7 @@ def convert(
     return Conversion(n_parameters, dtype_name, loss)
 
 
-def _read(
+def _read_model(
     header: GgufHeader,
     place: Path,
     folder: Path,

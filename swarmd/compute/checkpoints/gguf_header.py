@@ -132,10 +132,10 @@ def read_header(path: Path) -> GgufHeader:
         if file.read(4) != b"GGUF" or path.stat().st_size < 24:  # also: an empty file cannot be mapped
             raise ConfigError(f"{trouble}: it does not begin as one does ({path.stat().st_size} B)")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _read(path, _Reader(data, trouble), trouble, len(data))
+            return _read_fields(path, _Reader(data, trouble), trouble, len(data))
 
 
-def _read(path: Path, reader: _Reader, trouble: str, size: int) -> GgufHeader:
+def _read_fields(path: Path, reader: _Reader, trouble: str, size: int) -> GgufHeader:
     reader.take(4)
     if (version := reader.number("I")) not in VERSIONS:
         hint = " (its bytes are in the other order)" if version > 1 << 16 else ""

@@ -152,7 +152,7 @@ def changes(header: GgufHeader, config: Any) -> dict[str, Any]:
     elif head_dim != usual_dim:
         raise ConfigError(f"{header.path}: heads of {head_dim} are not read in a {name}")
     fields |= _family_fields(header, head_dim)
-    rotary = _rotary(header, config, head_dim)
+    rotary = _rotary_parameters(header, config, head_dim)
     fields["rope_parameters"] = rotary
     if rotary.get("rope_type") == "longrope":  # Phi-3 reads it beside
         fields["original_max_position_embeddings"] = rotary["original_max_position_embeddings"]
@@ -170,9 +170,9 @@ def _family_fields(header: GgufHeader, head_dim: int) -> dict[str, Any]:
     arch_settings = header.arch_settings()
     fields: dict[str, Any] = {}
     if name in ("llama", "qwen3", "qwen2moe", "qwen3moe"):
-        fields["attention_bias"] = _has(header, r"attn_q\.bias")
+        fields["attention_bias"] = _has_tensor(header, r"attn_q\.bias")
     if name == "llama":
-        fields["mlp_bias"] = _has(header, r"ffn_gate\.bias")
+        fields["mlp_bias"] = _has_tensor(header, r"ffn_gate\.bias")
     if name == "qwen2moe":
         fields["qkv_bias"] = fields.pop("attention_bias")
     renamed = {
@@ -193,7 +193,7 @@ def _family_fields(header: GgufHeader, head_dim: int) -> dict[str, Any]:
     return fields
 
 
-def _rotary(header: GgufHeader, config: Any, head_dim: int) -> dict[str, Any]:
+def _rotary_parameters(header: GgufHeader, config: Any, head_dim: int) -> dict[str, Any]:
     """Return transformers' parameters of the rotary angles. Raises ConfigError for a scaling that is not understood."""
     path = header.path
     name = header.architecture
@@ -201,9 +201,9 @@ def _rotary(header: GgufHeader, config: Any, head_dim: int) -> dict[str, Any]:
     known: Mapping[str, Any] = dict(config.rope_parameters or {})
     if name == "gemma3":  # blocks that see a window have angles of their own, which are never scaled
         near = {"rope_type": "default", "rope_theta": arch_settings.get("rope.freq_base_swa", 10_000.0)}
-        far = {"rope_theta": arch_settings.get("rope.freq_base", 1_000_000.0), **_scaling(header)}
+        far = {"rope_theta": arch_settings.get("rope.freq_base", 1_000_000.0), **_rotary_scaling(header)}
         return {"sliding_attention": near, "full_attention": far}
-    rotary = {"rope_theta": arch_settings.get("rope.freq_base", 10_000.0), **_scaling(header)}
+    rotary = {"rope_theta": arch_settings.get("rope.freq_base", 10_000.0), **_rotary_scaling(header)}
     n_rotary = arch_settings.get("rope.dimension_count", head_dim)
     if name in PART_ROTARY:
         rotary["partial_rotary_factor"] = n_rotary / head_dim
@@ -214,7 +214,7 @@ def _rotary(header: GgufHeader, config: Any, head_dim: int) -> dict[str, Any]:
     return rotary
 
 
-def _scaling(header: GgufHeader) -> dict[str, Any]:
+def _rotary_scaling(header: GgufHeader) -> dict[str, Any]:
     """Return how rotary angles are scaled for texts longer than a model was first made for. Raises ConfigError."""
     path = header.path
     name = header.architecture
@@ -225,13 +225,13 @@ def _scaling(header: GgufHeader) -> dict[str, Any]:
     attention_factor = arch_settings.get("rope.scaling.attn_factor", 1.0)
     is_long = FACTORS_LONG in header.tensors or FACTORS_SHORT in header.tensors
     if is_long and name == "phi3" and kind in ("none", "longrope") and FREQUENCIES not in header.tensors:
-        return _longrope(header, first_length)
+        return _longrope_scaling(header, first_length)
     if is_long or attention_factor != 1.0 or kind not in ("none", "linear", "yarn"):
         raise ConfigError(f"{path}: a scaling of rotary angles ({kind}, with what is beside it) that is not understood")
     if FREQUENCIES in header.tensors:
         if kind != "none":
             raise ConfigError(f"{path}: {FREQUENCIES} and {name}.rope.scaling.type {kind} at once are not understood")
-        return _as_llama3(header)
+        return _llama3_scaling(header)
     if kind == "none":
         return {"rope_type": "default"}
     scaling: dict[str, Any] = {"rope_type": kind}
@@ -245,7 +245,7 @@ def _scaling(header: GgufHeader) -> dict[str, Any]:
     return scaling
 
 
-def _longrope(header: GgufHeader, first_length: int | None) -> dict[str, Any]:
+def _longrope_scaling(header: GgufHeader, first_length: int | None) -> dict[str, Any]:
     """Return Phi-3's scaling: a factor for each frequency, others within the first length than beyond it."""
     arch_settings = header.arch_settings()
     if first_length is None or not {FACTORS_SHORT, FACTORS_LONG} <= header.tensors.keys():
@@ -267,7 +267,7 @@ def _longrope(header: GgufHeader, first_length: int | None) -> dict[str, Any]:
 # the four numbers that the table was made of. Three are known or can be read off (the largest factor is the factor);
 # the fourth, the length that the model was first trained for, is a power of two: each is tried, and the one that makes
 # the same table is it. A table that none makes is another scaling, and is refused.
-def _as_llama3(header: GgufHeader) -> dict[str, Any]:
+def _llama3_scaling(header: GgufHeader) -> dict[str, Any]:
     """Return Llama 3.1's scaling, found from its table of factors. Raises ConfigError for a table of another one."""
     factors = header.floats(FREQUENCIES)
     arch_settings = header.arch_settings()
@@ -302,5 +302,5 @@ def _llama3_factor(wave: float, factor: float, first_length: int) -> float:
     return 1 / ((1 - smooth) / factor + smooth)
 
 
-def _has(header: GgufHeader, ending: str) -> bool:
+def _has_tensor(header: GgufHeader, ending: str) -> bool:
     return any(re.search(rf"\.{ending}$", name) for name in header.tensors)

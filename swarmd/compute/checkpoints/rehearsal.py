@@ -96,15 +96,15 @@ def _small_models(config: PretrainedConfig) -> Iterator[PreTrainedModel]:
     common_heads = _common_heads(text)
     heads_divisors = sorted({common_heads, max(1, common_heads // 4), 1}, reverse=True)
     for heads_divisor, width_divisor in itertools.product(heads_divisors, width_divisors):
-        narrow = _narrow(settings, width_divisor, heads_divisor)
+        narrow = _narrow_settings(settings, width_divisor, heads_divisor)
         for seed in itertools.count():
-            model = _build(type(config), narrow, seed)
+            model = _build_small(type(config), narrow, seed)
             if model is None:
                 break
             yield model
 
 
-def _build(
+def _build_small(
     kind: type[PretrainedConfig],
     settings: dict[str, Any],
     seed: int,
@@ -119,8 +119,8 @@ def _build(
             if n_parameters > MOST_PARAMETERS:
                 return None
             model = cls(config).float().eval()
-            _draw(model, torch.Generator().manual_seed(seed))
-            trace = _watch(model, skeleton.decoder_layers(model), 0)
+            _draw_parameters(model, torch.Generator().manual_seed(seed))
+            trace = _trace_blocks(model, skeleton.decoder_layers(model), 0)
     except ConfigError as error:
         logger.debug("%s", error)
         return None  # these widths do not fit together, or nothing can be said of the family
@@ -130,13 +130,13 @@ def _build(
 def _try_apart(model: PreTrainedModel) -> tuple[str, bool]:
     """Do what a worker does with the blocks: why that fails, "" if it does not, and whether the reason was seen."""
     family = str(model.config.model_type)
-    trace = _watch(model, skeleton.decoder_layers(model), 0)
+    trace = _trace_blocks(model, skeleton.decoder_layers(model), 0)
     needed = _needed_inputs(model, trace)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         try:
             with skeleton.building("a trial fails"):
-                _compare(Path(folder), trace)
+                _compare_blocks(Path(folder), trace)
         except ConfigError as error:
             if needed:
                 listed = " and ".join(needed)
@@ -147,7 +147,7 @@ def _try_apart(model: PreTrainedModel) -> tuple[str, bool]:
     return "", False
 
 
-def _compare(folder: Path, trace: BlockTrace) -> None:
+def _compare_blocks(folder: Path, trace: BlockTrace) -> None:
     """Do a worker's own tests, and compare the blocks one by one with all of them.
 
     Raises ConfigError, or what a family raises.
@@ -174,7 +174,7 @@ def _needed_inputs(model: PreTrainedModel, trace: BlockTrace) -> list[str]:
 
     That is what changes with the tokens, beside hidden states, and hidden states of another form.
     """
-    other_trace = _watch(model, skeleton.decoder_layers(model), 1)
+    other_trace = _trace_blocks(model, skeleton.decoder_layers(model), 1)
     names: list[str] = []
     width = skeleton.text_config(model.config).hidden_size
     shapes = {tuple(inputs["hidden_states"].shape) for inputs, _ in trace}
@@ -190,7 +190,7 @@ def _needed_inputs(model: PreTrainedModel, trace: BlockTrace) -> list[str]:
 
 
 @torch.no_grad()
-def _watch(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> BlockTrace:
+def _trace_blocks(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> BlockTrace:
     """Compute one text, and note what each block is given and gives."""
     trace: BlockTrace = []
     layer_inputs: list[dict[str, Any]] = []
@@ -204,7 +204,7 @@ def _watch(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> BlockTra
         by_name = {**dict(zip(names, args, strict=False)), **kwargs}
         first = next(iter(by_name)) if "hidden_states" not in by_name else "hidden_states"
         by_name = {"hidden_states": by_name.pop(first), **by_name}
-        layer_inputs.append({name: _copy(value) for name, value in by_name.items()})
+        layer_inputs.append({name: _copy_value(value) for name, value in by_name.items()})
 
     def leave(layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         hidden = out[0] if isinstance(out, tuple) else out
@@ -223,13 +223,13 @@ def _watch(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> BlockTra
     return trace
 
 
-def _copy(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     """Copy a value as it is now: what blocks share is changed in place."""
     if torch.is_tensor(value):
         return value.clone()
     if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list | tuple) else None
+        return {key: _copy_value(item) for key, item in value.items()}
+    return [_copy_value(item) for item in value] if isinstance(value, list | tuple) else None
 
 
 def _is_same(first: Any, second: Any) -> bool:
@@ -244,7 +244,7 @@ def _is_same(first: Any, second: Any) -> bool:
     return first is None and second is None
 
 
-def _draw(model: nn.Module, rng: torch.Generator) -> None:
+def _draw_parameters(model: nn.Module, rng: torch.Generator) -> None:
     """Fill a model with random numbers, large enough for each part to matter."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -255,7 +255,7 @@ def _draw(model: nn.Module, rng: torch.Generator) -> None:
                 parameter.add_(noise.to(parameter.dtype) * 0.05)
 
 
-def _narrow(
+def _narrow_settings(
     settings: Mapping[str, Any],
     width_divisor: int,
     heads_divisor: int,
@@ -263,9 +263,9 @@ def _narrow(
     """Return the settings with heads, widths, experts and vocabulary of a small model, at whatever depth."""
     narrow: dict[str, Any] = {}
     for name, value in settings.items():
-        divisor = _divisor(str(name), width_divisor, heads_divisor)
+        divisor = _find_divisor(str(name), width_divisor, heads_divisor)
         if isinstance(value, dict):
-            narrow[name] = _narrow(value, width_divisor, heads_divisor)
+            narrow[name] = _narrow_settings(value, width_divisor, heads_divisor)
         elif _is_count(value) and divisor > 1:
             narrow[name] = max(1, value // divisor)
         elif isinstance(value, list) and value and all(map(_is_count, value)) and divisor > 1:
@@ -281,7 +281,7 @@ def _narrow(
     return narrow
 
 
-def _divisor(name: str, width_divisor: int, heads_divisor: int) -> int:
+def _find_divisor(name: str, width_divisor: int, heads_divisor: int) -> int:
     """Return what a setting of this name is divided by."""
     if WIDTHS_OF_A_HEAD.search(name):
         return width_divisor

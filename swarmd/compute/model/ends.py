@@ -66,7 +66,7 @@ class Ends:
         self.generation: dict[str, Any] = skeleton.read_generation(folder)
         self.can_crop = all_look_back(settings)
         sources = (self.generation.get("eos_token_id"), settings.eos_token_id, self._model.config.eos_token_id)
-        end_tokens = frozenset[int]().union(*map(_ids, sources))
+        end_tokens = frozenset[int]().union(*map(_read_ids, sources))
         self.eos = frozenset(token for token in end_tokens if 0 <= token < self.vocabulary)
 
     @torch.inference_mode()
@@ -83,7 +83,7 @@ class Ends:
         if single:
             ids = [list(rows[i]) for i in single]
             positions = [[starts[i]] for i in single]
-            batch = self._embed(ids, positions)
+            batch = self._embed_tokens(ids, positions)
             for index, i in enumerate(single):
                 embedded[i] = batch[index : index + 1].clone()
         for i, ids in enumerate(rows):
@@ -94,7 +94,7 @@ class Ends:
                 part = list(ids[offset : offset + MAX_EMBEDDED])
                 start = starts[i] + offset
                 part_positions = list(range(start, start + len(part)))
-                parts.append(self._embed([part], [part_positions]))
+                parts.append(self._embed_tokens([part], [part_positions]))
             embedded[i] = torch.cat(parts, 1)
         return embedded
 
@@ -115,7 +115,7 @@ class Ends:
             self._swarm_output = None
         return out.logits[:, 0].float()  # type: ignore[no-any-return]
 
-    def _embed(
+    def _embed_tokens(
         self,
         ids: list[list[int]],
         positions: list[list[int]],
@@ -154,7 +154,7 @@ def all_look_back(settings: Any) -> bool:
     return not any(DynamicCache(config=settings).is_sliding)
 
 
-def _ids(value: Any) -> frozenset[int]:
+def _read_ids(value: Any) -> frozenset[int]:
     """Read one id, several or none, as configurations write them."""
     if value is None:
         return frozenset()

@@ -21,8 +21,8 @@ from swarmd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-OFTEN = 8  # uses within WITHIN_S: not for checks, which are few
-WITHIN_S = 2.0  # decoding asks for logits more often than this
+OFTEN = 8  # uses within WITHIN_S after which a head stays in memory: checks are fewer
+WITHIN_S = 2.0  # decoding uses a head OFTEN in less, checks do not
 PART_ROWS = 4_096  # of a head at a time: 16 MB in float32 for a width of 1,024
 
 
@@ -86,17 +86,17 @@ def map_vocabulary(model: Any, folder: Path) -> None:
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    stored = _find(model, embedding, folder) if type(embedding) is nn.Embedding else None
+    stored = _find_stored(model, embedding, folder) if type(embedding) is nn.Embedding else None
     if type(head) is nn.Linear and head.bias is None:
         is_tied = stored is not None and head.weight is embedding.weight
-        stored_head = stored if is_tied else _find(model, head, folder)
+        stored_head = stored if is_tied else _find_stored(model, head, folder)
         if stored_head is not None:
             model.set_output_embeddings(MappedHead(stored_head, head.weight.dtype))
     if stored is not None:
         model.set_input_embeddings(MappedEmbedding(stored, embedding.weight.dtype))
 
 
-def _find(model: Any, module: Any, folder: Path) -> torch.Tensor | None:
+def _find_stored(model: Any, module: Any, folder: Path) -> torch.Tensor | None:
     """Return the matrix of a module as its file holds it, mapped; None where the file has no such thing."""
     files = skeleton.weight_map(folder)
     names = [f"{name}.weight" for name, candidate in model.named_modules() if candidate is module]

@@ -274,16 +274,16 @@ def load(
     if span is not None and quantize in ("int8", "int4"):
         return _load_quantised(folder, span, dtype, quantize, device, on_part)
     config = read_config(folder)
-    return _read(folder, config, hollow_class(config, span), dtype, quantize, device)
+    return _load_model(folder, config, hollow_class(config, span), dtype, quantize, device)
 
 
 def load_whole(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Build the family's own model with all of its layers, on the CPU. Raises ConfigError as ``load`` does."""
     config = read_config(folder)
-    return _read(folder, config, family_class(config), dtype)
+    return _load_model(folder, config, family_class(config), dtype)
 
 
-def _read(
+def _load_model(
     folder: Path,
     config: PretrainedConfig,
     cls: type[PreTrainedModel],

@@ -98,9 +98,9 @@ class TrainedModel:
     ) -> float:
         """Add the gradient of the summed loss of ``rows`` [n, t + 1] to the other sum, and write it to ``into``."""
         self._fetch_parameters()
-        loss = self._backward(rows, seed)
-        sums = self._pieces(self._shared[f"sum{into}"])
-        previous_sums = self._pieces(self._shared[f"sum{1 - into}"])
+        loss = self._run_backward(rows, seed)
+        sums = self._cut_vector(self._shared[f"sum{into}"])
+        previous_sums = self._cut_vector(self._shared[f"sum{1 - into}"])
         for (_, parameter), total, previous in zip(self.parameters, sums, previous_sums, strict=True):
             gradient = torch.zeros_like(total) if parameter.grad is None else parameter.grad.to("cpu")
             if is_fresh:
@@ -113,9 +113,9 @@ class TrainedModel:
     def compute_again(self, rows: torch.Tensor, seed: int, path: Path) -> float:
         """Add the gradient of the summed loss of ``rows`` [n, t + 1] to a sum, both on other memory (AGAIN)."""
         vectors = self._map_vectors(path, AGAIN)
-        with self._using_parameters(self._pieces(vectors["parameters"])):
-            loss = self._backward(rows, seed)
-            sums = self._pieces(vectors["sum"])
+        with self._using_parameters(self._cut_vector(vectors["parameters"])):
+            loss = self._run_backward(rows, seed)
+            sums = self._cut_vector(vectors["sum"])
             for (_, parameter), total in zip(self.parameters, sums, strict=True):
                 if parameter.grad is not None:
                     total += parameter.grad.to("cpu")
@@ -127,14 +127,14 @@ class TrainedModel:
         n_tokens = min(TRIED_TOKENS, self._recipe.batch.tokens)  # a model may have no more positions
         rng = torch.Generator().manual_seed(0)
         rows = torch.randint(0, vocabulary, (2, n_tokens + 1), generator=rng)
-        joint = self._gradient([rows], seed=1)
-        separate = self._gradient([rows[:1], rows[1:]], seed=2)
+        joint = self._flat_gradient([rows], seed=1)
+        separate = self._flat_gradient([rows[:1], rows[1:]], seed=2)
         return float((joint - separate).norm()) <= REPEATS_WITHIN * float(joint.norm())
 
-    def _gradient(self, batches: list[torch.Tensor], seed: int) -> torch.Tensor:
+    def _flat_gradient(self, batches: list[torch.Tensor], seed: int) -> torch.Tensor:
         """Compute the gradient of the summed loss of some rows, flat, on the CPU."""
         for batch in batches:
-            self._backward(batch, seed)
+            self._run_backward(batch, seed)
         with_gradient = [p for _, p in self.parameters if p.grad is not None]
         flat = torch.cat([p.grad.flatten().to("cpu") for p in with_gradient])  # type: ignore[union-attr]
         for parameter in with_gradient:
@@ -182,7 +182,7 @@ class TrainedModel:
         micro = self._recipe.batch.micro
         losses = []
         for start in range(0, len(rows), micro):
-            losses.append(self._backward(rows[start : start + micro], seed + start))
+            losses.append(self._run_backward(rows[start : start + micro], seed + start))
         loss = sum(losses)
         parameters: list[torch.Tensor] = [p for _, p in self.parameters]
         for parameter in parameters:
@@ -191,20 +191,20 @@ class TrainedModel:
             parameter.grad /= len(rows)
         moments = {}
         for name in self._recipe.optimizer.moments:
-            pieces = self._pieces(self._shared[name])
+            pieces = self._cut_vector(self._shared[name])
             moments[name] = [piece.to(self._device) for piece in pieces]
         take_step(self._recipe.optimizer, parameters, moments, learning_rate, number)
         if self._device != "cpu":
             computed = {**moments, LOCAL: [p.detach() for p in parameters]}
             for name, pieces in computed.items():
-                shared_pieces = self._pieces(self._shared[name])
+                shared_pieces = self._cut_vector(self._shared[name])
                 for shared_piece, piece in zip(shared_pieces, pieces, strict=True):
                     shared_piece.copy_(piece)
         return loss
 
     def _working_pieces(self) -> list[torch.Tensor]:
         """Return the parameters that gradients are computed at, as the daemon sees them."""
-        return self._pieces(self._shared[LOCAL if self._recipe.steps_inside else "parameters"])
+        return self._cut_vector(self._shared[LOCAL if self._recipe.steps_inside else "parameters"])
 
     def _fetch_parameters(self) -> None:
         """Bring what the daemon may have changed to a card, which has a copy."""
@@ -213,16 +213,16 @@ class TrainedModel:
                 for (_, parameter), values in zip(self.parameters, self._working_pieces(), strict=True):
                     parameter.copy_(values)
 
-    def _backward(self, rows: torch.Tensor, seed: int) -> float:
+    def _run_backward(self, rows: torch.Tensor, seed: int) -> float:
         """Add the gradients of the summed loss of ``rows`` [n, t + 1], which is returned, to the parameters'."""
         torch.manual_seed(seed)
         rows = rows.to(self._device)
         batches = rows.unsqueeze(1).unbind() if self._balance_factor else [rows]
-        loss = torch.stack([self._loss(batch) for batch in batches]).sum()
+        loss = torch.stack([self._summed_loss(batch) for batch in batches]).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
-    def _loss(self, rows: torch.Tensor) -> torch.Tensor:
+    def _summed_loss(self, rows: torch.Tensor) -> torch.Tensor:
         """Compute the summed loss of ``rows``: of one only where experts are balanced (compute.runs.expert_balance)."""
         output = self.model(input_ids=rows[:, :-1], use_cache=False)
         dtype = torch.promote_types(output.logits.dtype, torch.float32)
@@ -233,7 +233,7 @@ class TrainedModel:
         unbalanced = getattr(output, "aux_loss", None) if self._balance_factor else None
         return loss if unbalanced is None else loss + self._balance_factor * unbalanced
 
-    def _pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
+    def _cut_vector(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Cut a vector into views of the parameters' shapes."""
         shapes = [shape for _, shape in self.layout]
         pieces = torch.split(vector, [math.prod(shape) for shape in shapes])
@@ -285,13 +285,13 @@ class GradientWorker:
         decoder = FrameDecoder()
         while data := self._connection.recv(_RECEIVE_BYTES):
             for frame in decoder.feed_untrusted(data):
-                self._connection.sendall(self._answer(frame))
+                self._connection.sendall(self._answer_frame(frame))
 
-    def _answer(self, frame: Frame) -> bytes:
+    def _answer_frame(self, frame: Frame) -> bytes:
         message: Any = worker.decode(frame.header)
         if isinstance(message, LoadRun):
             try:
-                return self._load(message, bytes(frame.payload))
+                return self._load_run(message, bytes(frame.payload))
             except (ConfigError, torch.OutOfMemoryError) as error:
                 return messages.framed(WorkerFailed(message=str(error)[:4000]))
         if isinstance(message, MapRun):
@@ -311,7 +311,7 @@ class GradientWorker:
             loss = self._trained.compute(rows, message.seed, message.into, message.is_fresh)
         return messages.framed(ComputedRows(loss=loss))
 
-    def _load(self, message: LoadRun, raw: bytes) -> bytes:
+    def _load_run(self, message: LoadRun, raw: bytes) -> bytes:
         if message.threads:
             torch.set_num_threads(message.threads)
         recipe = read_run_untrusted(raw).recipe

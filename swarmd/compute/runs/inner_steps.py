@@ -33,7 +33,7 @@ def take_step(
                 "exp_avg_sq": moments["moment2"][i],
             }
     else:
-        _decay(groups, learning_rate)
+        _decay_weights(groups, learning_rate)
         optimizer = torch.optim.SGD(parameters, learning_rate, settings.momentum)
         for i, parameter in enumerate(parameters):
             if settings.momentum:
@@ -43,7 +43,7 @@ def take_step(
         parameter.grad = None
 
 
-def _decay(groups: list[dict[str, object]], learning_rate: float) -> None:
+def _decay_weights(groups: list[dict[str, object]], learning_rate: float) -> None:
     """Decay weights apart from the gradient, which torch's SGD does not."""
     with torch.no_grad():
         for parameter in groups[0]["params"]:  # type: ignore[attr-defined]

@@ -172,7 +172,7 @@ def read_tuned_untrusted(span: LoadedSpan, hop: Span, raw: bytes) -> ClientParam
         if not is_prefix and tensor.dtype not in (torch.float32, span.dtype):
             raise ConfigError(f"{name[:100]} is {tensor.dtype}, expected float32 or {span.dtype}")
         leaf = tensor.to(span.device, span.dtype if is_prefix else None).requires_grad_()
-        block = _sort(span, reading, name, leaf)
+        block = _sort_tensor(span, reading, name, leaf)
         if block is None or not hop.start <= block < hop.end:
             raise ConfigError(f"{name[:100]} is no parameter of blocks {hop} of this model")
         reading.leaves.setdefault(block, {})[name] = leaf
@@ -185,7 +185,7 @@ def read_tuned_untrusted(span: LoadedSpan, hop: Span, raw: bytes) -> ClientParam
     return ClientParameters(lora, reading.leaves, n_prefix, len(raw))
 
 
-def _sort(
+def _sort_tensor(
     span: LoadedSpan,
     reading: _ParameterReader,
     name: str,

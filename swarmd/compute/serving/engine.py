@@ -129,26 +129,26 @@ class Engine:
         ``tuned`` finds a client's own parameters, for sessions that use them.
         """
         if isinstance(message, Op | Replay | HandOver | CachePart | WantTokens):
-            yield from self._enqueue(message, frame.payload)
+            yield from self._enqueue_op(message, frame.payload)
             return
         if isinstance(message, OpenSession):
             try:
-                self._open(message, tuned)
+                self._open_session(message, tuned)
             except (Refused, *PASS_ERRORS, LookupError) as error:
-                yield self._refuse(message, Refused(Code.SESSION_LOST, str(error)[:500]))
+                yield self._refuse_message(message, Refused(Code.SESSION_LOST, str(error)[:500]))
                 return
         elif isinstance(message, CloseSession):
-            self._drop((message.session, message.start))
+            self._drop_session((message.session, message.start))
         self.handled += 1
 
-    def _enqueue(
+    def _enqueue_op(
         self, message: Op | Replay | HandOver | CachePart | WantTokens, payload: memoryview
     ) -> Iterator[bytes]:
         """Put work into its session's queue, and begin it if nothing else of the session is computed."""
         key = (message.session, message.start)
         if key not in self._sessions:
             text = f"no session {message.session.hex()[:8]} at block {message.start} in this worker"
-            yield self._refuse(message, Refused(Code.NO_SESSION, text))
+            yield self._refuse_message(message, Refused(Code.NO_SESSION, text))
             return
         self._n_taken += 1
         if key not in self._queues:  # who was idle has no claim on what others were given meanwhile
@@ -158,12 +158,12 @@ class Engine:
         waiting = _WaitingOp(message, payload, self._n_taken, self._clock())
         self._queues.setdefault(key, []).append(waiting)
         if not self._sessions[key].is_computing:
-            yield from self._advance(key)
+            yield from self._begin_waiting(key)
 
-    def _open(self, message: OpenSession, tuned: FindTuned) -> None:
+    def _open_session(self, message: OpenSession, tuned: FindTuned) -> None:
         """Open a session, in place of one of the same name. Raises Refused, or what a span raises."""
         key = (message.session, message.start)
-        self._drop(key)
+        self._drop_session(key)
         if message.adapter and message.adapter not in self.span.adapters:
             raise Refused(Code.SESSION_LOST, f"the adapter {message.adapter[:12]} is not loaded")
         parameters = tuned(message.client, message.tuned, Span(message.start, message.end))
@@ -178,7 +178,7 @@ class Engine:
         """Return how long to wait for more work before the next pass."""
         now = self._clock()
         self._idle_since = now if self._idle_since is None else self._idle_since
-        ready = [self._ready(key) for key in self._queues]
+        ready = [self._describe_next(key) for key in self._queues]
         if any(not r.is_decode or not r.can_share for r in ready):
             return 0.0
         return patience_s(len(ready), self._n_active(now), now - self._idle_since, self._speed)
@@ -191,8 +191,8 @@ class Engine:
     def run_pass(self) -> Iterator[bytes]:
         """Compute one pass over what is ready."""
         self._immediate_s.clear()
-        yield from self._reuse()
-        ready = [self._ready(key) for key in self._queues if self._sessions[key].tokens_left]
+        yield from self._reuse_prefixes()
+        ready = [self._describe_next(key) for key in self._queues if self._sessions[key].tokens_left]
         n_active = self._n_active(self._clock())
         steps = {r.key: r.b * r.t for r in ready if r.is_decode}
         has_prompts = len(steps) < len(ready)
@@ -206,7 +206,7 @@ class Engine:
         self._passing = computed if has_prompt else set()
         self._passing_since = self._clock()
         try:
-            yield from self._run(ready, shares)
+            yield from self._run_shares(ready, shares)
         finally:
             self._passing = set()
 
@@ -225,7 +225,7 @@ class Engine:
         if not may_let_in(self._interleaved_s, now - self._passing_since - self._interleaved_s):
             return
         others = self._queues.keys() - self._passing
-        candidates = [self._ready(key) for key in others if self._sessions[key].tokens_left]
+        candidates = [self._describe_next(key) for key in others if self._sessions[key].tokens_left]
         steps = [r for r in candidates if r.is_decode and self._is_interleavable(r.key)]
         came_at = [self._queues[step.key][0].came_at for step in steps]
         waited_s = now - min(came_at, default=now)
@@ -234,7 +234,7 @@ class Engine:
         passing = self._passing
         self._passing = set()
         try:
-            yield from self._run(steps, steps_of_call(steps, self.span.n_by_one_call))
+            yield from self._run_shares(steps, steps_of_call(steps, self.span.n_by_one_call))
         finally:
             self._passing = passing
             self._interleaved_s += self._clock() - now
@@ -245,7 +245,7 @@ class Engine:
             return False
         return all(isinstance(waiting.message, Op) for waiting in self._queues[key])
 
-    def _run(
+    def _run_shares(
         self,
         ready: list[ReadyOp],
         shares: tuple[PassShare, ...],
@@ -258,33 +258,33 @@ class Engine:
             n_tokens[share.key] = share.t * self._sessions[share.key].n_rows
         try:
             if shares:
-                self._compute(shares)
+                self._compute_pass(shares)
                 finish(self.span.device)
         except torch.AcceleratorError:  # nothing is computed by this process any more: the daemon starts another
             raise
         except PASS_ERRORS as error:  # one session's state must not end the others'
             logger.exception("a pass over %d sessions failed", len(shares))
             for share in shares:  # half changed, all of them
-                yield from self._fail(share.key, Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500]))
+                yield from self._fail_session(share.key, Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500]))
             return
         took_s = self._clock() - begun - (self._interleaved_s - interleaved_s)
         if shares:
-            self._learn(ready, shares, n_tokens, took_s)
+            self._learn_speed(ready, shares, n_tokens, took_s)
         for share in shares:
             self._sessions[share.key].add_time(took_s)
         self._answered = [key for key in self._queues if self._sessions[key].is_complete]
-        logits = self._logits(self._answered)
+        logits = self._compute_logits(self._answered)
         for key in self._answered:
             try:
                 answer = self._sessions[key].answer(self._clock(), logits.get(key, b""))
             except PASS_ERRORS as error:
                 logger.exception("an op has no answer")
-                yield from self._fail(key, Refused(Code.SESSION_LOST, f"an op has no answer: {error}"[:500]))
+                yield from self._fail_session(key, Refused(Code.SESSION_LOST, f"an op has no answer: {error}"[:500]))
                 continue
             self.handled += 1
             yield answer
 
-    def _logits(self, answered: list[Key]) -> dict[Key, bytes]:
+    def _compute_logits(self, answered: list[Key]) -> dict[Key, bytes]:
         """Compute the largest logits of all whose clients ask for them, where a head is here; others have their own."""
         if self._head is None:
             return {}
@@ -319,15 +319,17 @@ class Engine:
             except PASS_ERRORS as error:
                 logger.exception("an op could not be kept")
                 self.handled -= 1  # it was counted with its answer
-                yield from self._fail(key, Refused(Code.SESSION_LOST, f"an op could not be kept: {error}"[:500]))
+                yield from self._fail_session(
+                    key, Refused(Code.SESSION_LOST, f"an op could not be kept: {error}"[:500])
+                )
                 continue
             self._prefixes.set(key, self._sessions[key].marks)
-            self._next(key)
-            yield from self._advance(key)
+            self._finish_op(key)
+            yield from self._begin_waiting(key)
         for key in [key for key in self._queues if not self._sessions[key].is_computing]:
-            yield from self._advance(key)
+            yield from self._begin_waiting(key)
 
-    def _reuse(self) -> Iterator[bytes]:
+    def _reuse_prefixes(self) -> Iterator[bytes]:
         """Let sessions take over what another one of their client has computed, where they begin alike."""
         for key in list(self._queues):
             session = self._sessions[key]
@@ -340,11 +342,11 @@ class Engine:
                 session.reuse(self._sessions[other], n_tokens)
             except PASS_ERRORS as error:
                 logger.exception("a beginning could not be taken over")
-                yield from self._fail(key, Refused(Code.SESSION_LOST, f"an op failed: {error}"[:500]))
+                yield from self._fail_session(key, Refused(Code.SESSION_LOST, f"an op failed: {error}"[:500]))
                 continue
             self.n_reused += n_left - session.tokens_left
 
-    def _compute(self, shares: tuple[PassShare, ...]) -> None:
+    def _compute_pass(self, shares: tuple[PassShare, ...]) -> None:
         """Run one pass: by the family's own way where one session is alone, else over all in one row."""
         sessions = [self._sessions[share.key] for share in shares]
         n_tokens = sum(self._sessions[share.key].n_rows * share.t for share in shares)
@@ -359,7 +361,7 @@ class Engine:
         for session, out in zip(sessions, outs, strict=True):
             session.put(out)
 
-    def _ready(self, key: Key) -> ReadyOp:
+    def _describe_next(self, key: Key) -> ReadyOp:
         """Describe a session's first op, for the choice of a pass."""
         session = self._sessions[key]
         return ReadyOp(
@@ -373,7 +375,7 @@ class Engine:
             is_begun=session.is_begun,
         )
 
-    def _advance(self, key: Key) -> Iterator[bytes]:
+    def _begin_waiting(self, key: Key) -> Iterator[bytes]:
         """Begin the next op of a session; what has no tokens to compute is done at once.
 
         That is work, too: of one client's so much is done between two passes, and it counts as tokens do. A client
@@ -386,8 +388,8 @@ class Engine:
                 return
             try:
                 begun = self._clock()
-                yield from self._begin(self._sessions[key], waiting)
-                self._charge(client, self._clock() - begun)
+                yield from self._begin_op(self._sessions[key], waiting)
+                self._charge_time(client, self._clock() - begun)
                 if self._sessions[key].is_computing:
                     return
                 self.handled += 1
@@ -395,19 +397,19 @@ class Engine:
             except Refused as error:
                 is_part = isinstance(waiting.message, CachePart)  # what is half in place is worth nothing
                 refusal = Refused(Code.SESSION_LOST, str(error)) if is_part else error
-                yield self._refuse(waiting.message, refusal)
+                yield self._refuse_message(waiting.message, refusal)
             except RemoteProtocolError as error:
-                yield self._refuse(waiting.message, Refused(Code.MALFORMED, str(error)))
+                yield self._refuse_message(waiting.message, Refused(Code.MALFORMED, str(error)))
             except PASS_ERRORS as error:
                 logger.exception("an op could not be begun")
-                yield from self._fail(key, Refused(Code.SESSION_LOST, f"an op failed: {error}"[:500]))
+                yield from self._fail_session(key, Refused(Code.SESSION_LOST, f"an op failed: {error}"[:500]))
                 return
-            self._next(key)
+            self._finish_op(key)
 
-    def _begin(self, session: HopSession, waiting: _WaitingOp) -> Iterator[bytes]:
+    def _begin_op(self, session: HopSession, waiting: _WaitingOp) -> Iterator[bytes]:
         """Do what a message asks for, but for computing tokens; yields answers. Raises what the session raises."""
         if isinstance(waiting.message, Replay):
-            yield from self._replay(session, waiting.message)
+            yield from self._send_replay(session, waiting.message)
         elif isinstance(waiting.message, WantTokens):
             yield session.show_tokens(waiting.message)
         elif isinstance(waiting.message, HandOver):
@@ -421,18 +423,18 @@ class Engine:
                 yield session.answer(self._clock())
                 session.keep()
 
-    def _charge(self, client: bytes, seconds: float) -> None:
+    def _charge_time(self, client: bytes, seconds: float) -> None:
         """Count work beside passes, by the tokens that a pass would have computed meanwhile."""
         self._immediate_s[client] = self._immediate_s.get(client, 0.0) + seconds
         n_tokens = seconds / max(self._speed.prefill_token_s, 1e-9)
-        self._account(client, n_tokens)
+        self._account_tokens(client, n_tokens)
 
-    def _account(self, client: bytes, n_tokens: float) -> None:
+    def _account_tokens(self, client: bytes, n_tokens: float) -> None:
         """Count tokens that a client was given; one of a larger weight may have more of them."""
         weight = self._weights.get(client, 1.0)
         self._served[client] = self._served.get(client, 0.0) + n_tokens / weight
 
-    def _replay(self, session: HopSession, request: Replay) -> Iterator[bytes]:
+    def _send_replay(self, session: HopSession, request: Replay) -> Iterator[bytes]:
         n_ops = 0
         for frame in session.replay(request):
             n_ops += 1
@@ -441,14 +443,14 @@ class Engine:
         replayed = Replayed(re=request.id, ops=n_ops, tokens=session.history.n_tokens)
         yield messages.framed(replayed)
 
-    def _next(self, key: Key) -> None:
+    def _finish_op(self, key: Key) -> None:
         """Take the first op off a session's queue."""
         queue = self._queues[key]
         queue.pop(0)
         if not queue:
             del self._queues[key]
 
-    def _drop(self, key: Key) -> None:
+    def _drop_session(self, key: Key) -> None:
         """Forget a session with all that waits for it."""
         self.handled += len(self._queues.pop(key, ()))
         self._stepped_at.pop(key, None)
@@ -460,17 +462,17 @@ class Engine:
                 self._served.pop(session.client, None)
                 self._weights.pop(session.client, None)
 
-    def _fail(self, key: Key, error: Refused) -> Iterator[bytes]:
+    def _fail_session(self, key: Key, error: Refused) -> Iterator[bytes]:
         """End a session; yields a refusal for each op that waits for it."""
         for waiting in self._queues.get(key, ()):
             yield messages.framed(messages.refusal_for(waiting.message, error))
-        self._drop(key)
+        self._drop_session(key)
 
-    def _refuse(self, message: WorkerMessage, error: Refused) -> bytes:
+    def _refuse_message(self, message: WorkerMessage, error: Refused) -> bytes:
         self.handled += 1
         return messages.framed(messages.refusal_for(message, error))
 
-    def _learn(
+    def _learn_speed(
         self,
         ready: list[ReadyOp],
         shares: tuple[PassShare, ...],
@@ -482,16 +484,16 @@ class Engine:
         now = self._clock()
         self._stepped_at.update({key: now for key in n_tokens if by_key[key].is_decode})
         for key, n in n_tokens.items():
-            self._account(by_key[key].client, n)
+            self._account_tokens(by_key[key].client, n)
         prefill = sum(n for key, n in n_tokens.items() if not by_key[key].is_decode)
         speed = self._speed
         if not prefill:
-            self._speed = Speed(_follow(speed.decode_pass_s, took_s), speed.prefill_token_s)
+            self._speed = Speed(_follow_value(speed.decode_pass_s, took_s), speed.prefill_token_s)
         else:
             base = speed.decode_pass_s if len(shares) > 1 else 0.0
             token_s = max(took_s - base, took_s / 4) / prefill
-            self._speed = Speed(speed.decode_pass_s, _follow(speed.prefill_token_s, token_s))
+            self._speed = Speed(speed.decode_pass_s, _follow_value(speed.prefill_token_s, token_s))
 
 
-def _follow(old: float, new: float) -> float:
+def _follow_value(old: float, new: float) -> float:
     return old + _SMOOTHING * (new - old)

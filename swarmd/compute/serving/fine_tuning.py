@@ -118,14 +118,14 @@ class Training:
             return self._take_tuned(message, frame.payload)
         if isinstance(message, OpenLane):
             key = (message.session, message.start)
-            self._drop(key)
+            self._drop_lane(key)
             changes = (Changes(), Changes()) if message.changes and self._may_remember() else None
             hop = Span(message.start, message.end)
             lane = _Lane(hop, message.client, message.codec, changes=changes, weight=message.weight)
             self._lanes[key] = lane
             self._served.setdefault(lane.client, min(self._served.values(), default=0.0))
         elif isinstance(message, CloseLane):
-            self._drop((message.session, message.start))
+            self._drop_lane((message.session, message.start))
         else:
             return None
         self.handled += 1
@@ -171,9 +171,9 @@ class Training:
         try:
             if lane is None:
                 raise Refused(Code.NO_SESSION, f"no lane {message.session.hex()[:8]} at block {message.start} here")
-            collected = self._collect(lane, message, payload)
+            collected = self._collect_parts(lane, message, payload)
         except Refused as error:
-            yield self._refuse(message, error)
+            yield self._refuse_message(message, error)
             return
         if collected is None:
             self.handled += 1
@@ -184,7 +184,7 @@ class Training:
             served = self._served.get(lane.client, 0.0)
             self._served[lane.client] = max(served, min(active, default=0.0))
         is_backward = isinstance(message, Backward)
-        steps = self._backward(lane, collected) if is_backward else self._forward(key, lane, collected)
+        steps = self._run_backward(lane, collected) if is_backward else self._run_forward(key, lane, collected)
         work = TuningPass(lane.client, is_backward, self._n_taken)
         self._waiting.append(_WaitingPass(key, message, work, steps, lane.weight))
 
@@ -199,7 +199,7 @@ class Training:
         return (message.session, message.start), None
 
     @staticmethod
-    def _collect(lane: _Lane, message: Forward | Backward, payload: memoryview) -> _CollectedParts | None:
+    def _collect_parts(lane: _Lane, message: Forward | Backward, payload: memoryview) -> _CollectedParts | None:
         """Put parts together; None while some are missing. Raises Refused."""
         number, n_parts = message.part
         kind = (type(message), message.seq)
@@ -230,14 +230,14 @@ class Training:
 
     # --- passes ----------------------------------------------------------------------------------------------
 
-    def _forward(self, key: Key, lane: _Lane, collected: _CollectedParts) -> Steps:
+    def _run_forward(self, key: Key, lane: _Lane, collected: _CollectedParts) -> Steps:
         """Compute the blocks of a hop one after the other, and keep what the backward needs while there is room."""
         message = collected.messages[0]
         assert isinstance(message, Forward)
         batch = self._read_batch(lane, message, collected)
         for seq in [seq for seq in lane.batches if seq <= message.settled]:
             del lane.batches[seq]
-        is_kept = message.keep and self._keep(key, message.seq, lane, batch)
+        is_kept = message.keep and self._keep_batch(key, message.seq, lane, batch)
         wants_graph = is_kept
         hidden = batch.hidden
         for block in lane.hop.blocks():
@@ -255,7 +255,7 @@ class Training:
             batch.is_whole = wants_graph
         yield list(self._forward_frames(message, lane, batch, hidden))
 
-    def _backward(self, lane: _Lane, collected: _CollectedParts) -> Steps:
+    def _run_backward(self, lane: _Lane, collected: _CollectedParts) -> Steps:
         """Compute gradients from the last block of a hop to its first, after its graphs where these were given up."""
         message = collected.messages[0]
         assert isinstance(message, Backward)
@@ -384,7 +384,7 @@ class Training:
 
     # --- memory ----------------------------------------------------------------------------------------------
 
-    def _held(self) -> list[HeldBatch]:
+    def _held_batches(self) -> list[HeldBatch]:
         return [
             HeldBatch((key, seq), lane.client, batch.n_bytes, batch.order)
             for key, lane in self._lanes.items()
@@ -395,7 +395,7 @@ class Training:
         """Do so many bytes fit beside all that is kept for clients?"""
         changes = (change for lane in self._lanes.values() for change in lane.changes or ())
         remembered = sum(change.n_bytes for change in changes)
-        held = sum(batch.n_bytes for batch in self._held())
+        held = sum(batch.n_bytes for batch in self._held_batches())
         return held + remembered + n_bytes <= self._limit_bytes
 
     def _may_remember(self) -> bool:
@@ -403,7 +403,7 @@ class Training:
         n = 1 + sum(lane.changes is not None for lane in self._lanes.values())
         return n * 2 * MOST_BYTES <= self._limit_bytes // 2
 
-    def _keep(self, key: Key, seq: int, lane: _Lane, batch: KeptBatch) -> bool:
+    def _keep_batch(self, key: Key, seq: int, lane: _Lane, batch: KeptBatch) -> bool:
         """Keep a micro-batch for its backward if there is, or can be made, room for its input."""
         batches = [kept for other_lane in self._lanes.values() for kept in other_lane.batches.values()]
         with_graphs = [kept for kept in batches if kept.graph_bytes]
@@ -412,7 +412,7 @@ class Training:
             if self._has_room_for(batch.n_bytes):
                 break
             candidate.drop_graphs()
-        evicted = make_room(self._held(), lane.client, batch.n_bytes, self._limit_bytes).action
+        evicted = make_room(self._held_batches(), lane.client, batch.n_bytes, self._limit_bytes).action
         if evicted is None:
             return False
         for lane_key, number in evicted:
@@ -421,7 +421,7 @@ class Training:
         lane.batches[seq] = batch
         return True
 
-    def _drop(self, key: Key) -> None:
+    def _drop_lane(self, key: Key) -> None:
         """Close a lane, with all that waits for it."""
         lane = self._lanes.pop(key, None)
         if lane is None:
@@ -432,7 +432,7 @@ class Training:
         if all(other_lane.client != lane.client for other_lane in self._lanes.values()):
             self._served.pop(lane.client, None)
 
-    def _refuse(self, message: WorkerMessage, error: Refused) -> bytes:
+    def _refuse_message(self, message: WorkerMessage, error: Refused) -> bytes:
         self.handled += 1
         return messages.framed(messages.refusal_for(message, error))
 

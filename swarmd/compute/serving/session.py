@@ -174,7 +174,7 @@ class HopSession:
     def begin(self, op: Op, payload: memoryview, came_at: float = 0.0) -> None:
         """Check an op and apply its edits. Raises Refused or RemoteProtocolError before anything changed."""
         inputs = self._read_untrusted(op, payload)
-        self._edit(op.edits)
+        self._apply_edits(op.edits)
         if op.record_past:
             self._cache.record_past()
         self._begun = _OpInProgress(op, came_at)
@@ -236,7 +236,7 @@ class HopSession:
         is_last = self.hop.end == self._span.n_layers and op.seq > op.silent_through
         if not (op.top and is_last and begun.outs and 0 < self.n_rows * n <= MOST_WITH_LOGITS):
             return None
-        hidden = self._sent(begun).last(n).hidden
+        hidden = self._sent_op(begun).last(n).hidden
         return None if hidden is None or hidden.shape[1] != n else hidden.flatten(0, 1)
 
     def answer(self, now: float = 0.0, logits: bytes = b"") -> bytes:
@@ -247,7 +247,7 @@ class HopSession:
         if op.seq <= op.silent_through and self.hop.end >= op.replay_end:
             done = Done(session=self.session, start=self.hop.start, seq=op.seq)
             return messages.framed(done)
-        sent = self._sent(begun)
+        sent = self._sent_op(begun)
         if op.want is not None and self.hop.end == self._span.n_layers:
             sent = sent.last(op.want)
         if op.times is not None and len(op.times) < MOST_HOPS_TIMED:
@@ -275,13 +275,13 @@ class HopSession:
         assert begun is not None
         self._begun = None
         self._reached = begun.op.seq
-        self.history.add(self._sent(begun))
+        self.history.add(self._sent_op(begun))
         if begun.extension is not None and self._prefix is not None:
             self._prefix.reached = begun.extension
         self.history.settle(begun.op.seq if begun.op.base else begun.op.settled)
 
     @staticmethod
-    def _sent(begun: _OpInProgress) -> SentOp:
+    def _sent_op(begun: _OpInProgress) -> SentOp:
         """Return a complete op as it leaves this hop; what was computed in parts is put together once."""
         op = begun.op
         if begun.hidden is None:
@@ -434,7 +434,7 @@ class HopSession:
         names = [row.tobytes() + place.tobytes() for row, place in tokens]
         begun.extension = prefix.ahead(names)
 
-    def _edit(self, edits: tuple[Edit, ...]) -> None:
+    def _apply_edits(self, edits: tuple[Edit, ...]) -> None:
         """Crop once and reorder once: which tokens stay and which rows have nothing to do with each other."""
         if not edits:
             return

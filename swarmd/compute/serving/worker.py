@@ -109,40 +109,40 @@ class Worker:
             deferred = self._deferred
             self._deferred = []
             is_idle = not self._has_work and not answers and not deferred
-            for frame in (*deferred, *self._receive(wait=is_idle)):
-                answers += self._take(frame)
-                self._tick()
+            for frame in (*deferred, *self._receive_frames(wait=is_idle)):
+                answers += self._take_frame(frame)
+                self._tick_if_due()
             if self._engine is None or not self._has_work:
-                self._send(answers)
+                self._send_frames(answers)
                 answers = []
                 continue
             if rest_s := self._duty.wait_s(time.monotonic()):
                 if answers:
-                    self._send(answers)
+                    self._send_frames(answers)
                     answers = []
-                self._wait(min(rest_s, TICK_INTERVAL_S))
-                self._tick()
+                self._wait_for_frame(min(rest_s, TICK_INTERVAL_S))
+                self._tick_if_due()
                 continue
-            trained, wait_s = self._train() if self._training.has_work else ([], 0.0)
+            trained, wait_s = self._run_fine_tuning() if self._training.has_work else ([], 0.0)
             if not self._engine.has_work:
-                self._send([*answers, *trained])
+                self._send_frames([*answers, *trained])
                 answers = []
                 self._count_work()
                 if wait_s:
-                    self._wait(wait_s)
+                    self._wait_for_frame(wait_s)
                 continue
             answers += trained
-            if (wait_s := self._engine.patience_s()) and self._wait(wait_s):
+            if (wait_s := self._engine.patience_s()) and self._wait_for_frame(wait_s):
                 continue
             if answers:
-                self._send(answers)  # before those of steps that this pass lets in
+                self._send_frames(answers)  # before those of steps that this pass lets in
             if self._improvements is not None and time.monotonic() - self._improved_at > BUSY_PAUSE_S:
-                self._improve(is_preemptible=False)
-            self._send(list(self._engine.run_pass()))
+                self._improve_backends(is_preemptible=False)
+            self._send_frames(list(self._engine.run_pass()))
             answers = list(self._engine.settle())  # what was answered is on its way meanwhile
             self._count_work()
 
-    def _wait(self, seconds: float) -> bool:
+    def _wait_for_frame(self, seconds: float) -> bool:
         """Wait for a frame; has one come?"""
         self._count_work()
         has_come = self._has_frame(seconds)
@@ -166,7 +166,7 @@ class Worker:
             return False
         return self._engine.has_work or self._training.has_work
 
-    def _train(self) -> tuple[list[bytes], float]:
+    def _run_fine_tuning(self) -> tuple[list[bytes], float]:
         """Compute some of what fine-tuning waits for; returns its answers, or how long decoding leaves it no time."""
         assert self._engine is not None
         begun = time.monotonic()
@@ -177,7 +177,7 @@ class Worker:
         self._allowance.spend(time.monotonic() - begun)
         return answers, 0.0
 
-    def _improve(self, *, is_preemptible: bool) -> bool:
+    def _improve_backends(self, *, is_preemptible: bool) -> bool:
         """Make a step to faster backends, and tell what came of it; was it made?"""
         assert self._improvements is not None
         self._is_preemptible = is_preemptible
@@ -190,7 +190,7 @@ class Worker:
             self._count_work()  # its owner's share is for all that is computed
             self._improved_at = time.monotonic()
         if is_made and self._improvements.news:
-            self._send([messages.framed(self._improvements.news.pop())])
+            self._send_frames([messages.framed(self._improvements.news.pop())])
         if self._improvements.is_done:
             self._improvements = None
         return is_made
@@ -199,24 +199,24 @@ class Worker:
         """While nothing comes, become faster and measure, pass by pass: a frame that arrives waits for one at most."""
         wait_s = IDLE_S
         while self._improvements is not None and not self._has_work and not self._is_resting:
-            if self._wait(max(wait_s, self._duty.wait_s(time.monotonic()))):
+            if self._wait_for_frame(max(wait_s, self._duty.wait_s(time.monotonic()))):
                 return
-            wait_s = 0.0 if self._improve(is_preemptible=True) else IDLE_S
+            wait_s = 0.0 if self._improve_backends(is_preemptible=True) else IDLE_S
         while self._engine is not None and not self._has_work and not self._is_resting:
             wait_s = max(IDLE_S, self._measure_at - time.monotonic())
-            if self._wait(wait_s):
+            if self._wait_for_frame(wait_s):
                 return
             if not self._to_measure:
                 can_batch = self._engine.span.can_batch
                 self._to_measure = [n_streams for n_streams in STREAMS if n_streams == 1 or can_batch]
-            is_measured = self._measure(self._engine.span, self._to_measure[0])
+            is_measured = self._measure_speed(self._engine.span, self._to_measure[0])
             self._woke_at = time.monotonic()  # nobody who comes now is to wait for that
             if not is_measured:
                 return
             self._to_measure.pop(0)
             self._measure_at = time.monotonic() + (IDLE_S if self._to_measure else MEASURE_INTERVAL_S)
 
-    def _measure(self, span: LoadedSpan, n_streams: int) -> bool:
+    def _measure_speed(self, span: LoadedSpan, n_streams: int) -> bool:
         """Measure and tell; False when a frame came, and nothing is known."""
         rate = self._last_undisturbed(decode_rates(span, n_streams, BUDGET_S))
         prefill = 0.0
@@ -229,7 +229,7 @@ class Worker:
         else:
             batches = {**self._speed.batch_tokens_per_s, n_streams: rate}
             self._speed = msgspec.structs.replace(self._speed, batch_tokens_per_s=batches)
-        self._send([messages.framed(self._speed)])
+        self._send_frames([messages.framed(self._speed)])
         return True
 
     def _last_undisturbed(self, rates: Iterable[float]) -> float:
@@ -241,7 +241,7 @@ class Worker:
             newest = rate
         return newest
 
-    def _receive(self, *, wait: bool) -> Iterator[Frame]:
+    def _receive_frames(self, *, wait: bool) -> Iterator[Frame]:
         """Yield what has arrived; wait for something only if there is nothing else to do. Raises EOFError."""
         flags = 0 if wait else socket.MSG_DONTWAIT
         while True:
@@ -259,7 +259,7 @@ class Worker:
             if self._decoder.is_between_frames:
                 flags = socket.MSG_DONTWAIT
 
-    def _take(self, frame: Frame) -> list[bytes]:
+    def _take_frame(self, frame: Frame) -> list[bytes]:
         """Handle one frame of the daemon's; returns the frames to send."""
         try:
             message = worker.decode(frame.header)
@@ -269,7 +269,7 @@ class Worker:
             return []
         if isinstance(message, LoadSpan):
             self._n_handled += 1
-            return [messages.framed(self._load(message))]
+            return [messages.framed(self._load_model(message))]
         if isinstance(message, Rest):
             self._n_handled += 1
             self._is_resting = True
@@ -289,7 +289,7 @@ class Worker:
             return list(trained)
         return list(self._engine.take(message, frame, self._training.tuned))
 
-    def _send(self, answers: list[bytes]) -> None:
+    def _send_frames(self, answers: list[bytes]) -> None:
         """Send frames, and with them how much is done; without frames it is a sign of life."""
         handled = self._n_handled
         n_reused = 0
@@ -308,7 +308,7 @@ class Worker:
             return AdapterLoaded(re=request.id, failure=str(error)[:500])
         return AdapterLoaded(re=request.id)
 
-    def _load(self, request: LoadSpan) -> Message:
+    def _load_model(self, request: LoadSpan) -> Message:
         """Load a span, find out how fast it is, and be ready for work; returns what the daemon is told."""
         if request.threads:
             torch.set_num_threads(request.threads)
@@ -358,14 +358,14 @@ class Worker:
         """Tell what is done while it loads, as often as ticks are sent."""
         if time.monotonic() - self._ticked_at >= TICK_INTERVAL_S:
             loading = Loading(stage=stage, done=done, total=total)
-            self._send([messages.framed(loading)])
+            self._send_frames([messages.framed(loading)])
 
     def _on_block(self) -> None:
         """Give a sign of life in the midst of a pass, and let in steps of others, which are short.
 
         A pass that only serves to become faster is broken off where somebody waits.
         """
-        self._tick()
+        self._tick_if_due()
         if self._is_preemptible and self._has_frame():
             raise Preempted
         if self._engine is None or not self._engine.is_open_to_steps or self._is_letting_in:
@@ -373,28 +373,28 @@ class Worker:
         self._is_letting_in = True
         try:
             with torch.inference_mode(False):  # what sessions keep is not of the pass that this is in the midst of
-                self._let_in(self._engine)
+                self._let_in_steps(self._engine)
         finally:
             self._is_letting_in = False
 
-    def _let_in(self, engine: Engine) -> None:
+    def _let_in_steps(self, engine: Engine) -> None:
         """Take ops that have come and compute those that are ready; all other frames wait for the end of the pass."""
         answers: list[bytes] = []
-        for frame in () if self._deferred else self._receive(wait=False):
+        for frame in () if self._deferred else self._receive_frames(wait=False):
             if self._deferred or not _is_op(frame):  # what follows has to wait with it
                 self._deferred.append(frame)
             else:
-                answers += self._take(frame)
+                answers += self._take_frame(frame)
         answers += engine.run_interleaved()
         if answers:
-            self._send(answers)
+            self._send_frames(answers)
             if settled := list(engine.settle()):
-                self._send(settled)
+                self._send_frames(settled)
 
-    def _tick(self) -> None:
+    def _tick_if_due(self) -> None:
         """Give a sign of life, if the last one is old enough."""
         if time.monotonic() - self._ticked_at >= TICK_INTERVAL_S:
-            self._send([])
+            self._send_frames([])
 
 
 def _load_head(request: LoadSpan, span: LoadedSpan) -> LogitsHead | None:

@@ -106,8 +106,8 @@ def test_the_loss_that_balances_experts_is_each_rows_own_as_transformers_takes_i
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **small)).float()
     made = TrainedModel(model, RECIPE, "cpu")
     rows = torch.randint(0, 50, (3, 13))
-    together = made._gradient([rows], seed=0)
-    separate = made._gradient([rows[:1], rows[1:]], seed=0)
+    together = made._flat_gradient([rows], seed=0)
+    separate = made._flat_gradient([rows[:1], rows[1:]], seed=0)
     for row in rows.split(1):
         model(input_ids=row[:, :-1], labels=row[:, :-1], shift_labels=row[:, 1:]).loss.backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -116,7 +116,7 @@ def test_the_loss_that_balances_experts_is_each_rows_own_as_transformers_takes_i
     without = TrainedModel(model, RECIPE, "cpu")
     without._balance_factor = 0.0
     model.zero_grad()
-    assert (without._gradient([rows], seed=0) - expected).norm() > 0.1 * expected.norm(), "it matters here"
+    assert (without._flat_gradient([rows], seed=0) - expected).norm() > 0.1 * expected.norm(), "it matters here"
 
 
 def test_what_a_model_draws_at_random_is_looked_for_in_no_more_tokens_than_rows_have() -> None:
@@ -130,6 +130,6 @@ def test_the_vector_of_the_end_between_two_texts_learns_though_the_model_pads_wi
     folder = checkpoints.make("llama", tmp_path, n_layers=1, tie_word_embeddings=False)
     model = build(folder, RECIPE)
     made = TrainedModel(model, RECIPE, "cpu")
-    made._backward(torch.tensor([[5, 6, 0, 7, 8]]), 0)
+    made._run_backward(torch.tensor([[5, 6, 0, 7, 8]]), 0)
     gradient = model.get_input_embeddings().weight.grad  # type: ignore[operator]
     assert gradient[0].abs().sum() > 0
