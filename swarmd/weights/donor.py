@@ -87,7 +87,12 @@ class Donor:
         async with channel.room_for(PIECE_BYTES):
             await self._send_chunks(channel, folder, message)
 
-    async def _send_chunks(self, channel: Channel, folder: ReadableModel, message: WantChunks) -> None:
+    async def _send_chunks(
+        self,
+        channel: Channel,
+        folder: ReadableModel,
+        message: WantChunks,
+    ) -> None:
         """Read chunks and send them, slice by slice, as the pace allows. Raises Refused."""
         async with self._reads:
             payload = await trio.to_thread.run_sync(read_piece, folder, message.refs)

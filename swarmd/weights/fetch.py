@@ -81,7 +81,11 @@ class DownloadProgress:
         return remaining_bytes / self.bytes_per_s if self.bytes_per_s else None
 
 
-async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> Manifest:
+async def fetch_manifest(
+    rpc: Rpc,
+    model: ModelId,
+    donors: Iterable[PeerId],
+) -> Manifest:
     """Ask one donor after the other, and the next one beside it while it is silent.
 
     Raises SwarmUnavailable when none gives the true one.
@@ -89,7 +93,11 @@ async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> 
     reasons: list[str] = []
     received: list[Manifest] = []
 
-    async def ask(donor: PeerId, failed: trio.Event, everybody: trio.CancelScope) -> None:
+    async def ask(
+        donor: PeerId,
+        failed: trio.Event,
+        everybody: trio.CancelScope,
+    ) -> None:
         try:
             received.append(await _fetch_manifest_from(rpc, model, donor))
             everybody.cancel()
@@ -114,7 +122,12 @@ async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> 
 async def _fetch_manifest_from(rpc: Rpc, model: ModelId, donor: PeerId) -> Manifest:
     """Ask one donor. Raises PeerError or IntegrityError."""
     request = partial(_want_manifest, model)
-    reply, frame = await rpc.call(donor, request, timeout_s=MANIFEST_TIMEOUT_S, purpose="weights")
+    reply, frame = await rpc.call(
+        donor,
+        request,
+        timeout_s=MANIFEST_TIMEOUT_S,
+        purpose="weights",
+    )
     if not isinstance(reply, ManifestIs):
         raise RemoteProtocolError(f"expected a manifest, got {type(reply).__name__}")
     return await trio.to_thread.run_sync(manifests.read_untrusted, bytes(frame.payload), model)
@@ -312,7 +325,12 @@ class Fetch:
             payload = memoryview(await self._read_from_hub(self._hub, piece))
         else:
             timeout_s = self._patience_s(peer)
-            reply, frame = await self._rpc.call(peer, request, timeout_s=timeout_s, purpose="weights")
+            reply, frame = await self._rpc.call(
+                peer,
+                request,
+                timeout_s=timeout_s,
+                purpose="weights",
+            )
             payload = frame.payload if isinstance(reply, ChunksAre) else memoryview(b"")
         if len(payload) != piece.n_bytes:
             raise IntegrityError(f"expected {piece.n_bytes} B of chunks, got {len(payload)} B")

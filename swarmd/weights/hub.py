@@ -25,6 +25,8 @@ TIMEOUT_S = 60.0  # a hub that answers nothing for so long is down
 MAX_INDEX_BYTES = 32 * 2**20  # of a sharded checkpoint's index
 
 
+# The hub's bytes go through the same check as a peer's: the sha256 of each chunk in the manifest. What is read here
+# without one (the index, shards' headers) only says where to look; a lie there gives chunks that fail the check.
 class Hub:
     """One model on the hub, ``org/name@revision``. No event loop: call it from a thread."""
 
@@ -89,7 +91,12 @@ class Hub:
         if self._client is None:
             self._client = httpx.Client(follow_redirects=True, timeout=TIMEOUT_S)
         endpoint = os.environ.get("HF_ENDPOINT")
-        url = hf_hub_url(self._repo, name, revision=self._revision or None, endpoint=endpoint)
+        url = hf_hub_url(
+            self._repo,
+            name,
+            revision=self._revision or None,
+            endpoint=endpoint,
+        )
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + n_bytes - 1}"}
         try:
             with self._client.stream("GET", url, headers=headers) as response:

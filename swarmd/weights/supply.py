@@ -78,7 +78,11 @@ class Supply:
             self._rpc.network.learn(peer, self._addresses(peer))
         return await fetch_manifest(self._rpc, model, holders)
 
-    async def ensure(self, model: ModelId, groups: Iterable[int] | None = None) -> ModelFolder:
+    async def ensure(
+        self,
+        model: ModelId,
+        groups: Iterable[int] | None = None,
+    ) -> ModelFolder:
         """Have groups of a model (None: all of it) on this disk; returns the folder to load them from.
 
         Raises ConfigError when they do not fit, SwarmUnavailable when nobody gives them.

@@ -43,7 +43,11 @@ class Changes:
         counted = tuple(MicroBatchRow(row.id, self._times(row.id, hidden)) for row in rows)
         return counted, self._base(counted, hidden)
 
-    def take(self, rows: tuple[MicroBatchRow, ...], change: torch.Tensor) -> torch.Tensor:
+    def take(
+        self,
+        rows: tuple[MicroBatchRow, ...],
+        change: torch.Tensor,
+    ) -> torch.Tensor:
         """Return what a received change [b, t, d] comes to. Raises Refused when those rows are not known so."""
         repeated = [row for row in rows if row.times]
         is_known = len(rows) == len(change)
@@ -54,7 +58,11 @@ class Changes:
         self.note(rows, values)
         return values
 
-    def note(self, rows: tuple[MicroBatchRow, ...], values: torch.Tensor) -> None:
+    def note(
+        self,
+        rows: tuple[MicroBatchRow, ...],
+        values: torch.Tensor,
+    ) -> None:
         """Remember that the receiver has come to these values [b, t, d]; what is not finite is not remembered."""
         if not torch.isfinite(values).all():
             return
@@ -76,7 +84,11 @@ class Changes:
             return 0
         return times
 
-    def _base(self, rows: tuple[MicroBatchRow, ...], hidden: torch.Tensor) -> torch.Tensor:
+    def _base(
+        self,
+        rows: tuple[MicroBatchRow, ...],
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
         """Return what changes are counted from, [b, t, d]: zeros for a row that is sent for the first time."""
         nothing = torch.zeros(hidden.shape[1:], dtype=hidden.dtype)
         return torch.stack([self._known[row.id][1] if row.times else nothing for row in rows])

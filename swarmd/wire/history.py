@@ -27,7 +27,11 @@ class Budget:
     spill_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     used_bytes: int = 0
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         """Make a tensor: in memory while there is room, else in a file that nobody else can open."""
         n_bytes = torch.Size(shape).numel() * dtype.itemsize
         if self.used_bytes + n_bytes <= self.memory_bytes:
@@ -35,7 +39,12 @@ class Budget:
             return torch.empty(shape, dtype=dtype)
         with tempfile.NamedTemporaryFile(dir=self.spill_folder, prefix="swarmd-history-") as file:
             file.truncate(n_bytes)
-            raw = torch.from_file(file.name, shared=True, size=n_bytes, dtype=torch.uint8)
+            raw = torch.from_file(
+                file.name,
+                shared=True,
+                size=n_bytes,
+                dtype=torch.uint8,
+            )
             return raw.view(dtype).view(shape)
 
     def release(self, n_bytes: int) -> None:
@@ -68,11 +77,11 @@ class SentOp:
 
 # What one sender keeps, in the order in which it was sent:
 #
-#     merged: one slab [b, n_tokens, d]          separate ops
-#     +-------------------------------------+   +----+ +----+ +----+
-#     | all up to ``base_seq``, edits applied |   | op | | op | | op |      ``_recent``
-#     +-------------------------------------+   +----+ +----+ +----+
-#                                       <-- settle(seq)
+#     merged: one slab [b, n_tokens, d]             separate ops: ``_recent``
+#     +---------------------------------------+     +----+ +----+ +----+
+#     | all up to ``base_seq``, edits applied | <-- | op | | op | | op | <-- add
+#     +---------------------------------------+     +----+ +----+ +----+
+#                                        settle(seq)
 #
 # An op is merged once it is settled: its answer has reached the client, so no repair will undo it. A successor that
 # knows nothing gets the slab and then the ops; one that is up to op ``seq`` gets only the ops after it. In the exact
@@ -134,7 +143,11 @@ class History:
         """Return hidden states [b, end - start, d] of tokens that no later edit has touched, as a copy."""
         return torch.cat([hidden for hidden, _ in self._parts(start, end)], 1)
 
-    def placed(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def placed(
+        self,
+        start: int,
+        end: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the same with their positions [b, end - start]; fewer where there are fewer. Raises LookupError.
 
         Crops that are not merged yet count; after a reorder of rows that is not, nobody knows.

@@ -29,7 +29,16 @@ def replay_frames(
     settled = history.base_seq
 
     def encode(sent: SentOp, base: tuple[int, int] | None) -> bytes:
-        return encode_op(session, start, epoch, settled=settled, sent=sent, marks=marks, base=base, codec=codec)
+        return encode_op(
+            session,
+            start,
+            epoch,
+            settled=settled,
+            sent=sent,
+            marks=marks,
+            base=base,
+            codec=codec,
+        )
 
     if have is None:
         first = next((sent for _, _, sent in history.base(1)), None)

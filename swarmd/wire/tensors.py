@@ -33,7 +33,15 @@ def pack(
         codec = "raw"
         coded = [hidden]
     parts = [_raw_bytes(part) for part in (*coded, positions, mask) if part is not None]
-    meta = TensorMeta(b, t, d, name, mask is not None, codec, positions is not None)
+    meta = TensorMeta(
+        b,
+        t,
+        d,
+        name,
+        mask is not None,
+        codec,
+        positions is not None,
+    )
     return meta, b"".join(parts)
 
 
@@ -43,7 +51,12 @@ def pack_gradient(gradient: torch.Tensor, codec: str) -> tuple[TensorMeta, bytes
     scale = 1.0
     if codec == "float16" and largest > 0 and math.isfinite(largest):
         scale = 2.0 ** min(120, math.floor(math.log2(LARGEST_HALF / largest)))
-    meta, payload = pack(gradient * scale if scale != 1.0 else gradient, None, None, codec)
+    meta, payload = pack(
+        gradient * scale if scale != 1.0 else gradient,
+        None,
+        None,
+        codec,
+    )
     return meta, payload, scale
 
 
@@ -76,6 +89,8 @@ def unpack_untrusted(
     return hidden, positions, mask
 
 
+# int8 travels as all quantised values [b, t, d], then a float32 scale for each block of INT8_BLOCK values of one token.
+# The scale is a 127th of the block's largest; a block of zeros has scale 0, and stays zero.
 def _encode_values(hidden: torch.Tensor, codec: str) -> list[torch.Tensor] | None:
     """Return what travels in place of hidden states [b, t, d]; None where they have to travel raw."""
     if codec == "raw" or str(hidden.dtype) == f"torch.{codec}":

@@ -72,7 +72,12 @@ class SpanAdapters:
         """Return an adapter that is loaded, else None."""
         return self._known.get(adapter)
 
-    def load(self, adapter: str, shards: Sequence[Path], raw_config: bytes) -> None:
+    def load(
+        self,
+        adapter: str,
+        shards: Sequence[Path],
+        raw_config: bytes,
+    ) -> None:
         """Read this span's part of an adapter. Raises ConfigError for one that cannot be used here."""
         while len(self._known) >= MAX_ADAPTERS:
             del self._known[next(iter(self._known))]  # the oldest; sessions that use it hold it
@@ -202,7 +207,11 @@ class SpanAdapters:
         return torch.cat(parts).view(out.shape)
 
 
-def _fits(a: torch.Tensor, b: torch.Tensor, sizes: tuple[Any, Any]) -> bool:
+def _fits(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    sizes: tuple[Any, Any],
+) -> bool:
     """Are these A [r, in] and B [out, r] for a layer of ``sizes``, (in, out)?"""
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
         return False

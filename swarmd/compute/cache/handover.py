@@ -91,7 +91,14 @@ def unpack_state_untrusted(
         if not 0 <= n_tokens <= shape.max_tokens:
             raise Refused(Code.TOO_LONG, f"caches of {n_tokens} tokens, this session reserved {shape.max_tokens}")
         for index, layer in enumerate(cache.owned):
-            _restore_layer(layer, example.owned[index], tensors, index, shape.n_rows, n_tokens)
+            _restore_layer(
+                layer,
+                example.owned[index],
+                tensors,
+                index,
+                shape.n_rows,
+                n_tokens,
+            )
         _restore_history(tensors, history, shape)
         mask = tensors.get("mask")
         if mask is None:
@@ -174,7 +181,12 @@ def _get_op(
         n = hidden.shape[1] if hidden.ndim == 3 else -1
         expected = (shape.n_rows, n, shape.hidden)
         is_fit = n > 0 and tuple(hidden.shape) == expected and hidden.dtype == shape.dtype
-        has_positions = positions is not None and _is_row_table(positions, torch.int32, shape.n_rows, n)
+        has_positions = positions is not None and _is_row_table(
+            positions,
+            torch.int32,
+            shape.n_rows,
+            n,
+        )
         is_mask_fit = mask is None or _is_row_table(mask, torch.uint8, shape.n_rows, n)
         if not (is_fit and has_positions and is_mask_fit):
             raise Refused(Code.BAD_SHAPE, f"{name} of the history does not fit {shape.n_rows} rows of {shape.hidden}")

@@ -1,4 +1,4 @@
-"""A session's key/value cache on a server: the family's own cache layers for the span, ghosts elsewhere.
+"""A session's key/value cache on a server: the family's own cache layers for the span, placeholders elsewhere.
 
 Full-attention layers write into slabs that are there before the tokens are: the library's own layer copies the whole
 cache for every token. What several sessions begin with can lie in memory once for all of them, and where the server
@@ -42,7 +42,7 @@ UNBOUNDED = 1 << 62  # tokens: more than any session has
 #
 # Invariant: the tokens of a session are those of ``beginning``, then ``n_behind`` of the slabs, in their order.
 # ``_keys`` and ``_values`` are views of the slabs' filled part. A reorder of rows, or another batch size, makes them
-# tensors of their own; ``_reserve`` copies these into slabs again. Compiled code writes behind ``n_behind`` and only
+# tensors of their own; ``_reserve_room`` copies these into slabs again. Compiled code writes behind ``n_behind`` and only
 # counts (``added``): views are made anew when somebody looks (``_catch_up``).
 class SlabLayer(DynamicLayer):  # type: ignore[misc]
     """The library's full-attention layer over preallocated slabs [b, h, capacity, d] that double when they are full.
@@ -129,7 +129,11 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self.put(self._store(key_states), self._store(value_states))
         return self.read(self._keys), self.read(self._values)
 
-    def append_behind(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Kept, Kept]:
+    def append_behind(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> tuple[Kept, Kept]:
         """Add new tokens; returns what was there before them, or of that what is shared, and all behind it."""
         new_keys = self._store(keys)
         new_values = self._store(values)
@@ -167,7 +171,13 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         """Count tokens that were written where ``room_for`` said."""
         self._n_added += n_tokens
 
-    def take_over(self, other: SlabLayer, start: int, end: int, may_share: bool) -> None:
+    def take_over(
+        self,
+        other: SlabLayer,
+        start: int,
+        end: int,
+        may_share: bool,
+    ) -> None:
         """Take tokens [start, end) from another session's layer; what is before them is the same in both.
 
         A long beginning is shared: both layers then look at the same memory, and write to slabs of their own. A short
@@ -316,7 +326,14 @@ class RoundedLayer(SlabLayer):
         largest = numbers.abs().amax(-1, keepdim=True)
         scales = largest.clamp(min=TINIEST) / LEVELS
         b, h, n, d = states.shape
-        stored = torch.empty(b, h, n, d + SCALE_BYTES, dtype=torch.int8, device=states.device)
+        stored = torch.empty(
+            b,
+            h,
+            n,
+            d + SCALE_BYTES,
+            dtype=torch.int8,
+            device=states.device,
+        )
         stored[..., :-SCALE_BYTES] = (numbers / scales).round_()
         stored[..., -SCALE_BYTES:].view(torch.float32).copy_(scales)
         return stored
@@ -429,7 +446,13 @@ class SpanCache:
         """Does it begin with what lies in memory once for several sessions?"""
         return self.is_plain and any(layer.beginning is not None for layer in self.owned)
 
-    def take_over(self, other: SpanCache, start: int, end: int, may_share: bool) -> None:
+    def take_over(
+        self,
+        other: SpanCache,
+        start: int,
+        end: int,
+        may_share: bool,
+    ) -> None:
         """Have tokens [start, end) of another plain cache of these blocks; what is before them is the same in both."""
         for layer, other_layer in zip(self.owned, other.owned, strict=True):
             layer.take_over(other_layer, start, end, may_share)

@@ -46,13 +46,24 @@ def attend(rows: list[AttentionRow], scale: float | None) -> list[torch.Tensor]:
         queries = packed[indices[0]]
         if len(indices) > 1:
             queries = torch.cat([packed[i] for i in indices], 2)
-        first, first_log = _attend(queries, rows[indices[0]].beginning, None, scale)
+        first, first_log = _attend(
+            queries,
+            rows[indices[0]].beginning,
+            None,
+            scale,
+        )
         start = 0
         for i in indices:
             end = start + packed[i].shape[2]
             first_part = first[:, :, start:end]
             log_part = first_log[:, :, start:end]
-            outs[i] = _merge(rows[i], packed[i], first_part, log_part, scale)
+            outs[i] = _merge(
+                rows[i],
+                packed[i],
+                first_part,
+                log_part,
+                scale,
+            )
             start = end
     return outs
 
@@ -76,7 +87,12 @@ def _merge(
     if row.mask is not None:
         groups = packed.shape[2] // row.query.shape[2]
         mask = torch.zeros_like(row.mask, dtype=packed.dtype)
-        mask = mask.masked_fill_(~row.mask, -torch.inf).repeat(1, 1, groups, 1)
+        mask = mask.masked_fill_(~row.mask, -torch.inf).repeat(
+            1,
+            1,
+            groups,
+            1,
+        )
     second, second_log = _attend(packed, row.suffix, mask, scale)
     share = torch.sigmoid(first_log - second_log).unsqueeze(-1).to(first.dtype)
     merged = torch.lerp(second, first, share)
@@ -84,7 +100,10 @@ def _merge(
 
 
 def _attend(
-    query: torch.Tensor, keys_and_values: Kept, mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor,
+    keys_and_values: Kept,
+    mask: torch.Tensor | None,
+    scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the mix of values [b, heads, n, d], and the log of the sum of its weights [b, heads, n]."""
     keys, values = keys_and_values

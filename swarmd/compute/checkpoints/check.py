@@ -62,7 +62,13 @@ def check_adapter(folder: Path, manifest: Manifest, base: Path) -> None:
     hollow = _build_without_numbers(base, skeleton.read_config(base))
     layers = skeleton.decoder_layers(hollow)
     span = Span(0, len(layers))
-    adapters = SpanAdapters(hollow, layers, span, torch.float32, torch.device("cpu"))
+    adapters = SpanAdapters(
+        hollow,
+        layers,
+        span,
+        torch.float32,
+        torch.device("cpu"),
+    )
     settings = msgspec.json.encode(lora_of(manifest))
     try:
         used = adapters.read([folder / WEIGHTS_FILE], settings).updates

@@ -1,8 +1,8 @@
 """A GGUF file, as most people have their models, made a folder of safetensors: once, by transformers' own reader.
 
 Its blocks of 4 to 8 bits become plain numbers; how much rounding these to 16 bits costs is measured, and said. What the
-reader passes over is read here (``gguf_settings``, ``gguf_tokenizer``) or refused by name: each tensor of the file is used,
-and each parameter filled. Asks nothing of any network: weights that stay packed would need kernels of the hub.
+reader passes over is read here (``gguf_settings``, ``gguf_tokenizer``) or refused by name: each tensor of the file is
+used, and each parameter filled. Asks nothing of any network: weights that stay packed would need kernels of the hub.
 """
 
 from __future__ import annotations

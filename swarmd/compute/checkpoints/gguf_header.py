@@ -135,7 +135,12 @@ def read_header(path: Path) -> GgufHeader:
             return _read_fields(path, _Reader(data, trouble), trouble, len(data))
 
 
-def _read_fields(path: Path, reader: _Reader, trouble: str, size: int) -> GgufHeader:
+def _read_fields(
+    path: Path,
+    reader: _Reader,
+    trouble: str,
+    size: int,
+) -> GgufHeader:
     reader.take(4)
     if (version := reader.number("I")) not in VERSIONS:
         hint = " (its bytes are in the other order)" if version > 1 << 16 else ""

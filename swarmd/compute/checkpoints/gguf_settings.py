@@ -193,7 +193,11 @@ def _family_fields(header: GgufHeader, head_dim: int) -> dict[str, Any]:
     return fields
 
 
-def _rotary_parameters(header: GgufHeader, config: Any, head_dim: int) -> dict[str, Any]:
+def _rotary_parameters(
+    header: GgufHeader,
+    config: Any,
+    head_dim: int,
+) -> dict[str, Any]:
     """Return transformers' parameters of the rotary angles. Raises ConfigError for a scaling that is not understood."""
     path = header.path
     name = header.architecture

@@ -206,7 +206,11 @@ def _trace_blocks(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> B
         by_name = {"hidden_states": by_name.pop(first), **by_name}
         layer_inputs.append({name: _copy_value(value) for name, value in by_name.items()})
 
-    def leave(layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+    def leave(
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        out: Any,
+    ) -> None:
         hidden = out[0] if isinstance(out, tuple) else out
         trace.append((layer_inputs[-1], hidden.clone()))
 

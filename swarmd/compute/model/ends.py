@@ -32,6 +32,12 @@ class _BlockZeroReached(Exception):
         self.hidden = hidden
 
 
+# One forward of the family, used twice. Layer 0 is a RemoteLayer whose ``call`` is ``_at_block_0``:
+#
+#     embed:    ids ------> embedding, mask, rotary --> layer 0 raises with the hidden states
+#     logits:   the swarm's output -------------------> layer 0 returns it --> norm --> head
+#
+# So scaled embeddings, position tables, norms and soft caps are the family's own, without a line for any family here.
 class Ends:
     """Embedding before the blocks, norm and head after them. For one thread at a time.
 
@@ -109,7 +115,12 @@ class Ends:
         self._swarm_output = hidden.unsqueeze(1)
         try:
             n = hidden.shape[0]
-            zeros = torch.zeros(n, 1, dtype=torch.long, device=hidden.device)
+            zeros = torch.zeros(
+                n,
+                1,
+                dtype=torch.long,
+                device=hidden.device,
+            )
             out = self._model(inputs_embeds=self._swarm_output, position_ids=zeros, use_cache=False)
         finally:
             self._swarm_output = None

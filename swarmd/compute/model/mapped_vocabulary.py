@@ -96,7 +96,11 @@ def map_vocabulary(model: Any, folder: Path) -> None:
         model.set_input_embeddings(MappedEmbedding(stored, embedding.weight.dtype))
 
 
-def _find_stored(model: Any, module: Any, folder: Path) -> torch.Tensor | None:
+def _find_stored(
+    model: Any,
+    module: Any,
+    folder: Path,
+) -> torch.Tensor | None:
     """Return the matrix of a module as its file holds it, mapped; None where the file has no such thing."""
     files = skeleton.weight_map(folder)
     names = [f"{name}.weight" for name, candidate in model.named_modules() if candidate is module]

@@ -75,7 +75,11 @@ class Stub(nn.Module):
         """The layer that this stands for, without weights."""
         return self.__dict__["_original"][0]  # type: ignore[no-any-return]
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Stub:
+    def _apply(
+        self,
+        fn: Callable[..., Any],
+        recurse: bool = True,
+    ) -> Stub:
         """Stay as it is when a model moves: what PEFT puts into a client's stub lives on the CPU, where frames do."""
         return self
 
@@ -340,7 +344,12 @@ def _load_quantised(
     model: PreTrainedModel | None = None
     for n, block in enumerate(span.blocks()):
         on_part(f"reading blocks and rounding them to {kind}", n, len(span))
-        part = load(folder, Span(block, block + 1), dtype, device=device)
+        part = load(
+            folder,
+            Span(block, block + 1),
+            dtype,
+            device=device,
+        )
         replace(part, partial(quantised, kind=kind), nn.Linear)
         if model is None:
             model = part

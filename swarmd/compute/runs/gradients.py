@@ -65,7 +65,12 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 class TrainedModel:
     """A model whose trained parameters, and sums of their gradients, lie in one flat vector each."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, device: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        device: str,
+    ) -> None:
         self.model = model.train().to(device)
         self._recipe = recipe
         self.dtype = DTYPES[recipe.precision]
@@ -101,7 +106,12 @@ class TrainedModel:
         loss = self._run_backward(rows, seed)
         sums = self._cut_vector(self._shared[f"sum{into}"])
         previous_sums = self._cut_vector(self._shared[f"sum{1 - into}"])
-        for (_, parameter), total, previous in zip(self.parameters, sums, previous_sums, strict=True):
+        for (_, parameter), total, previous in zip(
+            self.parameters,
+            sums,
+            previous_sums,
+            strict=True,
+        ):
             gradient = torch.zeros_like(total) if parameter.grad is None else parameter.grad.to("cpu")
             if is_fresh:
                 total.copy_(gradient)
@@ -110,7 +120,12 @@ class TrainedModel:
             parameter.grad = None
         return loss
 
-    def compute_again(self, rows: torch.Tensor, seed: int, path: Path) -> float:
+    def compute_again(
+        self,
+        rows: torch.Tensor,
+        seed: int,
+        path: Path,
+    ) -> float:
         """Add the gradient of the summed loss of ``rows`` [n, t + 1] to a sum, both on other memory (AGAIN)."""
         vectors = self._map_vectors(path, AGAIN)
         with self._using_parameters(self._cut_vector(vectors["parameters"])):
@@ -126,12 +141,21 @@ class TrainedModel:
         """Do the same rows give the same gradients however they are divided? Not with dropout or noise in a router."""
         n_tokens = min(TRIED_TOKENS, self._recipe.batch.tokens)  # a model may have no more positions
         rng = torch.Generator().manual_seed(0)
-        rows = torch.randint(0, vocabulary, (2, n_tokens + 1), generator=rng)
+        rows = torch.randint(
+            0,
+            vocabulary,
+            (2, n_tokens + 1),
+            generator=rng,
+        )
         joint = self._flat_gradient([rows], seed=1)
         separate = self._flat_gradient([rows[:1], rows[1:]], seed=2)
         return float((joint - separate).norm()) <= REPEATS_WITHIN * float(joint.norm())
 
-    def _flat_gradient(self, batches: list[torch.Tensor], seed: int) -> torch.Tensor:
+    def _flat_gradient(
+        self,
+        batches: list[torch.Tensor],
+        seed: int,
+    ) -> torch.Tensor:
         """Compute the gradient of the summed loss of some rows, flat, on the CPU."""
         for batch in batches:
             self._run_backward(batch, seed)
@@ -251,7 +275,13 @@ def build(path: Path, recipe: Recipe) -> nn.Module:
     if recipe.train == "all":
         return model  # type: ignore[no-any-return]
     lora = recipe.lora
-    tuned = with_lora(model, lora.rank, lora.alpha, lora.targets, key="lora.targets")
+    tuned = with_lora(
+        model,
+        lora.rank,
+        lora.alpha,
+        lora.targets,
+        key="lora.targets",
+    )
     return tuned.to(dtype)  # type: ignore[no-any-return]
 
 
@@ -306,9 +336,19 @@ class GradientWorker:
             except torch.OutOfMemoryError as error:  # it takes the parameters twice
                 return messages.framed(WorkerFailed(message=str(error)[:4000]))
         elif message.step:
-            loss = self._trained.step(rows, message.seed, message.step, message.learning_rate)
+            loss = self._trained.step(
+                rows,
+                message.seed,
+                message.step,
+                message.learning_rate,
+            )
         else:
-            loss = self._trained.compute(rows, message.seed, message.into, message.is_fresh)
+            loss = self._trained.compute(
+                rows,
+                message.seed,
+                message.into,
+                message.is_fresh,
+            )
         return messages.framed(ComputedRows(loss=loss))
 
     def _load_run(self, message: LoadRun, raw: bytes) -> bytes:

@@ -13,7 +13,11 @@ Tensors = list[torch.Tensor]
 
 
 def take_step(
-    settings: Optimizer, parameters: Tensors, moments: dict[str, Tensors], learning_rate: float, number: int
+    settings: Optimizer,
+    parameters: Tensors,
+    moments: dict[str, Tensors],
+    learning_rate: float,
+    number: int,
 ) -> None:
     """Take step ``number``, counted from 1, by the gradients in ``parameters``; changes them and ``moments``."""
     if settings.clip_norm:

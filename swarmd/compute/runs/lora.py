@@ -49,7 +49,12 @@ def with_lora(
             f"expected some of {', '.join(linear_names[:SHOWN])}{ellipsis}, or {ALL_LINEAR!r}"
         )
     chosen: Any = ALL_LINEAR if ALL_LINEAR in targets else list(targets) or None
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen, task_type=TaskType.CAUSAL_LM)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=chosen,
+        task_type=TaskType.CAUSAL_LM,
+    )
     try:
         with warnings.catch_warnings(action="ignore"):  # about names that do not concern anybody here
             return get_peft_model(model, config)

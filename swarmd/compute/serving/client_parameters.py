@@ -93,7 +93,12 @@ class ClientParameterStore:
         self._held[client, version, hop] = parameters  # the last used is dropped last
         return parameters
 
-    def put(self, key: Key, part: tuple[int, int], piece: bytes) -> bool:
+    def put(
+        self,
+        key: Key,
+        part: tuple[int, int],
+        piece: bytes,
+    ) -> bool:
         """Take one piece; True once all are there. Raises Refused, at the latest for the last piece."""
         client, version, hop = key
         number, n_parts = part

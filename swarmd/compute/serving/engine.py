@@ -123,7 +123,12 @@ class Engine:
         """Does anything wait to be computed?"""
         return bool(self._queues)
 
-    def take(self, message: WorkerMessage, frame: Frame, tuned: FindTuned = _none_held) -> Iterator[bytes]:
+    def take(
+        self,
+        message: WorkerMessage,
+        frame: Frame,
+        tuned: FindTuned = _none_held,
+    ) -> Iterator[bytes]:
         """Take one frame in: queue work, do at once what is none. Yields answers.
 
         ``tuned`` finds a client's own parameters, for sessions that use them.
@@ -170,7 +175,12 @@ class Engine:
         if parameters.n_prefix >= message.max_tokens:
             text = f"a prefix of {parameters.n_prefix} in a session of {message.max_tokens}"
             raise Refused(Code.TOO_LONG, text)
-        self._sessions[key] = HopSession(self.span, message, self._budget, parameters)
+        self._sessions[key] = HopSession(
+            self.span,
+            message,
+            self._budget,
+            parameters,
+        )
         self._served.setdefault(message.client, min(self._served.values(), default=0.0))
         self._weights[message.client] = message.weight
 
@@ -181,7 +191,12 @@ class Engine:
         ready = [self._describe_next(key) for key in self._queues]
         if any(not r.is_decode or not r.can_share for r in ready):
             return 0.0
-        return patience_s(len(ready), self._n_active(now), now - self._idle_since, self._speed)
+        return patience_s(
+            len(ready),
+            self._n_active(now),
+            now - self._idle_since,
+            self._speed,
+        )
 
     def _n_active(self, now: float) -> int:
         """Return how many sessions decode: they made a step a short time ago."""
@@ -229,7 +244,12 @@ class Engine:
         steps = [r for r in candidates if r.is_decode and self._is_interleavable(r.key)]
         came_at = [self._queues[step.key][0].came_at for step in steps]
         waited_s = now - min(came_at, default=now)
-        if not steps or patience_s(len(steps), self._n_active(now), waited_s, self._speed):
+        if not steps or patience_s(
+            len(steps),
+            self._n_active(now),
+            waited_s,
+            self._speed,
+        ):
             return
         passing = self._passing
         self._passing = set()

@@ -110,7 +110,11 @@ class Training:
         """Does any pass wait?"""
         return bool(self._waiting)
 
-    def take(self, message: WorkerMessage, frame: Frame) -> Iterator[bytes] | None:
+    def take(
+        self,
+        message: WorkerMessage,
+        frame: Frame,
+    ) -> Iterator[bytes] | None:
         """Take one frame in and give the answers to send; None when it is not about fine-tuning."""
         if isinstance(message, Forward | Backward):
             return self._take_work(message, frame.payload)
@@ -121,7 +125,13 @@ class Training:
             self._drop_lane(key)
             changes = (Changes(), Changes()) if message.changes and self._may_remember() else None
             hop = Span(message.start, message.end)
-            lane = _Lane(hop, message.client, message.codec, changes=changes, weight=message.weight)
+            lane = _Lane(
+                hop,
+                message.client,
+                message.codec,
+                changes=changes,
+                weight=message.weight,
+            )
             self._lanes[key] = lane
             self._served.setdefault(lane.client, min(self._served.values(), default=0.0))
         elif isinstance(message, CloseLane):
@@ -165,7 +175,11 @@ class Training:
 
     # --- what comes in ---------------------------------------------------------------------------------------
 
-    def _take_work(self, message: Forward | Backward, payload: memoryview) -> Iterator[bytes]:
+    def _take_work(
+        self,
+        message: Forward | Backward,
+        payload: memoryview,
+    ) -> Iterator[bytes]:
         """Queue a pass once all its parts are there; yields a refusal where it cannot be."""
         key, lane = self._find_lane(message)
         try:
@@ -186,7 +200,15 @@ class Training:
         is_backward = isinstance(message, Backward)
         steps = self._run_backward(lane, collected) if is_backward else self._run_forward(key, lane, collected)
         work = TuningPass(lane.client, is_backward, self._n_taken)
-        self._waiting.append(_WaitingPass(key, message, work, steps, lane.weight))
+        self._waiting.append(
+            _WaitingPass(
+                key,
+                message,
+                work,
+                steps,
+                lane.weight,
+            )
+        )
 
     def _find_lane(self, message: Forward | Backward) -> tuple[Key, _Lane | None]:
         """Find the lane of a message: a forward names the lane's first block, a backward the one behind its last."""
@@ -199,7 +221,11 @@ class Training:
         return (message.session, message.start), None
 
     @staticmethod
-    def _collect_parts(lane: _Lane, message: Forward | Backward, payload: memoryview) -> _CollectedParts | None:
+    def _collect_parts(
+        lane: _Lane,
+        message: Forward | Backward,
+        payload: memoryview,
+    ) -> _CollectedParts | None:
         """Put parts together; None while some are missing. Raises Refused."""
         number, n_parts = message.part
         kind = (type(message), message.seq)
@@ -276,7 +302,12 @@ class Training:
                 inputs, outputs = batch.graphs.pop()
                 leaves = batch.tuned.of_block(block)
                 sources = [inputs, *leaves.values()]
-                gradient, *leaf_gradients = torch.autograd.grad(outputs, sources, gradient, allow_unused=True)
+                gradient, *leaf_gradients = torch.autograd.grad(
+                    outputs,
+                    sources,
+                    gradient,
+                    allow_unused=True,
+                )
                 for (name, leaf), value in zip(leaves.items(), leaf_gradients, strict=True):
                     gradients[name] = torch.zeros_like(leaf) if value is None else value
                 self._span.on_block()
@@ -319,9 +350,19 @@ class Training:
                 raise Refused(Code.NOT_FINITE, f"micro-batch {message.seq} comes to values that are not finite")
         device = self._span.device
         mask = None if mask is None else mask.to(device)
-        return KeptBatch(hidden.to(device), positions.to(device), mask, tuned)
+        return KeptBatch(
+            hidden.to(device),
+            positions.to(device),
+            mask,
+            tuned,
+        )
 
-    def _read_gradient(self, message: Backward, collected: _CollectedParts, batch: KeptBatch) -> torch.Tensor:
+    def _read_gradient(
+        self,
+        message: Backward,
+        collected: _CollectedParts,
+        batch: KeptBatch,
+    ) -> torch.Tensor:
         """Check the gradient by what left a hop: [b, t, d]. Raises Refused."""
         values = []
         try:
@@ -357,7 +398,14 @@ class Training:
             if cache is not None:
                 batch.tuned.fill(cache, hop.blocks(), hidden.shape[0])
             lora = batch.tuned.lora if batch.tuned.lora.updates else None
-            return inputs, self._span.forward_with_grad(inputs, batch.positions, batch.mask, hop, lora, cache)
+            return inputs, self._span.forward_with_grad(
+                inputs,
+                batch.positions,
+                batch.mask,
+                hop,
+                lora,
+                cache,
+            )
 
     @contextmanager
     def _count_graph_bytes(self, batch: KeptBatch) -> Iterator[None]:
@@ -403,7 +451,13 @@ class Training:
         n = 1 + sum(lane.changes is not None for lane in self._lanes.values())
         return n * 2 * MOST_BYTES <= self._limit_bytes // 2
 
-    def _keep_batch(self, key: Key, seq: int, lane: _Lane, batch: KeptBatch) -> bool:
+    def _keep_batch(
+        self,
+        key: Key,
+        seq: int,
+        lane: _Lane,
+        batch: KeptBatch,
+    ) -> bool:
         """Keep a micro-batch for its backward if there is, or can be made, room for its input."""
         batches = [kept for other_lane in self._lanes.values() for kept in other_lane.batches.values()]
         with_graphs = [kept for kept in batches if kept.graph_bytes]
@@ -412,7 +466,12 @@ class Training:
             if self._has_room_for(batch.n_bytes):
                 break
             candidate.drop_graphs()
-        evicted = make_room(self._held_batches(), lane.client, batch.n_bytes, self._limit_bytes).action
+        evicted = make_room(
+            self._held_batches(),
+            lane.client,
+            batch.n_bytes,
+            self._limit_bytes,
+        ).action
         if evicted is None:
             return False
         for lane_key, number in evicted:
@@ -452,7 +511,14 @@ class Training:
         positions = batch.positions.to(torch.int32)
         changes = None if lane.changes is None else lane.changes[1]
         places = None if is_last else (positions, mask)
-        yield from forward_frames(message, lane.hop.end, hidden, places, lane.codec, changes)
+        yield from forward_frames(
+            message,
+            lane.hop.end,
+            hidden,
+            places,
+            lane.codec,
+            changes,
+        )
 
 
 def _join_masks(
@@ -471,13 +537,27 @@ def _join_masks(
 
 
 def _gradient_frames(
-    message: Backward, lane: _Lane, gradient: torch.Tensor, gradients: dict[str, torch.Tensor]
+    message: Backward,
+    lane: _Lane,
+    gradient: torch.Tensor,
+    gradients: dict[str, torch.Tensor],
 ) -> Iterator[bytes]:
     """Frame the gradients of a client's parameters, then that by what entered the hop."""
     if gradients:
         tensors = {name: gradient.contiguous().cpu() for name, gradient in gradients.items()}
         raw = safetensors.torch.save(tensors)
         for number, n, piece in pieces(raw):
-            header = Gradients(message.session, lane.hop.start, message.seq, (number, n))
+            header = Gradients(
+                message.session,
+                lane.hop.start,
+                message.seq,
+                (number, n),
+            )
             yield messages.framed(header, piece)
-    yield from backward_frames(message.session, lane.hop.start, message.seq, gradient, lane.codec)
+    yield from backward_frames(
+        message.session,
+        lane.hop.start,
+        message.seq,
+        gradient,
+        lane.codec,
+    )

@@ -171,7 +171,12 @@ class HopSession:
             self._cache.take_over(other._cache, start, n_tokens, self._span.shares_beginnings)
             self.put(other.history.tokens(start, n_tokens).to(self._span.device))
 
-    def begin(self, op: Op, payload: memoryview, came_at: float = 0.0) -> None:
+    def begin(
+        self,
+        op: Op,
+        payload: memoryview,
+        came_at: float = 0.0,
+    ) -> None:
         """Check an op and apply its edits. Raises Refused or RemoteProtocolError before anything changed."""
         inputs = self._read_untrusted(op, payload)
         self._apply_edits(op.edits)
@@ -285,12 +290,26 @@ class HopSession:
         """Return a complete op as it leaves this hop; what was computed in parts is put together once."""
         op = begun.op
         if begun.hidden is None:
-            return SentOp(op.seq, op.edits, None, None, None, op.record_past)
+            return SentOp(
+                op.seq,
+                op.edits,
+                None,
+                None,
+                None,
+                op.record_past,
+            )
         if len(begun.outs) > 1:
             begun.outs = [torch.cat(begun.outs, 1)]
         hidden = begun.outs[0].cpu()
         begun.outs[0] = hidden
-        return SentOp(op.seq, op.edits, hidden, begun.positions, begun.mask, op.record_past)
+        return SentOp(
+            op.seq,
+            op.edits,
+            hidden,
+            begun.positions,
+            begun.mask,
+            op.record_past,
+        )
 
     def replay(self, request: Replay) -> Iterator[bytes]:
         """Yield the op frames that bring a successor from ``request.have`` (None: nothing) up to date."""
@@ -358,11 +377,23 @@ class HopSession:
             dtype=self._span.dtype,
             seq=part.seq,
         )
-        self._n_tokens, mask = unpack_state_untrusted(raw, self._cache, self.history, example, shape)
+        self._n_tokens, mask = unpack_state_untrusted(
+            raw,
+            self._cache,
+            self.history,
+            example,
+            shape,
+        )
         self._mask = None if mask is None else mask.to(self._span.device)
         self._reached = part.seq
         n_kept = self.history.n_kept
-        done = Inherited(self.session, self.hop.start, self._epoch, seq=part.seq, tokens=n_kept)
+        done = Inherited(
+            self.session,
+            self.hop.start,
+            self._epoch,
+            seq=part.seq,
+            tokens=n_kept,
+        )
         yield messages.framed(done)
 
     def _history_bytes_per_token(self) -> int:
@@ -372,8 +403,14 @@ class HopSession:
         """Give back what the history takes."""
         self.history.close()
 
+    # An op could name rows that are not there, crop more than there is, bring other shapes than the session's, numbers
+    # that are not finite, or positions without end (rotary tables grow with them). It could also be small and cost much:
+    # codes that unpack to more than a frame, edits by the thousand that history has to keep. All of that is refused here,
+    # before the caches are touched, so that a session stays usable after a refusal.
     def _read_untrusted(
-        self, op: Op, payload: memoryview
+        self,
+        op: Op,
+        payload: memoryview,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """Check an op against this session before anything changes. Raises Refused or RemoteProtocolError."""
         n_cropped = cropped(op.edits)

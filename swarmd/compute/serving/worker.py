@@ -151,7 +151,12 @@ class Worker:
 
     def _has_frame(self, timeout_s: float = 0) -> bool:
         """Is there something to receive, or will there be before the timeout?"""
-        readable, _, _ = select.select([self._connection], [], [], timeout_s)
+        readable, _, _ = select.select(
+            [self._connection],
+            [],
+            [],
+            timeout_s,
+        )
         return bool(readable)
 
     def _count_work(self) -> None:
@@ -325,7 +330,12 @@ class Worker:
         except (ConfigError, torch.OutOfMemoryError) as error:
             return WorkerFailed(message=str(error)[:4000])
         budget = Budget(request.history_bytes or 1 << 30, folder)
-        self._engine = Engine(span, budget, can_interleave=span.device.type == "cpu", head=head)
+        self._engine = Engine(
+            span,
+            budget,
+            can_interleave=span.device.type == "cpu",
+            head=head,
+        )
         block_tokens_per_s = len(span.span) * self._speed.prefill_tokens_per_s
         max_tokens = max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * block_tokens_per_s))
         self._training = Training(span, request.tuning_bytes, max_tokens)
@@ -401,7 +411,12 @@ def _load_head(request: LoadSpan, span: LoadedSpan) -> LogitsHead | None:
     """Load norm and head, where the span ends the model. Raises ConfigError."""
     if span.span.end < span.n_layers:
         return None
-    return LogitsHead(Path(request.path), span.dtype, span.device, span.layer_arity)
+    return LogitsHead(
+        Path(request.path),
+        span.dtype,
+        span.device,
+        span.layer_arity,
+    )
 
 
 def _is_op(frame: Frame) -> bool:
