@@ -66,7 +66,7 @@ def layer_state(layer: Any) -> Tensors:
 
 # The other worker may be anybody's. Names decide nothing here: the layers were made by this worker's own family, and an
 # example that it computed itself says which tensors each keeps, of which shape and dtype. So what comes can only be
-# other numbers, of which those that are not finite are refused. Wrong numbers that are finite are found by audits.
+# other numbers, of which those that are not finite are refused. Wrong numbers that are finite are for audits to find.
 def restore_layer_untrusted(
     layer: Any,
     example: Any,

@@ -42,8 +42,8 @@ UNBOUNDED = 1 << 62  # tokens: more than any session has
 #
 # Invariant: the tokens of a session are those of ``beginning``, then ``n_behind`` of the slabs, in their order.
 # ``_keys`` and ``_values`` are views of the slabs' filled part. A reorder of rows, or another batch size, makes them
-# tensors of their own; ``_reserve_room`` copies these into slabs again. Compiled code writes behind ``n_behind`` and only
-# counts (``added``): views are made anew when somebody looks (``_catch_up``).
+# tensors of their own; ``_reserve_room`` copies these into slabs again. Compiled code writes behind ``n_behind`` and
+# only counts (``added``): views are made anew when somebody looks (``_catch_up``).
 class SlabLayer(DynamicLayer):  # type: ignore[misc]
     """The library's full-attention layer over preallocated slabs [b, h, capacity, d] that double when they are full.
 

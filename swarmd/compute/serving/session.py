@@ -404,9 +404,9 @@ class HopSession:
         self.history.close()
 
     # An op could name rows that are not there, crop more than there is, bring other shapes than the session's, numbers
-    # that are not finite, or positions without end (rotary tables grow with them). It could also be small and cost much:
-    # codes that unpack to more than a frame, edits by the thousand that history has to keep. All of that is refused here,
-    # before the caches are touched, so that a session stays usable after a refusal.
+    # that are not finite, or positions without end (rotary tables grow with them). It could also be small and cost
+    # much: codes that unpack to more than a frame, edits by the thousand that the history has to keep. All of that is
+    # refused here, before the caches are touched, so that a session stays usable after a refusal.
     def _read_untrusted(
         self,
         op: Op,
