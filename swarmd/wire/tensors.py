@@ -136,7 +136,8 @@ def _encode_int4(hidden: torch.Tensor) -> list[torch.Tensor] | None:
         return None
     quantised = torch.where(scales > 0, blocks / scales.float(), 0.0)
     quantised = quantised.round().clamp(-7, 7)
-    pairs = (quantised + 8).to(torch.uint8).unflatten(-1, (-1, 2))
+    shifted = (quantised + 8).to(torch.uint8)
+    pairs = shifted.view(*shifted.shape[:-1], -1, 2)
     low = pairs[..., 0]
     high = pairs[..., 1] << 4
     return [low | high, scales]

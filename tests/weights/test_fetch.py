@@ -113,7 +113,7 @@ async def test_a_liar_loses_standing_and_the_rest_goes_on(
     assert not target.damaged()
 
 
-@pytest.mark.parametrize("how", ["dies_after_bytes", "stalls_after_bytes"])
+@pytest.mark.parametrize("failure", ["dies_after_bytes", "stalls_after_bytes"])
 async def test_a_donor_that_dies_or_stalls_half_way_costs_no_verified_byte(
     virtual_time: MockClock, full_model: ModelFolder, target: ModelFolder, failure: str
 ) -> None:

@@ -171,7 +171,7 @@ class SpanAdapters:
         return a, b
 
     def _explain_missing(self, module: str) -> str:
-        """What to say of a module that is not there, where more is known."""
+        """Return what more is known of a module that is not there; empty if nothing is."""
         experts, _, rest = module.rpartition(".experts.")
         if rest[:1].isdecimal() and f"{experts}.experts" in dict(self._model.named_modules()):
             return ": its experts are one tensor, and adapters of single ones are not read: leave them out, or merge it"

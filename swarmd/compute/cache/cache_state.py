@@ -42,7 +42,7 @@ def is_known(cache: SpanCache) -> bool:
 
 
 def layer_state(layer: Any) -> Tensors:
-    """All that a known layer keeps, on the CPU; nothing of a layer that has seen no token."""
+    """Return all that a known layer keeps, on the CPU; nothing of a layer that has seen no token."""
     state: Tensors = {}
     if isinstance(layer, DynamicLayer):
         keys, values = stored(layer)

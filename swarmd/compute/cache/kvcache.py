@@ -147,8 +147,8 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
             past = self.read(shared_keys), self.read(shared_values)
             return past, (all_keys, all_values)
         past = all_keys[:, :, :n_past], all_values[:, :, :n_past]
-        behind = all_keys[:, :, n_past:], all_values[:, :, n_past:]
-        return past, behind
+        suffix = all_keys[:, :, n_past:], all_values[:, :, n_past:]
+        return past, suffix
 
     def room_for(self, n_tokens: int) -> Kept:
         """Return the slabs, with room behind ``n_behind`` for so many tokens that others write; ``added`` follows."""
@@ -340,12 +340,12 @@ class RoundedLayer(SlabLayer):
 
 
 def _copy_dense(part: torch.Tensor) -> torch.Tensor:
-    """The same in memory of its own."""
+    """Copy keys or values into memory of their own."""
     return part.clone(memory_format=torch.contiguous_format)
 
 
 def _n_held(keys: torch.Tensor) -> int:
-    """How many tokens lie in the memory that a view keeps."""
+    """Return how many tokens lie in the memory that a view keeps."""
     b, h, _, d = keys.shape
     token_bytes = b * h * d * keys.element_size()
     return int(keys.untyped_storage().nbytes() // token_bytes)
@@ -541,7 +541,7 @@ def _refuses_crop(layer: Any, n_tokens: int) -> str:
 
 
 def _tensors_of(layer: Any) -> Iterator[torch.Tensor]:
-    """All tensors that a layer keeps, as they lie in memory."""
+    """Yield all tensors that a layer keeps, as they lie in memory."""
     if isinstance(layer, SlabLayer):
         yield from filter(torch.is_tensor, layer.stored)
         return

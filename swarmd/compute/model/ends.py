@@ -87,9 +87,9 @@ class Ends:
         embedded: list[torch.Tensor] = [torch.empty(0)] * len(rows)
         single = [i for i, ids in enumerate(rows) if len(ids) == 1]
         if single:
-            ids = [list(rows[i]) for i in single]
+            single_ids = [list(rows[i]) for i in single]
             positions = [[starts[i]] for i in single]
-            batch = self._embed_tokens(ids, positions)
+            batch = self._embed_tokens(single_ids, positions)
             for index, i in enumerate(single):
                 embedded[i] = batch[index : index + 1].clone()
         for i, ids in enumerate(rows):

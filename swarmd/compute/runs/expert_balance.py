@@ -28,7 +28,7 @@ def leave_out(model: Any) -> None:
 
 
 def balance_factor(model: Any) -> float:
-    """How much of the loss counts; 0: it is not asked for. Raises ConfigError where the family does not say."""
+    """Return how much of the loss counts; 0: it is not asked for. Raises ConfigError if the family does not say."""
     if not is_balanced(model):
         return 0.0
     places = (model, *_configs(model))

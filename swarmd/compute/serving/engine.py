@@ -175,12 +175,7 @@ class Engine:
         if parameters.n_prefix >= message.max_tokens:
             text = f"a prefix of {parameters.n_prefix} in a session of {message.max_tokens}"
             raise Refused(Code.TOO_LONG, text)
-        self._sessions[key] = HopSession(
-            self.span,
-            message,
-            self._budget,
-            parameters,
-        )
+        self._sessions[key] = HopSession(self.span, message, self._budget, parameters)
         self._served.setdefault(message.client, min(self._served.values(), default=0.0))
         self._weights[message.client] = message.weight
 
@@ -191,12 +186,8 @@ class Engine:
         ready = [self._describe_next(key) for key in self._queues]
         if any(not r.is_decode or not r.can_share for r in ready):
             return 0.0
-        return patience_s(
-            len(ready),
-            self._n_active(now),
-            now - self._idle_since,
-            self._speed,
-        )
+        idle_s = now - self._idle_since
+        return patience_s(len(ready), self._n_active(now), idle_s, self._speed)
 
     def _n_active(self, now: float) -> int:
         """Return how many sessions decode: they made a step a short time ago."""
@@ -239,17 +230,13 @@ class Engine:
         now = self._clock()
         if not may_let_in(self._interleaved_s, now - self._passing_since - self._interleaved_s):
             return
-        others = self._queues.keys() - self._passing
-        candidates = [self._describe_next(key) for key in others if self._sessions[key].tokens_left]
+        waiting_keys = self._queues.keys() - self._passing
+        candidates = [self._describe_next(key) for key in waiting_keys if self._sessions[key].tokens_left]
         steps = [r for r in candidates if r.is_decode and self._is_interleavable(r.key)]
-        came_at = [self._queues[step.key][0].came_at for step in steps]
-        waited_s = now - min(came_at, default=now)
-        if not steps or patience_s(
-            len(steps),
-            self._n_active(now),
-            waited_s,
-            self._speed,
-        ):
+        if not steps:
+            return
+        waited_s = now - min(self._queues[step.key][0].came_at for step in steps)
+        if patience_s(len(steps), self._n_active(now), waited_s, self._speed):
             return
         passing = self._passing
         self._passing = set()
@@ -356,10 +343,10 @@ class Engine:
             match = self._prefixes.longest(session.wanted_marks)
             if match is None:
                 continue
-            other, n_tokens = match
+            source_key, n_tokens = match
             n_left = session.tokens_left
             try:
-                session.reuse(self._sessions[other], n_tokens)
+                session.reuse(self._sessions[source_key], n_tokens)
             except PASS_ERRORS as error:
                 logger.exception("a beginning could not be taken over")
                 yield from self._fail_session(key, Refused(Code.SESSION_LOST, f"an op failed: {error}"[:500]))

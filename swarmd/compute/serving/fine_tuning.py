@@ -443,8 +443,8 @@ class Training:
         """Do so many bytes fit beside all that is kept for clients?"""
         changes = (change for lane in self._lanes.values() for change in lane.changes or ())
         remembered = sum(change.n_bytes for change in changes)
-        held = sum(batch.n_bytes for batch in self._held_batches())
-        return held + remembered + n_bytes <= self._limit_bytes
+        held_bytes = sum(batch.n_bytes for batch in self._held_batches())
+        return held_bytes + remembered + n_bytes <= self._limit_bytes
 
     def _may_remember(self) -> bool:
         """Is there room for what one lane more may remember of rows? Half of the memory is for that."""
@@ -459,9 +459,9 @@ class Training:
         batch: KeptBatch,
     ) -> bool:
         """Keep a micro-batch for its backward if there is, or can be made, room for its input."""
-        batches = [kept for other_lane in self._lanes.values() for kept in other_lane.batches.values()]
-        with_graphs = [kept for kept in batches if kept.graph_bytes]
-        with_graphs.sort(key=lambda kept: -kept.order)  # those that are needed last go first
+        batches = [known for other_lane in self._lanes.values() for known in other_lane.batches.values()]
+        with_graphs = [known for known in batches if known.graph_bytes]
+        with_graphs.sort(key=lambda known: -known.order)  # those that are needed last go first
         for candidate in with_graphs:
             if self._has_room_for(batch.n_bytes):
                 break

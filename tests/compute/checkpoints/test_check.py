@@ -62,7 +62,7 @@ def packed(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "kind", "beside"),
+    ("edit", "kind", "companions"),
     [
         (scaled(torch.float8_e4m3fn, ".weight_scale_inv"), "F8_E4M3", "weight_scale_inv"),
         (scaled(torch.float8_e4m3fn, ".input_scale"), "F8_E4M3", "input_scale"),
