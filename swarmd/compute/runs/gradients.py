@@ -106,12 +106,8 @@ class TrainedModel:
         loss = self._run_backward(rows, seed)
         sums = self._cut_vector(self._shared[f"sum{into}"])
         previous_sums = self._cut_vector(self._shared[f"sum{1 - into}"])
-        for (_, parameter), total, previous in zip(
-            self.parameters,
-            sums,
-            previous_sums,
-            strict=True,
-        ):
+        parameters = [parameter for _, parameter in self.parameters]
+        for parameter, total, previous in zip(parameters, sums, previous_sums, strict=True):
             gradient = torch.zeros_like(total) if parameter.grad is None else parameter.grad.to("cpu")
             if is_fresh:
                 total.copy_(gradient)

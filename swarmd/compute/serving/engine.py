@@ -272,7 +272,7 @@ class Engine:
         except PASS_ERRORS as error:  # one session's state must not end the others'
             logger.exception("a pass over %d sessions failed", len(shares))
             for share in shares:  # half changed, all of them
-                yield from self._fail_session(share.key, Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500]))
+                yield from self._fail_session(share.key, f"a pass failed: {error}")
             return
         took_s = self._clock() - begun - (self._interleaved_s - interleaved_s)
         if shares:
@@ -286,7 +286,7 @@ class Engine:
                 answer = self._sessions[key].answer(self._clock(), logits.get(key, b""))
             except PASS_ERRORS as error:
                 logger.exception("an op has no answer")
-                yield from self._fail_session(key, Refused(Code.SESSION_LOST, f"an op has no answer: {error}"[:500]))
+                yield from self._fail_session(key, f"an op has no answer: {error}")
                 continue
             self.handled += 1
             yield answer
@@ -326,9 +326,7 @@ class Engine:
             except PASS_ERRORS as error:
                 logger.exception("an op could not be kept")
                 self.handled -= 1  # it was counted with its answer
-                yield from self._fail_session(
-                    key, Refused(Code.SESSION_LOST, f"an op could not be kept: {error}"[:500])
-                )
+                yield from self._fail_session(key, f"an op could not be kept: {error}")
                 continue
             self._prefixes.set(key, self._sessions[key].marks)
             self._finish_op(key)
@@ -349,7 +347,7 @@ class Engine:
                 session.reuse(self._sessions[source_key], n_tokens)
             except PASS_ERRORS as error:
                 logger.exception("a beginning could not be taken over")
-                yield from self._fail_session(key, Refused(Code.SESSION_LOST, f"an op failed: {error}"[:500]))
+                yield from self._fail_session(key, f"an op failed: {error}")
                 continue
             self.n_reused += n_left - session.tokens_left
 
@@ -409,7 +407,7 @@ class Engine:
                 yield self._refuse_message(waiting.message, Refused(Code.MALFORMED, str(error)))
             except PASS_ERRORS as error:
                 logger.exception("an op could not be begun")
-                yield from self._fail_session(key, Refused(Code.SESSION_LOST, f"an op failed: {error}"[:500]))
+                yield from self._fail_session(key, f"an op failed: {error}")
                 return
             self._finish_op(key)
 
@@ -469,8 +467,9 @@ class Engine:
                 self._served.pop(session.client, None)
                 self._weights.pop(session.client, None)
 
-    def _fail_session(self, key: Key, error: Refused) -> Iterator[bytes]:
+    def _fail_session(self, key: Key, reason: str) -> Iterator[bytes]:
         """End a session; yields a refusal for each op that waits for it."""
+        error = Refused(Code.SESSION_LOST, reason[:500])
         for waiting in self._queues.get(key, ()):
             yield messages.framed(messages.refusal_for(waiting.message, error))
         self._drop_session(key)
