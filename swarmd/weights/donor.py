@@ -41,8 +41,8 @@ class ReadableModel(Protocol):
 Find = Callable[[ModelId], ReadableModel | None]
 
 
-# What a peer could do by asking: have memory filled (a piece has a bounded size, MAX_READS of them are read at a time,
-# and a channel has room for one answer or refuses), ask and not read (given up after SEND_TIMEOUT_S), ask without end
+# What a peer could do by asking: have memory filled (a piece has a bounded size, MAX_READS are read at a time, and each
+# channel may have few answers in memory), ask and not read (given up after SEND_TIMEOUT_S), ask without end
 # (the pace is shared with all traffic). What is sent was hashed just before: a disk that rots makes no liar of a donor.
 class Donor:
     """See the module. ``folders`` is the owner's to fill; ``given`` hears of bytes that left."""
