@@ -75,8 +75,8 @@ class _OpInProgress:
 #                       +-- an op without tokens ---+
 #
 # ``_n_tokens`` counts the tokens that the caches hold, those of the begun op included as they are computed. The
-# history, from which a successor would be rebuilt, gets an op only once it is answered: a worker that dies between
-# caches and history has answered nothing that the history lacks.
+# history, from which a successor would be rebuilt, gets an op after its answer was sent, so that nobody waits for the
+# copy. Until then the session counts as computing: no replay and no hand-over sees caches that the history lacks.
 class HopSession:
     """Caches of one session for one hop of the loaded span."""
 
