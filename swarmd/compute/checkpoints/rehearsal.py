@@ -62,9 +62,9 @@ TOLERANCE = 1e-3  # between blocks one by one and all of them, relative to the l
 #                                      -> compute it block by block, as a chain of peers would
 #                                      -> the same numbers: the family can be served
 #
-# What fails small might work large: a family is refused only after ``N_TRIALS`` models that are sound as a whole and
-# fail in parts, or when the reason was seen (a block is given something that changes with the tokens). Where no small
-# model is sound nothing is refused: the worker that loads the real one decides.
+# What fails small might work large: a family is refused only if all of ``N_TRIALS`` models that are sound as a whole
+# fail in parts, or as soon as the reason is seen (a block is given something that changes with the tokens). Where no
+# small model is sound nothing is refused: the worker that loads the real one decides.
 def rehearse(folder: Path, config: PretrainedConfig) -> None:
     """Refuse a family whose blocks need more than peers hand on. Raises ConfigError."""
     text = skeleton.text_config(config)
