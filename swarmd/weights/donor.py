@@ -31,20 +31,27 @@ class ReadableModel(Protocol):
     """What can be given away: a model's folder, or the state of a training run in memory."""
 
     @property
-    def manifest(self) -> Manifest: ...
+    def manifest(self) -> Manifest:
+        """What the model consists of."""
 
     def read(self, ref: Ref) -> bytes:
-        """One chunk. Raises Refused when it is not here."""
+        """Return one chunk. Raises Refused when it is not here."""
 
 
 Find = Callable[[ModelId], ReadableModel | None]
 
 
+# What a peer could do by asking: have memory filled (a piece has a bounded size, MAX_READS are read at a time, and each
+# channel may have few answers in memory), ask and not read (given up after SEND_TIMEOUT_S), ask without end
+# (the pace is shared with all traffic). What is sent was hashed just before: a disk that rots makes no liar of a donor.
 class Donor:
     """See the module. ``folders`` is the owner's to fill; ``given`` hears of bytes that left."""
 
     def __init__(
-        self, folders: dict[ModelId, ModelFolder], pace: Pace, given: Callable[[int], None] = lambda _: None
+        self,
+        folders: dict[ModelId, ModelFolder],
+        pace: Pace,
+        given: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._given = given
         self._find: Find = lambda model: None
@@ -58,15 +65,18 @@ class Donor:
         self._find = find
 
     def holds(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """What a record says: groups of each model, as ranges."""
-        held = {model: ranges(set(folder.held)) for model, folder in list(self._folders.items()) if folder.held}
-        return {
-            m: tuple((s.start, s.end) for s in spans[:MAX_RANGES]) for m, spans in list(held.items())[:MAX_ANNOUNCED]
-        }
+        """Return what a record says: groups of each model, as ranges."""
+        announced: dict[str, tuple[tuple[int, int], ...]] = {}
+        for model, folder in list(self._folders.items()):
+            if folder.held and len(announced) < MAX_ANNOUNCED:
+                spans = ranges(set(folder.held))[:MAX_RANGES]
+                announced[model] = tuple((span.start, span.end) for span in spans)
+        return announced
 
     async def answer(self, channel: Channel, message: WantManifest | WantChunks) -> None:
         """Send what was asked for. Raises Refused."""
-        folder = self._folders.get(ModelId(message.model)) or self._find(ModelId(message.model))
+        model = ModelId(message.model)
+        folder = self._folders.get(model) or self._find(model)
         if folder is None:
             raise Refused(Code.NOT_HERE, f"nothing of model {message.model[:12]} is here")
         if isinstance(message, WantManifest):
@@ -75,12 +85,19 @@ class Donor:
             await channel.answer(ManifestIs(re=message.id), raw)
             return
         async with channel.room_for(PIECE_BYTES):
-            await self._give(channel, folder, message)
+            await self._send_chunks(channel, folder, message)
 
-    async def _give(self, channel: Channel, folder: ReadableModel, message: WantChunks) -> None:
+    async def _send_chunks(
+        self,
+        channel: Channel,
+        folder: ReadableModel,
+        message: WantChunks,
+    ) -> None:
+        """Read chunks and send them, slice by slice, as the pace allows. Raises Refused."""
         async with self._reads:
             payload = await trio.to_thread.run_sync(read_piece, folder, message.refs)
-        frame, n_bytes = framed(ChunksAre(re=message.id), payload), len(payload)
+        frame = framed(ChunksAre(re=message.id), payload)
+        n_bytes = len(payload)
         del payload  # one copy is enough while it waits to be read
         with trio.move_on_after(SEND_TIMEOUT_S) as sending:
             await channel.send_in_slices(self._pace.slices(frame), self._pace.take)
@@ -93,15 +110,20 @@ class Donor:
 
 def read_piece(folder: ReadableModel, refs: tuple[tuple[int, int], ...]) -> bytes:
     """Read chunks, of bounded size together. Raises Refused."""
-    parts, total = [], 0
+    parts = []
+    total = 0
     for ref in refs:
-        parts.append(folder.read(ref))
-        total += len(parts[-1])
+        part = folder.read(ref)
+        parts.append(part)
+        total += len(part)
         if total > PIECE_BYTES:
             raise Refused(Code.MALFORMED, f"more than {PIECE_BYTES} B in one request")
     return b"".join(parts)
 
 
-def groups_held(held: tuple[tuple[int, int], ...], n_groups: int) -> frozenset[int]:
-    """The groups that a record's ranges name."""
-    return frozenset(g for start, end in held for g in range(start, min(end, n_groups)))
+def groups_held(
+    group_ranges: tuple[tuple[int, int], ...],
+    n_groups: int,
+) -> frozenset[int]:
+    """Return the groups that a record's ranges name."""
+    return frozenset(group for start, end in group_ranges for group in range(start, min(end, n_groups)))

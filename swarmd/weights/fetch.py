@@ -76,21 +76,30 @@ class DownloadProgress:
 
     @property
     def left_s(self) -> float | None:
-        left = self.total_bytes - self.done_bytes
-        return left / self.bytes_per_s if self.bytes_per_s else None
+        """How long it will take at this speed; None while nothing is known of that."""
+        remaining_bytes = self.total_bytes - self.done_bytes
+        return remaining_bytes / self.bytes_per_s if self.bytes_per_s else None
 
 
-async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> Manifest:
+async def fetch_manifest(
+    rpc: Rpc,
+    model: ModelId,
+    donors: Iterable[PeerId],
+) -> Manifest:
     """Ask one donor after the other, and the next one beside it while it is silent.
 
     Raises SwarmUnavailable when none gives the true one.
     """
     reasons: list[str] = []
-    found: list[Manifest] = []
+    received: list[Manifest] = []
 
-    async def ask(donor: PeerId, failed: trio.Event, everybody: trio.CancelScope) -> None:
+    async def ask(
+        donor: PeerId,
+        failed: trio.Event,
+        everybody: trio.CancelScope,
+    ) -> None:
         try:
-            found.append(await _manifest_of(rpc, model, donor))
+            received.append(await _fetch_manifest_from(rpc, model, donor))
             everybody.cancel()
         except IntegrityError as error:
             rpc.standing.fault(donor, Fault.BAD_CHUNK, str(error))
@@ -105,15 +114,20 @@ async def fetch_manifest(rpc: Rpc, model: ModelId, donors: Iterable[PeerId]) -> 
             nursery.start_soon(ask, donor, failed, nursery.cancel_scope)
             with trio.move_on_after(SILENT_S):
                 await failed.wait()
-    if found:
-        return found[0]
+    if received:
+        return received[0]
     raise SwarmUnavailable(f"nobody gives the manifest of {model[:12]}: {'; '.join(reasons) or 'no live donor'}")
 
 
-async def _manifest_of(rpc: Rpc, model: ModelId, donor: PeerId) -> Manifest:
-    """Raises PeerError or IntegrityError."""
+async def _fetch_manifest_from(rpc: Rpc, model: ModelId, donor: PeerId) -> Manifest:
+    """Ask one donor. Raises PeerError or IntegrityError."""
     request = partial(_want_manifest, model)
-    reply, frame = await rpc.call(donor, request, timeout_s=MANIFEST_TIMEOUT_S, purpose="weights")
+    reply, frame = await rpc.call(
+        donor,
+        request,
+        timeout_s=MANIFEST_TIMEOUT_S,
+        purpose="weights",
+    )
     if not isinstance(reply, ManifestIs):
         raise RemoteProtocolError(f"expected a manifest, got {type(reply).__name__}")
     return await trio.to_thread.run_sync(manifests.read_untrusted, bytes(frame.payload), model)
@@ -131,6 +145,14 @@ class DonorTurn:
     n_yielded: int = 0
 
 
+# One loop that supervises, and WINDOW tasks for each of at most MAX_DONORS donors:
+#
+#     supervise: who holds what? --> Download (plan): offers, leaves
+#     donor's task: next_piece --> pace --> ask --> length, sha256 of each chunk --> .part file --> arrived
+#
+# What donors could do, and what it costs: send other bytes (a fault in their standing, not asked again), stall (what
+# was asked for is asked of others, and their turn goes to a donor that waits), refuse (that group is not theirs any
+# more). Nothing is written that was not verified, and what is written stays: a download goes on where it was.
 class Fetch:
     """One download of some groups into one folder."""
 
@@ -162,6 +184,7 @@ class Fetch:
         self._news = trio.Event()
 
     def progress(self) -> DownloadProgress:
+        """Return how far it is now."""
         elapsed = max(trio.current_time() - self._began_at, 1e-6) if self._began_at else 0.0
         rate = (self._done_bytes - self._resumed_bytes) / elapsed if elapsed else 0.0
         return DownloadProgress(
@@ -197,14 +220,11 @@ class Fetch:
         self._waiting_for = ""
 
     async def _supervise(self, nursery: trio.Nursery) -> None:
-        """Use whoever holds something that is wanted, from the moment that this is known."""
+        """Use every donor that holds something which is missing, from the moment that this is known."""
         serving: dict[PeerId, trio.CancelScope] = {}
         while not self._download.is_done:
             now = trio.current_time()
-            known, standing = self._donors(), self._rpc.standing
-            offers = {p: g for p, g in known.items() if standing.allows(p)}
-            if not offers:  # whoever alone has it is asked again soon, unless it lied
-                offers = {p: g for p, g in known.items() if standing.allows(p, True) and not standing.is_shunned(p)}
+            offers = self._usable_donors()
             for peer in self._beyond_room(offers, serving.keys(), now):
                 del offers[peer]
             for peer in [p for p in serving if p not in offers]:
@@ -214,14 +234,29 @@ class Fetch:
                 self._download.offers(peer, groups & self.groups, now)
                 if peer not in serving:
                     serving[peer] = trio.CancelScope()
-                    nursery.start_soon(self._use, peer, serving[peer])
+                    nursery.start_soon(self._use_donor, peer, serving[peer])
             self._check_patience(now)
             news = self._news
             with trio.move_on_after(LOOK_INTERVAL_S):
                 await news.wait()
 
-    def _beyond_room(self, offers: Iterable[PeerId], serving: Collection[PeerId], now: float) -> list[PeerId]:
-        """Donors that there is no room for: those that came last, after those that were there and gave nothing."""
+    def _usable_donors(self) -> dict[PeerId, frozenset[int]]:
+        """Return the donors that may be asked; where there is none, those that failed, unless they lied."""
+        holders = self._donors()
+        standing = self._rpc.standing
+        allowed = {peer: groups for peer, groups in holders.items() if standing.allows(peer)}
+        if allowed:
+            return allowed
+        honest = {peer: groups for peer, groups in holders.items() if not standing.is_shunned(peer)}
+        return {peer: groups for peer, groups in honest.items() if standing.allows(peer, True)}
+
+    def _beyond_room(
+        self,
+        offers: Iterable[PeerId],
+        serving: Collection[PeerId],
+        now: float,
+    ) -> list[PeerId]:
+        """Return donors that there is no room for: first those that gave nothing in their turn, then the newest."""
 
         def rank(peer: PeerId) -> tuple[int, bool, int]:
             turn = self._turns.setdefault(peer, DonorTurn())
@@ -234,13 +269,14 @@ class Fetch:
         return sorted(offers, key=rank)[MAX_DONORS:]
 
     async def _look_at_disk(self) -> None:
+        """Find out what is verified already, and plan the rest."""
         pieces: list[ChunkRequest] = []
         for group in sorted(self.groups):
             part = self._parts[group] = GroupDownload(self._target, group)
             await trio.to_thread.run_sync(part.begin)
-            there = part.n_bytes - sum(part.missing.values())
-            self._resumed_bytes += there
-            self._done_bytes += there
+            verified_bytes = part.n_bytes - sum(part.missing.values())
+            self._resumed_bytes += verified_bytes
+            self._done_bytes += verified_bytes
             pieces += cut(group, part.missing.items())
             if part.missing:
                 self._unfinished[group] = part
@@ -249,13 +285,15 @@ class Fetch:
         self._download = Download(pieces)
         self._waiting_for = ""
 
-    async def _use(self, peer: PeerId, scope: trio.CancelScope) -> None:
+    async def _use_donor(self, peer: PeerId, scope: trio.CancelScope) -> None:
+        """Ask a donor, WINDOW requests at a time, until it is given up."""
         with scope:
             async with trio.open_nursery() as nursery:
                 for _ in range(WINDOW):
                     nursery.start_soon(self._ask_for_more, peer)
 
     async def _ask_for_more(self, peer: PeerId) -> None:
+        """Ask a donor for one piece after the other; its errors are accounted to it here."""
         while not self._download.is_done and peer in self._download.givers:
             news = self._news
             piece = self._download.next_piece(peer, trio.current_time()).action
@@ -265,7 +303,7 @@ class Fetch:
                 continue
             await self._pace.take(piece.n_bytes)
             try:
-                await self._get(peer, piece)
+                await self._fetch_piece(peer, piece)
             except IntegrityError as error:
                 self._rpc.standing.fault(peer, Fault.BAD_CHUNK, str(error))
                 self._give_up(peer, f"lies: {error}")
@@ -277,29 +315,35 @@ class Fetch:
                 self._rpc.standing.leave_out(peer, str(error), LEFT_OUT_S, LONGEST_LEFT_OUT_S)
                 self._give_up(peer, str(error))
 
-    async def _get(self, peer: PeerId, piece: ChunkRequest) -> None:
+    async def _fetch_piece(self, peer: PeerId, piece: ChunkRequest) -> None:
         """Ask for a piece, check it and write it. Raises PeerError or IntegrityError."""
 
         def request(call_id: int) -> Message:
             return WantChunks(id=call_id, model=self._target.model, refs=piece.refs)
 
         if peer == HUB and self._hub is not None:
-            payload = memoryview(await self._of_hub(self._hub, piece))
+            payload = memoryview(await self._read_from_hub(self._hub, piece))
         else:
             timeout_s = self._patience_s(peer)
-            reply, frame = await self._rpc.call(peer, request, timeout_s=timeout_s, purpose="weights")
+            reply, frame = await self._rpc.call(
+                peer,
+                request,
+                timeout_s=timeout_s,
+                purpose="weights",
+            )
             payload = frame.payload if isinstance(reply, ChunksAre) else memoryview(b"")
         if len(payload) != piece.n_bytes:
             raise IntegrityError(f"expected {piece.n_bytes} B of chunks, got {len(payload)} B")
         part = self._parts[piece.group]
-        written, at = 0, 0
+        written = 0
+        offset = 0
         try:
             for ref in piece.refs:
                 size = part.chunk_bytes(ref)
                 if ref in part.missing:
-                    await trio.to_thread.run_sync(part.put, ref, payload[at : at + size])
+                    await trio.to_thread.run_sync(part.put, ref, payload[offset : offset + size])
                     written += size
-                at += size
+                offset += size
         finally:
             self._done_bytes += written
         self._given[peer] = self._given.get(peer, 0) + piece.n_bytes
@@ -310,33 +354,35 @@ class Fetch:
             self._download.arrived(peer, piece, self._fed_at)
             if not part.missing and self._unfinished.pop(piece.group, None) is not None:
                 await trio.to_thread.run_sync(part.finish)
-        self._notify()
+        self._notify_tasks()
 
     @staticmethod
-    async def _of_hub(hub: Hub, piece: ChunkRequest) -> bytes:
+    async def _read_from_hub(hub: Hub, piece: ChunkRequest) -> bytes:
         return await trio.to_thread.run_sync(hub.read_piece, piece.refs, abandon_on_cancel=True)  # type: ignore[call-arg]
 
     def _patience_s(self, peer: PeerId) -> float:
-        """Long enough for all that this donor was asked for at a quarter of its speed."""
+        """Return a time that is enough for all that this donor was asked for at a quarter of its speed."""
         giver = self._download.givers.get(peer)
         if giver is None or not giver.bytes_per_s:
             return STALL_S
-        return max(STALL_S / 3, 4 * sum(p.n_bytes for p in giver.asked) / giver.bytes_per_s)
+        asked_bytes = sum(request.n_bytes for request in giver.asked)
+        return max(STALL_S / 3, 4 * asked_bytes / giver.bytes_per_s)
 
     def _give_up(self, peer: PeerId, reason: str) -> None:
         logger.warning("doing without the donor %s: %s", peer, reason)
         self._download.leaves(peer)
-        self._notify()
+        self._notify_tasks()
 
     def _check_patience(self, now: float) -> None:
+        """Note what is waited for. Raises SwarmUnavailable when nothing has come for too long."""
         missing = self._download.without_donor()
         listed = ", ".join(str(s) for s in ranges(set(missing)))
         self._waiting_for = f"nobody who is up holds groups {listed}" if missing else ""
         if now - self._fed_at > PATIENCE_S:
-            kept = f"{self._done_bytes} of {self._total_bytes} B are verified and kept"
-            why = self._waiting_for or "no donor gives anything"
-            raise SwarmUnavailable(f"{why} for {PATIENCE_S:.0f} s; {kept}: try again when a holder is up")
+            verified = f"{self._done_bytes} of {self._total_bytes} B are verified and kept"
+            reason = self._waiting_for or "no donor gives anything"
+            raise SwarmUnavailable(f"{reason} for {PATIENCE_S:.0f} s; {verified}: try again when a holder is up")
 
-    def _notify(self) -> None:
+    def _notify_tasks(self) -> None:
         self._news.set()
         self._news = trio.Event()

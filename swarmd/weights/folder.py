@@ -31,6 +31,16 @@ PART = ".part"
 _numbers = itertools.count()
 
 
+# How the bytes of a model are named, from the whole to what travels:
+#
+#     group: one block, or the head     entry: a tensor or a plain file     chunk: 4 MiB of an entry, with a sha256
+#
+# A group is given away, deleted and counted as a whole. While it comes it is one file of its final size with holes:
+#
+#     block-0003.safetensors.part   | header | chunk | chunk | (hole) | chunk | ...      written in any order
+#     block-0003.safetensors        the same file, renamed once every chunk is verified
+#
+# There is no table of what is done: after a crash the file is hashed, so that the disk alone is believed.
 class ModelFolder:
     """One model in one folder: a checkpoint of the user's, or one that swarmd fills."""
 
@@ -57,10 +67,12 @@ class ModelFolder:
 
     @property
     def is_whole(self) -> bool:
+        """Is all of the model here?"""
         return len(self.held) == self.head + 1
 
     @property
     def blocks_held(self) -> list[Span]:
+        """The blocks that are here, as spans."""
         return ranges(self.held - {self.head})
 
     def look(self) -> None:
@@ -69,7 +81,7 @@ class ModelFolder:
             places: dict[int, tuple[Path, int]] = {}
             for shard in self.shards():
                 try:
-                    places |= self._placed(shard)
+                    places |= self._find_tensors(shard)
                 except (ConfigError, OSError) as error:
                     if not self.is_filled:
                         raise
@@ -79,32 +91,39 @@ class ModelFolder:
                 if path.is_file() and path.stat().st_size == entry.n_bytes:
                     places[i] = (path, 0)
             self._places = places
-            self.held = frozenset(
-                group for group in range(self.head + 1) if all(i in places for i in self._by_group.get(group, ()))
-            )
+            incomplete = {group for i, group in enumerate(self.groups) if i not in places}
+            self.held = frozenset(group for group in range(self.head + 1) if group not in incomplete)
 
-    def _placed(self, shard: Path) -> dict[int, tuple[Path, int]]:
-        """Where the manifest's tensors are in one file."""
-        found = {}
+    def _find_tensors(self, shard: Path) -> dict[int, tuple[Path, int]]:
+        """Return where the manifest's tensors are in one file."""
+        places = {}
         with shard.open("rb") as file:
-            for place in shards.read_header(file, shard, os.fstat(file.fileno()).st_size):
+            size = os.fstat(file.fileno()).st_size
+            for place in shards.read_header(file, shard, size):
                 i = self._numbers.get(place.name, -1)
-                if i >= 0 and (place.dtype, place.shape) == (self._entries[i].dtype, self._entries[i].shape):
-                    found[i] = (shard, place.start)
-        return found
+                if i < 0:
+                    continue
+                entry = self._entries[i]
+                if place.dtype == entry.dtype and place.shape == entry.shape:
+                    places[i] = (shard, place.start)
+        return places
 
     def entries_of(self, group: int) -> list[tuple[int, Entry]]:
-        return [(i, self._entries[i]) for i in self._by_group.get(group, ())]
+        """Return a group's entries with their numbers in the manifest."""
+        indices = self._by_group.get(group, ())
+        return [(i, self._entries[i]) for i in indices]
 
     def n_bytes(self, groups: Iterable[int]) -> int:
+        """Return the bytes of groups, here or not."""
         return sum(entry.n_bytes for group in groups for _, entry in self.entries_of(group))
 
     def read(self, ref: Ref) -> bytes:
-        """One verified chunk of a complete group. Raises Refused when it is not here (any more)."""
+        """Return one verified chunk of a complete group. Raises Refused when it is not here (any more)."""
         index, chunk = ref
-        if not (index < len(self._entries) and chunk < len(self._entries[index].chunks)):
+        if index >= len(self._entries) or chunk >= len(self._entries[index].chunks):
             raise Refused(Code.MALFORMED, f"chunk {chunk} of entry {index}, which {self.model[:12]} does not have")
-        place, entry = self._places.get(index), self._entries[index]
+        place = self._places.get(index)
+        entry = self._entries[index]
         if place is None or self.groups[index] not in self.held:
             raise Refused(Code.NOT_HELD, f"{entry.name} of {self.model[:12]} is not here")
         path, start = place
@@ -119,16 +138,16 @@ class ModelFolder:
         return data
 
     def damaged(self) -> list[str]:
-        """Hash everything that is here; names of entries that are not what the manifest says."""
-        found = []
+        """Hash everything that is here; returns names of entries that are not what the manifest says."""
+        names = []
         for index, entry in enumerate(self._entries):
             if index in self._places and self.groups[index] in self.held:
                 try:
                     for chunk in range(len(entry.chunks)):
                         self.read((index, chunk))
                 except Refused:
-                    found.append(entry.name)
-        return found
+                    names.append(entry.name)
+        return names
 
     def drop(self, groups: Iterable[int]) -> None:
         """Delete groups; only for a folder that swarmd fills."""
@@ -140,19 +159,26 @@ class ModelFolder:
         self.look()
 
     def slots(self, group: int) -> list[GroupSlot]:
-        """The files that a group becomes: one of safetensors, and the head's plain ones."""
+        """Return the files that a group becomes: one of safetensors, and the head's plain ones."""
+        n_files = len(self.manifest.files)
         members = self.entries_of(group)
-        tensors = [(i, e) for i, e in members if i >= len(self.manifest.files)]
-        found = [GroupSlot(self.folder / e.name, b"", ((i, 0),)) for i, e in members if i < len(self.manifest.files)]
+        plain = [(i, entry) for i, entry in members if i < n_files]
+        tensors = [(i, entry) for i, entry in members if i >= n_files]
+        slots = []
+        for i, entry in plain:
+            path = self.folder / entry.name
+            slots.append(GroupSlot(path, prefix=b"", starts=((i, 0),)))
         if tensors:
-            prefix, places = shards.make_header((e.name, e.dtype, e.shape) for _, e in tensors)
-            starts = tuple((i, place.start) for (i, _), place in zip(tensors, places, strict=True))
+            headings = [(entry.name, entry.dtype, entry.shape) for _, entry in tensors]
+            prefix, places = shards.make_header(headings)
+            indices = [i for i, _ in tensors]
+            starts = tuple(zip(indices, [place.start for place in places], strict=True))
             name = "head" if group == self.head else f"block-{group:04d}"
-            found.append(GroupSlot(self.folder / f"{name}.safetensors", prefix, starts))
-        return found
+            slots.append(GroupSlot(self.folder / f"{name}.safetensors", prefix, starts))
+        return slots
 
     def shards(self) -> list[Path]:
-        """The safetensors files of what is complete. Raises ConfigError."""
+        """Return the safetensors files of what is complete. Raises ConfigError."""
         if self.is_filled:
             return sorted(self.folder.glob("*.safetensors"))
         if adapter.is_adapter(self.folder):
@@ -170,6 +196,7 @@ class GroupSlot:
 
     @property
     def part(self) -> Path:
+        """The file's path while it is not complete."""
         return self.path.with_name(self.path.name + PART)
 
 
@@ -182,23 +209,25 @@ class GroupDownload:
         self.n_bytes = target.n_bytes((group,))
         self._target = target
         self._entries = dict(target.entries_of(group))
-        self._at: dict[int, tuple[Path, int]] = {}
+        self._places: dict[int, tuple[Path, int]] = {}
         self._slots: list[GroupSlot] = []
 
     def begin(self) -> None:
         """Make room, or find out what an earlier attempt left. Raises ConfigError when the disk says no."""
         for slot in self._target.slots(self.group):
-            if slot.path.is_file() and all(self._is_there(slot.path, ref, at) for ref, at in self._chunks(slot)):
-                continue  # complete, and it stays where it is
-            is_new = self._prepare(slot)
+            if slot.path.is_file() and self._is_complete(slot):
+                continue  # it stays where it is
+            is_new = self._prepare_part(slot)
             self._slots.append(slot)
-            for ref, at in self._chunks(slot):
-                self._at[ref[0]] = (slot.part, at)
-                if is_new or not self._is_there(slot.part, ref, at):
+            for ref, start in self._chunks_of(slot):
+                self._places[ref[0]] = (slot.part, start)
+                if is_new or not self._is_there(slot.part, ref, start):
                     self.missing[ref] = self.chunk_bytes(ref)
 
     def chunk_bytes(self, ref: Ref) -> int:
-        return self._entries[ref[0]].chunk_bytes(ref[1])
+        """Return how long a chunk is."""
+        index, chunk = ref
+        return self._entries[index].chunk_bytes(chunk)
 
     def put(self, ref: Ref, data: bytes | memoryview) -> None:
         """Write one chunk. Raises IntegrityError for other bytes than the manifest's, ConfigError from the disk."""
@@ -206,10 +235,10 @@ class GroupDownload:
         entry = self._entries[index]
         if not entry.is_chunk(chunk, data):
             raise IntegrityError(f"chunk {chunk} of {entry.name} has another sha256 than the manifest says")
-        path, start = self._at[index]
+        path, start = self._places[index]
         with _Disk(path):
             try:
-                with _open(path) as file:
+                with _open_file(path) as file:
                     file.seek(start + chunk * CHUNK_BYTES)
                     file.write(data)
             except FileNotFoundError:
@@ -229,19 +258,21 @@ class GroupDownload:
                 slot.part.replace(slot.path)
         self._target.look()
 
-    def _chunks(self, slot: GroupSlot) -> Iterator[tuple[Ref, int]]:
-        """Each chunk of a file, with where its entry starts."""
+    def _chunks_of(self, slot: GroupSlot) -> Iterator[tuple[Ref, int]]:
+        """Yield each chunk of a file, with where its entry starts."""
         for index, start in slot.starts:
             for chunk in range(len(self._entries[index].chunks)):
                 yield (index, chunk), start
 
-    def _prepare(self, slot: GroupSlot) -> bool:
+    def _prepare_part(self, slot: GroupSlot) -> bool:
         """Make the part file; is it new?"""
-        size = len(slot.prefix) + sum(self._entries[i].n_bytes for i, _ in slot.starts)
+        data_bytes = sum(self._entries[i].n_bytes for i, _ in slot.starts)
+        size = len(slot.prefix) + data_bytes
         with _Disk(slot.part):
             is_new = not slot.part.exists()
-            with _open(slot.part, os.O_CREAT) as file:
-                if is_new or file.read(len(slot.prefix)) != slot.prefix or os.fstat(file.fileno()).st_size != size:
+            with _open_file(slot.part, os.O_CREAT) as file:
+                has_prefix = not is_new and file.read(len(slot.prefix)) == slot.prefix
+                if not has_prefix or os.fstat(file.fileno()).st_size != size:
                     is_new = True
                     file.truncate(0)
                     file.seek(0)
@@ -249,10 +280,15 @@ class GroupDownload:
                     file.truncate(size)
         return is_new
 
+    def _is_complete(self, slot: GroupSlot) -> bool:
+        """Does a group's file hold all its chunks as the manifest has them?"""
+        return all(self._is_there(slot.path, ref, start) for ref, start in self._chunks_of(slot))
+
     def _is_there(self, path: Path, ref: Ref, start: int) -> bool:
+        """Does a file hold this chunk as the manifest has it?"""
         index, chunk = ref
         entry = self._entries[index]
-        with _Disk(path), _open(path) as file:
+        with _Disk(path), _open_file(path) as file:
             file.seek(start + chunk * CHUNK_BYTES)
             return entry.is_chunk(chunk, file.read(entry.chunk_bytes(chunk)))
 
@@ -279,8 +315,9 @@ def write_file(path: Path, *data: bytes | memoryview) -> None:
 
 
 def disk_bytes(paths: Iterable[Path]) -> int:
-    """What plain files take on disk; holes in them take nothing."""
-    return sum(path.stat().st_blocks * 512 for path in paths if path.is_file() and not path.is_symlink())
+    """Return what plain files take on disk; holes in them take nothing."""
+    plain = (path for path in paths if path.is_file() and not path.is_symlink())
+    return sum(path.stat().st_blocks * 512 for path in plain)
 
 
 def make_folder(path: Path) -> None:
@@ -297,7 +334,12 @@ class _Disk:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: object,
+    ) -> None:
         if not isinstance(error, OSError):
             return
         hint = ""
@@ -308,6 +350,7 @@ class _Disk:
         raise ConfigError(f"cannot write {self._path}: {error.strerror}{hint}") from None
 
 
-def _open(path: Path, flags: int = 0) -> BinaryIO:
+def _open_file(path: Path, flags: int = 0) -> BinaryIO:
     """Open for reading and writing, never through a symbolic link."""
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o644), "r+b")
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o644)
+    return os.fdopen(descriptor, "r+b")

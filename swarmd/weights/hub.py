@@ -25,70 +25,85 @@ TIMEOUT_S = 60.0  # a hub that answers nothing for so long is down
 MAX_INDEX_BYTES = 32 * 2**20  # of a sharded checkpoint's index
 
 
+# The hub's bytes go through the same check as a peer's: the sha256 of each chunk in the manifest. What is read here
+# without one (the index, shards' headers) only says where to look; a lie there gives chunks that fail the check.
 class Hub:
     """One model on the hub, ``org/name@revision``. No event loop: call it from a thread."""
 
     def __init__(self, source: str, manifest: Manifest) -> None:
         self._repo, _, self._revision = source.partition("@")
-        self._entries, self._n_files = manifest.entries, len(manifest.files)
+        self._entries = manifest.entries
+        self._n_files = len(manifest.files)
         self._client: Any = None
         self._places: dict[str, tuple[str, Place]] = {}
 
     def read_piece(self, refs: tuple[Ref, ...]) -> bytes:
-        """The chunks, one after the other. Raises Unreachable."""
-        return b"".join(self._read(*ref) for ref in refs)
+        """Return the chunks, one after the other. Raises Unreachable."""
+        return b"".join(self._read_chunk(index, chunk) for index, chunk in refs)
 
-    def _read(self, index: int, chunk: int) -> bytes:
+    def _read_chunk(self, index: int, chunk: int) -> bytes:
+        """Return one chunk of a file or a tensor."""
         entry = self._entries[index]
         if index < self._n_files:
-            name, start = entry.name, 0
+            name = entry.name
+            start = 0
         else:
-            name, place = self._find(entry.name)
+            name, place = self._find_tensor(entry.name)
             start = place.start
         first = start + chunk * CHUNK_BYTES
-        return self._get(name, first, entry.chunk_bytes(chunk))
+        return self._get_bytes(name, first, entry.chunk_bytes(chunk))
 
-    def _find(self, tensor: str) -> tuple[str, Place]:
-        """The shard that holds a tensor, and where; reads headers once."""
+    def _find_tensor(self, tensor: str) -> tuple[str, Place]:
+        """Return the shard that holds a tensor, and where; reads headers once."""
         if not self._places:
             try:
-                index = json.loads(self._get("model.safetensors.index.json", 0, MAX_INDEX_BYTES))
+                index = json.loads(self._get_bytes("model.safetensors.index.json", 0, MAX_INDEX_BYTES))
                 names = sorted({str(name) for name in index["weight_map"].values()})
             except (Unreachable, ValueError, KeyError, TypeError, AttributeError):
                 names = ["model.safetensors"]
             for name in names:
                 if Path(name).name == name:
-                    self._places |= {place.name: (name, place) for place in self._header(name)}
+                    self._places |= {place.name: (name, place) for place in self._read_header(name)}
         if tensor not in self._places:
             raise Unreachable(f"{self._repo} on the hub has no tensor {tensor}")
         return self._places[tensor]
 
-    def _header(self, name: str) -> list[Place]:
-        (n_bytes,) = struct.unpack("<Q", self._get(name, 0, 8))
+    def _read_header(self, name: str) -> list[Place]:
+        """Read a shard's header: where its tensors are. Raises Unreachable."""
+        (n_bytes,) = struct.unpack("<Q", self._get_bytes(name, 0, 8))
         if n_bytes > shards.MAX_HEADER_BYTES:
             raise Unreachable(f"{name} of {self._repo} on the hub is no safetensors file")
-        raw = self._get(name, 0, 8 + n_bytes)
+        raw = self._get_bytes(name, 0, 8 + n_bytes)
         try:
-            ends = [info["data_offsets"][1] for key, info in json.loads(raw[8:]).items() if key != "__metadata__"]
-            return shards.read_header(io.BytesIO(raw), Path(name), len(raw) + max(ends, default=0))
+            header = json.loads(raw[8:])
+            names = header.keys() - {"__metadata__"}
+            data_bytes = max((header[tensor]["data_offsets"][1] for tensor in names), default=0)
+            return shards.read_header(io.BytesIO(raw), Path(name), len(raw) + data_bytes)
         except (ConfigError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise Unreachable(f"{name} of {self._repo} on the hub: {error}") from None
 
-    def _get(self, name: str, start: int, n_bytes: int) -> bytes:
+    def _get_bytes(self, name: str, start: int, n_bytes: int) -> bytes:
+        """Return bytes of a file, or fewer where it ends. Raises Unreachable."""
         import httpx
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         if self._client is None:
             self._client = httpx.Client(follow_redirects=True, timeout=TIMEOUT_S)
-        url = hf_hub_url(self._repo, name, revision=self._revision or None, endpoint=os.environ.get("HF_ENDPOINT"))
+        endpoint = os.environ.get("HF_ENDPOINT")
+        url = hf_hub_url(
+            self._repo,
+            name,
+            revision=self._revision or None,
+            endpoint=endpoint,
+        )
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + n_bytes - 1}"}
         try:
-            with self._client.stream("GET", url, headers=headers) as answer:
-                if answer.status_code not in (200, 206) or (answer.status_code == 200 and start):
-                    raise Unreachable(f"the hub answers {answer.status_code} for {name} of {self._repo}")
+            with self._client.stream("GET", url, headers=headers) as response:
+                if response.status_code not in (200, 206) or (response.status_code == 200 and start):
+                    raise Unreachable(f"the hub answers {response.status_code} for {name} of {self._repo}")
                 data = bytearray()
-                for part in answer.iter_bytes():
+                for part in response.iter_bytes():
                     data += part
                     if len(data) >= n_bytes:
                         break

@@ -37,36 +37,44 @@ class UnusedModel:
 
 
 class Library:
-    """See the module. ``own`` maps models to the user's checkpoint folders; ``root`` is where swarmd keeps its own."""
+    """See the module. ``user_folders`` maps models to checkpoint folders of the user's; ``root`` is swarmd's own."""
 
-    def __init__(self, root: Path, own: Mapping[ModelId, Path], limit_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        user_folders: Mapping[ModelId, Path],
+        limit_bytes: int = 0,
+    ) -> None:
         self.root = root
         self.limit_bytes = limit_bytes
         self.folders: dict[ModelId, ModelFolder] = {}
-        self.look(own)
+        self.look(user_folders)
 
-    def look(self, own: Mapping[ModelId, Path]) -> None:
+    def look(self, user_folders: Mapping[ModelId, Path]) -> None:
         """See what is there. A folder that cannot be used is left out, and the log says why."""
-        found = {ModelId(path.parent.name): path.parent for path in self.root.glob(f"*/{files.MANIFEST}")}
-        wanted = {**found, **own}
-        for model in [m for m, folder in self.folders.items() if wanted.get(m) != folder.folder]:
-            del self.folders[model]
-        for model, path in wanted.items():
+        filled = {}
+        for path in self.root.glob(f"*/{files.MANIFEST}"):
+            filled[ModelId(path.parent.name)] = path.parent
+        folders = {**filled, **user_folders}
+        for model, known in list(self.folders.items()):
+            if folders.get(model) != known.folder:
+                del self.folders[model]
+        for model, path in folders.items():
             if model in self.folders:
                 continue
             try:
-                self.folders[model] = ModelFolder(path, self._manifest(model, path))
+                self.folders[model] = ModelFolder(path, self._read_manifest(model, path))
             except (ConfigError, IntegrityError, OSError) as error:
                 logger.warning("leaving out model %s in %s: %s", model[:12], path, error)
 
     def keep_manifest(self, manifest: Manifest, folder: Path) -> None:
         """Remember what hashing a folder of the user's gave, and how its files looked then. Raises ConfigError."""
-        kept = self._kept(manifests.model_id(manifest))
-        files.write_file(kept.with_suffix(".files"), _looks(folder))
-        files.write_file(kept, manifests.encode(manifest))
+        path = self._manifest_path(manifests.model_id(manifest))
+        files.write_file(path.with_suffix(".files"), _fingerprint(folder))
+        files.write_file(path, manifests.encode(manifest))
 
     def fill(self, manifest: Manifest) -> ModelFolder:
-        """The folder that gets what this machine lacks of a model. Raises ConfigError."""
+        """Return the folder that gets what this machine lacks of a model. Raises ConfigError."""
         model = manifests.model_id(manifest)
         known = self.folders.get(model)
         if known is None or not self.is_filled(known):
@@ -79,22 +87,28 @@ class Library:
 
     def touch(self, folder: ModelFolder, groups: frozenset[int]) -> None:
         """Note that groups are used now."""
-        for group in groups if self.is_filled(folder) else ():
+        if not self.is_filled(folder):
+            return
+        for group in groups:
             for slot in folder.slots(group):
                 with suppress(OSError):
                     os.utime(slot.path)
 
     def used_bytes(self) -> int:
-        """What the folders that swarmd fills take on disk."""
+        """Return what the folders that swarmd fills take on disk."""
         return files.disk_bytes(self.root.glob("*/*"))
 
-    def make_room(self, n_bytes: int, in_use: Mapping[ModelId, frozenset[int]]) -> list[str]:
-        """Delete what was not used for longest until ``n_bytes`` more fit; says what went. Raises ConfigError."""
+    def make_room(
+        self,
+        n_bytes: int,
+        in_use: Mapping[ModelId, frozenset[int]],
+    ) -> list[str]:
+        """Delete what was not used for longest until ``n_bytes`` more fit; returns what went. Raises ConfigError."""
         if n_bytes <= 0:
             return []
         files.make_folder(self.root)
-        gone = []
-        unused = sorted(self._unused(in_use), key=lambda u: u.used_at, reverse=True)
+        deleted = []
+        unused = sorted(self._unused_groups(in_use), key=lambda u: u.used_at, reverse=True)
         while (lacking := n_bytes - self.free_bytes()) > 0:
             if not unused:
                 limit = f"the disk limit of {self.limit_bytes / 2**30:.1f} GiB" if self.limit_bytes else "the free disk"
@@ -104,13 +118,15 @@ class Library:
                 )
             oldest = unused.pop()
             oldest.folder.drop([oldest.group])
-            gone.append(f"group {oldest.group} of {oldest.folder.model[:12]}")
-        return gone
+            deleted.append(f"group {oldest.group} of {oldest.folder.model[:12]}")
+        return deleted
 
     def free_bytes(self) -> int:
-        """What may still be written."""
+        """Return what may still be written."""
         free = shutil.disk_usage(self.root).free - RESERVE_BYTES
-        return min(free, self.limit_bytes - self.used_bytes()) if self.limit_bytes else free
+        if not self.limit_bytes:
+            return free
+        return min(free, self.limit_bytes - self.used_bytes())
 
     def remove(self, model: ModelId) -> int:
         """Delete a folder that swarmd fills; returns the bytes that it took. Raises ConfigError."""
@@ -124,15 +140,16 @@ class Library:
         del self.folders[model]
         return n_bytes
 
-    def _kept(self, model: ModelId) -> Path:
+    def _manifest_path(self, model: ModelId) -> Path:
         return self.root / "manifests" / f"{model}.bin"
 
-    def _manifest(self, model: ModelId, path: Path) -> Manifest:
+    def _read_manifest(self, model: ModelId, path: Path) -> Manifest:
+        """Read or make the manifest of a folder; one of the user's is hashed only if its files have changed."""
         if path.parent == self.root:
             return manifests.read_untrusted((path / files.MANIFEST).read_bytes(), model)
-        kept = self._kept(model)
-        if kept.is_file() and kept.with_suffix(".files").read_bytes() == _looks(path):
-            return manifests.read_untrusted(kept.read_bytes(), model)
+        saved = self._manifest_path(model)
+        if saved.is_file() and saved.with_suffix(".files").read_bytes() == _fingerprint(path):
+            return manifests.read_untrusted(saved.read_bytes(), model)
         if adapter.is_adapter(path):
             raise ConfigError("its files are not known, or no longer what they were: add the adapter again")
         manifest = manifests.read_folder(path)
@@ -140,18 +157,27 @@ class Library:
             raise ConfigError("its files are no longer those that were added: add it again")
         return manifest
 
-    def _unused(self, in_use: Mapping[ModelId, frozenset[int]]) -> list[UnusedModel]:
-        found: list[UnusedModel] = []
+    def _unused_groups(self, in_use: Mapping[ModelId, frozenset[int]]) -> list[UnusedModel]:
+        """Return what could be deleted, with when it was used last."""
+        unused: list[UnusedModel] = []
         for model, folder in list(self.folders.items()):
-            groups = set(range(folder.head + 1)) - in_use.get(model, frozenset())
-            for group in groups if self.is_filled(folder) else ():
-                times = [p.stat().st_mtime for s in folder.slots(group) for p in (s.path, s.part) if p.is_file()]
+            if not self.is_filled(folder):
+                continue
+            groups = set(range(folder.head + 1))
+            for group in groups - in_use.get(model, frozenset()):
+                slots = folder.slots(group)
+                paths = [*(slot.path for slot in slots), *(slot.part for slot in slots)]
+                times = [path.stat().st_mtime for path in paths if path.is_file()]
                 if times:
-                    found.append(UnusedModel(max(times), folder, group))
-        return found
+                    unused.append(UnusedModel(max(times), folder, group))
+        return unused
 
 
-def _looks(folder: Path) -> bytes:
-    """Size and time of each file of a checkpoint: where these are as they were, so are the bytes."""
+def _fingerprint(folder: Path) -> bytes:
+    """Return size and time of each file of a checkpoint: where these are as they were, so are the bytes."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
-    return json.dumps([(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in paths]).encode()
+    looks = []
+    for path in paths:
+        stat = path.stat()
+        looks.append((path.name, stat.st_size, stat.st_mtime_ns))
+    return json.dumps(looks).encode()

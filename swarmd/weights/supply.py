@@ -26,6 +26,12 @@ NEWS_INTERVAL_S = 0.5  # between two announcements of what has come: each is gos
 HOLDER_PATIENCE_S = 30.0  # the manifest may be known before its holder's record
 
 
+# How a machine comes to what it needs of a model, one at a time for each model (``_locks``):
+#
+#     manifest: here? else asked of holders --> groups: here? else room is made --> Fetch from peers and the hub
+#
+# Invariant: what is promised to a download that goes on (``_reserved``) and what is used (``in_use``) is never deleted
+# to make room for another one; bytes that are promised and not written yet count as used.
 class Supply:
     """See the module. ``in_use`` tells which groups must not be deleted to make room; None: nothing is ever deleted.
 
@@ -56,11 +62,11 @@ class Supply:
         self._reserved: dict[ModelId, frozenset[int]] = {}
 
     def progress(self) -> list[DownloadProgress]:
-        """The downloads under way."""
+        """Return the downloads under way."""
         return [fetch.progress() for fetch in self._fetches.values()]
 
     async def manifest(self, model: ModelId) -> Manifest:
-        """What a model consists of. Raises SwarmUnavailable when nobody tells."""
+        """Return what a model consists of. Raises SwarmUnavailable when nobody tells."""
         known = self.library.folders.get(model)
         if known is not None:
             return known.manifest
@@ -72,24 +78,28 @@ class Supply:
             self._rpc.network.learn(peer, self._addresses(peer))
         return await fetch_manifest(self._rpc, model, holders)
 
-    async def ensure(self, model: ModelId, groups: Iterable[int] | None = None) -> ModelFolder:
+    async def ensure(
+        self,
+        model: ModelId,
+        groups: Iterable[int] | None = None,
+    ) -> ModelFolder:
         """Have groups of a model (None: all of it) on this disk; returns the folder to load them from.
 
         Raises ConfigError when they do not fit, SwarmUnavailable when nobody gives them.
         """
         manifest = await self.manifest(model)
         n_groups = manifest.n_blocks + 1
-        wanted = frozenset(range(n_groups) if groups is None else groups)
-        if beyond := sorted(wanted - set(range(n_groups))):
-            raise ConfigError(f"model {model[:12]} has {manifest.n_blocks} blocks: there is no block {beyond[0]}")
+        needed = frozenset(range(n_groups) if groups is None else groups)
+        if unknown := sorted(needed - set(range(n_groups))):
+            raise ConfigError(f"model {model[:12]} has {manifest.n_blocks} blocks: there is no block {unknown[0]}")
         async with self._locks.setdefault(model, trio.Lock()):
             known = self.library.folders.get(model)
             if known is not None and known.is_filled:
                 await trio.to_thread.run_sync(known.look)  # another process may fill it, or make room there
-            if known is None or not wanted <= known.held:
-                known = await self._fetch(manifest, wanted)
-            self.library.touch(known, wanted)
-        if not wanted <= known.held:
+            if known is None or not needed <= known.held:
+                known = await self._fetch_groups(manifest, needed)
+            self.library.touch(known, needed)
+        if not needed <= known.held:
             raise SwarmUnavailable(f"groups of {model[:12]} are not there though they were fetched: try again")
         return known
 
@@ -98,24 +108,25 @@ class Supply:
         with suppress(ConfigError):
             logger.info("deleted %d B of %s", self.library.remove(model), model[:12])
 
-    async def _fetch(self, manifest: Manifest, wanted: frozenset[int]) -> ModelFolder:
+    async def _fetch_groups(self, manifest: Manifest, needed_groups: frozenset[int]) -> ModelFolder:
+        """Make room for groups and download them. Raises as ``ensure`` does."""
         target = await trio.to_thread.run_sync(self.library.fill, manifest)
-        lacking = wanted - target.held
-        self._reserved[target.model] = wanted
+        missing = needed_groups - target.held
+        self._reserved[target.model] = needed_groups
         try:
-            needed = target.n_bytes(lacking) - _begun_bytes(target, lacking)
-            needed += sum(p.total_bytes - p.done_bytes for p in self.progress())  # promised, and not written yet
-            for gone in await trio.to_thread.run_sync(self.library.make_room, needed, self._kept()):
-                logger.info("deleted to make room: %s", gone)
+            needed_bytes = target.n_bytes(missing) - _begun_bytes(target, missing)
+            needed_bytes += sum(p.total_bytes - p.done_bytes for p in self.progress())  # promised, not written yet
+            for deleted in await trio.to_thread.run_sync(self.library.make_room, needed_bytes, self._undeletable()):
+                logger.info("deleted to make room: %s", deleted)
 
             source = self._view().catalog.sources.get(target.model) if self._use_hub else None
             hub = Hub(source, manifest) if source else None
-            everywhere = {HUB: frozenset(range(target.head + 1))} if hub else {}
+            of_hub = {HUB: frozenset(range(target.head + 1))} if hub else {}
 
             def donors() -> dict[PeerId, frozenset[int]]:
-                return {**self._donors(target), **everywhere}
+                return {**self._donors(target), **of_hub}
 
-            fetch = Fetch(self._rpc, target, wanted, donors, self._pace, hub)
+            fetch = Fetch(self._rpc, target, needed_groups, donors, self._pace, hub)
             self._fetches[target.model] = fetch
             await fetch.run()
             self._taken(sum(fetch.progress().given_bytes.values()))
@@ -126,29 +137,40 @@ class Supply:
             self._changed()
         return target
 
-    def _kept(self) -> dict[ModelId, frozenset[int]]:
-        """What must stay on disk."""
+    def _undeletable(self) -> dict[ModelId, frozenset[int]]:
+        """Return what must stay on disk."""
         if self._in_use is None:
-            return {m: frozenset(range(f.head + 1)) for m, f in self.library.folders.items()}
+            folders = self.library.folders
+            return {model: frozenset(range(folders[model].head + 1)) for model in list(folders)}
         used = self._in_use()
-        return {m: used.get(m, frozenset()) | self._reserved.get(m, frozenset()) for m in {*used, *self._reserved}}
+        nothing = frozenset[int]()
+        models = {*used, *self._reserved}
+        undeletable = {}
+        for model in models:
+            undeletable[model] = used.get(model, nothing) | self._reserved.get(model, nothing)
+        return undeletable
 
     def _holders(self, model: ModelId) -> list[PeerId]:
-        me, standing = self._rpc.network.peer_id, self._rpc.standing
-        held = (p for p, record in self._view().peers.items() if model in record.holds)
-        return sorted(p for p in held if p != me and not standing.is_shunned(p))
+        """Return other peers that hold something of a model and are not shunned."""
+        standing = self._rpc.standing
+        records = self._view().peers
+        holders = {peer for peer in records if model in records[peer].holds}
+        holders.discard(self._rpc.network.peer_id)
+        return sorted(peer for peer in holders if not standing.is_shunned(peer))
 
     def _donors(self, target: ModelFolder) -> dict[PeerId, frozenset[int]]:
-        found = {}
+        """Return who holds which groups of a model, and make their addresses known."""
+        donors = {}
         for peer in self._holders(target.model):
             self._rpc.network.learn(peer, self._addresses(peer))
-            found[peer] = groups_held(self._view().peers[peer].holds[target.model], target.head + 1)
-        return found
+            group_ranges = self._view().peers[peer].holds[target.model]
+            donors[peer] = groups_held(group_ranges, target.head + 1)
+        return donors
 
     def _addresses(self, peer: PeerId) -> tuple[str, ...]:
         return self._view().peers[peer].addresses
 
 
 def _begun_bytes(target: ModelFolder, groups: Iterable[int]) -> int:
-    """What earlier attempts take on disk already."""
+    """Return what earlier attempts take on disk already."""
     return disk_bytes(slot.part for group in groups for slot in target.slots(group))

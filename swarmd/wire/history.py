@@ -27,16 +27,28 @@ class Budget:
     spill_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     used_bytes: int = 0
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Make a tensor: in memory while there is room, else in a file that nobody else can open."""
         n_bytes = torch.Size(shape).numel() * dtype.itemsize
         if self.used_bytes + n_bytes <= self.memory_bytes:
             self.used_bytes += n_bytes
             return torch.empty(shape, dtype=dtype)
         with tempfile.NamedTemporaryFile(dir=self.spill_folder, prefix="swarmd-history-") as file:
             file.truncate(n_bytes)
-            return torch.from_file(file.name, shared=True, size=n_bytes, dtype=torch.uint8).view(dtype).view(shape)
+            raw = torch.from_file(
+                file.name,
+                shared=True,
+                size=n_bytes,
+                dtype=torch.uint8,
+            )
+            return raw.view(dtype).view(shape)
 
     def release(self, n_bytes: int) -> None:
+        """Give back bytes that were in memory."""
         self.used_bytes = max(0, self.used_bytes - n_bytes)
 
 
@@ -52,15 +64,28 @@ class SentOp:
     record_past: bool = False
 
     def last(self, n_tokens: int) -> SentOp:
-        """The same op with the last ``n_tokens`` of each row only."""
+        """Return the same op with the last ``n_tokens`` of each row only."""
         if self.hidden is None or self.positions is None or n_tokens >= self.hidden.shape[1]:
             return self
         if not n_tokens:
             return replace(self, hidden=None, positions=None, mask=None)
         mask = None if self.mask is None else self.mask[:, -n_tokens:]
-        return replace(self, hidden=self.hidden[:, -n_tokens:], positions=self.positions[:, -n_tokens:], mask=mask)
+        hidden = self.hidden[:, -n_tokens:]
+        positions = self.positions[:, -n_tokens:]
+        return replace(self, hidden=hidden, positions=positions, mask=mask)
 
 
+# What one sender keeps, in the order in which it was sent:
+#
+#     merged: one slab [b, n_tokens, d]             separate ops: ``_recent``
+#     +---------------------------------------+     +----+ +----+ +----+
+#     | all up to ``base_seq``, edits applied | <-- | op | | op | | op | <-- add
+#     +---------------------------------------+     +----+ +----+ +----+
+#                                        settle(seq)
+#
+# An op is merged once it is settled: its answer has reached the client, so no repair will undo it. A successor that
+# knows nothing gets the slab and then the ops; one that is up to op ``seq`` gets only the ops after it. In the exact
+# grade nothing is merged: a successor must compute in the same portions, since sums in another order round otherwise.
 class History:
     """The ops that one sender sent in one session."""
 
@@ -79,6 +104,7 @@ class History:
         self._charged = 0
 
     def add(self, sent: SentOp) -> None:
+        """Add the newest op."""
         self._recent.append(sent)
         self.recent_tokens += 0 if sent.hidden is None else sent.hidden.shape[1]
         self.recent_edits += n_changes(sent.edits, sent.hidden is not None)
@@ -89,29 +115,40 @@ class History:
             settled = self._recent.pop(0)
             self.recent_tokens -= 0 if settled.hidden is None else settled.hidden.shape[1]
             self.recent_edits -= n_changes(settled.edits, settled.hidden is not None)
-            self._merge(settled)
+            self._merge_op(settled)
 
     def after(self, seq: int) -> Iterator[SentOp]:
-        """The separate ops after ``seq``, in order."""
-        return (s for s in self._recent if s.seq > seq)
+        """Return the separate ops after ``seq``, in order."""
+        return (sent for sent in self._recent if sent.seq > seq)
 
     def base(self, max_tokens: int) -> Iterator[tuple[int, int, SentOp]]:
-        """The merged history in parts of at most ``max_tokens``: (part, parts, op)."""
+        """Yield the merged history in parts of at most ``max_tokens``: (part, parts, op)."""
         if self._hidden is None or self._positions is None or not self.n_tokens:
             return
         n_parts = -(-self.n_tokens // max_tokens)
         for part in range(n_parts):
             window = slice(part * max_tokens, min(self.n_tokens, (part + 1) * max_tokens))
             mask = None if self._mask is None else self._mask[:, window]
-            hidden, positions = self._hidden[:, window], self._positions[:, window]
-            yield part, n_parts, SentOp(self.base_seq, (), hidden, positions, mask, self.record_past)
+            op = SentOp(
+                self.base_seq,
+                edits=(),
+                hidden=self._hidden[:, window],
+                positions=self._positions[:, window],
+                mask=mask,
+                record_past=self.record_past,
+            )
+            yield part, n_parts, op
 
     def tokens(self, start: int, end: int) -> torch.Tensor:
-        """Hidden states [b, end - start, d] of tokens that no later edit has touched, as a copy."""
+        """Return hidden states [b, end - start, d] of tokens that no later edit has touched, as a copy."""
         return torch.cat([hidden for hidden, _ in self._parts(start, end)], 1)
 
-    def placed(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with their positions [b, end - start]; fewer tokens where there are fewer. Raises LookupError.
+    def placed(
+        self,
+        start: int,
+        end: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same with their positions [b, end - start]; fewer where there are fewer. Raises LookupError.
 
         Crops that are not merged yet count; after a reorder of rows that is not, nobody knows.
         """
@@ -120,7 +157,9 @@ class History:
         parts = self._parts(start, min(end, self.n_kept))
         if not parts:
             raise LookupError(f"{self.n_kept} tokens are here")
-        return torch.cat([hidden for hidden, _ in parts], 1), torch.cat([places for _, places in parts], 1)
+        hidden = torch.cat([part_hidden for part_hidden, _ in parts], 1)
+        positions = torch.cat([part_positions for _, part_positions in parts], 1)
+        return hidden, positions
 
     @property
     def n_kept(self) -> int:
@@ -128,48 +167,65 @@ class History:
         n_cropped = sum(cropped(sent.edits) for sent in self._recent)
         return self.n_tokens + self.recent_tokens - n_cropped
 
-    def _parts(self, start: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Hidden states and positions of live tokens ``start`` to ``end``, piece by piece."""
-        whole: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def _parts(
+        self,
+        start: int,
+        end: int,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return hidden states and positions of live tokens ``start`` to ``end``, piece by piece."""
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._hidden is not None and self._positions is not None:
-            whole.append((self._hidden[:, : self.n_tokens], self._positions[:, : self.n_tokens]))
+            hidden = self._hidden[:, : self.n_tokens]
+            positions = self._positions[:, : self.n_tokens]
+            parts.append((hidden, positions))
         for sent in self._recent:
-            _crop(whole, cropped(sent.edits))
+            _crop_parts(parts, cropped(sent.edits))
             if sent.hidden is not None and sent.positions is not None:
-                whole.append((sent.hidden, sent.positions))
-        wanted, at = [], 0
-        for hidden, positions in whole:
-            window = slice(max(0, start - at), max(0, end - at))
-            wanted.append((hidden[:, window], positions[:, window]))
-            at += hidden.shape[1]
-        return [part for part in wanted if part[0].shape[1]] or wanted[:1]
+                parts.append((sent.hidden, sent.positions))
+        windows = []
+        offset = 0
+        for hidden, positions in parts:
+            window = slice(max(0, start - offset), max(0, end - offset))
+            windows.append((hidden[:, window], positions[:, window]))
+            offset += hidden.shape[1]
+        return [part for part in windows if part[0].shape[1]] or windows[:1]
 
     def close(self) -> None:
+        """Forget everything, and give back its memory."""
         self._budget.release(self._charged)
-        self._hidden = self._positions = self._mask = None
+        self._hidden = None
+        self._positions = None
+        self._mask = None
         self._recent = []
 
-    def _merge(self, sent: SentOp) -> None:
+    def _merge_op(self, sent: SentOp) -> None:
+        """Apply an op to the slabs as its receiver applied it to its caches."""
         for edit in sent.edits:
             if edit.crop is not None:
                 self.n_tokens -= edit.crop
             if edit.rows is not None:
-                self._gather(torch.tensor(edit.rows))
+                self._reorder_rows(torch.tensor(edit.rows))
         if sent.hidden is not None and sent.positions is not None:
-            self._append(sent.hidden, sent.positions, sent.mask)
+            self._append_tokens(sent.hidden, sent.positions, sent.mask)
         self.base_seq = sent.seq
         self.record_past = self.record_past or sent.record_past
 
-    def _gather(self, rows: torch.Tensor) -> None:
+    def _reorder_rows(self, rows: torch.Tensor) -> None:
+        """Reorder the slabs' rows."""
         if torch.equal(rows, torch.arange(len(rows))):
             return
         for slab in (self._hidden, self._positions, self._mask):
             if slab is not None:
                 slab[:, : self.n_tokens] = slab[rows, : self.n_tokens]
 
-    def _append(self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> None:
+    def _append_tokens(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> None:
         b, t, d = hidden.shape
-        self._reserve(b, self.n_tokens + t, d, hidden.dtype)
+        self._reserve_room(b, self.n_tokens + t, d, hidden.dtype)
         assert self._hidden is not None
         assert self._positions is not None
         window = slice(self.n_tokens, self.n_tokens + t)
@@ -181,12 +237,19 @@ class History:
             self._mask[:, window] = 1 if mask is None else mask
         self.n_tokens += t
 
-    def _reserve(self, b: int, n_tokens: int, d: int, dtype: torch.dtype) -> None:
+    def _reserve_room(
+        self,
+        b: int,
+        n_tokens: int,
+        d: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Have room for so many tokens in all; grown slabs are charged before the old ones are given back."""
         capacity = 0 if self._hidden is None else self._hidden.shape[1]
         if n_tokens <= capacity:
             return
         capacity = max(_FIRST_TOKENS, 2 * capacity, n_tokens)
-        before = self._budget.used_bytes
+        used_before = self._budget.used_bytes
         hidden = self._budget.allocate((b, capacity, d), dtype)
         positions = torch.empty((b, capacity), dtype=torch.int32)
         mask = None if self._mask is None else torch.ones((b, capacity), dtype=torch.uint8)
@@ -195,17 +258,22 @@ class History:
             positions[:, : self.n_tokens] = self._positions[:, : self.n_tokens]
         if mask is not None and self._mask is not None:
             mask[:, : self.n_tokens] = self._mask[:, : self.n_tokens]
-        charged = self._budget.used_bytes - before
+        charged = self._budget.used_bytes - used_before
         self._budget.release(self._charged)
         self._charged = charged
-        self._hidden, self._positions, self._mask = hidden, positions, mask
+        self._hidden = hidden
+        self._positions = positions
+        self._mask = mask
 
 
-def _crop(parts: list[tuple[torch.Tensor, torch.Tensor]], n_tokens: int) -> None:
+def _crop_parts(
+    parts: list[tuple[torch.Tensor, torch.Tensor]],
+    n_tokens: int,
+) -> None:
     """Drop the last ``n_tokens`` of each row."""
     while n_tokens and parts:
         hidden, positions = parts.pop()
-        n_left = max(0, hidden.shape[1] - n_tokens)
-        n_tokens -= hidden.shape[1] - n_left
-        if n_left:
-            parts.append((hidden[:, :n_left], positions[:, :n_left]))
+        n_remaining = max(0, hidden.shape[1] - n_tokens)
+        n_tokens -= hidden.shape[1] - n_remaining
+        if n_remaining:
+            parts.append((hidden[:, :n_remaining], positions[:, :n_remaining]))

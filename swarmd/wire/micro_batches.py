@@ -28,14 +28,21 @@ def forward_frames(
 
     With ``changes`` rows that the message names travel as such.
     """
+    # With changes, all parts are made before the first one leaves: what the receiver will come to has to be noted
+    # before anything waits, since the same row may be sent again meanwhile.
     rows: tuple[MicroBatchRow, ...] = ()
-    came, base, frames = [], None, []
+    base: torch.Tensor | None = None
+    decoded = []
+    frames = []
     if changes is not None and message.rows:
         rows, base = changes.before(message.rows, hidden)
         hidden = hidden.detach().cpu() - base
     for part, n_parts, window in _windows(hidden):
-        positions = None if places is None else places[0][:, window]
-        mask = None if places is None or places[1] is None else places[1][:, window]
+        positions = None
+        mask = None
+        if places is not None:
+            positions = places[0][:, window]
+            mask = None if places[1] is None else places[1][:, window]
         meta, payload = pack(hidden[:, window], positions, mask, codec)
         header = Forward(
             message.session,
@@ -52,19 +59,26 @@ def forward_frames(
         if base is None:
             yield frame
             continue
-        came.append(read_values(meta, memoryview(payload)))
+        decoded.append(read_values(meta, memoryview(payload)))
         frames.append(frame)
     if changes is not None and base is not None:
-        changes.note(rows, base + torch.cat(came, 1))  # before anything waits: the same row may be sent again meanwhile
+        changes.note(rows, base + torch.cat(decoded, 1))
     yield from frames
 
 
-def backward_frames(session: bytes, start: int, seq: int, gradient: torch.Tensor, codec: str) -> Iterator[bytes]:
+def backward_frames(
+    session: bytes,
+    start: int,
+    seq: int,
+    gradient: torch.Tensor,
+    codec: str,
+) -> Iterator[bytes]:
     """Frame the gradient [b, t, d] by what enters block ``start``; in int8 where hidden states travel in int4."""
     codec = "int8" if codec == "int4" else codec
     for part, n_parts, window in _windows(gradient):
         meta, payload, scale = pack_gradient(gradient[:, window], codec)
-        yield messages.framed(Backward(session, start, seq, (part, n_parts), meta, scale), payload)
+        header = Backward(session, start, seq, (part, n_parts), meta, scale)
+        yield messages.framed(header, payload)
 
 
 def pieces(raw: bytes) -> Iterator[tuple[int, int, bytes]]:
@@ -75,13 +89,15 @@ def pieces(raw: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 def read_values(meta: TensorMeta, payload: memoryview) -> torch.Tensor:
-    """The hidden states in a payload, whatever follows them. Raises RemoteProtocolError."""
+    """Return the hidden states in a payload, whatever follows them. Raises RemoteProtocolError."""
     return unpack_untrusted(meta, payload)[0] if meta.has_positions else unpack_values_untrusted(meta, payload)
 
 
 def _windows(values: torch.Tensor) -> Iterator[tuple[int, int, slice]]:
+    """Cut values [b, t, d] into tokens that fit a frame: (number, how many, slice of t)."""
     b, t, d = values.shape
-    step = max_tokens_per_frame(b, d, str(values.dtype).removeprefix("torch."), PART_BYTES)
+    dtype = str(values.dtype).removeprefix("torch.")
+    step = max_tokens_per_frame(b, d, dtype, PART_BYTES)
     n = -(-t // step)
     for number in range(n):
         yield number, n, slice(number * step, (number + 1) * step)

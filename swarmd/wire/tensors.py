@@ -17,7 +17,10 @@ LARGEST_HALF = 2.0**15  # what gradients are scaled up to in half precision
 
 
 def pack(
-    hidden: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None, codec: str = "raw"
+    hidden: torch.Tensor,
+    positions: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    codec: str = "raw",
 ) -> tuple[TensorMeta, bytes]:
     """Encode hidden [b, t, d], int32 positions [b, t] if any and, for padded batches, uint8 mask [b, t].
 
@@ -25,11 +28,21 @@ def pack(
     """
     b, t, d = hidden.shape
     name = str(hidden.dtype).removeprefix("torch.")
-    coded = _encode(hidden, codec)
+    coded = _encode_values(hidden, codec)
     if coded is None:
-        codec, coded = "raw", [hidden]
-    parts = [_raw(part) for part in (*coded, positions, mask) if part is not None]
-    return TensorMeta(b, t, d, name, mask is not None, codec, positions is not None), b"".join(parts)
+        codec = "raw"
+        coded = [hidden]
+    parts = [_raw_bytes(part) for part in (*coded, positions, mask) if part is not None]
+    meta = TensorMeta(
+        b,
+        t,
+        d,
+        name,
+        mask is not None,
+        codec,
+        positions is not None,
+    )
+    return meta, b"".join(parts)
 
 
 def pack_gradient(gradient: torch.Tensor, codec: str) -> tuple[TensorMeta, bytes, float]:
@@ -38,7 +51,12 @@ def pack_gradient(gradient: torch.Tensor, codec: str) -> tuple[TensorMeta, bytes
     scale = 1.0
     if codec == "float16" and largest > 0 and math.isfinite(largest):
         scale = 2.0 ** min(120, math.floor(math.log2(LARGEST_HALF / largest)))
-    meta, payload = pack(gradient * scale if scale != 1.0 else gradient, None, None, codec)
+    meta, payload = pack(
+        gradient * scale if scale != 1.0 else gradient,
+        None,
+        None,
+        codec,
+    )
     return meta, payload, scale
 
 
@@ -47,75 +65,103 @@ def unpack_values_untrusted(meta: TensorMeta, payload: memoryview) -> torch.Tens
     if meta.has_positions or meta.has_mask:
         raise RemoteProtocolError("expected values without positions and mask")
     layout = layout_untrusted(meta, len(payload))
-    return _decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8)[layout.hidden], meta)
+    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return _decode_values(data[layout.hidden], meta)
 
 
-def unpack_untrusted(meta: TensorMeta, payload: memoryview) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def unpack_untrusted(
+    meta: TensorMeta,
+    payload: memoryview,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Decode a payload into CPU tensors of its own. Raises RemoteProtocolError when sizes disagree."""
     if not meta.has_positions:
         raise RemoteProtocolError("expected hidden states with their positions")
     layout = layout_untrusted(meta, len(payload))
     data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    hidden = _decode(data[layout.hidden], meta)
-    positions = data[layout.positions].view(torch.int32) if layout.positions.start % 4 == 0 else None
-    if positions is None:  # an odd number of half-precision values before it
-        positions = data[layout.positions].clone().view(torch.int32)
-    mask = data[layout.mask].view(meta.b, meta.t) if layout.mask is not None else None
-    return hidden, positions.view(meta.b, meta.t), mask
+    hidden = _decode_values(data[layout.hidden], meta)
+    raw_positions = data[layout.positions]
+    if layout.positions.start % 4:  # an odd number of half-precision values before it
+        raw_positions = raw_positions.clone()
+    positions = raw_positions.view(torch.int32).view(meta.b, meta.t)
+    mask = None
+    if layout.mask is not None:
+        mask = data[layout.mask].view(meta.b, meta.t)
+    return hidden, positions, mask
 
 
-def _encode(hidden: torch.Tensor, codec: str) -> list[torch.Tensor] | None:
+# int8 travels as all quantised values [b, t, d], then a float32 scale for each block of INT8_BLOCK values of one token.
+# The scale is a 127th of the block's largest; a block of zeros has scale 0, and stays zero.
+def _encode_values(hidden: torch.Tensor, codec: str) -> list[torch.Tensor] | None:
+    """Return what travels in place of hidden states [b, t, d]; None where they have to travel raw."""
     if codec == "raw" or str(hidden.dtype) == f"torch.{codec}":
         return None
     if codec == "int4":
         return _encode_int4(hidden)
     if codec == "int8":
-        blocks = _blocks(hidden.float(), INT8_BLOCK)
+        blocks = _cut_blocks(hidden.float(), INT8_BLOCK)
         scales = blocks.abs().amax(-1, keepdim=True) / 127
-        levels = torch.where(scales > 0, blocks / scales, 0.0).round().to(torch.int8)
-        return [levels.flatten(2)[..., : hidden.shape[2]], scales] if torch.isfinite(scales).all() else None
+        if not torch.isfinite(scales).all():
+            return None
+        quantised = torch.where(scales > 0, blocks / scales, 0.0).round().to(torch.int8)
+        return [quantised.flatten(2)[..., : hidden.shape[2]], scales]
     halved = hidden.to(DTYPES[codec])
     return [halved] if torch.isfinite(halved).all() else None
 
 
-def _decode(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+def _decode_values(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """Read hidden states [b, t, d] of bytes whose number was checked."""
     shape = (meta.b, meta.t, meta.d)
     if meta.codec == "int8":
         n_values = meta.b * meta.t * meta.d
-        levels = data[:n_values].view(torch.int8).view(shape)
-        scales = data[n_values:].clone().view(torch.float32).view(meta.b, meta.t, -1, 1)
-        decoded = (_blocks(levels.float(), INT8_BLOCK) * scales).flatten(2)[..., : meta.d]
+        quantised = data[:n_values].view(torch.int8).view(shape)
+        scales = data[n_values:].clone().view(torch.float32)
+        scales = scales.view(meta.b, meta.t, -1, 1)
+        blocks = _cut_blocks(quantised.float(), INT8_BLOCK) * scales
+        decoded = blocks.flatten(2)[..., : meta.d]
     elif meta.codec == "int4":
         decoded = _decode_int4(data, meta)
     else:
-        decoded = data.view(DTYPES[meta.dtype if meta.codec == "raw" else meta.codec]).view(shape)
+        dtype = DTYPES[meta.dtype if meta.codec == "raw" else meta.codec]
+        decoded = data.view(dtype).view(shape)
     return decoded.to(DTYPES[meta.dtype])
 
 
+# A block of int4 is INT4_BLOCK values of one token: two of -7 to 7 in a byte, the first in its low half, each 8 more
+# than it is; the scales of all blocks follow, in float16. A 7th of the largest is the scale, so that zero stays zero.
 def _encode_int4(hidden: torch.Tensor) -> list[torch.Tensor] | None:
-    """Two values of -7 to 7 in a byte, the first in its low half, each 8 more than it is; then the scales."""
-    blocks = _blocks(hidden.float(), INT4_BLOCK)
-    scales = (blocks.abs().amax(-1, keepdim=True) / 7).to(torch.float16)
-    levels = torch.where(scales > 0, blocks / scales.float(), 0.0).round().clamp(-7, 7)
-    pairs = (levels + 8).to(torch.uint8).view(*levels.shape[:-1], -1, 2)
-    return [pairs[..., 0] | pairs[..., 1] << 4, scales] if torch.isfinite(scales).all() else None
+    blocks = _cut_blocks(hidden.float(), INT4_BLOCK)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scales = (largest / 7).to(torch.float16)
+    if not torch.isfinite(scales).all():
+        return None
+    quantised = torch.where(scales > 0, blocks / scales.float(), 0.0)
+    quantised = quantised.round().clamp(-7, 7)
+    shifted = (quantised + 8).to(torch.uint8)
+    pairs = shifted.view(*shifted.shape[:-1], -1, 2)
+    low = pairs[..., 0]
+    high = pairs[..., 1] << 4
+    return [low | high, scales]
 
 
 def _decode_int4(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     n_blocks = meta.b * meta.t * -(-meta.d // INT4_BLOCK)
     n_pairs = n_blocks * INT4_BLOCK // 2
     pairs = data[:n_pairs]
-    levels = torch.stack([pairs & 15, pairs >> 4], -1).view(n_blocks, INT4_BLOCK).float() - 8
-    scales = data[n_pairs:].clone().view(torch.float16).float().view(n_blocks, 1)
-    return (levels * scales).view(meta.b, meta.t, -1)[..., : meta.d]
+    unpacked = torch.stack([pairs & 15, pairs >> 4], -1)
+    quantised = unpacked.view(n_blocks, INT4_BLOCK).float() - 8
+    scales = data[n_pairs:].clone().view(torch.float16).float()
+    values = quantised * scales.view(n_blocks, 1)
+    return values.view(meta.b, meta.t, -1)[..., : meta.d]
 
 
-def _blocks(values: torch.Tensor, size: int) -> torch.Tensor:
-    """[b, t, d] as [b, t, blocks, size], padded with zeros at the end."""
+def _cut_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Return [b, t, d] as [b, t, blocks, size], padded with zeros at the end."""
     b, t, d = values.shape
-    return torch.nn.functional.pad(values, (0, -d % size)).view(b, t, -1, size)
+    padded = torch.nn.functional.pad(values, (0, -d % size))
+    return padded.view(b, t, -1, size)
 
 
-def _raw(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().cpu().view(torch.uint8).reshape(-1).numpy()
+def _raw_bytes(tensor: torch.Tensor) -> memoryview:
+    dense = tensor.detach().contiguous().cpu()
+    flat = dense.view(torch.uint8).reshape(-1).numpy()
     return memoryview(flat.data)

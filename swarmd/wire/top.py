@@ -32,39 +32,51 @@ class Top:
     log_sum: torch.Tensor
 
     def filled(self, vocabulary: int) -> torch.Tensor:
-        """Logits [n, vocabulary], the same where they came; the others share what is left of the probability."""
+        """Return logits [n, vocabulary], the same where they came; the others share what is left of 1."""
         n_others = max(1, vocabulary - self.ids.shape[1])
         known = self.values.logsumexp(-1) - self.log_sum
-        rest = self.log_sum + torch.log1p(-known.exp().clamp(max=1.0)) - math.log(n_others)
+        log_missing = torch.log1p(-known.exp().clamp(max=1.0))
+        rest = self.log_sum + log_missing - math.log(n_others)
         rest = torch.minimum(rest, self.values[:, -1])
-        return rest.unsqueeze(1).repeat(1, vocabulary).scatter_(1, self.ids, self.values)
+        logits = rest.unsqueeze(1).repeat(1, vocabulary)
+        return logits.scatter_(1, self.ids, self.values)
 
 
 def largest(logits: torch.Tensor, n: int) -> Top:
-    """Of float32 logits [t, vocabulary] the largest ``n`` of each token, or all."""
+    """Return of float32 logits [t, vocabulary] the largest ``n`` of each token, or all."""
     values, ids = logits.topk(min(n, logits.shape[1]))
     return Top(values, ids, logits.logsumexp(-1))
 
 
 def pack(top: Top) -> bytes:
-    """Values, ids and sums, one after the other."""
-    parts = (top.values.float(), top.ids.to(torch.int32), top.log_sum.float())
-    return b"".join(part.contiguous().cpu().numpy().tobytes() for part in parts)
+    """Write values, ids and sums, one after the other."""
+    parts = [top.values.float(), top.ids.to(torch.int32), top.log_sum.float()]
+    arrays = [part.contiguous().cpu().numpy() for part in parts]
+    return b"".join(array.tobytes() for array in arrays)
 
 
 def unpack_untrusted(raw: bytes, n_tokens: int, vocabulary: int) -> Top:
     """Read what ``pack`` made of MOST_LOGITS, or all. Raises RemoteProtocolError for what cannot be logits."""
+    # A server could send anything of the right size. What is refused here would break sampling in the client: numbers
+    # that are not finite, a sum that is smaller than its terms (a probability over 1), tokens that do not exist or are
+    # named twice. Whether the logits are the model's is not seen here: audits compute them again.
     k = min(MOST_LOGITS, vocabulary)
     expected = n_tokens * (LOGIT_BYTES * k + SUM_BYTES)
     if len(raw) != expected:
         raise RemoteProtocolError(f"expected {k} logits of {n_tokens} tokens, {expected} B, got {len(raw)} B")
     data = torch.frombuffer(bytearray(raw), dtype=torch.float32)
-    values, ids = data[: n_tokens * k], data[n_tokens * k : -n_tokens].view(torch.int32)
-    top = Top(values.view(-1, k), ids.view(-1, k).long(), data[-n_tokens:])
-    if not (torch.isfinite(top.values).all() and torch.isfinite(top.log_sum).all()):
+    values = data[: n_tokens * k].view(-1, k)
+    ids = data[n_tokens * k : -n_tokens].view(torch.int32)
+    ids = ids.view(-1, k).long()
+    log_sum = data[-n_tokens:]
+    if not all(torch.isfinite(part).all() for part in (values, log_sum)):
         raise RemoteProtocolError("logits that are not finite")
-    if (top.values.diff(dim=1) > 0).any() or (top.values.logsumexp(-1) > top.log_sum + SLACK).any():
+    is_falling = not (values.diff(dim=1) > 0).any()
+    is_within_sum = not (values.logsumexp(-1) > log_sum + SLACK).any()
+    if not (is_falling and is_within_sum):
         raise RemoteProtocolError("logits that do not fall, or exceed their sum")
-    if top.ids.min() < 0 or top.ids.max() >= vocabulary or (top.ids.sort(1)[0].diff(dim=1) == 0).any():
+    in_order, _ = ids.sort(1)
+    is_named_twice = (in_order.diff(dim=1) == 0).any()
+    if ids.min() < 0 or ids.max() >= vocabulary or is_named_twice:
         raise RemoteProtocolError(f"logits of tokens that are named twice, or beyond the {vocabulary} there are")
-    return top
+    return Top(values, ids, log_sum)

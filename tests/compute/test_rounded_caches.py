@@ -37,11 +37,12 @@ def load(folder: Path, family: str = "llama", kv_cache: str = "int8", dtype: tor
 def test_numbers_are_off_by_half_a_level_and_stay_when_stored_again() -> None:
     states = torch.randn(2, 3, 5, 16) * torch.logspace(-6, 6, 5).view(1, 1, 5, 1)
     states[0, 0, 0] = 0
-    layer, again = RoundedLayer(8, torch.float32), RoundedLayer(8, torch.float32)
+    layer = RoundedLayer(8, torch.float32)
+    second_layer = RoundedLayer(8, torch.float32)
     keys, values = layer.update(states, -states)
     assert ((keys - states).abs() <= states.abs().amax(-1, keepdim=True) / 127 / 2 * 1.001).all()
     assert torch.equal(values, -keys)
-    assert torch.equal(again.update(keys, values)[0], keys)
+    assert torch.equal(second_layer.update(keys, values)[0], keys)
     assert layer.stored[0].nbytes == states.numel() + 4 * states[..., 0].numel()
 
 
@@ -59,68 +60,78 @@ def test_every_way_to_compute_is_a_little_off_what_whole_caches_give(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """gemma2 has windows beside: these layers keep their few tokens as they are."""
-    plain, rounded = load(tmp_path, family, "none", dtype), load(tmp_path, family, "int8", dtype)
+    plain = load(tmp_path, family, "none", dtype)
+    rounded = load(tmp_path, family, "int8", dtype)
     rounded.quicken()
     rng = torch.Generator().manual_seed(3)
     hidden = torch.randn(1, 70, plain.hidden_size, generator=rng).to(dtype)
-    positions, caches = torch.arange(70).unsqueeze(0), (plain.new_cache(), rounded.new_cache(), rounded.new_cache())
+    positions = torch.arange(70).unsqueeze(0)
+    caches = (plain.new_cache(), rounded.new_cache(), rounded.new_cache())
     for span, cache in zip((plain, rounded, rounded), caches, strict=True):
         span.forward(hidden[:, :60], positions[:, :60], None, cache, 0)
     assert caches[1].n_bytes() < caches[0].n_bytes()
-    for at in range(60, 70):
-        new, where = hidden[:, at : at + 1], positions[:, at : at + 1]
-        expected = plain.forward(new, where, None, caches[0], at)
-        alone = rounded.forward(new, where, None, caches[1], at)
-        [quick] = rounded.forward_ragged([SessionTokens(new, where, caches[2], at)])
-        for got in (alone, quick):
-            assert 0 < relative_error(got, expected) < ERROR
+    for n_past in range(60, 70):
+        new = hidden[:, n_past : n_past + 1]
+        place = positions[:, n_past : n_past + 1]
+        expected = plain.forward(new, place, None, caches[0], n_past)
+        alone = rounded.forward(new, place, None, caches[1], n_past)
+        [quick] = rounded.forward_ragged([SessionTokens(new, place, caches[2], n_past)])
+        for actual in (alone, quick):
+            assert 0 < relative_error(actual, expected) < ERROR
 
 
 def test_one_call_reads_and_writes_them(tmp_path: Path) -> None:
     span = load(tmp_path)
-    decoder, rng = span.model.get_decoder(), torch.Generator().manual_seed(4)
+    decoder = span.model.get_decoder()
+    rng = torch.Generator().manual_seed(4)
     blocks = [decoder.layers[block] for block in span.span.blocks()]
     fused = fuse(decoder, blocks, span.dtype, tmp_path, keeps_8_bits=True)
-    hidden, positions = torch.randn(2, 9, span.hidden_size, generator=rng), torch.arange(9).expand(2, -1)
-    ours, theirs = span.new_cache(), span.new_cache()
+    hidden = torch.randn(2, 9, span.hidden_size, generator=rng)
+    positions = torch.arange(9).expand(2, -1)
+    ours = span.new_cache()
+    theirs = span.new_cache()
     for cache in (ours, theirs):
         span.forward(hidden[:, :4], positions[:, :4], None, cache, 0)
     assert fused.takes([ours])
-    for at, end in ((4, 5), (5, 8), (8, 9)):
-        piece = SessionTokens(hidden[:, at:end], positions[:, at:end], ours, at)
-        expected = span.forward(hidden[:, at:end], positions[:, at:end], None, theirs, at)
+    for start, end in ((4, 5), (5, 8), (8, 9)):
+        piece = SessionTokens(hidden[:, start:end], positions[:, start:end], ours, start)
+        expected = span.forward(hidden[:, start:end], positions[:, start:end], None, theirs, start)
         assert relative_error(fused.run([piece])[0], expected) < 1e-3, "the same levels, but for ties"
         for cache in (ours, theirs):
             cache.reorder(torch.tensor([1, 0]))
         hidden = hidden.flip(0)
     ours.crop(3)
     theirs.crop(3)
-    for mine, other in zip(ours.owned, theirs.owned, strict=True):
+    for mine, layer in zip(ours.owned, theirs.owned, strict=True):
         assert mine.get_seq_length() == 6
-        assert relative_error(mine.keys, other.keys) < 1e-3
+        assert relative_error(mine.keys, layer.keys) < 1e-3
 
 
 def test_they_are_handed_over_as_they_are(tmp_path: Path) -> None:
-    span, whole = load(tmp_path), load(tmp_path, kv_cache="none")
-    hidden, positions = torch.randn(1, 6, span.hidden_size), torch.arange(6).unsqueeze(0)
-    cache, heir = span.new_cache(), span.new_cache()
+    span = load(tmp_path)
+    unrounded = load(tmp_path, kv_cache="none")
+    hidden = torch.randn(1, 6, span.hidden_size)
+    positions = torch.arange(6).unsqueeze(0)
+    cache = span.new_cache()
+    heir = span.new_cache()
     span.forward(hidden, positions, None, cache, 0)
     history = History(False, Budget(1 << 20, tmp_path))
     raw = pack_state(cache, history, None, 6)
     shape = StateShape(1, 100, span.hidden_size, torch.float32, 0)
     assert unpack_state_untrusted(raw, heir, history, span.example_cache(BLOCKS), shape) == (6, None)
-    for mine, other in zip(cache.owned, heir.owned, strict=True):
-        assert all(map(torch.equal, mine.stored, other.stored))
+    for mine, layer in zip(cache.owned, heir.owned, strict=True):
+        assert all(map(torch.equal, mine.stored, layer.stored))
     with pytest.raises(Refused, match="layer 0: expected"):
-        unpack_state_untrusted(raw, whole.new_cache(), history, whole.example_cache(BLOCKS), shape)
+        unpack_state_untrusted(raw, unrounded.new_cache(), history, unrounded.example_cache(BLOCKS), shape)
 
 
 def test_their_error_is_measured_and_their_format_is_part_of_what_must_be_equal(tmp_path: Path) -> None:
-    span, whole = load(tmp_path), load(tmp_path, kv_cache="none")
+    span = load(tmp_path)
+    unrounded = load(tmp_path, kv_cache="none")
     error = quantization_error(span, tmp_path)
     assert error is not None
     assert 0 < error < ERROR
-    assert span.numerics("m") != whole.numerics("m")
+    assert span.numerics("m") != unrounded.numerics("m")
 
 
 @pytest.mark.parametrize("family", ["mamba2"])

@@ -11,7 +11,7 @@ import torch
 
 from swarmd.compute.cache.handover import pack_state
 from swarmd.compute.passes.span import LoadedSpan
-from swarmd.compute.serving.engine import AT_ONCE_S
+from swarmd.compute.serving.engine import MOST_IMMEDIATE_S
 from swarmd.compute.serving.session import KEPT_TIMES, LEAST_KEPT_EDITS, PART_BYTES, HopSession
 from swarmd.compute.serving.worker import Worker
 from swarmd.errors import Refused
@@ -91,8 +91,8 @@ def test_a_worker_skips_what_is_no_message_and_counts_it(caplog: pytest.LogCaptu
     with ours, theirs:
         worker, decoder = Worker(theirs), FrameDecoder()
         (junk,) = decoder.feed_untrusted(frames.encode(b"\x81\xa4type\xa6replay\xff", b""))
-        assert worker._take(junk) == []
-        worker._send([])
+        assert worker._take_frame(junk) == []
+        worker._send_frames([])
         (said,) = FrameDecoder().feed_untrusted(ours.recv(4_096))
         assert worker_link.decode(said.header) == Tick(handled=1), "else it would look stuck"
     assert "skipped" in caplog.text
@@ -104,7 +104,7 @@ SHIFTED = (*range(1, ROWS), 0)
 
 def reordering(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch, *, settles: bool) -> tuple[Bench, list[float]]:
     """A hostile member's session whose edits take ``REORDER_S`` each, twenty of its ops, and signs of life."""
-    bench, signs = Bench(span, calls_aside=True), list[float]()
+    bench, signs = Bench(span, can_interleave=True), list[float]()
     opening = OpenSession(session=HOSTILE, start=0, end=3, max_tokens=400, client=HOSTILE, batch=ROWS, epoch=1)
     bench.feed(messages.framed(opening))
     bench.seq[HOSTILE], bench.outputs[HOSTILE] = 0, []
@@ -128,11 +128,11 @@ def test_edits_are_work_others_get_their_turn_between_and_there_are_signs_of_lif
 ) -> None:
     bench, signs = reordering(span, monkeypatch, settles=True)
     assert bench.engine.has_work, "the rest waits its turn"
-    assert bench.now <= AT_ONCE_S + REORDER_S
+    assert bench.now <= MOST_IMMEDIATE_S + REORDER_S
     bench.put(HONEST, torch.randn(1, 4, 64), 0)
     bench.step()
     assert len(bench.outputs[HONEST]) == 1
-    assert bench.now <= 2 * (AT_ONCE_S + REORDER_S)
+    assert bench.now <= 2 * (MOST_IMMEDIATE_S + REORDER_S)
     bench.run()
     assert bench.engine.handled == 23, "two openings and 21 ops"
     assert bench.now == pytest.approx(20 * REORDER_S)
@@ -143,7 +143,7 @@ def test_edits_are_work_others_get_their_turn_between_and_there_are_signs_of_lif
 
 def test_ops_that_are_refused_are_work_as_well(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait behind a prompt, by the thousand, and each takes a look."""
-    bench, signs = Bench(span, calls_aside=True), list[float]()
+    bench, signs = Bench(span, can_interleave=True), list[float]()
     for key in (HOSTILE, HONEST):
         bench.open(key)
     bench.put(HOSTILE, torch.randn(1, 8, 64), 0)
@@ -157,7 +157,7 @@ def test_ops_that_are_refused_are_work_as_well(span: LoadedSpan, monkeypatch: py
     monkeypatch.setattr(span, "on_block", lambda: signs.append(bench.now))
     monkeypatch.setattr(torch, "isfinite", look)
     bench.step()
-    assert len(bench.others) <= 1 + AT_ONCE_S / REORDER_S, "the rest waits its turn"
+    assert len(bench.others) <= 1 + MOST_IMMEDIATE_S / REORDER_S, "the rest waits its turn"
     bench.run()
     assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["not_finite"] * 20
     assert bench.engine.handled == 23, "two openings and 21 ops"

@@ -103,19 +103,19 @@ class LyingWorker(Worker):
     def _load_span(self, request: LoadSpan) -> LoadedSpan:
         rounded = {"int8 as float32": "int8", "int4 as float32": "int4"}.get(self._lie, request.quantize)
         blocks = Span(request.start, request.end)
-        span = LyingSpan(Path(request.path), blocks, DTYPES[request.dtype], "cpu", rounded, self._tick)
+        span = LyingSpan(Path(request.path), blocks, DTYPES[request.dtype], "cpu", rounded, self._tick_if_due)
         span.self_test()
         span.begin(self._lie)
         return span
 
-    def _load(self, request: LoadSpan) -> Message:
-        loaded = super()._load(request)
+    def _load_model(self, request: LoadSpan) -> Message:
+        loaded = super()._load_model(request)
         if self._lie == HEAD_LIE and self._engine is not None and (head := self._engine._head) is not None:
             honest = head.largest
             head.largest = lambda rows, *how: honest([-row for row in rows], *how)  # type: ignore[method-assign]
         return loaded
 
-    def _take(self, frame: Frame) -> list[bytes]:
+    def _take_frame(self, frame: Frame) -> list[bytes]:
         message = worker.decode(frame.header)
         if isinstance(message, HandOver) and self._lie == "a wrong cache migration":
             assert self._engine is not None
@@ -123,7 +123,7 @@ class LyingWorker(Worker):
             for layer in cache.layers:
                 if getattr(layer, "values", None) is not None:
                     layer.values = layer.values * 1.5
-        return super()._take(frame)
+        return super()._take_frame(frame)
 
 
 def main() -> None:

@@ -37,9 +37,9 @@ def make_model(folder: Path, seed: int = 0, block_floats: int = 1_500_000) -> Pa
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> ModelFolder:
+def full_model(tmp_path: Path) -> ModelFolder:
     """The model as its owner has it."""
-    folder = make_model(tmp_path / "whole")
+    folder = make_model(tmp_path / "full_model")
     return ModelFolder(folder, manifests.read_folder(folder))
 
 

@@ -26,14 +26,18 @@ from tests.weights.conftest import N_BLOCKS
 pytestmark = pytest.mark.usefixtures("threads_inline")
 MBIT = 1e6 / 8
 ALL = frozenset(range(N_BLOCKS + 1))
-A, B, C = PeerId("donor-a"), PeerId("donor-b"), PeerId("donor-c")
+A = PeerId("donor-a")
+B = PeerId("donor-b")
+C = PeerId("donor-c")
 
 
 class PlayedDonor:
     """A donor with an uplink. ``spoil`` makes of each answer what its character sends."""
 
     def __init__(self, folder: ModelFolder, mbit: float, groups: frozenset[int] = ALL) -> None:
-        self.folder, self.groups, self.rate = folder, groups, mbit * MBIT
+        self.folder = folder
+        self.groups = groups
+        self.rate = mbit * MBIT
         self.sent_bytes = 0
         self.dies_after_bytes: float = float("inf")
         self.stalls_after_bytes: float = float("inf")
@@ -77,30 +81,31 @@ def fetch_of(rpc: PlayedRpc, target: ModelFolder, groups: frozenset[int] = ALL) 
 
 
 @pytest.fixture
-def target(whole: ModelFolder, tmp_path: Path) -> ModelFolder:
-    return files.create(tmp_path / "store", whole.manifest)
+def target(full_model: ModelFolder, tmp_path: Path) -> ModelFolder:
+    return files.create(tmp_path / "store", full_model.manifest)
 
 
 async def test_two_donors_share_the_work_by_their_speed(
-    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder
+    virtual_time: MockClock, full_model: ModelFolder, target: ModelFolder
 ) -> None:
-    rpc = PlayedRpc({A: PlayedDonor(whole, 50), B: PlayedDonor(whole, 25)})
-    fetch, begun = fetch_of(rpc, target), trio.current_time()
+    rpc = PlayedRpc({A: PlayedDonor(full_model, 50), B: PlayedDonor(full_model, 25)})
+    fetch = fetch_of(rpc, target)
+    begun = trio.current_time()
     await fetch.run()
     assert target.held == ALL
     assert not target.damaged()
-    ideal_s = whole.n_bytes(ALL) / (75 * MBIT)
+    ideal_s = full_model.n_bytes(ALL) / (75 * MBIT)
     assert trio.current_time() - begun < ideal_s / 0.75
-    given = fetch.progress().given_bytes
-    assert given[A] > 1.3 * given[B] > 0
+    given_bytes = fetch.progress().given_bytes
+    assert given_bytes[A] > 1.3 * given_bytes[B] > 0
 
 
 async def test_a_liar_loses_standing_and_the_rest_goes_on(
-    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder
+    virtual_time: MockClock, full_model: ModelFolder, target: ModelFolder
 ) -> None:
-    liar = PlayedDonor(whole, 500)
+    liar = PlayedDonor(full_model, 500)
     liar.spoil = lambda data: data[:-1] + bytes([data[-1] ^ 1])
-    rpc = PlayedRpc({A: liar, B: PlayedDonor(whole, 50)})
+    rpc = PlayedRpc({A: liar, B: PlayedDonor(full_model, 50)})
     await fetch_of(rpc, target).run()
     assert rpc.standing.count(A) >= 1
     assert not rpc.standing.count(B)
@@ -108,37 +113,38 @@ async def test_a_liar_loses_standing_and_the_rest_goes_on(
     assert not target.damaged()
 
 
-@pytest.mark.parametrize("how", ["dies_after_bytes", "stalls_after_bytes"])
+@pytest.mark.parametrize("failure", ["dies_after_bytes", "stalls_after_bytes"])
 async def test_a_donor_that_dies_or_stalls_half_way_costs_no_verified_byte(
-    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder, how: str
+    virtual_time: MockClock, full_model: ModelFolder, target: ModelFolder, failure: str
 ) -> None:
-    lost = PlayedDonor(whole, 50)
-    setattr(lost, how, 9e6)
-    rpc = PlayedRpc({A: lost, B: PlayedDonor(whole, 50)})
-    fetch, begun = fetch_of(rpc, target), trio.current_time()
+    lost = PlayedDonor(full_model, 50)
+    setattr(lost, failure, 9e6)
+    rpc = PlayedRpc({A: lost, B: PlayedDonor(full_model, 50)})
+    fetch = fetch_of(rpc, target)
+    begun = trio.current_time()
     await fetch.run()
     assert target.held == ALL
-    assert trio.current_time() - begun < 1.5 * whole.n_bytes(ALL) / (50 * MBIT), "nobody waited for it"
+    assert trio.current_time() - begun < 1.5 * full_model.n_bytes(ALL) / (50 * MBIT), "nobody waited for it"
     sent = sum(donor.sent_bytes for donor in rpc.donors.values())
-    assert sent <= whole.n_bytes(ALL) + 3 * 4 * 2**20, "what had come was not asked for again"
+    assert sent <= full_model.n_bytes(ALL) + 3 * 4 * 2**20, "what had come was not asked for again"
 
 
-async def test_one_byte_short_is_a_lie(virtual_time: MockClock, whole: ModelFolder, target: ModelFolder) -> None:
-    short = PlayedDonor(whole, 500)
+async def test_one_byte_short_is_a_lie(virtual_time: MockClock, full_model: ModelFolder, target: ModelFolder) -> None:
+    short = PlayedDonor(full_model, 500)
     short.spoil = lambda data: data[:-1]
-    rpc = PlayedRpc({A: short, B: PlayedDonor(whole, 50)})
+    rpc = PlayedRpc({A: short, B: PlayedDonor(full_model, 50)})
     await fetch_of(rpc, target).run()
     assert rpc.standing.count(A) >= 1
     assert target.held == ALL
 
 
 async def test_groups_come_from_whoever_holds_them(
-    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder
+    virtual_time: MockClock, full_model: ModelFolder, target: ModelFolder
 ) -> None:
     donors = {
-        A: PlayedDonor(whole, 50, frozenset({0, 1})),
-        B: PlayedDonor(whole, 50, frozenset({1, 2, N_BLOCKS})),
-        C: PlayedDonor(whole, 50, frozenset({3})),
+        A: PlayedDonor(full_model, 50, frozenset({0, 1})),
+        B: PlayedDonor(full_model, 50, frozenset({1, 2, N_BLOCKS})),
+        C: PlayedDonor(full_model, 50, frozenset({3})),
     }
     rpc = PlayedRpc(donors)
     await fetch_of(rpc, target).run()
@@ -147,46 +153,46 @@ async def test_groups_come_from_whoever_holds_them(
 
 
 async def test_what_nobody_holds_is_named_and_the_rest_is_kept(
-    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder
+    virtual_time: MockClock, full_model: ModelFolder, target: ModelFolder
 ) -> None:
-    rpc = PlayedRpc({A: PlayedDonor(whole, 50, frozenset({0, 1}))})
+    rpc = PlayedRpc({A: PlayedDonor(full_model, 50, frozenset({0, 1}))})
     with pytest.raises(SwarmUnavailable, match=r"nobody who is up holds groups \[2,5\) .* are verified and kept"):
         with trio.fail_after(600):
             await fetch_of(rpc, target).run()
     assert target.held == {0, 1}
-    rpc.donors[A] = PlayedDonor(whole, 50)
-    again = fetch_of(rpc, target)
-    await again.run()
-    assert rpc.donors[A].sent_bytes == whole.n_bytes({2, 3, 4}), "the rest only"
+    rpc.donors[A] = PlayedDonor(full_model, 50)
+    second = fetch_of(rpc, target)
+    await second.run()
+    assert rpc.donors[A].sent_bytes == full_model.n_bytes({2, 3, 4}), "the rest only"
 
 
 async def test_a_download_that_was_cut_off_goes_on(
-    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder
+    virtual_time: MockClock, full_model: ModelFolder, target: ModelFolder
 ) -> None:
-    rpc = PlayedRpc({A: PlayedDonor(whole, 50)})
+    rpc = PlayedRpc({A: PlayedDonor(full_model, 50)})
     with trio.move_on_after(2.0):
         await fetch_of(rpc, target).run()
-    before = rpc.donors[A].sent_bytes
-    assert 0 < before < whole.n_bytes(ALL)
-    again = fetch_of(rpc, ModelFolder(target.folder, whole.manifest))
-    await again.run()
-    assert rpc.donors[A].sent_bytes <= whole.n_bytes(ALL) + 2 * 4 * 2**20, "only what was under way came twice"
-    assert again.progress().resumed_bytes > 0 or target.held
+    first = rpc.donors[A].sent_bytes
+    assert 0 < first < full_model.n_bytes(ALL)
+    second = fetch_of(rpc, ModelFolder(target.folder, full_model.manifest))
+    await second.run()
+    assert rpc.donors[A].sent_bytes <= full_model.n_bytes(ALL) + 2 * 4 * 2**20, "only what was under way came twice"
+    assert second.progress().resumed_bytes > 0 or target.held
 
 
-async def test_a_manifest_is_taken_from_who_tells_the_truth(virtual_time: MockClock, whole: ModelFolder) -> None:
-    liar = PlayedDonor(whole, 50)
+async def test_a_manifest_is_taken_from_who_tells_the_truth(virtual_time: MockClock, full_model: ModelFolder) -> None:
+    liar = PlayedDonor(full_model, 50)
     liar.spoil = lambda data: data[:-1] + b"x"
-    rpc = PlayedRpc({A: liar, B: PlayedDonor(whole, 50)})
-    found = await fetch_manifest(rpc, whole.model, [A, B])  # type: ignore[arg-type]
-    assert found == whole.manifest
+    rpc = PlayedRpc({A: liar, B: PlayedDonor(full_model, 50)})
+    manifest = await fetch_manifest(rpc, full_model.model, [A, B])  # type: ignore[arg-type]
+    assert manifest == full_model.manifest
     assert (rpc.standing.count(A), rpc.standing.count(B)) == (1, 0)
     with pytest.raises(SwarmUnavailable, match="lies: a manifest that is not"):
-        await fetch_manifest(rpc, whole.model, [A])  # type: ignore[arg-type]
+        await fetch_manifest(rpc, full_model.model, [A])  # type: ignore[arg-type]
 
 
 async def test_a_group_is_put_in_place_once_though_its_last_pieces_come_together(
-    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder, monkeypatch: pytest.MonkeyPatch
+    virtual_time: MockClock, full_model: ModelFolder, target: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished: list[int] = []
     finish = files.GroupDownload.finish
@@ -196,23 +202,24 @@ async def test_a_group_is_put_in_place_once_though_its_last_pieces_come_together
         finish(part)
 
     monkeypatch.setattr(files.GroupDownload, "finish", counted)
-    rpc = PlayedRpc({peer: PlayedDonor(whole, 100) for peer in (A, B, C)})
+    rpc = PlayedRpc({peer: PlayedDonor(full_model, 100) for peer in (A, B, C)})
     await fetch_of(rpc, target).run()
     assert sorted(finished) == sorted(ALL)
 
 
 @pytest.mark.parametrize("first_bytes", [0, 1], ids=["never gave", "gave once"])
 async def test_silent_donors_yield_to_one_that_gives(
-    virtual_time: MockClock, whole: ModelFolder, target: ModelFolder, first_bytes: int
+    virtual_time: MockClock, full_model: ModelFolder, target: ModelFolder, first_bytes: int
 ) -> None:
     """A crowd accepts every request and answers none, before the only honest one in any order."""
     honest = PeerId("z-honest")
-    donors = {PeerId(f"silent-{i:02}"): PlayedDonor(whole, 100) for i in range(20)}
+    donors = {PeerId(f"silent-{i:02}"): PlayedDonor(full_model, 100) for i in range(20)}
     for donor in donors.values():
-        donor.stalls_after_bytes = first_bytes * whole.n_bytes(ALL) / 40
-    donors[honest] = PlayedDonor(whole, 100)
-    rpc, begun = PlayedRpc(donors), trio.current_time()
-    assert await fetch_manifest(rpc, target.model, donors) == whole.manifest  # type: ignore[arg-type]
+        donor.stalls_after_bytes = first_bytes * full_model.n_bytes(ALL) / 40
+    donors[honest] = PlayedDonor(full_model, 100)
+    rpc = PlayedRpc(donors)
+    begun = trio.current_time()
+    assert await fetch_manifest(rpc, target.model, donors) == full_model.manifest  # type: ignore[arg-type]
     fetch = fetch_of(rpc, target)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(fetch.run)
@@ -223,13 +230,15 @@ async def test_silent_donors_yield_to_one_that_gives(
     assert trio.current_time() - begun < 30
 
 
-async def test_a_manifest_of_silent_donors_comes_from_the_next(virtual_time: MockClock, whole: ModelFolder) -> None:
+async def test_a_manifest_of_silent_donors_comes_from_the_next(
+    virtual_time: MockClock, full_model: ModelFolder
+) -> None:
     class Silent(PlayedDonor):
         async def give(self, message: Any) -> Any:
             await trio.sleep_forever()
 
-    donors: dict[PeerId, PlayedDonor] = {PeerId(f"silent-{i}"): Silent(whole, 1) for i in range(4)}
-    donors[PeerId("z-honest")] = PlayedDonor(whole, 100)
+    donors: dict[PeerId, PlayedDonor] = {PeerId(f"silent-{i}"): Silent(full_model, 1) for i in range(4)}
+    donors[PeerId("z-honest")] = PlayedDonor(full_model, 100)
     begun = trio.current_time()
-    assert await fetch_manifest(PlayedRpc(donors), whole.model, donors) == whole.manifest  # type: ignore[arg-type]
+    assert await fetch_manifest(PlayedRpc(donors), full_model.model, donors) == full_model.manifest  # type: ignore[arg-type]
     assert trio.current_time() - begun < 10

@@ -27,19 +27,19 @@ ALL = frozenset(range(N_BLOCKS + 1))
 
 
 @pytest.fixture
-def served(whole: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def served(full_model: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Serves the checkpoint as the hub does; yields how many bytes each answer had."""
     sent: list[int] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            path = whole.folder / Path(self.path.removeprefix("/org/name/resolve/c0ffee/")).name
+            path = full_model.folder / Path(self.path.removeprefix("/org/name/resolve/c0ffee/")).name
             if not self.path.startswith("/org/name/resolve/c0ffee/") or not path.is_file():
                 self.send_error(404)
                 return
-            found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"])
-            assert found is not None
-            data = path.read_bytes()[int(found[1]) : int(found[2]) + 1]
+            matches = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"])
+            assert matches is not None
+            data = path.read_bytes()[int(matches[1]) : int(matches[2]) + 1]
             self.send_response(206)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -62,21 +62,21 @@ def fetch_of(target: ModelFolder, groups: frozenset[int], source: str = SOURCE) 
 
 
 async def test_a_span_comes_from_the_hub_and_nothing_else_of_it(
-    whole: ModelFolder, tmp_path: Path, served: list[int]
+    full_model: ModelFolder, tmp_path: Path, served: list[int]
 ) -> None:
-    target = files.create(tmp_path / "store", whole.manifest)
+    target = files.create(tmp_path / "store", full_model.manifest)
     await fetch_of(target, frozenset({1, N_BLOCKS})).run()
     assert target.held == {1, N_BLOCKS}
     assert not target.damaged()
-    assert sum(served) < whole.n_bytes({1, N_BLOCKS}) + 100_000, "the ranges that it needs, and a header"
+    assert sum(served) < full_model.n_bytes({1, N_BLOCKS}) + 100_000, "the ranges that it needs, and a header"
 
 
 async def test_a_hub_that_lacks_the_model_is_unreachable_not_a_crash(
-    whole: ModelFolder, tmp_path: Path, served: list[int], monkeypatch: pytest.MonkeyPatch
+    full_model: ModelFolder, tmp_path: Path, served: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Unreachable, match="404"):
-        Hub("org/other@1", whole.manifest).read_piece(((0, 0),))
+        Hub("org/other@1", full_model.manifest).read_piece(((0, 0),))
     monkeypatch.setattr(fetch, "PATIENCE_S", 0.3)
-    target = files.create(tmp_path / "store", whole.manifest)
+    target = files.create(tmp_path / "store", full_model.manifest)
     with pytest.raises(SwarmUnavailable, match="try again"):
         await fetch_of(target, ALL, "org/other@1").run()

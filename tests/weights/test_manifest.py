@@ -55,19 +55,21 @@ CHUNK = bytes(32)
         ({"config": manifests.canonical({"model_type": ADAPTER, "num_hidden_layers": 7, "adapter": {}})}, "no blocks"),
     ],
 )
-def test_a_lying_manifest_is_refused(whole: ModelFolder, changes: dict[str, Any], reason: str) -> None:
+def test_a_lying_manifest_is_refused(full_model: ModelFolder, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(IntegrityError, match=reason):
-        received(msgspec.structs.replace(whole.manifest, **changes))
+        received(msgspec.structs.replace(full_model.manifest, **changes))
 
 
-def test_a_manifest_counts_only_under_its_own_hash_and_in_its_own_encoding(whole: ModelFolder) -> None:
-    assert received(whole.manifest) == whole.manifest
-    raw = manifests.encode(whole.manifest)
+def test_a_manifest_counts_only_under_its_own_hash_and_in_its_own_encoding(full_model: ModelFolder) -> None:
+    assert received(full_model.manifest) == full_model.manifest
+    raw = manifests.encode(full_model.manifest)
     with pytest.raises(IntegrityError, match="sha256 differs"):
         manifests.read_untrusted(raw, ModelId("0" * 64))
-    other = msgspec.msgpack.encode({**msgspec.to_builtins(whole.manifest, builtin_types=(bytes,)), "more": 1})
+    other_model = msgspec.msgpack.encode(
+        {**msgspec.to_builtins(full_model.manifest, builtin_types=(bytes,)), "more": 1}
+    )
     with pytest.raises(IntegrityError, match="canonical"):
-        manifests.read_untrusted(other, ModelId(hashlib.sha256(other).hexdigest()))
+        manifests.read_untrusted(other_model, ModelId(hashlib.sha256(other_model).hexdigest()))
 
 
 def test_a_link_out_of_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
@@ -82,7 +84,8 @@ def test_a_link_out_of_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
 
 def test_links_into_the_blobs_of_the_hubs_cache_are_what_they_are(tmp_path: Path) -> None:
     plain = make_model(tmp_path / "plain")
-    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc"
+    blobs = tmp_path / "hub" / "blobs"
+    snapshot = tmp_path / "hub" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for path in plain.iterdir():
@@ -96,8 +99,8 @@ def test_a_shard_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypa
     digest = manifests._digest_chunks
 
     def growing(file: Any, n_bytes: int, path: Path) -> tuple[bytes, ...]:
-        with path.open("ab") as more:
-            more.write(b"x")
+        with path.open("ab") as extra:
+            extra.write(b"x")
         return digest(file, n_bytes, path)
 
     monkeypatch.setattr(manifests, "_digest_chunks", growing)
@@ -105,9 +108,9 @@ def test_a_shard_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypa
         manifests.read_folder(folder)
 
 
-def test_a_manifest_that_is_no_adapter_is_not_taken_for_one(whole: ModelFolder) -> None:
+def test_a_manifest_that_is_no_adapter_is_not_taken_for_one(full_model: ModelFolder) -> None:
     with pytest.raises(IntegrityError, match="no adapter"):
-        adapter.lora_of(whole.manifest)
+        adapter.lora_of(full_model.manifest)
     wrong = json.dumps({"model_type": ADAPTER, "base": "x", "adapter": {}})
     with pytest.raises(IntegrityError, match="no adapter"):
-        adapter.base_of(msgspec.structs.replace(whole.manifest, config=wrong))
+        adapter.base_of(msgspec.structs.replace(full_model.manifest, config=wrong))

@@ -26,14 +26,16 @@ from swarmd.weights.library import Library
 from swarmd.weights.supply import Supply
 
 pytestmark = pytest.mark.usefixtures("threads_inline")
-A, B, ME = PeerId("a"), PeerId("b"), PeerId("me")
+A = PeerId("a")
+B = PeerId("b")
+ME = PeerId("me")
 
 
 class Swarm:
     """Donors that hold a whole model and answer at once."""
 
-    def __init__(self, whole: ModelFolder, *donors: PeerId) -> None:
-        self.whole = whole
+    def __init__(self, full_model: ModelFolder, *donors: PeerId) -> None:
+        self.full_model = full_model
         self.asked: list[PeerId] = []
         self.standing = Standing()
         self.network: Any = SimpleNamespace(peer_id=ME, learn=lambda *_: None)
@@ -41,7 +43,7 @@ class Swarm:
 
     def view(self) -> SwarmView:
         times: dict[str, Any] = {"sequence": 1, "issued_at": 0, "expires_at": 60, "certificate": ()}
-        holds = {self.whole.model: ((0, self.whole.head + 1),)}
+        holds = {self.full_model.model: ((0, self.full_model.head + 1),)}
         return SwarmView({p: PeerRecord(peer=p, holds=holds, **times) for p in self.donors}, (), Catalog())
 
     async def call(self, peer: PeerId, request: Any, timeout_s: float, purpose: str) -> Any:
@@ -49,8 +51,8 @@ class Swarm:
         self.asked.append(peer)
         message = request(1)
         if isinstance(message, WantManifest):
-            return ManifestIs(re=1), SimpleNamespace(payload=memoryview(manifests.encode(self.whole.manifest)))
-        return ChunksAre(re=1), SimpleNamespace(payload=memoryview(read_piece(self.whole, message.refs)))
+            return ManifestIs(re=1), SimpleNamespace(payload=memoryview(manifests.encode(self.full_model.manifest)))
+        return ChunksAre(re=1), SimpleNamespace(payload=memoryview(read_piece(self.full_model, message.refs)))
 
 
 def supply_of(swarm: Swarm, root: Path, changed: list[int]) -> Supply:
@@ -59,35 +61,38 @@ def supply_of(swarm: Swarm, root: Path, changed: list[int]) -> Supply:
 
 
 async def test_two_who_need_the_same_blocks_fetch_them_once(
-    virtual_time: MockClock, whole: ModelFolder, tmp_path: Path
+    virtual_time: MockClock, full_model: ModelFolder, tmp_path: Path
 ) -> None:
-    swarm, changed = Swarm(whole, A), list[int]()
+    swarm = Swarm(full_model, A)
+    changed = list[int]()
     supply = supply_of(swarm, tmp_path / "mine", changed)
     async with trio.open_nursery() as nursery:
         for _ in range(2):
-            nursery.start_soon(supply.ensure, whole.model, [0, 1])
+            nursery.start_soon(supply.ensure, full_model.model, [0, 1])
     chunks = list(swarm.asked)
-    folder = await supply.ensure(whole.model, [0, 1])
+    folder = await supply.ensure(full_model.model, [0, 1])
     assert folder.held >= {0, 1}
     assert len(swarm.asked) == len(chunks), "what is here is not asked for"
     assert changed == [1], "others hear of what is held now, once"
     assert not supply.progress()
 
 
-async def test_who_lost_its_standing_is_not_asked(virtual_time: MockClock, whole: ModelFolder, tmp_path: Path) -> None:
-    swarm = Swarm(whole, A, B)
+async def test_who_lost_its_standing_is_not_asked(
+    virtual_time: MockClock, full_model: ModelFolder, tmp_path: Path
+) -> None:
+    swarm = Swarm(full_model, A, B)
     swarm.standing.fault(A, Fault.BAD_CHUNK, "it lied before")
-    await supply_of(swarm, tmp_path / "mine", []).ensure(whole.model)
+    await supply_of(swarm, tmp_path / "mine", []).ensure(full_model.model)
     assert set(swarm.asked) == {B}
 
 
 async def test_blocks_that_a_model_does_not_have_and_models_that_nobody_has_are_named(
-    virtual_time: MockClock, whole: ModelFolder, tmp_path: Path
+    virtual_time: MockClock, full_model: ModelFolder, tmp_path: Path
 ) -> None:
-    swarm = Swarm(whole, A)
+    swarm = Swarm(full_model, A)
     supply = supply_of(swarm, tmp_path / "mine", [])
     with pytest.raises(ConfigError, match="there is no block 99"):
-        await supply.ensure(whole.model, [0, 99])
+        await supply.ensure(full_model.model, [0, 99])
     swarm.donors = []
     with pytest.raises(SwarmUnavailable, match="nobody gives the manifest"):
-        await supply_of(swarm, tmp_path / "other", []).ensure(whole.model)
+        await supply_of(swarm, tmp_path / "other", []).ensure(full_model.model)

@@ -18,14 +18,15 @@ from swarmd.wire.micro_batches import forward_frames, read_values
 
 def through(hidden: torch.Tensor, ends: tuple[Changes, Changes], codec: str = "int4") -> torch.Tensor:
     """Send rows from one end to the other; returns what that came to."""
-    came, rows = [], ()
+    received = []
+    rows = ()
     for raw in forward_frames(Forward(rows=rows_of(hidden, None)), 0, hidden, None, codec, ends[0]):
         (frame,) = FrameDecoder().feed_untrusted(raw)
         message = worker.decode(frame.header)
         assert isinstance(message, Forward)
         rows = message.rows or rows
-        came.append(read_values(message.tensor, frame.payload))
-    return ends[1].take(rows, torch.cat(came, 1))
+        received.append(read_values(message.tensor, frame.payload))
+    return ends[1].take(rows, torch.cat(received, 1))
 
 
 def error(values: torch.Tensor, hidden: torch.Tensor) -> float:
@@ -33,15 +34,17 @@ def error(values: torch.Tensor, hidden: torch.Tensor) -> float:
 
 
 def test_what_is_sent_again_comes_nearer_each_time() -> None:
-    ends, hidden = (Changes(), Changes()), torch.randn(3, 8, 64)
+    ends = (Changes(), Changes())
+    hidden = torch.randn(3, 8, 64)
     errors = [error(through(hidden, ends), hidden) for _ in range(4)]
     assert errors[0] > 0.05
-    assert all(later < 0.2 * before for before, later in pairwise(errors))
+    assert all(later < 0.2 * previous for previous, later in pairwise(errors))
 
 
 def test_what_has_changed_a_little_is_off_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmd.wire.micro_batches.PART_BYTES", 1_500)  # several parts
-    ends, hidden = (Changes(), Changes()), torch.randn(3, 8, 64)
+    ends = (Changes(), Changes())
+    hidden = torch.randn(3, 8, 64)
     for _ in range(3):
         through(hidden, ends)
     moved = hidden.clone()
@@ -53,14 +56,16 @@ def test_what_has_changed_a_little_is_off_by_little(monkeypatch: pytest.MonkeyPa
 
 
 def test_rows_of_another_length_are_sent_whole() -> None:
-    ends, hidden = (Changes(), Changes()), torch.randn(1, 8, 64)
+    ends = (Changes(), Changes())
+    hidden = torch.randn(1, 8, 64)
     through(hidden, ends)
     longer = torch.cat([torch.randn(1, 8, 64), hidden[:, 4:], hidden[:, :4]], 1)
     assert torch.equal(through(longer, ends, "raw"), longer)
 
 
 def test_changes_of_what_is_not_remembered_so_are_refused() -> None:
-    ends, hidden = (Changes(), Changes()), torch.randn(1, 8, 64)
+    ends = (Changes(), Changes())
+    hidden = torch.randn(1, 8, 64)
     through(hidden, ends)
     with pytest.raises(Refused, match="send them whole"):
         through(hidden, (ends[0], Changes()))
@@ -72,18 +77,20 @@ def test_changes_of_what_is_not_remembered_so_are_refused() -> None:
 
 def test_what_is_remembered_is_bounded_alike_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "MOST_BYTES", 5 * 8 * 64 * 4)
-    ends, many = (Changes(), Changes()), torch.randn(9, 8, 64)
+    ends = (Changes(), Changes())
+    many = torch.randn(9, 8, 64)
     for _ in range(3):
-        got = through(many, ends)
+        received = through(many, ends)
     assert ends[0].n_bytes == ends[1].n_bytes == changes.MOST_BYTES
-    assert error(got[:5], many[:5]) < 0.01
-    assert error(got[5:], many[5:]) > 0.05
+    assert error(received[:5], many[:5]) < 0.01
+    assert error(received[5:], many[5:]) > 0.05
 
 
 def test_padding_has_no_part_in_a_rows_name() -> None:
-    short, other = torch.randn(1, 3, 64), torch.randn(1, 3, 64)
-    padded = torch.cat([torch.cat([short, other]), torch.zeros(2, 9, 64)], 1)
+    short = torch.randn(1, 3, 64)
+    other_row = torch.randn(1, 3, 64)
+    padded = torch.cat([torch.cat([short, other_row]), torch.zeros(2, 9, 64)], 1)
     mask = torch.zeros(2, 12, dtype=torch.uint8)
     mask[:, :3] = 1
-    assert rows_of(padded, mask) == (*rows_of(short, None), *rows_of(other, None))
+    assert rows_of(padded, mask) == (*rows_of(short, None), *rows_of(other_row, None))
     assert len({row.id for row in rows_of(padded, mask)}) == 2

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from swarmd.protocol.wire.messages import Edit
 from swarmd.wire.history import Budget, History, SentOp
 
-B, D = 3, 4
+B = 3
+D = 4
 
 
 def sent(seq: int, n_tokens: int, edits: tuple[Edit, ...] = (), mask: torch.Tensor | None = None) -> SentOp:
@@ -27,19 +28,24 @@ steps = st.lists(
 
 @given(steps, st.integers(1, 7))
 def test_merged_history_equals_a_plain_one(script: list[tuple[int, int, list[int], bool]], part: int) -> None:
-    history, plain, positions = History(False, Budget()), torch.zeros(B, 0, D), torch.zeros(B, 0, dtype=torch.int32)
+    history = History(False, Budget())
+    plain = torch.zeros(B, 0, D)
+    positions = torch.zeros(B, 0, dtype=torch.int32)
     for seq, (n_tokens, crop, rows, reorders) in enumerate(script, start=1):
         crop = min(crop, plain.shape[1])
         edits = (Edit(crop=crop), *((Edit(rows=tuple(rows)),) if reorders else ()))
         op = sent(seq, n_tokens, edits)
         history.add(op)
         history.settle(seq)
-        plain, positions = plain[:, : plain.shape[1] - crop], positions[:, : positions.shape[1] - crop]
+        plain = plain[:, : plain.shape[1] - crop]
+        positions = positions[:, : positions.shape[1] - crop]
         if reorders:
-            plain, positions = plain[rows], positions[rows]
+            plain = plain[rows]
+            positions = positions[rows]
         assert op.hidden is not None
         assert op.positions is not None
-        plain, positions = torch.cat([plain, op.hidden], 1), torch.cat([positions, op.positions], 1)
+        plain = torch.cat([plain, op.hidden], 1)
+        positions = torch.cat([positions, op.positions], 1)
     parts = [s for _, _, s in history.base(part)]
     assert torch.equal(torch.cat([s.hidden for s in parts if s.hidden is not None], 1), plain)
     assert torch.equal(torch.cat([s.positions for s in parts if s.positions is not None], 1), positions)
@@ -78,7 +84,8 @@ def test_padding_that_comes_late_is_ones_before() -> None:
 
 def test_history_beyond_its_budget_lives_on_disk_and_stays_right(tmp_path: Path) -> None:
     budget = Budget(memory_bytes=4_000, spill_folder=tmp_path)
-    history, plain = History(False, budget), []
+    history = History(False, budget)
+    plain = []
     for seq in range(1, 400):
         op = sent(seq, 1)
         history.add(op)
@@ -94,7 +101,8 @@ def test_history_beyond_its_budget_lives_on_disk_and_stays_right(tmp_path: Path)
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
 def test_tokens_are_given_wherever_they_lie(sizes: list[int], data: st.DataObject) -> None:
-    history, ops = History(False, Budget()), [sent(seq, n) for seq, n in enumerate(sizes, 1)]
+    history = History(False, Budget())
+    ops = [sent(seq, n) for seq, n in enumerate(sizes, 1)]
     for op in ops:
         history.add(op)
     history.settle(data.draw(st.integers(0, len(ops))))

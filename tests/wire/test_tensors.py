@@ -21,12 +21,12 @@ def there_and_back(hidden: torch.Tensor, codec: str) -> tuple[TensorMeta, torch.
     positions = torch.arange(b * t, dtype=torch.int32).view(b, t)
     mask = torch.ones(b, t, dtype=torch.uint8)
     meta, payload = pack(hidden, positions, mask, codec)
-    got, got_positions, got_mask = unpack_untrusted(meta, memoryview(payload))
+    decoded, got_positions, got_mask = unpack_untrusted(meta, memoryview(payload))
     assert torch.equal(got_positions, positions)
     assert got_mask is not None
     assert torch.equal(got_mask, mask)
-    assert got.dtype == hidden.dtype
-    return meta, got
+    assert decoded.dtype == hidden.dtype
+    return meta, decoded
 
 
 @given(
@@ -43,14 +43,14 @@ def test_codecs_keep_within_their_bounds(b: int, t: int, d: int, scale: float, s
         hidden[0, 0, 0] *= 20
     assert torch.equal(there_and_back(hidden, "raw")[1], hidden)
     for codec, bound in RELATIVE.items():
-        meta, got = there_and_back(hidden, codec)
+        meta, decoded = there_and_back(hidden, codec)
         assert meta.codec == codec
-        assert ((got - hidden).abs() <= bound * hidden.abs() + SMALLEST_FLOAT16).all()
+        assert ((decoded - hidden).abs() <= bound * hidden.abs() + SMALLEST_FLOAT16).all()
     for codec, block, steps in (("int8", INT8_BLOCK, 254), ("int4", INT4_BLOCK, 14)):
-        _, got = there_and_back(hidden, codec)
+        _, decoded = there_and_back(hidden, codec)
         pad = torch.nn.functional.pad(hidden, (0, -d % block)).view(b, t, -1, block)
         bound = (pad.abs().amax(-1, keepdim=True) / steps).expand(pad.shape).flatten(2)[..., :d]
-        assert ((got - hidden).abs() <= bound * 1.001 + SMALLEST_FLOAT16 * 7).all()
+        assert ((decoded - hidden).abs() <= bound * 1.001 + SMALLEST_FLOAT16 * 7).all()
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -65,9 +65,9 @@ def test_coding_again_what_was_decoded_gives_the_same_bytes(codec: str) -> None:
 
 def test_values_beyond_half_precision_travel_raw() -> None:
     hidden = torch.full((1, 1, 8), 70_000.0)
-    meta, got = there_and_back(hidden, "float16")
+    meta, decoded = there_and_back(hidden, "float16")
     assert meta.codec == "raw"
-    assert torch.equal(got, hidden)
+    assert torch.equal(decoded, hidden)
 
 
 def test_sizes_and_unknown_codecs_are_checked() -> None:

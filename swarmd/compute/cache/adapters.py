@@ -34,6 +34,14 @@ class LoraUpdates:
     updates: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
 
 
+# Where updates are added. A pass holds the tokens of several sessions in one flattened row; the base matrix is
+# multiplied with all of them at once, then each session's part gets its own low-rank product:
+#
+#     tokens       | session 1 |  session 2  | session 3 |
+#     base output  |            W x                      |
+#     updates      | + B1 A1 x |             | + B3 A3 x |       (session 2 uses no adapter)
+#
+# ``_sessions`` says who holds which tokens, for as long as ``using`` is open; a hook on each matrix reads it.
 class SpanAdapters:
     """The adapters of one span. ``using`` says whose tokens a pass holds."""
 
@@ -50,19 +58,26 @@ class SpanAdapters:
         self._blocks = {f"{names[layers[block]]}.": block for block in span.blocks()}
         self._all_blocks = names[layers].rstrip(".") + "."
         self._model = model
-        self._dtype, self._device = dtype, device
+        self._dtype = dtype
+        self._device = device
         self._known: dict[str, LoraUpdates] = {}
         self._hooked: set[str] = set()
-        self._now: list[tuple[int, LoraUpdates]] = []
+        self._sessions: list[tuple[int, LoraUpdates]] = []
         self._on_tensor = on_tensor  # reading takes a while, and is progress
 
     def __contains__(self, adapter: str) -> bool:
         return adapter in self._known
 
     def get(self, adapter: str) -> LoraUpdates | None:
+        """Return an adapter that is loaded, else None."""
         return self._known.get(adapter)
 
-    def load(self, adapter: str, shards: Sequence[Path], raw_config: bytes) -> None:
+    def load(
+        self,
+        adapter: str,
+        shards: Sequence[Path],
+        raw_config: bytes,
+    ) -> None:
         """Read this span's part of an adapter. Raises ConfigError for one that cannot be used here."""
         while len(self._known) >= MAX_ADAPTERS:
             del self._known[next(iter(self._known))]  # the oldest; sessions that use it hold it
@@ -72,13 +87,13 @@ class SpanAdapters:
             raise ConfigError(f"adapter {adapter[:12]}: {error}") from None
 
     def read(self, shards: Sequence[Path], raw_config: bytes) -> LoraUpdates:
-        """This span's part of an adapter, its modules hooked. Raises ConfigError for one that cannot be used here."""
+        """Read this span's part of an adapter and hook its modules. Raises ConfigError if it cannot be used here."""
         try:
-            return self._read(shards, read_settings(msgspec.json.decode(raw_config)))
+            return self._read_tensors(shards, read_settings(msgspec.json.decode(raw_config)))
         except (IntegrityError, SafetensorError, msgspec.DecodeError, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(str(error)) from None
 
-    def _read(self, shards: Sequence[Path], config: LoraConfig) -> LoraUpdates:
+    def _read_tensors(self, shards: Sequence[Path], config: LoraConfig) -> LoraUpdates:
         tensors: dict[str, torch.Tensor] = {}
         for shard in shards:
             with safe_open(shard, "pt") as file:
@@ -89,39 +104,41 @@ class SpanAdapters:
         lora = LoraUpdates()
         for name in [n for n in tensors if n.endswith(".lora_A.weight")]:
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-            a, b = tensors[name], tensors.get(name.replace(".lora_A.", ".lora_B."))
-            a, b = self.checked(module, a, b)
-            if a.shape[0] != config.rank(module):
-                raise ConfigError(f"{module} has rank {a.shape[0]}, and {CONFIG_FILE} says {config.rank(module)}")
-            lora.updates[module] = (
-                a.to(self._device, self._dtype),
-                b.to(self._device, self._dtype),
-                config.scale(module),
-            )
+            partner = name.replace(".lora_A.", ".lora_B.")
+            a, b = self.checked(module, tensors[name], tensors.get(partner))
+            rank = config.rank(module)
+            if a.shape[0] != rank:
+                raise ConfigError(f"{module} has rank {a.shape[0]}, and {CONFIG_FILE} says {rank}")
+            a = a.to(self._device, self._dtype)
+            b = b.to(self._device, self._dtype)
+            lora.updates[module] = (a, b, config.scale(module))
         self.hook(lora)
         return lora
 
     def hook(self, lora: LoraUpdates) -> None:
-        """Have the modules that ``lora`` updates look at who uses a pass."""
+        """Have the modules that ``lora`` updates look at which sessions use a pass."""
         for module in lora.updates.keys() - self._hooked:
-            self._model.get_submodule(module).register_forward_hook(partial(self._add, module))
+            self._model.get_submodule(module).register_forward_hook(partial(self._add_updates, module))
             self._hooked.add(module)
 
     def block_of(self, module: str) -> int | None:
-        """The block that a module is part of, if it is one of this span."""
-        return next((i for prefix, i in self._blocks.items() if module.startswith(prefix)), None)
+        """Return the block that a module is part of, if it is one of this span."""
+        for prefix, block in self._blocks.items():
+            if module.startswith(prefix):
+                return block
+        return None
 
     @contextmanager
     def using(self, sessions: Sequence[tuple[int, LoraUpdates | None]]) -> Iterator[None]:
-        """Passes inside compute (tokens, adapter) of each session, one after the other in the flattened input."""
+        """Have passes inside compute (tokens, adapter) of each session, one after the other in the flattened input."""
         if all(lora is None for _, lora in sessions):
             yield
             return
-        self._now = [(n_tokens, lora or LoraUpdates()) for n_tokens, lora in sessions]
+        self._sessions = [(n_tokens, lora or LoraUpdates()) for n_tokens, lora in sessions]
         try:
             yield
         finally:
-            self._now = []
+            self._sessions = []
 
     def _is_here(self, name: str) -> bool:
         module = name.removeprefix(PREFIX)
@@ -129,46 +146,73 @@ class SpanAdapters:
             raise IntegrityError(f"it adapts {module}, which is no part of a block: unsupported adapter")
         return self.block_of(module) is not None
 
-    def checked(self, module: str, a: torch.Tensor, b: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def checked(
+        self,
+        module: str,
+        a: torch.Tensor,
+        b: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A [r, in] and B [out, r] if they fit the module and are finite. Raises ConfigError."""
         try:
             base: Any = self._model.get_submodule(module)
         except AttributeError:
-            raise ConfigError(
-                f"the adapter changes {module}, which this model does not have{self._why(module)}"
-            ) from None
+            reason = self._explain_missing(module)
+            raise ConfigError(f"the adapter changes {module}, which this model does not have{reason}") from None
         sizes = (getattr(base, "in_features", None), getattr(base, "out_features", None))
         if type(base).__name__ == "Conv1D":  # GPT-2's linear layers
             sizes = (base.nx, base.nf)
-        if b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or (a.shape[1], b.shape[0]) != sizes:
+        if b is None or not _fits(a, b, sizes):
             shapes = f"{tuple(a.shape)} and {None if b is None else tuple(b.shape)}"
             raise ConfigError(f"the adapter's matrices for {module} are {shapes}, for a layer of {sizes}")
         if a.dtype not in DTYPES or b.dtype not in DTYPES or a.shape[0] > MAX_RANK:
             raise ConfigError(f"the adapter's matrices for {module} are {a.dtype} of rank {a.shape[0]}")
-        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        if not all(torch.isfinite(matrix).all() for matrix in (a, b)):
             raise ConfigError(f"the adapter's matrices for {module} hold values that are not finite")
         return a, b
 
-    def _why(self, module: str) -> str:
-        """What to say of a module that is not there, where more is known."""
+    def _explain_missing(self, module: str) -> str:
+        """Return what more is known of a module that is not there; empty if nothing is."""
         experts, _, rest = module.rpartition(".experts.")
         if rest[:1].isdecimal() and f"{experts}.experts" in dict(self._model.named_modules()):
             return ": its experts are one tensor, and adapters of single ones are not read: leave them out, or merge it"
         return ""
 
-    def _add(self, module: str, _: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor | None:
-        if not self._now:
+    def _add_updates(
+        self,
+        module: str,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        out: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Add each session's update to what a module gave; None, for the hook, changes nothing."""
+        if not self._sessions:
             return None
-        entering = args[0].reshape(-1, args[0].shape[-1])
-        if entering.shape[0] != sum(n for n, _ in self._now):
-            raise RuntimeError(f"{module} sees {entering.shape[0]} tokens of {sum(n for n, _ in self._now)}")
-        parts, at = [], 0
-        whole = out.reshape(-1, out.shape[-1])
-        for n_tokens, lora in self._now:
-            part, update = whole[at : at + n_tokens], lora.updates.get(module)
+        inputs = args[0].reshape(-1, args[0].shape[-1])
+        n_expected = sum(n_tokens for n_tokens, _ in self._sessions)
+        if inputs.shape[0] != n_expected:
+            raise RuntimeError(f"{module} sees {inputs.shape[0]} tokens of {n_expected}")
+        parts = []
+        offset = 0
+        base_output = out.reshape(-1, out.shape[-1])
+        for n_tokens, lora in self._sessions:
+            part = base_output[offset : offset + n_tokens]
+            update = lora.updates.get(module)
             if update is not None:
                 a, b, scale = update
-                part = part + ((entering[at : at + n_tokens].to(a.dtype) @ a.T @ b.T) * scale).to(part.dtype)
+                x = inputs[offset : offset + n_tokens].to(a.dtype)
+                change = (x @ a.T @ b.T) * scale
+                part = part + change.to(part.dtype)
             parts.append(part)
-            at += n_tokens
+            offset += n_tokens
         return torch.cat(parts).view(out.shape)
+
+
+def _fits(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    sizes: tuple[Any, Any],
+) -> bool:
+    """Are these A [r, in] and B [out, r] for a layer of ``sizes``, (in, out)?"""
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        return False
+    return (a.shape[1], b.shape[0]) == sizes

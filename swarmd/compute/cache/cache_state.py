@@ -42,7 +42,7 @@ def is_known(cache: SpanCache) -> bool:
 
 
 def layer_state(layer: Any) -> Tensors:
-    """All that a known layer keeps, on the CPU; nothing of a layer that has seen no token."""
+    """Return all that a known layer keeps, on the CPU; nothing of a layer that has seen no token."""
     state: Tensors = {}
     if isinstance(layer, DynamicLayer):
         keys, values = stored(layer)
@@ -64,104 +64,152 @@ def layer_state(layer: Any) -> Tensors:
     return {name: tensor.cpu().contiguous() for name, tensor in state.items()}
 
 
-def restore_layer_untrusted(layer: Any, like: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
-    """Give a new layer what another one kept of ``n_tokens``; ``like`` is the same layer after one token of one row.
+# The other worker may be anybody's. Names decide nothing here: the layers were made by this worker's own family, and an
+# example that it computed itself says which tensors each keeps, of which shape and dtype. So what comes can only be
+# other numbers, of which those that are not finite are refused. Wrong numbers that are finite are for audits to find.
+def restore_layer_untrusted(
+    layer: Any,
+    example: Any,
+    state: Tensors,
+    n_rows: int,
+    n_tokens: int,
+) -> None:
+    """Give a new layer what another one kept of ``n_tokens``; ``example`` is the same layer after one token of one row.
 
     Raises Refused or RemoteProtocolError for what does not fit; the layer is then not to be used.
     """
     if not n_tokens:
         return
-    expected = layer_state(like)
-    positions = {"indexer_positions"} if isinstance(like, DynamicIndexedLayer) else set()
-    if lacking := expected.keys() - state.keys():
-        raise RemoteProtocolError(f"lacks {', '.join(sorted(lacking))}")
+    expected = layer_state(example)
+    positions = {"indexer_positions"} if isinstance(example, DynamicIndexedLayer) else set()
+    if missing := expected.keys() - state.keys():
+        raise RemoteProtocolError(f"lacks {', '.join(sorted(missing))}")
     if unknown := state.keys() - expected.keys() - positions:
         raise RemoteProtocolError(f"has {', '.join(sorted(unknown))}, which such a layer does not keep")
-    if isinstance(like, LinearAttentionCacheLayerMixin):
-        _restore_states(layer, like, state, n_rows, n_tokens)
-    if isinstance(like, DynamicIndexedLayer):
-        _restore_indexer(layer, like, state, n_rows, n_tokens)
+    if isinstance(example, LinearAttentionCacheLayerMixin):
+        _restore_states(layer, example, state, n_rows, n_tokens)
+    if isinstance(example, DynamicIndexedLayer):
+        _restore_indexer(layer, example, state, n_rows, n_tokens)
     if "keys" in expected:
-        _restore_tokens(layer, like, state, n_rows, n_tokens)
+        _restore_tokens(layer, example, state, n_rows, n_tokens)
 
 
 def whole_numbers(tensor: torch.Tensor, n: int) -> list[int]:
-    """``n`` numbers of what came. Raises RemoteProtocolError."""
+    """Read ``n`` whole numbers of what came. Raises RemoteProtocolError."""
     if tensor.dtype != torch.int64 or tensor.numel() != n:
         raise RemoteProtocolError(f"expected {n} whole numbers, got {tuple(tensor.shape)} of {tensor.dtype}")
     return [int(value) for value in tensor.flatten().tolist()]
 
 
-def _restore_tokens(layer: Any, like: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
-    """Keys and values: of every token, or of a window and what is recorded before it."""
-    keys, values = state["keys"], state["values"]
-    has_window, is_slab = isinstance(like, DynamicSlidingWindowLayer), isinstance(like, SlabLayer)
+def _restore_tokens(
+    layer: Any,
+    example: Any,
+    state: Tensors,
+    n_rows: int,
+    n_tokens: int,
+) -> None:
+    """Restore keys and values: of every token, or of a window and what is recorded before it."""
+    keys = state["keys"]
+    values = state["values"]
+    has_window = isinstance(example, DynamicSlidingWindowLayer)
+    is_slab = isinstance(example, SlabLayer)
     n = keys.shape[2] if keys.ndim == 4 else -1
     if not (0 < n <= n_tokens and (n == n_tokens or has_window)):
         raise Refused(Code.BAD_SHAPE, f"keys {tuple(keys.shape)} of {n_tokens} tokens")
-    for came, known in zip((keys, values), stored(like), strict=True):
-        _check(came, known, (n_rows, known.shape[1], n, known.shape[3]))
-        _check_finite(like.read(came) if is_slab else came)
+    for received, reference in zip((keys, values), stored(example), strict=True):
+        expected = (n_rows, reference.shape[1], n, reference.shape[3])
+        _check_tensor(received, reference, expected)
+        _check_finite(example.read(received) if is_slab else received)
     if has_window:
         seen, records_past = whole_numbers(state["seen"], 2)
-        n_window = min(n_tokens, like.sliding_window - 1)
+        n_window = min(n_tokens, example.sliding_window - 1)
         if seen != n_tokens or not (n == n_window or (records_past and n >= n_window)):
             raise Refused(Code.BAD_SHAPE, f"{n} of {seen} tokens are kept, expected {n_window} of {n_tokens}")
     if is_slab:
-        layer.put(keys.to(like.device), values.to(like.device))
+        layer.put(keys.to(example.device), values.to(example.device))
         return
-    DynamicLayer.lazy_initialization(layer, keys.to(like.keys.device), values.to(like.keys.device))
-    layer.keys, layer.values = keys.to(like.keys.device), values.to(like.keys.device)
+    device = example.keys.device
+    DynamicLayer.lazy_initialization(layer, keys.to(device), values.to(device))
+    layer.keys = keys.to(device)
+    layer.values = values.to(device)
     if has_window:
-        layer._sliding_window_tensor = layer._sliding_window_tensor.to(like.keys.device)
-        layer.cumulative_length, layer.record_past = seen, bool(records_past)
+        layer._sliding_window_tensor = layer._sliding_window_tensor.to(device)
+        layer.cumulative_length = seen
+        layer.record_past = bool(records_past)
 
 
-def _restore_indexer(layer: Any, like: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
-    if not like.is_indexer_initialized:
+def _restore_indexer(
+    layer: Any,
+    example: Any,
+    state: Tensors,
+    n_rows: int,
+    n_tokens: int,
+) -> None:
+    """Restore an indexer's keys, and their positions where the layer keeps these."""
+    if not example.is_indexer_initialized:
         return
-    keys, positions = state["indexer_keys"], state.get("indexer_positions")
-    _check(keys, like.indexer_keys, (n_rows, n_tokens, like.indexer_keys.shape[-1]))
+    keys = state["indexer_keys"]
+    positions = state.get("indexer_positions")
+    _check_tensor(keys, example.indexer_keys, (n_rows, n_tokens, example.indexer_keys.shape[-1]))
     _check_finite(keys)
     if positions is not None:
-        known = like.indexer_position_ids
-        if known is None:
+        reference = example.indexer_position_ids
+        if reference is None:
             raise RemoteProtocolError("positions of an indexer that keeps none")
-        _check(positions, known, (known.shape[0], n_rows, n_tokens))
-        layer.indexer_position_ids = positions.to(known.device)
-    layer.lazy_initialization_indexer(keys.to(like.indexer_keys.device))
-    layer.indexer_keys = keys.to(like.indexer_keys.device)
+        _check_tensor(positions, reference, (reference.shape[0], n_rows, n_tokens))
+        layer.indexer_position_ids = positions.to(reference.device)
+    layer.lazy_initialization_indexer(keys.to(example.indexer_keys.device))
+    layer.indexer_keys = keys.to(example.indexer_keys.device)
 
 
-def _restore_states(layer: Any, like: Any, state: Tensors, n_rows: int, n_tokens: int) -> None:
-    """The inputs that a convolution looks back at, more of them where the past is recorded; and a recurrence's sum."""
+def _restore_states(
+    layer: Any,
+    example: Any,
+    state: Tensors,
+    n_rows: int,
+    n_tokens: int,
+) -> None:
+    """Restore the inputs that a convolution looks back at, and a recurrence's sum.
+
+    Of inputs there are more where the past is recorded.
+    """
     (records_past,) = whole_numbers(state["records_past"], 1)
-    layer.record_past, layer.device, layer.dtype = bool(records_past), like.device, like.dtype
-    for number in range(like.number_of_states):
-        if like.is_conv_states_initialized[number]:
-            came, known, n_kernel = state[f"conv.{number}"], like.conv_states[number], like.conv_kernel_size[number]
-            n = came.shape[-1] if came.ndim else 0
+    layer.record_past = bool(records_past)
+    layer.device = example.device
+    layer.dtype = example.dtype
+    for number in range(example.number_of_states):
+        if example.is_conv_states_initialized[number]:
+            inputs = state[f"conv.{number}"]
+            reference = example.conv_states[number]
+            n_kernel = example.conv_kernel_size[number]
+            n = inputs.shape[-1] if inputs.ndim else 0
             if not (n == n_kernel or (records_past and 0 < n <= n_kernel + n_tokens)):
                 raise Refused(Code.BAD_SHAPE, f"conv.{number} keeps {n} inputs of {n_tokens} tokens, not {n_kernel}")
-            _check(came, known, (n_rows, *known.shape[1:-1], n))
-            _check_finite(came)
-            layer.conv_states[number], layer.conv_kernel_size[number] = came.to(known.device), n_kernel
+            _check_tensor(inputs, reference, (n_rows, *reference.shape[1:-1], n))
+            _check_finite(inputs)
+            layer.conv_states[number] = inputs.to(reference.device)
+            layer.conv_kernel_size[number] = n_kernel
             layer.is_conv_states_initialized[number] = True
-        if like.is_recurrent_states_initialized[number]:
-            came, known = state[f"recurrent.{number}"], like.recurrent_states[number]
-            _check(came, known, (n_rows, *known.shape[1:]))
-            _check_finite(came)
-            layer.recurrent_states[number] = came.to(known.device)
+        if example.is_recurrent_states_initialized[number]:
+            total = state[f"recurrent.{number}"]
+            reference = example.recurrent_states[number]
+            _check_tensor(total, reference, (n_rows, *reference.shape[1:]))
+            _check_finite(total)
+            layer.recurrent_states[number] = total.to(reference.device)
             layer.is_recurrent_states_initialized[number] = True
-        layer.has_previous_state[number] = like.has_previous_state[number]
+        layer.has_previous_state[number] = example.has_previous_state[number]
 
 
-def _check(came: torch.Tensor, known: torch.Tensor, expected: tuple[int, ...]) -> None:
-    if tuple(came.shape) != expected or came.dtype != known.dtype:
-        text = f"expected {expected} of {known.dtype}, got {tuple(came.shape)} of {came.dtype}"
+def _check_tensor(
+    received: torch.Tensor,
+    reference: torch.Tensor,
+    expected: tuple[int, ...],
+) -> None:
+    if tuple(received.shape) != expected or received.dtype != reference.dtype:
+        text = f"expected {expected} of {reference.dtype}, got {tuple(received.shape)} of {received.dtype}"
         raise Refused(Code.BAD_SHAPE, text)
 
 
-def _check_finite(came: torch.Tensor) -> None:
-    if not torch.isfinite(came).all():
+def _check_finite(received: torch.Tensor) -> None:
+    if not torch.isfinite(received).all():
         raise Refused(Code.NOT_FINITE, "the caches hold values that are not finite")

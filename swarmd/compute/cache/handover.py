@@ -25,7 +25,23 @@ MAX_RECENT = 4_096  # single ops of a session beside its merged history
 UNREADABLE = (SafetensorError, RemoteProtocolError, LookupError, ValueError, TypeError, RuntimeError, ArithmeticError)
 
 
-def pack_state(cache: SpanCache, history: History, mask: torch.Tensor | None, n_tokens: int) -> bytes:
+# What is in the bytes, by the names of the tensors:
+#
+#     n_tokens, mask                     how far the session is; padding, where there is any
+#     layer.I.NAME                       what layer I of the hop keeps (cache_state)
+#     base.{hidden, positions, mask}     the merged history, and base.reached: its last op
+#     recent.N.{hidden, ..., seq, edits} the ops after it, one by one
+#
+# A peer could send anything under these names. Nothing is believed but what fits the session that was opened: rows,
+# width and dtype, as many tokens as were reserved, finite values, layers like those of an example that was computed
+# here, and a history without gaps that ends at the op which the caches reach. A session that was half filled when a
+# check fails is dropped by its owner.
+def pack_state(
+    cache: SpanCache,
+    history: History,
+    mask: torch.Tensor | None,
+    n_tokens: int,
+) -> bytes:
     """Encode one session's state. Raises Refused for layers of a kind that is not known."""
     if not is_known(cache):
         raise Refused(Code.UNSUPPORTED, "this family's caches cannot be handed over")
@@ -35,15 +51,15 @@ def pack_state(cache: SpanCache, history: History, mask: torch.Tensor | None, n_
     for index, layer in enumerate(cache.owned):
         for name, tensor in layer_state(layer).items():
             tensors[f"layer.{index}.{name}"] = tensor
-    whole = next(iter(history.base(1 << 62)), None)
-    if whole is not None:
-        _put(tensors, "base", whole[2])
+    merged = next(iter(history.base(1 << 62)), None)
+    if merged is not None:
+        _put_op(tensors, "base", merged[2])
     tensors["base.reached"] = torch.tensor([history.base_seq, int(history.record_past)])
     recent = list(history.after(0))
     if len(recent) > MAX_RECENT:
         raise Refused(Code.UNSUPPORTED, f"{len(recent)} separate ops are more than can be handed over")
     for number, sent in enumerate(recent):
-        _put(tensors, f"recent.{number}", sent)
+        _put_op(tensors, f"recent.{number}", sent)
         tensors[f"recent.{number}.seq"] = torch.tensor([sent.seq, int(sent.record_past)])
         edits = msgspec.msgpack.encode(sent.edits)
         tensors[f"recent.{number}.edits"] = torch.frombuffer(bytearray(edits), dtype=torch.uint8)
@@ -63,9 +79,9 @@ class StateShape:
 
 
 def unpack_state_untrusted(
-    raw: bytes, cache: SpanCache, history: History, like: SpanCache, shape: StateShape
+    raw: bytes, cache: SpanCache, history: History, example: SpanCache, shape: StateShape
 ) -> tuple[int, torch.Tensor | None]:
-    """Put encoded state in place; returns (tokens, mask). ``like`` is a cache of the same hop with one token in it.
+    """Put encoded state in place; returns (tokens, mask). ``example`` is a cache of the same hop with one token in it.
 
     Raises Refused, after which the session is to be dropped.
     """
@@ -75,12 +91,21 @@ def unpack_state_untrusted(
         if not 0 <= n_tokens <= shape.max_tokens:
             raise Refused(Code.TOO_LONG, f"caches of {n_tokens} tokens, this session reserved {shape.max_tokens}")
         for index, layer in enumerate(cache.owned):
-            _restore(layer, like.owned[index], tensors, index, shape.n_rows, n_tokens)
+            _restore_layer(
+                layer,
+                example.owned[index],
+                tensors,
+                index,
+                shape.n_rows,
+                n_tokens,
+            )
         _restore_history(tensors, history, shape)
         mask = tensors.get("mask")
-        if mask is not None and (tuple(mask.shape) != (shape.n_rows, n_tokens) or mask.dtype != torch.uint8):
+        if mask is None:
+            return n_tokens, None
+        if tuple(mask.shape) != (shape.n_rows, n_tokens) or mask.dtype != torch.uint8:
             raise Refused(Code.BAD_SHAPE, f"a mask of {tuple(mask.shape)} for {shape.n_rows} rows of {n_tokens} tokens")
-        return n_tokens, None if mask is None else mask.long()
+        return n_tokens, mask.long()
     except UNREADABLE as error:
         raise Refused(Code.MALFORMED, f"caches that do not parse: {error}") from None
 
@@ -92,17 +117,19 @@ def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> N
     if not 0 <= base_seq <= shape.seq or n_recent > MAX_RECENT:
         raise Refused(Code.MALFORMED, f"history up to op {base_seq} and {n_recent} more, for op {shape.seq}")
     if "base.hidden" in tensors:
-        history.add(_get(tensors, "base", base_seq, base_records, shape))
+        history.add(_get_op(tensors, "base", base_seq, base_records, shape))
         history.settle(base_seq)
     history.base_seq = base_seq
-    reached, n_tokens = base_seq, history.n_tokens
+    reached = base_seq
+    n_tokens = history.n_tokens
     for number in range(n_recent):
         seq, record_past = whole_numbers(tensors[f"recent.{number}.seq"], 2)
-        sent = _get(tensors, f"recent.{number}", seq, record_past, shape)
+        sent = _get_op(tensors, f"recent.{number}", seq, record_past, shape)
         for edit in sent.edits:
             n_tokens -= edit.crop or 0
             rows = edit.rows or ()
-            if n_tokens < 0 or (rows and (len(rows) != shape.n_rows or max(rows) >= shape.n_rows)):
+            has_wrong_rows = bool(rows) and (len(rows) != shape.n_rows or max(rows) >= shape.n_rows)
+            if n_tokens < 0 or has_wrong_rows:
                 raise Refused(Code.MALFORMED, f"op {seq} of the history holds an edit that does not fit")
         n_tokens += 0 if sent.hidden is None else sent.hidden.shape[1]
         if seq != reached + 1:
@@ -113,32 +140,67 @@ def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> N
         raise Refused(Code.MALFORMED, f"a history up to op {reached}, for op {shape.seq}")
 
 
-def _restore(layer: Any, like: Any, tensors: Tensors, index: int, n_rows: int, n_tokens: int) -> None:
+def _restore_layer(
+    layer: Any,
+    example: Any,
+    tensors: Tensors,
+    index: int,
+    n_rows: int,
+    n_tokens: int,
+) -> None:
     prefix = f"layer.{index}."
-    state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    names = [name for name in tensors if name.startswith(prefix)]
+    state = {name.removeprefix(prefix): tensors[name] for name in names}
     try:
-        restore_layer_untrusted(layer, like, state, n_rows, n_tokens)
+        restore_layer_untrusted(layer, example, state, n_rows, n_tokens)
     except Refused as error:
         raise Refused(error.code, f"layer {index}: {error}") from None
     except RemoteProtocolError as error:
         raise Refused(Code.MALFORMED, f"layer {index} of the caches {error}") from None
 
 
-def _put(tensors: Tensors, name: str, sent: SentOp) -> None:
-    for part, value in (("hidden", sent.hidden), ("positions", sent.positions), ("mask", sent.mask)):
+def _put_op(tensors: Tensors, name: str, sent: SentOp) -> None:
+    parts = {"hidden": sent.hidden, "positions": sent.positions, "mask": sent.mask}
+    for part, value in parts.items():
         if value is not None:
             tensors[f"{name}.{part}"] = value.contiguous()
 
 
-def _get(tensors: Tensors, name: str, seq: int, record_past: int, shape: StateShape) -> SentOp:
-    hidden, positions, mask = (tensors.get(f"{name}.{part}") for part in ("hidden", "positions", "mask"))
+def _get_op(
+    tensors: Tensors,
+    name: str,
+    seq: int,
+    record_past: int,
+    shape: StateShape,
+) -> SentOp:
+    """Read one op of the history and check that it fits. Raises Refused or RemoteProtocolError."""
+    hidden = tensors.get(f"{name}.hidden")
+    positions = tensors.get(f"{name}.positions")
+    mask = tensors.get(f"{name}.mask")
     if hidden is not None:
         n = hidden.shape[1] if hidden.ndim == 3 else -1
-        fits = tuple(hidden.shape) == (shape.n_rows, n, shape.hidden) and n > 0 and hidden.dtype == shape.dtype
-        beside = [(positions, torch.int32), *([(mask, torch.uint8)] if mask is not None else [])]
-        if not fits or any(t is None or tuple(t.shape) != (shape.n_rows, n) or t.dtype != d for t, d in beside):
+        expected = (shape.n_rows, n, shape.hidden)
+        is_fit = n > 0 and tuple(hidden.shape) == expected and hidden.dtype == shape.dtype
+        has_positions = positions is not None and _is_row_table(
+            positions,
+            torch.int32,
+            shape.n_rows,
+            n,
+        )
+        is_mask_fit = mask is None or _is_row_table(mask, torch.uint8, shape.n_rows, n)
+        if not (is_fit and has_positions and is_mask_fit):
             raise Refused(Code.BAD_SHAPE, f"{name} of the history does not fit {shape.n_rows} rows of {shape.hidden}")
     edits: tuple[Edit, ...] = ()
     if (raw := tensors.get(f"{name}.edits")) is not None:
         edits = decode(bytes(raw.tolist()), tuple[Edit, ...], "edits")
     return SentOp(seq, edits, hidden, positions, mask, bool(record_past))
+
+
+def _is_row_table(
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    n_rows: int,
+    n: int,
+) -> bool:
+    """Does it hold one value of this type for each token of each row?"""
+    return tuple(tensor.shape) == (n_rows, n) and tensor.dtype == dtype

@@ -28,12 +28,14 @@ class SessionTokens:
 
 
 def in_one_row(pieces: Sequence[SessionTokens]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of all pieces, one after another, in memory of their own: hidden [1, n, d], positions [1, n]."""
-    hidden = torch.cat([p.hidden.reshape(1, -1, p.hidden.shape[2]) for p in pieces], 1)
-    return hidden, torch.cat([p.positions.reshape(1, -1) for p in pieces], 1)
+    """Put the tokens of all pieces one after another, in memory of their own: hidden [1, n, d], positions [1, n]."""
+    width = pieces[0].hidden.shape[2]
+    hiddens = [piece.hidden.reshape(1, -1, width) for piece in pieces]
+    positions = [piece.positions.reshape(1, -1) for piece in pieces]
+    return torch.cat(hiddens, 1), torch.cat(positions, 1)
 
 
 def of_each(row: torch.Tensor, pieces: Sequence[SessionTokens]) -> list[torch.Tensor]:
-    """What was computed for such a row, [n, d], as each piece's part [b, t, d]."""
+    """Cut what was computed for such a row, [n, d], into each piece's part [b, t, d]."""
     parts = torch.split_with_sizes(row, [piece.n_tokens for piece in pieces])
     return [part.view(piece.hidden.shape) for piece, part in zip(pieces, parts, strict=True)]

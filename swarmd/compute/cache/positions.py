@@ -15,29 +15,34 @@ Numbers = npt.NDArray[Any]
 
 
 def make_room(pieces: Sequence[SessionTokens]) -> tuple[Numbers, Numbers]:
-    """Make room for the pieces' tokens, one after another, and say where: kept [layers, n, 6], counts [n, 2].
+    """Make room for the pieces' tokens, one after another; returns addresses [layers, n, 6] and counts [n, 2].
 
-    ``kept`` is as ``SpanCache.places`` has it, of the row that a token is in. ``counts`` says how many keys are shared,
-    and how many of its own are before each token. ``keep`` follows when keys and values are there.
+    ``addresses`` is as ``SpanCache.places`` has it, of the row that a token is in. ``counts`` says how many keys are
+    shared, and how many of its own are before each token. ``keep`` follows when keys and values are written.
     """
     n = sum(piece.n_tokens for piece in pieces)
-    kept = np.empty((len(pieces[0].cache.owned), n, N_PLACES - 1), np.int64)
-    counts, at = np.empty((n, 2), np.int64), 0
+    n_layers = len(pieces[0].cache.owned)
+    addresses = np.empty((n_layers, n, N_PLACES - 1), np.int64)
+    counts = np.empty((n, 2), np.int64)
+    first = 0
     for piece in pieces:
         b, t, _ = piece.hidden.shape
-        places, layer = piece.cache.places(t), piece.cache.owned[0]
+        places = piece.cache.places(t)
+        layer = piece.cache.owned[0]
         for row in range(b):
-            kept[:, at : at + t] = places[:, None, : N_PLACES - 1]
+            tokens = slice(first, first + t)
+            addresses[:, tokens] = places[:, None, : N_PLACES - 1]
             if row:  # its own keys and values lie behind those of the rows before it
-                kept[:, at : at + t, 3:5] += row * places[:, None, N_PLACES - 1 :]
-            counts[at : at + t, 0] = layer.n_shared
-            counts[at : at + t, 1] = np.arange(layer.n_behind, layer.n_behind + t)
-            at += t
-    return kept, counts
+                row_bytes = places[:, None, N_PLACES - 1 :]
+                addresses[:, tokens, 3:5] += row * row_bytes
+            counts[tokens, 0] = layer.n_shared
+            counts[tokens, 1] = np.arange(layer.n_behind, layer.n_behind + t)
+            first += t
+    return addresses, counts
 
 
 def keep(pieces: Sequence[SessionTokens]) -> None:
-    """The pieces' keys and values were written where ``make_room`` said."""
+    """Count the pieces' keys and values, which were written where ``make_room`` said."""
     for piece in pieces:
         for layer in piece.cache.owned:
             layer.added(piece.hidden.shape[1])

@@ -31,39 +31,56 @@ tokens at once. The library's own families name more, which it leaves out by its
 CAUSAL_MASK = re.compile(r"\.(attn|attention|self_attn)\.bias$")  # of four dimensions; a true bias has one
 
 
+# What a folder goes through, from what costs nothing to what costs most:
+#
+#     1. its configuration is read: a family that transformers knows, plain values only
+#     2. a narrow model of it is computed block by block (rehearsal): can peers hold parts of this family at all?
+#     3. weights are plain numbers; sets of experts are whole and of one shape
+#     4. the library's loader is given all tensors without their numbers, and says what is missing or left over
+#
+# Each refusal names a tensor. The loader alone would not do: it passes over what it has no name for, and a model that
+# lacks a scale or a set of biases computes something, only not what its author meant.
 def check_folder(folder: Path, manifest: Manifest) -> None:
     """Refuse an unsupported family, and a checkpoint that is not just all of the model. Raises ConfigError."""
     config = skeleton.read_config(folder)
     skeleton.read_generation(folder)
     rehearse(folder, config)
-    hollow = _without_numbers(folder, config)
+    hollow = _build_without_numbers(folder, config)
     skeleton.decoder_layers(hollow)
     targets = skeleton.target_names(hollow, [tensor.name for tensor in manifest.tensors])
-    state, settings = hollow.state_dict(), skeleton.text_config(config)
-    taken = {tensor.name for tensor in manifest.tensors if targets[tensor.name] in state}
-    tensors = [tensor for tensor in manifest.tensors if tensor.name in taken or not _is_leftover(tensor, settings)]
+    state = hollow.state_dict()
+    settings = skeleton.text_config(config)
+    used_names = {tensor.name for tensor in manifest.tensors if targets[tensor.name] in state}
+    tensors = [tensor for tensor in manifest.tensors if tensor.name in used_names or not _is_leftover(tensor, settings)]
     _check_kinds(folder, tensors, targets, state)
-    _check_families_of_tensors(folder, tensors, targets)
+    _check_experts(folder, tensors, targets)
     _check_fit(folder, config, type(hollow), tensors)
 
 
 def check_adapter(folder: Path, manifest: Manifest, base: Path) -> None:
     """Refuse an adapter that the model in ``base`` cannot use as it is. Raises ConfigError."""
-    hollow = _without_numbers(base, skeleton.read_config(base))
+    hollow = _build_without_numbers(base, skeleton.read_config(base))
     layers = skeleton.decoder_layers(hollow)
-    adapters = SpanAdapters(hollow, layers, Span(0, len(layers)), torch.float32, torch.device("cpu"))
+    span = Span(0, len(layers))
+    adapters = SpanAdapters(
+        hollow,
+        layers,
+        span,
+        torch.float32,
+        torch.device("cpu"),
+    )
     settings = msgspec.json.encode(lora_of(manifest))
     try:
         used = adapters.read([folder / WEIGHTS_FILE], settings).updates
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
     modules = {name_of_module(tensor.name) for tensor in manifest.tensors}
-    if beyond := sorted(modules - used.keys()):
-        raise ConfigError(f"{folder}: the adapter changes {some_of(beyond)}, and {base} has {len(layers)} blocks")
+    if unknown := sorted(modules - used.keys()):
+        raise ConfigError(f"{folder}: the adapter changes {some_of(unknown)}, and {base} has {len(layers)} blocks")
 
 
-def _without_numbers(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
-    """The whole model, of tensors that have shapes only. Raises ConfigError."""
+def _build_without_numbers(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
+    """Build the whole model of tensors that have shapes only. Raises ConfigError."""
     cls = skeleton.family_class(config)
     with skeleton.building(f"{folder}: {type(config).__name__} cannot be built"), torch.device("meta"):
         return cls(config)
@@ -71,23 +88,36 @@ def _without_numbers(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
 
 def _is_leftover(tensor: Entry, settings: Any) -> bool:
     """May a tensor that no part of the model takes be left out?"""
-    if LEFTOVERS.search(tensor.name) or (CAUSAL_MASK.search(tensor.name) and len(tensor.shape) == 4):
+    if LEFTOVERS.search(tensor.name):
         return True
-    n_blocks, n_more = settings.num_hidden_layers, getattr(settings, "num_nextn_predict_layers", None) or 0
-    found = re.search(r"(?:^|\.)layers\.(\d+)\.", tensor.name)
-    return found is not None and n_blocks <= int(found[1]) < n_blocks + n_more
+    if CAUSAL_MASK.search(tensor.name) and len(tensor.shape) == 4:
+        return True
+    # Layers behind the last block, as DeepSeek has them, predict several tokens at once: the library has no place for
+    # them.
+    n_blocks = settings.num_hidden_layers
+    n_predictors = getattr(settings, "num_nextn_predict_layers", None) or 0
+    block = re.search(r"(?:^|\.)layers\.(\d+)\.", tensor.name)
+    return block is not None and n_blocks <= int(block[1]) < n_blocks + n_predictors
 
 
-def _check_kinds(folder: Path, tensors: list[Entry], targets: dict[str, str], state: dict[str, Any]) -> None:
+def _check_kinds(
+    folder: Path,
+    tensors: list[Entry],
+    targets: dict[str, str],
+    state: dict[str, Any],
+) -> None:
     """Refuse weights that are no plain numbers. Raises ConfigError."""
-    packed = [t for t in tensors if t.dtype not in shards.PLAIN_KINDS and _is_weight(state.get(targets[t.name]))]
+    unusual = [tensor for tensor in tensors if tensor.dtype not in shards.PLAIN_KINDS]
+    packed = [tensor for tensor in unusual if _is_weight(state.get(targets[tensor.name]))]
     if not packed:
         return
-    stem = packed[0].name.removesuffix("weight")
-    beside = [t.name for t in tensors if t.name.startswith(stem) and targets[t.name] not in state and t != packed[0]]
-    scales = f", with {some_of(beside)} beside it" if beside else ""
+    first = packed[0]
+    stem = first.name.removesuffix("weight")
+    unused = [tensor for tensor in tensors if targets[tensor.name] not in state and tensor != first]
+    companions = [tensor.name for tensor in unused if tensor.name.startswith(stem)]
+    scales = f", with {some_of(companions)} beside it" if companions else ""
     raise ConfigError(
-        f"{folder}: {packed[0].name} is of kind {packed[0].dtype}{scales}: quantised weights ({len(packed)} tensors); "
+        f"{folder}: {first.name} is of kind {first.dtype}{scales}: quantised weights ({len(packed)} tensors); "
         f"swarmd takes plain ones ({', '.join(shards.PLAIN_KINDS[1:])}): add the model as it was before, or unpack it"
     )
 
@@ -96,29 +126,43 @@ def _is_weight(target: torch.Tensor | None) -> bool:
     return target is None or target.is_floating_point()
 
 
-def _check_families_of_tensors(folder: Path, tensors: list[Entry], targets: dict[str, str]) -> None:
+def _check_experts(
+    folder: Path,
+    tensors: list[Entry],
+    targets: dict[str, str],
+) -> None:
     """Refuse a set of experts that is not whole: the library makes one tensor of all of a block. Raises ConfigError."""
     sources: defaultdict[str, list[Entry]] = defaultdict(list)
     for tensor in tensors:
         sources[targets[tensor.name]].append(tensor)
     for target, parts in sources.items():
-        kinds = Counter(_without_its_number(part.name) for part in parts)
+        kinds = Counter(_without_number(part.name) for part in parts)
         if len(set(kinds.values())) > 1:
-            (least, n_least), (_, n_most) = kinds.most_common()[-1], kinds.most_common()[0]
-            raise ConfigError(f"{folder}: the checkpoint lacks tensors: {n_least} of {n_most} {least}, for {target}")
-        shapes = {(_without_its_number(part.name), part.shape) for part in parts}
+            by_count = kinds.most_common()
+            rarest, n_rarest = by_count[-1]
+            n_most = by_count[0][1]
+            raise ConfigError(f"{folder}: the checkpoint lacks tensors: {n_rarest} of {n_most} {rarest}, for {target}")
+        shapes = {(_without_number(part.name), part.shape) for part in parts}
         if len(shapes) > len(kinds):
             raise ConfigError(f"{folder}: tensors of {target} that belong together have different shapes")
 
 
-def _without_its_number(name: str) -> str:
-    """A tensor's name with a star for the last number in it: that of an expert."""
+def _without_number(name: str) -> str:
+    """Return a tensor's name with a star for the last number in it: that of an expert."""
     parts = name.split(".")
-    numbers = [at for at, part in enumerate(parts) if part.isdecimal()]
-    return ".".join((*parts[: numbers[-1]], "*", *parts[numbers[-1] + 1 :])) if numbers else name
+    numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
+    if not numbers:
+        return name
+    parts[numbers[-1]] = "*"
+    return ".".join(parts)
 
 
-def _check_fit(folder: Path, config: PretrainedConfig, cls: type[PreTrainedModel], tensors: list[Entry]) -> None:
+def _check_fit(
+    folder: Path,
+    config: PretrainedConfig,
+    cls: type[PreTrainedModel],
+    tensors: list[Entry],
+) -> None:
     """Have the library load what is there, without numbers, and refuse what it passes over. Raises ConfigError."""
     state = {tensor.name: torch.empty(tensor.shape, device="meta") for tensor in tensors}
     with skeleton.building(f"{folder}: {type(config).__name__} cannot be loaded from these tensors"):
@@ -131,14 +175,15 @@ def _check_fit(folder: Path, config: PretrainedConfig, cls: type[PreTrainedModel
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    missing = sorted(info["missing_keys"])
+    unknown = sorted(info["unexpected_keys"])
     if missing:
-        held = f"; it holds {some_of(unknown)}, which no part of the model is called" if unknown else ""
-        raise ConfigError(f"{folder}: the checkpoint lacks tensors: {some_of(missing)}{held}")
+        extra = f"; it holds {some_of(unknown)}, which no part of the model is called" if unknown else ""
+        raise ConfigError(f"{folder}: the checkpoint lacks tensors: {some_of(missing)}{extra}")
     if unknown:
         raise ConfigError(
             f"{folder}: no part of {cls.__name__} as config.json describes it takes {some_of(unknown)}: "
             "leaving tensors out would make another model; see whether config.json belongs to these weights"
         )
-    for name, found, expected in sorted(info["mismatched_keys"]):
-        raise ConfigError(f"{folder}: {name} is {tuple(found)}, and by config.json it is {tuple(expected)}")
+    for name, shape, expected in sorted(info["mismatched_keys"]):
+        raise ConfigError(f"{folder}: {name} is {tuple(shape)}, and by config.json it is {tuple(expected)}")

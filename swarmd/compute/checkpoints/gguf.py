@@ -1,8 +1,8 @@
 """A GGUF file, as most people have their models, made a folder of safetensors: once, by transformers' own reader.
 
 Its blocks of 4 to 8 bits become plain numbers; how much rounding these to 16 bits costs is measured, and said. What the
-reader passes over is read here (``gguf_settings``, ``gguf_words``) or refused by name: each tensor of the file is used,
-and each parameter filled. Asks nothing of any network: weights that stay packed would need kernels of the hub.
+reader passes over is read here (``gguf_settings``, ``gguf_tokenizer``) or refused by name: each tensor of the file is
+used, and each parameter filled. Asks nothing of any network: weights that stay packed would need kernels of the hub.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ class Conversion:
     loss: float
 
 
-def convert(path: Path, folder: Path, dtype: str, say: Callable[[str], None]) -> Conversion:
+def convert(
+    path: Path,
+    folder: Path,
+    dtype: str,
+    say: Callable[[str], None],
+) -> Conversion:
     """Write the model in ``path`` to ``folder``: weights, configuration, tokenizer with its chat template.
 
     ``dtype`` "auto" takes the smaller of those that lose nothing, else float16. Raises ConfigError for a file that is
@@ -53,27 +58,37 @@ def convert(path: Path, folder: Path, dtype: str, say: Callable[[str], None]) ->
     header = read_header(path)
     check_settings(header)
     check_words(header, say)
-    beside = [name for name in BESIDE if (path.parent / name).is_file()]
-    if beside:
-        say(f"{', '.join(beside)} beside it is not looked at: the file alone is the model")
-    with tempfile.TemporaryDirectory() as alone, building(f"{path} cannot be read as GGUF"):
-        (Path(alone) / LINK).symlink_to(path.resolve())  # the reader would take an adapter or a tokenizer beside it
-        model = _read(header, Path(alone), folder, say)
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in _tied(model)}
-    chosen = dtype if dtype != "auto" else _smallest(state)
-    loss = max(_lost(tensor, getattr(torch, chosen)) for tensor in state.values())
-    say(f"writing {chosen} ...")
-    rounded = {name: tensor.to(getattr(torch, chosen)).contiguous() for name, tensor in state.items()}
+    ignored_files = [name for name in BESIDE if (path.parent / name).is_file()]
+    if ignored_files:
+        say(f"{', '.join(ignored_files)} beside it is not looked at: the file alone is the model")
+    with tempfile.TemporaryDirectory() as temporary, building(f"{path} cannot be read as GGUF"):
+        (Path(temporary) / LINK).symlink_to(path.resolve())  # the reader would take an adapter or a tokenizer beside it
+        model = _read_model(header, Path(temporary), folder, say)
+    tied_names = _tied_names(model)
+    state = model.state_dict()
+    state = {name: state[name] for name in state if name not in tied_names}
+    dtype_name = dtype if dtype != "auto" else _smallest_dtype(state)
+    chosen: torch.dtype = getattr(torch, dtype_name)
+    loss = max(_rounding_loss(tensor, chosen) for tensor in state.values())
+    say(f"writing {dtype_name} ...")
+    rounded = {name: tensor.to(chosen).contiguous() for name, tensor in state.items()}
     save_torch_state_dict(rounded, folder, max_shard_size=SHARD)
     model.generation_config.save_pretrained(folder)
-    written = {name: value for name, value in model.config.to_dict().items() if name not in NOT_OURS}
-    written |= {"dtype": chosen, "architectures": [type(model).__name__]}
-    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-    return Conversion(sum(tensor.numel() for tensor in state.values()), chosen, loss)
+    config = model.config.to_dict()
+    config = {name: config[name] for name in config if name not in NOT_OURS}
+    config |= {"dtype": dtype_name, "architectures": [type(model).__name__]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    n_parameters = sum(tensor.numel() for tensor in state.values())
+    return Conversion(n_parameters, dtype_name, loss)
 
 
-def _read(header: GgufHeader, place: Path, folder: Path, say: Callable[[str], None]) -> Any:
-    """The model in 32 bits; its tokenizer is written to ``folder``. Raises ConfigError."""
+def _read_model(
+    header: GgufHeader,
+    place: Path,
+    folder: Path,
+    say: Callable[[str], None],
+) -> Any:
+    """Read the model in 32 bits, and write its tokenizer to ``folder``. Raises ConfigError."""
     source = {"pretrained_model_name_or_path": place, "gguf_file": LINK, "local_files_only": True}
     config = AutoConfig.from_pretrained(**source)  # handed on: reading a vocabulary takes seconds each time
     if changed := changes(header, config):
@@ -112,9 +127,9 @@ def _check_all_is_used(header: GgufHeader, config: Any) -> None:
         hollow = AutoModelForCausalLM.from_config(config)
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
     known = get_gguf_hf_weights_map(hollow, processor).keys() | used_here(header)
-    if unused := sorted(
-        name for name in header.tensors if name not in known and name.removesuffix(".weight") not in known
-    ):
+    unknown = header.tensors.keys() - known
+    unused = sorted(name for name in unknown if name.removesuffix(".weight") not in known)
+    if unused:
         raise ConfigError(
             f"{header.path}: a {header.architecture} as its settings describe it has no place for "
             f"{', '.join(unused[:3])} ({len(unused)} in all): leaving tensors out would make another model"
@@ -122,10 +137,11 @@ def _check_all_is_used(header: GgufHeader, config: Any) -> None:
 
 
 def _check_memory(path: Path, config: Any) -> None:
-    """All of it is in memory at once, in 32 bits and then in what is written."""
+    """Refuse what does not fit: all of it is in memory at once, in 32 bits and then in what is written."""
     with torch.device("meta"):
         n_parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    needed, free = 6 * n_parameters, int(psutil.virtual_memory().available)
+    needed = 6 * n_parameters
+    free = int(psutil.virtual_memory().available)
     if needed > free:
         raise ConfigError(
             f"{path} has {n_parameters / 1e9:.1f} billion parameters: unpacking it takes {needed / 2**30:.1f} GiB of "
@@ -133,20 +149,24 @@ def _check_memory(path: Path, config: Any) -> None:
         )
 
 
-def _tied(model: Any) -> set[str]:
-    """Names that mean the tensor of another name."""
+def _tied_names(model: Any) -> set[str]:
+    """Return the names that mean the tensor of another name."""
     return set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
 
 
-def _smallest(state: dict[str, torch.Tensor]) -> str:
-    """The smallest dtype that holds every number as it is; float16 where none does, if its range is enough."""
+def _smallest_dtype(state: dict[str, torch.Tensor]) -> str:
+    """Return the smallest dtype that holds every number as it is; float16 where none does, if its range is enough."""
     for name in ("bfloat16", "float16"):
-        if all(torch.equal(tensor, tensor.to(getattr(torch, name)).float()) for tensor in state.values()):
+        dtype: torch.dtype = getattr(torch, name)
+        rounded = ((tensor, tensor.to(dtype).float()) for tensor in state.values())
+        if all(torch.equal(tensor, same) for tensor, same in rounded):
             return name
     largest = max(float(tensor.abs().max()) for tensor in state.values())
     return "float16" if largest < torch.finfo(torch.float16).max else "bfloat16"
 
 
-def _lost(tensor: torch.Tensor, dtype: torch.dtype) -> float:
+def _rounding_loss(tensor: torch.Tensor, dtype: torch.dtype) -> float:
+    """Return the norm of what rounding takes away, relative to the tensor's own."""
     norm = float(tensor.norm())
-    return float((tensor - tensor.to(dtype).float()).norm()) / norm if norm else 0.0
+    error = float((tensor - tensor.to(dtype).float()).norm())
+    return error / norm if norm else 0.0

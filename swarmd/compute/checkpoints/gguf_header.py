@@ -7,9 +7,10 @@ which is cut short fails in its own way, or not at all.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ VERSIONS = (2, 3)  # the first counted in 32 bits, and is long gone
 MOST_ENTRIES = 1 << 20  # settings, or tensors, of a file: the largest models have some thousands
 MOST_DIMENSIONS = 8  # of a tensor: ggml itself has 4
 ALIGNMENT = 32  # bytes, where a file says nothing
+# Kinds of settings, by ggml's numbers; those of numbers with struct's letter for them.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
-F32 = 0  # ggml's number for the kind
+STRING = 8  # ggml's number for the kind
+ARRAY = 9  # ggml's number for the kind
+F32 = 0  # ggml's number for the kind of a tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +50,17 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
+        """The family's name, as llama.cpp has it."""
         return str(self.settings.get("general.architecture", ""))
 
-    def own(self) -> dict[str, Any]:
-        """What is set for this architecture, by the names behind it."""
+    def arch_settings(self) -> dict[str, Any]:
+        """Return what is set for this architecture, by the names behind it."""
         prefix = f"{self.architecture}."
-        return {key.removeprefix(prefix): value for key, value in self.settings.items() if key.startswith(prefix)}
+        keys = [key for key in self.settings if key.startswith(prefix)]
+        return {key.removeprefix(prefix): self.settings[key] for key in keys}
 
     def floats(self, name: str) -> list[float]:
-        """The numbers of a small tensor in F32. Raises ConfigError for another kind."""
+        """Read the numbers of a small tensor in F32. Raises ConfigError for another kind."""
         tensor = self.tensors[name]
         if tensor.kind != F32:
             raise ConfigError(f"{self.path}: {name} is no F32, and has to be read as numbers")
@@ -64,44 +69,59 @@ class GgufHeader:
             return [float(value) for value in np.frombuffer(file.read(tensor.n_bytes), "<f4")]
 
 
+# A file, of which everything in front of the data is read here. Each count and each length is checked
+# against a bound or the file's size before anything is allocated by it: files come from anywhere.
+#
+#     "GGUF" | version | n tensors | n settings | settings: key, kind, value | tensors: name, shape, kind, offset |
+#     padding to ``general.alignment`` | data: each tensor at its offset
 class _Reader:
-    """Values one after the other. Raises ConfigError at the file's end."""
+    """Reads values one after the other. Raises ConfigError at the file's end."""
 
     def __init__(self, data: mmap.mmap, trouble: str) -> None:
-        self._data, self._trouble = data, trouble
-        self.at = 0
+        self._data = data
+        self._trouble = trouble
+        self.offset = 0
 
     def take(self, n_bytes: int) -> bytes:
-        if n_bytes > len(self._data) - self.at:
+        """Read so many bytes."""
+        if n_bytes > len(self._data) - self.offset:
             raise ConfigError(f"{self._trouble}: it is cut short in front of its tensors ({len(self._data)} B)")
-        self.at += n_bytes
-        return self._data[self.at - n_bytes : self.at]
+        self.offset += n_bytes
+        return self._data[self.offset - n_bytes : self.offset]
 
     def number(self, code: str) -> Any:
+        """Read a number of the type that struct has a letter for."""
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
-    def count(self, what: str) -> int:
+    def count(self, plural: str) -> int:
+        """Read how many there are of something. Raises ConfigError for more than any file has."""
         n = int(self.number("Q"))
         if n > MOST_ENTRIES:
-            raise ConfigError(f"{self._trouble}: it counts {n} {what}")
+            raise ConfigError(f"{self._trouble}: it counts {n} {plural}")
         return n
 
     def string(self) -> str:
+        """Read a length and so many bytes of text."""
         return self.take(self.number("Q")).decode(errors="replace")
 
     def value(self, kind: int) -> Any:
+        """Read a setting's value: a number, a text, or a list of either."""
         if kind in NUMBERS:
             return self.number(NUMBERS[kind])
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
             raise ConfigError(f"{self._trouble}: a setting is of kind {kind}, which the format does not have")
-        of, n = int(self.number("I")), int(self.number("Q"))
-        if of in NUMBERS:
-            size = struct.calcsize(f"<{NUMBERS[of]}")
-            return list(struct.unpack(f"<{n}{NUMBERS[of]}", self.take(n * size)))
-        if of != STRING:
-            raise ConfigError(f"{self._trouble}: a setting is a list of kind {of}, which the format does not have")
+        element_kind = int(self.number("I"))
+        n = int(self.number("Q"))
+        if element_kind in NUMBERS:
+            code = NUMBERS[element_kind]
+            data = self.take(n * struct.calcsize(f"<{code}"))
+            return list(struct.unpack(f"<{n}{code}", data))
+        if element_kind != STRING:
+            raise ConfigError(
+                f"{self._trouble}: a setting is a list of kind {element_kind}, which the format does not have"
+            )
         return [self.string() for _ in range(n)]
 
 
@@ -112,49 +132,56 @@ def read_header(path: Path) -> GgufHeader:
         if file.read(4) != b"GGUF" or path.stat().st_size < 24:  # also: an empty file cannot be mapped
             raise ConfigError(f"{trouble}: it does not begin as one does ({path.stat().st_size} B)")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _read(path, _Reader(data, trouble), trouble, len(data))
+            return _read_fields(path, _Reader(data, trouble), trouble, len(data))
 
 
-def _read(path: Path, reader: _Reader, trouble: str, size: int) -> GgufHeader:
+def _read_fields(
+    path: Path,
+    reader: _Reader,
+    trouble: str,
+    size: int,
+) -> GgufHeader:
     reader.take(4)
     if (version := reader.number("I")) not in VERSIONS:
         hint = " (its bytes are in the other order)" if version > 1 << 16 else ""
         raise ConfigError(f"{trouble}: it is version {version}{hint}, and {VERSIONS[0]} and {VERSIONS[1]} are read")
-    n_tensors, n_settings = reader.count("tensors"), reader.count("settings")
+    n_tensors = reader.count("tensors")
+    n_settings = reader.count("settings")
     settings = {}
     for _ in range(n_settings):
         key = reader.string()
         settings[key] = reader.value(reader.number("I"))
-    found = [_tensor_line(reader, trouble) for _ in range(n_tensors)]
+    entries = [_read_tensor(reader, trouble) for _ in range(n_tensors)]
     alignment = settings.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
         raise ConfigError(f"{trouble}: general.alignment is {alignment}")
-    start = -(-reader.at // alignment) * alignment
-    tensors = {name: GgufTensor(name, shape, kind, start + at, n) for name, shape, kind, at, n in found}
+    start = -(-reader.offset // alignment) * alignment
+    tensors = {entry.name: replace(entry, start=start + entry.start) for entry in entries}
     if len(tensors) != n_tensors:
         raise ConfigError(f"{trouble}: it names a tensor twice")
     for tensor in tensors.values():
-        if tensor.start + tensor.n_bytes > size:
+        end = tensor.start + tensor.n_bytes
+        if end > size:
             raise ConfigError(
-                f"{trouble}: it is cut short: {tensor.name} ends at byte {tensor.start + tensor.n_bytes}, and the file "
-                f"has {size}: fetch it again"
+                f"{trouble}: it is cut short: {tensor.name} ends at byte {end}, and the file has {size}: fetch it again"
             )
     return GgufHeader(path, settings, tensors)
 
 
-def _tensor_line(reader: _Reader, trouble: str) -> tuple[str, tuple[int, ...], int, int, int]:
-    """Name, shape, kind, place behind the header and size of one tensor."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # late: an extra, which whoever adds GGUF has
+def _read_tensor(reader: _Reader, trouble: str) -> GgufTensor:
+    """Read one tensor's line; its start is counted from the end of the header still. Raises ConfigError."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # late: an extra, which GGUF alone needs
 
-    name, n_dimensions = reader.string(), reader.number("I")
+    name = reader.string()
+    n_dimensions = reader.number("I")
     if n_dimensions > MOST_DIMENSIONS:
         raise ConfigError(f"{trouble}: {name} has {n_dimensions} dimensions")
-    shape = tuple(int(reader.number("Q")) for _ in range(n_dimensions))[::-1]
-    kind, at = int(reader.number("I")), int(reader.number("Q"))
+    extents = [int(reader.number("Q")) for _ in range(n_dimensions)]
+    shape = tuple(reversed(extents))
+    kind = int(reader.number("I"))
+    offset = int(reader.number("Q"))
     if kind not in set(GGMLQuantizationType):
         raise ConfigError(f"{trouble}: {name} is of a kind ({kind}) that is not known here: it is newer, or damaged")
     n_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-    n = 1
-    for extent in shape:
-        n *= extent
-    return name, shape, kind, at, n // n_block * block_bytes
+    n_bytes = math.prod(shape) // n_block * block_bytes
+    return GgufTensor(name, shape, kind, offset, n_bytes)

@@ -26,8 +26,10 @@ TEMPLATE = "tokenizer.chat_template"
 
 def check_words(header: GgufHeader, say: Callable[[str], None]) -> None:
     """Refuse a tokenizer that is missing or would cut texts otherwise than it was made to. Raises ConfigError."""
-    path, settings = header.path, header.settings
-    words, kind = settings.get("tokenizer.ggml.tokens"), settings.get("tokenizer.ggml.model")
+    path = header.path
+    settings = header.settings
+    words = settings.get("tokenizer.ggml.tokens")
+    kind = settings.get("tokenizer.ggml.model")
     if not isinstance(words, list) or not words:
         raise ConfigError(f"{path} holds no tokenizer (tokenizer.ggml.tokens): nobody could ask the model anything")
     for name in IDS:
@@ -37,15 +39,16 @@ def check_words(header: GgufHeader, say: Callable[[str], None]) -> None:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is not None and len(words) > embedding.shape[0]:
         raise ConfigError(f"{path}: {len(words)} tokens, and vectors for {embedding.shape[0]} of them")
-    cut = settings.get("tokenizer.ggml.pre")
-    if kind == "gpt2" and cut not in (*GGUF_PRE_TOKENIZER_SPLITS, *AS_GPT2, *DIGIT_BY_DIGIT):
+    splitter = settings.get("tokenizer.ggml.pre")
+    if kind == "gpt2" and splitter not in (*GGUF_PRE_TOKENIZER_SPLITS, *AS_GPT2, *DIGIT_BY_DIGIT):
         raise ConfigError(
-            f"{path}: how its tokenizer cuts texts (tokenizer.ggml.pre) is {cut!r}, which is not known here: take the "
-            "model as safetensors, or convert it anew"
+            f"{path}: how its tokenizer cuts texts (tokenizer.ggml.pre) is {splitter!r}, which is not known here: "
+            "take the model as safetensors, or convert it anew"
         )
-    more = [key.removeprefix(f"{TEMPLATE}.") for key in settings if key.startswith(f"{TEMPLATE}.")]
-    if more:
-        say(f"it has {len(more) + 1} chat templates: the plain one is taken, {', '.join(more)} is left out")
+    extra_templates = [key.removeprefix(f"{TEMPLATE}.") for key in settings if key.startswith(f"{TEMPLATE}.")]
+    if extra_templates:
+        listed = ", ".join(extra_templates)
+        say(f"it has {len(extra_templates) + 1} chat templates: the plain one is taken, {listed} is left out")
 
 
 def mend(tokenizer: Any, header: GgufHeader) -> None:

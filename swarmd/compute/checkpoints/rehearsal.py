@@ -33,7 +33,7 @@ from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
 
-Seen = list[tuple[dict[str, Any], torch.Tensor]]
+BlockTrace = list[tuple[dict[str, Any], torch.Tensor]]
 """Of each block: what it was given, by name, and what it gave as its hidden states."""
 HEADS = re.compile(r"(heads|n_head|head_kv)$")
 """Settings that count heads: all are divided by one number."""
@@ -42,7 +42,8 @@ WIDTHS = re.compile(
 )
 """Settings that are as wide as all heads of a block together."""
 WIDTHS_OF_A_HEAD = re.compile(r"(head_dim|_rank|lowrank|rotary_dim|d_head|kv_channels|per_layer_input)$")
-MODEL_WIDTHS, COUNTS_OF_HEADS = ("hidden_size", "n_embd", "d_model"), ("num_attention_heads", "n_head", "n_heads")
+MODEL_WIDTHS = ("hidden_size", "n_embd", "d_model")
+COUNTS_OF_HEADS = ("num_attention_heads", "n_head", "n_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 MOST_EXPERTS = 16  # in the small model; the largest count of experts for each token is 12, of few
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
@@ -55,6 +56,15 @@ N_TRIALS = 2  # so many small models have to fail before a family is refused: on
 TOLERANCE = 1e-3  # between blocks one by one and all of them, relative to the largest number
 
 
+# The experiment, for one configuration:
+#
+#     narrow it -> build a small model -> compute a text, whole          -> finite? else narrow it in another way
+#                                      -> compute it block by block, as a chain of peers would
+#                                      -> the same numbers: the family can be served
+#
+# What fails small might work large: a family is refused only if all of ``N_TRIALS`` models that are sound as a whole
+# fail in parts, or as soon as the reason is seen (a block is given something that changes with the tokens). Where no
+# small model is sound nothing is refused: the worker that loads the real one decides.
 def rehearse(folder: Path, config: PretrainedConfig) -> None:
     """Refuse a family whose blocks need more than peers hand on. Raises ConfigError."""
     text = skeleton.text_config(config)
@@ -77,22 +87,29 @@ def rehearse(folder: Path, config: PretrainedConfig) -> None:
 
 
 def _small_models(config: PretrainedConfig) -> Iterator[PreTrainedModel]:
-    """Models of the narrowest widths that give finite numbers, drawn anew each time."""
-    written, text = config.to_dict(), skeleton.text_config(config).to_dict()
-    least = _narrowest_head(text)
-    widths = [d for d in DIVISORS if least % d == 0 and least // d >= min(LEAST_WIDTH, least)]
-    most = _common_heads(text)
-    for of_heads, of_width in itertools.product(sorted({most, max(1, most // 4), 1}, reverse=True), widths):
-        settings = _narrowed(written, of_width, of_heads)
+    """Yield models of the narrowest widths that give finite numbers, drawn anew each time."""
+    settings = config.to_dict()
+    text = skeleton.text_config(config).to_dict()
+    head_width = _narrowest_head(text)
+    least_width = min(LEAST_WIDTH, head_width)
+    width_divisors = [d for d in DIVISORS if head_width % d == 0 and head_width // d >= least_width]
+    common_heads = _common_heads(text)
+    heads_divisors = sorted({common_heads, max(1, common_heads // 4), 1}, reverse=True)
+    for heads_divisor, width_divisor in itertools.product(heads_divisors, width_divisors):
+        narrow = _narrow_settings(settings, width_divisor, heads_divisor)
         for seed in itertools.count():
-            model = _built(type(config), settings, seed)
+            model = _build_small(type(config), narrow, seed)
             if model is None:
                 break
             yield model
 
 
-def _built(kind: type[PretrainedConfig], settings: dict[str, Any], seed: int) -> PreTrainedModel | None:
-    """A model with random numbers, if it can be built, is small, and works."""
+def _build_small(
+    kind: type[PretrainedConfig],
+    settings: dict[str, Any],
+    seed: int,
+) -> PreTrainedModel | None:
+    """Build a model with random numbers; None if it cannot be built, is not small, or does not work."""
     try:
         with skeleton.building("no small model"), torch.random.fork_rng():  # a family draws numbers, too
             config = kind.from_dict(settings)
@@ -102,151 +119,179 @@ def _built(kind: type[PretrainedConfig], settings: dict[str, Any], seed: int) ->
             if n_parameters > MOST_PARAMETERS:
                 return None
             model = cls(config).float().eval()
-            _draw(model, torch.Generator().manual_seed(seed))
-            seen = _watched(model, skeleton.decoder_layers(model), 0)
+            _draw_parameters(model, torch.Generator().manual_seed(seed))
+            trace = _trace_blocks(model, skeleton.decoder_layers(model), 0)
     except ConfigError as error:
         logger.debug("%s", error)
         return None  # these widths do not fit together, or nothing can be said of the family
-    return model if all(torch.isfinite(out).all() for _, out in seen) else None
+    return model if all(torch.isfinite(out).all() for _, out in trace) else None
 
 
 def _try_apart(model: PreTrainedModel) -> tuple[str, bool]:
     """Do what a worker does with the blocks: why that fails, "" if it does not, and whether the reason was seen."""
     family = str(model.config.model_type)
-    seen = _watched(model, skeleton.decoder_layers(model), 0)
-    needed = _needed(model, seen)
-    with tempfile.TemporaryDirectory() as place:
-        model.save_pretrained(place)
+    trace = _trace_blocks(model, skeleton.decoder_layers(model), 0)
+    needed = _needed_inputs(model, trace)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
         try:
             with skeleton.building("a trial fails"):
-                _compare(Path(place), seen)
+                _compare_blocks(Path(folder), trace)
         except ConfigError as error:
             if needed:
                 listed = " and ".join(needed)
                 return f"blocks of {family} need {listed}, and peers hand on one stream of hidden states only", True
-            words = str(error).replace(place, "").removesuffix(": this family cannot be served")
+            words = str(error).replace(folder, "").removesuffix(": this family cannot be served")
             reason = " ".join(words.removesuffix(": unsupported family").split())[:300]
             return f"blocks of {family} cannot be computed one by one ({reason})", False
     return "", False
 
 
-def _compare(folder: Path, seen: Seen) -> None:
-    """A worker's own tests, and the blocks one by one against all. Raises ConfigError, or what a family raises."""
-    every = Span(0, len(seen))
+def _compare_blocks(folder: Path, trace: BlockTrace) -> None:
+    """Do a worker's own tests, and compare the blocks one by one with all of them.
+
+    Raises ConfigError, or what a family raises.
+    """
+    every = Span(0, len(trace))
     span = LoadedSpan(folder, every, torch.float32, is_quick=False)
     span.self_test()
-    hidden, expected = seen[0][0]["hidden_states"], seen[-1][1]
+    hidden = trace[0][0]["hidden_states"]
+    expected = trace[-1][1]
     positions = torch.arange(N_TOKENS).unsqueeze(0)
     for block in every.blocks():
         hidden = span.forward(hidden, positions, hop=Span(block, block + 1))
-    error = float((hidden - expected).abs().max() / expected.abs().max().clamp(min=1e-9))
+    largest = expected.abs().max().clamp(min=1e-9)
+    error = float((hidden - expected).abs().max() / largest)
     if not error <= TOLERANCE:
         raise ConfigError(f"one by one and all at once they differ by {error:.2g}")
     if len(every) > 1:
-        LoadedSpan(folder, Span(len(every) // 2, len(every)), torch.float32, is_quick=False).self_test()
+        second_half = Span(len(every) // 2, len(every))
+        LoadedSpan(folder, second_half, torch.float32, is_quick=False).self_test()
 
 
-def _needed(model: PreTrainedModel, one: Seen) -> list[str]:
-    """What blocks are given beside hidden states that changes with the tokens, and hidden states of another form."""
-    other = _watched(model, skeleton.decoder_layers(model), 1)
-    found: list[str] = []
+def _needed_inputs(model: PreTrainedModel, trace: BlockTrace) -> list[str]:
+    """Name what blocks are given that peers do not hand on.
+
+    That is what changes with the tokens, beside hidden states, and hidden states of another form.
+    """
+    other_trace = _trace_blocks(model, skeleton.decoder_layers(model), 1)
+    names: list[str] = []
     width = skeleton.text_config(model.config).hidden_size
-    shapes = {tuple(given["hidden_states"].shape) for given, _ in one}
+    shapes = {tuple(inputs["hidden_states"].shape) for inputs, _ in trace}
     if any(len(shape) != 3 or shape[-1] != width for shape in shapes):
-        found.append("several streams of hidden states")
-    for (given, _), (changed, _) in zip(one, other, strict=True):
-        for name in given:
-            if name != "hidden_states" and name not in found and not _same(given[name], changed.get(name)):
-                found.append(name)
-    return found
+        names.append("several streams of hidden states")
+    for (inputs, _), (other_inputs, _) in zip(trace, other_trace, strict=True):
+        for name in inputs:
+            if name == "hidden_states" or name in names:
+                continue
+            if not _is_same(inputs[name], other_inputs.get(name)):
+                names.append(name)
+    return names
 
 
 @torch.no_grad()
-def _watched(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> Seen:
+def _trace_blocks(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> BlockTrace:
     """Compute one text, and note what each block is given and gives."""
-    seen: Seen = []
-    given: list[dict[str, Any]] = []
+    trace: BlockTrace = []
+    layer_inputs: list[dict[str, Any]] = []
 
-    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         names = list(inspect.signature(type(layer).forward).parameters)[1:]
         by_name = {**dict(zip(names, args, strict=False)), **kwargs}
         first = next(iter(by_name)) if "hidden_states" not in by_name else "hidden_states"
         by_name = {"hidden_states": by_name.pop(first), **by_name}
-        given.append({name: _copied(value) for name, value in by_name.items()})
+        layer_inputs.append({name: _copy_value(value) for name, value in by_name.items()})
 
-    def leave(layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        seen.append((given[-1], (out[0] if isinstance(out, tuple) else out).clone()))
+    def leave(
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        out: Any,
+    ) -> None:
+        hidden = out[0] if isinstance(out, tuple) else out
+        trace.append((layer_inputs[-1], hidden.clone()))
 
     hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(leave) for layer in layers]
     top = min(SMALL_VOCABULARY, int(skeleton.text_config(model.config).vocab_size))
-    ids = torch.randint(3, top, (1, N_TOKENS), generator=torch.Generator().manual_seed(seed))
+    rng = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, top, (1, N_TOKENS), generator=rng)
     try:
         model(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    return seen
+    return trace
 
 
-def _copied(value: Any) -> Any:
-    """A value as it is now: what blocks share is changed in place."""
+def _copy_value(value: Any) -> Any:
+    """Copy a value as it is now: what blocks share is changed in place."""
     if torch.is_tensor(value):
         return value.clone()
     if isinstance(value, Mapping):
-        return {key: _copied(below) for key, below in value.items()}
-    return [_copied(below) for below in value] if isinstance(value, list | tuple) else None
+        return {key: _copy_value(item) for key, item in value.items()}
+    return [_copy_value(item) for item in value] if isinstance(value, list | tuple) else None
 
 
-def _same(one: Any, other: Any) -> bool:
-    if torch.is_tensor(one) and torch.is_tensor(other):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return one is None and other is None
+def _is_same(first: Any, second: Any) -> bool:
+    if torch.is_tensor(first) and torch.is_tensor(second):
+        return first.shape == second.shape and torch.equal(first, second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        if first.keys() != second.keys():
+            return False
+        return all(_is_same(first[key], second[key]) for key in first)
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_is_same, first, second))
+    return first is None and second is None
 
 
-def _draw(model: nn.Module, rng: torch.Generator) -> None:
-    """Random numbers, large enough for each part to matter."""
+def _draw_parameters(model: nn.Module, rng: torch.Generator) -> None:
+    """Fill a model with random numbers, large enough for each part to matter."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.8 / math.sqrt(parameter.shape[-1]), generator=rng)
             elif parameter.is_floating_point():
-                parameter.add_(torch.randn(parameter.shape, generator=rng).to(parameter.dtype) * 0.05)
+                noise = torch.randn(parameter.shape, generator=rng)
+                parameter.add_(noise.to(parameter.dtype) * 0.05)
 
 
-def _narrowed(settings: Mapping[str, Any], of_width: int, of_heads: int) -> dict[str, Any]:
-    """The same settings with heads, widths, experts and vocabulary of a small model, at whatever depth."""
-    found: dict[str, Any] = {}
+def _narrow_settings(
+    settings: Mapping[str, Any],
+    width_divisor: int,
+    heads_divisor: int,
+) -> dict[str, Any]:
+    """Return the settings with heads, widths, experts and vocabulary of a small model, at whatever depth."""
+    narrow: dict[str, Any] = {}
     for name, value in settings.items():
-        divisor = _divisor(str(name), of_width, of_heads)
+        divisor = _find_divisor(str(name), width_divisor, heads_divisor)
         if isinstance(value, dict):
-            found[name] = _narrowed(value, of_width, of_heads)
+            narrow[name] = _narrow_settings(value, width_divisor, heads_divisor)
         elif _is_count(value) and divisor > 1:
-            found[name] = max(1, value // divisor)
+            narrow[name] = max(1, value // divisor)
         elif isinstance(value, list) and value and all(map(_is_count, value)) and divisor > 1:
-            found[name] = [max(1, number // divisor) for number in value]
+            narrow[name] = [max(1, number // divisor) for number in value]
         elif name in EXPERTS and _is_count(value):
-            found[name] = min(value, MOST_EXPERTS)
+            narrow[name] = min(value, MOST_EXPERTS)
         elif name in VOCABULARIES and _is_count(value):
-            found[name] = min(value, SMALL_VOCABULARY)
+            narrow[name] = min(value, SMALL_VOCABULARY)
         elif str(name).endswith("token_id") and isinstance(value, int | list):
-            found[name] = 0
+            narrow[name] = 0
         else:
-            found[name] = value
-    return found
+            narrow[name] = value
+    return narrow
 
 
-def _divisor(name: str, of_width: int, of_heads: int) -> int:
-    """What a setting of this name is divided by."""
+def _find_divisor(name: str, width_divisor: int, heads_divisor: int) -> int:
+    """Return what a setting of this name is divided by."""
     if WIDTHS_OF_A_HEAD.search(name):
-        return of_width
+        return width_divisor
     if HEADS.search(name):
-        return of_heads
-    return of_width * of_heads if WIDTHS.search(name) else 1
+        return heads_divisor
+    return width_divisor * heads_divisor if WIDTHS.search(name) else 1
 
 
 def _is_count(value: Any) -> bool:
@@ -254,8 +299,9 @@ def _is_count(value: Any) -> bool:
 
 
 def _common_heads(text: Mapping[str, Any]) -> int:
-    """What all counts of heads can be divided by, but one head for all, with two of the most left."""
-    counts = [value for name, value in text.items() if HEADS.search(str(name)) and _is_count(value) and value > 1]
+    """Return what all counts of heads, but one head for all, can be divided by, with two of the most left."""
+    named = [value for name, value in text.items() if HEADS.search(str(name))]
+    counts = [value for value in named if _is_count(value) and value > 1]
     common = math.gcd(*counts) if counts else 1
     while common > 1 and max(counts) // common < 2:
         common //= 2
@@ -263,12 +309,15 @@ def _common_heads(text: Mapping[str, Any]) -> int:
 
 
 def _narrowest_head(text: Mapping[str, Any]) -> int:
-    """The least width of a head, said or implied."""
-    said = [value for name, value in text.items() if str(name).endswith("head_dim") and _is_count(value)]
-    width, n_heads = (_first_count(text, names) for names in (MODEL_WIDTHS, COUNTS_OF_HEADS))
+    """Return the least width of a head, written or implied."""
+    named = [value for name, value in text.items() if str(name).endswith("head_dim")]
+    widths = [value for value in named if _is_count(value)]
+    width = _first_count(text, MODEL_WIDTHS)
+    n_heads = _first_count(text, COUNTS_OF_HEADS)
     implied = width // n_heads if 0 < n_heads <= width else LEAST_WIDTH * DIVISORS[0]
-    return min(said, default=implied)
+    return min(widths, default=implied)
 
 
 def _first_count(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    return next((text[name] for name in names if _is_count(text.get(name))), 0)
+    counts = [text[name] for name in names if _is_count(text.get(name))]
+    return counts[0] if counts else 0

@@ -24,14 +24,20 @@ MAX_EMBEDDED = 512  # tokens in one pass: families make a mask of this, squared
 MOST_ROWS = 64  # tokens in one pass through the head: its logits are some 60 MB with a vocabulary of 256,000
 
 
-class _EmbeddingGradient(Exception):
-    """Carries the hidden states out of a forward that ends at block 0."""
+class _BlockZeroReached(Exception):
+    """Ends a forward at block 0, and carries the hidden states out of it."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
         self.hidden = hidden
 
 
+# One forward of the family, used twice. Layer 0 is a RemoteLayer whose ``call`` is ``_at_block_0``:
+#
+#     embed:    ids ------> embedding, mask, rotary --> layer 0 raises with the hidden states
+#     logits:   the swarm's output -------------------> layer 0 returns it --> norm --> head
+#
+# So scaled embeddings, position tables, norms and soft caps are the family's own, without a line for any family here.
 class Ends:
     """Embedding before the blocks, norm and head after them. For one thread at a time.
 
@@ -57,7 +63,7 @@ class Ends:
         layers: Any = skeleton.decoder_layers(self._model)
         self._layers = list(layers.children())
         layers[0].call = self._at_block_0
-        self._answered: torch.Tensor | None = None
+        self._swarm_output: torch.Tensor | None = None
         settings = skeleton.text_config(self._model.config)
         self.family = str(self._model.config.model_type)
         self.vocabulary = int(settings.vocab_size)
@@ -65,60 +71,90 @@ class Ends:
         self.max_tokens = skeleton.longest_context(self._model.config)
         self.generation: dict[str, Any] = skeleton.read_generation(folder)
         self.can_crop = all_look_back(settings)
-        named = (self.generation.get("eos_token_id"), settings.eos_token_id, self._model.config.eos_token_id)
-        ends = frozenset[int]().union(*map(_ids, named))
-        self.eos = frozenset(token for token in ends if 0 <= token < self.vocabulary)
+        sources = (self.generation.get("eos_token_id"), settings.eos_token_id, self._model.config.eos_token_id)
+        end_tokens = frozenset[int]().union(*map(_read_ids, sources))
+        self.eos = frozenset(token for token in end_tokens if 0 <= token < self.vocabulary)
 
     @torch.inference_mode()
-    def embed(self, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[torch.Tensor]:
+    def embed(
+        self,
+        rows: Sequence[Sequence[int]],
+        starts: Sequence[int],
+    ) -> list[torch.Tensor]:
         """Embed each row's tokens, the first of which is at position ``starts``: a tensor [1, t, d] each."""
+        # Rows of one token, as decoding has them, share one forward. Longer ones go by themselves, part by part:
+        # rows of different lengths would need padding, and a mask grows with the square of the length.
         embedded: list[torch.Tensor] = [torch.empty(0)] * len(rows)
         single = [i for i, ids in enumerate(rows) if len(ids) == 1]
         if single:
-            together = self._embed([list(rows[i]) for i in single], [[starts[i]] for i in single])
-            for place, i in enumerate(single):
-                embedded[i] = together[place : place + 1].clone()
+            single_ids = [list(rows[i]) for i in single]
+            positions = [[starts[i]] for i in single]
+            batch = self._embed_tokens(single_ids, positions)
+            for index, i in enumerate(single):
+                embedded[i] = batch[index : index + 1].clone()
         for i, ids in enumerate(rows):
-            if len(ids) > 1:
-                parts = [
-                    self._embed([list(ids[at : at + MAX_EMBEDDED])], [_range(starts[i] + at, len(ids) - at)])
-                    for at in range(0, len(ids), MAX_EMBEDDED)
-                ]
-                embedded[i] = torch.cat(parts, 1)
+            if len(ids) <= 1:
+                continue
+            parts = []
+            for offset in range(0, len(ids), MAX_EMBEDDED):
+                part = list(ids[offset : offset + MAX_EMBEDDED])
+                start = starts[i] + offset
+                part_positions = list(range(start, start + len(part)))
+                parts.append(self._embed_tokens([part], [part_positions]))
+            embedded[i] = torch.cat(parts, 1)
         return embedded
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, arity: int) -> torch.Tensor:
-        """What the last block gave, [n, d], to float32 logits [n, vocabulary]; ``arity`` is what its layers return."""
+        """Turn what the last block gave, [n, d], into float32 logits [n, vocabulary].
+
+        ``arity``: how many values this family's layers return.
+        """
         for layer in self._layers:
             layer.returns_tuple = arity
-        self._answered = hidden.unsqueeze(1)
+        self._swarm_output = hidden.unsqueeze(1)
         try:
-            zeros = torch.zeros(hidden.shape[0], 1, dtype=torch.long, device=hidden.device)
-            out = self._model(inputs_embeds=self._answered, position_ids=zeros, use_cache=False)
+            n = hidden.shape[0]
+            zeros = torch.zeros(
+                n,
+                1,
+                dtype=torch.long,
+                device=hidden.device,
+            )
+            out = self._model(inputs_embeds=self._swarm_output, position_ids=zeros, use_cache=False)
         finally:
-            self._answered = None
+            self._swarm_output = None
         return out.logits[:, 0].float()  # type: ignore[no-any-return]
 
-    def _embed(self, ids: list[list[int]], positions: list[list[int]]) -> torch.Tensor:
+    def _embed_tokens(
+        self,
+        ids: list[list[int]],
+        positions: list[list[int]],
+    ) -> torch.Tensor:
+        """Run the family's forward up to block 0, and return what that is given."""
         try:
-            self._model(input_ids=torch.tensor(ids), position_ids=torch.tensor(positions), use_cache=False)
-        except _EmbeddingGradient as found:
-            return found.hidden
+            self._model(
+                input_ids=torch.tensor(ids),
+                position_ids=torch.tensor(positions),
+                use_cache=False,
+            )
+        except _BlockZeroReached as reached:
+            return reached.hidden
         raise AssertionError("a forward that does not reach block 0")
 
     def _at_block_0(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._answered is None:
-            raise _EmbeddingGradient(hidden)
-        return self._answered
+        """Stand in for the blocks: break off on the way in, give what the swarm computed on the way out."""
+        if self._swarm_output is None:
+            raise _BlockZeroReached(hidden)
+        return self._swarm_output
 
 
-def put_int8_head(model: Any, compiled_in: Path) -> None:
+def put_int8_head(model: Any, compile_folder: Path) -> None:
     """Have a model's head computed in 8 bits. Raises ConfigError where that cannot be."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ConfigError(f"head = int8 is for plain linear heads, not {type(head).__name__}: say head = own")
-    model.set_output_embeddings(Int8Head(head, compiled_in))
+    model.set_output_embeddings(Int8Head(head, compile_folder))
 
 
 def all_look_back(settings: Any) -> bool:
@@ -129,10 +165,8 @@ def all_look_back(settings: Any) -> bool:
     return not any(DynamicCache(config=settings).is_sliding)
 
 
-def _range(start: int, n_left: int) -> list[int]:
-    return list(range(start, start + min(MAX_EMBEDDED, n_left)))
-
-
-def _ids(value: Any) -> frozenset[int]:
-    """One id, several or none, as configurations write them."""
-    return frozenset() if value is None else frozenset(value if isinstance(value, list | tuple) else [value])
+def _read_ids(value: Any) -> frozenset[int]:
+    """Read one id, several or none, as configurations write them."""
+    if value is None:
+        return frozenset()
+    return frozenset(value if isinstance(value, list | tuple) else [value])

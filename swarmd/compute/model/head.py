@@ -14,14 +14,21 @@ from swarmd.wire import top
 
 
 class LogitsHead:
-    """That of one model, beside a span that ends it. ``arity`` is what its layers return.
+    """The norm and head of one model, beside a span that ends it. ``arity`` is what its layers return.
 
     Raises ConfigError where the checkpoint has none, or it cannot be computed.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, arity: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        arity: int,
+    ) -> None:
         self._ends = Ends(folder, dtype, device=str(device))
-        self._device, self._arity = device, arity
+        self._device = device
+        self._arity = arity
         try:
             self.largest([torch.zeros(1, self._ends.width, dtype=dtype)])
         except (RuntimeError, ValueError, TypeError) as error:
@@ -29,11 +36,16 @@ class LogitsHead:
 
     @torch.inference_mode()
     def largest(self, rows: Sequence[torch.Tensor]) -> list[bytes]:
-        """What the last block gave, [t, d] each, to the largest logits of each token, packed (wire.top)."""
-        hidden, sizes = torch.cat(list(rows)).to(self._device), [len(row) for row in rows]
-        found = [
-            top.largest(self._ends.logits(part, self._arity), MOST_LOGITS) for part in torch.split(hidden, MOST_ROWS)
-        ]
-        whole = (torch.cat(of) for of in zip(*((f.values, f.ids, f.log_sum) for f in found), strict=True))
-        parts = (torch.split(of, sizes) for of in whole)
-        return [top.pack(top.Top(*part)) for part in zip(*parts, strict=True)]
+        """Turn what the last block gave, [t, d] each, into the largest logits of each token, packed (wire.top)."""
+        # Rows are put together and cut anew, so that each pass through the head is as large as memory allows.
+        hidden = torch.cat(list(rows)).to(self._device)
+        tops = []
+        for part in torch.split(hidden, MOST_ROWS):
+            logits = self._ends.logits(part, self._arity)
+            tops.append(top.largest(logits, MOST_LOGITS))
+        sizes = [len(row) for row in rows]
+        values = torch.split(torch.cat([part.values for part in tops]), sizes)
+        ids = torch.split(torch.cat([part.ids for part in tops]), sizes)
+        log_sums = torch.split(torch.cat([part.log_sum for part in tops]), sizes)
+        of_rows = zip(values, ids, log_sums, strict=True)
+        return [top.pack(top.Top(*parts)) for parts in of_rows]

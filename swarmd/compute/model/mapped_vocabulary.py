@@ -21,7 +21,8 @@ from swarmd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-OFTEN, WITHIN_S = 8, 2.0  # so often in so many seconds: not for checks, which are few
+OFTEN = 8  # uses within WITHIN_S after which a head stays in memory: checks are fewer
+WITHIN_S = 2.0  # decoding uses a head OFTEN in less, checks do not
 PART_ROWS = 4_096  # of a head at a time: 16 MB in float32 for a width of 1,024
 
 
@@ -35,10 +36,11 @@ class _MappedMatrix(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """All of it, read and converted anew: whoever changes that changes nothing here."""
+        """All of it, read and converted anew: changing that changes nothing here."""
         return self._rows[0].to(self._dtype, copy=True)
 
     def requires_grad_(self, requires_grad: bool = True) -> _MappedMatrix:
+        """Refuse to be trained. Raises ConfigError."""
         if requires_grad:
             raise ConfigError("this vocabulary stays on the disk, and is not trained: take the model with head='own'")
         return self
@@ -48,29 +50,33 @@ class MappedEmbedding(_MappedMatrix):
     """As nn.Embedding."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Read the rows of these tokens from the file."""
         return nn.functional.embedding(ids, self._rows[0]).to(self._dtype)
 
 
 class MappedHead(_MappedMatrix):
-    """As nn.Linear without a bias. Asked for again and again it is kept in memory: converting it takes seven times."""
+    """As nn.Linear without a bias. Used again and again it is kept in memory: converting it takes seven times."""
 
     def __init__(self, stored: torch.Tensor, dtype: torch.dtype) -> None:
         super().__init__(stored, dtype)
-        self._asked: deque[float] = deque(maxlen=OFTEN)
-        self._kept: tuple[torch.Tensor, ...] = ()
+        self._used_at: deque[float] = deque(maxlen=OFTEN)
+        self._in_memory: tuple[torch.Tensor, ...] = ()
 
     @property
     def out_features(self) -> int:
+        """How many tokens it has logits for."""
         return len(self._rows[0])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if not self._kept:
-            self._asked.append(time.monotonic())
-            if len(self._asked) == OFTEN and self._asked[-1] - self._asked[0] < WITHIN_S:
-                self._kept = (self.weight,)
-        parts = self._kept or torch.split(self._rows[0], PART_ROWS)
-        found = [nn.functional.linear(hidden, part.to(hidden.dtype)) for part in parts]
-        return found[0] if len(found) == 1 else torch.cat(found, -1)
+        """Compute logits [..., vocabulary], part by part while the matrix is on the disk."""
+        if not self._in_memory:
+            self._used_at.append(time.monotonic())
+            within_s = self._used_at[-1] - self._used_at[0]
+            if len(self._used_at) == OFTEN and within_s < WITHIN_S:
+                self._in_memory = (self.weight,)
+        parts = self._in_memory or torch.split(self._rows[0], PART_ROWS)
+        logits = [nn.functional.linear(hidden, part.to(hidden.dtype)) for part in parts]
+        return logits[0] if len(logits) == 1 else torch.cat(logits, -1)
 
 
 def map_vocabulary(model: Any, folder: Path) -> None:
@@ -78,27 +84,35 @@ def map_vocabulary(model: Any, folder: Path) -> None:
 
     What the files hold in another form stays in memory.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    stored = _find(model, embedding, folder) if type(embedding) is nn.Embedding else None
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    stored = _find_stored(model, embedding, folder) if type(embedding) is nn.Embedding else None
     if type(head) is nn.Linear and head.bias is None:
         is_tied = stored is not None and head.weight is embedding.weight
-        own = stored if is_tied else _find(model, head, folder)
-        if own is not None:
-            model.set_output_embeddings(MappedHead(own, head.weight.dtype))
+        stored_head = stored if is_tied else _find_stored(model, head, folder)
+        if stored_head is not None:
+            model.set_output_embeddings(MappedHead(stored_head, head.weight.dtype))
     if stored is not None:
         model.set_input_embeddings(MappedEmbedding(stored, embedding.weight.dtype))
 
 
-def _find(model: Any, module: Any, folder: Path) -> torch.Tensor | None:
-    """The matrix of a module as its file holds it, mapped; None where the file has no such thing."""
-    where = skeleton.weight_map(folder)
-    name = next((f"{name}.weight" for name, found in model.named_modules() if found is module), "")
-    if name not in where:
+def _find_stored(
+    model: Any,
+    module: Any,
+    folder: Path,
+) -> torch.Tensor | None:
+    """Return the matrix of a module as its file holds it, mapped; None where the file has no such thing."""
+    files = skeleton.weight_map(folder)
+    names = [f"{name}.weight" for name, candidate in model.named_modules() if candidate is module]
+    name = names[0] if names else ""
+    if name not in files:
         return None
-    with safe_open(folder / where[name], "pt") as file:
+    with safe_open(folder / files[name], "pt") as file:
         stored: torch.Tensor = file.get_tensor(name)
-    is_same = stored.is_floating_point() and stored.shape == module.weight.shape
-    if is_same and torch.equal(stored[:PART_ROWS].to(module.weight.dtype), module.weight[:PART_ROWS]):
-        return stored
-    logger.info("%s is not what %s holds: it stays in memory", name, where[name])
+    weight = module.weight
+    if stored.is_floating_point() and stored.shape == weight.shape:
+        first_rows = stored[:PART_ROWS].to(weight.dtype)
+        if torch.equal(first_rows, weight[:PART_ROWS]):
+            return stored
+    logger.info("%s is not what %s holds: it stays in memory", name, files[name])
     return None

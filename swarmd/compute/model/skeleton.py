@@ -44,11 +44,22 @@ GENERATION_NUMBERS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "re
 FALLBACK_MAX_TOKENS = 2_048  # of a session, for models that announce no longest context
 MAX_IDS = 64  # tokens that end an answer; the most that a family has is a handful
 OF_NO_WEIGHTS = ("I64", "BOOL")  # of the few tensors that hold places and masks
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 
 quiet()
 _loading = threading.Lock()  # from_pretrained changes torch's defaults for as long as it builds
 
 
+# What a model consists of, on the three kinds of peers (R: RemoteLayer, S: Stub, P: PassThrough):
+#
+#     whole model      embedding   block 0   block 1   block 2   norm   head
+#     client           embedding     R         S         S       norm   head
+#     server of [1,2)      P         S       block 1     S         P      P
+#
+# The family's own forward runs on each of them unchanged. On the client it ends up in R, which sends hidden states
+# to the swarm and comes back with those of the last block. On a server it does the family's work around a block
+# (masks, positions, rotary angles) and computes just the blocks that are there.
 class Stub(nn.Module):
     """Stands in for a decoder layer that lives elsewhere: returns its input in the shape the family expects."""
 
@@ -64,7 +75,11 @@ class Stub(nn.Module):
         """The layer that this stands for, without weights."""
         return self.__dict__["_original"][0]  # type: ignore[no-any-return]
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Stub:
+    def _apply(
+        self,
+        fn: Callable[..., Any],
+        recurse: bool = True,
+    ) -> Stub:
         """Stay as it is when a model moves: what PEFT puts into a client's stub lives on the CPU, where frames do."""
         return self
 
@@ -77,12 +92,15 @@ class Stub(nn.Module):
             return getattr(self.__dict__["_original"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden states that come in."""
         return self.wrap(args[0] if args else kwargs["hidden_states"])
 
     def wrap(self, hidden: torch.Tensor) -> Any:
+        """Return hidden states in the form in which this family's layers return theirs."""
         if not self.returns_tuple:
             return hidden
-        return (hidden, *self.beside, *(None,) * (self.returns_tuple - 1 - len(self.beside)))
+        n_missing = self.returns_tuple - 1 - len(self.beside)
+        return (hidden, *self.beside, *(None,) * n_missing)
 
 
 class RemoteLayer(Stub):
@@ -91,11 +109,12 @@ class RemoteLayer(Stub):
     call: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the swarm computes of the hidden states that come in."""
         return self.wrap(self.call(args[0] if args else kwargs["hidden_states"]))
 
 
 class RemoteLayers(nn.ModuleList):
-    """The client's list of layers: whoever goes through it meets layer 0 only. ``children()`` are all of them.
+    """The client's list of layers: a loop over it sees layer 0 only. ``children()`` are all of them.
 
     The others pass on what they are given; thirty of them, and a copy of the list, take a quarter of a millisecond.
     """
@@ -111,6 +130,7 @@ class PassThrough(Stub):
     """Stands in for an embedding, norm or head on a server: what it gives is thrown away, only shapes matter."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return hidden states as they are, and for anything else one number."""
         value = args[0] if args else next(iter(kwargs.values()))
         if torch.is_tensor(value) and value.is_floating_point() and value.ndim == 3:
             return value
@@ -122,24 +142,32 @@ def read_config(folder: Path) -> PretrainedConfig:
 
     transformers sees neither the file nor its folder: nothing in it can name code, a package or a place.
     """
-    path, written = folder / "config.json", manifest.read_config(folder)
+    path = folder / "config.json"
+    written = manifest.read_config(folder)
     family = written["model_type"]
     if family not in CONFIG_MAPPING:
         raise ConfigError(f"{path}: unsupported family: transformers knows no {family[:64]!r}")
     kind = CONFIG_MAPPING[family]
     fields = getattr(kind, "__dataclass_fields__", {})
     plain = configuration.plain(written)
-    own = fields.keys() - PretrainedConfig.__dataclass_fields__.keys()
-    if lost := sorted(k for k, v in written.items() if k in own and k not in plain and v != fields[k].default):
-        value = str(written[lost[0]])[:40]
-        raise ConfigError(f"{path}: {lost[0]} is {value!r}, expected numbers, flags, and words of letters and digits")
-    settings = {k: v for k, v in plain.items() if k in fields or not callable(getattr(kind, k, None))}
+    family_fields = fields.keys() - PretrainedConfig.__dataclass_fields__.keys()
+    # A field of the family's own that is not plain would be left out, and the model would be another one: refuse it.
+    left_out = family_fields & written.keys() - plain.keys()
+    unreadable = sorted(name for name in left_out if written[name] != fields[name].default)
+    if unreadable:
+        name = unreadable[0]
+        value = str(written[name])[:40]
+        raise ConfigError(f"{path}: {name} is {value!r}, expected numbers, flags, and words of letters and digits")
+    # Names that are neither fields nor attributes may stay; those of methods would overwrite code.
+    foreign = plain.keys() - fields.keys()
+    methods = {name for name in foreign if callable(getattr(kind, name, None))}
+    settings = {name: value for name, value in plain.items() if name not in methods}
     with building(f"{path}: not a configuration of {family}"):
         return kind.from_dict(settings)
 
 
 def read_generation(folder: Path) -> dict[str, Any]:
-    """How a checkpoint's author wants it used: where answers end, and numbers for sampling. Nothing that names code.
+    """Read how a checkpoint's author wants it used: where answers end, and numbers for sampling. No code is named.
 
     Raises ConfigError for a value of the wrong kind.
     """
@@ -147,22 +175,25 @@ def read_generation(folder: Path) -> dict[str, Any]:
     written = manifest.read_json(path) if path.is_file() else {}
     if not isinstance(written, dict):
         raise ConfigError(f"{path}: expected a JSON object")
-    found = {name: written[name] for name in (*GENERATION_IDS, *GENERATION_NUMBERS) if written.get(name) is not None}
-    for name, value in found.items():
-        values = value if isinstance(value, list) and name in GENERATION_IDS else [value]
-        kinds = (int,) if name in GENERATION_IDS else (int, float)
-        if not all(isinstance(v, kinds) and -1e6 < v < 1e9 for v in values) or len(values) > MAX_IDS:
-            raise ConfigError(
-                f"{path}: {name} is {repr(value)[:64]}, expected {' or '.join(k.__name__ for k in kinds)}"
-            )
-    return found
+    names = (*GENERATION_IDS, *GENERATION_NUMBERS)
+    settings = {name: written[name] for name in names if written.get(name) is not None}
+    for name, value in settings.items():
+        is_id = name in GENERATION_IDS
+        values = value if isinstance(value, list) and is_id else [value]
+        kinds = (int,) if is_id else (int, float)
+        is_valid = all(isinstance(v, kinds) and -1e6 < v < 1e9 for v in values)
+        if not is_valid or len(values) > MAX_IDS:
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise ConfigError(f"{path}: {name} is {repr(value)[:64]}, expected {expected}")
+    return settings
 
 
 @contextmanager
 def building(trouble: str) -> Iterator[None]:
-    """Build something of what anybody may have written: each family fails in its own way, here in one sentence.
+    """Guard a block that builds something of what anybody may have written.
 
-    Raises ConfigError, ``trouble`` and the reason, for whatever was raised.
+    Each family fails in its own way; here all become one sentence. Raises ConfigError, ``trouble`` and the reason,
+    for whatever was raised inside.
     """
     try:
         yield
@@ -176,29 +207,31 @@ def building(trouble: str) -> Iterator[None]:
 
 
 def text_config(config: PretrainedConfig) -> Any:
+    """Return the part of a configuration that describes the decoder of texts."""
     return config.get_text_config(decoder=True)
 
 
 def longest_context(config: PretrainedConfig) -> int:
-    """How many tokens a session of a model may have."""
-    return int(getattr(text_config(config), "max_position_embeddings", None) or FALLBACK_MAX_TOKENS)
+    """Return how many tokens a session of a model may have."""
+    n_positions = getattr(text_config(config), "max_position_embeddings", None)
+    return int(n_positions or FALLBACK_MAX_TOKENS)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Find the decoder's own list of layers: the shallowest ModuleList of the configured length."""
     n = text_config(model.config).num_hidden_layers
-    found = [
+    candidates = [
         (name.count("."), module)
         for name, module in model.get_decoder().named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == n
     ]
-    if not found:
+    if not candidates:
         raise ConfigError(f"{type(model).__name__} has no list of {n} decoder layers: unsupported family")
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(candidates, key=lambda pair: pair[0])[1]
 
 
 def family_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The library's own class for a configuration. Raises ConfigError."""
+    """Return the library's own class for a configuration. Raises ConfigError."""
     base = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if isinstance(base, tuple):
         base = base[0]
@@ -214,9 +247,11 @@ def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrained
     def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
         layers = decoder_layers(self)
-        for index in range(len(layers)):
-            if span is None or not span.start <= index < span.end:
-                layers[index] = RemoteLayer(layers[index]) if span is None and index == 0 else Stub(layers[index])
+        for index, layer in enumerate(list(layers)):
+            if span is None and index == 0:
+                layers[index] = RemoteLayer(layer)
+            elif span is None or not span.start <= index < span.end:
+                layers[index] = Stub(layer)
         if span is not None:
             _hollow_out(self, layers)
             self.all_tied_weights_keys = {}
@@ -243,16 +278,16 @@ def load(
     if span is not None and quantize in ("int8", "int4"):
         return _load_quantised(folder, span, dtype, quantize, device, on_part)
     config = read_config(folder)
-    return _read(folder, config, hollow_class(config, span), dtype, quantize, device)
+    return _load_model(folder, config, hollow_class(config, span), dtype, quantize, device)
 
 
 def load_whole(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Build the family's own model with all of its layers, on the CPU. Raises ConfigError as ``load`` does."""
     config = read_config(folder)
-    return _read(folder, config, family_class(config), dtype)
+    return _load_model(folder, config, family_class(config), dtype)
 
 
-def _read(
+def _load_model(
     folder: Path,
     config: PretrainedConfig,
     cls: type[PreTrainedModel],
@@ -260,27 +295,36 @@ def _read(
     quantize: str = "none",
     device: str = "cpu",
 ) -> PreTrainedModel:
-    where = weight_map(folder)
+    files = weight_map(folder)
     handles: dict[str, Any] = {}
     state = {}
     with building(f"{folder}: {type(config).__name__} cannot be loaded"):
-        for key in needed_keys(cls, config, list(where)):
-            handle = handles.get(where[key]) or handles.setdefault(where[key], safe_open(folder / where[key], "pt"))
-            state[key] = handle.get_slice(key)
-            if (kind := state[key].get_dtype()) not in shards.PLAIN_KINDS + OF_NO_WEIGHTS:
+        for key in needed_keys(cls, config, list(files)):
+            name = files[key]
+            if name not in handles:
+                handles[name] = safe_open(folder / name, "pt")
+            state[key] = handles[name].get_slice(key)
+            kind = state[key].get_dtype()
+            if kind not in shards.PLAIN_KINDS + OF_NO_WEIGHTS:
                 raise ConfigError(f"{folder}: {key} is of kind {kind}: quantised weights would be read as plain ones")
-        _check_memory(folder, [tuple(s.get_shape()) for s in state.values()], dtype, quantize, device)
+        shapes = [tuple(tensor.get_shape()) for tensor in state.values()]
+        _check_memory(folder, shapes, dtype, quantize, device)
         bits = library_config(quantize)
-        how: dict[str, Any] = {"quantization_config": bits, "device_map": {"": device}} if bits else {}
+        quantisation: dict[str, Any] = {}
+        if bits:
+            quantisation = {"quantization_config": bits, "device_map": {"": device}}
         with _loading:
             model, info = cls.from_pretrained(
-                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **how
+                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **quantisation
             )
-    missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info.get("mismatched_keys", ()))
+    missing = sorted(info["missing_keys"])
+    missing += sorted(str(key) for key in info.get("mismatched_keys", ()))
     missing += [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if missing:
         raise ConfigError(f"{folder}: tensors missing or of another shape than configured: {', '.join(missing[:5])}")
-    return (model if bits else model.to(device)).eval().requires_grad_(False)
+    if not bits:  # else the library has put it there
+        model = model.to(device)
+    return model.eval().requires_grad_(False)
 
 
 def _load_quantised(
@@ -291,24 +335,30 @@ def _load_quantised(
     device: str,
     on_part: Callable[[str, int, int], None],
 ) -> PreTrainedModel:
-    """Block by block, so that only one of them takes more than its bits. Raises ConfigError."""
-    where = torch.device(device)
-    if where.type not in ("cpu", "cuda"):
+    """Load and round block by block, so that only one of them takes more than its bits. Raises ConfigError."""
+    target = torch.device(device)
+    if target.type not in ("cpu", "cuda"):
         raise ConfigError(f"quantize = {kind} is for CPUs and CUDA, not for {device}: say none")
-    if where.type == "cuda" and (why := trouble(where)):
+    if target.type == "cuda" and (why := trouble(target)):
         raise ConfigError(f"quantize = {kind} on {device}: {why}: say none or nf4")
-    whole: PreTrainedModel | None = None
+    model: PreTrainedModel | None = None
     for n, block in enumerate(span.blocks()):
         on_part(f"reading blocks and rounding them to {kind}", n, len(span))
-        part = load(folder, Span(block, block + 1), dtype, device=device)
+        part = load(
+            folder,
+            Span(block, block + 1),
+            dtype,
+            device=device,
+        )
         replace(part, partial(quantised, kind=kind), nn.Linear)
-        if whole is None:
-            whole = part
-        else:
-            decoder_layers(whole)[block] = decoder_layers(part)[block]
-            _share_config(decoder_layers(part)[block], text_config(part.config), text_config(whole.config))
-    assert whole is not None
-    return whole
+        if model is None:
+            model = part
+            continue
+        layer = decoder_layers(part)[block]
+        decoder_layers(model)[block] = layer
+        _share_config(layer, text_config(part.config), text_config(model.config))
+    assert model is not None
+    return model
 
 
 def _share_config(module: nn.Module, old: Any, new: Any) -> None:
@@ -319,55 +369,78 @@ def _share_config(module: nn.Module, old: Any, new: Any) -> None:
                 setattr(part, name, new)
 
 
-def _check_memory(folder: Path, shapes: list[Any], dtype: torch.dtype, quantize: str, device: str) -> None:
-    needed = sum(tensor_bytes(shape, str(dtype).removeprefix("torch."), quantize) for shape in shapes)
+def _check_memory(
+    folder: Path,
+    shapes: list[Any],
+    dtype: torch.dtype,
+    quantize: str,
+    device: str,
+) -> None:
+    """Refuse weights that do not fit into what is free. Raises ConfigError."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    needed = sum(tensor_bytes(shape, dtype_name, quantize) for shape in shapes)
     free = free_memory_bytes(device)
-    kept = f" ({OwnerReserve.n_bytes / 2**30:.2f} GiB are left to its owner)" if OwnerReserve.n_bytes else ""
-    if needed + WORKSPACE_BYTES > free:
-        raise ConfigError(
-            f"{folder}: {needed / 2**30:.2f} GiB of weights and {WORKSPACE_BYTES >> 20} MiB to work in do not fit the "
-            f"{free / 2**30:.2f} GiB that are free on {device}{kept}: serve fewer blocks, or use bfloat16 or quantize"
-        )
+    if needed + WORKSPACE_BYTES <= free:
+        return
+    reserve = f" ({OwnerReserve.n_bytes / 2**30:.2f} GiB are left to its owner)" if OwnerReserve.n_bytes else ""
+    raise ConfigError(
+        f"{folder}: {needed / 2**30:.2f} GiB of weights and {WORKSPACE_BYTES >> 20} MiB to work in do not fit the "
+        f"{free / 2**30:.2f} GiB that are free on {device}{reserve}: "
+        "serve fewer blocks, or use bfloat16 or quantize"
+    )
 
 
-def needed_keys(cls: type[PreTrainedModel], config: PretrainedConfig, keys: list[str]) -> list[str]:
+def needed_keys(
+    cls: type[PreTrainedModel],
+    config: PretrainedConfig,
+    keys: list[str],
+) -> list[str]:
     """Choose the checkpoint keys that a hollow class uses, by the library's own renames."""
     with torch.device("meta"):
         hollow = cls(config)
     targets = target_names(hollow, keys)
-    wanted = hollow.state_dict()
-    return [key for key in keys if targets[key] in wanted]
+    state = hollow.state_dict()
+    return [key for key in keys if targets[key] in state]
 
 
 def target_names(hollow: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
     """Map checkpoint keys to the names that the library gives them in this model."""
-    wanted = hollow.state_dict()
+    state = hollow.state_dict()
     conversions = get_model_conversion_mapping(hollow)
     renames = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     prefix = hollow.base_model_prefix
-    return {k: k if k in wanted else rename_source_key(k, renames, converters, prefix, wanted)[0] for k in keys}
+
+    def target(key: str) -> str:
+        if key in state:
+            return key
+        return str(rename_source_key(key, renames, converters, prefix, state)[0])
+
+    return {key: target(key) for key in keys}
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Map tensor names to the files that hold them."""
-    index = folder / "model.safetensors.index.json"
+    """Map tensor names to the files that hold them. Raises ConfigError where there are none."""
+    index = folder / INDEX_FILE
     if index.is_file():
         return dict(json.loads(index.read_text())["weight_map"])
-    names = ["model.safetensors"] if (folder / "model.safetensors").is_file() else None
-    where: dict[str, str] = {}
-    for name in names or sorted(path.name for path in folder.glob("*.safetensors")):  # a folder that swarmd fills
+    names = [SINGLE_FILE]
+    if not (folder / SINGLE_FILE).is_file():  # a folder that swarmd fills
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    files: dict[str, str] = {}
+    for name in names:
         try:
             with safe_open(folder / name, "pt") as file:
-                where |= dict.fromkeys(file.keys(), name)
+                files |= dict.fromkeys(file.keys(), name)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{folder / name}: {error}") from None
-    if not where:
+    if not files:
         raise ConfigError(f"{folder} holds no safetensors")
-    return where
+    return files
 
 
 def _hollow_out(module: nn.Module, layers: nn.ModuleList) -> None:
+    """Replace everything around the blocks that owns parameters."""
     for name, child in list(module.named_children()):
         if child is layers:
             continue

@@ -28,12 +28,12 @@ def leave_out(model: Any) -> None:
 
 
 def balance_factor(model: Any) -> float:
-    """How much of the loss counts; 0: it is not asked for. Raises ConfigError where the family does not say."""
+    """Return how much of the loss counts; 0: it is not asked for. Raises ConfigError if the family does not say."""
     if not is_balanced(model):
         return 0.0
     places = (model, *_configs(model))
-    found = [getattr(place, name, None) for place in places for name in FACTORS]
-    factor = next((f for f in found if f is not None), None)
+    candidates = [getattr(place, name, None) for place in places for name in FACTORS]
+    factor = next((f for f in candidates if f is not None), None)
     if factor is None:
         raise ConfigError(
             "config.json asks for the loss that balances experts (output_router_logits), and this family does not say "

@@ -55,51 +55,79 @@ REPEATS_WITHIN = 0.01  # of the gradient's norm: a fifth of what an audit allows
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
+# Who writes where. All vectors lie one after the other in one shared file, and each has the layout of the model:
+#
+#     daemon   parameters --------------> the model's own tensors are views of it (a card gets a copy each time)
+#     worker   sum0, sum1 <-- gradients   in turns: the new sum is the other one plus the newest gradient
+#
+# The daemon reads the sum that was answered last. A worker that is killed in the middle of a sum leaves half of one,
+# in the buffer that nobody reads; so nothing needs a lock, and nothing finished is lost.
 class TrainedModel:
     """A model whose trained parameters, and sums of their gradients, lie in one flat vector each."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, device: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        device: str,
+    ) -> None:
         self.model = model.train().to(device)
         self._recipe = recipe
         self.dtype = DTYPES[recipe.precision]
-        self.parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self.parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._device = device
         self._balance_factor = balance_factor(model)
         self._shared: dict[str, torch.Tensor] = {}
 
     @property
     def layout(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the trained parameters, in the order in which they lie in a vector."""
         return [(name, tuple(parameter.shape)) for name, parameter in self.parameters]
 
     def map(self, path: Path, init: bool) -> None:
         """Use shared memory (Recipe.shared_vectors). With ``init`` the parameters go there, else come from it."""
-        self._shared = self._vectors_at(path, self._recipe.shared_vectors)
+        self._shared = self._map_vectors(path, self._recipe.shared_vectors)
         if init:
-            self._shared["parameters"].copy_(torch.cat([p.detach().flatten() for _, p in self.parameters]))
+            initial = torch.cat([p.detach().flatten() for _, p in self.parameters])
+            self._shared["parameters"].copy_(initial)
         if self._device == "cpu":  # one and the same memory: what the daemon writes is what is computed with
-            for (_, parameter), values in zip(self.parameters, self._pieces(self._computed_on), strict=True):
+            for (_, parameter), values in zip(self.parameters, self._working_pieces(), strict=True):
                 parameter.data = values
 
-    def compute(self, rows: torch.Tensor, seed: int, into: int, is_fresh: bool) -> float:
+    def compute(
+        self,
+        rows: torch.Tensor,
+        seed: int,
+        into: int,
+        is_fresh: bool,
+    ) -> float:
         """Add the gradient of the summed loss of ``rows`` [n, t + 1] to the other sum, and write it to ``into``."""
         self._fetch_parameters()
-        loss = self._backward(rows, seed)
-        sums, before = self._pieces(self._shared[f"sum{into}"]), self._pieces(self._shared[f"sum{1 - into}"])
-        for (_, parameter), total, old in zip(self.parameters, sums, before, strict=True):
+        loss = self._run_backward(rows, seed)
+        sums = self._cut_vector(self._shared[f"sum{into}"])
+        previous_sums = self._cut_vector(self._shared[f"sum{1 - into}"])
+        parameters = [parameter for _, parameter in self.parameters]
+        for parameter, total, previous in zip(parameters, sums, previous_sums, strict=True):
             gradient = torch.zeros_like(total) if parameter.grad is None else parameter.grad.to("cpu")
             if is_fresh:
                 total.copy_(gradient)
             else:
-                torch.add(old, gradient, out=total)
+                torch.add(previous, gradient, out=total)
             parameter.grad = None
         return loss
 
-    def compute_again(self, rows: torch.Tensor, seed: int, path: Path) -> float:
+    def compute_again(
+        self,
+        rows: torch.Tensor,
+        seed: int,
+        path: Path,
+    ) -> float:
         """Add the gradient of the summed loss of ``rows`` [n, t + 1] to a sum, both on other memory (AGAIN)."""
-        others = self._vectors_at(path, AGAIN)
-        with self._standing_in(self._pieces(others["parameters"])):
-            loss = self._backward(rows, seed)
-            for (_, parameter), total in zip(self.parameters, self._pieces(others["sum"]), strict=True):
+        vectors = self._map_vectors(path, AGAIN)
+        with self._using_parameters(self._cut_vector(vectors["parameters"])):
+            loss = self._run_backward(rows, seed)
+            sums = self._cut_vector(vectors["sum"])
+            for (_, parameter), total in zip(self.parameters, sums, strict=True):
                 if parameter.grad is not None:
                     total += parameter.grad.to("cpu")
                 parameter.grad = None
@@ -108,115 +136,154 @@ class TrainedModel:
     def is_repeatable(self, vocabulary: int) -> bool:
         """Do the same rows give the same gradients however they are divided? Not with dropout or noise in a router."""
         n_tokens = min(TRIED_TOKENS, self._recipe.batch.tokens)  # a model may have no more positions
-        rows = torch.randint(0, vocabulary, (2, n_tokens + 1), generator=torch.Generator().manual_seed(0))
-        together = self._gradient([rows], seed=1)
-        apart = self._gradient([rows[:1], rows[1:]], seed=2)
-        return float((together - apart).norm()) <= REPEATS_WITHIN * float(together.norm())
+        rng = torch.Generator().manual_seed(0)
+        rows = torch.randint(
+            0,
+            vocabulary,
+            (2, n_tokens + 1),
+            generator=rng,
+        )
+        joint = self._flat_gradient([rows], seed=1)
+        separate = self._flat_gradient([rows[:1], rows[1:]], seed=2)
+        return float((joint - separate).norm()) <= REPEATS_WITHIN * float(joint.norm())
 
-    def _gradient(self, rows: list[torch.Tensor], seed: int) -> torch.Tensor:
-        """The gradient of the summed loss of some rows, flat, on the CPU."""
-        for some in rows:
-            self._backward(some, seed)
-        with_one = [p for _, p in self.parameters if p.grad is not None]
-        flat = torch.cat([p.grad.flatten().to("cpu") for p in with_one])  # type: ignore[union-attr]
-        for parameter in with_one:
+    def _flat_gradient(
+        self,
+        batches: list[torch.Tensor],
+        seed: int,
+    ) -> torch.Tensor:
+        """Compute the gradient of the summed loss of some rows, flat, on the CPU."""
+        for batch in batches:
+            self._run_backward(batch, seed)
+        with_gradient = [p for _, p in self.parameters if p.grad is not None]
+        flat = torch.cat([p.grad.flatten().to("cpu") for p in with_gradient])  # type: ignore[union-attr]
+        for parameter in with_gradient:
             parameter.grad = None
         return flat
 
     @contextlib.contextmanager
-    def _standing_in(self, pieces: list[torch.Tensor]) -> Iterator[None]:
+    def _using_parameters(self, pieces: list[torch.Tensor]) -> Iterator[None]:
         """Compute on other parameters for a while."""
-        own = [parameter.data for _, parameter in self.parameters]
+        originals = [parameter.data for _, parameter in self.parameters]
         try:
             for (_, parameter), piece in zip(self.parameters, pieces, strict=True):
                 parameter.data = piece.to(self._device)
             yield
         finally:
-            for (_, parameter), values in zip(self.parameters, own, strict=True):
+            for (_, parameter), values in zip(self.parameters, originals, strict=True):
                 parameter.data = values
                 parameter.grad = None
 
-    def _vectors_at(self, path: Path, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Vectors of the layout that lie one after the other in shared memory; they keep it mapped."""
+    def _map_vectors(
+        self,
+        path: Path,
+        names: tuple[str, ...],
+    ) -> dict[str, torch.Tensor]:
+        """Map vectors of the layout that lie one after the other in shared memory; they keep it mapped."""
         n = sum(math.prod(shape) for _, shape in self.layout)
         with path.open("r+b") as file:
-            mapped = mmap.mmap(file.fileno(), len(names) * n * self.dtype.itemsize)
-        whole = torch.frombuffer(mapped, dtype=self.dtype)
-        return {name: whole[i * n : (i + 1) * n] for i, name in enumerate(names)}
+            memory = mmap.mmap(file.fileno(), len(names) * n * self.dtype.itemsize)
+        numbers = torch.frombuffer(memory, dtype=self.dtype)
+        vectors = torch.split(numbers, n)
+        return dict(zip(names, vectors, strict=True))
 
-    def step(self, rows: torch.Tensor, seed: int, number: int, learning_rate: float) -> float:
+    def step(
+        self,
+        rows: torch.Tensor,
+        seed: int,
+        number: int,
+        learning_rate: float,
+    ) -> float:
         """Take a step of the recipe's optimizer by the mean gradient of ``rows`` [n, t + 1], on the peer's own vectors.
 
         Returns their summed loss. A card has copies of those: what the daemon reads is brought back each time.
         """
         self._fetch_parameters()
         micro = self._recipe.batch.micro
-        loss = sum([self._backward(rows[at : at + micro], seed + at) for at in range(0, len(rows), micro)])
+        losses = []
+        for start in range(0, len(rows), micro):
+            losses.append(self._run_backward(rows[start : start + micro], seed + start))
+        loss = sum(losses)
         parameters: list[torch.Tensor] = [p for _, p in self.parameters]
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad /= len(rows)
-        shared = {name: self._pieces(self._shared[name]) for name in self._recipe.optimizer.moments}
-        moments = {name: [p.to(self._device) for p in pieces] for name, pieces in shared.items()}
+        moments = {}
+        for name in self._recipe.optimizer.moments:
+            pieces = self._cut_vector(self._shared[name])
+            moments[name] = [piece.to(self._device) for piece in pieces]
         take_step(self._recipe.optimizer, parameters, moments, learning_rate, number)
         if self._device != "cpu":
-            here = {**moments, LOCAL: [p.detach() for p in parameters]}
-            for name, pieces in here.items():
-                for kept, piece in zip(self._pieces(self._shared[name]), pieces, strict=True):
-                    kept.copy_(piece)
+            computed = {**moments, LOCAL: [p.detach() for p in parameters]}
+            for name, pieces in computed.items():
+                shared_pieces = self._cut_vector(self._shared[name])
+                for shared_piece, piece in zip(shared_pieces, pieces, strict=True):
+                    shared_piece.copy_(piece)
         return loss
 
-    @property
-    def _computed_on(self) -> torch.Tensor:
-        return self._shared[LOCAL if self._recipe.steps_inside else "parameters"]
+    def _working_pieces(self) -> list[torch.Tensor]:
+        """Return the parameters that gradients are computed at, as the daemon sees them."""
+        return self._cut_vector(self._shared[LOCAL if self._recipe.steps_inside else "parameters"])
 
     def _fetch_parameters(self) -> None:
-        """A card has a copy of what the daemon may have changed."""
+        """Bring what the daemon may have changed to a card, which has a copy."""
         if self._device != "cpu":
             with torch.no_grad():
-                for (_, parameter), values in zip(self.parameters, self._pieces(self._computed_on), strict=True):
+                for (_, parameter), values in zip(self.parameters, self._working_pieces(), strict=True):
                     parameter.copy_(values)
 
-    def _backward(self, rows: torch.Tensor, seed: int) -> float:
+    def _run_backward(self, rows: torch.Tensor, seed: int) -> float:
         """Add the gradients of the summed loss of ``rows`` [n, t + 1], which is returned, to the parameters'."""
         torch.manual_seed(seed)
         rows = rows.to(self._device)
-        together = rows.unsqueeze(1).unbind() if self._balance_factor else [rows]
-        loss = torch.stack([self._loss(some) for some in together]).sum()
+        batches = rows.unsqueeze(1).unbind() if self._balance_factor else [rows]
+        loss = torch.stack([self._summed_loss(batch) for batch in batches]).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
-    def _loss(self, rows: torch.Tensor) -> torch.Tensor:
-        """The summed loss of ``rows``: of one only where experts are balanced (compute.runs.expert_balance)."""
+    def _summed_loss(self, rows: torch.Tensor) -> torch.Tensor:
+        """Compute the summed loss of ``rows``: of one only where experts are balanced (compute.runs.expert_balance)."""
         output = self.model(input_ids=rows[:, :-1], use_cache=False)
-        flat = output.logits.flatten(0, 1).to(torch.promote_types(output.logits.dtype, torch.float32))
-        losses = nn.functional.cross_entropy(flat, rows[:, 1:].flatten(), reduction="none")
+        dtype = torch.promote_types(output.logits.dtype, torch.float32)
+        logits = output.logits.flatten(0, 1).to(dtype)
+        targets = rows[:, 1:].flatten()
+        losses = nn.functional.cross_entropy(logits, targets, reduction="none")
         loss = losses.view(len(rows), -1).mean(1).sum()
         unbalanced = getattr(output, "aux_loss", None) if self._balance_factor else None
         return loss if unbalanced is None else loss + self._balance_factor * unbalanced
 
-    def _pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        sizes = [math.prod(shape) for _, shape in self.layout]
-        return [v.view(shape) for v, (_, shape) in zip(torch.split(vector, sizes), self.layout, strict=True)]
+    def _cut_vector(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Cut a vector into views of the parameters' shapes."""
+        shapes = [shape for _, shape in self.layout]
+        pieces = torch.split(vector, [math.prod(shape) for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def build(path: Path, recipe: Recipe) -> nn.Module:
-    """The model as the recipe trains it: all of it, or LoRA on it. Raises ConfigError."""
+    """Build the model as the recipe trains it: all of it, or LoRA on it. Raises ConfigError."""
     torch.manual_seed(recipe.seed)
+    dtype = DTYPES[recipe.precision]
     with skeleton.building(f"{path} cannot be loaded"), _with_index(path) as folder:
-        config, dtype = skeleton.read_config(folder), DTYPES[recipe.precision]
+        config = skeleton.read_config(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
     model.get_input_embeddings().padding_idx = None  # no row is padded: in many models it is the end between two texts
     if recipe.train == "all":
         return model  # type: ignore[no-any-return]
     lora = recipe.lora
-    return with_lora(model, lora.rank, lora.alpha, lora.targets, key="lora.targets").to(dtype)  # type: ignore[no-any-return]
+    tuned = with_lora(
+        model,
+        lora.rank,
+        lora.alpha,
+        lora.targets,
+        key="lora.targets",
+    )
+    return tuned.to(dtype)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def _with_index(folder: Path) -> Iterator[Path]:
-    """A checkpoint as transformers expects it: one that swarmd filled has a file for each block, and no index."""
+    """Give a checkpoint as transformers expects it: one that swarmd filled has a file for each block, and no index."""
     if not (folder / MANIFEST).is_file():
         yield folder
         return
@@ -244,32 +311,43 @@ class GradientWorker:
         decoder = FrameDecoder()
         while data := self._connection.recv(_RECEIVE_BYTES):
             for frame in decoder.feed_untrusted(data):
-                self._connection.sendall(self._answer(frame))
+                self._connection.sendall(self._answer_frame(frame))
 
-    def _answer(self, frame: Frame) -> bytes:
+    def _answer_frame(self, frame: Frame) -> bytes:
         message: Any = worker.decode(frame.header)
         if isinstance(message, LoadRun):
             try:
-                return self._load(message, bytes(frame.payload))
+                return self._load_run(message, bytes(frame.payload))
             except (ConfigError, torch.OutOfMemoryError) as error:
                 return messages.framed(WorkerFailed(message=str(error)[:4000]))
         if isinstance(message, MapRun):
             self._trained.map(Path(message.path), message.init)
             return messages.framed(RunMapped())
         assert isinstance(message, Compute | ComputeAgain), "the daemon sends nothing else"
-        rows = torch.frombuffer(bytearray(frame.payload), dtype=torch.int32).long().view(message.n, -1)
+        ids = torch.frombuffer(bytearray(frame.payload), dtype=torch.int32)
+        rows = ids.long().view(message.n, -1)
         if isinstance(message, ComputeAgain):
             try:
                 loss = self._trained.compute_again(rows, message.seed, Path(message.path))
             except torch.OutOfMemoryError as error:  # it takes the parameters twice
                 return messages.framed(WorkerFailed(message=str(error)[:4000]))
         elif message.step:
-            loss = self._trained.step(rows, message.seed, message.step, message.learning_rate)
+            loss = self._trained.step(
+                rows,
+                message.seed,
+                message.step,
+                message.learning_rate,
+            )
         else:
-            loss = self._trained.compute(rows, message.seed, message.into, message.is_fresh)
+            loss = self._trained.compute(
+                rows,
+                message.seed,
+                message.into,
+                message.is_fresh,
+            )
         return messages.framed(ComputedRows(loss=loss))
 
-    def _load(self, message: LoadRun, raw: bytes) -> bytes:
+    def _load_run(self, message: LoadRun, raw: bytes) -> bytes:
         if message.threads:
             torch.set_num_threads(message.threads)
         recipe = read_run_untrusted(raw).recipe

@@ -13,35 +13,42 @@ Tensors = list[torch.Tensor]
 
 
 def take_step(
-    asked: Optimizer, parameters: Tensors, moments: dict[str, Tensors], learning_rate: float, number: int
+    settings: Optimizer,
+    parameters: Tensors,
+    moments: dict[str, Tensors],
+    learning_rate: float,
+    number: int,
 ) -> None:
-    """Step ``number``, counted from 1, by the gradients in ``parameters``; changes them and ``moments`` in place."""
-    if asked.clip_norm:
-        torch.nn.utils.clip_grad_norm_(parameters, asked.clip_norm)
+    """Take step ``number``, counted from 1, by the gradients in ``parameters``; changes them and ``moments``."""
+    if settings.clip_norm:
+        torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": asked.weight_decay},
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer: torch.optim.Optimizer
-    if asked.kind == "adamw":
-        optimizer = torch.optim.AdamW(groups, learning_rate, (asked.beta1, asked.beta2), asked.epsilon)
+    if settings.kind == "adamw":
+        betas = (settings.beta1, settings.beta2)
+        optimizer = torch.optim.AdamW(groups, learning_rate, betas, settings.epsilon)
         for i, parameter in enumerate(parameters):
-            first, second = moments["moment1"][i], moments["moment2"][i]
-            done = torch.tensor(float(number - 1))
-            optimizer.state[parameter] = {"step": done, "exp_avg": first, "exp_avg_sq": second}
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(number - 1)),
+                "exp_avg": moments["moment1"][i],
+                "exp_avg_sq": moments["moment2"][i],
+            }
     else:
-        _decay(groups, learning_rate)
-        optimizer = torch.optim.SGD(parameters, learning_rate, asked.momentum)
+        _decay_weights(groups, learning_rate)
+        optimizer = torch.optim.SGD(parameters, learning_rate, settings.momentum)
         for i, parameter in enumerate(parameters):
-            if asked.momentum:
+            if settings.momentum:
                 optimizer.state[parameter] = {"momentum_buffer": moments["momentum"][i]}
     optimizer.step()
     for parameter in parameters:
         parameter.grad = None
 
 
-def _decay(groups: list[dict[str, object]], learning_rate: float) -> None:
-    """Decoupled weight decay, which torch's SGD has not."""
+def _decay_weights(groups: list[dict[str, object]], learning_rate: float) -> None:
+    """Decay weights apart from the gradient, which torch's SGD does not."""
     with torch.no_grad():
         for parameter in groups[0]["params"]:  # type: ignore[attr-defined]
             parameter.mul_(1 - learning_rate * float(groups[0]["weight_decay"]))  # type: ignore[arg-type]

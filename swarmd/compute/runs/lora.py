@@ -18,7 +18,14 @@ from swarmd.protocol.runs.recipe import ALL_LINEAR
 SHOWN = 12  # names of modules in a refusal
 
 
-def with_lora(model: Any, rank: int, alpha: int, targets: Sequence[str], *, key: str) -> Any:
+def with_lora(
+    model: Any,
+    rank: int,
+    alpha: int,
+    targets: Sequence[str],
+    *,
+    key: str,
+) -> Any:
     """Wrap a model in PEFT's own, with LoRA beside ``targets``, or PEFT's choice for the family where none are named.
 
     ``key``: how a person names the targets, for the refusal. Raises ConfigError.
@@ -30,16 +37,24 @@ def with_lora(model: Any, rank: int, alpha: int, targets: Sequence[str], *, key:
         raise ConfigError("LoRA needs PEFT: pip install -e '.[tune]' in swarmd's repository") from None
     if ALL_LINEAR in targets and len(targets) > 1:
         raise ConfigError(f"{key}: {ALL_LINEAR!r} means every linear module and stands alone, got {', '.join(targets)}")
-    names = [name for name, _ in model.named_modules()]
-    if unknown := [t for t in targets if t != ALL_LINEAR and not any(_is_meant(t, name) for name in names)]:
-        there = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
-        more = ", ..." if len(there) > SHOWN else ""
+    modules = dict(model.named_modules())
+    named = [target for target in targets if target != ALL_LINEAR]
+    unknown = [target for target in named if not any(_is_meant(target, name) for name in modules)]
+    if unknown:
+        linear = [name for name, module in modules.items() if _is_linear(module)]
+        linear_names = sorted({name.rpartition(".")[2] for name in linear})
+        ellipsis = ", ..." if len(linear_names) > SHOWN else ""
         raise ConfigError(
-            f"{key}: no module of this model is called {unknown[0]!r}; expected some of {', '.join(there[:SHOWN])}"
-            f"{more}, or {ALL_LINEAR!r}"
+            f"{key}: no module of this model is called {unknown[0]!r}; "
+            f"expected some of {', '.join(linear_names[:SHOWN])}{ellipsis}, or {ALL_LINEAR!r}"
         )
     chosen: Any = ALL_LINEAR if ALL_LINEAR in targets else list(targets) or None
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen, task_type=TaskType.CAUSAL_LM)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=chosen,
+        task_type=TaskType.CAUSAL_LM,
+    )
     try:
         with warnings.catch_warnings(action="ignore"):  # about names that do not concern anybody here
             return get_peft_model(model, config)
@@ -48,17 +63,21 @@ def with_lora(model: Any, rank: int, alpha: int, targets: Sequence[str], *, key:
 
 
 def names_of_targets(tuned: Any) -> tuple[str, ...]:
-    """The names that mean the modules that got LoRA, and no others: last parts where these do, else whole ones."""
+    """Return names that mean the modules that got LoRA, and no others.
+
+    These are the last parts of the modules' names where these mean no other module, else the whole names.
+    """
     targeted = set(tuned.base_model.targeted_module_names)
     short = {name.rpartition(".")[2] for name in targeted}
-    plain = {name.removeprefix("base_model.model.").replace(".base_layer", "") for name, _ in tuned.named_modules()}
-    others = {name for name in plain if ".lora_" not in name} - targeted
-    means_others = any(_is_meant(target, name) for target in short for name in others)
-    return tuple(sorted(targeted if means_others else short))
+    wrapped = [name.removeprefix("base_model.model.") for name, _ in tuned.named_modules()]
+    plain = {name.replace(".base_layer", "") for name in wrapped}
+    other_names = {name for name in plain if ".lora_" not in name} - targeted
+    is_ambiguous = any(_is_meant(target, name) for target in short for name in other_names)
+    return tuple(sorted(targeted if is_ambiguous else short))
 
 
 def _is_meant(target: str, name: str) -> bool:
-    """As PEFT reads a list of names."""
+    """Does PEFT take a name of its list to mean this module?"""
     return name == target or name.endswith(f".{target}")
 
 

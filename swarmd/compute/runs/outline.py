@@ -43,7 +43,14 @@ def read_outline(folder: Path, recipe: Recipe) -> Outline:
     if recipe.train != "lora":
         return Outline(vocabulary, recipe.lora.targets)
     with torch.device("meta"):
-        tuned = with_lora(model, recipe.lora.rank, recipe.lora.alpha, recipe.lora.targets, key="lora.targets")
+        lora = recipe.lora
+        tuned = with_lora(
+            model,
+            lora.rank,
+            lora.alpha,
+            lora.targets,
+            key="lora.targets",
+        )
     targets = names_of_targets(tuned) if ALL_LINEAR in recipe.lora.targets else recipe.lora.targets
     if len(targets) > MAX_TARGETS:
         raise ConfigError(f"lora.targets: {ALL_LINEAR!r} means {len(targets)} names here, at most {MAX_TARGETS} fit")

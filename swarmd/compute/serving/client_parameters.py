@@ -39,6 +39,7 @@ class ClientParameters:
     n_bytes: int = 0
 
     def of_block(self, block: int) -> dict[str, torch.Tensor]:
+        """Return a block's leaves by name; a block may have none."""
         return self.leaves.get(block, {})
 
     def fill(self, cache: SpanCache, blocks: range, n_rows: int) -> None:
@@ -46,9 +47,9 @@ class ClientParameters:
         if not self.n_prefix:
             return
         for block in blocks:
-            keys, values = (
-                self.leaves[block][f"{block}.{name}"].expand(n_rows, -1, -1, -1) for name in ("keys", "values")
-            )
+            leaves = self.leaves[block]
+            keys = leaves[f"{block}.keys"].expand(n_rows, -1, -1, -1)
+            values = leaves[f"{block}.values"].expand(n_rows, -1, -1, -1)
             cache.cache.layers[block].update(keys, values)
         cache.see(self.n_prefix)
 
@@ -62,11 +63,17 @@ READ_ERRORS = (ConfigError, RuntimeError, ValueError, TypeError, LookupError, At
 
 @dataclass(slots=True)
 class _Upload:
+    """Parameters of which some pieces have come. Once refused, the rest is taken and thrown away."""
+
     version: bytes
     pieces: list[bytes] = field(default_factory=list)
     refusal: Refused | None = None
 
 
+# What a client could do, and what keeps it from it: upload without end (pieces count against half of the memory while
+# they come, and an upload that is refused takes none any more); hold many small versions (MAX_VERSIONS of one client);
+# begin uploads and never end them (MAX_UPLOADS in all); push others' parameters out (the client that holds most gives
+# way first); give matrices that do not fit or are not finite (checked before any pass sees them).
 class ClientParameterStore:
     """What clients gave, within ``limit_bytes``: a client may hold half of it, and who holds most gives way first."""
 
@@ -74,26 +81,33 @@ class ClientParameterStore:
         self._span = span
         self._limit_bytes = limit_bytes
         self._held: dict[Key, ClientParameters] = {}
-        self._coming: dict[tuple[bytes, Span], _Upload] = {}
+        self._uploads: dict[tuple[bytes, Span], _Upload] = {}
 
     def find(self, client: bytes, version: bytes, hop: Span) -> ClientParameters:
-        """A client's own parameters for a hop. Raises Refused where they are not held."""
+        """Return a client's own parameters for a hop. Raises Refused where they are not held."""
         if not version:
             return NOTHING
-        found = self._held.pop((client, version, hop), None)
-        if found is None:
+        parameters = self._held.pop((client, version, hop), None)
+        if parameters is None:
             raise Refused(Code.NOT_HELD, f"the parameters {version.hex()[:12]} for blocks {hop} are not held here")
-        self._held[client, version, hop] = found  # the last used is dropped last
-        return found
+        self._held[client, version, hop] = parameters  # the last used is dropped last
+        return parameters
 
-    def put(self, key: Key, part: tuple[int, int], piece: bytes) -> bool:
+    def put(
+        self,
+        key: Key,
+        part: tuple[int, int],
+        piece: bytes,
+    ) -> bool:
         """Take one piece; True once all are there. Raises Refused, at the latest for the last piece."""
         client, version, hop = key
         number, n_parts = part
-        upload = self._coming.get((client, hop))
+        upload = self._uploads.get((client, hop))
         if number == 0:
-            upload = self._coming[client, hop] = _Upload(version)
-        if upload is None or upload.version != version or (upload.refusal is None and number != len(upload.pieces)):
+            upload = _Upload(version)
+            self._uploads[client, hop] = upload
+        is_next = upload is not None and (upload.refusal is not None or number == len(upload.pieces))
+        if upload is None or upload.version != version or not is_next:
             raise Refused(Code.OP_GAP, f"piece {number} of {n_parts} of parameters has no predecessor")
         if upload.refusal is None:
             upload.pieces.append(piece)
@@ -102,7 +116,7 @@ class ClientParameterStore:
             upload.pieces.clear()
         if number + 1 < n_parts:
             return False
-        del self._coming[client, hop]
+        del self._uploads[client, hop]
         if upload.refusal is not None:
             raise upload.refusal
         try:
@@ -113,24 +127,26 @@ class ClientParameterStore:
         return True
 
     def _refusal(self, client: bytes) -> Refused | None:
-        coming = sum(len(p) for (owner, _), u in self._coming.items() if owner == client for p in u.pieces)
-        if coming <= self._limit_bytes // 2 and len(self._coming) <= MAX_UPLOADS:
+        """Say why no more pieces of this client are taken, if they are not."""
+        uploads = [upload for (owner, _), upload in self._uploads.items() if owner == client]
+        n_bytes = sum(len(piece) for upload in uploads for piece in upload.pieces)
+        if n_bytes <= self._limit_bytes // 2 and len(self._uploads) <= MAX_UPLOADS:
             return None
         text = f"parameters of more than {self._limit_bytes >> 21} MiB of one client, or too many at a time"
         return Refused(Code.TOO_LONG, text)
 
     def _make_room(self, client: bytes) -> None:
-        """Drop what was used longest ago: of this client beyond its half, then of whoever holds most."""
+        """Drop what was used longest ago: of this client beyond its half, then of the one that holds most."""
         while True:
-            of_client: Counter[bytes] = Counter()
+            held_bytes: Counter[bytes] = Counter()
             count: Counter[bytes] = Counter()
             for (owner, _, _), tuned in self._held.items():
-                of_client[owner] += tuned.n_bytes
+                held_bytes[owner] += tuned.n_bytes
                 count[owner] += 1
-            if of_client[client] > self._limit_bytes // 2 or count[client] > MAX_VERSIONS:
+            if held_bytes[client] > self._limit_bytes // 2 or count[client] > MAX_VERSIONS:
                 owner = client
-            elif of_client.total() > self._limit_bytes or len(self._held) > 16 * MAX_VERSIONS:
-                owner = max(of_client, key=lambda c: (of_client[c], count[c]))
+            elif held_bytes.total() > self._limit_bytes or len(self._held) > 16 * MAX_VERSIONS:
+                owner = max(held_bytes, key=lambda c: (held_bytes[c], count[c]))
             else:
                 return
             if count[owner] == 1 and owner == client:
@@ -140,6 +156,8 @@ class ClientParameterStore:
 
 @dataclass(slots=True)
 class _ParameterReader:
+    """What was read so far: all leaves by block, matrices by module, and prefixes by block."""
+
     leaves: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     matrices: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     prefixes: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -159,17 +177,25 @@ def read_tuned_untrusted(span: LoadedSpan, hop: Span, raw: bytes) -> ClientParam
         if not is_prefix and tensor.dtype not in (torch.float32, span.dtype):
             raise ConfigError(f"{name[:100]} is {tensor.dtype}, expected float32 or {span.dtype}")
         leaf = tensor.to(span.device, span.dtype if is_prefix else None).requires_grad_()
-        block = _sort(span, reading, name, leaf)
+        block = _sort_tensor(span, reading, name, leaf)
         if block is None or not hop.start <= block < hop.end:
             raise ConfigError(f"{name[:100]} is no parameter of blocks {hop} of this model")
         reading.leaves.setdefault(block, {})[name] = leaf
-    lora = LoraUpdates({module: (*_matrices(span, module, pair), 1.0) for module, pair in reading.matrices.items()})
+    lora = LoraUpdates()
+    for module, pair in reading.matrices.items():
+        a, b = _checked_matrices(span, module, pair)
+        lora.updates[module] = (a, b, 1.0)
     n_prefix = _check_prefixes(span, hop, reading.prefixes) if reading.prefixes else 0
     span.adapters.hook(lora)
     return ClientParameters(lora, reading.leaves, n_prefix, len(raw))
 
 
-def _sort(span: LoadedSpan, reading: _ParameterReader, name: str, leaf: torch.Tensor) -> int | None:
+def _sort_tensor(
+    span: LoadedSpan,
+    reading: _ParameterReader,
+    name: str,
+    leaf: torch.Tensor,
+) -> int | None:
     """Note what a tensor is for; returns its block."""
     if (match := _PREFIX.fullmatch(name)) is not None:
         reading.prefixes.setdefault(int(match[1]), {})[match[2]] = leaf
@@ -181,26 +207,37 @@ def _sort(span: LoadedSpan, reading: _ParameterReader, name: str, leaf: torch.Te
     return span.adapters.block_of(module)
 
 
-def _matrices(span: LoadedSpan, module: str, pair: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _checked_matrices(
+    span: LoadedSpan, module: str, pair: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A [r, in] and B [out, r] of one module. Raises ConfigError where they do not fit it."""
     if len({matrix.dtype for matrix in pair.values()}) > 1 or "lora_A" not in pair:
         raise ConfigError(f"{module} needs lora_A and lora_B of the same dtype")
     return span.adapters.checked(module, pair["lora_A"], pair.get("lora_B"))
 
 
-def _check_prefixes(span: LoadedSpan, hop: Span, prefixes: dict[int, dict[str, torch.Tensor]]) -> int:
-    """The number of tokens of a prefix that fits every block of the hop. Raises ConfigError."""
-    if set(prefixes) != set(hop.blocks()) or any(set(p) != {"keys", "values"} for p in prefixes.values()):
+def _check_prefixes(
+    span: LoadedSpan,
+    hop: Span,
+    prefixes: dict[int, dict[str, torch.Tensor]],
+) -> int:
+    """Return the number of tokens of a prefix that fits every block of the hop. Raises ConfigError."""
+    is_complete = all(set(prefix) == {"keys", "values"} for prefix in prefixes.values())
+    if set(prefixes) != set(hop.blocks()) or not is_complete:
         raise ConfigError(f"a prefix needs keys and values for each of the blocks {hop}")
-    counts = {tensor.shape[2] if tensor.ndim == 4 else 0 for p in prefixes.values() for tensor in p.values()}
+    tensors = [tensor for prefix in prefixes.values() for tensor in prefix.values()]
+    counts = {tensor.shape[2] if tensor.ndim == 4 else 0 for tensor in tensors}
     n = counts.pop()
     if counts or not 1 <= n <= MAX_PREFIX_TOKENS:
         raise ConfigError(f"a prefix has the same number of tokens, at most {MAX_PREFIX_TOKENS}, in all blocks")
-    for block, layer in zip(hop.blocks(), span.example_cache(hop).owned, strict=True):
+    layers = span.example_cache(hop).owned
+    for block, layer in zip(hop.blocks(), layers, strict=True):
         for name in ("keys", "values"):
-            like = getattr(layer, name, None)
-            if not torch.is_tensor(like) or like.ndim != 4:
+            example = getattr(layer, name, None)
+            if not torch.is_tensor(example) or example.ndim != 4:
                 raise ConfigError("this family's layers keep more than plain keys and values: no prefixes")
-            expected = (1, like.shape[1], n, like.shape[3])
-            if tuple(prefixes[block][name].shape) != expected:
-                raise ConfigError(f"{block}.{name} is {tuple(prefixes[block][name].shape)}, expected {expected}")
+            shape = tuple(prefixes[block][name].shape)
+            expected = (1, example.shape[1], n, example.shape[3])
+            if shape != expected:
+                raise ConfigError(f"{block}.{name} is {shape}, expected {expected}")
     return n

@@ -43,6 +43,8 @@ Steps = Generator[list[bytes], None, None]
 
 @dataclass(slots=True)
 class _Lane:
+    """A chain's hop for micro-batches; ``parts`` and ``payloads`` are those of micro-batches that are not whole yet."""
+
     hop: Span
     client: bytes
     codec: str
@@ -55,6 +57,8 @@ class _Lane:
 
 @dataclass(slots=True)
 class _WaitingPass:
+    """A forward or backward pass; ``steps`` computes a block each time it is asked, and gives frames at the end."""
+
     key: Key
     message: Forward | Backward
     work: TuningPass
@@ -62,6 +66,22 @@ class _WaitingPass:
     weight: float
 
 
+@dataclass(frozen=True, slots=True)
+class _CollectedParts:
+    """All parts of one forward or backward message, in order, with their payloads."""
+
+    messages: list[Forward | Backward]
+    payloads: list[memoryview]
+
+
+# What is kept of a micro-batch between its forward and its backward, from the most to the least:
+#
+#     graphs of all blocks  ->  graphs given up: the hop's input only  ->  nothing
+#     backward as it is         backward computes the forward again        backward is refused, NOT_HELD
+#
+# Room is made in this order: graphs before inputs, and of the batches those first that are needed last. A backward
+# consumes its graphs from the last block to the first, so its memory shrinks with every step. Both passes are
+# generators that stop after each block: decoding, which has the right of way, waits for one block and no more.
 class Training:
     """All lanes of one worker. ``handled`` counts the frames whose work is done."""
 
@@ -87,29 +107,42 @@ class Training:
 
     @property
     def has_work(self) -> bool:
+        """Does any pass wait?"""
         return bool(self._waiting)
 
-    def take(self, message: WorkerMessage, frame: Frame) -> Iterator[bytes] | None:
+    def take(
+        self,
+        message: WorkerMessage,
+        frame: Frame,
+    ) -> Iterator[bytes] | None:
         """Take one frame in and give the answers to send; None when it is not about fine-tuning."""
         if isinstance(message, Forward | Backward):
             return self._take_work(message, frame.payload)
         if isinstance(message, PutTuned):
             return self._take_tuned(message, frame.payload)
         if isinstance(message, OpenLane):
-            self._drop((message.session, message.start))
+            key = (message.session, message.start)
+            self._drop_lane(key)
             changes = (Changes(), Changes()) if message.changes and self._may_remember() else None
-            lane = _Lane(Span(message.start, message.end), message.client, message.codec, changes, message.weight)
-            self._lanes[message.session, message.start] = lane
+            hop = Span(message.start, message.end)
+            lane = _Lane(
+                hop,
+                message.client,
+                message.codec,
+                changes=changes,
+                weight=message.weight,
+            )
+            self._lanes[key] = lane
             self._served.setdefault(lane.client, min(self._served.values(), default=0.0))
         elif isinstance(message, CloseLane):
-            self._drop((message.session, message.start))
+            self._drop_lane((message.session, message.start))
         else:
             return None
         self.handled += 1
         return iter(())
 
     def tuned(self, client: bytes, version: bytes, hop: Span) -> ClientParameters:
-        """A client's own parameters for a hop. Raises Refused where they are not held."""
+        """Return a client's own parameters for a hop. Raises Refused where they are not held."""
         return self._tuned.find(client, version, hop)
 
     def run_slice(self) -> Iterator[bytes]:
@@ -117,8 +150,10 @@ class Training:
         begun = self._clock()
         while self._waiting and self._clock() - begun < SLICE_S:
             if self._current not in self._waiting:
-                self._current = self._waiting[choose_work([w.work for w in self._waiting], self._served).action]
-            chosen, started = self._current, self._clock()
+                works = [waiting.work for waiting in self._waiting]
+                self._current = self._waiting[choose_work(works, self._served).action]
+            chosen = self._current
+            started = self._clock()
             try:
                 frames = next(chosen.steps, None)
             except torch.AcceleratorError:
@@ -130,7 +165,8 @@ class Training:
                     error = Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500])
                 yield messages.framed(messages.refusal_for(chosen.message, error))
             client = chosen.work.client
-            self._served[client] = self._served.get(client, 0.0) + (self._clock() - started) / chosen.weight
+            spent_s = self._clock() - started
+            self._served[client] = self._served.get(client, 0.0) + spent_s / chosen.weight
             if frames is None:
                 self._waiting.remove(chosen)
                 self.handled += 1
@@ -139,55 +175,73 @@ class Training:
 
     # --- what comes in ---------------------------------------------------------------------------------------
 
-    def _take_work(self, message: Forward | Backward, payload: memoryview) -> Iterator[bytes]:
-        key, lane = self._lane_of(message)
+    def _take_work(
+        self,
+        message: Forward | Backward,
+        payload: memoryview,
+    ) -> Iterator[bytes]:
+        """Queue a pass once all its parts are there; yields a refusal where it cannot be."""
+        key, lane = self._find_lane(message)
         try:
             if lane is None:
                 raise Refused(Code.NO_SESSION, f"no lane {message.session.hex()[:8]} at block {message.start} here")
-            whole = self._collect(lane, message, payload)
+            collected = self._collect_parts(lane, message, payload)
         except Refused as error:
-            yield self._refuse(message, error)
+            yield self._refuse_message(message, error)
             return
-        if whole is None:
+        if collected is None:
             self.handled += 1
             return
         self._n_taken += 1
-        if all(w.work.client != lane.client for w in self._waiting):  # whoever was idle has no claim on what others got
-            others = [self._served.get(w.work.client, 0.0) for w in self._waiting]
-            self._served[lane.client] = max(self._served.get(lane.client, 0.0), min(others, default=0.0))
+        if all(w.work.client != lane.client for w in self._waiting):  # who was idle has no claim on what others got
+            active = [self._served.get(w.work.client, 0.0) for w in self._waiting]
+            served = self._served.get(lane.client, 0.0)
+            self._served[lane.client] = max(served, min(active, default=0.0))
         is_backward = isinstance(message, Backward)
-        steps = self._backward(lane, *whole) if is_backward else self._forward(key, lane, *whole)
+        steps = self._run_backward(lane, collected) if is_backward else self._run_forward(key, lane, collected)
+        work = TuningPass(lane.client, is_backward, self._n_taken)
         self._waiting.append(
-            _WaitingPass(key, message, TuningPass(lane.client, is_backward, self._n_taken), steps, lane.weight)
+            _WaitingPass(
+                key,
+                message,
+                work,
+                steps,
+                lane.weight,
+            )
         )
 
-    def _lane_of(self, message: Forward | Backward) -> tuple[Key, _Lane | None]:
+    def _find_lane(self, message: Forward | Backward) -> tuple[Key, _Lane | None]:
+        """Find the lane of a message: a forward names the lane's first block, a backward the one behind its last."""
         if isinstance(message, Forward):
             key = (message.session, message.start)
             return key, self._lanes.get(key)
-        ending = ((k, lane) for k, lane in self._lanes.items() if k[0] == message.session)
-        found = next(((k, lane) for k, lane in ending if lane.hop.end == message.start), None)
-        return found or ((message.session, message.start), None)
+        for key, lane in self._lanes.items():
+            if key[0] == message.session and lane.hop.end == message.start:
+                return key, lane
+        return (message.session, message.start), None
 
     @staticmethod
-    def _collect(
-        lane: _Lane, message: Forward | Backward, payload: memoryview
-    ) -> tuple[list[Forward | Backward], list[memoryview]] | None:
+    def _collect_parts(
+        lane: _Lane,
+        message: Forward | Backward,
+        payload: memoryview,
+    ) -> _CollectedParts | None:
         """Put parts together; None while some are missing. Raises Refused."""
         number, n_parts = message.part
         kind = (type(message), message.seq)
-        known = lane.parts.get(kind, [])
+        received = lane.parts.get(kind, [])
         if number == 0:
-            known = []
-        if number != len(known) or number >= n_parts or n_parts > MAX_PARTS:
+            received = []
+        if number != len(received) or number >= n_parts or n_parts > MAX_PARTS:
             lane.parts.pop(kind, None)
             lane.payloads.pop(kind, None)
-            raise Refused(Code.OP_GAP, f"part {number} of {n_parts} came after {len(known)}")
+            raise Refused(Code.OP_GAP, f"part {number} of {n_parts} came after {len(received)}")
         payloads = [*lane.payloads.pop(kind, []), payload] if number else [payload]
         lane.parts.pop(kind, None)
         if number + 1 == n_parts:
-            return [*known, message], payloads
-        lane.parts[kind], lane.payloads[kind] = [*known, message], payloads
+            return _CollectedParts([*received, message], payloads)
+        lane.parts[kind] = [*received, message]
+        lane.payloads[kind] = payloads
         return None
 
     def _take_tuned(self, message: PutTuned, payload: memoryview) -> Iterator[bytes]:
@@ -202,35 +256,39 @@ class Training:
 
     # --- passes ----------------------------------------------------------------------------------------------
 
-    def _forward(self, key: Key, lane: _Lane, parts: list[Forward | Backward], payloads: list[memoryview]) -> Steps:
-        message = parts[0]
+    def _run_forward(self, key: Key, lane: _Lane, collected: _CollectedParts) -> Steps:
+        """Compute the blocks of a hop one after the other, and keep what the backward needs while there is room."""
+        message = collected.messages[0]
         assert isinstance(message, Forward)
-        batch = self._read_batch(lane, message, parts, payloads)
+        batch = self._read_batch(lane, message, collected)
         for seq in [seq for seq in lane.batches if seq <= message.settled]:
             del lane.batches[seq]
-        wants_graph = keeps = message.keep and self._keep(key, message.seq, lane, batch)
+        is_kept = message.keep and self._keep_batch(key, message.seq, lane, batch)
+        wants_graph = is_kept
         hidden = batch.hidden
         for block in lane.hop.blocks():
-            entering, leaving = self._run_block(batch, block, hidden, wants_graph)
+            inputs, outputs = self._run_block(batch, block, hidden, wants_graph)
             if wants_graph:
-                batch.graphs.append((entering, leaving))
-            left = lane.hop.end - block - 1
-            if wants_graph and not self._has_room_for(left * batch.graph_bytes // len(batch.graphs)):
+                batch.graphs.append((inputs, outputs))
+            n_blocks_left = lane.hop.end - block - 1
+            needed_bytes = n_blocks_left * batch.graph_bytes // len(batch.graphs) if wants_graph else 0
+            if wants_graph and not self._has_room_for(needed_bytes):
                 batch.drop_graphs()
                 wants_graph = False
-            hidden = leaving.detach()
+            hidden = outputs.detach()
             yield []
-        if keeps:
+        if is_kept:
             batch.is_whole = wants_graph
         yield list(self._forward_frames(message, lane, batch, hidden))
 
-    def _backward(self, lane: _Lane, parts: list[Forward | Backward], payloads: list[memoryview]) -> Steps:
-        message = parts[0]
+    def _run_backward(self, lane: _Lane, collected: _CollectedParts) -> Steps:
+        """Compute gradients from the last block of a hop to its first, after its graphs where these were given up."""
+        message = collected.messages[0]
         assert isinstance(message, Backward)
         batch = lane.batches.get(message.seq)
         if batch is None:
             raise Refused(Code.NOT_HELD, f"the input of micro-batch {message.seq} is not held any more")
-        gradient = self._read_gradient(message, parts, payloads, batch)
+        gradient = self._read_gradient(message, collected, batch)
         try:
             if not batch.is_whole:
                 batch.drop_graphs()
@@ -241,11 +299,16 @@ class Training:
                     yield []
             gradients: dict[str, torch.Tensor] = {}
             for block in reversed(lane.hop.blocks()):
-                entering, leaving = batch.graphs.pop()
+                inputs, outputs = batch.graphs.pop()
                 leaves = batch.tuned.of_block(block)
-                wanted = [entering, *leaves.values()]
-                gradient, *others = torch.autograd.grad(leaving, wanted, gradient, allow_unused=True)
-                for (name, leaf), value in zip(leaves.items(), others, strict=True):
+                sources = [inputs, *leaves.values()]
+                gradient, *leaf_gradients = torch.autograd.grad(
+                    outputs,
+                    sources,
+                    gradient,
+                    allow_unused=True,
+                )
+                for (name, leaf), value in zip(leaves.items(), leaf_gradients, strict=True):
                     gradients[name] = torch.zeros_like(leaf) if value is None else value
                 self._span.on_block()
                 yield []
@@ -253,48 +316,57 @@ class Training:
             lane.batches.pop(message.seq, None)  # counted until here
         yield list(_gradient_frames(message, lane, gradient, gradients))
 
-    def _read_batch(
-        self, lane: _Lane, message: Forward, parts: list[Forward | Backward], payloads: list[memoryview]
-    ) -> KeptBatch:
+    def _read_batch(self, lane: _Lane, message: Forward, collected: _CollectedParts) -> KeptBatch:
         """Check a micro-batch. Raises Refused."""
-        hiddens, positions, masks = [], [], []
+        hiddens = []
+        position_parts = []
+        masks = []
+        n_rows = collected.messages[0].tensor.b
         try:
-            for part, payload in zip(parts, payloads, strict=True):
-                self._check_shape(part, parts[0].tensor.b)
-                h, p, m = unpack_untrusted(part.tensor, payload)
-                hiddens.append(h)
-                positions.append(p)
-                masks.append(m)
+            for part, payload in zip(collected.messages, collected.payloads, strict=True):
+                self._check_shape(part, n_rows)
+                part_hidden, part_positions, part_mask = unpack_untrusted(part.tensor, payload)
+                hiddens.append(part_hidden)
+                position_parts.append(part_positions)
+                masks.append(part_mask)
         except RemoteProtocolError as error:
             raise Refused(Code.MALFORMED, str(error)) from None
-        hidden, position = torch.cat(hiddens, 1), torch.cat(positions, 1)
+        hidden = torch.cat(hiddens, 1)
+        positions = torch.cat(position_parts, 1)
         if not torch.isfinite(hidden).all():
             raise Refused(Code.NOT_FINITE, f"micro-batch {message.seq} holds values that are not finite")
-        if position.min() < 0 or position.max() > MAX_POSITION:
+        if positions.min() < 0 or positions.max() > MAX_POSITION:
             raise Refused(Code.BAD_SHAPE, f"positions outside 0 to {MAX_POSITION}")
         n_tokens = hidden.shape[0] * hidden.shape[1]
         if n_tokens > self._max_tokens:
             text = f"a micro-batch of {n_tokens} tokens, at most {self._max_tokens} are taken by a server of this speed"
             raise Refused(Code.TOO_LONG, f"{text}: use shorter rows, or fewer rows in a micro-batch")
-        tuned, device = self.tuned(lane.client, message.tuned, lane.hop), self._span.device
-        mask = None
-        given = [m for m in masks if m is not None]
-        if given:
-            if len(given) < len(masks):
-                raise Refused(Code.MALFORMED, "some parts have a mask and some have none")
-            mask = torch.cat([torch.ones(hidden.shape[0], tuned.n_prefix, dtype=torch.uint8), *given], 1).long()
+        tuned = self.tuned(lane.client, message.tuned, lane.hop)
+        mask = _join_masks(masks, n_rows=hidden.shape[0], n_prefix=tuned.n_prefix)
         if message.rows:
-            hidden = (lane.changes[0] if lane.changes is not None else Changes()).take(message.rows, hidden)
+            changes = lane.changes[0] if lane.changes is not None else Changes()
+            hidden = changes.take(message.rows, hidden)
             if not torch.isfinite(hidden).all():
                 raise Refused(Code.NOT_FINITE, f"micro-batch {message.seq} comes to values that are not finite")
-        return KeptBatch(hidden.to(device), position.to(device), None if mask is None else mask.to(device), tuned)
+        device = self._span.device
+        mask = None if mask is None else mask.to(device)
+        return KeptBatch(
+            hidden.to(device),
+            positions.to(device),
+            mask,
+            tuned,
+        )
 
     def _read_gradient(
-        self, message: Backward, parts: list[Forward | Backward], payloads: list[memoryview], batch: KeptBatch
+        self,
+        message: Backward,
+        collected: _CollectedParts,
+        batch: KeptBatch,
     ) -> torch.Tensor:
+        """Check the gradient by what left a hop: [b, t, d]. Raises Refused."""
         values = []
         try:
-            for part, payload in zip(parts, payloads, strict=True):
+            for part, payload in zip(collected.messages, collected.payloads, strict=True):
                 assert isinstance(part, Backward)
                 self._check_shape(part, batch.hidden.shape[0])
                 values.append(unpack_values_untrusted(part.tensor, payload) / part.scale)
@@ -310,26 +382,33 @@ class Training:
         return gradient.to(self._span.device)
 
     def _check_shape(self, part: Forward | Backward, n_rows: int) -> None:
-        got = (part.tensor.b, part.tensor.d, part.tensor.dtype)
+        received = (part.tensor.b, part.tensor.d, part.tensor.dtype)
         expected = (n_rows, self._span.hidden_size, str(self._span.dtype).removeprefix("torch."))
-        if got != expected:
-            raise Refused(Code.BAD_SHAPE, f"expected (batch, hidden, dtype) {expected}, got {got}")
+        if received != expected:
+            raise Refused(Code.BAD_SHAPE, f"expected (batch, hidden, dtype) {expected}, got {received}")
 
     def _run_block(
         self, batch: KeptBatch, block: int, hidden: torch.Tensor, with_graph: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One block: what entered, as a leaf, and what left it."""
+        """Compute one block; returns what entered, as a leaf, and what left it."""
         hop = Span(block, block + 1)
-        entering = hidden.detach().requires_grad_(with_graph)
-        with torch.set_grad_enabled(with_graph), self._watched(batch):
+        inputs = hidden.detach().requires_grad_(with_graph)
+        with torch.set_grad_enabled(with_graph), self._count_graph_bytes(batch):
             cache = self._span.new_cache(hop, with_gradients=True) if batch.tuned.n_prefix else None
             if cache is not None:
                 batch.tuned.fill(cache, hop.blocks(), hidden.shape[0])
             lora = batch.tuned.lora if batch.tuned.lora.updates else None
-            return entering, self._span.forward_with_grad(entering, batch.positions, batch.mask, hop, lora, cache)
+            return inputs, self._span.forward_with_grad(
+                inputs,
+                batch.positions,
+                batch.mask,
+                hop,
+                lora,
+                cache,
+            )
 
     @contextmanager
-    def _watched(self, batch: KeptBatch) -> Iterator[None]:
+    def _count_graph_bytes(self, batch: KeptBatch) -> Iterator[None]:
         """Count what a block's graph keeps, and have its backward show signs of life."""
         seen = set(self._parameters)
         n_bytes = 0
@@ -353,7 +432,7 @@ class Training:
 
     # --- memory ----------------------------------------------------------------------------------------------
 
-    def _held(self) -> list[HeldBatch]:
+    def _held_batches(self) -> list[HeldBatch]:
         return [
             HeldBatch((key, seq), lane.client, batch.n_bytes, batch.order)
             for key, lane in self._lanes.items()
@@ -361,60 +440,124 @@ class Training:
         ]
 
     def _has_room_for(self, n_bytes: int) -> bool:
-        changes = sum(c.n_bytes for lane in self._lanes.values() for c in lane.changes or ())
-        return sum(h.n_bytes for h in self._held()) + changes + n_bytes <= self._limit_bytes
+        """Do so many bytes fit beside all that is kept for clients?"""
+        changes = (change for lane in self._lanes.values() for change in lane.changes or ())
+        remembered = sum(change.n_bytes for change in changes)
+        held_bytes = sum(batch.n_bytes for batch in self._held_batches())
+        return held_bytes + remembered + n_bytes <= self._limit_bytes
 
     def _may_remember(self) -> bool:
         """Is there room for what one lane more may remember of rows? Half of the memory is for that."""
         n = 1 + sum(lane.changes is not None for lane in self._lanes.values())
         return n * 2 * MOST_BYTES <= self._limit_bytes // 2
 
-    def _keep(self, key: Key, seq: int, lane: _Lane, batch: KeptBatch) -> bool:
+    def _keep_batch(
+        self,
+        key: Key,
+        seq: int,
+        lane: _Lane,
+        batch: KeptBatch,
+    ) -> bool:
         """Keep a micro-batch for its backward if there is, or can be made, room for its input."""
-        kept = [b for held in self._lanes.values() for b in held.batches.values() if b.graph_bytes]
-        for other in sorted(kept, key=lambda b: -b.order):  # graphs before inputs, those needed last before others
+        batches = [known for other_lane in self._lanes.values() for known in other_lane.batches.values()]
+        with_graphs = [known for known in batches if known.graph_bytes]
+        with_graphs.sort(key=lambda known: -known.order)  # those that are needed last go first
+        for candidate in with_graphs:
             if self._has_room_for(batch.n_bytes):
                 break
-            other.drop_graphs()
-        gone = make_room(self._held(), lane.client, batch.n_bytes, self._limit_bytes).action
-        if gone is None:
+            candidate.drop_graphs()
+        evicted = make_room(
+            self._held_batches(),
+            lane.client,
+            batch.n_bytes,
+            self._limit_bytes,
+        ).action
+        if evicted is None:
             return False
-        for owner, number in gone:
-            del self._lanes[owner].batches[number]
+        for lane_key, number in evicted:
+            del self._lanes[lane_key].batches[number]
         batch.order = self._n_taken
         lane.batches[seq] = batch
         return True
 
-    def _drop(self, key: Key) -> None:
+    def _drop_lane(self, key: Key) -> None:
+        """Close a lane, with all that waits for it."""
         lane = self._lanes.pop(key, None)
         if lane is None:
             return
         for waiting in [w for w in self._waiting if w.key == key]:
             self._waiting.remove(waiting)
             self.handled += 1
-        if all(other.client != lane.client for other in self._lanes.values()):
+        if all(other_lane.client != lane.client for other_lane in self._lanes.values()):
             self._served.pop(lane.client, None)
 
-    def _refuse(self, message: WorkerMessage, error: Refused) -> bytes:
+    def _refuse_message(self, message: WorkerMessage, error: Refused) -> bytes:
         self.handled += 1
         return messages.framed(messages.refusal_for(message, error))
 
     # --- what goes out ---------------------------------------------------------------------------------------
 
-    def _forward_frames(self, message: Forward, lane: _Lane, batch: KeptBatch, hidden: torch.Tensor) -> Iterator[bytes]:
+    def _forward_frames(
+        self,
+        message: Forward,
+        lane: _Lane,
+        batch: KeptBatch,
+        hidden: torch.Tensor,
+    ) -> Iterator[bytes]:
         is_last = lane.hop.end == self._span.n_layers
-        mask = None if batch.mask is None else batch.mask[:, batch.tuned.n_prefix :].to(torch.uint8)
+        mask = batch.mask
+        if mask is not None:
+            mask = mask[:, batch.tuned.n_prefix :].to(torch.uint8)
         positions = batch.positions.to(torch.int32)
         changes = None if lane.changes is None else lane.changes[1]
         places = None if is_last else (positions, mask)
-        yield from forward_frames(message, lane.hop.end, hidden, places, lane.codec, changes)
+        yield from forward_frames(
+            message,
+            lane.hop.end,
+            hidden,
+            places,
+            lane.codec,
+            changes,
+        )
+
+
+def _join_masks(
+    masks: list[torch.Tensor | None],
+    n_rows: int,
+    n_prefix: int,
+) -> torch.Tensor | None:
+    """Put the parts' masks together behind one for the client's prefix: [b, n_prefix + t]. Raises Refused."""
+    present = [mask for mask in masks if mask is not None]
+    if not present:
+        return None
+    if len(present) < len(masks):
+        raise Refused(Code.MALFORMED, "some parts have a mask and some have none")
+    prefix = torch.ones(n_rows, n_prefix, dtype=torch.uint8)
+    return torch.cat([prefix, *present], 1).long()
 
 
 def _gradient_frames(
-    message: Backward, lane: _Lane, gradient: torch.Tensor, gradients: dict[str, torch.Tensor]
+    message: Backward,
+    lane: _Lane,
+    gradient: torch.Tensor,
+    gradients: dict[str, torch.Tensor],
 ) -> Iterator[bytes]:
+    """Frame the gradients of a client's parameters, then that by what entered the hop."""
     if gradients:
-        raw = safetensors.torch.save({name: g.contiguous().cpu() for name, g in gradients.items()})
+        tensors = {name: gradient.contiguous().cpu() for name, gradient in gradients.items()}
+        raw = safetensors.torch.save(tensors)
         for number, n, piece in pieces(raw):
-            yield messages.framed(Gradients(message.session, lane.hop.start, message.seq, (number, n)), piece)
-    yield from backward_frames(message.session, lane.hop.start, message.seq, gradient, lane.codec)
+            header = Gradients(
+                message.session,
+                lane.hop.start,
+                message.seq,
+                (number, n),
+            )
+            yield messages.framed(header, piece)
+    yield from backward_frames(
+        message.session,
+        lane.hop.start,
+        message.seq,
+        gradient,
+        lane.codec,
+    )

@@ -24,7 +24,11 @@ class KeptBatch:
 
     @property
     def n_bytes(self) -> int:
+        """What it takes of memory: its input, and the graphs that are kept."""
         return self.hidden.numel() * self.hidden.element_size() + self.graph_bytes
 
     def drop_graphs(self) -> None:
-        self.graphs, self.graph_bytes, self.is_whole = [], 0, False
+        """Keep the input only, from which the graphs can be computed again."""
+        self.graphs = []
+        self.graph_bytes = 0
+        self.is_whole = False

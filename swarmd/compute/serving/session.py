@@ -64,42 +64,52 @@ class _OpInProgress:
     mask: torch.Tensor | None = None
     n_done: int = 0
     computed_s: float = 0.0
-    ahead: PrefixExtension | None = None  # the session's beginning with these tokens
+    extension: PrefixExtension | None = None  # the session's beginning with these tokens
     outs: list[torch.Tensor] = field(default_factory=list)
 
 
+# States of a session, and what moves it from one to the next:
+#
+#     idle --begin--> begun --piece, put, ...--> complete --answer--> answered --keep--> idle
+#                       |                           ^
+#                       +-- an op without tokens ---+
+#
+# ``_n_tokens`` counts the tokens that the caches hold, those of the begun op included as they are computed. The
+# history, from which a successor would be rebuilt, gets an op after its answer was sent, so that nobody waits for the
+# copy. Until then the session counts as computing: no replay and no hand-over sees caches that the history lacks.
 class HopSession:
     """Caches of one session for one hop of the loaded span."""
 
     def __init__(
-        self, span: LoadedSpan, opened: OpenSession, budget: Budget, tuned: ClientParameters = NOTHING
+        self, span: LoadedSpan, request: OpenSession, budget: Budget, tuned: ClientParameters = NOTHING
     ) -> None:
-        self.hop = Span(opened.start, opened.end)
-        self.session = opened.session
-        self.client = opened.client
-        self.n_rows = opened.batch
-        self.history = History(opened.grade == "exact", budget)
+        self.hop = Span(request.start, request.end)
+        self.session = request.session
+        self.client = request.client
+        self.n_rows = request.batch
+        self.history = History(request.grade == "exact", budget)
         self._span = span
-        self._max_tokens = opened.max_tokens
-        self._codec = opened.codec
-        adapter = span.adapters.get(opened.adapter) if opened.adapter else None
+        self._max_tokens = request.max_tokens
+        self._codec = request.codec
+        adapter = span.adapters.get(request.adapter) if request.adapter else None
         self._lora = tuned.lora if tuned.lora.updates else adapter
-        self._cache = span.new_cache(self.hop, opened.max_tokens)
-        if not opened.inherit:  # else it comes with the caches
+        self._cache = span.new_cache(self.hop, request.max_tokens)
+        if not request.inherit:  # else it comes with the caches
             with torch.inference_mode():
-                tuned.fill(self._cache, self.hop.blocks(), opened.batch)
+                tuned.fill(self._cache, self.hop.blocks(), request.batch)
         self._mask: torch.Tensor | None = None
         self._n_tokens = tuned.n_prefix
         self._begun: _OpInProgress | None = None
         self._reached = 0  # the last op that is part of the caches
         self._parts: list[bytes] = []
-        self._epoch = opened.epoch
-        self._like: SpanCache | None = None
+        self._epoch = request.epoch
+        self._example: SpanCache | None = None
         self._most_inherited_bytes = 0
-        about = (opened.client, repr(self.hop).encode(), opened.adapter.encode())
-        can_reuse = span.can_batch and self._cache.is_plain and opened.batch == 1
-        is_alone = self.history.is_exact or opened.inherit or opened.tuned
-        self._prefix = Prefix(about) if can_reuse and not is_alone else None
+        hop_name = repr(self.hop).encode()
+        identity = (request.client, hop_name, request.adapter.encode())
+        can_reuse = span.can_batch and self._cache.is_plain and request.batch == 1
+        is_private = self.history.is_exact or request.inherit or request.tuned
+        self._prefix = Prefix(identity) if can_reuse and not is_private else None
 
     @property
     def is_computing(self) -> bool:
@@ -110,14 +120,18 @@ class HopSession:
     def tokens_left(self) -> int:
         """Tokens of each row that the begun op still needs."""
         begun = self._begun
-        return 0 if begun is None or begun.hidden is None else begun.hidden.shape[1] - begun.n_done
+        if begun is None or begun.hidden is None:
+            return 0
+        return begun.hidden.shape[1] - begun.n_done
 
     @property
     def is_begun(self) -> bool:
+        """Is an op begun of which some tokens are computed?"""
         return self._begun is not None and self._begun.n_done > 0
 
     @property
     def is_complete(self) -> bool:
+        """Is an op begun of which nothing is left to compute?"""
         return self._begun is not None and not self.tokens_left
 
     @property
@@ -126,10 +140,12 @@ class HopSession:
         return not self.history.is_exact and self._mask is None
 
     @property
-    def goes_aside(self) -> bool:
+    def is_interleavable(self) -> bool:
         """May the rest of its op be computed in the midst of another pass?"""
+        if not self.can_share or self._lora is not None:
+            return False
         n_tokens = self.n_rows * self.tokens_left
-        return self.can_share and self._lora is None and self._span.is_by_one_call(n_tokens, self.hop, self._cache)
+        return self._span.is_by_one_call(n_tokens, self.hop, self._cache)
 
     @property
     def is_long(self) -> bool:
@@ -145,36 +161,44 @@ class HopSession:
     def wanted_marks(self) -> tuple[bytes, ...]:
         """What its cache will begin with once the begun op is computed; none where it cannot come from another."""
         begun = self._begun
-        return begun.ahead.marks if begun is not None and begun.ahead is not None and not begun.n_done else ()
+        if begun is None or begun.extension is None or begun.n_done:
+            return ()
+        return begun.extension.marks
 
     def reuse(self, other: HopSession, n_tokens: int) -> None:
-        """Have another session's cache and answers for the first ``n_tokens``, which are the same in both."""
+        """Take another session's cache and answers for the first ``n_tokens``, which are the same in both."""
         start = self._n_tokens
         if n_tokens > start:
             self._cache.take_over(other._cache, start, n_tokens, self._span.shares_beginnings)
             self.put(other.history.tokens(start, n_tokens).to(self._span.device))
 
-    def begin(self, op: Op, payload: memoryview, came_at: float = 0.0) -> None:
+    def begin(
+        self,
+        op: Op,
+        payload: memoryview,
+        came_at: float = 0.0,
+    ) -> None:
         """Check an op and apply its edits. Raises Refused or RemoteProtocolError before anything changed."""
-        entering = self._read_untrusted(op, payload)
-        self._edit(op.edits)
+        inputs = self._read_untrusted(op, payload)
+        self._apply_edits(op.edits)
         if op.record_past:
             self._cache.record_past()
         self._begun = _OpInProgress(op, came_at)
-        if entering is not None:
-            hidden, positions, mask = entering
+        if inputs is not None:
+            hidden, positions, mask = inputs
             self._begun = _OpInProgress(op, came_at, hidden, positions, mask)
-            self._look_ahead(self._begun)
+            self._extend_prefix(self._begun)
             self._extend_mask(hidden.shape[1], mask)
 
     def piece(self, n_tokens: int) -> SessionTokens:
-        """The next ``n_tokens`` of each row, for a pass with others. ``put`` must follow."""
+        """Return the next ``n_tokens`` of each row, for a pass with others. ``put`` must follow."""
         assert self._begun is not None
         assert self._begun.hidden is not None
         assert self._begun.positions is not None
         window = slice(self._begun.n_done, self._begun.n_done + n_tokens)
         device = self._span.device
-        hidden, positions = self._begun.hidden[:, window].to(device), self._begun.positions[:, window].long().to(device)
+        hidden = self._begun.hidden[:, window].to(device)
+        positions = self._begun.positions[:, window].long().to(device)
         return SessionTokens(hidden, positions, self._cache, self._n_tokens, self._lora)
 
     def put(self, out: torch.Tensor) -> None:
@@ -184,8 +208,8 @@ class HopSession:
         self._begun.n_done += out.shape[1]
         self._n_tokens += out.shape[1]
 
-    def spent(self, seconds: float) -> None:
-        """A pass that it was part of took so long."""
+    def add_time(self, seconds: float) -> None:
+        """Count the time of a pass that it was part of."""
         assert self._begun is not None
         self._begun.computed_s += seconds
 
@@ -195,39 +219,61 @@ class HopSession:
         while n_left:
             piece = self.piece(min(n_left, MAX_TOKENS_PER_PASS))
             n_new = piece.hidden.shape[1]
-            seen = None if self._mask is None else self._mask[:, : self._n_tokens + n_new]
-            at, lora = self._n_tokens, self._lora
-            self.put(self._span.forward(piece.hidden, piece.positions, seen, self._cache, at, self.hop, lora))
+            n_past = self._n_tokens
+            mask = None if self._mask is None else self._mask[:, : n_past + n_new]
+            out = self._span.forward(
+                piece.hidden,
+                piece.positions,
+                mask,
+                self._cache,
+                n_past,
+                self.hop,
+                self._lora,
+            )
+            self.put(out)
             n_left -= n_new
 
-    def asked_of_head(self) -> torch.Tensor | None:
-        """Of a complete op: what left of the tokens [t, d] whose largest logits its client asks for, if it does."""
+    def head_input(self) -> torch.Tensor | None:
+        """Return what left of the tokens [t, d] of a complete op whose largest logits its client asks for, if any."""
         begun = self._begun
         assert begun is not None
-        op, n = begun.op, begun.op.want or 0
+        op = begun.op
+        n = op.want or 0
         is_last = self.hop.end == self._span.n_layers and op.seq > op.silent_through
         if not (op.top and is_last and begun.outs and 0 < self.n_rows * n <= MOST_WITH_LOGITS):
             return None
-        hidden = self._sent(begun).last(n).hidden
+        hidden = self._sent_op(begun).last(n).hidden
         return None if hidden is None or hidden.shape[1] != n else hidden.flatten(0, 1)
 
     def answer(self, now: float = 0.0, logits: bytes = b"") -> bytes:
-        """The frame that the complete op leads to: the next hop's op, or Done. ``logits`` go with it."""
+        """Return the frame that the complete op leads to: the next hop's op, or Done. ``logits`` go with it."""
         begun = self._begun
         assert begun is not None
         op = begun.op
         if op.seq <= op.silent_through and self.hop.end >= op.replay_end:
-            return messages.framed(Done(session=self.session, start=self.hop.start, seq=op.seq))
-        sent = self._sent(begun)
+            done = Done(session=self.session, start=self.hop.start, seq=op.seq)
+            return messages.framed(done)
+        sent = self._sent_op(begun)
         if op.want is not None and self.hop.end == self._span.n_layers:
             sent = sent.last(op.want)
         if op.times is not None and len(op.times) < MOST_HOPS_TIMED:
-            computed, here = int(1e6 * begun.computed_s), int(1e6 * (now - begun.came_at))
-            times = (*op.times, (self.hop.start, max(0, here - computed), computed))
+            computed_us = int(1e6 * begun.computed_s)
+            elapsed_us = int(1e6 * (now - begun.came_at))
+            waited_us = max(0, elapsed_us - computed_us)
+            times = (*op.times, (self.hop.start, waited_us, computed_us))
             op = msgspec.structs.replace(op, times=times)
         if op.logits or logits:
             op = msgspec.structs.replace(op, logits=logits)
-        return encode_op(self.session, self.hop.end, op.epoch, op.settled, sent, op, op.base, self._codec)
+        return encode_op(
+            self.session,
+            self.hop.end,
+            op.epoch,
+            settled=op.settled,
+            sent=sent,
+            marks=op,
+            base=op.base,
+            codec=self._codec,
+        )
 
     def keep(self) -> None:
         """Add the answered op to the history; the session is ready for the next."""
@@ -235,30 +281,47 @@ class HopSession:
         assert begun is not None
         self._begun = None
         self._reached = begun.op.seq
-        self.history.add(self._sent(begun))
-        if begun.ahead is not None and self._prefix is not None:
-            self._prefix.reached = begun.ahead
+        self.history.add(self._sent_op(begun))
+        if begun.extension is not None and self._prefix is not None:
+            self._prefix.reached = begun.extension
         self.history.settle(begun.op.seq if begun.op.base else begun.op.settled)
 
     @staticmethod
-    def _sent(begun: _OpInProgress) -> SentOp:
+    def _sent_op(begun: _OpInProgress) -> SentOp:
+        """Return a complete op as it leaves this hop; what was computed in parts is put together once."""
         op = begun.op
         if begun.hidden is None:
-            return SentOp(op.seq, op.edits, None, None, None, op.record_past)
+            return SentOp(
+                op.seq,
+                op.edits,
+                None,
+                None,
+                None,
+                op.record_past,
+            )
         if len(begun.outs) > 1:
             begun.outs = [torch.cat(begun.outs, 1)]
-        begun.outs[0] = begun.outs[0].cpu()
-        return SentOp(op.seq, op.edits, begun.outs[0], begun.positions, begun.mask, op.record_past)
+        hidden = begun.outs[0].cpu()
+        begun.outs[0] = hidden
+        return SentOp(
+            op.seq,
+            op.edits,
+            hidden,
+            begun.positions,
+            begun.mask,
+            op.record_past,
+        )
 
     def replay(self, request: Replay) -> Iterator[bytes]:
         """Yield the op frames that bring a successor from ``request.have`` (None: nothing) up to date."""
         marks = Op(silent_through=request.silent_through, replay_end=request.replay_end)
-        at = (self.session, self.hop.end, request.epoch)
-        yield from replay_frames(self.history, at, request.have, marks, self._codec)
+        target = (self.session, self.hop.end, request.epoch)
+        yield from replay_frames(self.history, target, request.have, marks, self._codec)
 
-    def shown(self, request: WantTokens) -> bytes:
-        """What left this hop of some tokens, with their positions. Raises Refused."""
-        d, b = self._span.hidden_size, self.n_rows
+    def show_tokens(self, request: WantTokens) -> bytes:
+        """Return a frame with what left this hop of some tokens, and their positions. Raises Refused."""
+        d = self._span.hidden_size
+        b = self.n_rows
         dtype = str(self._span.dtype).removeprefix("torch.")
         if request.n > max_tokens_per_frame(b, d, dtype, PART_BYTES * 4):
             raise Refused(Code.TOO_LONG, f"{request.n} tokens do not fit one answer")
@@ -273,7 +336,8 @@ class HopSession:
         """Yield the caches and the history as parts, for a worker that holds the same blocks. Raises Refused."""
         raw = pack_state(self._cache, self.history, self._mask, self._n_tokens)
         self._span.on_block()  # this takes a while, and is progress
-        digest, n_parts = hashlib.sha256(raw).digest(), -(-len(raw) // PART_BYTES)
+        digest = hashlib.sha256(raw).digest()
+        n_parts = -(-len(raw) // PART_BYTES)
         for part in range(n_parts):
             header = CachePart(
                 session=self.session,
@@ -284,7 +348,8 @@ class HopSession:
                 seq=self._reached,
                 digest=digest,
             )
-            yield messages.framed(header, memoryview(raw)[part * PART_BYTES : (part + 1) * PART_BYTES])
+            piece = memoryview(raw)[part * PART_BYTES : (part + 1) * PART_BYTES]
+            yield messages.framed(header, piece)
         yield messages.framed(HandedOver(re=request.id, n_bytes=len(raw)))
 
     def inherit(self, part: CachePart, payload: memoryview) -> Iterator[bytes]:
@@ -292,66 +357,95 @@ class HopSession:
         if self._reached or part.part != len(self._parts) or part.part >= part.n_parts:
             text = f"part {part.part} of caches; expected {len(self._parts)} of a new session"
             raise Refused(Code.SESSION_LOST, text)
-        if self._like is None:
-            self._like = self._span.example_cache(self.hop)
-            self._most_inherited_bytes = self._limit_of_caches(self._like)
-        like, limit = self._like, self._most_inherited_bytes
+        if self._example is None:
+            self._example = self._span.example_cache(self.hop)
+            self._most_inherited_bytes = self._limit_of_caches(self._example)
+        example, limit = self._example, self._most_inherited_bytes
         if (part.n_parts - 1) * PART_BYTES > limit or len(payload) > PART_BYTES:
             raise Refused(Code.TOO_LONG, f"caches of {part.n_parts} parts; this session has room for {limit} B")
         self._parts.append(bytes(payload))
         if len(self._parts) < part.n_parts:
             return
-        raw, self._parts = b"".join(self._parts), []
+        raw = b"".join(self._parts)
+        self._parts = []
         self._span.on_block()  # this takes a while, and is progress
         if hashlib.sha256(raw).digest() != part.digest:
             raise Refused(Code.SESSION_LOST, "the caches do not have the digest that was announced")
         self._span.on_block()
-        shape = StateShape(self.n_rows, self._max_tokens, self._span.hidden_size, self._span.dtype, part.seq)
-        self._n_tokens, mask = unpack_state_untrusted(raw, self._cache, self.history, like, shape)
+        shape = StateShape(
+            n_rows=self.n_rows,
+            max_tokens=self._max_tokens,
+            hidden=self._span.hidden_size,
+            dtype=self._span.dtype,
+            seq=part.seq,
+        )
+        self._n_tokens, mask = unpack_state_untrusted(
+            raw,
+            self._cache,
+            self.history,
+            example,
+            shape,
+        )
         self._mask = None if mask is None else mask.to(self._span.device)
         self._reached = part.seq
-        done = Inherited(self.session, self.hop.start, self._epoch, seq=part.seq, tokens=self.history.n_kept)
+        n_kept = self.history.n_kept
+        done = Inherited(
+            self.session,
+            self.hop.start,
+            self._epoch,
+            seq=part.seq,
+            tokens=n_kept,
+        )
         yield messages.framed(done)
 
-    def _limit_of_caches(self, like: SpanCache) -> int:
-        """How many bytes caches and history of this session can have: states do not grow with it."""
-        one, two = like.n_bytes(), self._span.example_cache(self.hop, 2).n_bytes()
-        per_token = max(0, two - one) + like.recorded_bytes()
-        n_tokens = self._max_tokens
-        return self.n_rows * (one + n_tokens * (per_token + self._history_bytes_per_token())) + PART_BYTES
+    def _limit_of_caches(self, example: SpanCache) -> int:
+        """Return how many bytes caches and history of this session can have: states do not grow with it."""
+        bytes_of_one = example.n_bytes()
+        bytes_of_two = self._span.example_cache(self.hop, 2).n_bytes()
+        token_bytes = max(0, bytes_of_two - bytes_of_one) + example.recorded_bytes() + self._history_bytes_per_token()
+        return self.n_rows * (bytes_of_one + self._max_tokens * token_bytes) + PART_BYTES
 
     def _history_bytes_per_token(self) -> int:
         return (KEPT_TIMES + 1) * (self._span.hidden_size * self._span.dtype.itemsize + 64)
 
     def close(self) -> None:
+        """Give back what the history takes."""
         self.history.close()
 
+    # An op could name rows that are not there, crop more than there is, bring other shapes than the session's, numbers
+    # that are not finite, or positions without end (rotary tables grow with them). It could also be small and cost
+    # much: codes that unpack to more than a frame, edits by the thousand that the history has to keep. All of that is
+    # refused here, before the caches are touched, so that a session stays usable after a refusal.
     def _read_untrusted(
-        self, op: Op, payload: memoryview
+        self,
+        op: Op,
+        payload: memoryview,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """Check an op against this session before anything changes. Raises Refused or RemoteProtocolError."""
         n_cropped = cropped(op.edits)
         n_tokens = self._n_tokens - n_cropped
         for edit in op.edits:
-            if edit.rows is not None and (len(edit.rows) != self.n_rows or max(edit.rows) >= self.n_rows):
+            if edit.rows is None:
+                continue
+            if len(edit.rows) != self.n_rows or max(edit.rows) >= self.n_rows:
                 raise Refused(Code.BAD_SHAPE, f"a reorder of {len(edit.rows)} rows in a batch of {self.n_rows}")
         if n_tokens < 0:
             raise Refused(Code.BAD_SHAPE, f"a crop past the start: the session holds {self._n_tokens} tokens")
         if n_cropped and (why := self._cache.refuses_crop(n_cropped)):
             raise Refused(Code.UNSUPPORTED, f"{n_cropped} tokens cannot be taken back: {why}")
-        if (
-            self.history.recent_edits + messages.n_changes(op.edits, op.tensor is not None)
-            > LEAST_KEPT_EDITS + KEPT_TIMES * self._max_tokens
-        ):
+        n_edits = self.history.recent_edits + messages.n_changes(op.edits, op.tensor is not None)
+        if n_edits > LEAST_KEPT_EDITS + KEPT_TIMES * self._max_tokens:
             text = f"{self.history.recent_edits} edits of separate ops are kept for replay already"
             raise Refused(Code.TOO_LONG, text)
         if op.tensor is None:
             return None
         shape = (op.tensor.b, op.tensor.d, op.tensor.dtype)
-        expected = (self.n_rows, self._span.hidden_size, str(self._span.dtype).removeprefix("torch."))
+        dtype_name = str(self._span.dtype).removeprefix("torch.")
+        expected = (self.n_rows, self._span.hidden_size, dtype_name)
         if shape != expected:
             raise Refused(Code.BAD_SHAPE, f"expected (batch, hidden, dtype) {expected}, got {shape}")
-        n_bytes = op.tensor.b * op.tensor.t * (op.tensor.d * self._span.dtype.itemsize + POSITION_BYTES)
+        token_bytes = op.tensor.d * self._span.dtype.itemsize + POSITION_BYTES
+        n_bytes = op.tensor.b * op.tensor.t * token_bytes
         if n_bytes > MAX_PAYLOAD_BYTES:  # however small it came: its answer may not be coded
             raise Refused(Code.BAD_SHAPE, f"an op of {n_bytes} B when it is not coded; at most {MAX_PAYLOAD_BYTES}")
         if n_tokens + op.tensor.t > self._max_tokens:
@@ -369,18 +463,24 @@ class HopSession:
             raise Refused(Code.BAD_SHAPE, f"positions outside 0 to {self._max_tokens}")
         return hidden, positions, mask
 
-    def _look_ahead(self, begun: _OpInProgress) -> None:
+    def _extend_prefix(self, begun: _OpInProgress) -> None:
         """Note what the cache will begin with: until something else than a part of a long prompt comes."""
-        prefix, hidden, positions = self._prefix, begun.hidden, begun.positions
+        prefix = self._prefix
+        hidden = begun.hidden
+        positions = begun.positions
         if prefix is None or prefix.is_over or hidden is None or positions is None:
             return
         if begun.op.record_past or begun.mask is not None or hidden.shape[1] < BLOCK_TOKENS:
             prefix.is_over = True
             return
-        rows, places = hidden[0].contiguous().view(torch.uint8).numpy(), positions[0].contiguous().numpy()
-        begun.ahead = prefix.ahead([row.tobytes() + at.tobytes() for row, at in zip(rows, places, strict=True)])
+        # A token's name is its bytes: equal names have equal hidden states at equal positions, and so equal caches.
+        rows = hidden[0].contiguous().view(torch.uint8).numpy()
+        places = positions[0].contiguous().numpy()
+        tokens = zip(rows, places, strict=True)
+        names = [row.tobytes() + place.tobytes() for row, place in tokens]
+        begun.extension = prefix.ahead(names)
 
-    def _edit(self, edits: tuple[Edit, ...]) -> None:
+    def _apply_edits(self, edits: tuple[Edit, ...]) -> None:
         """Crop once and reorder once: which tokens stay and which rows have nothing to do with each other."""
         if not edits:
             return
@@ -403,9 +503,13 @@ class HopSession:
                 self._mask = self._mask[rows]
 
     def _extend_mask(self, n_new: int, mask: torch.Tensor | None) -> None:
+        """Have the mask cover new tokens; there is none until something is padded."""
         if mask is None and self._mask is None:
             return
         device = self._span.device
-        past = self._mask if self._mask is not None else torch.ones(self.n_rows, self._n_tokens, device=device)
+        past = self._mask
+        if past is None:
+            past = torch.ones(self.n_rows, self._n_tokens, device=device)
         new = torch.ones(self.n_rows, n_new) if mask is None else mask
-        self._mask = torch.cat([past.long(), new.long().to(device)], 1)
+        new = new.long().to(device)
+        self._mask = torch.cat([past.long(), new], 1)

@@ -39,26 +39,27 @@ def blocks_of(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def test_two_adapters_and_the_base_in_one_pass_equal_peft(family: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     base = checkpoints.make(family, tmp_path / "base", n_layers=4)
-    more: dict[str, Any] = {"use_rslora": True} if family == "llama" else {}
+    options: dict[str, Any] = {"use_rslora": True} if family == "llama" else {}
     first = checkpoints.make_adapter(base, tmp_path / "one", TARGETS[family], 1)
-    second = checkpoints.make_adapter(base, tmp_path / "two", TARGETS[family], 2, **more)
+    second = checkpoints.make_adapter(base, tmp_path / "two", TARGETS[family], 2, **options)
     span = LoadedSpan(base, Span(0, 3), torch.float32)
     span.self_test()
     loras = [load(span, "one", tmp_path / "one"), load(span, "two", tmp_path / "two"), None]
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    pieces, expected = [], []
+    pieces = []
+    expected = []
     for seed, (model, lora) in enumerate(zip((first, second, plain), loras, strict=True)):
         ids = torch.randint(3, 300, (1, 5 + 2 * seed), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
-            entering, leaving = blocks_of(model, ids)
+            inputs, outputs = blocks_of(model, ids)
         positions = torch.arange(ids.shape[1])[None]
-        alone = span.forward(entering, positions, None, span.new_cache(), 0, lora=lora)
-        torch.testing.assert_close(alone, leaving, rtol=1e-4, atol=1e-4)
-        pieces.append(SessionTokens(entering, positions, span.new_cache(), 0, lora))
-        expected.append(leaving)
+        alone = span.forward(inputs, positions, None, span.new_cache(), 0, lora=lora)
+        torch.testing.assert_close(alone, outputs, rtol=1e-4, atol=1e-4)
+        pieces.append(SessionTokens(inputs, positions, span.new_cache(), 0, lora))
+        expected.append(outputs)
     assert not torch.allclose(span.forward(pieces[0].hidden, pieces[0].positions), expected[0], atol=1e-2)
-    for got, wanted in zip(span.forward_ragged(pieces), expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    for actual, reference in zip(span.forward_ragged(pieces), expected, strict=True):
+        torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -71,11 +72,12 @@ def test_an_adapter_and_captured_passes_do_not_mix(tmp_path: Path) -> None:
     lora = load(span, "one", tmp_path / "one")
     span.quicken()
     assert span.is_quick(1, 1, Span(0, 3))
-    hidden, positions = torch.randn(1, 1, 64), torch.zeros(1, 1, dtype=torch.long)
+    hidden = torch.randn(1, 1, 64)
+    positions = torch.zeros(1, 1, dtype=torch.long)
     for used in (lora, None):
         alone = span.forward(hidden, positions, None, span.new_cache(), 0, lora=used)
-        (got,) = span.forward_ragged([SessionTokens(hidden, positions, span.new_cache(), 0, used)])
-        torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-4)
+        (actual,) = span.forward_ragged([SessionTokens(hidden, positions, span.new_cache(), 0, used)])
+        torch.testing.assert_close(actual, alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -110,8 +112,8 @@ def test_what_is_not_plain_lora_is_refused(tmp_path: Path, changes: dict[str, An
 def test_an_adapter_of_another_model_is_refused(
     tmp_path: Path, made_for: dict[str, Any], targets: list[str], reason: str
 ) -> None:
-    other = checkpoints.make("llama", tmp_path / "other", **{"n_layers": 3, **made_for})
-    checkpoints.make_adapter(other, tmp_path / "one", targets, 1)
+    other_model = checkpoints.make("llama", tmp_path / "other", **{"n_layers": 3, **made_for})
+    checkpoints.make_adapter(other_model, tmp_path / "one", targets, 1)
     span = LoadedSpan(checkpoints.make("llama", tmp_path / "base", n_layers=3), Span(0, 2), torch.float32)
     with pytest.raises(ConfigError, match=reason):
         load(span, "one", tmp_path / "one")

@@ -11,7 +11,9 @@ from torch.nn import functional
 from swarmd.compute.cache.kvcache import SHARED_TOKENS, RoundedLayer, SlabLayer
 from swarmd.compute.cache.shared_prefix import AttentionRow, attend
 
-HEADS, GROUPS, D = 2, 3, 16
+HEADS = 2
+GROUPS = 3
+D = 16
 
 
 def some(n: int, heads: int = HEADS) -> torch.Tensor:
@@ -21,21 +23,23 @@ def some(n: int, heads: int = HEADS) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_the_attention_over_both_parts(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    one, other = (some(40).to(dtype), some(40).to(dtype)), (some(25).to(dtype), some(25).to(dtype))
-    rows, expected = [], []
-    for beginning, n_past, t in ((one, 0, 1), (one, 7, 1), (other, 3, 5), (one, 0, 4)):
-        own = some(n_past + t).to(dtype), some(n_past + t).to(dtype)
+    prefix = (some(40).to(dtype), some(40).to(dtype))
+    other_prefix = (some(25).to(dtype), some(25).to(dtype))
+    rows = []
+    expected = []
+    for beginning, n_past, t in ((prefix, 0, 1), (prefix, 7, 1), (other_prefix, 3, 5), (prefix, 0, 4)):
+        suffix = some(n_past + t).to(dtype), some(n_past + t).to(dtype)
         query = some(t, HEADS * GROUPS).to(dtype)
         mask = torch.ones(t, n_past + t, dtype=torch.bool).tril(n_past)[None, None] if t > 1 else None
-        rows.append(AttentionRow(query, beginning, own, mask))
-        keys, values = (torch.cat(pair, 2).repeat_interleave(GROUPS, 1) for pair in zip(beginning, own, strict=True))
+        rows.append(AttentionRow(query, beginning, suffix, mask))
+        keys, values = (torch.cat(pair, 2).repeat_interleave(GROUPS, 1) for pair in zip(beginning, suffix, strict=True))
         n_first = beginning[0].shape[2]
-        whole = None if mask is None else functional.pad(mask, (n_first, 0), value=True)
-        out = functional.scaled_dot_product_attention(query, keys, values, attn_mask=whole, scale=0.3)
+        full_mask = None if mask is None else functional.pad(mask, (n_first, 0), value=True)
+        out = functional.scaled_dot_product_attention(query, keys, values, attn_mask=full_mask, scale=0.3)
         expected.append(out.transpose(1, 2))
-    for got, wanted in zip(attend(rows, 0.3), expected, strict=True):
-        assert got.shape == wanted.shape
-        assert torch.allclose(got, wanted, atol=1e-5 if dtype == torch.float32 else 0.03)
+    for actual, reference in zip(attend(rows, 0.3), expected, strict=True):
+        assert actual.shape == reference.shape
+        assert torch.allclose(actual, reference, atol=1e-5 if dtype == torch.float32 else 0.03)
 
 
 N = SHARED_TOKENS + 50
@@ -63,8 +67,10 @@ def kept(make: Make, states: torch.Tensor) -> torch.Tensor:
 
 def test_it_lies_in_memory_once_and_reads_as_before(make: Make) -> None:
     donor = filled(make)
-    keys, values = donor.keys.clone(), donor.values.clone()
-    first, second = make(4 * N), make(4 * N)
+    keys = donor.keys.clone()
+    values = donor.values.clone()
+    first = make(4 * N)
+    second = make(4 * N)
     first.take_over(donor, 0, N - 10, True)
     second.take_over(donor, 0, N - 20, True)
     assert first.beginning is not None
@@ -82,26 +88,29 @@ def test_it_lies_in_memory_once_and_reads_as_before(make: Make) -> None:
 def test_what_one_does_with_it_the_others_do_not_see(make: Make) -> None:
     donor = filled(make)
     keys = donor.keys.clone()
-    other = make(4 * N)
-    other.take_over(donor, 0, N - 10, True)
-    own = some(3), some(3)
-    beginning, behind = other.append_behind(*own)
+    heir = make(4 * N)
+    heir.take_over(donor, 0, N - 10, True)
+    new = some(3), some(3)
+    beginning, suffix = heir.append_behind(*new)
     assert beginning[0].shape[2] == N - 10
-    assert torch.equal(behind[0], kept(make, own[0]))
+    assert torch.equal(suffix[0], kept(make, new[0]))
     donor.crop(-30)
     donor.append_behind(some(5), some(5))
-    other.crop(-1)
-    assert other.get_seq_length() == N - 8
-    assert torch.equal(other.keys, torch.cat([keys[:, :, : N - 10], kept(make, own[0])[:, :, :2]], 2))
+    heir.crop(-1)
+    assert heir.get_seq_length() == N - 8
+    assert torch.equal(heir.keys, torch.cat([keys[:, :, : N - 10], kept(make, new[0])[:, :, :2]], 2))
     third = make(4 * N)
     third.take_over(donor, 0, N - 40, True)
     third.crop(-60)
-    third.append_behind(*own)
-    assert torch.equal(third.keys, torch.cat([keys[:, :, : N - 100], kept(make, own[0])], 2))
+    third.append_behind(*new)
+    assert torch.equal(third.keys, torch.cat([keys[:, :, : N - 100], kept(make, new[0])], 2))
 
 
 def test_a_longer_beginning_is_shared_anew_and_a_short_one_copied(make: Make) -> None:
-    donor, first, second, third = filled(make), make(4 * N), make(4 * N), make(4 * N)
+    donor = filled(make)
+    first = make(4 * N)
+    second = make(4 * N)
+    third = make(4 * N)
     first.take_over(donor, 0, N - 10, True)
     first.append_behind(some(40), some(40))
     second.take_over(first, 0, N + 20, True)
@@ -113,16 +122,19 @@ def test_a_longer_beginning_is_shared_anew_and_a_short_one_copied(make: Make) ->
 
 
 def test_op_by_op_it_becomes_one_beginning(make: Make) -> None:
-    donor, other = filled(make), make(4 * N)
+    donor = filled(make)
+    heir = make(4 * N)
     for start, end in ((0, 100), (100, 280), (280, N - 10)):
-        other.take_over(donor, start, end, True)
-        assert other.get_seq_length() == end
-    assert (other.n_shared, donor.n_shared) == (N - 10, N), "it gave all that it had, once"
-    assert torch.equal(other.values, donor.values[:, :, : N - 10])
+        heir.take_over(donor, start, end, True)
+        assert heir.get_seq_length() == end
+    assert (heir.n_shared, donor.n_shared) == (N - 10, N), "it gave all that it had, once"
+    assert torch.equal(heir.values, donor.values[:, :, : N - 10])
 
 
 def test_a_short_session_keeps_no_long_one_in_memory(make: Make) -> None:
-    donor, short, long = filled(make), make(N - 20), make(4 * N)
+    donor = filled(make)
+    short = make(N - 20)
+    long = make(4 * N)
     short.take_over(donor, 0, SHARED_TOKENS, True)
     assert short.beginning is None, "it did not reserve so much"
     assert torch.equal(short.keys, donor.keys[:, :, :SHARED_TOKENS])
@@ -133,7 +145,8 @@ def test_a_short_session_keeps_no_long_one_in_memory(make: Make) -> None:
 
 
 def test_layers_that_may_not_share_copy(make: Make) -> None:
-    donor, other = filled(make), make(4 * N)
-    other.take_over(donor, 0, N - 10, False)
-    assert (other.n_shared, donor.n_shared) == (0, 0)
-    assert torch.equal(other.keys, donor.keys[:, :, : N - 10])
+    donor = filled(make)
+    heir = make(4 * N)
+    heir.take_over(donor, 0, N - 10, False)
+    assert (heir.n_shared, donor.n_shared) == (0, 0)
+    assert torch.equal(heir.keys, donor.keys[:, :, : N - 10])

@@ -62,7 +62,7 @@ def packed(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "kind", "beside"),
+    ("edit", "kind", "companions"),
     [
         (scaled(torch.float8_e4m3fn, ".weight_scale_inv"), "F8_E4M3", "weight_scale_inv"),
         (scaled(torch.float8_e4m3fn, ".input_scale"), "F8_E4M3", "input_scale"),
@@ -72,10 +72,10 @@ def packed(tensors: Tensors) -> None:
     ],
 )
 def test_weights_that_mean_something_only_with_scales_are_refused_by_name_and_kind(
-    edit: Callable[[Tensors], None], kind: str, beside: str, tmp_path: Path
+    edit: Callable[[Tensors], None], kind: str, companions: str, tmp_path: Path
 ) -> None:
     folder = change(checkpoints.make("llama", tmp_path / "model", n_layers=2), edit)
-    with pytest.raises(ConfigError, match=rf"layers\.0\.mlp\.down_proj\.weight is of kind {kind}, with .*{beside}"):
+    with pytest.raises(ConfigError, match=rf"layers\.0\.mlp\.down_proj\.weight is of kind {kind}, with .*{companions}"):
         check(folder)
 
 
@@ -127,7 +127,7 @@ def test_blocks_that_predict_more_tokens_are_passed_over_as_many_as_the_configur
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "said"),
+    ("family", "name", "message"),
     [
         ("llama", "lm_head.weight", r"lacks tensors: lm_head\.weight"),
         ("llama", "model.embed_tokens.weight", r"lacks tensors: model\.embed_tokens\.weight"),
@@ -137,11 +137,11 @@ def test_blocks_that_predict_more_tokens_are_passed_over_as_many_as_the_configur
     ],
 )
 def test_what_is_around_the_blocks_and_each_expert_must_be_there(
-    family: str, name: str, said: str, tmp_path: Path
+    family: str, name: str, message: str, tmp_path: Path
 ) -> None:
     folder = checkpoints.make(family, tmp_path / "model", n_layers=2, tie_word_embeddings=False)
     change(folder, lambda tensors: tensors.pop(name))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check(folder)
 
 
@@ -193,7 +193,7 @@ def in_parts(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("lie", "said"),
+    ("lie", "message"),
     [
         ({}, ""),
         ({"lm_head.weight": "model-2.safetensors"}, "it is in model-1"),
@@ -201,15 +201,15 @@ def in_parts(folder: Path) -> dict[str, str]:
         ({"lm_head.weight": None}, "is in no file, and it is in model-1"),
     ],
 )
-def test_an_index_that_says_other_than_its_parts_is_refused(lie: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_an_index_that_says_other_than_its_parts_is_refused(lie: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = checkpoints.make("llama", tmp_path / "model", n_layers=2)
     index = {**in_parts(folder), **lie}
     index = {name: file for name, file in index.items() if file is not None}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    if not said:
+    if not message:
         check(folder)
         return
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check(folder)
 
 
@@ -221,15 +221,15 @@ def test_a_kind_of_number_that_is_not_read_is_called_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(torch.float32, "take quantization_config out"), (torch.int8, "plain ones$")]
+    ("kind", "message"), [(torch.float32, "take quantization_config out"), (torch.int8, "plain ones$")]
 )
 def test_a_model_that_was_unpacked_and_says_otherwise_is_told_what_to_take_out(
-    kind: torch.dtype, said: str, tmp_path: Path
+    kind: torch.dtype, message: str, tmp_path: Path
 ) -> None:
     folder = checkpoints.make("llama", tmp_path / "model", n_layers=2)
     change(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(kind)}))
     configure(folder, quantization_config={"quant_method": "mxfp4", "dequantize": True})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check(folder)
 
 
@@ -258,7 +258,7 @@ Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 
 @pytest.mark.filterwarnings("ignore")  # of PEFT about targets
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("edit", "message"),
     [
         (lambda t: t.pop(f"{Q_PROJ}.lora_B.weight"), "lacks its other half"),
         (lambda t: t.pop(f"{Q_PROJ}.lora_A.weight"), "lacks its other half"),
@@ -281,9 +281,9 @@ Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
     ],
 )
 def test_an_adapter_that_its_base_cannot_use_is_refused_when_it_is_added(
-    edit: Callable[[Tensors], Any], said: str, tmp_path: Path
+    edit: Callable[[Tensors], Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_lora(make_adapter(tmp_path, edit))
 
 

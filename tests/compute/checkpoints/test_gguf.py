@@ -25,25 +25,25 @@ HEAD_DIM = 16
 
 def convert(path: Path, folder: Path) -> list[str]:
     """Convert in 32 bits; returns what was said."""
-    said: list[str] = []
+    messages: list[str] = []
     folder.mkdir()
-    gguf.convert(path, folder, "float32", said.append)
-    return said
+    gguf.convert(path, folder, "float32", messages.append)
+    return messages
 
 
-def rotary(kind: str, **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": BASE, **more}}
+def rotary(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": BASE, **settings}}
 
 
 def llama3_factors(first_length: int, factor: float) -> list[float]:
     """What llama.cpp's converter writes for Llama 3.1's scaling."""
-    found = []
+    factors = []
     for frequency in (1 / BASE ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).tolist():
         wave = 2 * math.pi / frequency
         smooth = (first_length / wave - 1) / 3
         mixed = 1 / ((1 - smooth) / factor + smooth)
-        found.append(1.0 if wave < first_length / 4 else factor if wave > first_length else mixed)
-    return found
+        factors.append(1.0 if wave < first_length / 4 else factor if wave > first_length else mixed)
+    return factors
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -119,33 +119,33 @@ RIGHT: dict[str, Case] = {
 
 @pytest.mark.parametrize("case", sorted(RIGHT))
 def test_a_file_is_read_as_the_model_that_it_was_made_of(case: str, tmp_path: Path) -> None:
-    family, architecture, changes, settings, beside = RIGHT[case]
+    family, architecture, changes, settings, extra = RIGHT[case]
     model = make_model(family, **changes)
-    tensors = {**tensors_of(model, architecture), **{name: np.array(numbers) for name, numbers in beside.items()}}
+    tensors = {**tensors_of(model, architecture), **{name: np.array(numbers) for name, numbers in extra.items()}}
     path = write(tmp_path / "model.gguf", architecture, settings_of(model, **settings), tensors)
     convert(path, tmp_path / "made")
     ids = torch.randint(3, N_TOKENS, (1, 100), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(ids).logits
-        got = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32).eval()(ids).logits
-    assert float((got - expected).abs().max() / expected.abs().max()) < TOLERANCE
+        actual = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32).eval()(ids).logits
+    assert float((actual - expected).abs().max() / expected.abs().max()) < TOLERANCE
 
 
 def test_each_architecture_that_is_read_by_the_older_reader_is_compared() -> None:
     assert {case[1] for case in RIGHT.values()} == gguf_settings.UNDERSTOOD.keys() - set(gguf_settings.ONE_READER)
 
 
-def plain(tmp_path: Path, **how: Any) -> Path:
+def plain(tmp_path: Path, **changes: Any) -> Path:
     """A llama, with other settings, tensors beside it or without one, other words, other general settings."""
     model = make_model("llama")
-    tensors = {**tensors_of(model, "llama"), **how.get("beside", {})}
-    tensors = {name: numbers for name, numbers in tensors.items() if name not in how.get("without", ())}
-    settings = settings_of(model, **how.get("settings", {}))
-    return write(tmp_path / "model.gguf", "llama", settings, tensors, how.get("words"), how.get("general"))
+    tensors = {**tensors_of(model, "llama"), **changes.get("beside", {})}
+    tensors = {name: numbers for name, numbers in tensors.items() if name not in changes.get("without", ())}
+    settings = settings_of(model, **changes.get("settings", {}))
+    return write(tmp_path / "model.gguf", "llama", settings, tensors, changes.get("words"), changes.get("general"))
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("changes", "message"),
     [
         (
             {"settings": {"expert_count": 4, "expert_used_count": 2}},
@@ -181,9 +181,9 @@ def plain(tmp_path: Path, **how: Any) -> Path:
         ({"words": {"ggml.model": "no_vocab"}}, "cannot be read as GGUF"),
     ],
 )
-def test_what_would_be_read_wrongly_is_refused_by_name(how: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said) as refused:
-        convert(plain(tmp_path, **how), tmp_path / "made")
+def test_what_would_be_read_wrongly_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        convert(plain(tmp_path, **changes), tmp_path / "made")
     assert "\n" not in str(refused.value)
 
 
@@ -195,7 +195,7 @@ def test_an_architecture_that_nobody_has_compared_is_refused_with_those_that_are
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda raw: b"", "does not begin as one does"),
         (lambda raw: b"GGUF", "does not begin as one does"),
@@ -207,11 +207,11 @@ def test_an_architecture_that_nobody_has_compared_is_refused_with_those_that_are
     ],
 )
 def test_what_is_no_whole_file_is_refused_in_one_sentence(
-    spoil: Callable[[bytes], bytes], said: str, tmp_path: Path
+    spoil: Callable[[bytes], bytes], message: str, tmp_path: Path
 ) -> None:
     path = plain(tmp_path)
     path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(ConfigError, match=f"cannot be read as GGUF: .*{said}") as refused:
+    with pytest.raises(ConfigError, match=f"cannot be read as GGUF: .*{message}") as refused:
         convert(path, tmp_path / "made")
     assert "\n" not in str(refused.value)
 
@@ -220,16 +220,18 @@ def test_what_lies_beside_a_file_is_not_mixed_with_it_and_said(tmp_path: Path) -
     path = plain(tmp_path)
     for name in ("adapter_config.json", "tokenizer.json", "generation_config.json"):
         (tmp_path / name).write_text('{"peft_type": "LORA", "eos_token_id": 77}')
-    said = convert(path, tmp_path / "made")
-    assert any("adapter_config.json, generation_config.json, tokenizer.json beside it is not" in line for line in said)
+    messages = convert(path, tmp_path / "made")
+    assert any(
+        "adapter_config.json, generation_config.json, tokenizer.json beside it is not" in line for line in messages
+    )
     assert '"eos_token_id": 77' not in (tmp_path / "made" / "generation_config.json").read_text()
     assert len(AutoTokenizer.from_pretrained(tmp_path / "made")) == N_TOKENS
 
 
 def test_of_several_templates_the_one_that_is_taken_is_said(tmp_path: Path) -> None:
     path = plain(tmp_path, words={"chat_template.tool_use": "{{ tools }}"})
-    said = convert(path, tmp_path / "made")
-    assert "it has 2 chat templates: the plain one is taken, tool_use is left out" in said
+    messages = convert(path, tmp_path / "made")
+    assert "it has 2 chat templates: the plain one is taken, tool_use is left out" in messages
 
 
 @pytest.mark.parametrize(("cut", "n_tokens"), [("gpt-2", 1), ("smollm", 2), ("starcoder", 2), ("llama-bpe", 1)])
@@ -250,9 +252,9 @@ def test_half_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_the_smallest_dtype_that_loses_nothing_is_taken() -> None:
     exact = torch.tensor([1.0, 0.5, -2.0])
-    assert gguf._smallest({"x": exact}) == "bfloat16"
-    assert gguf._smallest({"x": exact, "y": torch.tensor([1 + 2**-10])}) == "float16"
-    assert gguf._smallest({"x": torch.tensor([0.1])}) == "float16", "none loses nothing"
-    assert gguf._smallest({"x": torch.tensor([0.1, 1e6])}) == "bfloat16", "beyond the range of float16"
-    assert gguf._lost(exact, torch.float16) == 0
-    assert 0 < gguf._lost(torch.tensor([0.1]), torch.float16) < 2**-11
+    assert gguf._smallest_dtype({"x": exact}) == "bfloat16"
+    assert gguf._smallest_dtype({"x": exact, "y": torch.tensor([1 + 2**-10])}) == "float16"
+    assert gguf._smallest_dtype({"x": torch.tensor([0.1])}) == "float16", "none loses nothing"
+    assert gguf._smallest_dtype({"x": torch.tensor([0.1, 1e6])}) == "bfloat16", "beyond the range of float16"
+    assert gguf._rounding_loss(exact, torch.float16) == 0
+    assert 0 < gguf._rounding_loss(torch.tensor([0.1]), torch.float16) < 2**-11

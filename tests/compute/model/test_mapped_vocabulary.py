@@ -33,7 +33,8 @@ def both(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 def test_rows_and_products_are_those_of_the_matrix(is_tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = checkpoints.make("llama", tmp_path, n_layers=2, tie_word_embeddings=is_tied)
     inside, mapped = both(folder, dtype)
-    embedding, head = mapped.get_input_embeddings(), mapped.get_output_embeddings()
+    embedding = mapped.get_input_embeddings()
+    head = mapped.get_output_embeddings()
     assert isinstance(embedding, MappedEmbedding)
     assert isinstance(head, MappedHead)
     assert torch.equal(embedding(IDS), inside.get_input_embeddings()(IDS))
@@ -76,11 +77,12 @@ def test_where_only_the_head_is_plain_it_is_mapped(tmp_path: Path) -> None:
 
 def test_nobody_trains_it_or_changes_it(tmp_path: Path) -> None:
     _, model = both(checkpoints.make("llama", tmp_path, n_layers=2), torch.float32)
-    head, hidden = model.get_output_embeddings(), torch.randn(1, 64)
-    before = head(hidden)
+    head = model.get_output_embeddings()
+    hidden = torch.randn(1, 64)
+    logits = head(hidden)
     with torch.no_grad():
         head.weight.mul_(-1)
-    assert torch.equal(head(hidden), before)
+    assert torch.equal(head(hidden), logits)
     with pytest.raises(ConfigError, match="take the model with head='own'"):
         copy.deepcopy(head).requires_grad_(True)
     head.requires_grad_(False)
@@ -88,14 +90,16 @@ def test_nobody_trains_it_or_changes_it(tmp_path: Path) -> None:
 
 def test_a_head_that_is_asked_for_again_and_again_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model = both(checkpoints.make("llama", tmp_path, n_layers=2), torch.bfloat16)
-    head, hidden, now = model.get_output_embeddings(), torch.randn(2, 64).bfloat16(), 0.0
+    head = model.get_output_embeddings()
+    hidden = torch.randn(2, 64).bfloat16()
+    now = 0.0
     monkeypatch.setattr(mapped_module, "time", SimpleNamespace(monotonic=lambda: now))
     first = head(hidden)
     for _ in range(3 * mapped_module.OFTEN):  # as checks are
         now += 1.0
         head(hidden)
-    assert not head._kept
+    assert not head._in_memory
     for _ in range(mapped_module.OFTEN):
         now += 0.01
         assert torch.equal(head(hidden), first)
-    assert head._kept
+    assert head._in_memory

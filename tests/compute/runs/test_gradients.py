@@ -38,35 +38,35 @@ def trained(tmp_path: Path) -> tuple[TrainedModel, torch.Tensor, int]:
 def test_draws_of_others_are_computed_on_their_parameters(
     trained: tuple[TrainedModel, torch.Tensor, int], tmp_path: Path
 ) -> None:
-    made, own, n = trained
+    made, own_sum, n = trained
     rows = torch.randint(0, 1_000, (4, 13))
     loss = made.compute(rows, 0, into=0, is_fresh=True)
-    path, other = memory(tmp_path, "again", len(AGAIN), n)
-    other[0] = own[0]
+    path, other_parameters = memory(tmp_path, "again", len(AGAIN), n)
+    other_parameters[0] = own_sum[0]
     assert made.compute_again(rows[:2], 0, path) + made.compute_again(rows[2:], 0, path) == pytest.approx(loss)
-    assert torch.allclose(other[1], own[1], atol=1e-5)  # added up in other pieces
+    assert torch.allclose(other_parameters[1], own_sum[1], atol=1e-5)  # added up in other pieces
 
-    other[0] += 0.01
-    other[1] = 0
+    other_parameters[0] += 0.01
+    other_parameters[1] = 0
     made.compute_again(rows, 0, path)
-    assert not torch.allclose(other[1], own[1], atol=1e-3)
-    before = own[1].clone()
+    assert not torch.allclose(other_parameters[1], own_sum[1], atol=1e-3)
+    own_parameters = own_sum[1].clone()
     assert made.compute(rows, 0, into=0, is_fresh=True) == loss, "its own parameters are as they were"
-    assert torch.equal(own[1], before)
+    assert torch.equal(own_sum[1], own_parameters)
 
 
 def test_draws_of_others_leave_what_is_gathered(
     trained: tuple[TrainedModel, torch.Tensor, int], tmp_path: Path
 ) -> None:
-    made, own, n = trained
+    made, own_sum, n = trained
     rows = torch.randint(0, 1_000, (4, 13))
     made.compute(rows, 0, into=0, is_fresh=True)
     made.compute(rows, 0, into=1, is_fresh=False)
-    path, other = memory(tmp_path, "again", len(AGAIN), n)
-    other[0] = own[0]
+    path, other_parameters = memory(tmp_path, "again", len(AGAIN), n)
+    other_parameters[0] = own_sum[0]
     made.compute_again(rows, 0, path)
-    assert torch.allclose(own[2], 2 * own[1])
-    assert torch.allclose(other[1], own[1])
+    assert torch.allclose(own_sum[2], 2 * own_sum[1])
+    assert torch.allclose(other_parameters[1], own_sum[1])
 
 
 def test_what_is_random_in_training_is_noticed_in_every_family() -> None:
@@ -104,18 +104,19 @@ def test_the_loss_that_balances_experts_is_each_rows_own_as_transformers_takes_i
         "router_aux_loss_coef": 2.0,
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **small)).float()
-    made, rows = TrainedModel(model, RECIPE, "cpu"), torch.randint(0, 50, (3, 13))
-    together = made._gradient([rows], seed=0)
-    apart = made._gradient([rows[:1], rows[1:]], seed=0)
+    made = TrainedModel(model, RECIPE, "cpu")
+    rows = torch.randint(0, 50, (3, 13))
+    together = made._flat_gradient([rows], seed=0)
+    separate = made._flat_gradient([rows[:1], rows[1:]], seed=0)
     for row in rows.split(1):
         model(input_ids=row[:, :-1], labels=row[:, :-1], shift_labels=row[:, 1:]).loss.backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert torch.allclose(together, expected, atol=1e-5)
-    assert torch.allclose(apart, expected, atol=1e-5)
+    assert torch.allclose(separate, expected, atol=1e-5)
     without = TrainedModel(model, RECIPE, "cpu")
     without._balance_factor = 0.0
     model.zero_grad()
-    assert (without._gradient([rows], seed=0) - expected).norm() > 0.1 * expected.norm(), "it matters here"
+    assert (without._flat_gradient([rows], seed=0) - expected).norm() > 0.1 * expected.norm(), "it matters here"
 
 
 def test_what_a_model_draws_at_random_is_looked_for_in_no_more_tokens_than_rows_have() -> None:
@@ -129,6 +130,6 @@ def test_the_vector_of_the_end_between_two_texts_learns_though_the_model_pads_wi
     folder = checkpoints.make("llama", tmp_path, n_layers=1, tie_word_embeddings=False)
     model = build(folder, RECIPE)
     made = TrainedModel(model, RECIPE, "cpu")
-    made._backward(torch.tensor([[5, 6, 0, 7, 8]]), 0)
+    made._run_backward(torch.tensor([[5, 6, 0, 7, 8]]), 0)
     gradient = model.get_input_embeddings().weight.grad  # type: ignore[operator]
     assert gradient[0].abs().sum() > 0

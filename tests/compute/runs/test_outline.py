@@ -52,11 +52,11 @@ def test_all_linear_is_written_out_as_the_modules_that_peft_means(family: str, t
     written = read_outline(folder, lora("all-linear")).targets
     assert "all-linear" not in written
     assert "lm_head" not in written
-    meant, named = (
+    expected, named = (
         [name for name, p in build(folder, one).named_parameters() if p.requires_grad]
         for one in (lora("all-linear"), lora(*written))
     )
-    assert meant == named
+    assert expected == named
 
 
 def test_all_linear_may_be_written_as_in_peft(tmp_path: Path) -> None:

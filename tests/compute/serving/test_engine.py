@@ -39,19 +39,19 @@ def span(tmp_path_factory: pytest.TempPathFactory) -> LoadedSpan:
     return loaded
 
 
-def alike(got: torch.Tensor, expected: torch.Tensor) -> None:
+def alike(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Ways to compute in float32 are 3e-6 from what 64 bits give, single numbers up to 2e-4."""
-    assert relative_error(got, expected) < 1e-5
+    assert relative_error(actual, expected) < 1e-5
 
 
 class Bench:
     """An engine and the sessions that a test drives by hand."""
 
-    def __init__(self, span: LoadedSpan, calls_aside: bool = False, head: LogitsHead | None = None) -> None:
+    def __init__(self, span: LoadedSpan, can_interleave: bool = False, head: LogitsHead | None = None) -> None:
         """Where steps come aside, a second passes when the test says so: how long they take decides what gets in."""
         self.now = 0.0
-        clock = (lambda: self.now) if calls_aside else time.perf_counter
-        self.engine = Engine(span, Budget(), clock, calls_aside, head)
+        clock = (lambda: self.now) if can_interleave else time.perf_counter
+        self.engine = Engine(span, Budget(), clock, can_interleave, head)
         self.outputs: dict[bytes, list[torch.Tensor]] = {}
         self.logits: dict[bytes, list[bytes]] = {}
         self.others: list[messages.AnyMessage] = []
@@ -60,10 +60,11 @@ class Bench:
         self.seq: dict[bytes, int] = {}
 
     def open(self, key: bytes, batch: int = 1, inherit: str = "", client: bytes = b"", weight: float = 1.0) -> None:
-        about = {"batch": batch, "inherit": inherit, "epoch": 1, "client": client or key, "weight": weight}
-        opening = OpenSession(session=key, start=0, end=3, max_tokens=3_000, **about)
+        fields = {"batch": batch, "inherit": inherit, "epoch": 1, "client": client or key, "weight": weight}
+        opening = OpenSession(session=key, start=0, end=3, max_tokens=3_000, **fields)
         self.feed(messages.framed(opening))
-        self.seq[key], self.outputs[key] = 0, []
+        self.seq[key] = 0
+        self.outputs[key] = []
 
     def put(self, key: bytes, hidden: torch.Tensor, n_past: int, *edits: Edit, marks: Op | None = None) -> None:
         self.seq[key] += 1
@@ -87,7 +88,7 @@ class Bench:
             self._note(answer)
 
     def step_aside(self) -> None:
-        for answer in (*self.engine.run_aside(), *self.engine.settle()):
+        for answer in (*self.engine.run_interleaved(), *self.engine.settle()):
             self._note(answer)
 
     def _note(self, raw: bytes) -> None:
@@ -106,7 +107,8 @@ def whole(span: LoadedSpan, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def test_steps_of_several_sessions_share_passes_and_stay_apart(span: LoadedSpan) -> None:
-    bench, rng = Bench(span), torch.Generator().manual_seed(0)
+    bench = Bench(span)
+    rng = torch.Generator().manual_seed(0)
     sizes = {b"a" * 16: (1, 5), b"b" * 16: (2, 9), b"c" * 16: (1, 17)}
     hidden = {key: torch.randn(b, n + 6, 64, generator=rng) for key, (b, n) in sizes.items()}
     for key, (b, n) in sizes.items():
@@ -125,9 +127,12 @@ def test_steps_of_several_sessions_share_passes_and_stay_apart(span: LoadedSpan)
 
 
 def test_decoding_goes_on_beside_a_long_prefill(span: LoadedSpan) -> None:
-    bench, rng = Bench(span), torch.Generator().manual_seed(1)
-    decoding, long = b"d" * 16, b"l" * 16
-    hidden, prompt = torch.randn(1, 300, 64, generator=rng), torch.randn(1, 2_000, 64, generator=rng)
+    bench = Bench(span)
+    rng = torch.Generator().manual_seed(1)
+    decoding = b"d" * 16
+    long = b"l" * 16
+    hidden = torch.randn(1, 300, 64, generator=rng)
+    prompt = torch.randn(1, 2_000, 64, generator=rng)
     bench.open(decoding)
     bench.open(long)
     bench.put(decoding, hidden[:, :4], 0)
@@ -141,16 +146,17 @@ def test_decoding_goes_on_beside_a_long_prefill(span: LoadedSpan) -> None:
         assert len(bench.outputs[decoding]) == n_steps - 3, "each pass takes the decode step along"
     assert bench.outputs[long], "the prefill moved on beside it"
     torch.testing.assert_close(bench.outputs[long][0], whole(span, prompt), rtol=1e-3, atol=1e-3)
-    got = torch.cat(bench.outputs[decoding], 1)
+    actual = torch.cat(bench.outputs[decoding], 1)
     # how many steps there are depends on the machine: of hundreds some come near the bound of docs/protocol.md
-    torch.testing.assert_close(got, whole(span, hidden[:, :n_steps]), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(actual, whole(span, hidden[:, :n_steps]), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("weight", "first"), [(1.0, b"l" * 16), (4.0, b"h" * 16)])
 def test_who_weighs_more_gets_more_of_the_turns(span: LoadedSpan, weight: float, first: bytes) -> None:
-    bench, prompt = Bench(span), torch.randn(1, 2_000, 64, generator=torch.Generator().manual_seed(4))
-    for key, own in ((b"l" * 16, 1.0), (b"h" * 16, weight)):
-        bench.open(key, client=key, weight=own)
+    bench = Bench(span)
+    prompt = torch.randn(1, 2_000, 64, generator=torch.Generator().manual_seed(4))
+    for key, n_turns in ((b"l" * 16, 1.0), (b"h" * 16, weight)):
+        bench.open(key, client=key, weight=n_turns)
         bench.put(key, prompt, 0)
     while not any(bench.outputs.values()):
         bench.step()
@@ -159,9 +165,12 @@ def test_who_weighs_more_gets_more_of_the_turns(span: LoadedSpan, weight: float,
 
 @pytest.mark.parametrize("way", ["one call", "a straight line"])
 def test_a_quick_pass_gives_the_same(span: LoadedSpan, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, rng = Bench(span), torch.Generator().manual_seed(2)
-    hidden, key = torch.randn(1, 12, 64, generator=rng), b"k" * 16
-    positions, cache = torch.arange(12).unsqueeze(0), span.new_cache()
+    bench = Bench(span)
+    rng = torch.Generator().manual_seed(2)
+    hidden = torch.randn(1, 12, 64, generator=rng)
+    key = b"k" * 16
+    positions = torch.arange(12).unsqueeze(0)
+    cache = span.new_cache()
     plain = [span.forward(hidden[:, i : i + 1], positions[:, i : i + 1], None, cache, i) for i in range(12)]
     monkeypatch.setattr(span, "_quick", None)  # both are put back
     monkeypatch.setattr(span, "_fused_shape", span._fused_shape if way == "one call" else None)
@@ -186,14 +195,18 @@ def by_one_call(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch) -> LoadedSpan
 
 
 def test_steps_get_in_between_the_blocks_of_a_prompt(by_one_call: LoadedSpan) -> None:
-    bench, rng = Bench(by_one_call, calls_aside=True), torch.Generator().manual_seed(6)
-    decoding, long, n_steps = b"d" * 16, b"l" * 16, 4
-    hidden, prompt = torch.randn(1, 300, 64, generator=rng), torch.randn(1, 600, 64, generator=rng)
+    bench = Bench(by_one_call, can_interleave=True)
+    rng = torch.Generator().manual_seed(6)
+    decoding = b"d" * 16
+    long = b"l" * 16
+    n_steps = 4
+    hidden = torch.randn(1, 300, 64, generator=rng)
+    prompt = torch.randn(1, 600, 64, generator=rng)
 
     def on_block() -> None:
         nonlocal n_steps
         bench.now += 1.0
-        if bench.engine.lets_in:
+        if bench.engine.is_open_to_steps:
             bench.put(decoding, hidden[:, n_steps : n_steps + 1], n_steps)
             bench.step_aside()
             n_steps += 1
@@ -216,8 +229,10 @@ def test_steps_get_in_between_the_blocks_of_a_prompt(by_one_call: LoadedSpan) ->
 def test_a_step_that_fails_in_the_midst_of_a_prompt_ends_its_own_session_only(
     by_one_call: LoadedSpan, monkeypatch: pytest.MonkeyPatch, nothing_breaks_behind_a_guard: list[logging.LogRecord]
 ) -> None:
-    bench, rng = Bench(by_one_call, calls_aside=True), torch.Generator().manual_seed(7)
-    failing, long = b"f" * 16, b"l" * 16
+    bench = Bench(by_one_call, can_interleave=True)
+    rng = torch.Generator().manual_seed(7)
+    failing = b"f" * 16
+    long = b"l" * 16
     prompt = torch.randn(1, 100, 64, generator=rng)
     for key in (failing, long):
         bench.open(key)
@@ -226,7 +241,7 @@ def test_a_step_that_fails_in_the_midst_of_a_prompt_ends_its_own_session_only(
 
     def on_block() -> None:
         bench.now += 1.0
-        if bench.engine.lets_in and not bench.others:
+        if bench.engine.is_open_to_steps and not bench.others:
             bench.put(failing, prompt[:, :1], 1)
             with monkeypatch.context() as broken:
                 broken.setattr(by_one_call, "forward_ragged", lambda *_: torch.ones(2) @ torch.ones(3))
@@ -243,9 +258,11 @@ def test_a_step_that_fails_in_the_midst_of_a_prompt_ends_its_own_session_only(
 
 
 def test_what_was_handed_over_goes_on_elsewhere(span: LoadedSpan) -> None:
-    key, rng = b"h" * 16, torch.Generator().manual_seed(3)
+    key = b"h" * 16
+    rng = torch.Generator().manual_seed(3)
     hidden = torch.randn(1, 30, 64, generator=rng)
-    old, heir = Bench(span), Bench(span)
+    old = Bench(span)
+    heir = Bench(span)
     old.open(key)
     for a, b in ((0, 20), (20, 21)):
         old.put(key, hidden[:, a:b], a)
@@ -264,7 +281,8 @@ def test_what_was_handed_over_goes_on_elsewhere(span: LoadedSpan) -> None:
 
 def test_caches_that_were_changed_on_the_way_are_refused(span: LoadedSpan) -> None:
     key = b"t" * 16
-    old, heir = Bench(span), Bench(span)
+    old = Bench(span)
+    heir = Bench(span)
     old.open(key)
     old.put(key, torch.randn(1, 5, 64), 0)
     old.run()
@@ -301,10 +319,12 @@ FORGED: dict[str, dict[str, torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("what", FORGED)
-def test_forged_caches_end_their_own_session_and_nothing_else(span: LoadedSpan, what: str) -> None:
-    key, other = b"f" * 16, b"o" * 16
-    old, heir = Bench(span), Bench(span)
+@pytest.mark.parametrize("forgery", FORGED)
+def test_forged_caches_end_their_own_session_and_nothing_else(span: LoadedSpan, forgery: str) -> None:
+    key = b"f" * 16
+    other_key = b"o" * 16
+    old = Bench(span)
+    heir = Bench(span)
     old.open(key)
     old.put(key, torch.randn(1, 5, 64), 0)
     old.run()
@@ -313,17 +333,17 @@ def test_forged_caches_end_their_own_session_and_nothing_else(span: LoadedSpan, 
     (frame,) = FrameDecoder().feed_untrusted(old.raw[0])
     part = worker.decode(frame.header)
     assert isinstance(part, CachePart)
-    raw = save({**load(bytes(frame.payload)), **FORGED[what]})
+    raw = save({**load(bytes(frame.payload)), **FORGED[forgery]})
     heir.open(key, inherit="old")
-    heir.open(other)
+    heir.open(other_key)
     heir.feed(messages.framed(msgspec.structs.replace(part, digest=hashlib.sha256(raw).digest()), raw))
     (refusal,) = heir.others
     assert isinstance(refusal, Refusal)
     assert refusal.code == "session_lost"
     hidden = torch.randn(1, 4, 64)
-    heir.put(other, hidden, 0)
+    heir.put(other_key, hidden, 0)
     heir.run()
-    alike(heir.outputs[other][0], whole(span, hidden))
+    alike(heir.outputs[other_key][0], whole(span, hidden))
 
 
 def test_a_pass_that_fails_ends_its_sessions_and_not_the_worker(
@@ -345,7 +365,8 @@ def test_a_pass_that_fails_ends_its_sessions_and_not_the_worker(
 def test_a_card_that_computes_nothing_any_more_ends_the_worker(
     span: LoadedSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, key = Bench(span), b"c" * 16
+    bench = Bench(span)
+    key = b"c" * 16
     bench.open(key)
     bench.put(key, torch.randn(1, 20, 64), 0)
 
@@ -358,7 +379,8 @@ def test_a_card_that_computes_nothing_any_more_ends_the_worker(
 
 
 def test_every_frame_is_counted_once_it_is_dealt_with(span: LoadedSpan) -> None:
-    bench, key = Bench(span), b"n" * 16
+    bench = Bench(span)
+    key = b"n" * 16
     bench.open(key)
     bench.put(key, torch.randn(1, 4, 64), 0)
     bench.put(key, torch.randn(1, 1, 64), 4)
@@ -386,30 +408,32 @@ class TestSharedBeginnings:
 
     def answers(self, bench: Bench, key: bytes, hidden: torch.Tensor, client: bytes) -> int:
         """Open a session and send it all, in ops of 48 tokens; how many were taken over."""
-        before = bench.engine.n_reused
+        n_before = bench.engine.n_reused
         bench.open(key, client=client)
         for start in range(0, hidden.shape[1], 48):
             bench.put(key, hidden[:, start : start + 48], start)
         bench.run()
-        got = torch.cat(bench.outputs[key], 1)
-        alike(got, whole(bench.engine.span, hidden))
-        return bench.engine.n_reused - before
+        actual = torch.cat(bench.outputs[key], 1)
+        alike(actual, whole(bench.engine.span, hidden))
+        return bench.engine.n_reused - n_before
 
     def test_the_second_takes_over_what_the_first_computed(self, bench: Bench) -> None:
-        system, client = self.text(120, 1), b"client"
+        system = self.text(120, 1)
+        client = b"client"
         first, second = (torch.cat([system, self.text(30, seed)], 1) for seed in (2, 3))
         assert self.answers(bench, b"a" * 16, first, client) == 0
         assert self.answers(bench, b"b" * 16, second, client) == 112, "whole blocks of 16"
         assert self.answers(bench, b"c" * 16, first, client) == 144
         for key, text in ((b"a" * 16, first), (b"b" * 16, second)):  # they go on apart
-            more = self.text(1, key[0])
-            bench.put(key, more, 150)
+            extra = self.text(1, key[0])
+            bench.put(key, extra, 150)
             bench.run()
-            right = whole(bench.engine.span, torch.cat([text, more], 1))[:, -1:]
+            right = whole(bench.engine.span, torch.cat([text, extra], 1))[:, -1:]
             alike(bench.outputs[key][-1], right)
 
     def test_those_that_come_together_wait_for_the_first(self, bench: Bench) -> None:
-        text, keys = self.text(96, 1), [bytes([i]) * 16 for i in range(4)]
+        text = self.text(96, 1)
+        keys = [bytes([i]) * 16 for i in range(4)]
         for key in keys:
             bench.open(key, client=b"client")
             bench.put(key, text, 0)
@@ -419,7 +443,8 @@ class TestSharedBeginnings:
             alike(bench.outputs[key][0], whole(bench.engine.span, text))
 
     def test_a_long_beginning_lies_in_memory_once(self, bench: Bench) -> None:
-        system, client = self.text(320, 1), b"client"
+        system = self.text(320, 1)
+        client = b"client"
         keys = [bytes([i]) * 16 for i in range(4)]
         texts = {key: torch.cat([system, self.text(20, key[0] + 5)], 1) for key in keys}
         for key in keys:
@@ -434,10 +459,10 @@ class TestSharedBeginnings:
         bench.put(keys[2], self.text(3, 1), 300, Edit(crop=42))
         bench.run()
         for key in keys:
-            more = [self.text(1, key[0]), self.text(1, key[0] + 1)]
-            right = whole(bench.engine.span, torch.cat([texts[key], *more], 1))[:, -2:]
-            got = torch.cat(bench.outputs[key], 1)[:, 340:342]
-            alike(got, right)
+            extra = [self.text(1, key[0]), self.text(1, key[0] + 1)]
+            right = whole(bench.engine.span, torch.cat([texts[key], *extra], 1))[:, -2:]
+            actual = torch.cat(bench.outputs[key], 1)[:, 340:342]
+            alike(actual, right)
         right = whole(bench.engine.span, torch.cat([texts[keys[2]][:, :300], self.text(3, 1)], 1))[:, -3:]
         alike(bench.outputs[keys[2]][-1], right)
 
@@ -446,7 +471,9 @@ class TestSharedBeginnings:
         assert self.answers(bench, b"b" * 16, self.text(64, 1), b"other") == 0
 
     def test_what_was_cropped_or_closed_is_not_there(self, bench: Bench) -> None:
-        text, client, first = self.text(96, 1), b"client", b"a" * 16
+        text = self.text(96, 1)
+        client = b"client"
+        first = b"a" * 16
         self.answers(bench, first, text, client)
         bench.put(first, self.text(4, 2), 40, Edit(crop=56))
         bench.run()
@@ -456,7 +483,8 @@ class TestSharedBeginnings:
         assert self.answers(bench, b"c" * 16, text, client) == 0
 
     def test_what_was_taken_over_is_handed_over_and_replayed_as_well(self, bench: Bench) -> None:
-        text, client = self.text(96, 1), b"client"
+        text = self.text(96, 1)
+        client = b"client"
         self.answers(bench, b"a" * 16, text, client)
         self.answers(bench, b"b" * 16, text, client)
         bench.feed(messages.framed(CloseSession(session=b"a" * 16, start=0)))
@@ -494,12 +522,13 @@ class TestHead:
             if not want:
                 assert not any(bench.logits.get(key, ()))  # nothing is wanted, or more than one answer holds
                 continue
-            (out,), (raw,) = bench.outputs[key], bench.logits[key]
+            (out,) = bench.outputs[key]
+            (raw,) = bench.logits[key]
             assert out.shape == (1, want, 64)
-            given = top.unpack_untrusted(raw, want, 320)
-            own = head._ends.logits(out[0], bench.engine.span.layer_arity)
-            torch.testing.assert_close(given.filled(320).gather(1, given.ids), own.gather(1, given.ids))
-            assert torch.equal(given.ids[:, 0], own.argmax(1))
+            sent = top.unpack_untrusted(raw, want, 320)
+            expected = head._ends.logits(out[0], bench.engine.span.layer_arity)
+            torch.testing.assert_close(sent.filled(320).gather(1, sent.ids), expected.gather(1, sent.ids))
+            assert torch.equal(sent.ids[:, 0], expected.argmax(1))
 
     def test_who_does_not_ask_gets_none_and_nothing_passes_through(self, bench: Bench) -> None:
         bench.open(b"a" * 16)
@@ -516,13 +545,14 @@ class TestHead:
         assert b"a" * 16 not in bench.logits
 
     def test_many_rows_are_computed_some_at_a_time(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        head, sizes = bench.engine._head, list[int]()
+        head = bench.engine._head
+        sizes = list[int]()
         assert head is not None
-        whole = head._ends.logits
+        joint = head._ends.logits
 
         def noted(hidden: torch.Tensor, arity: int) -> torch.Tensor:
             sizes.append(len(hidden))
-            return whole(hidden, arity)
+            return joint(hidden, arity)
 
         monkeypatch.setattr(head._ends, "logits", noted)
         rows = [torch.randn(n, 64) for n in (3, 70, 60)]
@@ -536,7 +566,7 @@ class TestHead:
     def test_a_head_that_fails_costs_its_logits_only(
         self, bench: Bench, monkeypatch: pytest.MonkeyPatch, nothing_breaks_behind_a_guard: list[logging.LogRecord]
     ) -> None:
-        def fail(*about: object) -> list[bytes]:
+        def fail(*fields: object) -> list[bytes]:
             raise RuntimeError("no memory")
 
         assert bench.engine._head is not None

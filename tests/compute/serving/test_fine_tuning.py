@@ -73,10 +73,10 @@ class Bench:
         answers, self.answers = self.answers, []
         return answers
 
-    def forward(self, seq: int, hidden: torch.Tensor, mask: torch.Tensor | None = None, **more: object) -> None:
+    def forward(self, seq: int, hidden: torch.Tensor, mask: torch.Tensor | None = None, **fields: object) -> None:
         b, t, _ = hidden.shape
         places = torch.arange(t, dtype=torch.int32).expand(b, t), mask
-        message = Forward(session=LANE, seq=seq, **{"keep": True, **more})  # type: ignore[arg-type]
+        message = Forward(session=LANE, seq=seq, **{"keep": True, **fields})  # type: ignore[arg-type]
         self.feed(*forward_frames(message, self.hop.start, hidden, places, "raw"))
 
     def backward(self, seq: int, gradient: torch.Tensor, codec: str = "raw") -> None:
@@ -115,7 +115,8 @@ def by_autograd(
 
 @pytest.mark.parametrize("has_room", [True, False])  # for graphs, or they are computed again
 def test_gradients_equal_autograd_with_and_without_graphs(span: LoadedSpan, has_room: bool) -> None:
-    hidden, gradient = torch.randn(2, 9, 64), torch.randn(2, 9, 64)
+    hidden = torch.randn(2, 9, 64)
+    gradient = torch.randn(2, 9, 64)
     bench = Bench(span, hop=Span(1, 3), limit_bytes=ROOM if has_room else 30_000)
     bench.forward(1, hidden)
     out = values(bench.run(), Forward)
@@ -139,18 +140,21 @@ def test_padding_counts(span: LoadedSpan) -> None:
 
 
 def test_small_gradients_survive_half_precision(span: LoadedSpan) -> None:
-    hidden, gradient = torch.randn(1, 5, 64), 1e-9 * torch.randn(1, 5, 64)
+    hidden = torch.randn(1, 5, 64)
+    gradient = 1e-9 * torch.randn(1, 5, 64)
     bench = Bench(span)
     bench.forward(0, hidden)
     bench.run()
     bench.backward(0, gradient, "float16")
-    got, expected = values(bench.run(), Backward), by_autograd(span, hidden, gradient)[1]
-    assert (got - expected).norm() / expected.norm() < 1e-3
+    actual = values(bench.run(), Backward)
+    expected = by_autograd(span, hidden, gradient)[1]
+    assert (actual - expected).norm() / expected.norm() < 1e-3
 
 
 def test_long_micro_batches_travel_in_parts(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmd.wire.micro_batches.PART_BYTES", 2_000)
-    hidden, gradient = torch.randn(1, 40, 64), torch.randn(1, 40, 64)
+    hidden = torch.randn(1, 40, 64)
+    gradient = torch.randn(1, 40, 64)
     bench = Bench(span)
     bench.forward(0, hidden)
     n_parts = len(bench.run())
@@ -169,7 +173,8 @@ def test_long_micro_batches_travel_in_parts(span: LoadedSpan, monkeypatch: pytes
 def test_lora_and_prefix_get_the_gradients_of_autograd(kv_cache: str, tmp_path: Path) -> None:
     span = load(tmp_path, kv_cache)
     torch.manual_seed(1)
-    hidden, gradient = torch.randn(2, 5, 64), torch.randn(2, 5, 64)
+    hidden = torch.randn(2, 5, 64)
+    gradient = torch.randn(2, 5, 64)
     tensors = {}
     for block in range(4):
         tensors |= {
@@ -187,33 +192,37 @@ def test_lora_and_prefix_get_the_gradients_of_autograd(kv_cache: str, tmp_path: 
     out = values(bench.run(), Forward)
     bench.backward(0, gradient)
     answers = bench.run()
-    got = safetensors.torch.load(b"".join(p for m, p in answers if isinstance(m, Gradients)))
+    actual = safetensors.torch.load(b"".join(p for m, p in answers if isinstance(m, Gradients)))
 
-    model, leaves = span.model, {k: v.clone().requires_grad_() for k, v in tensors.items()}
-    cache, entering = span.new_cache(with_gradients=True), hidden.clone().requires_grad_()
+    model = span.model
+    leaves = {k: v.clone().requires_grad_() for k, v in tensors.items()}
+    cache = span.new_cache(with_gradients=True)
+    entering = hidden.clone().requires_grad_()
     for block, layer in enumerate(cache.owned):
         layer.update(leaves[f"{block}.keys"].expand(2, -1, -1, -1), leaves[f"{block}.values"].expand(2, -1, -1, -1))
     names = [n for n in leaves if n.endswith("lora_A")]
     hooks = []
     for name in names:
-        a, b = leaves[name], leaves[name.replace("lora_A", "lora_B")]
+        a = leaves[name]
+        b = leaves[name.replace("lora_A", "lora_B")]
         module = model.get_submodule(name.removesuffix(".lora_A"))
         hooks.append(module.register_forward_hook(lambda _, x, y, a=a, b=b: y + x[0] @ a.T @ b.T))
     expected = span.forward_with_grad(entering, places, None, None, None, cache)
     for hook in hooks:
         hook.remove()
-    wanted = dict(
+    reference = dict(
         zip(["", *leaves], torch.autograd.grad(expected, [entering, *leaves.values()], gradient), strict=True)
     )
     torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(values(answers, Backward), wanted.pop(""), rtol=1e-4, atol=1e-5)
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert (got[name] - value).norm() / value.norm() < 1e-5, name
+    torch.testing.assert_close(values(answers, Backward), reference.pop(""), rtol=1e-4, atol=1e-5)
+    assert actual.keys() == reference.keys()
+    for name, value in reference.items():
+        assert (actual[name] - value).norm() / value.norm() < 1e-5, name
 
 
 def test_what_gave_way_is_said_to_be_gone(span: LoadedSpan) -> None:
-    hidden, n_fit = torch.randn(1, 8, 64), 5
+    hidden = torch.randn(1, 8, 64)
+    n_fit = 5
     bench = Bench(span, limit_bytes=n_fit * hidden.numel() * 4)
     for seq in range(1, n_fit + 5):
         bench.forward(seq, hidden)
@@ -316,7 +325,8 @@ def test_what_clients_give_is_bounded_for_each_and_nobody_drives_another_out(spa
 
 
 def test_three_clients_with_little_room_get_the_gradients_of_autograd(span: LoadedSpan) -> None:
-    hidden, gradient = torch.randn(1, 6, 64), torch.randn(1, 6, 64)
+    hidden = torch.randn(1, 6, 64)
+    gradient = torch.randn(1, 6, 64)
     expected = by_autograd(span, hidden, gradient)[1]
     bench = Bench(span, limit_bytes=200_000)
     lanes = [bytes([n]) * 16 for n in range(3)]
@@ -332,14 +342,15 @@ def test_three_clients_with_little_room_get_the_gradients_of_autograd(span: Load
             bench.feed(*backward_frames(lane, 4, seq, gradient, "raw"))
     for message, payload in bench.run():
         assert isinstance(message, Backward), message
-        got = unpack_values_untrusted(message.tensor, payload)
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        actual = unpack_values_untrusted(message.tensor, payload)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_clients_take_turns(span: LoadedSpan) -> None:
     bench = Bench(span)
     bench.open(b"m" * 16, client=b"another")
-    hidden, places = torch.randn(2, 64, 64), (torch.zeros(2, 64).int(), None)
+    hidden = torch.randn(2, 64, 64)
+    places = (torch.zeros(2, 64).int(), None)
     for seq in range(6):
         bench.forward(seq, hidden)
     bench.feed(*forward_frames(Forward(session=b"m" * 16), 0, hidden, places, "raw"))
@@ -352,7 +363,8 @@ def test_families_of_the_issue_give_gradients(tmp_path: Path) -> None:
         folder = checkpoints.make(family, tmp_path / family, n_layers=2)
         loaded = LoadedSpan(folder, Span(0, 2), torch.float32)
         loaded.self_test()
-        hidden, gradient = torch.randn(2, 12, 64), torch.randn(2, 12, 64)
+        hidden = torch.randn(2, 12, 64)
+        gradient = torch.randn(2, 12, 64)
         bench = Bench(loaded)
         bench.forward(0, hidden)
         bench.run()

@@ -22,10 +22,13 @@ from swarmd.protocol.wire.messages import CloseSession, Op
 class PlayedEngine:
     """In the midst of a pass all the time."""
 
-    lets_in, handled, n_reused = True, 0, 0
+    is_open_to_steps = True
+    handled = 0
+    n_reused = 0
 
     def __init__(self, worker: Worker) -> None:
-        self.worker, self.n_aside = worker, 0
+        self.worker = worker
+        self.n_aside = 0
         self.taken: list[Any] = []
 
     def take(self, message: Any, *_: Any) -> Iterator[bytes]:
@@ -33,7 +36,7 @@ class PlayedEngine:
         self.taken.append(message)
         yield from ()
 
-    def run_aside(self) -> Iterator[bytes]:
+    def run_interleaved(self) -> Iterator[bytes]:
         self.n_aside += 1
         for op in self.taken:
             yield messages.framed(op)
@@ -50,19 +53,20 @@ def test_in_the_midst_of_a_prompt_it_takes_steps_and_nothing_that_comes_behind_w
         engine = PlayedEngine(worker)
         worker._engine = engine  # type: ignore[assignment]
         worker._training = SimpleNamespace(take=lambda *_: None, tuned=None, handled=0)  # type: ignore[assignment]
-        step, close = Op(session=b"a" * 16, seq=1), CloseSession(session=b"b" * 16)
+        step = Op(session=b"a" * 16, seq=1)
+        close = CloseSession(session=b"b" * 16)
         for message in (step, close, msgspec.structs.replace(step, seq=2)):
             ours.sendall(messages.framed(message))
         with torch.inference_mode():
             worker._on_block()
         assert [m.seq for m in engine.taken] == [1]
-        assert len(worker._late) == 2
+        assert len(worker._deferred) == 2
         assert engine.n_aside == 1, "and not within itself"
         answers = list(FrameDecoder().feed_untrusted(ours.recv(1 << 16)))
         assert any(b"seq" in answer.header for answer in answers), "what it gave is on its way at once"
         ours.sendall(messages.framed(step))
         worker._on_block()
-        assert len(worker._late) == 2, "what comes later stays where it is"
+        assert len(worker._deferred) == 2, "what comes later stays where it is"
 
 
 def test_a_worker_that_ends_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +87,8 @@ class PlayedTime:
     """A clock that waiting and ``pass_by`` move on; a frame comes after ten seconds."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.now = connection, 1000.0
+        self.connection = connection
+        self.now = 1000.0
 
     def monotonic(self) -> float:
         return self.now
@@ -101,7 +106,8 @@ class PlayedTime:
 def test_becoming_quicker_takes_no_more_than_the_owners_share(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        worker, clock = Worker(theirs), PlayedTime(theirs)
+        worker = Worker(theirs)
+        clock = PlayedTime(theirs)
         monkeypatch.setattr("swarmd.compute.serving.worker.time", clock)
         monkeypatch.setattr("swarmd.compute.serving.worker.select", clock)
         made_at: list[float] = []
@@ -113,6 +119,6 @@ def test_becoming_quicker_takes_no_more_than_the_owners_share(monkeypatch: pytes
 
         worker._woke_at = clock.now
         worker._duty = Duty(share=0.1)
-        worker._improving = SimpleNamespace(step=step, news=[], is_done=False)  # type: ignore[assignment]
+        worker._improvements = SimpleNamespace(step=step, news=[], is_done=False)  # type: ignore[assignment]
         worker._measure_while_idle()
         assert len(made_at) == 10, "a tenth of ten seconds"
