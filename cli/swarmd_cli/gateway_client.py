@@ -59,11 +59,11 @@ class GatewayClient:
 
 def running_gateway() -> GatewayClient | None:
     """The gateway of this home, if one runs and answers: one that was killed leaves its address behind."""
-    from swarmd.gateway.address import running, token_of
+    from swarmd.gateway.address import read_token, read_url
 
     folder = home().folder
-    url = running(folder)
-    return GatewayClient(url, token_of(folder)) if url is not None and _answers(url) else None
+    url = read_url(folder)
+    return GatewayClient(url, read_token(folder)) if url is not None and _answers(url) else None
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def gateway_of_this_home() -> Iterator[GatewayClient]:
         return
     from swarmd.config import SUPERVISED
     from swarmd.errors import SwarmUnavailable
-    from swarmd.gateway.address import token_of
+    from swarmd.gateway.address import read_token
     from swarmd.node.machine.gateway_process import command
 
     folder = home().folder
@@ -100,7 +100,7 @@ def gateway_of_this_home() -> Iterator[GatewayClient]:
             raise SwarmUnavailable(
                 said[-1].removeprefix("swarmd: ") if said else "the gateway ended, and did not say why"
             )
-        yield GatewayClient(line.split(" is at ")[1].split()[0], token_of(folder))
+        yield GatewayClient(line.split(" is at ")[1].split()[0], read_token(folder))
     finally:
         child.terminate()
         child.wait()

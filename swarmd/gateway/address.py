@@ -8,12 +8,12 @@ TOKEN_FILE = "gateway.token"
 ADDRESS_FILE = "gateway.address"
 
 
-def running(folder: Path) -> str | None:
+def read_url(folder: Path) -> str | None:
     """The URL of the gateway that runs, or ran until it was killed."""
     return _read(folder / ADDRESS_FILE)
 
 
-def token_of(folder: Path) -> str:
+def read_token(folder: Path) -> str:
     """What lets this machine's user in, whatever keys there are; "" while none runs."""
     return _read(folder / TOKEN_FILE) or ""
 

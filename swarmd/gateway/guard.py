@@ -12,7 +12,7 @@ import ipaddress
 import trio
 from starlette.requests import ClientDisconnect, Request
 
-from swarmd.gateway.apis.refusals import ApiError, bad
+from swarmd.gateway.apis.refusals import ApiError, bad_request
 from swarmd.gateway.keys import Keys
 
 MOST_BODY_BYTES = 8 * 2**20  # of a request: a context of a million tokens is half of it
@@ -42,23 +42,25 @@ class Guard:
         """
         host = request.headers.get("host", "")
         if not self._is_our_host(host):
-            raise ApiError(403, "permission_error", _foreign(host))
+            raise ApiError(403, "permission_error", _explain_foreign_host(host))
         origin = request.headers.get("origin")
         if origin is not None and not self._is_our_origin(origin, request):
             raise ApiError(403, "permission_error", "pages of other origins are not let in (see [gateway] origins)")
         if request.url.path in OPEN_PATHS or request.url.path.startswith(OPEN_FOLDER) or request.method == "OPTIONS":
             return ""
-        given = _key_of(request)
-        if given and hmac.compare_digest(given.encode(), self._token.encode()):
+        presented_key = _read_key(request)
+        if presented_key and hmac.compare_digest(presented_key.encode(), self._token.encode()):
             return ""
-        if given and not needs_token and (name := self._keys.whose(given)) is not None:
+        if presented_key and not needs_token and (name := self._keys.whose(presented_key)) is not None:
             return name
         if self._is_local and not self._keys.all() and not needs_token:
             return ""
         if needs_token:
             raise ApiError(401, "authentication_error", "only with this machine's own token", None, "invalid_token")
-        what = "this key is not known" if given else "an API key is needed: Authorization: Bearer sk-swarmd-..."
-        raise ApiError(401, "authentication_error", what, None, "invalid_api_key")
+        reason = (
+            "this key is not known" if presented_key else "an API key is needed: Authorization: Bearer sk-swarmd-..."
+        )
+        raise ApiError(401, "authentication_error", reason, None, "invalid_api_key")
 
     def _is_our_host(self, host: str) -> bool:
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
@@ -75,7 +77,7 @@ class Guard:
         return origin in self._origins or origin == f"{request.url.scheme}://{request.headers.get('host', '')}"
 
 
-def _foreign(host: str) -> str:
+def _explain_foreign_host(host: str) -> str:
     """Why a Host is refused, and which setting takes it."""
     name = host.rsplit(":", 1)[0][:64]
     return (
@@ -84,12 +86,12 @@ def _foreign(host: str) -> str:
     )
 
 
-def _key_of(request: Request) -> str:
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+def _read_key(request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
-async def body_of(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
     """The body, bounded as it is read. Raises ApiError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -106,7 +108,7 @@ async def body_of(request: Request) -> bytes:
     except trio.TooSlowError:
         raise ApiError(408, "invalid_request_error", f"the body did not come within {BODY_WITHIN_S:.0f} s") from None
     except ClientDisconnect:
-        raise bad("the client has gone") from None
+        raise bad_request("the client has gone") from None
     if n_bytes > MOST_BODY_BYTES:
         raise ApiError(413, "invalid_request_error", f"a request has at most {MOST_BODY_BYTES >> 20} MiB")
     return bytes(body)

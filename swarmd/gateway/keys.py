@@ -39,12 +39,12 @@ class Keys:
     def all(self) -> list[ApiKey]:
         """Raises ConfigError for a file that is damaged."""
         try:
-            found = self._path.stat()
+            file_status = self._path.stat()
         except FileNotFoundError:
             return []
-        if (found.st_mtime_ns, found.st_size) != self._read_at:
+        if (file_status.st_mtime_ns, file_status.st_size) != self._read_at:
             self._keys = read_json(self._path, list[ApiKey], "remove it, and add the keys again")
-            self._read_at = found.st_mtime_ns, found.st_size
+            self._read_at = file_status.st_mtime_ns, file_status.st_size
         return self._keys
 
     def add(self, name: str) -> str:
@@ -64,13 +64,13 @@ class Keys:
             raise ConfigError(f"there is no key {name!r}; there are: {names}")
         self._write([key for key in self.all() if key.name != name])
 
-    def whose(self, given: str) -> str | None:
+    def whose(self, presented_key: str) -> str | None:
         """The name of a key, compared in constant time; None for one that is not known."""
-        digest, found = _hash(given), None
+        digest, name = _hash(presented_key), None
         for key in self.all():
             if hmac.compare_digest(key.sha256, digest):
-                found = key.name
-        return found
+                name = key.name
+        return name
 
     def _write(self, keys: list[ApiKey]) -> None:
         write_file(self._path, msgspec.json.encode(keys), secret=True)

@@ -90,37 +90,42 @@ class ServedModels:
         except ConfigError:
             raise refusals.unknown_model(name, [listed.name for listed in self.listed()]) from None
         except SwarmError as error:
-            raise refusals.of(error) from None
+            raise refusals.from_swarm_error(error) from None
         async with self._loading.setdefault(model, trio.Lock()):
             if (model, dtype) not in self._engines:
                 try:
                     with trio.fail_after(LOADED_WITHIN_S):
                         self._engines[model, dtype] = await self._load(model, n_blocks, dtype)
                 except trio.TooSlowError:
-                    raise refusals.of(NoRoute(f"{name} was not loaded within {LOADED_WITHIN_S:.0f} s")) from None
+                    raise refusals.from_swarm_error(
+                        NoRoute(f"{name} was not loaded within {LOADED_WITHIN_S:.0f} s")
+                    ) from None
                 except SwarmError as error:
-                    raise refusals.of(error) from error
+                    raise refusals.from_swarm_error(error) from error
         return self._engines[model, dtype]
 
     async def _load(self, model: ModelId, n_blocks: int, dtype: str) -> GenerationEngine:
         folder = await self._swarm.folder(model, n_blocks)
 
-        by = head_called(self._head, self._swarm.weights_folder)
+        head_source = head_called(self._head, self._swarm.weights_folder)
 
         def load() -> tuple[Ends, Tokenizer]:
             try_out(folder)
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             return Ends(
-                folder, getattr(torch, dtype), by if isinstance(by, Path) else None, is_quick=by is None
+                folder,
+                getattr(torch, dtype),
+                head_source if isinstance(head_source, Path) else None,
+                is_quick=head_source is None,
             ), tokenizer
 
         if not (folder / "tokenizer.json").is_file():
             raise ConfigError("this model has no tokenizer.json: it cannot be asked by text")
         ends, tokenizer = await trio.to_thread.run_sync(load)
         head = HeadThread(
-            ends, by if isinstance(by, HeadChecks) else None
+            ends, head_source if isinstance(head_source, HeadChecks) else None
         )  # of this model: another's answers say nothing of it
-        terms = SessionOptions(model, n_blocks, 1, 1, dtype, head=head.checks is not None)
-        engine = GenerationEngine(self._swarm, terms, head, tokenizer, Prompts(folder), self._turns)
+        options = SessionOptions(model, n_blocks, 1, 1, dtype, head=head.checks is not None)
+        engine = GenerationEngine(self._swarm, options, head, tokenizer, Prompts(folder), self._turns)
         await self._nursery.start(engine.run)
         return engine

@@ -55,11 +55,11 @@ class Page:
 
         async def produce(emit: Emit) -> None:
             async def say(name: str, raw: bytes) -> None:
-                await emit.event(raw, name)
+                await emit.send_event(raw, name)
 
-            await news.tell(self._swarm_now, self._machine, say)
+            await news.send_changes(self._swarm_now, self._machine, say)
 
-        return EventStream(produce, openai.fail)
+        return EventStream(produce, openai.emit_error)
 
     async def act(self, request: Request, key: str) -> Response:
         """Have the daemon do something; only whoever brought the token gets here."""
@@ -72,4 +72,4 @@ class Page:
             raise ApiError(409, "invalid_request_error", str(error)) from None
 
     def _swarm_now(self) -> dict[str, Any]:
-        return news.of_swarm(self._swarm.view(), self._machine.peer, self._models.chats)
+        return news.describe_swarm(self._swarm.view(), self._machine.peer, self._models.chats)

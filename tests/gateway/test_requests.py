@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from swarmd.gateway.generation.ending import ends_named
+from swarmd.gateway.generation.ending import read_end_tokens
 from tests.gateway.played import CHATML, LONGEST, played_gateway
 from tests.gateway.vocabularies import spm, unigram, word_piece
 
@@ -304,7 +304,7 @@ async def test_a_foreign_host_is_told_of_the_setting(tmp_path: Path, host: str) 
 def test_every_file_of_a_tokenizer_may_name_an_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}, "eot_token": "b"}))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "c", "pad_token": "d"}))
-    assert ends_named(tmp_path, tokenizer) == {tokenizer.token_to_id(name) for name in "abc"}
+    assert read_end_tokens(tmp_path, tokenizer) == {tokenizer.token_to_id(name) for name in "abc"}
 
 
 @pytest.mark.parametrize("where", ["settings", "template", "stop"])

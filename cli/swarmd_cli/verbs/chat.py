@@ -37,10 +37,10 @@ def chat(
 
     Example: swarmd chat llama
     """
-    from swarmd.gateway.address import running
+    from swarmd.gateway.address import read_url
 
     home().swarm()
-    if running(home().folder) is None:  # one that runs knows the names, and who is there
+    if read_url(home().folder) is None:  # one that runs knows the names, and who is there
         require_answers(model)
     given = {"temperature": temperature, "max_tokens": max_tokens}
     options = {name: value for name, value in given.items() if value is not None}

@@ -37,12 +37,14 @@ def gateway(
 
     from swarmd import config
     from swarmd.gateway.keys import Keys
-    from swarmd.gateway.listening import bound
+    from swarmd.gateway.listening import open_listener
 
     home().swarm()
     settings = config.load(home().folder).check().gateway
     chosen = replace(settings, listen=listen or settings.listen)
-    bound(chosen.listen, bool(Keys(home().folder).all())).close()  # what cannot be is refused before torch is imported
+    open_listener(
+        chosen.listen, bool(Keys(home().folder).all())
+    ).close()  # what cannot be is refused before torch is imported
     if config.SUPERVISED not in os.environ:
         require_answers()
         print("starting ...", file=sys.stderr, flush=True)
@@ -114,11 +116,11 @@ def open_page(
     import webbrowser
 
     from swarmd.errors import ConfigError
-    from swarmd.gateway.address import running, token_of
+    from swarmd.gateway.address import read_token, read_url
 
-    url = running(home().folder)
+    url = read_url(home().folder)
     if url is None:
         raise ConfigError("no gateway runs here: start one with swarmd gateway, or say on = true under [gateway]")
-    address = f"{url}/#token={token_of(home().folder)}"
+    address = f"{url}/#token={read_token(home().folder)}"
     if only_print or not webbrowser.open(address):
         print(address)

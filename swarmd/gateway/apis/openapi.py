@@ -28,7 +28,7 @@ def openapi(requests: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     by_struct = dict(zip(structs, schemas, strict=True))
     error = {JSON: {"schema": {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}}}
-    refusals = {status: {"description": what, "content": error} for status, what in ERRORS.items()}
+    refusals = {status: {"description": description, "content": error} for status, description in ERRORS.items()}
     answer = {"description": "the answer", "content": {JSON: {"schema": {"type": "object"}}, "text/event-stream": {}}}
     paths = {
         path: {

@@ -59,7 +59,11 @@ class MarkedParts:
                 parts.append(AnswerPart("content" if field == "content" else "reasoning", event["text"]))
             elif kind == "region_close" and field == "tool_calls":
                 values = event.get("value")
-                parts += [_call(v) for v in (values if isinstance(values, list) else [values]) if isinstance(v, dict)]
+                parts += [
+                    _read_call(value)
+                    for value in (values if isinstance(values, list) else [values])
+                    if isinstance(value, dict)
+                ]
         return parts
 
 
@@ -77,16 +81,16 @@ class ToolCallParts:
 
     def end(self) -> list[AnswerPart]:
         try:
-            written = json.loads(self._text)
+            calls = json.loads(self._text)
         except ValueError:  # cut off in the middle: what is there is all that there is
             return [AnswerPart("content", self._text)] if self._text else []
-        return [_call({"function": call}) for call in (written if isinstance(written, list) else [written])]
+        return [_read_call({"function": call}) for call in (calls if isinstance(calls, list) else [calls])]
 
 
 Parts = PlainParts | MarkedParts | ToolCallParts
 
 
-def _call(value: dict[str, Any]) -> AnswerPart:
+def _read_call(value: dict[str, Any]) -> AnswerPart:
     function = value.get("function", value)
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -94,7 +98,7 @@ def _call(value: dict[str, Any]) -> AnswerPart:
 
 
 @cache
-def marks_of(family: str) -> dict[str, Any] | None:
+def load_marks(family: str) -> dict[str, Any] | None:
     """The marks of a family, as transformers' own server knows them. A model's own would be patterns of anybody's."""
     from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as known
 

@@ -31,7 +31,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """The request cannot be right, whoever asks and whenever."""
     return ApiError(400, "invalid_request_error", message, param, code)
 
@@ -47,7 +47,7 @@ def too_long(n_prompt: int, n_more: int, limit: int) -> ApiError:
         f"this model's context is {limit} tokens; the prompt has {n_prompt}, and {n_more} more are asked for: "
         f"shorten it, or ask for at most {max(0, limit - n_prompt)}"
     )
-    return bad(message, "messages", "context_length_exceeded")
+    return bad_request(message, "messages", "context_length_exceeded")
 
 
 def queue_full(reason: Exception) -> ApiError:
@@ -55,25 +55,25 @@ def queue_full(reason: Exception) -> ApiError:
     return ApiError(429, "rate_limit_error", message, None, "rate_limit_exceeded", WAIT_S)
 
 
-def our_mistake() -> ApiError:
+def internal_error() -> ApiError:
     """What a client is told of a bug of ours."""
     return ApiError(500, "server_error", "the gateway made a mistake, which is in its log")
 
 
-def of(error: SwarmError) -> ApiError:
+def from_swarm_error(error: SwarmError) -> ApiError:
     """What a client is told of an error of the swarm's."""
     if isinstance(error, CacheExhausted):
-        return bad(str(error), "messages", "context_length_exceeded")
+        return bad_request(str(error), "messages", "context_length_exceeded")
     if isinstance(error, ConfigError):
-        return bad(str(error))
+        return bad_request(str(error))
     code = "model_incomplete" if isinstance(error, NoRoute) else "swarm_unavailable"
     is_full = isinstance(error, Refused) and error.code is Code.NO_CAPACITY
     wait_s = error.retry_after_s if isinstance(error, Refused) and error.retry_after_s else WAIT_S
     return ApiError(503, "server_error", str(error), None, "no_capacity" if is_full else code, max(1, round(wait_s)))
 
 
-def of_decoding(error: msgspec.ValidationError) -> ApiError:
+def from_decoding_error(error: msgspec.ValidationError) -> ApiError:
     """What is wrong with a body, and where: msgspec names the place as a path."""
     message, _, path = str(error).partition(" - at `$")
     param = path.removesuffix("`").lstrip(".") or None
-    return bad(f"{param or 'the body'}: {message}", param)
+    return bad_request(f"{param or 'the body'}: {message}", param)

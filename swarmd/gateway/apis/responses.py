@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from swarmd.gateway.apis.openai import CollectedAnswer, function_tool, schema_of, text_of, tool_choice_of
+from swarmd.gateway.apis.openai import CollectedAnswer, make_tool, read_schema, read_text, read_tool_choice
 from swarmd.gateway.apis.parts import AnswerPart
-from swarmd.gateway.apis.refusals import ApiError, bad
-from swarmd.gateway.apis.schema import MAX_MESSAGES, MAX_TOOLS, Length, SamplingFields, StreamOptions, length_of
+from swarmd.gateway.apis.refusals import ApiError, bad_request
+from swarmd.gateway.apis.schema import MAX_MESSAGES, MAX_TOOLS, Length, SamplingFields, StreamOptions, read_length
 from swarmd.gateway.apis.streams import Emit
 from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
 from swarmd.gateway.generation.row import RowReport
@@ -42,67 +42,69 @@ class ResponsesRequest(SamplingFields):
     include: list[str] | None = None
 
 
-def of_responses(request: ResponsesRequest, key: str) -> GenerationRequest:
+def parse_responses(request: ResponsesRequest, key: str) -> GenerationRequest:
     """Raises ApiError for what is not done here."""
     if request.truncation not in (None, "disabled"):
-        raise bad("truncation is not supported here: shorten the input", "truncation", "unsupported_parameter")
-    tools = tuple(one.function for one in _functions(request))
-    form = (request.text or {}).get("format")
-    flat = form if isinstance(form, dict) else {"type": "text"}
+        raise bad_request("truncation is not supported here: shorten the input", "truncation", "unsupported_parameter")
+    tools = tuple(function.function for function in _offered_functions(request))
+    text_format = (request.text or {}).get("format")
+    flat = text_format if isinstance(text_format, dict) else {"type": "text"}
     nested = {"type": flat.get("type"), "json_schema": {"schema": flat.get("schema")}}
     return GenerationRequest(
         model=request.model,
         sampled=request,
-        messages=_messages(request),
-        max_tokens=length_of(request.max_output_tokens, "max_output_tokens"),
-        schema=schema_of(nested, "text.format"),
+        messages=_read_messages(request),
+        max_tokens=read_length(request.max_output_tokens, "max_output_tokens"),
+        schema=read_schema(nested, "text.format"),
         tools=tools,
-        tool_choice=tool_choice_of(request.tool_choice, bool(tools)),
+        tool_choice=read_tool_choice(request.tool_choice, bool(tools)),
         several_calls=request.parallel_tool_calls is True,
         key=key,
     )
 
 
-def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+def _read_messages(request: ResponsesRequest) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     if request.instructions:
         turns.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
         return [*turns, {"role": "user", "content": request.input}]
-    names = {(one.namespace, one.name): one.offered_name for one in _functions(request)}
+    names = {(function.namespace, function.name): function.offered_name for function in _offered_functions(request)}
     for index, item in enumerate(request.input):
-        _add(turns, item, f"input[{index}]", names)
+        _add_item(turns, item, f"input[{index}]", names)
     return turns
 
 
-def _add(turns: list[dict[str, Any]], item: dict[str, Any], where: str, names: Mapping[tuple[str, str], str]) -> None:
+def _add_item(
+    turns: list[dict[str, Any]], item: dict[str, Any], where: str, names: Mapping[tuple[str, str], str]
+) -> None:
     """Add one item of the history; ``names`` are those that functions are offered by. Raises ApiError."""
     kind = item.get("type", "message")
     if kind == "message":
         role = {"developer": "system"}.get(str(item.get("role")), str(item.get("role")))
         if role not in ("system", "user", "assistant"):
-            raise bad(f"{where}.role is system, developer, user or assistant, not {role[:32]!r}", where)
-        text = text_of(item.get("content"), where)
+            raise bad_request(f"{where}.role is system, developer, user or assistant, not {role[:32]!r}", where)
+        text = read_text(item.get("content"), where)
         if role == "system" and turns and turns[0]["role"] == "system":  # templates take one, and first
             turns[0]["content"] += f"\n\n{text}"
         else:
             turns.append({"role": role, "content": text})
     elif kind in ("function_call", "custom_tool_call"):
-        own = {"arguments": str(item.get("arguments", "{}"))}
+        arguments = {"arguments": str(item.get("arguments", "{}"))}
         if kind == "custom_tool_call":  # whose input is text of any form
-            own = {"arguments": json.dumps({"input": str(item.get("input", ""))}, ensure_ascii=False)}
+            arguments = {"arguments": json.dumps({"input": str(item.get("input", ""))}, ensure_ascii=False)}
         name = str(item.get("name", ""))
-        call = {"name": names.get((str(item.get("namespace", "")), name), name), **own}
+        call = {"name": names.get((str(item.get("namespace", "")), name), name), **arguments}
         entry = {"id": item.get("call_id"), "type": "function", "function": call}
         if turns and turns[-1]["role"] == "assistant":
             turns[-1].setdefault("tool_calls", []).append(entry)
         else:
             turns.append({"role": "assistant", "content": "", "tool_calls": [entry]})
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        content = text_of(item.get("output"), where)
+        content = read_text(item.get("output"), where)
         turns.append({"role": "tool", "content": content, "tool_call_id": str(item.get("call_id", ""))})
     elif kind != "reasoning":  # which is the model's own, and no template wants it back
-        raise bad(f"{where}: items of type {str(kind)[:32]!r} are not supported here", where)
+        raise bad_request(f"{where}: items of type {str(kind)[:32]!r} are not supported here", where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,35 +120,39 @@ class _OfferedFunction:
         return str(self.function["function"]["name"])
 
 
-def _functions(request: ResponsesRequest) -> list[_OfferedFunction]:
+def _offered_functions(request: ResponsesRequest) -> list[_OfferedFunction]:
     """The functions among the tools. Raises ApiError.
 
     One whose name another one has, too, is offered with its namespace before it. A search of the web is left out:
     whoever serves the model would do it, and none here does.
     """
-    written: list[tuple[dict[str, Any], str]] = []
+    tools: list[tuple[dict[str, Any], str]] = []
     for tool in request.tools or ():
-        inner = tool.get("tools")
-        if tool.get("type") == "namespace" and isinstance(inner, list) and all(isinstance(one, dict) for one in inner):
-            written += [(one, str(tool.get("name", ""))) for one in inner]
+        inner_tools = tool.get("tools")
+        if (
+            tool.get("type") == "namespace"
+            and isinstance(inner_tools, list)
+            and all(isinstance(inner_tool, dict) for inner_tool in inner_tools)
+        ):
+            tools += [(inner_tool, str(tool.get("name", ""))) for inner_tool in inner_tools]
         elif not is_web_search(tool):
-            written.append((tool, ""))
-    times = Counter(str(tool.get("name")) for tool, _ in written)
-    found: list[_OfferedFunction] = []
-    for tool, namespace in written:
+            tools.append((tool, ""))
+    times = Counter(str(tool.get("name")) for tool, _ in tools)
+    functions: list[_OfferedFunction] = []
+    for tool, namespace in tools:
         name = str(tool.get("name"))
         is_twice = bool(namespace) and times[name] > 1
-        function = _function({**tool, "name": f"{namespace}__{name}"} if is_twice else tool)
-        found.append(_OfferedFunction(function, name, namespace))
-    if len({one.offered_name for one in found}) < len(found):
-        raise bad("tools: two functions have the same name, in the same namespace", "tools")
-    return found
+        function = _read_function({**tool, "name": f"{namespace}__{name}"} if is_twice else tool)
+        functions.append(_OfferedFunction(function, name, namespace))
+    if len({inner_tool.offered_name for inner_tool in functions}) < len(functions):
+        raise bad_request("tools: two functions have the same name, in the same namespace", "tools")
+    return functions
 
 
-def _function(tool: dict[str, Any]) -> dict[str, Any]:
+def _read_function(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise bad(f"tools: only functions are supported, not {str(tool.get('type'))[:32]!r}", "tools")
-    return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
+        raise bad_request(f"tools: only functions are supported, not {str(tool.get('type'))[:32]!r}", "tools")
+    return make_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
 
 
 def is_web_search(tool: dict[str, Any]) -> bool:
@@ -161,7 +167,7 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-def _response(request: ResponsesRequest, about: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _format_response(request: ResponsesRequest, identity: dict[str, Any], **fields: Any) -> dict[str, Any]:
     tools = [
         {"type": "function", "strict": False, "parameters": {}, **{k: v for k, v in tool.items() if v is not None}}
         for tool in request.tools or ()
@@ -180,22 +186,24 @@ def _response(request: ResponsesRequest, about: dict[str, Any], **more: Any) -> 
         "top_p": request.top_p,
         "store": False,
     }
-    return {**about, "object": "response", **fixed, **more}
+    return {**identity, "object": "response", **fixed, **fields}
 
 
-def _ended(
-    request: ResponsesRequest, about: dict[str, Any], heard: CollectedAnswer, output: Any, told: RowReport
+def _format_ended(
+    request: ResponsesRequest, identity: dict[str, Any], answer: CollectedAnswer, output: Any, report: RowReport
 ) -> dict[str, Any]:
-    is_cut = heard.finish == "length"
+    is_cut = answer.finish == "length"
     usage = {
-        "input_tokens": told.n_prompt,
-        "input_tokens_details": {"cached_tokens": told.n_cached, "cache_write_tokens": 0},
-        "output_tokens": told.n_generated,
+        "input_tokens": report.n_prompt,
+        "input_tokens_details": {"cached_tokens": report.n_cached, "cache_write_tokens": 0},
+        "output_tokens": report.n_generated,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": told.n_prompt + told.n_generated,
+        "total_tokens": report.n_prompt + report.n_generated,
     }
-    why = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
-    return _response(request, about, status="incomplete" if is_cut else "completed", output=output, usage=usage, **why)
+    details = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
+    return _format_response(
+        request, identity, status="incomplete" if is_cut else "completed", output=output, usage=usage, **details
+    )
 
 
 def _text_item(item: str, text: str, status: str) -> dict[str, Any]:
@@ -204,51 +212,53 @@ def _text_item(item: str, text: str, status: str) -> dict[str, Any]:
 
 
 def _call_item(part: AnswerPart, request: ResponsesRequest) -> dict[str, Any]:
-    about = {"id": _new_id("fc"), "call_id": _new_id("call"), "type": "function_call", "status": "completed"}
-    found = next((one for one in _functions(request) if one.offered_name == part.name), None)
-    place = {"namespace": found.namespace} if found is not None and found.namespace else {}
-    return {**about, **place, "name": part.name if found is None else found.name, "arguments": part.text}
+    item = {"id": _new_id("fc"), "call_id": _new_id("call"), "type": "function_call", "status": "completed"}
+    function = next((offered for offered in _offered_functions(request) if offered.offered_name == part.name), None)
+    place = {"namespace": function.namespace} if function is not None and function.namespace else {}
+    return {**item, **place, "name": part.name if function is None else function.name, "arguments": part.text}
 
 
-async def respond(talk: PreparedRequest, request: ResponsesRequest) -> dict[str, Any]:
+async def answer_response(prepared: PreparedRequest, request: ResponsesRequest) -> dict[str, Any]:
     """The whole answer."""
-    about = {"id": _new_id("resp"), "created_at": int(time.time())}
-    heard = CollectedAnswer()
-    told = await talk.run(0, heard.hear)
-    output = [_text_item(_new_id("msg"), heard.content, "completed")] if heard.content or not heard.calls else []
-    return _ended(request, about, heard, [*output, *(_call_item(part, request) for part in heard.calls)], told)
+    identity = {"id": _new_id("resp"), "created_at": int(time.time())}
+    answer = CollectedAnswer()
+    report = await prepared.run(0, answer.add_event)
+    output = [_text_item(_new_id("msg"), answer.content, "completed")] if answer.content or not answer.calls else []
+    return _format_ended(
+        request, identity, answer, [*output, *(_call_item(part, request) for part in answer.calls)], report
+    )
 
 
 class ResponseWriter:
     """A response as it is streamed: items open and close, every event has its number."""
 
-    def __init__(self, talk: PreparedRequest, request: ResponsesRequest, emit: Emit) -> None:
-        self._talk = talk
+    def __init__(self, prepared: PreparedRequest, request: ResponsesRequest, emit: Emit) -> None:
+        self._prepared = prepared
         self._request = request
         self._emit = emit
-        self._about = {"id": _new_id("resp"), "created_at": int(time.time())}
+        self._identity = {"id": _new_id("resp"), "created_at": int(time.time())}
         self._number = -1
-        self._heard = CollectedAnswer()
+        self._answer = CollectedAnswer()
         self._output: list[dict[str, Any]] = []
         self._text_id = ""  # of the item that grows
         self._text = ""
 
     async def run(self) -> None:
-        begun = _response(self._request, self._about, status="in_progress")
-        await self._say("response.created", response=begun)
-        await self._say("response.in_progress", response=begun)
-        told = await self._talk.run(0, self._hear)
+        opening = _format_response(self._request, self._identity, status="in_progress")
+        await self._say("response.created", response=opening)
+        await self._say("response.in_progress", response=opening)
+        report = await self._prepared.run(0, self._write_event)
         await self._close_text()
-        ended = _ended(self._request, self._about, self._heard, self._output, told)
-        await self._say(f"response.{ended['status']}", response=ended)
+        response = _format_ended(self._request, self._identity, self._answer, self._output, report)
+        await self._say(f"response.{response['status']}", response=response)
 
     async def fail(self, emit: Emit, error: ApiError) -> None:
         reason = {"code": "server_error", "message": error.message}
-        failed = _response(self._request, self._about, status="failed", error=reason, output=self._output)
+        failed = _format_response(self._request, self._identity, status="failed", error=reason, output=self._output)
         await self._say("response.failed", response=failed)
 
-    async def _hear(self, event: AnswerEvent) -> None:
-        await self._heard.hear(event)
+    async def _write_event(self, event: AnswerEvent) -> None:
+        await self._answer.add_event(event)
         for part in event.parts:
             if part.kind == "call":
                 await self._close_text()
@@ -280,8 +290,8 @@ class ResponseWriter:
 
     async def _add_call(self, part: AnswerPart) -> None:
         item, index = _call_item(part, self._request), len(self._output)
-        begun = {**item, "status": "in_progress", "arguments": ""}
-        await self._say("response.output_item.added", output_index=index, item=begun)
+        opening = {**item, "status": "in_progress", "arguments": ""}
+        await self._say("response.output_item.added", output_index=index, item=opening)
         place = {"item_id": item["id"], "output_index": index}
         await self._say("response.function_call_arguments.delta", delta=part.text, **place)
         done = {"arguments": part.text, "name": part.name}
@@ -291,13 +301,13 @@ class ResponseWriter:
 
     async def _say(self, kind: str, **fields: Any) -> None:
         self._number += 1
-        await self._emit.event({"type": kind, "sequence_number": self._number, **fields}, kind)
+        await self._emit.send_event({"type": kind, "sequence_number": self._number, **fields}, kind)
 
 
-async def stream_response(talk: PreparedRequest, request: ResponsesRequest, emit: Emit) -> None:
+async def stream_response(prepared: PreparedRequest, request: ResponsesRequest, emit: Emit) -> None:
     """The same as events."""
-    writing = ResponseWriter(talk, request, emit)
+    writer = ResponseWriter(prepared, request, emit)
     try:
-        await writing.run()
+        await writer.run()
     except ApiError as error:
-        await writing.fail(emit, error)
+        await writer.fail(emit, error)

@@ -1,4 +1,4 @@
-"""What clients may send: every field with its bounds. What is not done is refused by name; see ``read``.
+"""What clients may send: every field with its bounds. What is not done is refused by name; see ``decode_request``.
 
 Source: OpenAI's API reference (chat completions, completions) and what vLLM and llama-server add to it.
 """
@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from swarmd.gateway.apis.refusals import bad, of_decoding
+from swarmd.gateway.apis.refusals import bad_request, from_decoding_error
 
 MAX_MESSAGES = 4_096  # of a conversation; agents send some hundred
 MAX_TOOLS = 256  # each with its schema
@@ -26,13 +26,13 @@ Length = Annotated[int, Meta(ge=-1, le=10_000_000)]  # -1 leaves it open, as lla
 Stop = Annotated[str, Meta(max_length=256)]
 Stops = Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-HARMLESS = {
+IGNORED_FIELDS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("verbosity", "reasoning_effort", "cache_prompt", "context_management", "cache_control"),
     *("client_metadata", "request_id", "session_id", "user_id", "trace_id", "tags"),
 }
 """Fields that change nothing that a user would miss: labels, and hints for billing and caching."""
-NEUTRAL: dict[str, Any] = {
+NEUTRAL_VALUES: dict[str, Any] = {
     **dict.fromkeys(("typical_p", "tfs_z", "length_penalty", "top_n_sigma"), 1),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), True),
     "modalities": ["text"],
@@ -125,28 +125,28 @@ class CompletionRequest(SamplingFields):
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def length_of(value: int | None, param: str) -> int | None:
+def read_length(value: int | None, param: str) -> int | None:
     """How long an answer may be; None where that is left open. Raises ApiError."""
     if value == 0:
-        raise bad(f"{param} is at least 1, or -1 for as long as there is room", param)
+        raise bad_request(f"{param} is at least 1, or -1 for as long as there is room", param)
     return None if value == -1 else value
 
 
-def read(body: bytes, kind: type[T]) -> T:
+def decode_request(body: bytes, kind: type[T]) -> T:
     """Decode a request. Raises ApiError that names what is wrong, or which field is not done here."""
     try:
-        written = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad(f"the body is no JSON: {error}") from None
-    if not isinstance(written, dict):
-        raise bad(f"the body is a JSON object, not {type(written).__name__}")
+        raise bad_request(f"the body is no JSON: {error}") from None
+    if not isinstance(decoded, dict):
+        raise bad_request(f"the body is a JSON object, not {type(decoded).__name__}")
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    said = {name: value for name, value in written.items() if value is not None}
-    for name, value in said.items():
-        is_neutral = value in (False, [], {}) or (name in NEUTRAL and value == NEUTRAL[name])
-        if name not in known | HARMLESS and not is_neutral:
-            raise bad(f"{name[:64]} is not supported here: leave it out", name[:64], "unsupported_parameter")
+    fields = {name: value for name, value in decoded.items() if value is not None}
+    for name, value in fields.items():
+        is_neutral = value in (False, [], {}) or (name in NEUTRAL_VALUES and value == NEUTRAL_VALUES[name])
+        if name not in known | IGNORED_FIELDS and not is_neutral:
+            raise bad_request(f"{name[:64]} is not supported here: leave it out", name[:64], "unsupported_parameter")
     try:
-        return msgspec.convert(said, kind)
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise of_decoding(error) from None
+        raise from_decoding_error(error) from None

@@ -15,7 +15,7 @@ import trio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from swarmd.gateway.apis.refusals import ApiError, bad, our_mistake
+from swarmd.gateway.apis.refusals import ApiError, bad_request, internal_error
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +35,11 @@ class Emit:
         self._lock = trio.Lock()
         self.last_s = trio.current_time()
 
-    async def event(self, value: Any, name: str = "") -> None:
+    async def send_event(self, value: Any, name: str = "") -> None:
         data = value if isinstance(value, bytes) else msgspec.json.encode(value)
-        await self.raw((f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n")
+        await self.send_raw((f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n")
 
-    async def raw(self, data: bytes) -> None:
+    async def send_raw(self, data: bytes) -> None:
         async with self._lock:
             self.last_s = trio.current_time()
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -61,14 +61,14 @@ class EventStream(Response):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
             nursery.start_soon(_keep_alive, emit)
-            await emit.raw(b": one moment\n\n")
+            await emit.send_raw(b": one moment\n\n")
             try:
                 await self._produce(emit)
             except ApiError as error:
                 await self._fail(emit, error)
             except Exception as mistake:
                 logger.error("a stream failed", exc_info=mistake)
-                await self._fail(emit, our_mistake())
+                await self._fail(emit, internal_error())
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             nursery.cancel_scope.cancel()
 
@@ -98,13 +98,13 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
-def refused(error: ApiError, body: dict[str, Any] | None = None) -> Response:
+def error_response(error: ApiError, body: dict[str, Any] | None = None) -> Response:
     """An error as an answer; in OpenAI's form, unless another API's ``body`` is given."""
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     return json_response(error.body if body is None else body, error.status, headers)
 
 
-async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
     """Do some work, once the body has come, as long as whoever asked is there. Raises ApiError when he has gone."""
     failure: ApiError | None = None
     is_done = False
@@ -119,7 +119,7 @@ async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> 
     if failure is not None:
         raise failure
     if not is_done:
-        raise bad("the client has gone")
+        raise bad_request("the client has gone")
 
 
 async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:
@@ -132,4 +132,4 @@ async def _keep_alive(emit: Emit) -> None:
     while True:
         await trio.sleep_until(emit.last_s + KEEP_ALIVE_S)
         if trio.current_time() >= emit.last_s + KEEP_ALIVE_S:
-            await emit.raw(b": still there\n\n")
+            await emit.send_raw(b": still there\n\n")

@@ -22,7 +22,7 @@ class Grammar:
         self._require_no_error()
         return bool(self._matcher.is_stopped())
 
-    def allowed(self) -> torch.Tensor:
+    def allowed_tokens(self) -> torch.Tensor:
         """Which tokens may come next: bool [vocabulary]. Raises ConfigError where none can."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         mask = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocabulary].astype(bool))
@@ -31,10 +31,10 @@ class Grammar:
             raise ConfigError("no token of this model goes on with an answer that fits the schema: change the schema")
         return mask
 
-    def took(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         self._matcher.consume_token(token)
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """Tokens that have to come next, whatever the model says; none where there is a choice."""
         forced = list(self._matcher.compute_ff_tokens())
         foreign = (place for place, token in enumerate(forced) if token >= self._vocabulary)

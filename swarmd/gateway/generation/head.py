@@ -33,7 +33,7 @@ class ServerLogits:
     """Logits that a server gave a session, and whether they are computed here again."""
 
     session: ChainSession
-    given: ServedLogits
+    served: ServedLogits
     is_checked: bool
 
 
@@ -87,7 +87,7 @@ class HeadThread:
                 await trio.to_thread.run_sync(self._compute, batch)
                 for work in batch:
                     if work.offer is not None and work.wrong:  # whatever became of the request
-                        await work.offer.session.refute(work.offer.given, work.wrong)
+                        await work.offer.session.refute(work.offer.served, work.wrong)
                     work.done.set()
 
     def _next_batch(self) -> list[HeadWork]:
@@ -114,25 +114,25 @@ class HeadThread:
                 work.error = work.error or error
 
     def _decide_all(self, batch: list[HeadWork]) -> None:
-        answered = []
+        computed = []
         for work in batch:
             if work.hidden is None:
                 _decide(work, None)
             elif work.offer is not None and not work.offer.is_checked:
-                _decide(work, work.offer.given.top.filled(self.ends.vocabulary))
+                _decide(work, work.offer.served.top.filled(self.ends.vocabulary))
             else:
-                answered.append(work)
-        for arity in {work.arity for work in answered}:
-            rows = [work for work in answered if work.arity == arity]
-            together = torch.cat([work.hidden for work in rows if work.hidden is not None])
-            logits = self.ends.logits(together, arity)
+                computed.append(work)
+        for arity in {work.arity for work in computed}:
+            rows = [work for work in computed if work.arity == arity]
+            hidden = torch.cat([work.hidden for work in rows if work.hidden is not None])
+            logits = self.ends.logits(hidden, arity)
             start = 0
             for work in rows:
                 assert work.hidden is not None
-                own = logits[start : start + len(work.hidden)]
+                row_logits = logits[start : start + len(work.hidden)]
                 if work.offer is not None and self.checks is not None:
-                    work.wrong = self.checks.wrong(work.offer.given, own, work.hidden.dtype)
-                _decide(work, own)
+                    work.wrong = self.checks.wrong(work.offer.served, row_logits, work.hidden.dtype)
+                _decide(work, row_logits)
                 start += len(work.hidden)
 
 

@@ -26,14 +26,14 @@ class KeptSession:
     key: str = ""
 
 
-def shared(a: Sequence[int], b: Sequence[int]) -> int:
+def count_shared(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens two sequences begin with in common."""
     n = min(len(a), len(b))
     return next((i for i in range(n) if a[i] != b[i]), n)
 
 
-def best(
-    kept: Sequence[KeptSession], prompt: Sequence[int], n_more: int, key: str = ""
+def choose_session(
+    sessions: Sequence[KeptSession], prompt: Sequence[int], n_more: int, key: str = ""
 ) -> tuple[KeptSession, int] | None:
     """The session to go on with, and how many of the prompt's tokens it has; None: begin anew.
 
@@ -41,22 +41,28 @@ def best(
     for the prompt and ``n_more`` tokens is none. Nor is another key's: how many tokens it has in common with a prompt
     would tell what others wrote, and going on with it would take it away from them.
     """
-    own = [k for k in kept if k.key == key and k.max_tokens >= len(prompt) + n_more]
-    found = [(min(shared(k.tokens, prompt), len(prompt) - 1), k) for k in own]
-    found = [(n, k) for n, k in found if n >= LEAST_SHARED and n >= LEAST_SHARE * len(k.tokens)]
-    if not found:
+    usable = [session for session in sessions if session.key == key and session.max_tokens >= len(prompt) + n_more]
+    matches = [(min(count_shared(session.tokens, prompt), len(prompt) - 1), session) for session in usable]
+    matches = [
+        (n_shared, session)
+        for n_shared, session in matches
+        if n_shared >= LEAST_SHARED and n_shared >= LEAST_SHARE * len(session.tokens)
+    ]
+    if not matches:
         return None
-    n, chosen = max(found, key=lambda pair: (pair[0], pair[1].since_s))
-    return chosen, n
+    n_shared, chosen = max(matches, key=lambda pair: (pair[0], pair[1].since_s))
+    return chosen, n_shared
 
 
-def outdated(kept: Sequence[KeptSession], now: float) -> list[KeptSession]:
+def choose_expired(sessions: Sequence[KeptSession], now: float) -> list[KeptSession]:
     """Those to give back: too old, and of too many the oldest of the key that has most of them."""
-    given_back = [k for k in kept if now - k.since_s > KEPT_FOR_S]
-    young = sorted((k for k in kept if now - k.since_s <= KEPT_FOR_S), key=lambda k: k.since_s)
+    expired = [session for session in sessions if now - session.since_s > KEPT_FOR_S]
+    young = sorted(
+        (session for session in sessions if now - session.since_s <= KEPT_FOR_S), key=lambda session: session.since_s
+    )
     while len(young) > MOST_KEPT:
-        n_of = Counter(k.key for k in young)
-        oldest = max(young, key=lambda k: (n_of[k.key], -k.since_s))
+        n_of_key = Counter(session.key for session in young)
+        oldest = max(young, key=lambda session: (n_of_key[session.key], -session.since_s))
         young.remove(oldest)
-        given_back.append(oldest)
-    return given_back
+        expired.append(oldest)
+    return expired

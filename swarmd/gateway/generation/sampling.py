@@ -36,7 +36,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     bias: dict[int, float] = field(default_factory=dict)
     seed: int | None = None
-    tells: bool = False
+    wants_logprobs: bool = False
     n_top: int = 0
 
     @property
@@ -69,10 +69,10 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed)
-        self._warpers = _warpers(sampling) if sampling.temperature > 0 else []
+        self._warpers = _make_warpers(sampling) if sampling.temperature > 0 else []
 
     def choose(self, logits: torch.Tensor, allowed: torch.Tensor | None = None) -> SampledToken:
-        """Choose from [vocabulary] logits, of the ``allowed`` ones (a mask) if given; ``took`` says that it counts."""
+        """Choose from [vocabulary] logits, of the ``allowed`` ones (a mask) if given; ``count_token`` says that it counts."""
         scores = self._penalised(logits)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
@@ -83,37 +83,40 @@ class Sampler:
             for warper in self._warpers:
                 row = warper(None, row)
             token = int(torch.multinomial(row[0].softmax(-1), 1, generator=self._generator))
-        return self._told(token, logits)
+        return self._report(token, logits)
 
-    def took(self, token: int) -> None:
+    def count_token(self, token: int) -> None:
         """Count a token that is part of the answer."""
         self._counts[token] += 1
         if self._ids:
             self._ids.append(token)
 
     def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
-        wanted, scores = self._sampling, logits
-        if wanted.repetition_penalty != 1 and self._ids:
-            processor = RepetitionPenaltyLogitsProcessor(wanted.repetition_penalty)
+        sampling, scores = self._sampling, logits
+        if sampling.repetition_penalty != 1 and self._ids:
+            processor = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
             scores = processor(torch.tensor([self._ids]), scores.unsqueeze(0).clone())[0]
-        if (wanted.presence_penalty or wanted.frequency_penalty) and self._counts:
+        if (sampling.presence_penalty or sampling.frequency_penalty) and self._counts:
             ids = torch.tensor(list(self._counts))
-            times = torch.tensor(list(self._counts.values()), dtype=scores.dtype)
-            scores = scores.index_add(0, ids, -wanted.presence_penalty - wanted.frequency_penalty * times)
-        if wanted.bias:
-            ids, values = torch.tensor(list(wanted.bias)), torch.tensor(list(wanted.bias.values()), dtype=scores.dtype)
+            counts = torch.tensor(list(self._counts.values()), dtype=scores.dtype)
+            scores = scores.index_add(0, ids, -sampling.presence_penalty - sampling.frequency_penalty * counts)
+        if sampling.bias:
+            ids, values = (
+                torch.tensor(list(sampling.bias)),
+                torch.tensor(list(sampling.bias.values()), dtype=scores.dtype),
+            )
             scores = scores.index_add(0, ids, values)
         return scores
 
-    def _told(self, token: int, logits: torch.Tensor) -> SampledToken:
-        if not self._sampling.tells:
+    def _report(self, token: int, logits: torch.Tensor) -> SampledToken:
+        if not self._sampling.wants_logprobs:
             return SampledToken(token)
         logprobs = logits.log_softmax(-1)
         values, ids = logprobs.topk(min(self._sampling.n_top, logits.shape[0]))
         return SampledToken(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
-def _warpers(sampling: Sampling) -> list[TemperatureLogitsWarper]:
+def _make_warpers(sampling: Sampling) -> list[TemperatureLogitsWarper]:
     temperature = max(float(sampling.temperature), LEAST_TEMPERATURE)
     warpers = [TemperatureLogitsWarper(temperature)] if temperature != 1 else []
     if sampling.top_k > 0:

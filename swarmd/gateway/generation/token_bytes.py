@@ -24,15 +24,15 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        decoders = _decoders(json.loads(tokenizer.to_str()).get("decoder"))
+        decoders = _list_decoders(json.loads(tokenizer.to_str()).get("decoder"))
         kinds = [str(decoder.get("type")) for decoder in decoders]
         self.kind = " and ".join(sorted(set(kinds))) or "none"
         self._is_byte_level = kinds == [BYTE_LEVEL]
         self.is_known = self._is_byte_level or (bool(kinds) and all(map(_is_piecewise, decoders)) and _is_fused(kinds))
         self.has_runs = self.is_known and "ByteFallback" in kinds
         self.drops_first_space = "Strip" in kinds
-        self._replaced = [pair for pair in map(_replaced, decoders) if pair is not None]
-        self._dropped = next((_replaced(d) for d in decoders if d["type"] == "Metaspace" and _drops(d)), None)
+        self._replaced = [pair for pair in map(_replacement, decoders) if pair is not None]
+        self._dropped = next((_replacement(d) for d in decoders if d["type"] == "Metaspace" and _drops_space(d)), None)
         self.special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
 
     def __getitem__(self, token: int) -> bytes:
@@ -41,7 +41,7 @@ class TokenBytes:
         if written is None:
             return b""
         if self._is_byte_level:
-            table = byte_level()
+            table = byte_level_table()
             return bytes(table[c] for c in written) if all(c in table for c in written) else written.encode()
         if not self.is_known:
             return str(self.tokenizer.decode([token], skip_special_tokens=False)).encode()
@@ -71,18 +71,18 @@ class TokenBytes:
         return written
 
 
-def _decoders(written: Any) -> list[dict[str, Any]]:
+def _list_decoders(written: Any) -> list[dict[str, Any]]:
     """The decoders that are applied, one after the other."""
     if not isinstance(written, dict):
         return []
     inner = written.get("decoders") if written.get("type") == "Sequence" else None
-    return [written] if inner is None else [found for one in inner for found in _decoders(one)]
+    return [written] if inner is None else [decoder for part in inner for decoder in _list_decoders(part)]
 
 
 def _is_piecewise(decoder: dict[str, Any]) -> bool:
     """Does it write each token by itself? A space taken off the whole text's beginning is its beginning's affair."""
     if decoder["type"] == "Replace":
-        return _replaced(decoder) is not None
+        return _replacement(decoder) is not None
     if decoder["type"] == "Strip":
         return [decoder.get(name) for name in ("content", "start", "stop")] == [" ", 1, 0]
     return str(decoder["type"]) in PIECEWISE
@@ -93,7 +93,7 @@ def _is_fused(kinds: list[str]) -> bool:
     return "Strip" not in kinds or "Fuse" in kinds[: kinds.index("Strip")]
 
 
-def _replaced(decoder: dict[str, Any]) -> tuple[str, str] | None:
+def _replacement(decoder: dict[str, Any]) -> tuple[str, str] | None:
     if decoder["type"] == "Metaspace":
         return str(decoder.get("replacement", "▁")), " "
     pattern = decoder.get("pattern")
@@ -102,14 +102,14 @@ def _replaced(decoder: dict[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _drops(metaspace: dict[str, Any]) -> bool:
+def _drops_space(metaspace: dict[str, Any]) -> bool:
     return str(metaspace.get("prepend_scheme")) != "never"
 
 
 @cache
-def byte_level() -> dict[str, int]:
+def byte_level_table() -> dict[str, int]:
     """The letters by which byte-level vocabularies write bytes: printable ones stand for themselves (GPT-2)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     table = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in printable)
-    return table | {chr(256 + place): byte for place, byte in enumerate(others)}
+    unprintable = (byte for byte in range(256) if byte not in printable)
+    return table | {chr(256 + place): byte for place, byte in enumerate(unprintable)}

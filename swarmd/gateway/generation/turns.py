@@ -26,9 +26,9 @@ class Waiting:
     called: trio.Event = field(default_factory=trio.Event, compare=False)
 
 
-def choose(waiting: Sequence[Waiting], running: Counter[str]) -> Waiting:
+def choose_next(waiting: Sequence[Waiting], running: Counter[str]) -> Waiting:
     """The oldest of whoever has the fewest requests running."""
-    return min(waiting, key=lambda w: (running[w.key], w.number))
+    return min(waiting, key=lambda request: (running[request.key], request.number))
 
 
 class Turns:
@@ -53,9 +53,9 @@ class Turns:
     def require_room(self, key: str) -> None:
         """Raises QueueFull if one more of this key would not be let in."""
         is_free = self.n_running < self._n_running and not self._waiting
-        of_key = sum(w.key == key for w in self._waiting)
-        if not is_free and (len(self._waiting) >= self._n_waiting or of_key >= self._n_of_key):
-            raise QueueFull(f"{len(self._waiting)} requests wait already, {of_key} of them with this key")
+        n_of_key = sum(request.key == key for request in self._waiting)
+        if not is_free and (len(self._waiting) >= self._n_waiting or n_of_key >= self._n_of_key):
+            raise QueueFull(f"{len(self._waiting)} requests wait already, {n_of_key} of them with this key")
 
     @asynccontextmanager
     async def turn(self, key: str) -> AsyncIterator[None]:
@@ -73,22 +73,22 @@ class Turns:
             self.running[key] += 1
             return
         self._number += 1
-        mine = Waiting(key, self._number)
-        self._waiting.append(mine)
+        ticket = Waiting(key, self._number)
+        self._waiting.append(ticket)
         try:
-            await mine.called.wait()
+            await ticket.called.wait()
         except trio.Cancelled:
-            if mine.called.is_set():  # called and cancelled at once: the turn is for somebody else
+            if ticket.called.is_set():  # called and cancelled at once: the turn is for somebody else
                 self.running[key] -= 1
                 self._call_next()
             else:
-                self._waiting.remove(mine)
+                self._waiting.remove(ticket)
             raise
 
     def _call_next(self) -> None:
         self.running += Counter()  # forgets those that have none
         while self._waiting and self.n_running < self._n_running:
-            chosen = choose(self._waiting, self.running)
+            chosen = choose_next(self._waiting, self.running)
             self._waiting.remove(chosen)
             self.running[chosen.key] += 1
             chosen.called.set()

@@ -9,16 +9,16 @@ import msgspec
 import pytest
 
 from swarmd.client.links.link import Doubt
-from swarmd.gateway.apis.openai import extra
+from swarmd.gateway.apis.openai import format_extra
 from swarmd.gateway.apis.schema import SamplingFields
-from swarmd.gateway.apis.talk import GenerationRequest, sampling_of
+from swarmd.gateway.apis.talk import GenerationRequest, choose_sampling
 from swarmd.gateway.generation.row import RowReport
 from swarmd.gateway.generation.sampling import Sampling
 
 
 def chosen(author: dict[str, Any], **said: Any) -> Sampling:
     ends: Any = SimpleNamespace(generation=author, vocabulary=8)
-    return sampling_of(GenerationRequest("m", msgspec.convert(said, SamplingFields)), ends)
+    return choose_sampling(GenerationRequest("m", msgspec.convert(said, SamplingFields)), ends)
 
 
 @pytest.mark.parametrize("author", [{}, {"eos_token_id": 0}, {"do_sample": False, "temperature": 1.0}])
@@ -42,4 +42,4 @@ def test_a_doubt_names_the_token_of_the_answer_from_which_on_it_may_be_wrong() -
     told = RowReport(
         n_prompt=5, doubts=[Doubt(first_token=1, hop="a", reason="r"), Doubt(first_token=6, hop="b", reason="r")]
     )
-    assert [(doubt["token"], doubt["hop"]) for doubt in extra([told])["doubts"]] == [(0, "a"), (2, "b")]
+    assert [(doubt["token"], doubt["hop"]) for doubt in format_extra([told])["doubts"]] == [(0, "a"), (2, "b")]

@@ -35,9 +35,9 @@ def run(wanted: AnswerOptions, tokenizer: Tokenizer, model: Model = cycle) -> tu
     sent = list(wanted.prompt)
     while True:
         n_passes += 1
-        costs.measured(answer.want, 1 + 0.05 * answer.want)
-        n_before = len(cache) - answer.want
-        logits = torch.stack([model(cache[: n_before + i + 1]) for i in range(answer.want)])
+        costs.measured(answer.n_wanted, 1 + 0.05 * answer.n_wanted)
+        n_before = len(cache) - answer.n_wanted
+        logits = torch.stack([model(cache[: n_before + i + 1]) for i in range(answer.n_wanted)])
         sent = answer.decide(logits)
         piece = answer.piece()
         found += [choice.token for choice in piece.choices]

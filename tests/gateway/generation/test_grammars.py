@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from swarmd.gateway.generation import grammars as module
 from swarmd.gateway.generation.grammars import Grammars
-from swarmd.gateway.generation.json_schema import BadSchema, calls_of
+from swarmd.gateway.generation.json_schema import BadSchema, schema_of_calls
 from swarmd.gateway.generation.turns import QueueFull
 from swarmd.home import bundled_folder
 from tests.gateway.vocabularies import spm, unigram, word_piece
@@ -101,9 +101,9 @@ def written(grammar: Any, tokenizer: Tokenizer) -> str:
     """The first answer that fits, by a model that always says the largest token that may be."""
     tokens: list[int] = []
     while not grammar.is_done:
-        for token in grammar.forced() or [int(grammar.allowed().nonzero()[-1])]:
+        for token in grammar.forced_tokens() or [int(grammar.allowed_tokens().nonzero()[-1])]:
             tokens.append(token)
-            grammar.took(token)
+            grammar.accept_token(token)
     return str(tokenizer.decode(tokens))
 
 
@@ -124,7 +124,7 @@ async def test_a_tokenizer_may_have_more_tokens_than_its_model(tokenizer: Tokeni
     n = tokenizer.get_vocab_size() - 100
     async with Grammars(tokenizer, bundled_folder() / "tokenizer.json", n, 0) as grammars:
         grammar = await grammars.of_schema(COLOUR)
-        assert len(grammar.allowed()) == n
+        assert len(grammar.allowed_tokens()) == n
         assert json.loads(written(grammar, tokenizer)) in COLOUR["enum"]
 
 
@@ -146,7 +146,9 @@ async def test_forced_calls_keep_what_their_schemas_refer_to(tokenizer: Tokenize
     async with Grammars(tokenizer, bundled_folder() / "tokenizer.json", 1024, 0) as grammars:
         for schema, right in ((place, {"at"}), (chain, {"v", "next"})):
             tool = {"type": "function", "function": {"name": "go", "parameters": schema}}
-            call = json.loads(written(await grammars.of_schema(calls_of([tool], several=False)), tokenizer))
+            call = json.loads(
+                written(await grammars.of_schema(schema_of_calls([tool], allows_several=False)), tokenizer)
+            )
             while call["arguments"] is not None:
                 assert set(call["arguments"]) == right, "a reference to # is the tool's own schema"
                 call["arguments"] = call["arguments"].get("next")

@@ -8,13 +8,13 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from swarmd.gateway.generation.turns import QueueFull, Turns, Waiting, choose
+from swarmd.gateway.generation.turns import QueueFull, Turns, Waiting, choose_next
 
 
 def test_the_oldest_of_whoever_has_the_fewest_running_is_next() -> None:
     waiting = [Waiting("busy", 1), Waiting("calm", 2), Waiting("calm", 3)]
-    assert choose(waiting, Counter(busy=2, calm=1)) is waiting[1]
-    assert choose(waiting, Counter(busy=1, calm=1)) is waiting[0]
+    assert choose_next(waiting, Counter(busy=2, calm=1)) is waiting[1]
+    assert choose_next(waiting, Counter(busy=1, calm=1)) is waiting[0]
 
 
 async def hold(turns: Turns, key: str, order: list[str], release: trio.Event) -> None:
