@@ -49,14 +49,18 @@ class ApiForm(NamedTuple):
 
 
 def _single_prompt_form(request: type[Any], parse: Any, answer: Any, stream: Any, *errors: Any) -> ApiForm:
-    """An API of one prompt a request."""
-    return ApiForm(
-        request,
-        lambda body, key: [parse(body, key)],
-        lambda prepared_requests, body: answer(prepared_requests[0], body),
-        lambda prepared_requests, body, emit: stream(prepared_requests[0], body, emit),
-        *errors,
-    )
+    """Make the form of an API whose requests have one prompt each."""
+
+    def parse_one(body: Any, key: str) -> list[GenerationRequest]:
+        return [parse(body, key)]
+
+    def answer_one(prepared_requests: Sequence[PreparedRequest], body: Any) -> Any:
+        return answer(prepared_requests[0], body)
+
+    def stream_one(prepared_requests: Sequence[PreparedRequest], body: Any, emit: Emit) -> Any:
+        return stream(prepared_requests[0], body, emit)
+
+    return ApiForm(request, parse_one, answer_one, stream_one, *errors)
 
 
 FORMS = {
@@ -115,21 +119,19 @@ class Gateway:
         return Route(path, self._guarded(handler), methods=[method, "OPTIONS"])
 
     def _guarded(self, handler: Handler, needs_token: bool = False) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(request: Request) -> Response:
+        async def answer(request: Request) -> Response:
             try:
                 key = self.guard.admit(request, needs_token)
                 response = Response(status_code=204) if request.method == "OPTIONS" else await handler(request, key)
             except ApiError as error:
                 self.metrics.refused.labels(str(error.status)).inc()
-                in_its_form = (
-                    anthropic.error_response if request.url.path.startswith("/v1/messages") else error_response
-                )
-                response = in_its_form(error)
+                is_anthropic = request.url.path.startswith("/v1/messages")
+                response = anthropic.error_response(error) if is_anthropic else error_response(error)
             if request.headers.get("origin") in self._origins:
                 allow_origin(response, request.headers["origin"])
             return response
 
-        return endpoint
+        return answer
 
     # --- what is there -----------------------------------------------------------------------------------------
 
@@ -137,9 +139,8 @@ class Gateway:
         served = [listed.name for listed in self.models.listed() if not listed.missing]
         if served:
             return json_response({"status": "ok", "models": served})
-        return error_response(
-            ApiError(503, "server_error", "no model is whole in the swarm", None, "model_incomplete", 5)
-        )
+        message = "no model is whole in the swarm"
+        return error_response(ApiError(503, "server_error", message, code="model_incomplete", retry_after_s=5))
 
     async def _show_metrics(self, request: Request, key: str) -> Response:
         self.metrics.running.set(self.turns.n_running)
@@ -152,7 +153,8 @@ class Gateway:
         return json_response({"object": "list", "data": [_model_entry(listed) for listed in self.models.listed()]})
 
     async def _show_model(self, request: Request, key: str) -> Response:
-        name, listed = request.path_params["name"], self.models.listed()
+        name = request.path_params["name"]
+        listed = self.models.listed()
         if not name:
             return await self._nothing_here(request, key)
         for model in listed:
@@ -177,17 +179,16 @@ class Gateway:
         return WholeAnswer(lambda: form.answer(prepared_requests, body), form.refuse)
 
     async def _prepare_all(self, request: Request, requests: Sequence[GenerationRequest]) -> list[PreparedRequest]:
-        """Make ready what one request asks for, as long as whoever sent it is there. Raises ApiError."""
-        engine = await self.models.engine(
-            requests[0].model
-        )  # a model that is being loaded is there for the next one, too
+        """Prepare what one request asks for, as long as its client is connected. Raises ApiError."""
+        # Loading goes on though the client has gone: the model is there for the next one, too.
+        engine = await self.models.engine(requests[0].model)
         prepared_requests: list[PreparedRequest] = []
 
-        async def make_ready() -> None:
+        async def prepare_each() -> None:
             for generation_request in requests:
                 prepared_requests.append(await prepare_request(engine, generation_request, self.metrics))
 
-        await run_while_connected(request.receive, make_ready)
+        await run_while_connected(request.receive, prepare_each)
         return prepared_requests
 
     async def _count(self, request: Request, key: str) -> Response:
@@ -198,23 +199,27 @@ class Gateway:
 
 
 def explain_missing_path(method: str, path: str) -> ApiError:
-    """What is wrong with an address, and which one was meant, where that can be told."""
+    """Say what is wrong with an address, and which one was meant, where that can be told."""
     shown = path[:100]
     names = [part for part in path.split("/") if part and part != "v1"]
     intended_path = "/v1/" + "/".join(names)
-    is_there = intended_path in (*FORMS, COUNT, "/v1/models")
+    takes_post = intended_path in (*FORMS, COUNT)
+    is_there = takes_post or intended_path == "/v1/models"
+    status = 404
     if is_there and intended_path != path:
-        return ApiError(404, "invalid_request_error", f"there is nothing at {shown}: did you mean {intended_path}?")
-    if is_there or path in ("/health", "/metrics", "/openapi.json"):
-        allowed = "POST" if intended_path in (*FORMS, COUNT) else "GET"
-        return ApiError(405, "invalid_request_error", f"{shown} is asked by {allowed}, not by {method[:16]}")
-    if names[-1:] == ["embeddings"]:
-        return ApiError(404, "invalid_request_error", "there are no embeddings here: models of the swarm write text")
-    return ApiError(404, "invalid_request_error", f"there is nothing at {shown}; see /openapi.json for what there is")
+        message = f"there is nothing at {shown}: did you mean {intended_path}?"
+    elif is_there or path in ("/health", "/metrics", "/openapi.json"):
+        status = 405
+        message = f"{shown} is asked by {'POST' if takes_post else 'GET'}, not by {method[:16]}"
+    elif names[-1:] == ["embeddings"]:
+        message = "there are no embeddings here: models of the swarm write text"
+    else:
+        message = f"there is nothing at {shown}; see /openapi.json for what there is"
+    return ApiError(status, "invalid_request_error", message)
 
 
 async def _answer_broken(request: Request, error: Exception) -> Response:
-    """Our own mistake: in the log as it is, to the client as one sentence."""
+    """Answer for our own mistake: the log has it as it is, the client gets one sentence."""
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return error_response(refusals.internal_error())
 

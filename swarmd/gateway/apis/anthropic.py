@@ -48,14 +48,14 @@ class MessagesRequest(msgspec.Struct):
 
 
 def parse_for_answer(request: MessagesRequest, key: str) -> GenerationRequest:
-    """What is asked for an answer, not only counted: it needs ``max_tokens``. Raises ApiError."""
+    """Read a request that wants an answer, for which ``max_tokens`` is required. Raises ApiError."""
     if request.max_tokens is None:
         raise bad_request("max_tokens is missing", "max_tokens")
     return parse_request(request, key)
 
 
 def parse_request(request: MessagesRequest, key: str) -> GenerationRequest:
-    """Raises ApiError for what is not done here."""
+    """Translate a request, to be answered or only counted. Raises ApiError for what is not done here."""
     tools = tuple(_read_tool(tool) for tool in request.tools or () if not is_web_search(tool))
     choice = request.tool_choice or {"type": "auto"}
     tool_choice = f"={choice.get('name')}" if choice.get("type") == "tool" else CHOICES.get(str(choice.get("type")))
@@ -95,7 +95,9 @@ def _read_messages(request: MessagesRequest) -> list[dict[str, Any]]:
     if request.system:
         turns.append({"role": "system", "content": _read_text(request.system, "system")})
     for index, turn in enumerate(request.messages):
-        where, role, content = f"messages[{index}]", turn.get("role"), turn.get("content")
+        where = f"messages[{index}]"
+        role = turn.get("role")
+        content = turn.get("content")
         if role == "system" and isinstance(content, str | list):
             _fold_note(turns, _read_text(content, where))
             continue
@@ -115,8 +117,10 @@ def _fold_note(turns: list[dict[str, Any]], text: str) -> None:
 
 
 def _read_turns(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]]:
-    """The turns that one message stands for: results of tools are turns of their own, first."""
-    results, texts, calls = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
+    """Split one message into turns: results of tools are turns of their own, and come first."""
+    results: list[dict[str, Any]] = []
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text" and isinstance(block.get("text"), str):
@@ -129,12 +133,12 @@ def _read_turns(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]
             results.append({"role": "tool", "content": content, "tool_call_id": str(block.get("tool_use_id", ""))})
         elif kind not in ("thinking", "redacted_thinking"):
             raise bad_request(f"{where}: blocks of type {str(kind)[:32]!r} are not supported here", where)
-    answer_message: dict[str, Any] = {
-        "role": role,
-        "content": "".join(texts),
-        **({"tool_calls": calls} if calls else {}),
-    }
-    return [*results, *([answer_message] if texts or calls or not results else [])]
+    if results and not texts and not calls:
+        return results
+    turn: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    if calls:
+        turn["tool_calls"] = calls
+    return [*results, turn]
 
 
 def _read_text(content: str | list[Any], where: str) -> str:
@@ -146,10 +150,9 @@ def _read_text(content: str | list[Any], where: str) -> str:
 
 
 def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom"):
-        raise bad_request(
-            f"tools: {str(tool.get('type'))[:32]!r} is not supported here: only tools with a schema", "tools"
-        )
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        raise bad_request(f"tools: {str(kind)[:32]!r} is not supported here: only tools with a schema", "tools")
     return make_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
@@ -171,7 +174,7 @@ def _new_call(part: AnswerPart) -> dict[str, Any]:
 
 
 async def answer_message(prepared: PreparedRequest, request: MessagesRequest) -> dict[str, Any]:
-    """The whole answer."""
+    """Generate the whole answer."""
     answer = CollectedAnswer()
     report = await prepared.run(0, answer.add_event)
     content: list[dict[str, Any]] = []
@@ -198,8 +201,12 @@ def _stop_reason(answer: CollectedAnswer) -> dict[str, Any]:
 
 
 async def stream_message(prepared: PreparedRequest, request: MessagesRequest, emit: Emit) -> None:
-    """The same as events: blocks open, grow and close."""
-    answer, open_kind, n_blocks = CollectedAnswer(), "", 0
+    """Generate an answer as events: blocks open, grow and close."""
+    # One block is open at a time, and ``n_blocks`` is its index. A part of another kind closes it and opens the
+    # next; a call is a block by itself, for it comes whole.
+    answer = CollectedAnswer()
+    open_kind = ""
+    n_blocks = 0
 
     async def say(kind: str, **fields: Any) -> None:
         await emit.send_event({"type": kind, **fields}, kind)
@@ -208,7 +215,8 @@ async def stream_message(prepared: PreparedRequest, request: MessagesRequest, em
         nonlocal open_kind, n_blocks
         if open_kind:
             await say("content_block_stop", index=n_blocks)
-            open_kind, n_blocks = "", n_blocks + 1
+            open_kind = ""
+            n_blocks += 1
 
     async def write(kind: str, block: dict[str, Any], delta: dict[str, Any]) -> None:
         nonlocal open_kind
@@ -227,13 +235,15 @@ async def stream_message(prepared: PreparedRequest, request: MessagesRequest, em
                 await write("call", {**_new_call(part), "input": {}}, delta)
                 await close()
             elif part.kind == "content":
-                await write("text", {"type": "text", "text": ""}, {"type": "text_delta", "text": part.text})
+                block = {"type": "text", "text": ""}
+                await write("text", block, delta={"type": "text_delta", "text": part.text})
             else:
                 block = {"type": "thinking", "thinking": "", "signature": ""}
-                await write("thinking", block, {"type": "thinking_delta", "thinking": part.text})
+                await write("thinking", block, delta={"type": "thinking_delta", "thinking": part.text})
 
     empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-    opening = {**_new_message(request.model), **empty, "usage": _format_usage(RowReport(len(prepared.options.prompt)))}
+    usage = _format_usage(RowReport(len(prepared.options.prompt)))
+    opening = {**_new_message(request.model), **empty, "usage": usage}
     await say("message_start", message=opening)
     report = await prepared.run(0, write_event)
     await close()
@@ -242,14 +252,17 @@ async def stream_message(prepared: PreparedRequest, request: MessagesRequest, em
 
 
 def format_error(error: ApiError) -> dict[str, Any]:
-    kind = {**KINDS, **BUSY}.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    """Put an error into the body that Anthropic's clients read."""
+    other_kind = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = {**KINDS, **BUSY}.get(error.status, other_kind)
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def error_response(error: ApiError) -> Response:
-    """An error in Anthropic's form."""
+    """Answer with an error in Anthropic's form."""
     return streams.error_response(error, format_error(error))
 
 
 async def emit_error(emit: Emit, error: ApiError) -> None:
+    """End a stream with an error."""
     await emit.send_event(format_error(error), "error")

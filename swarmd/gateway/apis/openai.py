@@ -40,7 +40,7 @@ MAX_PROMPTS = 64  # of one request for completions
 
 
 def parse_chat(request: ChatRequest, key: str) -> GenerationRequest:
-    """Raises ApiError for what is not done here."""
+    """Translate a request for a chat. Raises ApiError for what is not done here."""
     if request.top_logprobs is not None and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     tools = tuple(_read_tool(tool) for tool in request.tools or ())
@@ -70,7 +70,7 @@ def parse_chat(request: ChatRequest, key: str) -> GenerationRequest:
 
 
 def parse_completion(request: CompletionRequest, key: str) -> list[GenerationRequest]:
-    """One for each prompt. Raises ApiError for what is not done here."""
+    """Translate a request for continuations, one for each prompt. Raises ApiError for what is not done here."""
     if request.suffix:
         raise bad_request("suffix is not supported here: this model continues text", "suffix", "unsupported_parameter")
     if request.echo and request.logprobs is not None:
@@ -84,7 +84,8 @@ def parse_completion(request: CompletionRequest, key: str) -> list[GenerationReq
     prompts: list[Any] = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     if prompts and isinstance(prompts[0], int):
         prompts = [prompts]
-    if not 1 <= len(prompts) <= MAX_PROMPTS or not all(isinstance(p, str) or _are_ids(p) for p in prompts):
+    are_prompts = all(isinstance(prompt, str) or _are_ids(prompt) for prompt in prompts)
+    if not 1 <= len(prompts) <= MAX_PROMPTS or not are_prompts:
         raise bad_request(f"prompt is a text, token ids, or 1 to {MAX_PROMPTS} of these", "prompt")
     return [
         GenerationRequest(
@@ -105,7 +106,7 @@ def _are_ids(prompt: Any) -> bool:
 
 
 def read_turn(source: ChatMessage, index: int) -> dict[str, Any]:
-    """A turn as chat templates take it. Raises ApiError."""
+    """Read one message into a turn as chat templates take it. Raises ApiError."""
     where = f"messages[{index}]"
     if source.role not in ROLES:
         raise bad_request(f"{where}.role is one of {', '.join(ROLES)}, not {source.role[:32]!r}", f"{where}.role")
@@ -119,13 +120,13 @@ def read_turn(source: ChatMessage, index: int) -> dict[str, Any]:
 
 
 def thinking_options(thinking: dict[str, Any] | None) -> dict[str, Any]:
-    """What a template is told of thinking: nothing, unless it is switched off."""
+    """Return what a template is told of thinking: nothing, unless it is switched off."""
     is_off = thinking is not None and thinking.get("type") == "disabled"
     return {"enable_thinking": False, "thinking": False} if is_off else {}
 
 
 def read_text(content: Any, where: str) -> str:
-    """The text of a message's content, without thoughts. Raises ApiError for parts that are no text."""
+    """Return the text of a message's content, without thoughts. Raises ApiError for parts that are no text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -156,7 +157,7 @@ def _read_tool(tool: Tool) -> dict[str, Any]:
 
 
 def make_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
-    """A tool as chat templates take it. Raises ApiError."""
+    """Make a tool as chat templates take it. Raises ApiError."""
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         raise bad_request(
             f"tools: a function's name has 1 to 128 letters, digits and -_.:, not {str(name)[:140]!r}", "tools"
@@ -168,29 +169,26 @@ def make_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
 
 
 def read_tool_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> str:
-    """Raises ApiError."""
+    """Return "none", "auto", "required", or "=" and the name of a function. Raises ApiError."""
     if choice is None:
         return "auto" if has_tools else "none"
     if isinstance(choice, dict):
-        name = (
-            choice.get("function", {}).get("name") if isinstance(choice.get("function"), dict) else choice.get("name")
-        )
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else choice.get("name")
         if not isinstance(name, str):
-            raise bad_request(
-                'tool_choice names a function: {"type": "function", "function": {"name": ...}}', "tool_choice"
-            )
+            form = '{"type": "function", "function": {"name": ...}}'
+            raise bad_request(f"tool_choice names a function: {form}", "tool_choice")
         choice = f"={name}"
     elif choice not in ("none", "auto", "required"):
-        raise bad_request(
-            f"tool_choice is none, auto, required, or names a function, not {choice[:32]!r}", "tool_choice"
-        )
+        message = f"tool_choice is none, auto, required, or names a function, not {choice[:32]!r}"
+        raise bad_request(message, "tool_choice")
     if not has_tools and choice not in ("none", "auto"):
         raise bad_request("tool_choice needs tools", "tool_choice")
     return choice
 
 
 def read_schema(response_format: dict[str, Any] | None, param: str) -> dict[str, Any] | None:
-    """The schema that an answer has to fit; {} is any JSON object. Raises ApiError."""
+    """Return the schema that an answer has to fit; {} is any JSON object. Raises ApiError."""
     kind = (response_format or {"type": "text"}).get("type")
     if response_format is None or kind == "text":
         return None
@@ -210,7 +208,7 @@ def read_schema(response_format: dict[str, Any] | None, param: str) -> dict[str,
 
 @dataclass(slots=True)
 class CollectedAnswer:
-    """One answer, put together of its events."""
+    """One answer, put together from its events."""
 
     content: str = ""
     reasoning: str = ""
@@ -220,6 +218,7 @@ class CollectedAnswer:
     stopped: str | None = None
 
     async def add_event(self, event: AnswerEvent) -> None:
+        """Append what an event brings."""
         for part in event.parts:
             if part.kind == "call":
                 self.calls.append(part)
@@ -228,28 +227,32 @@ class CollectedAnswer:
             else:
                 self.content += part.text
         self.choices += event.choices
-        self.finish, self.stopped = event.finish or self.finish, event.stopped or self.stopped
+        self.finish = event.finish or self.finish
+        self.stopped = event.stopped or self.stopped
 
 
 async def run_all(
     prepared_requests: Sequence[PreparedRequest], n: int
 ) -> tuple[list[CollectedAnswer], list[RowReport]]:
-    """Every answer to every prompt, computed side by side. Raises ApiError."""
+    """Compute every answer to every prompt, side by side. Raises ApiError."""
     answers = [CollectedAnswer() for _ in range(n * len(prepared_requests))]
     reports: list[RowReport | None] = [None] * len(answers)
 
-    async def one(place: int) -> None:
-        reports[place] = await prepared_requests[place // n].run(place % n, answers[place].add_event)
+    async def run_one(index: int) -> None:
+        prepared = prepared_requests[index // n]
+        reports[index] = await prepared.run(index % n, answers[index].add_event)
 
-    await run_together([partial(one, place) for place in range(len(answers))])
+    await run_together([partial(run_one, index) for index in range(len(answers))])
     return answers, [report for report in reports if report is not None]
 
 
 def format_usage(reports: Sequence[RowReport], n_prompts: int = 1) -> dict[str, Any]:
-    """Tokens as OpenAI counts them: a prompt counts once, however many answers it has."""
+    """Count tokens as OpenAI does: a prompt counts once, however many answers it has."""
     n = max(1, len(reports) // n_prompts)
-    n_prompt, n_written = sum(report.n_prompt for report in reports[::n]), sum(report.n_generated for report in reports)
-    n_cached = sum(report.n_cached for report in reports[::n])
+    first_reports = reports[::n]  # one of each prompt
+    n_prompt = sum(report.n_prompt for report in first_reports)
+    n_cached = sum(report.n_cached for report in first_reports)
+    n_written = sum(report.n_generated for report in reports)
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_written,
@@ -259,7 +262,7 @@ def format_usage(reports: Sequence[RowReport], n_prompts: int = 1) -> dict[str, 
 
 
 def format_extra(reports: Sequence[RowReport]) -> dict[str, Any]:
-    """What the page and ``swarmd chat`` show under an answer."""
+    """Return what the page and ``swarmd chat`` show under an answer."""
     last = reports[-1]
     return {
         "chain": list(last.chain),
@@ -277,11 +280,12 @@ def format_extra(reports: Sequence[RowReport]) -> dict[str, Any]:
 
 
 def make_envelope(kind: str, prefix: str, model: str) -> dict[str, Any]:
+    """Begin an answer: a new id, its kind, the time and the model."""
     return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
 
 
 async def answer_chat(prepared: PreparedRequest, request: ChatRequest) -> dict[str, Any]:
-    """The whole answer."""
+    """Generate the whole answer."""
     answers, reports = await run_all([prepared], request.n or 1)
     choices = [_chat_choice(i, answer, prepared) for i, answer in enumerate(answers)]
     head = make_envelope("chat.completion", "chatcmpl", request.model)
@@ -290,16 +294,17 @@ async def answer_chat(prepared: PreparedRequest, request: ChatRequest) -> dict[s
 
 def _chat_choice(index: int, answer: CollectedAnswer, prepared: PreparedRequest) -> dict[str, Any]:
     content = answer.content or (None if answer.calls else "")
-    read_turn: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if answer.reasoning:
-        read_turn["reasoning_content"] = answer.reasoning
+        message["reasoning_content"] = answer.reasoning
     if answer.calls:
-        read_turn["tool_calls"] = [format_call(part) for part in answer.calls]
+        message["tool_calls"] = [format_call(part) for part in answer.calls]
     logprobs = _format_logprobs(answer.choices, prepared) if prepared.request.wants_logprobs else None
-    return {"index": index, "message": read_turn, "logprobs": logprobs, "finish_reason": answer.finish}
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish}
 
 
 def format_call(part: AnswerPart) -> dict[str, Any]:
+    """Write a call of a tool, with a new id."""
     return {
         "id": f"call_{secrets.token_hex(12)}",
         "type": "function",
@@ -308,56 +313,61 @@ def format_call(part: AnswerPart) -> dict[str, Any]:
 
 
 def _format_logprobs(choices: Sequence[SampledToken], prepared: PreparedRequest) -> dict[str, Any]:
-    def one(token: int, logprob: float) -> dict[str, Any]:
+    def format_token(token: int, logprob: float) -> dict[str, Any]:
         text = prepared.engine.tokenizer.decode([token], skip_special_tokens=False)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(prepared.engine.token_bytes[token])}
+        token_bytes = list(prepared.engine.token_bytes[token])
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": token_bytes}
 
-    content = [
-        {**one(choice.token, choice.logprob), "top_logprobs": [one(*pair) for pair in choice.top]} for choice in choices
-    ]
+    content = []
+    for choice in choices:
+        top = [format_token(token, logprob) for token, logprob in choice.top]
+        content.append({**format_token(choice.token, choice.logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
 async def stream_chat(prepared: PreparedRequest, request: ChatRequest, emit: Emit) -> None:
-    """The same in pieces: role first, then what comes, then why it ended, then the usage if wanted."""
+    """Generate an answer in pieces: role, what comes, why it ended, and the usage where it is wanted."""
     head = make_envelope("chat.completion.chunk", "chatcmpl", request.model)
     wants_usage = bool(request.stream_options and request.stream_options.include_usage)
+    wants_logprobs = prepared.request.wants_logprobs
     reports: list[RowReport] = []
 
-    async def chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
+    async def write_chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        await emit.send_event({**head, "choices": [choice], **({"usage": None} if wants_usage else {})})
+        usage = {"usage": None} if wants_usage else {}
+        await emit.send_event({**head, "choices": [choice], **usage})
 
-    async def one(index: int) -> None:
-        await chunk(index, {"role": "assistant", "content": ""})
+    async def write_repairs(index: int, repairs: Sequence[str]) -> None:
+        """Tell repairs as they happen, for whoever looks: other clients skip the field."""
+        choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
+        await emit.send_event({**head, "choices": [choice], "usage": None, "swarmd": {"repairs": repairs}})
+
+    async def run_one(index: int) -> None:
+        await write_chunk(index, {"role": "assistant", "content": ""})
         n_calls = 0
 
         async def write_event(event: AnswerEvent) -> None:
+            # The log-probabilities of an event go with its first chunk, or with an empty one where it has no parts.
             nonlocal n_calls
-            logprobs = (
-                _format_logprobs(event.choices, prepared) if prepared.request.wants_logprobs and event.choices else None
-            )
+            logprobs = _format_logprobs(event.choices, prepared) if wants_logprobs and event.choices else None
             for part in event.parts:
                 if part.kind == "call":
-                    await chunk(index, {"tool_calls": [{"index": n_calls, **format_call(part)}]}, None, logprobs)
+                    delta: dict[str, Any] = {"tool_calls": [{"index": n_calls, **format_call(part)}]}
                     n_calls += 1
                 else:
-                    name = "content" if part.kind == "content" else "reasoning_content"
-                    await chunk(index, {name: part.text}, None, logprobs)
+                    delta = {"content" if part.kind == "content" else "reasoning_content": part.text}
+                await write_chunk(index, delta, logprobs=logprobs)
                 logprobs = None
             if logprobs is not None:
-                await chunk(index, {}, None, logprobs)
-            if event.repairs:  # as it happens, for whoever looks: other clients skip the field
-                choice_of_repairs = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
-                await emit.send_event(
-                    {**head, "choices": [choice_of_repairs], "usage": None, "swarmd": {"repairs": event.repairs}}
-                )
+                await write_chunk(index, {}, logprobs=logprobs)
+            if event.repairs:
+                await write_repairs(index, event.repairs)
             if event.finish:
-                await chunk(index, {}, event.finish)
+                await write_chunk(index, {}, event.finish)
 
         reports.append(await prepared.run(index, write_event))
 
-    await run_together([partial(one, index) for index in range(request.n or 1)])
+    await run_together([partial(run_one, index) for index in range(request.n or 1)])
     if wants_usage:
         await emit.send_event({**head, "choices": [], "usage": format_usage(reports), "swarmd": format_extra(reports)})
     await emit.send_event(DONE)
@@ -367,7 +377,7 @@ async def run_together(tasks: Sequence[Any]) -> None:
     """Run all of them; the first ApiError ends the others and is raised."""
     failures: list[ApiError] = []
 
-    async def guarded(task: Any) -> None:
+    async def run_guarded(task: Any) -> None:
         try:
             await task()
         except ApiError as error:
@@ -376,33 +386,25 @@ async def run_together(tasks: Sequence[Any]) -> None:
 
     async with trio.open_nursery() as nursery:
         for task in tasks:
-            nursery.start_soon(guarded, task)
+            nursery.start_soon(run_guarded, task)
     if failures:
         raise failures[0]
 
 
 async def answer_completion(prepared_requests: Sequence[PreparedRequest], request: CompletionRequest) -> dict[str, Any]:
-    """The whole continuation, of every prompt."""
+    """Generate the whole continuation of every prompt."""
     n = request.n or 1
     answers, reports = await run_all(prepared_requests, n)
-    choices = [
-        {
-            "index": i,
-            "text": (_echo_prompt(prepared_requests[i // n]) if request.echo else "") + answer.content,
-            "logprobs": _format_completion_logprobs(answer.choices, prepared_requests[i // n])
-            if request.logprobs is not None
-            else None,
-            "finish_reason": answer.finish,
-        }
-        for i, answer in enumerate(answers)
-    ]
+    choices = []
+    for index, answer in enumerate(answers):
+        prepared = prepared_requests[index // n]
+        text = (_echo_prompt(prepared) if request.echo else "") + answer.content
+        has_logprobs = request.logprobs is not None
+        logprobs = _format_completion_logprobs(answer.choices, prepared) if has_logprobs else None
+        choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": answer.finish})
     head = make_envelope("text_completion", "cmpl", request.model)
-    return {
-        **head,
-        "choices": choices,
-        "usage": format_usage(reports, len(prepared_requests)),
-        "swarmd": format_extra(reports),
-    }
+    usage = format_usage(reports, len(prepared_requests))
+    return {**head, "choices": choices, "usage": usage, "swarmd": format_extra(reports)}
 
 
 def _echo_prompt(prepared: PreparedRequest) -> str:
@@ -413,10 +415,10 @@ def _echo_prompt(prepared: PreparedRequest) -> str:
 def _format_completion_logprobs(
     choices: Sequence[SampledToken], prepared: PreparedRequest, offset: int = 0
 ) -> dict[str, Any]:
-    texts = [prepared.engine.tokenizer.decode([choice.token], skip_special_tokens=False) for choice in choices]
+    decode = partial(prepared.engine.tokenizer.decode, skip_special_tokens=False)
+    texts = [decode([choice.token]) for choice in choices]
     offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
-    decode = prepared.engine.tokenizer.decode
-    tops = [{decode([token], skip_special_tokens=False): value for token, value in choice.top} for choice in choices]
+    tops = [{decode([token]): value for token, value in choice.top} for choice in choices]
     logprobs = [choice.logprob for choice in choices]
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
@@ -424,43 +426,41 @@ def _format_completion_logprobs(
 async def stream_completion(
     prepared_requests: Sequence[PreparedRequest], request: CompletionRequest, emit: Emit
 ) -> None:
+    """Generate the continuation of every prompt in pieces, all at once."""
     head = make_envelope("text_completion", "cmpl", request.model)
     wants_usage = bool(request.stream_options and request.stream_options.include_usage)
-    n, reports = request.n or 1, list[RowReport]()
+    n = request.n or 1
+    reports: list[RowReport] = []
 
-    async def one(place: int) -> None:
-        prepared, n_characters = prepared_requests[place // n], 0
+    async def run_one(index: int) -> None:
+        prepared = prepared_requests[index // n]
+        n_characters = 0
 
-        async def piece(text: str, finish: str | None = None, logprobs: Any = None) -> None:
-            choice = {"index": place, "text": text, "logprobs": logprobs, "finish_reason": finish}
-            await emit.send_event({**head, "choices": [choice], **({"usage": None} if wants_usage else {})})
+        async def write_piece(text: str, finish: str | None = None, logprobs: Any = None) -> None:
+            choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+            usage = {"usage": None} if wants_usage else {}
+            await emit.send_event({**head, "choices": [choice], **usage})
 
         async def write_event(event: AnswerEvent) -> None:
             nonlocal n_characters
             text = "".join(part.text for part in event.parts)
-            shown = request.logprobs is not None and event.choices
-            logprobs = _format_completion_logprobs(event.choices, prepared, n_characters) if shown else None
+            has_logprobs = request.logprobs is not None and event.choices
+            logprobs = _format_completion_logprobs(event.choices, prepared, n_characters) if has_logprobs else None
             n_characters += len(text)
             if text or logprobs or event.finish:
-                await piece(text, event.finish, logprobs)
+                await write_piece(text, event.finish, logprobs)
 
         if request.echo:
-            await piece(_echo_prompt(prepared))
-        reports.append(await prepared.run(place % n, write_event))
+            await write_piece(_echo_prompt(prepared))
+        reports.append(await prepared.run(index % n, write_event))
 
-    await run_together([partial(one, place) for place in range(n * len(prepared_requests))])
+    await run_together([partial(run_one, index) for index in range(n * len(prepared_requests))])
     if wants_usage:
-        await emit.send_event(
-            {
-                **head,
-                "choices": [],
-                "usage": format_usage(reports, len(prepared_requests)),
-                "swarmd": format_extra(reports),
-            }
-        )
+        usage = format_usage(reports, len(prepared_requests))
+        await emit.send_event({**head, "choices": [], "usage": usage, "swarmd": format_extra(reports)})
     await emit.send_event(DONE)
 
 
 async def emit_error(emit: Emit, error: ApiError) -> None:
-    """What ends a stream that cannot go on."""
+    """End a stream that cannot go on."""
     await emit.send_event(error.body)

@@ -43,10 +43,11 @@ class ResponsesRequest(SamplingFields):
 
 
 def parse_responses(request: ResponsesRequest, key: str) -> GenerationRequest:
-    """Raises ApiError for what is not done here."""
+    """Translate a request. Raises ApiError for what is not done here."""
     if request.truncation not in (None, "disabled"):
-        raise bad_request("truncation is not supported here: shorten the input", "truncation", "unsupported_parameter")
-    tools = tuple(function.function for function in _offered_functions(request))
+        message = "truncation is not supported here: shorten the input"
+        raise bad_request(message, "truncation", "unsupported_parameter")
+    tools = tuple(offered.function for offered in _offered_functions(request))
     text_format = (request.text or {}).get("format")
     flat = text_format if isinstance(text_format, dict) else {"type": "text"}
     nested = {"type": flat.get("type"), "json_schema": {"schema": flat.get("schema")}}
@@ -69,7 +70,8 @@ def _read_messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         turns.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
         return [*turns, {"role": "user", "content": request.input}]
-    names = {(function.namespace, function.name): function.offered_name for function in _offered_functions(request)}
+    functions = _offered_functions(request)
+    names = {(function.namespace, function.name): function.offered_name for function in functions}
     for index, item in enumerate(request.input):
         _add_item(turns, item, f"input[{index}]", names)
     return turns
@@ -81,7 +83,9 @@ def _add_item(
     """Add one item of the history; ``names`` are those that functions are offered by. Raises ApiError."""
     kind = item.get("type", "message")
     if kind == "message":
-        role = {"developer": "system"}.get(str(item.get("role")), str(item.get("role")))
+        role = str(item.get("role"))
+        if role == "developer":
+            role = "system"
         if role not in ("system", "user", "assistant"):
             raise bad_request(f"{where}.role is system, developer, user or assistant, not {role[:32]!r}", where)
         text = read_text(item.get("content"), where)
@@ -90,21 +94,27 @@ def _add_item(
         else:
             turns.append({"role": role, "content": text})
     elif kind in ("function_call", "custom_tool_call"):
-        arguments = {"arguments": str(item.get("arguments", "{}"))}
-        if kind == "custom_tool_call":  # whose input is text of any form
-            arguments = {"arguments": json.dumps({"input": str(item.get("input", ""))}, ensure_ascii=False)}
-        name = str(item.get("name", ""))
-        call = {"name": names.get((str(item.get("namespace", "")), name), name), **arguments}
-        entry = {"id": item.get("call_id"), "type": "function", "function": call}
-        if turns and turns[-1]["role"] == "assistant":
-            turns[-1].setdefault("tool_calls", []).append(entry)
-        else:
-            turns.append({"role": "assistant", "content": "", "tool_calls": [entry]})
+        _add_call(turns, item, names)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         content = read_text(item.get("output"), where)
         turns.append({"role": "tool", "content": content, "tool_call_id": str(item.get("call_id", ""))})
     elif kind != "reasoning":  # which is the model's own, and no template wants it back
         raise bad_request(f"{where}: items of type {str(kind)[:32]!r} are not supported here", where)
+
+
+def _add_call(turns: list[dict[str, Any]], item: dict[str, Any], names: Mapping[tuple[str, str], str]) -> None:
+    """Add a call that the model made before, to the assistant's turn that it belongs to."""
+    arguments = str(item.get("arguments", "{}"))
+    if item.get("type") == "custom_tool_call":  # whose input is text of any form
+        arguments = json.dumps({"input": str(item.get("input", ""))}, ensure_ascii=False)
+    name = str(item.get("name", ""))
+    namespace = str(item.get("namespace", ""))
+    call = {"name": names.get((namespace, name), name), "arguments": arguments}
+    entry = {"id": item.get("call_id"), "type": "function", "function": call}
+    if turns and turns[-1]["role"] == "assistant":
+        turns[-1].setdefault("tool_calls", []).append(entry)
+    else:
+        turns.append({"role": "assistant", "content": "", "tool_calls": [entry]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,24 +127,22 @@ class _OfferedFunction:
 
     @property
     def offered_name(self) -> str:
+        """The name by which the model calls it."""
         return str(self.function["function"]["name"])
 
 
 def _offered_functions(request: ResponsesRequest) -> list[_OfferedFunction]:
-    """The functions among the tools. Raises ApiError.
+    """List the functions among the tools. Raises ApiError.
 
-    One whose name another one has, too, is offered with its namespace before it. A search of the web is left out:
-    whoever serves the model would do it, and none here does.
+    A function whose name is taken twice is offered with its namespace in front. A search of the web is left out:
+    the server of a model would do it, and none here does.
     """
     tools: list[tuple[dict[str, Any], str]] = []
     for tool in request.tools or ():
         inner_tools = tool.get("tools")
-        if (
-            tool.get("type") == "namespace"
-            and isinstance(inner_tools, list)
-            and all(isinstance(inner_tool, dict) for inner_tool in inner_tools)
-        ):
-            tools += [(inner_tool, str(tool.get("name", ""))) for inner_tool in inner_tools]
+        are_dicts = isinstance(inner_tools, list) and all(isinstance(inner, dict) for inner in inner_tools)
+        if tool.get("type") == "namespace" and isinstance(inner_tools, list) and are_dicts:
+            tools += [(inner, str(tool.get("name", ""))) for inner in inner_tools]
         elif not is_web_search(tool):
             tools.append((tool, ""))
     times = Counter(str(tool.get("name")) for tool, _ in tools)
@@ -144,7 +152,7 @@ def _offered_functions(request: ResponsesRequest) -> list[_OfferedFunction]:
         is_twice = bool(namespace) and times[name] > 1
         function = _read_function({**tool, "name": f"{namespace}__{name}"} if is_twice else tool)
         functions.append(_OfferedFunction(function, name, namespace))
-    if len({inner_tool.offered_name for inner_tool in functions}) < len(functions):
+    if len({function.offered_name for function in functions}) < len(functions):
         raise bad_request("tools: two functions have the same name, in the same namespace", "tools")
     return functions
 
@@ -156,7 +164,7 @@ def _read_function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_web_search(tool: dict[str, Any]) -> bool:
-    """A search that the server would do, of whatever version."""
+    """Is it a search that the server would do, of whatever version?"""
     return str(tool.get("type")).startswith("web_search")
 
 
@@ -168,10 +176,10 @@ def _new_id(prefix: str) -> str:
 
 
 def _format_response(request: ResponsesRequest, identity: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    tools = [
-        {"type": "function", "strict": False, "parameters": {}, **{k: v for k, v in tool.items() if v is not None}}
-        for tool in request.tools or ()
-    ]
+    tools = []
+    for tool in request.tools or ():
+        named = {name: value for name, value in tool.items() if value is not None}
+        tools.append({"type": "function", "strict": False, "parameters": {}, **named})
     fixed = {
         "error": None,
         "incomplete_details": None,
@@ -200,37 +208,52 @@ def _format_ended(
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": report.n_prompt + report.n_generated,
     }
+    status = "incomplete" if is_cut else "completed"
     details = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
-    return _format_response(
-        request, identity, status="incomplete" if is_cut else "completed", output=output, usage=usage, **details
-    )
+    return _format_response(request, identity, status=status, output=output, usage=usage, **details)
 
 
-def _text_item(item: str, text: str, status: str) -> dict[str, Any]:
-    part = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}] if status != "in_progress" else []
-    return {"id": item, "type": "message", "role": "assistant", "status": status, "content": part}
+def _text_item(item_id: str, text: str, status: str) -> dict[str, Any]:
+    content = [] if status == "in_progress" else [_text_part(text)]
+    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _call_item(part: AnswerPart, request: ResponsesRequest) -> dict[str, Any]:
     item = {"id": _new_id("fc"), "call_id": _new_id("call"), "type": "function_call", "status": "completed"}
-    function = next((offered for offered in _offered_functions(request) if offered.offered_name == part.name), None)
-    place = {"namespace": function.namespace} if function is not None and function.namespace else {}
-    return {**item, **place, "name": part.name if function is None else function.name, "arguments": part.text}
+    functions = [function for function in _offered_functions(request) if function.offered_name == part.name]
+    name = part.name
+    if functions:
+        name = functions[0].name
+    if functions and functions[0].namespace:
+        item["namespace"] = functions[0].namespace
+    return {**item, "name": name, "arguments": part.text}
 
 
 async def answer_response(prepared: PreparedRequest, request: ResponsesRequest) -> dict[str, Any]:
-    """The whole answer."""
+    """Generate the whole answer."""
     identity = {"id": _new_id("resp"), "created_at": int(time.time())}
     answer = CollectedAnswer()
     report = await prepared.run(0, answer.add_event)
     output = [_text_item(_new_id("msg"), answer.content, "completed")] if answer.content or not answer.calls else []
-    return _format_ended(
-        request, identity, answer, [*output, *(_call_item(part, request) for part in answer.calls)], report
-    )
+    output += [_call_item(part, request) for part in answer.calls]
+    return _format_ended(request, identity, answer, output, report)
 
 
 class ResponseWriter:
-    """A response as it is streamed: items open and close, every event has its number."""
+    """A response as it is streamed: items open and close, every event has its number.
+
+    created, in_progress, then for each item of the output:
+
+        text:  output_item.added, content_part.added, output_text.delta ...,
+               output_text.done, content_part.done, output_item.done
+        call:  output_item.added, function_call_arguments.delta, function_call_arguments.done, output_item.done
+
+    and at the end completed, incomplete or failed, with the whole response once more.
+    """
 
     def __init__(self, prepared: PreparedRequest, request: ResponsesRequest, emit: Emit) -> None:
         self._prepared = prepared
@@ -244,6 +267,7 @@ class ResponseWriter:
         self._text = ""
 
     async def run(self) -> None:
+        """Generate the answer. Raises ApiError."""
         opening = _format_response(self._request, self._identity, status="in_progress")
         await self._say("response.created", response=opening)
         await self._say("response.in_progress", response=opening)
@@ -252,7 +276,8 @@ class ResponseWriter:
         response = _format_ended(self._request, self._identity, self._answer, self._output, report)
         await self._say(f"response.{response['status']}", response=response)
 
-    async def fail(self, emit: Emit, error: ApiError) -> None:
+    async def fail(self, error: ApiError) -> None:
+        """End the stream with an error."""
         reason = {"code": "server_error", "message": error.message}
         failed = _format_response(self._request, self._identity, status="failed", error=reason, output=self._output)
         await self._say("response.failed", response=failed)
@@ -269,11 +294,11 @@ class ResponseWriter:
     async def _add_text(self, text: str) -> None:
         place = {"output_index": len(self._output), "content_index": 0}
         if not self._text_id:
-            self._text_id, self._text = _new_id("msg"), ""
+            self._text_id = _new_id("msg")
+            self._text = ""
             item = _text_item(self._text_id, "", "in_progress")
             await self._say("response.output_item.added", output_index=len(self._output), item=item)
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            await self._say("response.content_part.added", item_id=self._text_id, part=part, **place)
+            await self._say("response.content_part.added", item_id=self._text_id, part=_text_part(""), **place)
         self._text += text
         await self._say("response.output_text.delta", item_id=self._text_id, delta=text, logprobs=[], **place)
 
@@ -289,7 +314,8 @@ class ResponseWriter:
         self._text_id = ""
 
     async def _add_call(self, part: AnswerPart) -> None:
-        item, index = _call_item(part, self._request), len(self._output)
+        item = _call_item(part, self._request)
+        index = len(self._output)
         opening = {**item, "status": "in_progress", "arguments": ""}
         await self._say("response.output_item.added", output_index=index, item=opening)
         place = {"item_id": item["id"], "output_index": index}
@@ -305,9 +331,9 @@ class ResponseWriter:
 
 
 async def stream_response(prepared: PreparedRequest, request: ResponsesRequest, emit: Emit) -> None:
-    """The same as events."""
+    """Generate an answer as events."""
     writer = ResponseWriter(prepared, request, emit)
     try:
         await writer.run()
     except ApiError as error:
-        await writer.fail(emit, error)
+        await writer.fail(error)

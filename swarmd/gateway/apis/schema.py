@@ -21,6 +21,7 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=2)]  # less makes a logit infinite
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 Length = Annotated[int, Meta(ge=-1, le=10_000_000)]  # -1 leaves it open, as llama.cpp and LM Studio have it
 Stop = Annotated[str, Meta(max_length=256)]
@@ -51,7 +52,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     repeat_penalty: RepetitionPenalty | None = None  # the same, as llama.cpp calls it
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] | None = None
     seed: Seed | None = None
     stop: Stops | None = None
     ignore_eos: bool = False
@@ -126,7 +127,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read_length(value: int | None, param: str) -> int | None:
-    """How long an answer may be; None where that is left open. Raises ApiError."""
+    """Return how long an answer may be; None where that is left open. Raises ApiError."""
     if value == 0:
         raise bad_request(f"{param} is at least 1, or -1 for as long as there is room", param)
     return None if value == -1 else value

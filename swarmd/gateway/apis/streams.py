@@ -1,4 +1,4 @@
-"""Answers over HTTP that end when whoever asked has gone, streamed or whole, and streams that never fall silent.
+"""Answers over HTTP, streamed or not, that end when the client has gone, and streams that never fall silent.
 
 hypercorn on trio cancels a streamed answer by itself, a plain one never, and ``request.is_disconnected`` is always
 False there (../shared/facts/gateway.md): both are done here alike, by a task that waits for the disconnect.
@@ -36,10 +36,13 @@ class Emit:
         self.last_s = trio.current_time()
 
     async def send_event(self, value: Any, name: str = "") -> None:
+        """Send one event; bytes go as they are."""
         data = value if isinstance(value, bytes) else msgspec.json.encode(value)
-        await self.send_raw((f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n")
+        head = f"event: {name}\n".encode() if name else b""
+        await self.send_raw(head + b"data: " + data + b"\n\n")
 
     async def send_raw(self, data: bytes) -> None:
+        """Send bytes, one sender at a time: an event must not be cut by a sign of life."""
         async with self._lock:
             self.last_s = trio.current_time()
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -95,17 +98,18 @@ class WholeAnswer(Response):
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Answer with a value as JSON."""
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError, body: dict[str, Any] | None = None) -> Response:
-    """An error as an answer; in OpenAI's form, unless another API's ``body`` is given."""
+    """Answer with an error; in OpenAI's form, unless another API's ``body`` is given."""
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     return json_response(error.body if body is None else body, error.status, headers)
 
 
 async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Do some work, once the body has come, as long as whoever asked is there. Raises ApiError when he has gone."""
+    """Do some work, once the body has come, as long as the client is connected. Raises ApiError when it has gone."""
     failure: ApiError | None = None
     is_done = False
     async with trio.open_nursery() as nursery:

@@ -1,4 +1,4 @@
-"""A request in one form, whoever's API it came by: a conversation or a text, how to go on, and what comes of it.
+"""Requests of all APIs in one form: a conversation or a text, how to go on, and the parts of the answer.
 
 ``prepare_request`` refuses whatever can be refused before any work; ``PreparedRequest.run`` writes, part by part.
 """
@@ -29,11 +29,12 @@ from swarmd.gateway.generation.turns import QueueFull
 DEFAULT_TOKENS = 2_048  # of an answer whose length nobody named, if the context has room
 LEAST_PENALTY = 0.01  # for repetition, whatever a model's author wrote: less makes a logit infinite
 TEMPLATE_FIELDS = 32  # that a request may give a chat template
+# As in llama.cpp: small models at temperature 1.0, uncut, write nonsense.
 CAUTIOUS_SAMPLING = {
     "temperature": 0.8,
     "top_k": 40,
     "min_p": 0.05,
-}  # as llama.cpp: small models at 1.0, uncut, write nonsense
+}
 ANY_JSON = {"type": "object"}
 RESERVED_FIELDS = (
     "messages",
@@ -94,8 +95,12 @@ class PreparedRequest:
     metrics: Metrics
 
     async def run(self, number: int, on_event: OnEvent) -> RowReport:
-        """Write answer ``number`` of those asked for. Raises ApiError."""
-        report, parts, n_calls, outcome, n_repairs = RowReport(len(self.options.prompt)), self._parts(), 0, "abort", 0
+        """Write answer ``number`` of those that the request wants. Raises ApiError."""
+        report = RowReport(len(self.options.prompt))
+        parts = self._make_parts()
+        n_calls = 0
+        n_repairs = 0  # told so far
+        outcome = "abort"
 
         async def on_delta(delta: AnswerDelta) -> None:
             nonlocal n_calls, outcome, n_repairs
@@ -103,11 +108,12 @@ class PreparedRequest:
             n_calls += sum(part.kind == "call" for part in new_parts)
             finish = "tool_calls" if delta.finish == "stop" and n_calls else delta.finish
             outcome = finish or outcome
-            repairs, n_repairs = tuple(report.repairs[n_repairs:]), len(report.repairs)
+            repairs = tuple(report.repairs[n_repairs:])
+            n_repairs = len(report.repairs)
             await on_event(AnswerEvent(tuple(new_parts), delta.choices, finish, delta.stopped, repairs))
 
         try:
-            await self.engine.write(self._numbered(number), on_delta, report)
+            await self.engine.write(self._options_of(number), on_delta, report)
         except QueueFull as error:
             outcome = "error"
             raise refusals.queue_full(error) from None
@@ -118,16 +124,18 @@ class PreparedRequest:
             self.metrics.answered(self.request.model, report, outcome)
         return report
 
-    def _parts(self) -> Parts:
+    def _make_parts(self) -> Parts:
         if self.is_forced:
             return ToolCallParts()
         marks = load_marks(self.engine.ends.family) if self.request.messages else None
-        tools = list(self.request.tools) or None
-        return PlainParts() if marks is None or self.options.grammar else MarkedParts(marks, self.tail, tools)
+        if marks is None or self.options.grammar:
+            return PlainParts()
+        return MarkedParts(marks, self.tail, list(self.request.tools) or None)
 
-    def _numbered(self, number: int) -> AnswerOptions:
-        """Several answers to one prompt draw differently, and each follows the grammar by itself."""
-        sampling, grammar = self.options.sampling, self.options.grammar
+    def _options_of(self, number: int) -> AnswerOptions:
+        """Give each answer its own seed, so that answers to one prompt differ, and its own place in the grammar."""
+        sampling = self.options.sampling
+        grammar = self.options.grammar
         seed = None if sampling.seed is None else (sampling.seed + number) % 2**63
         grammar_copy = None if grammar is None else grammar.copy()
         return replace(self.options, sampling=replace(sampling, seed=seed), grammar=grammar_copy)
@@ -140,7 +148,8 @@ async def prepare_request(engine: GenerationEngine, request: GenerationRequest, 
     except QueueFull as error:
         raise refusals.queue_full(error) from None
     prompt = await make_prompt(engine, request)
-    limit, n_prompt = engine.ends.max_tokens, len(prompt.ids)
+    limit = engine.ends.max_tokens
+    n_prompt = len(prompt.ids)
     if not n_prompt:
         raise bad_request("the prompt is empty", "prompt")
     room = max(1, limit - n_prompt)
@@ -156,14 +165,16 @@ async def prepare_request(engine: GenerationEngine, request: GenerationRequest, 
     if not 0 <= min(ids) <= max(ids) < engine.ends.vocabulary:
         raise bad_request(f"token ids are from 0 to {engine.ends.vocabulary - 1}", "prompt")
     stop = request.sampled.stop or []
+    stops = [stop] if isinstance(stop, str) else stop
+    has_marks = bool(request.messages) and load_marks(engine.ends.family) is not None
     options = AnswerOptions(
         prompt=ids,
         max_tokens=max_tokens,
         sampling=sampling,
-        stops=tuple(s for s in ([stop] if isinstance(stop, str) else stop) if s),
+        stops=tuple(text for text in stops if text),
         eos=frozenset() if request.sampled.ignore_eos else engine.eos | prompt.ends,
         grammar=grammar,
-        keeps_special=bool(request.messages) and load_marks(engine.ends.family) is not None and grammar is None,
+        keeps_special=has_marks and grammar is None,
         looks_up=engine.ends.can_crop,
         key=request.key,
     )
@@ -171,7 +182,7 @@ async def prepare_request(engine: GenerationEngine, request: GenerationRequest, 
 
 
 async def make_prompt(engine: GenerationEngine, request: GenerationRequest) -> Prompt:
-    """What the model is given, however long. Raises ApiError."""
+    """Turn messages or text into the model's tokens, however many. Raises ApiError."""
     try:
         if not request.messages:
             if isinstance(request.prompt, tuple):
@@ -187,7 +198,7 @@ async def make_prompt(engine: GenerationEngine, request: GenerationRequest) -> P
 
 
 def _template_options(request: GenerationRequest) -> dict[str, Any]:
-    """What the template is told beside the messages. Raises ApiError."""
+    """Return what the template is told beside the messages. Raises ApiError."""
     refused_names = [name for name in request.template if name in RESERVED_FIELDS or not name.isidentifier()]
     if refused_names or len(request.template) > TEMPLATE_FIELDS:
         raise bad_request(
@@ -202,7 +213,7 @@ def _shown_tools(request: GenerationRequest) -> list[dict[str, Any]] | None:
 
 
 def _messages_with_tools(engine: GenerationEngine, request: GenerationRequest) -> list[dict[str, Any]]:
-    """The messages; a template that knows no tools leaves them out, so they are told in the system's turn."""
+    """Return the messages, with the tools in the system's turn where the template would leave them out."""
     tools = _shown_tools(request)
     if tools is None or engine.prompts.shows_tools:
         return request.messages
@@ -215,7 +226,7 @@ def _messages_with_tools(engine: GenerationEngine, request: GenerationRequest) -
 
 
 async def _make_grammar(engine: GenerationEngine, request: GenerationRequest, is_forced: bool) -> Grammar | None:
-    """What the answer has to fit. Raises ApiError."""
+    """Compile what the answer has to fit. Raises ApiError."""
     try:
         schema = _forced_schema(request) if is_forced else request.schema
         if schema is None:
@@ -230,7 +241,7 @@ async def _make_grammar(engine: GenerationEngine, request: GenerationRequest, is
 
 
 def _forced_schema(request: GenerationRequest) -> dict[str, Any]:
-    """The schema of the calls that have to be made. Raises BadSchema."""
+    """Make the schema of the calls that have to be made. Raises BadSchema."""
     name = request.tool_choice.removeprefix("=") if request.tool_choice.startswith("=") else None
     chosen = [tool for tool in request.tools if name in (None, tool["function"]["name"])]
     if not chosen:
@@ -241,10 +252,11 @@ def _forced_schema(request: GenerationRequest) -> dict[str, Any]:
 def choose_sampling(request: GenerationRequest, ends: Ends) -> Sampling:
     """Decide how tokens are chosen. Raises ApiError.
 
-    For each number: what the request says, else what the model's author does (where he wants sampling). An author who
-    says nothing of it, as in most GGUF files, leaves cautious defaults.
+    The request decides each number. What it leaves open is as the model's author says, where he wants sampling at
+    all. Most GGUF files say nothing: cautious defaults count for them.
     """
-    fields, author = request.sampled, ends.generation
+    fields = request.sampled
+    author = ends.generation
     defaults = author if author.get("do_sample") else CAUTIOUS_SAMPLING
     bias: dict[int, float] = {}
     for token, value in (fields.logit_bias or {}).items():
@@ -257,14 +269,14 @@ def choose_sampling(request: GenerationRequest, ends: Ends) -> Sampling:
         return float(defaults.get(name, neutral) if value is None else value)
 
     penalty = fields.repeat_penalty if fields.repetition_penalty is None else fields.repetition_penalty
+    if penalty is None:
+        penalty = max(LEAST_PENALTY, float(author.get("repetition_penalty", 1.0)))
     return Sampling(
         temperature=max(0.0, choose("temperature", 1.0)),
         top_p=min(max(0.0, choose("top_p", 1.0)), 1.0),
         top_k=max(0, int(choose("top_k", 0))),
         min_p=min(max(0.0, choose("min_p", 0.0)), 1.0),
-        repetition_penalty=max(LEAST_PENALTY, float(author.get("repetition_penalty", 1.0)))
-        if penalty is None
-        else penalty,
+        repetition_penalty=penalty,
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         bias=bias,
