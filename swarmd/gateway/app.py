@@ -136,7 +136,7 @@ class Gateway:
     # --- what is there -----------------------------------------------------------------------------------------
 
     async def _health(self, request: Request, key: str) -> Response:
-        served = [listed.name for listed in self.models.listed() if not listed.missing]
+        served = [listed.name for listed in self.models.list_models() if not listed.missing]
         if served:
             return json_response({"status": "ok", "models": served})
         message = "no model is whole in the swarm"
@@ -145,16 +145,16 @@ class Gateway:
     async def _show_metrics(self, request: Request, key: str) -> Response:
         self.metrics.running.set(self.turns.n_running)
         self.metrics.waiting.set(self.turns.n_waiting)
-        for name, engine in self.models.engines().items():
+        for name, engine in self.models.loaded_engines().items():
             self.metrics.kept.labels(name).set(engine.n_kept)
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _list_models(self, request: Request, key: str) -> Response:
-        return json_response({"object": "list", "data": [_model_entry(listed) for listed in self.models.listed()]})
+        return json_response({"object": "list", "data": [_model_entry(listed) for listed in self.models.list_models()]})
 
     async def _show_model(self, request: Request, key: str) -> Response:
         name = request.path_params["name"]
-        listed = self.models.listed()
+        listed = self.models.list_models()
         if not name:
             return await self._nothing_here(request, key)
         for model in listed:
@@ -181,7 +181,7 @@ class Gateway:
     async def _prepare_all(self, request: Request, requests: Sequence[GenerationRequest]) -> list[PreparedRequest]:
         """Prepare what one request asks for, as long as its client is connected. Raises ApiError."""
         # Loading goes on though the client has gone: the model is there for the next one, too.
-        engine = await self.models.engine(requests[0].model)
+        engine = await self.models.load_engine(requests[0].model)
         prepared_requests: list[PreparedRequest] = []
 
         async def prepare_each() -> None:
@@ -193,7 +193,7 @@ class Gateway:
 
     async def _count(self, request: Request, key: str) -> Response:
         body = schema.decode_request(await read_body(request), anthropic.MessagesRequest)
-        engine = await self.models.engine(body.model)
+        engine = await self.models.load_engine(body.model)
         prompt = await make_prompt(engine, anthropic.parse_request(body, key))
         return json_response({"input_tokens": len(prompt.ids)})
 

@@ -36,7 +36,7 @@ class Guard:
         self._is_local = is_local
 
     def admit(self, request: Request, needs_token: bool = False) -> str:
-        """Whose request it is: a key's name, or "". Raises ApiError.
+        """Let a request in, and say whose it is: a key's name, or "". Raises ApiError.
 
         ``needs_token``: only for the user of this machine, whose token no other user of it can read.
         """
@@ -46,20 +46,22 @@ class Guard:
         origin = request.headers.get("origin")
         if origin is not None and not self._is_our_origin(origin, request):
             raise ApiError(403, "permission_error", "pages of other origins are not let in (see [gateway] origins)")
-        if request.url.path in OPEN_PATHS or request.url.path.startswith(OPEN_FOLDER) or request.method == "OPTIONS":
+        path = request.url.path
+        if path in OPEN_PATHS or path.startswith(OPEN_FOLDER) or request.method == "OPTIONS":
             return ""
         presented_key = _read_key(request)
         if presented_key and hmac.compare_digest(presented_key.encode(), self._token.encode()):
             return ""
-        if presented_key and not needs_token and (name := self._keys.whose(presented_key)) is not None:
+        name = self._keys.whose(presented_key) if presented_key and not needs_token else None
+        if name is not None:
             return name
         if self._is_local and not self._keys.all() and not needs_token:
             return ""
         if needs_token:
             raise ApiError(401, "authentication_error", "only with this machine's own token", None, "invalid_token")
-        reason = (
-            "this key is not known" if presented_key else "an API key is needed: Authorization: Bearer sk-swarmd-..."
-        )
+        reason = "an API key is needed: Authorization: Bearer sk-swarmd-..."
+        if presented_key:
+            reason = "this key is not known"
         raise ApiError(401, "authentication_error", reason, None, "invalid_api_key")
 
     def _is_our_host(self, host: str) -> bool:
@@ -78,7 +80,7 @@ class Guard:
 
 
 def _explain_foreign_host(host: str) -> str:
-    """Why a Host is refused, and which setting takes it."""
+    """Say why a Host is refused, and which setting takes it."""
     name = host.rsplit(":", 1)[0][:64]
     return (
         f"this gateway is not called {name!r}: use the address that it prints, or write the name into config.toml, "
@@ -92,11 +94,14 @@ def _read_key(request: Request) -> str:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body, bounded as it is read. Raises ApiError."""
+    """Read the body, bounded as it comes. Raises ApiError."""
+    # A client that still sends does not read: refused in the middle, it would never hear why. So a body that is too
+    # large is read on and thrown away, but not without an end.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "invalid_request_error", f"expected Content-Type: application/json, not {kind[:64]!r}")
-    body, n_bytes = bytearray(), 0
+    body = bytearray()
+    n_bytes = 0
     try:
         with trio.fail_after(BODY_WITHIN_S):
             async for part in request.stream():

@@ -37,7 +37,7 @@ class Keys:
         self._keys: list[ApiKey] = []
 
     def all(self) -> list[ApiKey]:
-        """Raises ConfigError for a file that is damaged."""
+        """Read the keys. Raises ConfigError for a file that is damaged."""
         try:
             file_status = self._path.stat()
         except FileNotFoundError:
@@ -58,15 +58,16 @@ class Keys:
         return key
 
     def remove(self, name: str) -> None:
-        """Raises ConfigError for a name that is none."""
+        """Forget a key. Raises ConfigError for a name that is none."""
         if all(key.name != name for key in self.all()):
             names = ", ".join(key.name for key in self.all()) or "none"
             raise ConfigError(f"there is no key {name!r}; there are: {names}")
         self._write([key for key in self.all() if key.name != name])
 
     def whose(self, presented_key: str) -> str | None:
-        """The name of a key, compared in constant time; None for one that is not known."""
-        digest, name = _hash(presented_key), None
+        """Return the name of a key, compared in constant time; None for one that is not known."""
+        digest = _hash(presented_key)
+        name = None
         for key in self.all():
             if hmac.compare_digest(key.sha256, digest):
                 name = key.name

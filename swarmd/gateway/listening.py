@@ -1,7 +1,7 @@
 """The socket on which the gateway listens. It needs no torch: a wrong address is refused before that is imported.
 
-It is made here, for two options that hypercorn has none for: whoever does not read for three seconds is cut off by
-the kernel (a write to him cannot be cancelled), and a port that is taken is said plainly.
+hypercorn lacks two things, which are done here. The kernel cuts off a client that reads nothing for three seconds
+(a write to it cannot be cancelled). A port that is taken is said plainly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BACKLOG = 256  # connections that the kernel holds until they are accepted
 
 
 def open_listener(listen: str, has_keys: bool) -> socket.socket:
-    """Listen. Raises ConfigError for an address that cannot be, and for one beyond this machine without keys."""
+    """Open the socket. Raises ConfigError for an address that cannot be, or beyond this machine without keys."""
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or int(port) > 65_535:
@@ -47,9 +47,11 @@ def open_listener(listen: str, has_keys: bool) -> socket.socket:
 
 
 def is_loopback(address: str) -> bool:
+    """Can only programs of this machine reach the address?"""
     return address == "::1" or address.startswith("127.")
 
 
 def url_of(listener: socket.socket) -> str:
+    """Write the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -29,7 +29,7 @@ Say = Callable[[str, Any], Awaitable[None]]
 
 
 def describe_swarm(view: SwarmView, own_peer: str, chats: Callable[[ModelId], bool | None]) -> dict[str, Any]:
-    """Models with what nobody serves and whether they can chat, peers with what they serve."""
+    """List models, with what nobody serves and whether they can chat, and peers, with what they serve."""
     models = [
         {
             "name": name,
@@ -42,10 +42,16 @@ def describe_swarm(view: SwarmView, own_peer: str, chats: Callable[[ModelId], bo
     ]
     spans: dict[str, list[dict[str, Any]]] = {}
     for span in view.spans:
-        row = {"model": span.model, "start": span.start, "end": span.end, "state": span.state, "dtype": span.dtype}
-        spans.setdefault(span.peer, []).append(
-            {**row, "quantize": span.quantize, "tokens_per_s": span.decode_tokens_per_s}
-        )
+        row = {
+            "model": span.model,
+            "start": span.start,
+            "end": span.end,
+            "state": span.state,
+            "dtype": span.dtype,
+            "quantize": span.quantize,
+            "tokens_per_s": span.decode_tokens_per_s,
+        }
+        spans.setdefault(span.peer, []).append(row)
     peers: list[dict[str, Any]] = [
         {
             "peer": peer,
@@ -57,12 +63,16 @@ def describe_swarm(view: SwarmView, own_peer: str, chats: Callable[[ModelId], bo
             "down_mbit": _scale(record.down_bytes_per_s, 8e-6),
             "version": record.version or "unknown",
             "seen_at": record.issued_at,
-            "spans": sorted(spans.get(peer, []), key=lambda span: (span["model"], span["start"])),
+            "spans": sorted(spans.get(peer, []), key=_span_order),
         }
         for peer, record in sorted(view.peers.items())
     ]
-    peers.sort(key=lambda p: min(((span["model"], span["start"]) for span in p["spans"]), default=("~", 0)))
+    peers.sort(key=lambda peer: min(map(_span_order, peer["spans"]), default=("~", 0)))  # who serves nothing is last
     return {"n_peers": len(peers), "models": models, "peers": peers}
+
+
+def _span_order(span: dict[str, Any]) -> tuple[str, int]:
+    return span["model"], span["start"]
 
 
 def _scale(value: float | None, factor: float) -> float | None:
@@ -80,6 +90,7 @@ class Machine:
 
     @property
     def peer(self) -> PeerId:
+        """The peer id of this machine; "" while no daemon runs here."""
         return PeerId(self.status.get("status", {}).get("peer", ""))
 
     async def run(self) -> None:
@@ -90,14 +101,16 @@ class Machine:
 
     async def _look(self) -> None:
         try:
-            status, runs = await self.ask("status"), await self.ask("train")
+            status = await self.ask("status")
+            runs = await self.ask("train")
         except SwarmError as error:
             self.status = {"error": str(error)}
             return
         looked_at = trio.current_time()
         if not self._history or looked_at - self._history[-1]["at"] >= SAMPLE_INTERVAL_S:
-            servers = [h["server"] for h in status["hosting"] if h["server"]]
-            tokens, sessions = sum(s["tokens_served"] for s in servers), sum(s["sessions"] for s in servers)
+            servers = [hosting["server"] for hosting in status["hosting"] if hosting["server"]]
+            tokens = sum(server["tokens_served"] for server in servers)
+            sessions = sum(server["sessions"] for server in servers)
             self._history.append({"at": looked_at, "tokens": tokens, "sessions": sessions})
         self.status = {"status": status, "history": list(self._history)}
         self.training = {"runs": [{**run, "losses": run["losses"][-MOST_LOSSES:]} for run in runs["runs"]]}
@@ -108,10 +121,11 @@ class Machine:
 
 
 async def send_changes(swarm: Callable[[], dict[str, Any]], machine: Machine, say: Say) -> None:
-    """Send what has changed, and at first everything, until cancelled."""
+    """Send what has changed, and everything at first, until cancelled."""
     sent: dict[str, bytes] = {}
     while True:
-        for name, value in (("swarm", swarm()), ("machine", machine.status), ("training", machine.training)):
+        topics = {"swarm": swarm(), "machine": machine.status, "training": machine.training}
+        for name, value in topics.items():
             raw = msgspec.json.encode(value)
             if sent.get(name) != raw:
                 sent[name] = raw

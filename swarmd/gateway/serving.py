@@ -44,7 +44,8 @@ async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], No
     """
     keys = Keys(folder)
     listener = open_listener(settings.listen, bool(keys.all()))
-    is_local, token = is_loopback(listener.getsockname()[0]), secrets.token_urlsafe(24)
+    is_local = is_loopback(listener.getsockname()[0])
+    token = secrets.token_urlsafe(24)
     url = url_of(listener)
     origins = split(settings.origins)
     guard = Guard(keys, split(settings.hosts), origins, token, is_local)
@@ -78,7 +79,8 @@ async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], No
 
 async def _serve_http(gateway: Gateway, listener: socket.socket) -> None:
     config = HypercornConfig()
-    config.accesslog, config.errorlog = None, logging.getLogger("hypercorn.error")
+    config.accesslog = None
+    config.errorlog = logging.getLogger("hypercorn.error")
     config.loglevel = "ERROR"
     config.read_timeout = None
     config.keep_alive_timeout = REQUEST_WITHIN_S

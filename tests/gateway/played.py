@@ -136,13 +136,13 @@ class PlayedModels:
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
 
-    async def engine(self, name: str) -> GenerationEngine:
+    async def load_engine(self, name: str) -> GenerationEngine:
         return self._engine
 
-    def engines(self) -> dict[str, GenerationEngine]:
+    def loaded_engines(self) -> dict[str, GenerationEngine]:
         return {MODEL: self._engine}
 
-    def listed(self) -> list[ListedModel]:
+    def list_models(self) -> list[ListedModel]:
         return [ListedModel(MODEL, HASH, 1, (), LONGEST, True)]
 
 

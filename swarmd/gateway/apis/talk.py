@@ -121,7 +121,7 @@ class PreparedRequest:
             outcome = "error"
             raise refusals.from_swarm_error(error) from error
         finally:
-            self.metrics.answered(self.request.model, report, outcome)
+            self.metrics.count_answer(self.request.model, report, outcome)
         return report
 
     def _make_parts(self) -> Parts:

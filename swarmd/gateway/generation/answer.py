@@ -68,16 +68,25 @@ class Answer:
 
     @property
     def n_tokens(self) -> int:
+        """Tokens of the answer so far, its end included."""
         return len(self._tokens) - len(self._options.prompt)
 
     @property
     def n_wanted(self) -> int:
-        """For how many of the tokens sent last logits are needed."""
+        """Of how many of the tokens sent last the logits are needed."""
         return 1 + len(self._draft)
 
     def decide(self, logits: torch.Tensor) -> list[int]:
-        """Take what [want, vocabulary] logits say; returns the tokens to send next, none when it is finished."""
-        draft, self._draft, self.rejected = self._draft, [], 0
+        """Take logits [n_wanted, vocabulary]; returns the tokens to send next, none when it is finished."""
+        # Row i holds what the model says after the token sent at place i. A draft token counts as long as each
+        # choice before it was the token sent:
+        #
+        #     sent    last  d0  d1  d2        (d: draft tokens)
+        #     rows     r0   r1  r2  r3
+        #     choice   d0   d1   x            x != d2: x counts, d2 and r3 do not, ``rejected`` is 1
+        draft = self._draft
+        self._draft = []
+        self.rejected = 0
         for index in range(len(logits)):
             self._take(self._choose(logits[index]))
             is_last = index == len(logits) - 1
@@ -87,17 +96,19 @@ class Answer:
         self.speculation.learn(len(draft) - self.rejected)
         if self.finish:
             return []
-        sent = [self._tokens[-1], *self._forced()]
+        sent = [self._tokens[-1], *self._take_forced()]
         if self.finish:
             return []
-        self._draft = self.speculation.ahead(self._tokens, self._options.max_tokens - self.n_tokens - 1)
+        n_more = self._options.max_tokens - self.n_tokens - 1
+        self._draft = self.speculation.ahead(self._tokens, n_more)
         return [*sent, *self._draft]
 
     def piece(self) -> AnswerDelta:
-        """What is new since the last one."""
+        """Return what is new since the last call, and forget it."""
         text = self._text + (self._writer.finish() if self.finish else "")
         delta = AnswerDelta(text, tuple(self._unsent), self.finish, self._writer.stopped)
-        self._unsent, self._text = [], ""
+        self._unsent = []
+        self._text = ""
         return delta
 
     def _choose(self, logits: torch.Tensor) -> SampledToken:
@@ -105,24 +116,24 @@ class Answer:
         return self._sampler.choose(logits, grammar.allowed_tokens() if grammar else None)
 
     def _take(self, choice: SampledToken) -> None:
+        self._tokens.append(choice.token)
         if choice.token in self._options.eos:
-            self._tokens.append(choice.token)
             self.finish = "stop"
             return
-        self._tokens.append(choice.token)
         self._unsent.append(choice)
         self._sampler.count_token(choice.token)
         self._text += self._writer.add(choice.token)
-        if self._options.grammar is not None:
-            self._options.grammar.accept_token(choice.token)
-        is_whole = self._options.grammar is not None and self._options.grammar.is_done
-        if self._writer.stopped is not None or is_whole:
+        grammar = self._options.grammar
+        if grammar is not None:
+            grammar.accept_token(choice.token)
+        is_complete = grammar is not None and grammar.is_done
+        if self._writer.stopped is not None or is_complete:
             self.finish = "stop"
         elif self.n_tokens >= self._options.max_tokens:
             self.finish = "length"
 
-    def _forced(self) -> list[int]:
-        """Tokens that the grammar leaves no choice for: they travel with the last one, as one op."""
+    def _take_forced(self) -> list[int]:
+        """Take the tokens that the grammar leaves no choice for: they travel with the last one, as one op."""
         if self._options.grammar is None or self._options.sampling.wants_logprobs:
             return []
         tokens = []

@@ -19,7 +19,7 @@ WORDS = ("eos_token", "eot_token", "eom_token")  # end of sequence, of a turn, o
 
 
 def read_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """The ends that a tokenizer's own files name."""
+    """Return the ends that a tokenizer's own files name."""
     ends: set[int] = set()
     for name in FILES:
         settings = _read(folder / name)

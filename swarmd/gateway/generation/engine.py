@@ -69,10 +69,12 @@ class GenerationEngine:
 
     @property
     def model(self) -> ModelId:
+        """The model that it generates with."""
         return self._options.model
 
     @property
     def n_kept(self) -> int:
+        """Sessions that wait for a next turn."""
         return len(self._kept)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -99,9 +101,11 @@ class GenerationEngine:
         asked_at = trio.current_time()
         async with self.turns.turn(options.key):
             report.queued_s = trio.current_time() - asked_at
-            await self._in_turn(options, on_delta, report)
+            await self._answer(options, on_delta, report)
 
-    async def _in_turn(self, options: AnswerOptions, on_delta: OnDelta, report: RowReport) -> None:
+    async def _answer(self, options: AnswerOptions, on_delta: OnDelta, report: RowReport) -> None:
+        # A kept session may have lost its servers meanwhile. As long as nothing was answered, the client does not
+        # know: the conversation begins anew on another chain.
         began_at = trio.current_time()
         row = self._take_kept(options)
         if row is not None:
@@ -123,7 +127,8 @@ class GenerationEngine:
             while work.embedded is not None:
                 hidden = await row.step(work.ids, work.embedded)
                 report.prefilled_s = report.prefilled_s or trio.current_time() - began_at
-                work = await self.head(row, hidden, row.session.layer_arity, row.offer(self.head.checks))
+                offer = row.offer(self.head.checks)
+                work = await self.head(row, hidden, row.session.layer_arity, offer)
                 row.tell(report)
                 await on_delta(row.answer.piece())
             is_complete = True
@@ -139,16 +144,19 @@ class GenerationEngine:
 
     def _take_kept(self, options: AnswerOptions) -> GenerationRow | None:
         choice = keeping.choose_session(self._kept, options.prompt, options.max_tokens, options.key)
-        if choice is None or (len(choice[0].tokens) > choice[1] and not self.ends.can_crop):
+        if choice is None:
             return None
         chosen, n_shared = choice
+        if len(chosen.tokens) > n_shared and not self.ends.can_crop:
+            return None
         self._kept.remove(chosen)
         assert isinstance(chosen.session, ChainSession)
-        row = self._row(chosen.session, chosen.max_tokens, options, chosen.tokens)
+        row = self._make_row(chosen.session, chosen.max_tokens, options, chosen.tokens)
         row.crop = len(chosen.tokens) - n_shared
         return row
 
     async def _open(self, options: AnswerOptions) -> GenerationRow:
+        """Open a session; where servers are full, once more without those that are kept."""
         room = min(self.ends.max_tokens, len(options.prompt) + options.max_tokens + HEADROOM_TOKENS)
         try:
             session = await self._swarm.open_session(self._options_for(room))
@@ -157,9 +165,9 @@ class GenerationEngine:
                 raise
             await self._give_back(self._kept)
             session = await self._swarm.open_session(self._options_for(room))
-        return self._row(session, room, options)
+        return self._make_row(session, room, options)
 
-    def _row(
+    def _make_row(
         self, session: ChainSession, room: int, options: AnswerOptions, tokens: tuple[int, ...] = ()
     ) -> GenerationRow:
         vocabulary = self.ends.vocabulary if self.head.checks is not None else 0

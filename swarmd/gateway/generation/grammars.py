@@ -60,7 +60,7 @@ class Grammars:
             await child.end()
 
     async def of_schema(self, schema: dict[str, Any], key: str = "", timeout_s: float = MOST_S) -> Grammar:
-        """The grammar of what fits a JSON schema.
+        """Make the grammar of what fits a JSON schema.
 
         Raises BadSchema, QueueFull, and SwarmUnavailable where this machine is too busy now. Cancelled, the child that
         tries the schema ends with it.
@@ -88,7 +88,7 @@ class Grammars:
         return Grammar(self._compiler.compile(text), self._vocabulary)
 
     async def _try_schema(self, text: str, key: str, timeout_s: float) -> str:
-        """What is wrong with a schema, "" if nothing. Raises BadSchema where that depends on the moment."""
+        """Return what is wrong with a schema, "" if nothing. Raises BadSchema where that depends on the moment."""
         async with self._turn(key), self._room:
             child = self._idle.pop()
             try:

@@ -59,7 +59,8 @@ class HeadThread:
     """Computes for whoever waits, as long as it runs. With ``checks`` servers' logits are taken, and looked at."""
 
     def __init__(self, ends: Ends, checks: HeadChecks | None = None) -> None:
-        self.ends, self.checks = ends, checks
+        self.ends = ends
+        self.checks = checks
         self._waiting: list[HeadWork] = []
         self._wake = trio.Event()
 
@@ -79,6 +80,9 @@ class HeadThread:
         return work
 
     async def run(self) -> None:
+        """Compute for all rows that wait, until cancelled."""
+        # Rows that come while a pass runs on the thread are the next one's: batches grow with the load, and no pass
+        # waits for more rows to come.
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
@@ -91,6 +95,7 @@ class HeadThread:
                     work.done.set()
 
     def _next_batch(self) -> list[HeadWork]:
+        """Take the oldest of those that wait, as many as MOST_ROWS has room for, and at least one."""
         n_rows = 0
         for count, work in enumerate(self._waiting):
             n_rows += 0 if work.hidden is None else len(work.hidden)
@@ -98,7 +103,8 @@ class HeadThread:
                 break
         else:
             count = len(self._waiting)
-        batch, self._waiting = self._waiting[:count], self._waiting[count:]
+        batch = self._waiting[:count]
+        self._waiting = self._waiting[count:]
         return batch
 
     def _compute(self, batch: list[HeadWork]) -> None:
@@ -106,7 +112,8 @@ class HeadThread:
             with torch.inference_mode():
                 self._decide_all(batch)
                 rows = [work for work in batch if work.ids and work.error is None]
-                embedded = self.ends.embed([work.ids for work in rows], [work.row.start for work in rows])
+                starts = [work.row.start for work in rows]
+                embedded = self.ends.embed([work.ids for work in rows], starts)
                 for work, tensor in zip(rows, embedded, strict=True):
                     work.embedded = tensor
         except Exception as error:  # noqa: BLE001 - every row's own task raises it
@@ -114,6 +121,9 @@ class HeadThread:
                 work.error = work.error or error
 
     def _decide_all(self, batch: list[HeadWork]) -> None:
+        """Give every row its logits: none at first, a server's as they are, or those computed here."""
+        # Servers may send any logits. Those that are due for a check are computed here again from the hidden states,
+        # and a row decides by what was computed here: a lie costs nothing then, and ``wrong`` tells of it.
         computed = []
         for work in batch:
             if work.hidden is None:

@@ -32,12 +32,12 @@ class BadSchema(Exception):
 
 
 def normalise_schema(schema: Schema) -> Schema:
-    """The same schema in words that are known. Raises BadSchema."""
+    """Write a schema in words that the library knows. Raises BadSchema."""
     return _transform_schema(schema, _replace_words, 0)
 
 
 def schema_of_calls(tools: list[Schema], allows_several: bool) -> Schema:
-    """The schema of calls of these tools: an object with name and arguments, or a list of such. Raises BadSchema.
+    """Make the schema of calls of these tools: an object with name and arguments, or a list. Raises BadSchema.
 
     Each tool's schema has a place of its own in ``$defs``, and what it refers to ("#" is the tool's own) goes there.
     """
@@ -45,9 +45,8 @@ def schema_of_calls(tools: list[Schema], allows_several: bool) -> Schema:
     places: dict[str, Schema] = {}
     for number, tool in enumerate(tools):
         place = f"tool{number}"
-        places[place] = _move_root(
-            _close_object(tool["function"].get("parameters") or {"type": "object"}), f"#/$defs/{place}"
-        )
+        parameters = _close_object(tool["function"].get("parameters") or {"type": "object"})
+        places[place] = _move_root(parameters, f"#/$defs/{place}")
         calls.append(
             {
                 "type": "object",
@@ -65,13 +64,13 @@ def schema_of_calls(tools: list[Schema], allows_several: bool) -> Schema:
 
 
 def _close_object(schema: Schema) -> Schema:
-    """Arguments that a function names, and no others: a small model would go on making some up."""
+    """Allow the arguments that a function names, and no others: a small model would go on making some up."""
     is_open = "properties" in schema and "additionalProperties" not in schema
     return {**schema, "additionalProperties": False} if is_open else schema
 
 
 def _move_root(schema: Schema, place: str) -> Schema:
-    """A schema whose own root is at ``place`` of another one. Raises BadSchema."""
+    """Rewrite references of a schema whose root will be at ``place`` of another one. Raises BadSchema."""
     names = tuple(name for name in (schema.get("$id"), "") if isinstance(name, str))
     plain = {word: value for word, value in schema.items() if word not in ("$id", "$schema")}
 
@@ -86,12 +85,12 @@ def _move_root(schema: Schema, place: str) -> Schema:
 
 
 def _transform_value(schema: Any, change: Callable[[Schema], Schema], depth: int) -> Any:
-    """What is no schema stays."""
+    """Transform a value that is a schema; what is none stays."""
     return _transform_schema(schema, change, depth) if isinstance(schema, dict) else schema
 
 
 def _transform_schema(schema: Schema, change: Callable[[Schema], Schema], depth: int) -> Schema:
-    """``change`` every schema within a schema, the inner ones first. Raises BadSchema."""
+    """Apply ``change`` to every schema within a schema, the inner ones first. Raises BadSchema."""
     if depth > MAX_DEPTH:
         raise BadSchema(f"schemas within schemas go {MAX_DEPTH} deep at most: name the inner ones in $defs")
     walked: Schema = {}
@@ -125,15 +124,19 @@ def _is_at_most_one(value: Any) -> bool:
 
 
 def _limit_names(schema: Schema, names: Any) -> Schema:
-    """An object whose properties' names fit ``names``: said by pattern, or by naming them all. Raises BadSchema."""
-    if names in ({}, True) or (isinstance(names, dict) and set(names) <= {"type", "title", "description"}):
+    """Let an object's property names fit ``names``, said by pattern or by naming them all. Raises BadSchema."""
+    if names in ({}, True):
+        return schema
+    words = set(names) if isinstance(names, dict) else set()
+    if isinstance(names, dict) and words <= {"type", "title", "description"}:
         return schema  # names are text anyhow
     pattern = names.get("pattern") if isinstance(names, dict) else None
     listed = names.get("enum") if isinstance(names, dict) else None
     if "properties" not in schema and "patternProperties" not in schema:
         value = schema.get("additionalProperties", True)
-        if isinstance(pattern, str) and set(names) <= {"type", "pattern"}:
+        if isinstance(pattern, str) and words <= {"type", "pattern"}:
             return {**schema, "patternProperties": {pattern: value}, "additionalProperties": False}
-        if isinstance(listed, list) and set(names) <= {"type", "enum"} and all(isinstance(n, str) for n in listed):
+        are_texts = isinstance(listed, list) and all(isinstance(name, str) for name in listed)
+        if isinstance(listed, list) and words <= {"type", "enum"} and are_texts:
             return {**schema, "properties": dict.fromkeys(listed, value), "additionalProperties": False}
     raise BadSchema("propertyNames cannot be kept here: say patternProperties, or name the properties")

@@ -27,7 +27,7 @@ class KeptSession:
 
 
 def count_shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
+    """Count the tokens that two sequences begin with in common."""
     n = min(len(a), len(b))
     return next((i for i in range(n) if a[i] != b[i]), n)
 
@@ -35,31 +35,31 @@ def count_shared(a: Sequence[int], b: Sequence[int]) -> int:
 def choose_session(
     sessions: Sequence[KeptSession], prompt: Sequence[int], n_more: int, key: str = ""
 ) -> tuple[KeptSession, int] | None:
-    """The session to go on with, and how many of the prompt's tokens it has; None: begin anew.
+    """Choose the session to go on with, and say how many of the prompt's tokens it has; None: begin anew.
 
     At least one token is left to send, since an answer begins with what comes after it. A session that has no room
     for the prompt and ``n_more`` tokens is none. Nor is another key's: how many tokens it has in common with a prompt
     would tell what others wrote, and going on with it would take it away from them.
     """
-    usable = [session for session in sessions if session.key == key and session.max_tokens >= len(prompt) + n_more]
-    matches = [(min(count_shared(session.tokens, prompt), len(prompt) - 1), session) for session in usable]
-    matches = [
-        (n_shared, session)
-        for n_shared, session in matches
-        if n_shared >= LEAST_SHARED and n_shared >= LEAST_SHARE * len(session.tokens)
-    ]
+    n_needed = len(prompt) + n_more
+    matches: list[tuple[int, KeptSession]] = []
+    for session in sessions:
+        if session.key != key or session.max_tokens < n_needed:
+            continue
+        n_shared = min(count_shared(session.tokens, prompt), len(prompt) - 1)
+        if n_shared >= LEAST_SHARED and n_shared >= LEAST_SHARE * len(session.tokens):
+            matches.append((n_shared, session))
     if not matches:
         return None
-    n_shared, chosen = max(matches, key=lambda pair: (pair[0], pair[1].since_s))
+    n_shared, chosen = max(matches, key=lambda match: (match[0], match[1].since_s))
     return chosen, n_shared
 
 
 def choose_expired(sessions: Sequence[KeptSession], now: float) -> list[KeptSession]:
-    """Those to give back: too old, and of too many the oldest of the key that has most of them."""
+    """Choose those to give back: too old, and of too many the oldest of the key that has most of them."""
     expired = [session for session in sessions if now - session.since_s > KEPT_FOR_S]
-    young = sorted(
-        (session for session in sessions if now - session.since_s <= KEPT_FOR_S), key=lambda session: session.since_s
-    )
+    young = [session for session in sessions if now - session.since_s <= KEPT_FOR_S]
+    young.sort(key=lambda session: session.since_s)
     while len(young) > MOST_KEPT:
         n_of_key = Counter(session.key for session in young)
         oldest = max(young, key=lambda session: (n_of_key[session.key], -session.since_s))

@@ -46,7 +46,7 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"swarmd_{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
 
-    def answered(self, model: str, report: RowReport, finish: str) -> None:
+    def count_answer(self, model: str, report: RowReport, finish: str) -> None:
         """Count one answer, however it ended ("stop", "length", "tool_calls", "abort", "error")."""
         self.ended.labels(model, finish).inc()
         self.prompt.labels(model).inc(report.n_prompt)
@@ -64,7 +64,9 @@ class Metrics:
             self.first.labels(model).observe(report.queued_s + report.prefilled_s)
             self.total.labels(model).observe(report.queued_s + report.total_s)
         if report.n_generated > 1:
-            self.between.labels(model).observe((report.total_s - report.prefilled_s) / (report.n_generated - 1))
+            decode_s = report.total_s - report.prefilled_s
+            self.between.labels(model).observe(decode_s / (report.n_generated - 1))
 
     def text(self) -> bytes:
+        """Write all of it as Prometheus reads it."""
         return generate_latest(self._registry)

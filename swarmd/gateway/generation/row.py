@@ -60,7 +60,8 @@ class GenerationRow:
         self._vocabulary = vocabulary if are_enough(options.n_needed) else 0
         self.key = options.key
         self._prompt = options.prompt
-        self._n_repairs, self._n_logits = len(session.statistics.repairs), session.statistics.n_logits
+        self._n_repairs = len(session.statistics.repairs)
+        self._n_logits = session.statistics.n_logits
         self._n_doubts = len(session.statistics.doubts)
 
     @property
@@ -69,7 +70,7 @@ class GenerationRow:
         return len(self.tokens) - self.crop
 
     def decide(self, logits: torch.Tensor | None) -> list[int]:
-        """What to send next: at first what the cache lacks of the prompt."""
+        """Return the tokens to send next: at first what the cache lacks of the prompt."""
         if logits is None:
             return list(self._prompt[self.start :])
         ids = self.answer.decide(logits)
@@ -77,8 +78,9 @@ class GenerationRow:
         return ids
 
     async def step(self, ids: list[int], embedded: torch.Tensor) -> torch.Tensor:
-        """Send tokens, [1, t, d]; returns what the last block gives where logits are needed, [want, d]."""
-        start, n_wanted = self.start, self.answer.n_wanted
+        """Send tokens, [1, t, d]; returns what the last block gives where logits are needed, [n_wanted, d]."""
+        start = self.start
+        n_wanted = self.answer.n_wanted
         edits = (Edit(crop=self.crop),) if self.crop else ()
         positions = torch.arange(start, start + len(ids), dtype=torch.int32).unsqueeze(0)
         began_at = trio.current_time()
@@ -86,16 +88,19 @@ class GenerationRow:
         assert outputs is not None
         if len(ids) == n_wanted and self.answer.n_tokens:  # no prompt among them, and nothing that a grammar forced
             self.answer.speculation.costs.measured(n_wanted, trio.current_time() - began_at)
-        self.tokens[start:], self.crop = ids, 0
+        self.tokens[start:] = ids
+        self.crop = 0
         return outputs[0, -n_wanted:]
 
     def offer(self, checks: HeadChecks | None) -> ServerLogits | None:
-        """The logits that came with the last step, and whether they are looked at."""
+        """Return the logits that came with the last step, and whether they are checked; None without any."""
         served = self.session.given
-        return None if served is None or checks is None else ServerLogits(self.session, served, checks.is_due(served))
+        if served is None or checks is None:
+            return None
+        return ServerLogits(self.session, served, checks.is_due(served))
 
     def tell(self, report: RowReport) -> None:
-        """Note what has happened so far."""
+        """Write into the report what has happened so far."""
         report.chain = self.session.chain
         for repair in self.session.statistics.repairs[self._n_repairs :]:
             report.repairs.append(repair.reason)
@@ -104,5 +109,6 @@ class GenerationRow:
         report.doubts = self.session.statistics.doubts[self._n_doubts :]
         report.n_generated = self.answer.n_tokens
         speculation = self.answer.speculation
-        report.n_drafted, report.n_accepted = speculation.n_sent, speculation.n_taken
+        report.n_drafted = speculation.n_sent
+        report.n_accepted = speculation.n_taken
         report.n_logits = self.session.statistics.n_logits - self._n_logits

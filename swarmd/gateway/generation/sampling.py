@@ -72,7 +72,10 @@ class Sampler:
         self._warpers = _make_warpers(sampling) if sampling.temperature > 0 else []
 
     def choose(self, logits: torch.Tensor, allowed: torch.Tensor | None = None) -> SampledToken:
-        """Choose from [vocabulary] logits, of the ``allowed`` ones (a mask) if given; ``count_token`` says that it counts."""
+        """Choose a token from logits [vocabulary], of the ``allowed`` ones (a mask) where a grammar says so.
+
+        A chosen token counts for penalties only once ``count_token`` has it.
+        """
         scores = self._penalised(logits)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
@@ -92,28 +95,31 @@ class Sampler:
             self._ids.append(token)
 
     def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
-        sampling, scores = self._sampling, logits
+        sampling = self._sampling
+        scores = logits
         if sampling.repetition_penalty != 1 and self._ids:
             processor = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
             scores = processor(torch.tensor([self._ids]), scores.unsqueeze(0).clone())[0]
         if (sampling.presence_penalty or sampling.frequency_penalty) and self._counts:
             ids = torch.tensor(list(self._counts))
             counts = torch.tensor(list(self._counts.values()), dtype=scores.dtype)
-            scores = scores.index_add(0, ids, -sampling.presence_penalty - sampling.frequency_penalty * counts)
+            penalties = -sampling.presence_penalty - sampling.frequency_penalty * counts
+            scores = scores.index_add(0, ids, penalties)
         if sampling.bias:
-            ids, values = (
-                torch.tensor(list(sampling.bias)),
-                torch.tensor(list(sampling.bias.values()), dtype=scores.dtype),
-            )
-            scores = scores.index_add(0, ids, values)
+            ids = torch.tensor(list(sampling.bias))
+            biases = torch.tensor(list(sampling.bias.values()), dtype=scores.dtype)
+            scores = scores.index_add(0, ids, biases)
         return scores
 
     def _report(self, token: int, logits: torch.Tensor) -> SampledToken:
+        """Add the model's own probabilities to a token, where the request wants them."""
         if not self._sampling.wants_logprobs:
             return SampledToken(token)
         logprobs = logits.log_softmax(-1)
-        values, ids = logprobs.topk(min(self._sampling.n_top, logits.shape[0]))
-        return SampledToken(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+        n_top = min(self._sampling.n_top, logits.shape[0])
+        values, ids = logprobs.topk(n_top)
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return SampledToken(token, float(logprobs[token]), top)
 
 
 def _make_warpers(sampling: Sampling) -> list[TemperatureLogitsWarper]:

@@ -1,7 +1,7 @@
 """JSON schemas to matchers of one vocabulary (llguidance). As a program it is the child that tries a schema.
 
 The library may take for ever or gigabytes for a schema of a few words, and no one knows all of those: so each schema is
-compiled by a child with limits first (``schema_trial``), and here only once that went well. What it does for a schema
+compiled by a child with limits first (``grammars``), and here only once that went well. What it does for a schema
 does not depend on who asks or when, so what the child got done is done here in the same time and room.
 
 ``python -m swarmd.gateway.generation.schema_compiler TOKENIZER_JSON VOCABULARY EOS`` is the child. It needs no torch.
@@ -44,11 +44,10 @@ class Compiler:
             self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, eos)), n_vocab=n_vocab)
 
     def compile(self, schema: str) -> LLMatcher:
-        """Raises BadSchema."""
+        """Compile a schema, given as JSON. Raises BadSchema."""
         try:
-            matcher = LLMatcher(
-                self._tokenizer, LLMatcher.grammar_from_json_schema(schema, overrides=FORM), log_level=0
-            )
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=FORM)
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         except ValueError as error:
             raise BadSchema(_explain_error(str(error))) from None
         if matcher.is_error():
@@ -63,20 +62,19 @@ class _Vocabulary:
         token_bytes = TokenBytes(tokenizer)
         if not token_bytes.is_known:
             raise BadSchema(
-                f"this model's tokenizer ({token_bytes.kind}) does not write its tokens one by one, so no answer of it can "
-                "be held to a schema: ask without one"
+                f"this model's tokenizer ({token_bytes.kind}) does not write its tokens one by one, so no answer of "
+                "it can be held to a schema: ask without one"
             )
         self.eos_token_id = eos
         self.bos_token_id = None
         self.special_token_ids = sorted(token_bytes.special | {eos})
         self.tokens = [token_bytes[token] for token in range(tokenizer.get_vocab_size())]
-        self._by_bytes = {
-            written: token for token, written in enumerate(self.tokens) if token not in token_bytes.special
-        }
+        special = token_bytes.special
+        self._by_bytes = {written: token for token, written in enumerate(self.tokens) if token not in special}
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens of a text, each the longest that fits: any that write it will do."""
+        """Split a text into tokens, each the longest that fits: any that write it will do."""
         remaining = text.encode() if isinstance(text, str) else text
         ids: list[int] = []
         while remaining:
@@ -90,14 +88,17 @@ class _Vocabulary:
 
 
 def _explain_error(error: str) -> str:
-    """What the library says of a schema, without what it tells of itself."""
+    """Tell what the library says of a schema, without what it tells of itself."""
     message = " ".join(error.partition("<state>")[0].split())[:300]
     missing, _, words = message.partition("Unimplemented keys: ")
     return message if missing else f"it says {words.strip('[]')}, which cannot be kept here: leave it out"
 
 
 def try_schema(compiler: Compiler, schema: str) -> dict[str, Any]:
-    """Compile, and write the beginning of an answer; what is wrong with the schema, if anything."""
+    """Compile a schema and write the beginning of an answer; returns what is wrong with it under "error"."""
+    # The library works rules out as it meets them, so a schema that compiles may still be too much for it. Tokens
+    # drawn by chance meet more of its rules than the likeliest ones would. The seed is fixed: a schema is judged
+    # alike whenever it comes.
     try:
         matcher = compiler.compile(schema)
     except BadSchema as error:
@@ -116,7 +117,7 @@ def try_schema(compiler: Compiler, schema: str) -> dict[str, Any]:
 def main(path: Path, vocabulary: int, eos: int) -> None:
     """Try one schema a line until they end."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is none
+    os.dup2(2, 1)  # what libraries print is no answer
     try:
         compiler = Compiler(Tokenizer.from_file(str(path)), vocabulary, eos)
     except BadSchema as error:

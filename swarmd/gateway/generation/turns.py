@@ -27,7 +27,7 @@ class Waiting:
 
 
 def choose_next(waiting: Sequence[Waiting], running: Counter[str]) -> Waiting:
-    """The oldest of whoever has the fewest requests running."""
+    """Choose the oldest request of the key that has the fewest running."""
     return min(waiting, key=lambda request: (running[request.key], request.number))
 
 
@@ -44,14 +44,16 @@ class Turns:
 
     @property
     def n_waiting(self) -> int:
+        """Requests that wait now."""
         return len(self._waiting)
 
     @property
     def n_running(self) -> int:
+        """Requests that run now."""
         return self.running.total()
 
     def require_room(self, key: str) -> None:
-        """Raises QueueFull if one more of this key would not be let in."""
+        """Raise QueueFull if one more of this key would not be let in."""
         is_free = self.n_running < self._n_running and not self._waiting
         n_of_key = sum(request.key == key for request in self._waiting)
         if not is_free and (len(self._waiting) >= self._n_waiting or n_of_key >= self._n_of_key):

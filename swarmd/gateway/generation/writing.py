@@ -36,7 +36,7 @@ class Writer:
         self.stopped: str | None = None
 
     def add(self, token: int) -> str:
-        """What the text grows by, for certain."""
+        """Return what the text grows by, for certain."""
         if self.stopped is not None:
             return ""
         if token not in self._hides:
@@ -49,7 +49,7 @@ class Writer:
         return text_before + self._release(self._tokens[token].decode(errors="replace"), is_shown=False)
 
     def finish(self) -> str:
-        """The end of it: what was held back and is no stop string, and what is left of a character."""
+        """Return the end of it: what was held back and is no stop string, and the rest of a character."""
         if self.stopped is not None:
             return ""
         text = self._release(self._text.flush())
@@ -58,26 +58,39 @@ class Writer:
         return text
 
     def _release(self, part: str, is_shown: bool = True) -> str:
+        """Add to what is held, and let go of what can be no part of a stop string any more."""
+        # Held is the longest end of the text that a stop string may begin with:
+        #
+        #     text    a b c E N        stop string: END
+        #             released| held
+        #
+        # A special token's name may be a part of a stop string too. Its letters are held, but not shown.
         self._held += part
         self._shown += [is_shown] * len(part)
-        matches = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
-        if matches:  # the one that is whole first, however tokens cut the text
+        matches = []
+        for stop in self._stops:
+            start = self._held.find(stop)
+            if start >= 0:
+                matches.append((start + len(stop), start, stop))
+        if matches:  # the one that ends first counts, however tokens cut the text
             _, start, self.stopped = min(matches)
             return self._take(start)
-        keep = max((_count_overlap(self._held, stop) for stop in self._stops), default=0)
-        return self._take(len(self._held) - keep)
+        n_held = max((_count_overlap(self._held, stop) for stop in self._stops), default=0)
+        return self._take(len(self._held) - n_held)
 
     def _take(self, n_characters: int) -> str:
         """Let go of the first of those that were held."""
         pairs = zip(self._held[:n_characters], self._shown[:n_characters], strict=True)
         text = "".join(character for character, is_shown in pairs if is_shown)
-        self._held, self._shown = self._held[n_characters:], self._shown[n_characters:]
+        self._held = self._held[n_characters:]
+        self._shown = self._shown[n_characters:]
         return text
 
 
 def _count_overlap(text: str, stop: str) -> int:
-    """How many of the text's last characters begin ``stop``."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+    """Count the text's last characters that begin ``stop``."""
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((n for n in sizes if stop.startswith(text[-n:])), 0)
 
 
 # --- the text of tokens, by kinds of decoders ----------------------------------------------------------------------
@@ -87,10 +100,10 @@ class _Text(Protocol):
     """Text after other tokens."""
 
     def add(self, token: int) -> str:
-        """What is certain by now."""
+        """Take a token; returns what is certain by now."""
 
     def flush(self) -> str:
-        """What was not certain, as it is when nothing follows."""
+        """Return what was not certain, as it is when nothing follows."""
 
 
 def _make_text(tokens: TokenBytes, preceding: Sequence[int]) -> _Text:
@@ -119,9 +132,9 @@ class _Utf8Text:
 
 
 class _ByteRuns:
-    """Single bytes that follow each other are a text if all of them together are UTF-8, else U+FFFD for each.
+    """Single bytes in a run are a text if all of them together are UTF-8, else U+FFFD for each.
 
-    So none is given before a token of another kind ends the run: the last byte decides about the first.
+    So no byte is written before a token of another kind ends the run: the last byte decides about the first.
     """
 
     def __init__(self, tokens: TokenBytes, preceding: Sequence[int]) -> None:
@@ -148,8 +161,9 @@ class _ByteRuns:
         return self._strip_first_space(self._end_run())
 
     def _end_run(self) -> str:
-        """The text of the run's bytes beyond the prompt's."""
-        run, n_before = bytes(self._run), self._n_before
+        """End the run; returns the text of its bytes beyond the prompt's."""
+        run = bytes(self._run)
+        n_before = self._n_before
         self._run.clear()
         self._n_before = 0
         if len(run) == n_before:
@@ -161,7 +175,7 @@ class _ByteRuns:
         return text[len(run[:n_before].decode(errors="ignore")) :]
 
     def _strip_first_space(self, text: str) -> str:
-        """The same without the space that a text does not begin with."""
+        """Return a text without the space that it must not begin with."""
         if text and self._drops_space:
             self._drops_space = False
             return text.removeprefix(" ")
@@ -169,7 +183,7 @@ class _ByteRuns:
 
 
 class _DecodedText:
-    """By a decoder that nothing is known of: what decoding some tokens more makes longer, once it is whole."""
+    """Text of a decoder that nothing is known of: what one token more adds to the decoded text, once it is complete."""
 
     def __init__(self, tokens: TokenBytes, preceding: Sequence[int]) -> None:
         self._decode = tokens.tokenizer.decode
@@ -185,10 +199,11 @@ class _DecodedText:
 
     def _take_new_text(self, is_last: bool) -> str:
         given_text = self._decode(self._ids[: self._n_given], skip_special_tokens=False)
-        whole_text = self._decode(self._ids, skip_special_tokens=False)
-        if whole_text.endswith(UNKNOWN) and not is_last:
+        full_text = self._decode(self._ids, skip_special_tokens=False)
+        if full_text.endswith(UNKNOWN) and not is_last:
             return ""
-        text: str = whole_text[len(given_text) :]
-        self._ids = self._ids[self._n_given :] if self._n_given < len(self._ids) else self._ids
+        text: str = full_text[len(given_text) :]
+        if self._n_given < len(self._ids):
+            self._ids = self._ids[self._n_given :]
         self._n_given = len(self._ids)
         return text
