@@ -26,20 +26,24 @@ def require_answers(*models: str, adapter: str = "") -> None:
     """
     from swarmd.errors import DaemonNotRunning
 
-    state = home()
-    state.swarm()
+    member_home = home()
+    member_home.swarm()
     has_daemon = is_running()
-    addresses = [] if has_daemon else [a for of_peer in state.bootstrap().values() for a in of_peer]
-    others_answer = bool(addresses) and _does_any_listen(addresses)
+    addresses = (
+        []
+        if has_daemon
+        else [address for peer_addresses in member_home.bootstrap().values() for address in peer_addresses]
+    )
+    do_others_answer = bool(addresses) and _does_any_listen(addresses)
     if has_daemon:
         require_approved()
-    if has_daemon or not others_answer:
+    if has_daemon or not do_others_answer:
         _require_names([name for name in models if name], adapter)
     if has_daemon:
         return
-    if not others_answer and not state.catalog().version:
+    if not do_others_answer and not member_home.catalog().version:
         raise DaemonNotRunning(f"your daemon is down: swarmd up; as far as is known here {waits_for_founder()}")
-    if not others_answer:
+    if not do_others_answer:
         raise DaemonNotRunning("your daemon is down, and no other member of the swarm is known to answer: swarmd up")
     print("your daemon is down (swarmd up): asking other members of the swarm", file=sys.stderr, flush=True)
 
@@ -79,7 +83,7 @@ def _require_names(models: Iterable[str], adapter: str) -> None:
 
 def _does_any_listen(addresses: Iterable[str]) -> bool:
     """Does somebody take a TCP connection at one of these multiaddrs?"""
-    places = list(dict.fromkeys(found.groups() for a in addresses if (found := _TCP.match(a))))[:MAX_DIALLED]
+    endpoints = list(dict.fromkeys(found.groups() for a in addresses if (found := _TCP.match(a))))[:MAX_DIALLED]
     is_answered = threading.Event()
     n_left = threading.Semaphore(0)
 
@@ -92,9 +96,9 @@ def _does_any_listen(addresses: Iterable[str]) -> bool:
         finally:
             n_left.release()
 
-    for host, port in places:
+    for host, port in endpoints:
         threading.Thread(target=dial, args=(host, port), daemon=True).start()
-    for _ in places:
+    for _ in endpoints:
         n_left.acquire(timeout=DIAL_S)
         if is_answered.is_set():
             return True

@@ -98,12 +98,12 @@ def drawn(columns: list[str], rows: list[list[str]], title: str | None = None) -
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    found = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    drawing = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     for column in columns:
-        found.add_column(column, overflow="fold")
+        drawing.add_column(column, overflow="fold")
     for row in rows:
-        found.add_row(*row)
-    return found
+        drawing.add_row(*row)
+    return drawing
 
 
 def size(n_bytes: float | None) -> str:

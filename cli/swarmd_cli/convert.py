@@ -39,12 +39,19 @@ def converted(path: Path, dtype: str) -> Path:
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True, mode=0o700)
     try:
-        done = gguf.convert(path, unfinished, dtype, lambda line: print(f"{path.name}: {line}", file=sys.stderr))
+        conversion = gguf.convert(path, unfinished, dtype, lambda line: print(f"{path.name}: {line}", file=sys.stderr))
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    cost = f"rounding to it takes {100 * done.loss:.2g} % of a tensor at most" if done.loss else "nothing is lost"
-    print(f"{path.name}: {done.n_parameters / 1e6:.0f} million parameters as {done.dtype}, {cost}", file=sys.stderr)
+    cost = (
+        f"rounding to it takes {100 * conversion.loss:.2g} % of a tensor at most"
+        if conversion.loss
+        else "nothing is lost"
+    )
+    print(
+        f"{path.name}: {conversion.n_parameters / 1e6:.0f} million parameters as {conversion.dtype}, {cost}",
+        file=sys.stderr,
+    )
     return folder
 
 

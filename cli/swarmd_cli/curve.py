@@ -14,11 +14,14 @@ def terminal_curve(losses: Sequence[float], width: int = 60, height: int = 8) ->
     n = min(width, len(losses))
     cuts = [len(losses) * i // n for i in range(n + 1)]
     means = [sum(losses[a:z]) / (z - a) for a, z in pairwise(cuts)]
-    low, high = min(means), max(means)
-    levels = [round((8 * height - 1) * (m - low) / (high - low)) + 1 if high > low else 4 * height for m in means]
+    lowest, highest = min(means), max(means)
+    levels = [
+        round((8 * height - 1) * (mean - lowest) / (highest - lowest)) + 1 if highest > lowest else 4 * height
+        for mean in means
+    ]
     lines = []
     for row in reversed(range(height)):
-        label = f"{high:8.3f}" if row == height - 1 else f"{low:8.3f}" if row == 0 else " " * 8
+        label = f"{highest:8.3f}" if row == height - 1 else f"{lowest:8.3f}" if row == 0 else " " * 8
         lines.append(f"{label} │" + "".join(EIGHTHS[max(0, min(8, level - 8 * row))] for level in levels))
     steps = f"step 1{' ' * max(1, n - 6 - len(str(len(losses))))}{len(losses)}"
     return [*lines, f"{' ' * 8} └{'─' * n}", f"{' ' * 10}{steps}"]

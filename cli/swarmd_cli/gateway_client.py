@@ -69,8 +69,8 @@ def running_gateway() -> GatewayClient | None:
 @contextmanager
 def gateway_of_this_home() -> Iterator[GatewayClient]:
     """The gateway of this home that runs, else a child that ends with this process."""
-    if (found := running_gateway()) is not None:
-        yield found
+    if (running := running_gateway()) is not None:
+        yield running
         return
     from swarmd.config import SUPERVISED
     from swarmd.errors import SwarmUnavailable
@@ -96,9 +96,9 @@ def gateway_of_this_home() -> Iterator[GatewayClient]:
         line = child.stdout.readline().decode()  # it says where it is once it listens, or ends
         print(clear, end="", file=sys.stderr, flush=True)
         if " is at " not in line:
-            said = log.read_text().strip().splitlines()
+            log_lines = log.read_text().strip().splitlines()
             raise SwarmUnavailable(
-                said[-1].removeprefix("swarmd: ") if said else "the gateway ended, and did not say why"
+                log_lines[-1].removeprefix("swarmd: ") if log_lines else "the gateway ended, and did not say why"
             )
         yield GatewayClient(line.split(" is at ")[1].split()[0], read_token(folder))
     finally:
@@ -116,10 +116,10 @@ def require_listed(name: str, listed: list[dict[str, Any]]) -> None:
         raise ConfigError(f"the swarm has no model {name!r}; it has: {', '.join(names) or 'none yet'}")
 
 
-def what_happened(about: dict[str, Any]) -> list[str]:
+def what_happened(details: dict[str, Any]) -> list[str]:
     """Lines for a user, of what a gateway tells about an answer: repairs, and from where on it may be wrong."""
-    repairs = [f"repaired meanwhile ({about['longest_stall_s']:.2f} s): {reason}" for reason in about["repairs"]]
-    doubts = [may_be_wrong(doubt["token"], doubt["hop"], doubt["reason"]) for doubt in about["doubts"][:1]]
+    repairs = [f"repaired meanwhile ({details['longest_stall_s']:.2f} s): {reason}" for reason in details["repairs"]]
+    doubts = [may_be_wrong(doubt["token"], doubt["hop"], doubt["reason"]) for doubt in details["doubts"][:1]]
     return repairs + doubts
 
 

@@ -91,11 +91,11 @@ class Systemd:
         return (Path(configured) if configured else Path.home() / ".config") / "systemd" / "user" / UNIT
 
     def require(self) -> None:
-        asked = _run(self._systemctl("show", "--property=Version"))
-        if asked.returncode:
-            who = "system" if self.is_system else "user"
+        result = _run(self._systemctl("show", "--property=Version"))
+        if result.returncode:
+            owner = "system" if self.is_system else "user"
             raise ConfigError(
-                f"no systemd {who} manager answers here ({_last_line(asked.stderr)}), and nothing was written: "
+                f"no systemd {owner} manager answers here ({_last_line(result.stderr)}), and nothing was written: "
                 "run swarmd up under another supervisor, or in a container"
             )
         if self.is_system and os.geteuid():
@@ -120,11 +120,11 @@ class Systemd:
     def start(self) -> None:
         _check(self._systemctl("daemon-reload"))
         _check(self._systemctl("enable", UNIT))
-        done = _run(self._systemctl("restart", UNIT))
-        if done.returncode:
-            said = _run(self.logs(LOG_LINES, follow=False)).stdout.rstrip()
-            why = done.stderr.strip().split("\n")[0]
-            raise ConfigError(f"the service did not start, and was removed again. {why}\n{said}")
+        result = _run(self._systemctl("restart", UNIT))
+        if result.returncode:
+            log = _run(self.logs(LOG_LINES, follow=False)).stdout.rstrip()
+            reason = result.stderr.strip().split("\n")[0]
+            raise ConfigError(f"the service did not start, and was removed again. {reason}\n{log}")
 
     def stop(self) -> None:
         _run(self._systemctl("disable", "--now", UNIT))
@@ -140,21 +140,29 @@ class Systemd:
         asked = _run(self._systemctl("show", UNIT, f"--property={names}"))
         if asked.returncode:
             return ServiceState(True, "unknown", str(self.path), detail=_last_line(asked.stderr))
-        said = dict(line.split("=", 1) for line in asked.stdout.splitlines() if "=" in line)
-        result = said.get("Result", "")
+        properties = dict(line.split("=", 1) for line in asked.stdout.splitlines() if "=" in line)
+        unit_result = properties.get("Result", "")
         return ServiceState(
             installed=True,
-            state=said.get("ActiveState", "unknown"),
+            state=properties.get("ActiveState", "unknown"),
             unit=str(self.path),
-            starts_by_itself=said.get("UnitFileState") == "enabled",
-            pid=int(said.get("MainPID", "0")) or None,
-            restarts=int(said.get("NRestarts", "0")),
-            detail=said.get("StatusText", "") or (f"ended by: {result}" if result not in ("", "success") else ""),
+            starts_by_itself=properties.get("UnitFileState") == "enabled",
+            pid=int(properties.get("MainPID", "0")) or None,
+            restarts=int(properties.get("NRestarts", "0")),
+            detail=properties.get("StatusText", "")
+            or (f"ended by: {unit_result}" if unit_result not in ("", "success") else ""),
         )
 
     def logs(self, lines: int, follow: bool) -> list[str]:
-        which = ["--unit" if self.is_system else "--user-unit", UNIT]
-        return ["journalctl", "--quiet", *which, "--lines", str(lines), *(["--follow"] if follow else ["--no-pager"])]
+        selection = ["--unit" if self.is_system else "--user-unit", UNIT]
+        return [
+            "journalctl",
+            "--quiet",
+            *selection,
+            "--lines",
+            str(lines),
+            *(["--follow"] if follow else ["--no-pager"]),
+        ]
 
     def after_install(self) -> str:
         if self.is_system:
@@ -190,14 +198,14 @@ class Launchd:
         return Path.home() / "Library" / "LaunchAgents" / f"{LABEL}.plist"
 
     def require(self) -> None:
-        if asked := _run(["launchctl", "print", self._domain]).returncode:
+        if result := _run(["launchctl", "print", self._domain]).returncode:
             raise ConfigError(
-                f"launchctl print {self._domain} failed ({asked}): log in on the screen of this Mac first"
+                f"launchctl print {self._domain} failed ({result}): log in on the screen of this Mac first"
             )
 
     def text(self, command: list[str], home: Path) -> str:
         log = str(home / "daemon.log")
-        told = {
+        job = {
             "Label": LABEL,
             "ProgramArguments": [*command, "--home", str(home), "up"],
             "RunAtLoad": True,
@@ -211,7 +219,7 @@ class Launchd:
             "StandardOutPath": log,
             "StandardErrorPath": log,
         }
-        return plistlib.dumps(told, sort_keys=False).decode()
+        return plistlib.dumps(job, sort_keys=False).decode()
 
     def start(self) -> None:
         _run(["launchctl", "bootout", f"{self._domain}/{LABEL}"])
@@ -226,12 +234,12 @@ class Launchd:
     def state(self) -> ServiceState:
         if not self.path.is_file():
             return ServiceState(False, "not installed", str(self.path))
-        asked = _run(["launchctl", "print", f"{self._domain}/{LABEL}"])
-        if asked.returncode:
-            return ServiceState(True, "inactive", str(self.path), detail=_last_line(asked.stderr))
+        result = _run(["launchctl", "print", f"{self._domain}/{LABEL}"])
+        if result.returncode:
+            return ServiceState(True, "inactive", str(self.path), detail=_last_line(result.stderr))
         state, pid = (
-            re.search(r"^\s*state = (.+)$", asked.stdout, re.M),
-            re.search(r"^\s*pid = (\d+)$", asked.stdout, re.M),
+            re.search(r"^\s*state = (.+)$", result.stdout, re.M),
+            re.search(r"^\s*pid = (\d+)$", result.stdout, re.M),
         )
         return ServiceState(True, state[1] if state else "unknown", str(self.path), True, int(pid[1]) if pid else None)
 
@@ -284,8 +292,8 @@ def without_namespaces(text: str) -> str:
 
 def _is_lingering() -> bool:
     """Does the user's manager run while they are logged out?"""
-    asked = _run(["loginctl", "show-user", getpass.getuser(), "--property=Linger"])
-    return asked.stdout.strip() == "Linger=yes"
+    result = _run(["loginctl", "show-user", getpass.getuser(), "--property=Linger"])
+    return result.stdout.strip() == "Linger=yes"
 
 
 def _template(name: str) -> str:
@@ -310,9 +318,9 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _check(command: list[str]) -> None:
-    done = _run(command)
-    if done.returncode:
-        raise ConfigError(f"{' '.join(command)}: {_last_line(done.stderr) or done.returncode}")
+    result = _run(command)
+    if result.returncode:
+        raise ConfigError(f"{' '.join(command)}: {_last_line(result.stderr) or result.returncode}")
 
 
 def _last_line(text: str) -> str:

@@ -22,17 +22,17 @@ ADDRESS = re.compile(r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}|[0-9a-fA-F]{0,4}(?:
 
 def secrets_of(folder: Path) -> set[str]:
     """What the files of a home that only its owner may read hold."""
-    found: set[str] = set()
+    secrets: set[str] = set()
     for name in SECRET_FILES:
         try:
             text = (folder / name).read_text()
         except (OSError, UnicodeDecodeError):
             continue
         try:
-            found.update(_strings(json.loads(text)))
+            secrets.update(_strings(json.loads(text)))
         except ValueError:
-            found.add(text.strip())
-    return {secret for secret in found if len(secret) >= SHORTEST and "/" not in secret[:1]}
+            secrets.add(text.strip())
+    return {secret for secret in secrets if len(secret) >= SHORTEST and "/" not in secret[:1]}
 
 
 def _strings(value: Any) -> Iterable[str]:
@@ -54,13 +54,13 @@ def redactor(secrets: Iterable[str], names: Mapping[str, str]) -> Callable[[str]
     ordered = sorted(secrets, key=len, reverse=True)
     numbers: dict[str, int] = {}
 
-    def masked(found: re.Match[str]) -> str:
+    def masked(match: re.Match[str]) -> str:
         try:
-            host = ipaddress.ip_address(found[0])
+            host = ipaddress.ip_address(match[0])
         except ValueError:
-            return found[0]
+            return match[0]
         if not host.is_global:
-            return found[0]
+            return match[0]
         return f"[address {numbers.setdefault(str(host), len(numbers) + 1)}]"
 
     def redact(text: str) -> str:
@@ -68,8 +68,8 @@ def redactor(secrets: Iterable[str], names: Mapping[str, str]) -> Callable[[str]
             text = text.replace(secret, "[secret]")
         text = INVITE_OR_KEY.sub("[secret]", LONG_HEX.sub("[hex]", text))
         text = NAMED_SECRET.sub(r"\1[secret]", text)
-        for name, instead in sorted(names.items(), key=lambda pair: -len(pair[0])):
-            text = re.sub(rf"(?<![\w]){re.escape(name)}(?![\w])", instead, text)
+        for name, replacement in sorted(names.items(), key=lambda pair: -len(pair[0])):
+            text = re.sub(rf"(?<![\w]){re.escape(name)}(?![\w])", replacement, text)
         return ADDRESS.sub(masked, text)
 
     return redact

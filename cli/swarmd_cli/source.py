@@ -96,10 +96,10 @@ def _checkpoint_in(folder: Path) -> Path:
     if (folder / "snapshots").is_dir() and (folder / "blobs").is_dir():
         return _snapshot_in(folder)
     if (folder / "blobs").is_dir() and ((folder / "manifests").is_dir() or _ollamas(folder)):
-        found = _ollamas(folder)
-        which = f": of {len(found)} the largest is {found[0]}" if found else ""
+        ollama_files = _ollamas(folder)
+        largest = f": of {len(ollama_files)} the largest is {ollama_files[0]}" if ollama_files else ""
         raise ConfigError(
-            f"{folder} is Ollama's store, whose models are GGUF files called by their sha256{which}: "
+            f"{folder} is Ollama's store, whose models are GGUF files called by their sha256{largest}: "
             "ollama show MODEL --modelfile names a model's own (FROM ...); swarmd models add THAT_FILE --name NAME"
         )
     if not _is_ours(folder):
@@ -116,17 +116,17 @@ def _is_ours(folder: Path) -> bool:
 
 def _snapshot_in(folder: Path) -> Path:
     """The snapshot that a folder models--ORG--NAME of the hub's cache means. Raises ConfigError."""
-    found = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
+    snapshots = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
     main = folder / "refs" / "main"
     named = folder / "snapshots" / main.read_text().strip()[:64] if main.is_file() else None
-    if named in found:
+    if named in snapshots:
         return _checkpoint_in(named)
-    if len(found) != 1:
-        listed = f"one of {some_of([path.name for path in found])}" if found else "none is there"
+    if len(snapshots) != 1:
+        listed = f"one of {some_of([path.name for path in snapshots])}" if snapshots else "none is there"
         raise ConfigError(
             f"{folder} is a folder of the hub's cache: say which snapshot ({listed}): {folder}/snapshots/…"
         )
-    return _checkpoint_in(found[0])
+    return _checkpoint_in(snapshots[0])
 
 
 def _ollamas(folder: Path) -> list[Path]:

@@ -16,27 +16,27 @@ def show_plan(body: dict[str, Any]) -> None:
     """The next round, and what each synchronisation, codec and topology would come to."""
     rows = [
         [
-            m["peer"][-8:],
-            "yes" if m["computes"] else "no",
-            f"{100 * m['reduces']:.0f} %",
-            rate(m["up_bytes_per_s"]),
-            rate(m["down_bytes_per_s"]),
+            member["peer"][-8:],
+            "yes" if member["computes"] else "no",
+            f"{100 * member['reduces']:.0f} %",
+            rate(member["up_bytes_per_s"]),
+            rate(member["down_bytes_per_s"]),
         ]
-        for m in body["members"]
+        for member in body["members"]
     ]
     table(f"The next round of {body['run'][:12]}", ["peer", "computes", "reduces", "up", "down"], rows)
     print(f"{size(body['bytes'])} to average in about {body['expected_s']:.2f} s ({body['why']})")
     print(f"with equal parts it would be {body['equal_parts_s']:.2f} s")
     settings = [
         [
-            ("* " if s["setting"] == body["setting"] else "") + s["setting"],
-            f"{s['update_s']:.1f} s",
-            f"{100 * s['utilisation']:.0f} %",
-            f"{s['excess']:.1f} x" if s["excess"] > 1 else "",
-            number(s["samples_per_s"]),
-            size(round(s["bytes_per_sample"])),
+            ("* " if setting["setting"] == body["setting"] else "") + setting["setting"],
+            f"{setting['update_s']:.1f} s",
+            f"{100 * setting['utilisation']:.0f} %",
+            f"{setting['excess']:.1f} x" if setting["excess"] > 1 else "",
+            number(setting["samples_per_s"]),
+            size(round(setting["bytes_per_sample"])),
         ]
-        for s in _worth_showing(body)
+        for setting in _worth_showing(body)
     ]
     if settings:
         columns = ["setting (* this run's)", "an update", "computes", "too large", "samples/s", "sent a sample"]
@@ -60,7 +60,7 @@ def _worth_showing(body: dict[str, Any]) -> list[dict[str, Any]]:
 def show_run(row: dict[str, Any]) -> None:
     from swarmd_cli.curve import terminal_curve
 
-    left = "unknown" if row["left_s"] is None else duration(row["left_s"])
+    remaining = "unknown" if row["left_s"] is None else duration(row["left_s"])
     print(f"{row['name']} ({row['run'][:12]}): {row['state']}; {row['role']} here: {row['why']}")
     if row["failure"]:
         print(f"  the last failure: {row['failure']}")
@@ -69,7 +69,7 @@ def show_run(row: dict[str, Any]) -> None:
         name = shlex.quote(row["name"])
         print(f"  done: {row['finished']}; swarmd train export {name} --out FOLDER writes the model")
     else:
-        print(f"  next round: {row['gathered']} of {row['target']} samples, {left} to go")
+        print(f"  next round: {row['gathered']} of {row['target']} samples, {remaining} to go")
     if (last := row["last_round"]) is not None:
         print(
             f"  last round led here: {count(last['n_members'], 'member')}, gathered in {last['gather_s']:.2f} s, "
@@ -93,8 +93,8 @@ def show_run(row: dict[str, Any]) -> None:
     table("Others", ["peer", "role", "update", "samples/s", "doing"], rows)
     audits = row["audits"]
     if not audits["why_not"]:
-        found = f"{audits['wrong']} of them wrong" if audits["wrong"] else "all of them right"
-        print(f"  computed again here: {count(audits['checked'], 'contribution')} of others, {found}")
+        verdict = f"{audits['wrong']} of them wrong" if audits["wrong"] else "all of them right"
+        print(f"  computed again here: {count(audits['checked'], 'contribution')} of others, {verdict}")
     if audits["trouble"]:
         print(f"  {audits['trouble']}")
     if row["shunned"]:

@@ -55,8 +55,8 @@ def bugreport(out: Out = None) -> None:
 def _gather(folder: Path) -> dict[str, str]:
     """Texts by file name; what cannot be had says why."""
     packages = sorted(f"{d.metadata['Name']} {d.version}" for d in distributions())
-    about = [f"swarmd on {platform.platform()}, Python {sys.version.split()[0]}", *packages]
-    texts = {"about.txt": "\n".join(about) + "\n", "config.toml": _file(folder / "config.toml")}
+    description = [f"swarmd on {platform.platform()}, Python {sys.version.split()[0]}", *packages]
+    texts = {"about.txt": "\n".join(description) + "\n", "config.toml": _file(folder / "config.toml")}
     for verb in ASKED:
         texts[f"{verb}.json"] = _or_why(lambda verb=verb: json.dumps(ask(verb), indent=1))  # type: ignore[misc]
     texts["home.txt"] = _or_why(lambda: _listing(folder))
@@ -87,7 +87,7 @@ def _file(path: Path) -> str:
 def _listing(folder: Path) -> str:
     """Names, sizes and modes of what lies in the home folder, not what they hold."""
     rows = [(path, path.stat()) for path in sorted(folder.iterdir())]
-    return "".join(f"{oct(there.st_mode)[-3:]} {there.st_size:>12} {path.name}\n" for path, there in rows)
+    return "".join(f"{oct(status.st_mode)[-3:]} {status.st_size:>12} {path.name}\n" for path, status in rows)
 
 
 def _service_log() -> str:

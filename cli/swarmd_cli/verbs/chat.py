@@ -42,8 +42,8 @@ def chat(
     home().swarm()
     if read_url(home().folder) is None:  # one that runs knows the names, and who is there
         require_answers(model)
-    given = {"temperature": temperature, "max_tokens": max_tokens}
-    options = {name: value for name, value in given.items() if value is not None}
+    settings = {"temperature": temperature, "max_tokens": max_tokens}
+    options = {name: value for name, value in settings.items() if value is not None}
     with gateway_of_this_home() as gateway:
         Conversation(gateway, model, system, options).run()
 
@@ -93,11 +93,11 @@ class Conversation:
     def _whole(self, listed: list[dict[str, Any]]) -> str:
         from swarmd.errors import ConfigError, NoRoute
 
-        whole = [e["id"] for e in listed if not e["swarmd"]["missing"] and e["swarmd"]["chats"] is not False]
-        if len(whole) == 1:
-            return str(whole[0])
-        if whole:
-            raise ConfigError(f"say which model: {', '.join(whole)}")
+        complete = [e["id"] for e in listed if not e["swarmd"]["missing"] and e["swarmd"]["chats"] is not False]
+        if len(complete) == 1:
+            return str(complete[0])
+        if complete:
+            raise ConfigError(f"say which model: {', '.join(complete)}")
         names = ", ".join(entry["id"] for entry in listed)
         raise NoRoute(
             f"no model that can chat is whole now (the swarm knows {names or 'none'}): swarmd models ls says what lacks"
@@ -165,14 +165,14 @@ class Conversation:
         from swarmd.errors import SwarmError
 
         body = {"model": self.model, "messages": self._messages(), **self.options}
-        text, begun, first, last = "", time.monotonic(), 0.0, dict[str, Any]()
+        text, began_at, first_s, last_event = "", time.monotonic(), 0.0, dict[str, Any]()
         try:
             with closing(self.gateway.stream("/v1/chat/completions", body)) as events:
                 for event in events:
-                    last = event if event.get("usage") else last
+                    last_event = event if event.get("usage") else last_event
                     for choice in event["choices"]:
                         part = choice["delta"].get("content") or ""
-                        first = first or (time.monotonic() - begun if part else 0.0)
+                        first_s = first_s or (time.monotonic() - began_at if part else 0.0)
                         text += part
                         print(part, end="", flush=True)
         except KeyboardInterrupt:
@@ -182,15 +182,17 @@ class Conversation:
             return
         print()
         self.turns.append({"role": "assistant", "content": text})
-        self._tell(last, first, time.monotonic() - begun)
+        self._tell(last_event, first_s, time.monotonic() - began_at)
 
-    def _tell(self, last: dict[str, Any], first_s: float, seconds: float) -> None:
+    def _tell(self, last_event: dict[str, Any], first_s: float, seconds: float) -> None:
         """The numbers under an answer, dim where the terminal can."""
-        if not last:
+        if not last_event:
             return
-        n, about = last["usage"]["completion_tokens"], last["swarmd"]
-        self.chain = about["chain"]
+        n, details = last_event["usage"]["completion_tokens"], last_event["swarmd"]
+        self.chain = details["chain"]
         speed = f", {(n - 1) / (seconds - first_s):.1f} tokens/s" if n > 1 and seconds > first_s else ""
-        told = f"{count(n, 'token')}{speed}, the first after {first_s:.2f} s, through {count(len(self.chain), 'hop')}"
-        told = "\n".join([told, *what_happened(about)])
-        print(f"\033[2m{told}\033[0m" if sys.stdout.isatty() else told, file=sys.stderr)
+        summary = (
+            f"{count(n, 'token')}{speed}, the first after {first_s:.2f} s, through {count(len(self.chain), 'hop')}"
+        )
+        summary = "\n".join([summary, *what_happened(details)])
+        print(f"\033[2m{summary}\033[0m" if sys.stdout.isatty() else summary, file=sys.stderr)

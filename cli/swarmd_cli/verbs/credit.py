@@ -33,34 +33,41 @@ def credit(
 
     state = home()
     own_voucher = read_links_untrusted(state.swarm().certificate)[0].key
-    books, me, now = UsageLedger(state.books_file), state.identity().peer_id, int(time.time())
-    since = now - days * DAY_S
-    n_checked = books.check() if check else None
-    counted = books.counted(since)
-    served = sum(n for voucher, n in books.served(since).items() if voucher != own_voucher)
-    sums, by_day = books.sums(me, own_voucher, since), books.days(me, own_voucher, since)
-    gave, took = sum(s.gave for s in sums), sum(s.took for s in sums)
+    ledger, own_peer, now_s = UsageLedger(state.books_file), state.identity().peer_id, int(time.time())
+    since = now_s - days * DAY_S
+    n_checked = ledger.check() if check else None
+    counted = ledger.counted(since)
+    served = sum(n_served for voucher, n_served in ledger.served(since).items() if voucher != own_voucher)
+    sums, by_day = ledger.sums(own_peer, own_voucher, since), ledger.days(own_peer, own_voucher, since)
+    n_gave, n_took = sum(account.gave for account in sums), sum(account.took for account in sums)
     if as_json:
         rows = [
-            {"voucher": s.voucher.hex(), "peers": list(s.peers), "gave": s.gave, "took": s.took}
-            | {"sessions": s.n_sessions, "last_at": s.last_at}
-            for s in sums
+            {"voucher": account.voucher.hex(), "peers": list(account.peers), "gave": account.gave, "took": account.took}
+            | {"sessions": account.n_sessions, "last_at": account.last_at}
+            for account in sums
         ]
         per_day = [{"day": day * DAY_S, "gave": g, "took": t} for day, (g, t) in sorted(by_day.items())]
-        alone = {kind.name.lower(): n for kind, n in counted.items()}
-        both = {"gave": gave, "took": took, "with": rows, "days": per_day, "bills_checked": n_checked}
-        print_json({**both, "counted": {**alone, "served": served}})
+        alone = {kind.name.lower(): n_served for kind, n_served in counted.items()}
+        totals = {"gave": n_gave, "took": n_took, "with": rows, "days": per_day, "bills_checked": n_checked}
+        print_json({**totals, "counted": {**alone, "served": served}})
         return
     if n_checked is not None:
         print(f"{n_checked} bills, all signed by both sides", file=sys.stderr)
-    listed = [
-        [_who(s.voucher, s.peers), f"{s.gave:,}", f"{s.took:,}", str(s.n_sessions), _ago(now - s.last_at)] for s in sums
+    partner_rows = [
+        [
+            _who(account.voucher, account.peers),
+            f"{account.gave:,}",
+            f"{account.took:,}",
+            str(account.n_sessions),
+            _ago(now_s - account.last_at),
+        ]
+        for account in sums
     ]
-    table(f"Tokens x blocks of the last {days} days", ["with", "gave", "took", "sessions", "last"], listed)
+    table(f"Tokens x blocks of the last {days} days", ["with", "gave", "took", "sessions", "last"], partner_rows)
     table("Counted by this machine alone", ["", ""], _own(counted, served))
     if sums:
-        print(f"gave {gave:,}, took {took:,}")
-        today = now // DAY_S
+        print(f"gave {n_gave:,}, took {n_took:,}")
+        today = now_s // DAY_S
         columns = [by_day.get(day, (0, 0)) for day in range(today - min(days, DAYS) + 1, today + 1)]
         for name, values in (("gave", [g for g, _ in columns]), ("took", [t for _, t in columns])):
             print(f"{name} {spark(values)} {max(values):,} on the best day of {len(columns)}")
@@ -81,8 +88,8 @@ def _own(counted: dict[Any, int], served: int) -> list[list[str]]:
 
 def spark(values: Sequence[int]) -> str:
     """One column for each value, as high as it is large."""
-    most = max(values, default=0)
-    return "".join(EIGHTHS[-(-8 * value // most)] if most else EIGHTHS[0] for value in values)
+    largest = max(values, default=0)
+    return "".join(EIGHTHS[-(-8 * value // largest)] if largest else EIGHTHS[0] for value in values)
 
 
 def _who(voucher: bytes, peers: Sequence[str]) -> str:

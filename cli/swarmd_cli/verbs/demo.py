@@ -74,20 +74,20 @@ class Volunteers:
         with httpx.Client(transport=unencrypted, timeout=10) as http:
             return dict(http.get(f"http://swarmd/v1/{path}").json())
 
-    def wait_for(self, condition: Any, what: str, on_stage: Callable[[str], None]) -> None:
+    def wait_for(self, condition: Any, missing: str, on_stage: Callable[[str], None]) -> None:
         """Wait as long as anything changes in what the daemons say; ``on_stage`` is told. Raises SwarmUnavailable."""
-        told, deadline = "", time.monotonic() + QUIET_S
+        shown_stage, deadline = "", time.monotonic() + QUIET_S
         while not condition():
             stage = self._stage()
-            if stage != told:
-                told, deadline = stage, time.monotonic() + QUIET_S
+            if stage != shown_stage:
+                shown_stage, deadline = stage, time.monotonic() + QUIET_S
                 on_stage(stage)
             for index, process in enumerate(self.processes):
                 if process.poll() is not None:
                     log = (self.homes[index].folder / "daemon.log").read_text()[-800:]
-                    raise SwarmUnavailable(f"{NAMES[index]}'s daemon ended while waiting for {what}:\n{log}")
+                    raise SwarmUnavailable(f"{NAMES[index]}'s daemon ended while waiting for {missing}:\n{log}")
             if time.monotonic() > deadline:
-                raise SwarmUnavailable(f"no {what}, and nothing has changed for {QUIET_S:.0f} s: {told}")
+                raise SwarmUnavailable(f"no {missing}, and nothing has changed for {QUIET_S:.0f} s: {shown_stage}")
             time.sleep(LOOK_INTERVAL_S)
 
     def _stage(self) -> str:
@@ -145,9 +145,9 @@ def talk(source: Path) -> int:
 
 def _keep_conversions(founder: Home) -> None:
     """Have what is converted outlive this chat: the next one begins where the first answer did."""
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swarmd" / CONVERTED
-    kept.mkdir(parents=True, exist_ok=True)
-    (founder.folder / CONVERTED).symlink_to(kept.resolve())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swarmd" / CONVERTED
+    cache.mkdir(parents=True, exist_ok=True)
+    (founder.folder / CONVERTED).symlink_to(cache.resolve())
 
 
 def _assemble(volunteers: Volunteers, on_stage: Callable[[str], None]) -> None:
@@ -227,11 +227,11 @@ def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: i
 def _report(console: Console, result: dict[str, Any]) -> int:
     repairs = result["repairs"]
     console.print(f"\n[italic]{result['text']}[/italic]\n")
-    before = repairs[0].chain_before if repairs else result["chain_after"]
-    console.print(f"chain before  {_chain(before, result['names'])}")
+    chain_before = repairs[0].chain_before if repairs else result["chain_after"]
+    console.print(f"chain before  {_chain(chain_before, result['names'])}")
     console.print(f"chain after   {_chain(result['chain_after'], result['names'])}")
-    rate = result["n_tokens"] / result["seconds"]
-    console.print(f"speed         {rate:.1f} tokens/s; a token takes {1000 * result['median_gap_s']:.1f} ms")
+    tokens_per_s = result["n_tokens"] / result["seconds"]
+    console.print(f"speed         {tokens_per_s:.1f} tokens/s; a token takes {1000 * result['median_gap_s']:.1f} ms")
     console.print(f"longest stall {1000 * result['longest_gap_s']:.0f} ms, while the chain was repaired")
     for repair in repairs:
         console.print(f"what happened {repair.reason}; {repair.replayed_tokens} tokens replayed by the hop before it")

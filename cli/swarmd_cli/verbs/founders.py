@@ -29,12 +29,12 @@ def ls(as_json: Json = False) -> None:
     """
     state = home()
     charter = state.founders().charter
-    own = state.founder_key().public_key if state.is_founder else b""
+    own_key = state.founder_key().public_key if state.is_founder else b""
     if as_json:
         keys = [key.hex() for key in charter.keys]
         print_json({"founders": keys, "needed": charter.needed, "honoured": [key.hex() for key in charter.honoured]})
         return
-    rows = [[key.hex() + (" (this one)" if key == own else ""), "founds"] for key in charter.keys]
+    rows = [[key.hex() + (" (this one)" if key == own_key else ""), "founds"] for key in charter.keys]
     rows += [[key.hex(), "founded; its invites' guests stay"] for key in charter.honoured]
     table(f"Founders: {charter.needed} of {len(charter.keys)} change who they are", ["key", ""], rows)
 
@@ -65,13 +65,13 @@ def add(
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership import charter
 
-    now = home().founders().charter
-    keys, needed = (*now.keys, charter.decode_key_untrusted(founder)), needed or now.needed
+    current = home().founders().charter
+    keys, needed = (*current.keys, charter.decode_key_untrusted(founder)), needed or current.needed
     if needed == len(keys) and not yes:
         raise ConfigError(
             f"with {needed} of {len(keys)} the loss of one key leaves nobody to change this: --yes, if so"
         )
-    _change(keys, needed, now.honoured)
+    _change(keys, needed, current.honoured)
 
 
 @app.command("rm")
@@ -86,15 +86,15 @@ def rm(
 
     Example: swarmd founders rm 5f0c... --stolen
     """
-    now, gone = home().founders().charter, _key(founder)
-    keys = tuple(key for key in now.keys if key != gone)
-    honoured = tuple(key for key in (*now.honoured, *(now.keys if not stolen else ())) if key not in keys)
-    honoured = tuple(key for key in honoured if not (stolen and key == gone))
-    if keys == now.keys and honoured == now.honoured:
+    current, removed_key = home().founders().charter, _key(founder)
+    keys = tuple(key for key in current.keys if key != removed_key)
+    honoured = tuple(key for key in (*current.honoured, *(current.keys if not stolen else ())) if key not in keys)
+    honoured = tuple(key for key in honoured if not (stolen and key == removed_key))
+    if keys == current.keys and honoured == current.honoured:
         from swarmd.errors import ConfigError
 
         raise ConfigError(f"{founder[:16]} is no founder: see swarmd founders ls")
-    _change(keys, min(needed or now.needed, len(keys)), tuple(dict.fromkeys(honoured)))
+    _change(keys, min(needed or current.needed, len(keys)), tuple(dict.fromkeys(honoured)))
 
 
 @app.command("sign")
@@ -122,7 +122,7 @@ def _finish(draft: Any) -> None:
     from swarmd.protocol.membership import charter
 
     state = home()
-    before = state.founders().charter
+    previous = state.founders().charter
     signed = state.found_on(draft)
     if state.founders().charter == signed.charter:
         tell_daemon()
@@ -131,14 +131,16 @@ def _finish(draft: Any) -> None:
         if signed.charter.needed == len(signed.charter.keys) > 1:
             print("All of them are needed: name another one before one more is lost.")
         return
-    left = charter.missing(signed, before)
-    who = f"{left} of the founders must sign it, too" if left else "one of the new founders must take it over"
-    print(f"{who}: swarmd founders sign {charter.encode(signed)}")
+    n_missing = charter.missing(signed, previous)
+    next_step = (
+        f"{n_missing} of the founders must sign it, too" if n_missing else "one of the new founders must take it over"
+    )
+    print(f"{next_step}: swarmd founders sign {charter.encode(signed)}")
 
 
-def _say(found: Any) -> None:
-    print(f"{len(found.keys)} found the swarm, {found.needed} of them change who they are:")
-    for key in found.keys:
+def _say(charter: Any) -> None:
+    print(f"{len(charter.keys)} found the swarm, {charter.needed} of them change who they are:")
+    for key in charter.keys:
         print(f"  {key.hex()}")
 
 

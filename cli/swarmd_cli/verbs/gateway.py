@@ -41,9 +41,9 @@ def gateway(
 
     home().swarm()
     settings = config.load(home().folder).check().gateway
-    chosen = replace(settings, listen=listen or settings.listen)
+    chosen_settings = replace(settings, listen=listen or settings.listen)
     open_listener(
-        chosen.listen, bool(Keys(home().folder).all())
+        chosen_settings.listen, bool(Keys(home().folder).all())
     ).close()  # what cannot be is refused before torch is imported
     if config.SUPERVISED not in os.environ:
         require_answers()
@@ -61,7 +61,7 @@ def gateway(
     def ready(url: str) -> None:
         print(f"The gateway is at {url} (OpenAI's clients: base URL {url}/v1)", flush=True)
 
-    while trio.run(serve, home().folder, chosen, ready):
+    while trio.run(serve, home().folder, chosen_settings, ready):
         logging.getLogger(__name__).info("joining again, with a new certificate")
 
 
@@ -73,8 +73,8 @@ def add(name: Annotated[str, typer.Argument(help="Who or what the key is for.")]
     """
     from swarmd.gateway.keys import Keys
 
-    made = Keys(home().folder).add(name)
-    print(made)
+    api_key = Keys(home().folder).add(name)
+    print(api_key)
     print("It is not shown again; only its hash is kept.", file=sys.stderr)
 
 
@@ -88,9 +88,9 @@ def ls(as_json: Json = False) -> None:
 
     keys = Keys(home().folder).all()
     if as_json:
-        print_json({"keys": [{"name": k.name, "made_at": k.made_at} for k in keys]})
+        print_json({"keys": [{"name": api_key.name, "made_at": api_key.made_at} for api_key in keys]})
         return
-    rows = [[k.name, time.strftime("%Y-%m-%d %H:%M", time.localtime(k.made_at))] for k in keys]
+    rows = [[api_key.name, time.strftime("%Y-%m-%d %H:%M", time.localtime(api_key.made_at))] for api_key in keys]
     table("API keys", ["name", "made"], rows)
 
 

@@ -82,14 +82,14 @@ def _until_whole(ask: Callable[[], T], waits: bool) -> T:
     from swarmd.errors import NoRoute
 
     while True:
-        begun = time.monotonic()
+        began_at = time.monotonic()
         try:
             return ask()
         except NoRoute as error:
             if not waits:
                 raise
             print(f"waiting: {error}", file=sys.stderr)
-        time.sleep(max(0.0, WAIT_S - (time.monotonic() - begun)))
+        time.sleep(max(0.0, WAIT_S - (time.monotonic() - began_at)))
 
 
 def _path(gateway: GatewayClient, name: str, raw: bool) -> str | None:
@@ -109,11 +109,11 @@ def _ask(gateway: GatewayClient, path: str, name: str, text: str, sampling: dict
     """Print what comes, and afterwards what it took. Raises NoRoute as long as nothing came, and SwarmError."""
     from swarmd.errors import NoRoute, SwarmError, SwarmUnavailable
 
-    begun, last, has_begun = time.monotonic(), dict[str, Any](), False
-    asked = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text, "echo": True}
+    began_at, last_event, has_begun = time.monotonic(), dict[str, Any](), False
+    prompt = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text, "echo": True}
     try:
-        for event in gateway.stream(path, {"model": name, **asked, **sampling}):
-            last = event if event.get("usage") else last
+        for event in gateway.stream(path, {"model": name, **prompt, **sampling}):
+            last_event = event if event.get("usage") else last_event
             for choice in event["choices"]:
                 delta = choice.get("delta") or {"content": choice.get("text")}
                 part = delta.get("content") or delta.get("reasoning_content") or ""
@@ -126,15 +126,15 @@ def _ask(gateway: GatewayClient, path: str, name: str, text: str, sampling: dict
             raise SwarmUnavailable(str(error)) from None
         raise
     print()
-    about, n, seconds = last["swarmd"], last["usage"]["completion_tokens"], time.monotonic() - begun
-    _tell(n, seconds, about["chain"])
-    for line in what_happened(about):
+    details, n, seconds = last_event["swarmd"], last_event["usage"]["completion_tokens"], time.monotonic() - began_at
+    _tell(n, seconds, details["chain"])
+    for line in what_happened(details):
         print(line, file=sys.stderr)
 
 
 def _tell(n_tokens: int, seconds: float, chain: Iterable[str]) -> None:
-    told = f"{count(n_tokens, 'token')}, {n_tokens / seconds:.1f} tokens/s through {' -> '.join(chain)}"
-    print(told, file=sys.stderr)
+    summary = f"{count(n_tokens, 'token')}, {n_tokens / seconds:.1f} tokens/s through {' -> '.join(chain)}"
+    print(summary, file=sys.stderr)
 
 
 def _read_stdin() -> str:
@@ -163,10 +163,10 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, 
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=is_chat, skip_special_tokens=True)
-    begun = time.perf_counter()
-    named = ends_of(model.generation_config.eos_token_id, tokenizer.eos_token_id, ends)
-    ids = model.generate(**inputs, max_new_tokens=max_tokens, streamer=streamer, **named, **sampling)
-    seconds = time.perf_counter() - begun
+    began_at = time.perf_counter()
+    end_options = ends_of(model.generation_config.eos_token_id, tokenizer.eos_token_id, ends)
+    ids = model.generate(**inputs, max_new_tokens=max_tokens, streamer=streamer, **end_options, **sampling)
+    seconds = time.perf_counter() - began_at
     n_new = ids.shape[1] - inputs["input_ids"].shape[1]
     session = model.last_session
     session.wait_closed()
@@ -189,10 +189,10 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, 
         )
         return
     _tell(n_new, seconds, session.chain)
-    if (where := session.statistics.passes.where()) is not None:
-        print(where, file=sys.stderr)
-    if (tried := model.last_speculation).n_sent:
-        print(f"{tried.n_taken} of {tried.n_sent} tokens tried ahead were right", file=sys.stderr)
+    if (slowest_passes := session.statistics.passes.where()) is not None:
+        print(slowest_passes, file=sys.stderr)
+    if (speculation := model.last_speculation).n_sent:
+        print(f"{speculation.n_taken} of {speculation.n_sent} tokens tried ahead were right", file=sys.stderr)
     for first, hop, reason in doubts[:1]:
         print(may_be_wrong(max(0, first + 1 - inputs["input_ids"].shape[1]), hop, reason), file=sys.stderr)
     for repair in session.statistics.repairs:
@@ -201,11 +201,11 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, 
 
 def ends_of(author: int | list[int] | None, tokenizer: int | None, template: frozenset[int]) -> dict[str, list[int]]:
     """Where an answer ends, for ``generate``: wherever author, tokenizer or chat template say, as in the gateway."""
-    found = set(template)
-    for named in (author, tokenizer):
-        ids = named if isinstance(named, list) else [named]
-        found |= {token for token in ids if token is not None}
-    return {"eos_token_id": sorted(found)} if found else {}
+    ends = set(template)
+    for source in (author, tokenizer):
+        ids = source if isinstance(source, list) else [source]
+        ends |= {token for token in ids if token is not None}
+    return {"eos_token_id": sorted(ends)} if ends else {}
 
 
 def _turn(swarm: Any, name: str, text: str) -> tuple[dict[str, Any], frozenset[int]]:

@@ -17,32 +17,32 @@ def status(as_json: Json = False) -> None:
 
     Example: swarmd status --json
     """
-    now = ask("status")
+    daemon_status = ask("status")
     if as_json:
-        print_json(now)
+        print_json(daemon_status)
         return
     rows = [
-        ["swarm", f"{now['swarm']}, {count(now['members'], 'member')} known"],
-        ["this peer", now["peer"]],
-        ["addresses", "\n".join(now["addresses"]) or "none: not listening"],
-        *([["reachable", reach_text(now["reach"])]] if now["reach"] else []),
-        ["up for", f"{now['uptime_s']:.0f} s, {now['memory_mib']:.0f} MiB"],
-        ["directory", now["directory"]["reason"]],
+        ["swarm", f"{daemon_status['swarm']}, {count(daemon_status['members'], 'member')} known"],
+        ["this peer", daemon_status["peer"]],
+        ["addresses", "\n".join(daemon_status["addresses"]) or "none: not listening"],
+        *([["reachable", reach_text(daemon_status["reach"])]] if daemon_status["reach"] else []),
+        ["up for", f"{daemon_status['uptime_s']:.0f} s, {daemon_status['memory_mib']:.0f} MiB"],
+        ["directory", daemon_status["directory"]["reason"]],
     ]
-    if (policy := now["policy"]) is not None:
+    if (policy := daemon_status["policy"]) is not None:
         rows += [["policy", policy["why"]], ["network", network_text(policy)]]
-    for row in now["health"]:
+    for row in daemon_status["health"]:
         if row["is_fine"] is False:
             rows.append([f"!! {row['kind']}", health_text(row)])
-    for hosting in now["hosting"]:
+    for hosting in daemon_status["hosting"]:
         rows += _hosting_rows(hosting)
-    if not now["hosting"]:
+    if not daemon_status["hosting"]:
         rows.append(["serving", "nothing: started with --no-serve"])
-    if (gateway := now["gateway"]) is not None:
+    if (gateway := daemon_status["gateway"]) is not None:
         rows.append(["gateway", f"{gateway['state']}, {gateway['listen']}: {gateway['why']}"])
-    for download in now["downloads"]:
+    for download in daemon_status["downloads"]:
         rows.append(["fetching", download_line(download)])
-    for model in by_model(now["models"]):
+    for model in by_model(daemon_status["models"]):
         rows.append([f"model {model['name']}", model["help"] or _missing(model) or _safety(model)])
     table("Status", ["", ""], rows)
 
@@ -51,8 +51,8 @@ def by_model(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each model, under all of its names."""
     merged: dict[str, dict[str, Any]] = {}
     for row in listed:
-        known = merged.get(row["model"])
-        merged[row["model"]] = {**row, "name": f"{known['name']}, {row['name']}"} if known else row
+        earlier = merged.get(row["model"])
+        merged[row["model"]] = {**row, "name": f"{earlier['name']}, {row['name']}"} if earlier else row
     return list(merged.values())
 
 
@@ -70,10 +70,10 @@ def health_text(row: dict[str, Any]) -> str:
 
 def network_text(policy: dict[str, Any]) -> str:
     """What has passed beyond the home this month, and the owner's limits."""
-    of = f" of {policy['month_limit_bytes'] / 2**30:g} GiB" if policy["month_limit_bytes"] else ""
-    rates = [(way, policy[f"{way}_bytes_per_s"]) for way in ("up", "down")]
-    limits = [f"{way} at most {8e-6 * bytes_per_s:g} Mbit/s" for way, bytes_per_s in rates if bytes_per_s]
-    return ", ".join([f"{policy['month_bytes'] / 2**30:.2f}{of or ' GiB'} beyond the home this month", *limits])
+    limit = f" of {policy['month_limit_bytes'] / 2**30:g} GiB" if policy["month_limit_bytes"] else ""
+    rates = [(direction, policy[f"{direction}_bytes_per_s"]) for direction in ("up", "down")]
+    limits = [f"{direction} at most {8e-6 * bytes_per_s:g} Mbit/s" for direction, bytes_per_s in rates if bytes_per_s]
+    return ", ".join([f"{policy['month_bytes'] / 2**30:.2f}{limit or ' GiB'} beyond the home this month", *limits])
 
 
 def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:
@@ -112,11 +112,11 @@ def download_line(download: dict[str, Any]) -> str:
     """How far one download is, in a line."""
     done, total, left_s = download["done_bytes"], download["total_bytes"], download["left_s"]
     share = f"{100 * done / total:.0f} %" if total else "all"
-    left = "" if left_s is None else f", {duration(left_s)} left"
+    time_left = "" if left_s is None else f", {duration(left_s)} left"
     waiting = f"; {download['waiting_for']}" if download["waiting_for"] else ""
     donors = len(download["donors"])
-    from_ = f"{rate(download['bytes_per_s'])} from {count(donors, 'peer')}"
-    return f"{size(done)} of {size(total)} ({share}), {from_}{left}{waiting}"
+    source = f"{rate(download['bytes_per_s'])} from {count(donors, 'peer')}"
+    return f"{size(done)} of {size(total)} ({share}), {source}{time_left}{waiting}"
 
 
 def _safety(model: dict[str, Any]) -> str:
@@ -131,11 +131,11 @@ def peers(as_json: Json = False) -> None:
 
     Example: swarmd peers
     """
-    found = ask("peers")
+    listing = ask("peers")
     if as_json:
-        print_json(found)
+        print_json(listing)
         return
-    for peer in found["peers"]:
+    for peer in listing["peers"]:
         print(_peer_lines(peer))
 
 
@@ -147,12 +147,12 @@ def _peer_lines(peer: dict[str, Any]) -> str:
         speed = f"{number(span['decode_tokens_per_s'])} tokens/s"
         free = f"{span['free_cache_tokens']} cache tokens free"
         tunes = f", fine-tuning in {size(span['training_bytes'])}" if span["training_bytes"] else ", no fine-tuning"
-        what = f"{span['model']} {span_text(span['blocks'])}{' and the head' if span['head'] else ''}"
-        lines.append(f"  serves {what}: {span['state']}, {speed}, {free}{tunes}")
+        served = f"{span['model']} {span_text(span['blocks'])}{' and the head' if span['head'] else ''}"
+        lines.append(f"  serves {served}: {span['state']}, {speed}, {free}{tunes}")
     if not peer["spans"]:
         lines.append("  serves nothing")
-    own = f", {size(peer['device_memory_bytes'])} of its own" if peer["device_memory_bytes"] else ""
-    machine = f"device {peer['device'] or 'unknown'}{own}, memory {size(peer['memory_bytes'])}"
+    device_memory = f", {size(peer['device_memory_bytes'])} of its own" if peer["device_memory_bytes"] else ""
+    machine = f"device {peer['device'] or 'unknown'}{device_memory}, memory {size(peer['memory_bytes'])}"
     lines.append(f"  {machine}, {peer['cores'] or 'unknown'} cores, {size(peer['free_disk_bytes'])} disk free")
     if peer["gave"] or peer["took"]:
         lines.append(f"  with its invite's guests it gave you {peer['gave']:,}, took {peer['took']:,} tokens x blocks")
@@ -183,20 +183,20 @@ def ps(as_json: Json = False) -> None:
 
     Example: swarmd ps
     """
-    found = ask("sessions")
+    listing = ask("sessions")
     if as_json:
-        print_json(found)
+        print_json(listing)
         return
     rows = [
         [
-            s["session"],
-            s["client"][-8:],
-            span_text(s["blocks"]),
-            f"{s['finished']}/{s['received']}",
-            str(s["epoch"]),
-            s["why"],
+            session["session"],
+            session["client"][-8:],
+            span_text(session["blocks"]),
+            f"{session['finished']}/{session['received']}",
+            str(session["epoch"]),
+            session["why"],
         ]
-        for s in found["sessions"]
+        for session in listing["sessions"]
     ]
     table("Sessions", ["session", "client", "blocks", "ops done", "epoch", "outputs"], rows)
 
@@ -269,9 +269,9 @@ def _say_sessions(sessions: list[dict[str, Any]]) -> None:
     for session in sessions:
         print(f"session {session['session']} {span_text(session['blocks'])}: {session['why']}")
         for hop in session["times"]:
-            here = " (here)" if hop["start"] == session["blocks"][0] else ""
+            place = " (here)" if hop["start"] == session["blocks"][0] else ""
             times = f"{hop['computing_ms']:.1f} ms are computing, {hop['waiting_ms']:.1f} waiting"
-            print(f"  of a pass at the hop from block {hop['start']}{here}, {times}")
+            print(f"  of a pass at the hop from block {hop['start']}{place}, {times}")
 
 
 def update_check() -> None:
@@ -290,11 +290,11 @@ def doctor(as_json: Json = False) -> None:
     """
     checks = _examine()
     if as_json:
-        print_json({"checks": [{"check": c, "ok": ok, "detail": d} for c, ok, d in checks]})
+        print_json({"checks": [{"check": check, "ok": is_fine, "detail": detail} for check, is_fine, detail in checks]})
     else:
         marks = {True: "ok", False: "!!", None: "?"}
-        table("Doctor", ["", "check", "detail"], [[marks[ok], c, d] for c, ok, d in checks])
-    if any(ok is False for _, ok, _ in checks):
+        table("Doctor", ["", "check", "detail"], [[marks[is_fine], check, detail] for check, is_fine, detail in checks])
+    if any(is_fine is False for _, is_fine, _ in checks):
         raise typer.Exit(1)
 
 
@@ -312,10 +312,10 @@ def _examine() -> list[tuple[str, bool | None, str]]:
         if state.folder.is_dir()
         else (False, f"{where} is not there yet" + ("" if may_write else f", and {parent} cannot be written"))
     )
-    how = "swarmd init --name NAME founds a swarm, swarmd join INVITE joins one"
+    remedy_of_join = "swarmd init --name NAME founds a swarm, swarmd join INVITE joins one"
     checks: list[tuple[str, bool | None, str]] = [
         ("state folder", *folder),
-        ("member of a swarm", state.has_joined, state.swarm().keys.name if state.has_joined else how),
+        ("member of a swarm", state.has_joined, state.swarm().keys.name if state.has_joined else remedy_of_join),
     ]
     if not state.has_joined:
         return checks
@@ -325,25 +325,25 @@ def _examine() -> list[tuple[str, bool | None, str]]:
     checks.append(("daemon", running, "answers" if running else "swarmd up"))
     if not running:
         return checks
-    now = ask("status")
-    others = now["members"] - 1
-    checks.append(("other members", others > 0, f"{others} known; {now['directory']['reason']}"))
-    if (reach := now["reach"]) is not None:
+    daemon_status = ask("status")
+    n_others = daemon_status["members"] - 1
+    checks.append(("other members", n_others > 0, f"{n_others} known; {daemon_status['directory']['reason']}"))
+    if (reach := daemon_status["reach"]) is not None:
         is_reached = reach["state"] == "open" or bool(reach["relays"])
         remedy = (
             "" if reach["state"] != "closed" else "; faster: have the router forward its TCP port (docs/operating.md)"
         )
         checks.append(("reached by others", is_reached, reach["why"] + remedy))
-        checks += [("announced as", True, address) for address in now["addresses"][:1]]
-    for row in now["health"]:
+        checks += [("announced as", True, address) for address in daemon_status["addresses"][:1]]
+    for row in daemon_status["health"]:
         checks.append((row["kind"], row["is_fine"], health_text(row)))
-    if (policy := now["policy"]) is not None:
+    if (policy := daemon_status["policy"]) is not None:
         checks.append(("policy", policy["may_work"] or None, policy["why"]))
-    for hosting in now["hosting"]:
+    for hosting in daemon_status["hosting"]:
         name = hosting["serving"]["name"] if hosting["serving"] else hosting["wanted"]
         is_fine = hosting["state"] in ("online", "loading", "fetching")
         checks.append((f"serving {name}", is_fine, f"{hosting['state']}: {hosting['why']}"))
-    for model in by_model(now["models"]):
+    for model in by_model(daemon_status["models"]):
         lacking = model["help"] or _missing(model)
         checks.append((f"model {model['name']}", not model["missing"], lacking or "complete"))
     return checks

@@ -71,10 +71,10 @@ def rights(words: str) -> tuple[Any, ...]:
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership.catalog import RIGHTS
 
-    said = split(words)
-    if unknown := [word for word in said if word not in RIGHTS]:
+    chosen = split(words)
+    if unknown := [word for word in chosen if word not in RIGHTS]:
         raise ConfigError(f"--may takes {', '.join(RIGHTS)}, comma-separated, not {unknown[0]!r}")
-    return tuple(word for word in RIGHTS if word in said) if said else RIGHTS
+    return tuple(word for word in RIGHTS if word in chosen) if chosen else RIGHTS
 
 
 def join(
@@ -106,9 +106,9 @@ def join(
         raise ConfigError(f"{state.folder} is a member of {state.swarm().keys.name!r} already: swarmd leave first")
     identity = Identity.generate()
     certificate = ticket.admit(identity.public_key, "member", int(time.time()) + MEMBERSHIP_LIFETIME_S)
-    found = trio.run(check_in, ticket.swarm, identity, certificate, by_peer(ticket.addresses))
-    state.enter(ticket, identity, found.catalog)
-    if found.waits:
+    answer = trio.run(check_in, ticket.swarm, identity, certificate, by_peer(ticket.addresses))
+    state.enter(ticket, identity, answer.catalog)
+    if answer.waits:
         print(f"Asked to join the swarm {ticket.swarm.name!r} as {identity.peer_id}.")
         print(f"A founder lets this machine in with: swarmd members approve {identity.peer_id[-8:]}")
         print("Start its daemon now or then with: swarmd up")
@@ -220,14 +220,14 @@ def drain(model: Served = "") -> None:
 
     Example: swarmd drain
     """
-    asked = ask("drain", "POST", model=model)
-    n = asked["sessions"]
+    answer = ask("drain", "POST", model=model)
+    n = answer["sessions"]
     print(f"draining: {count(n, 'session')} to be taken over", flush=True)
 
     def is_drained() -> bool:
-        now = ask("status")
-        hash_ = {row["name"]: row["model"] for row in now["models"]}.get(model, model)
-        serving = [h["serving"] for h in now["hosting"] if h["serving"]]
+        daemon_status = ask("status")
+        hash_ = {row["name"]: row["model"] for row in daemon_status["models"]}.get(model, model)
+        serving = [h["serving"] for h in daemon_status["hosting"] if h["serving"]]
         return not any(not model or hash_ == s["model"] or model == s["name"] for s in serving)
 
     is_done = wait_until(is_drained)
@@ -262,9 +262,9 @@ def _new_invite(days: float, uses: int, waits: bool = False, may: tuple[Any, ...
         raise ConfigError(f"--days takes a number above 0 and up to 3650, not {days:g}")
     if uses > MAX_USES:
         raise ConfigError(f"--uses takes 1 to {MAX_USES}, or 0 for any number, not {uses}")
-    made = home().invite(_invite_addresses(), int(days * 86_400), uses, waits, may or RIGHTS)
+    new_invite = home().invite(_invite_addresses(), int(days * 86_400), uses, waits, may or RIGHTS)
     tell_daemon()
-    return invites.encode(made)
+    return invites.encode(new_invite)
 
 
 def _invite_addresses() -> tuple[str, ...]:
@@ -288,7 +288,7 @@ def _revoke(text: str) -> None:
     import msgspec
 
     key = _invite_key(text)
-    home().change_catalog(lambda c: msgspec.structs.replace(c, revoked=tuple({*c.revoked, key})))
+    home().change_catalog(lambda catalog: msgspec.structs.replace(catalog, revoked=tuple({*catalog.revoked, key})))
     tell_daemon()
     print("Revoked the invite and every membership that came from it.")
 
@@ -304,9 +304,9 @@ def _invite_key(text: str) -> bytes:
         return invites.decode_untrusted(text, 0.0).identity.public_key
     catalog = state.catalog()
     answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
-    came = {row["voucher"] for row in (*answer["peers"], *answer["waiting"])}
+    seen_sponsors = {row["voucher"] for row in (*answer["peers"], *answer["waiting"])}
     admitted = {entry.invite.hex() for entry in catalog.admitted.values()}
-    known = sorted({*(key.hex() for key in catalog.invites), *admitted, *came} - {""})
+    known = sorted({*(key.hex() for key in catalog.invites), *admitted, *seen_sponsors} - {""})
     matches = [bytes.fromhex(key) for key in known if key.startswith(text)]
     if len(matches) != 1:
         ids = ", ".join(key[:8] for key in known) or "none"

@@ -32,13 +32,19 @@ def ls(as_json: Json = False) -> None:
     """
     answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
     catalog = home().catalog()
-    here = [{**peer, "is_here": True} for peer in answer["peers"]]
-    members = sorted(here + _away(catalog, here), key=lambda row: (row["voucher"], row["peer"]))
+    present = [{**peer, "is_here": True} for peer in answer["peers"]]
+    members = sorted(present + _away(catalog, present), key=lambda row: (row["voucher"], row["peer"]))
     invites: list[dict[str, Any]] = [
-        {"voucher": key.hex(), "uses": t.uses, "waits": t.waits, "may": list(t.may), "ends_at": t.ends_at}
+        {
+            "voucher": key.hex(),
+            "uses": terms.uses,
+            "waits": terms.waits,
+            "may": list(terms.may),
+            "ends_at": terms.ends_at,
+        }
         | {"used": sum(entry.invite == key for entry in catalog.admitted.values())}
-        for key, t in catalog.invites.items()
-        if t.ends_at > time.time() and key not in catalog.revoked
+        for key, terms in catalog.invites.items()
+        if terms.ends_at > time.time() and key not in catalog.revoked
     ]
     if as_json:
         keys = ("peer", "is_self", "is_here", "voucher", "may", "ends_at", "found_right", "found_wrong")
@@ -64,15 +70,15 @@ def ls(as_json: Json = False) -> None:
         table("Waiting: swarmd members approve PEER", ["who", "brought in by", "knocked"], waits)
 
 
-def _away(catalog: Any, here: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _away(catalog: Any, rows_here: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Members that were admitted and are not here now."""
     from swarmd.protocol.membership.identity import peer_id_of
 
-    present = {row["peer"] for row in here}
+    present = {row["peer"] for row in rows_here}
     rows = ((peer_id_of(key), entry) for key, entry in catalog.admitted.items() if key not in catalog.revoked)
-    nothing = {"is_self": False, "is_here": False, "spans": [], "found_right": 0, "found_wrong": 0}
+    absent = {"is_self": False, "is_here": False, "spans": [], "found_right": 0, "found_wrong": 0}
     return [
-        {"peer": str(peer), "voucher": entry.invite.hex(), "may": list(entry.may), "ends_at": entry.ends_at, **nothing}
+        {"peer": str(peer), "voucher": entry.invite.hex(), "may": list(entry.may), "ends_at": entry.ends_at, **absent}
         for peer, entry in rows
         if peer not in present
     ]
@@ -91,8 +97,8 @@ def _member_row(row: dict[str, Any]) -> list[str]:
 
 
 def _uses(row: dict[str, Any]) -> str:
-    of = f"{row['used']} of {row['uses']}" if row["uses"] else f"{row['used']}, any number"
-    return of + (", each waits" if row["waits"] else "")
+    uses = f"{row['used']} of {row['uses']}" if row["uses"] else f"{row['used']}, any number"
+    return uses + (", each waits" if row["waits"] else "")
 
 
 def _brought_in(voucher: str) -> str:
@@ -122,17 +128,17 @@ def approve(
 
     state = home()
     state.founder()
-    found, voucher = _find(peer)
-    key = public_key_of_untrusted(found)
+    peer_id, voucher = _find(peer)
+    key = public_key_of_untrusted(peer_id)
     known = state.catalog().admitted.get(key)
     invite = known.invite if known is not None else bytes.fromhex(voucher)
-    like = known or state.catalog().invites.get(invite)
-    if not may and like is None and not voucher:
+    template = known or state.catalog().invites.get(invite)
+    if not may and template is None and not voucher:
         raise ConfigError("it is not known here what it was invited for: say so with --may use,serve,train,give")
-    granted = rights(may) if may or like is None else like.may
+    granted = rights(may) if may or template is None else template.may
     state.admit({key: AdmittedMember(int(time.time()) + days * 86_400, invite, granted)})
     tell_daemon()
-    print(f"{found} is a member for {days} days, and may {', '.join(granted)}.")
+    print(f"{peer_id} is a member for {days} days, and may {', '.join(granted)}.")
 
 
 @app.command("order")
@@ -158,7 +164,7 @@ def order(
         return
     if rule not in ORDERS:
         raise ConfigError(f"an order is one of {', '.join(ORDERS)}, not {rule!r}")
-    _change(lambda c: msgspec.structs.replace(c, order=rule))
+    _change(lambda catalog_draft: msgspec.structs.replace(catalog_draft, order=rule))
     print(f"Where something is short, the order is: {rule}.")
 
 
@@ -173,8 +179,12 @@ def favour(
     Example: swarmd members favour 8auXSk2p 4
     """
     key = _key(*_find(peer), guests)
-    rest = {k: n for k, n in home().catalog().favours.items() if k != key}
-    _change(lambda c: msgspec.structs.replace(c, favours={**rest, key: times} if times > 1 else rest))
+    other_favours = {k: n for k, n in home().catalog().favours.items() if k != key}
+    _change(
+        lambda catalog: msgspec.structs.replace(
+            catalog, favours={**other_favours, key: times} if times > 1 else other_favours
+        )
+    )
     if home().catalog().order != "key":
         print("It counts once the order is by key: swarmd members order key")
 
@@ -218,8 +228,8 @@ def _find(ending: str) -> tuple[str, str]:
 def _found(peer: dict[str, Any]) -> str:
     if not peer["found_right"] and not peer["found_wrong"]:
         return "not probed"
-    said = [f"{n} x {word}" for n, word in ((peer["found_right"], "right"), (peer["found_wrong"], "WRONG")) if n]
-    return ", ".join(said)
+    findings = [f"{n} x {word}" for n, word in ((peer["found_right"], "right"), (peer["found_wrong"], "WRONG")) if n]
+    return ", ".join(findings)
 
 
 @app.command("revoke")
@@ -236,9 +246,9 @@ def revoke(
     from swarmd.errors import ConfigError
 
     home().founder()
-    found, voucher = _find(peer)
-    if found == home().identity().peer_id:
+    peer_id, voucher = _find(peer)
+    if peer_id == home().identity().peer_id:
         raise ConfigError("this machine itself: swarmd leave takes it out of the swarm")
-    key = _key(found, voucher, guests)
-    _change(lambda c: msgspec.structs.replace(c, revoked=tuple({*c.revoked, key})))
-    print(f"Revoked {found}" + (" and everybody whom its invite brought in." if guests else "."))
+    key = _key(peer_id, voucher, guests)
+    _change(lambda catalog: msgspec.structs.replace(catalog, revoked=tuple({*catalog.revoked, key})))
+    print(f"Revoked {peer_id}" + (" and everybody whom its invite brought in." if guests else "."))

@@ -61,7 +61,10 @@ def ls(as_json: Json = False) -> None:
         if m["help"]:
             print(f"{m['name']}: {m['help']}")
     if adapters:
-        rows = [[str(a["name"]), str(a["adapter"])[:12], str(a["for"] or a["model"])] for a in adapters]
+        rows = [
+            [str(adapter["name"]), str(adapter["adapter"])[:12], str(adapter["for"] or adapter["model"])]
+            for adapter in adapters
+        ]
         table("Adapters", ["name", "hash", "for"], rows)
 
 
@@ -103,30 +106,30 @@ def take_in(source: str, name: str, base: str = "", replace: bool = False, dtype
     if replace or name not in state.catalog().names:  # else it may be what the name means, which the hash says
         require_publisher()
     folder = folder_of(source, dtype)
-    read, kind = _read(folder, base)
-    model = manifest.model_id(read)
-    entry = (model, home().catalog().hash_of(base) if base else read.n_blocks)
+    manifest_read, kind = _read(folder, base)
+    model = manifest.model_id(manifest_read)
+    entry = (model, home().catalog().hash_of(base) if base else manifest_read.n_blocks)
     catalog: dict[str, Any] = getattr(state.catalog(), kind)
     known = catalog.get(name)
     is_new = known is None or known[0] != model
     if is_new:
         _require_name_is_free(name, model, known[0] if known else "", replace)
-    Library(state.weights, {}).keep_manifest(read, folder)
+    Library(state.weights, {}).keep_manifest(manifest_read, folder)
     state.add_folder(model, folder)
     if is_new:
         is_of_hub = HUB_ID.fullmatch(source) and not Path(source).exists() and folder.parent.name == "snapshots"
         on_hub: dict[str, str] = {model: f"{source}@{folder.name}"} if is_of_hub else {}
 
-        def publish(c: Catalog) -> Catalog:
-            sources = {**c.sources, **on_hub}
-            return msgspec.structs.replace(c, sources=sources, **{kind: {**getattr(c, kind), name: entry}})
+        def publish(draft: Catalog) -> Catalog:
+            sources = {**draft.sources, **on_hub}
+            return msgspec.structs.replace(draft, sources=sources, **{kind: {**getattr(draft, kind), name: entry}})
 
         state.change_catalog(publish)
     tell_daemon()
-    aliases = sorted(other for other, (hash_, _) in catalog.items() if hash_ == model and other != name)
+    aliases = sorted(alias for alias, (hash_, _) in catalog.items() if hash_ == model and alias != name)
     also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
-    blocks = f"{count(read.n_blocks, 'block')}, " if read.n_blocks else ""
-    return f"{name}: {model}  {blocks}{count(len(read.tensors), 'tensor')}{also}"
+    blocks = f"{count(manifest_read.n_blocks, 'block')}, " if manifest_read.n_blocks else ""
+    return f"{name}: {model}  {blocks}{count(len(manifest_read.tensors), 'tensor')}{also}"
 
 
 def _next_step(name: str, base: str) -> str:
@@ -147,8 +150,8 @@ def _require_name_is_free(name: str, model: str, known: str, replace: bool) -> N
     from swarmd.errors import ConfigError
 
     if not home().may_publish:
-        what = f"says {name!r} is {known[:12]}" if known else "has no model of that name"
-        raise ConfigError(f"this folder is {model[:12]}, and the swarm's catalog {what}: {_how_to_publish()}")
+        catalog_entry = f"says {name!r} is {known[:12]}" if known else "has no model of that name"
+        raise ConfigError(f"this folder is {model[:12]}, and the swarm's catalog {catalog_entry}: {_how_to_publish()}")
     if known and not replace:
         raise ConfigError(
             f"{name!r} is {known[:12]} in the catalog, and this folder is {model[:12]}: "
@@ -204,8 +207,8 @@ def pull(
 
     Example: swarmd models pull llama --blocks 0:16
     """
-    found = ask("pull", "POST", model=model, blocks=blocks)["model"]
-    row = _follow(found, quiet=as_json)
+    model_id = ask("pull", "POST", model=model, blocks=blocks)["model"]
+    row = _follow(model_id, quiet=as_json)
     if as_json:
         print_json(row)
     else:
@@ -224,25 +227,25 @@ def rm(model: Model) -> None:
 
     state = home()
     catalog = state.catalog()
-    found = catalog.hash_of(model)
-    if found == bundled_model()[0]:
+    model_id = catalog.hash_of(model)
+    if model_id == bundled_model()[0]:
         raise ConfigError("the bundled model is a part of swarmd: it cannot be removed")
-    others = [name for name in catalog.names_of(found) if name != model]
-    if others and model != found:
+    other_names = [name for name in catalog.names_of(model_id) if name != model]
+    if other_names and model != model_id:
         raise ConfigError(
-            f"{', '.join(map(repr, others))} needs the same weights as {model!r}: swarmd models unpublish "
-            f"{shlex.quote(model)} takes back the name alone, swarmd models rm {found} deletes the weights of all names"
+            f"{', '.join(map(repr, other_names))} needs the same weights as {model!r}: swarmd models unpublish "
+            f"{shlex.quote(model)} takes back the name alone, swarmd models rm {model_id} deletes the weights of all names"
         )
-    if (folder := state.folders().get(found)) is not None:
-        state.forget_folder(found)
+    if (folder := state.folders().get(model_id)) is not None:
+        state.forget_folder(model_id)
         tell_daemon()
-        kept = "what was made of its file is deleted" if forget(folder) else "its folder is untouched"
-        print(f"{model}: this machine no longer offers it; {kept}")
+        fate = "what was made of its file is deleted" if forget(folder) else "its folder is untouched"
+        print(f"{model}: this machine no longer offers it; {fate}")
         return
     if is_running():
-        n_bytes = ask("rm", "POST", model=found)["freed_bytes"]
+        n_bytes = ask("rm", "POST", model=model_id)["freed_bytes"]
     else:
-        n_bytes = Library(state.weights, state.folders()).remove(found)
+        n_bytes = Library(state.weights, state.folders()).remove(model_id)
     print(f"{model}: deleted, {size(n_bytes)} freed")
 
 
@@ -266,17 +269,23 @@ def unpublish(name: Annotated[str, typer.Argument(help="A name of the swarm's ca
         raise ConfigError(f"the catalog has no name {name!r}; it has: {known}")
     model = catalog.hash_of(name)
 
-    def take_back(c: Catalog) -> Catalog:
-        left = {other: entry for other, entry in getattr(c, kind).items() if other != name}
-        is_named = any(hash_ == model for hash_, _ in left.values())
-        sources = c.sources if is_named else {hash_: at for hash_, at in c.sources.items() if hash_ != model}
-        return msgspec.structs.replace(c, sources=sources, **{kind: left})
+    def take_back(draft: Catalog) -> Catalog:
+        remaining = {
+            remaining_name: entry for remaining_name, entry in getattr(draft, kind).items() if remaining_name != name
+        }
+        is_named = any(hash_ == model for hash_, _ in remaining.values())
+        sources = (
+            draft.sources if is_named else {hash_: source for hash_, source in draft.sources.items() if hash_ != model}
+        )
+        return msgspec.structs.replace(draft, sources=sources, **{kind: remaining})
 
     changed = state.change_catalog(take_back)
     tell_daemon()
-    others = changed.names_of(model)
+    other_names = changed.names_of(model)
     rest = (
-        f"its weights are still called {', '.join(others)}" if others else f"to delete them: swarmd models rm {model}"
+        f"its weights are still called {', '.join(other_names)}"
+        if other_names
+        else f"to delete them: swarmd models rm {model}"
     )
     print(f"{name}: no longer in the catalog; {rest}")
 
@@ -303,13 +312,13 @@ def verify(model: Model, as_json: Json = False) -> None:
     from swarmd.weights.library import Library
 
     state = home()
-    found = home().catalog().hash_of(model)
-    folder = Library(state.weights, state.folders()).folders.get(found)
+    model_id = home().catalog().hash_of(model)
+    folder = Library(state.weights, state.folders()).folders.get(model_id)
     if folder is None:
         raise ConfigError(f"nothing of {model} is on this machine")
     damaged, n_bytes = folder.damaged(), folder.n_bytes(folder.held)
     if as_json:
-        print_json({"model": found, "bytes": n_bytes, "damaged": damaged})
+        print_json({"model": model_id, "bytes": n_bytes, "damaged": damaged})
     elif not damaged:
         print(f"{model}: {size(n_bytes)} in {folder.folder} are what the manifest says")
     if damaged:
@@ -338,8 +347,12 @@ def delegate(
         key = public_key_of_untrusted(peer)
     except IntegrityError as error:
         raise ConfigError(f"{peer!r} is no peer id: {error}") from None
-    others = tuple(k for k in state.catalog().delegates if k != key)
-    state.change_catalog(lambda c: msgspec.structs.replace(c, delegates=others if revoke else (*others, key)))
+    other_delegates = tuple(k for k in state.catalog().delegates if k != key)
+    state.change_catalog(
+        lambda catalog: msgspec.structs.replace(
+            catalog, delegates=other_delegates if revoke else (*other_delegates, key)
+        )
+    )
     tell_daemon()
     print(f"{peer} {'may no longer' if revoke else 'may now'} publish models")
 
@@ -376,13 +389,13 @@ class _lines(_silence):
     """A line whenever a tenth more is there."""
 
     def __enter__(self) -> Any:
-        said = -1
+        shown_tenths = -1
 
         def update(download: dict[str, Any]) -> None:
-            nonlocal said
+            nonlocal shown_tenths
             tenths = 10 * download["done_bytes"] // max(1, download["total_bytes"])
-            if tenths != said:
-                said = tenths
+            if tenths != shown_tenths:
+                shown_tenths = tenths
                 print(download_line(download), file=sys.stderr, flush=True)
 
         return update
@@ -426,7 +439,7 @@ def _offline_models() -> list[dict[str, Any]]:
     for name, (model, n_blocks) in sorted(state.catalog().models.items()):
         folder = folders.get(model)  # type: ignore[call-overload]
         blocks = [[s.start, s.end] for s in folder.blocks_held] if folder else []
-        here = {"here": folder is not None and folder.is_whole, "blocks_here": blocks}
-        nobody = {"coverage": [0] * n_blocks, "missing": [[0, n_blocks]], "help": ""}
-        rows.append({"name": name, "model": model, "blocks": n_blocks, **nobody, **here})
+        presence = {"here": folder is not None and folder.is_whole, "blocks_here": blocks}
+        absence = {"coverage": [0] * n_blocks, "missing": [[0, n_blocks]], "help": ""}
+        rows.append({"name": name, "model": model, "blocks": n_blocks, **absence, **presence})
     return rows

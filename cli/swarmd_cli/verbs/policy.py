@@ -25,9 +25,9 @@ def pause(
     Example: swarmd pause --for 2h
     """
     seconds = str(seconds_of(for_)) if for_ else ""
-    asked = ask("pause", "POST", seconds=seconds)
-    n = asked["sessions"]
-    print(f"{asked['policy']['why']}; {count(n, 'session')} to go on elsewhere", flush=True)
+    answer = ask("pause", "POST", seconds=seconds)
+    n = answer["sessions"]
+    print(f"{answer['policy']['why']}; {count(n, 'session')} to go on elsewhere", flush=True)
     is_done = wait_until(lambda: all(h["serving"] is None for h in ask("status")["hosting"]))
     print(
         "nothing is served here any more; swarmd resume works again"

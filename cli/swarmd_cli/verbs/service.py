@@ -67,8 +67,8 @@ def uninstall(dry_run: DryRun = False, system: System = False) -> None:
     _remove(manager)
     print(f"Stopped the service and removed {manager.path}.")
     print(f"Identity, settings and models are still in {home().folder}; swarmd leave gives up the membership.")
-    if left := manager.left_behind():
-        print(left)
+    if leftover := manager.left_behind():
+        print(leftover)
 
 
 @app.command()
@@ -133,8 +133,8 @@ def _command(for_everyone: bool) -> list[str]:
     """The program that runs now. Raises ConfigError where a user of the daemon's own could not run it."""
     from swarmd.errors import ConfigError
 
-    beside = Path(sys.executable).with_name("swarmd")
-    command = [str(beside)] if beside.is_file() else [sys.executable, "-P", "-m", "swarmd_cli.main"]
+    script = Path(sys.executable).with_name("swarmd")
+    command = [str(script)] if script.is_file() else [sys.executable, "-P", "-m", "swarmd_cli.main"]
     places = (Path(command[0]).parent, Path(command[0]).resolve().parent, Path(os.path.realpath(sys.executable)).parent)
     for folder in {folder for place in places for folder in (place, *place.parents)}:
         is_hidden = folder in (Path("/root"), Path("/home"), Path("/run/user"))  # ProtectHome=yes

@@ -33,24 +33,24 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    console, before, at = Console(), ask("status"), time.monotonic()
+    console, earlier, looked_at = Console(), ask("status"), time.monotonic()
     if not sys.stdout.isatty():
         time.sleep(interval)
-        console.print(screen(before, ask("status"), ask("peers")["peers"], time.monotonic() - at))
+        console.print(screen(earlier, ask("status"), ask("peers")["peers"], time.monotonic() - looked_at))
         return
-    said, picture = "", screen(before, before, ask("peers")["peers"], interval)
+    message, picture = "", screen(earlier, earlier, ask("peers")["peers"], interval)
     with keyboard(sys.stdin) as key_within, Live(console=console, screen=True, auto_refresh=False) as live:
-        live.update(with_footer(picture, said), refresh=True)
+        live.update(with_footer(picture, message), refresh=True)
         try:
-            while (key := key_within(max(0.0, at + interval - time.monotonic()))) != "q":
+            while (key := key_within(max(0.0, looked_at + interval - time.monotonic()))) != "q":
                 if key:
-                    said = obey(key)
-                    live.update(with_footer(picture, said), refresh=True)
+                    message = obey(key)
+                    live.update(with_footer(picture, message), refresh=True)
                     continue
-                now, passed_s = ask("status"), time.monotonic() - at
-                picture = screen(before, now, ask("peers")["peers"], passed_s)
-                live.update(with_footer(picture, said), refresh=True)
-                before, at = now, at + passed_s
+                status, passed_s = ask("status"), time.monotonic() - looked_at
+                picture = screen(earlier, status, ask("peers")["peers"], passed_s)
+                live.update(with_footer(picture, message), refresh=True)
+                earlier, looked_at = status, looked_at + passed_s
         except KeyboardInterrupt:
             return
 
@@ -65,12 +65,12 @@ def keyboard(file: TextIO) -> Iterator[Callable[[float], str]]:
     import tty
 
     fd = file.fileno()
-    before = termios.tcgetattr(fd)
+    settings = termios.tcgetattr(fd)
     tty.setcbreak(fd)
     try:
         yield lambda within_s: _key_of(fd, within_s)
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        termios.tcsetattr(fd, termios.TCSADRAIN, settings)
 
 
 def _wait(within_s: float) -> str:
@@ -101,61 +101,61 @@ def obey(key: str, ask: Callable[..., dict[str, Any]] = ask) -> str:
     return ""
 
 
-def with_footer(picture: Group, said: str) -> Group:
+def with_footer(picture: Group, message: str) -> Group:
     """The picture, what the last key did, and the keys."""
     from rich.console import Group
 
-    return Group(picture, *([said] if said else []), "[bold]q[/] quit   [bold]p[/] pause   [bold]r[/] resume")
+    return Group(picture, *([message] if message else []), "[bold]q[/] quit   [bold]p[/] pause   [bold]r[/] resume")
 
 
-def screen(before: dict[str, Any], now: dict[str, Any], peers: list[dict[str, Any]], passed_s: float) -> Group:
+def screen(earlier: dict[str, Any], status: dict[str, Any], peers: list[dict[str, Any]], passed_s: float) -> Group:
     """One picture, from what the daemon said ``passed_s`` apart."""
     from rich.console import Group
 
     lines = [
-        f"[bold]{now['swarm']}[/]  {count(now['members'], 'member')}, up for {duration(now['uptime_s'])}, "
-        f"{now['memory_mib']:.0f} MiB, version {now['version']}"
+        f"[bold]{status['swarm']}[/]  {count(status['members'], 'member')}, up for {duration(status['uptime_s'])}, "
+        f"{status['memory_mib']:.0f} MiB, version {status['version']}"
     ]
-    if (policy := now["policy"]) is not None:
-        n_bytes = max(0, policy["month_bytes"] - (before["policy"] or policy)["month_bytes"])
+    if (policy := status["policy"]) is not None:
+        n_bytes = max(0, policy["month_bytes"] - (earlier["policy"] or policy)["month_bytes"])
         lines.append(f"{policy['why']}; {8e-6 * n_bytes / passed_s:.2f} Mbit/s beyond the home")
-    if (reach := now["reach"]) is not None:
+    if (reach := status["reach"]) is not None:
         lines.append(reach_text(reach))
-    lines += [f"[red]{row['kind']}: {row['text']}[/]" for row in now["health"] if row["is_fine"] is False]
-    lines += [f"fetching {download_line(download)}" for download in now["downloads"]]
-    return Group(*lines, _served(before, now, passed_s), _members(peers))
+    lines += [f"[red]{row['kind']}: {row['text']}[/]" for row in status["health"] if row["is_fine"] is False]
+    lines += [f"fetching {download_line(download)}" for download in status["downloads"]]
+    return Group(*lines, _served(earlier, status, passed_s), _members(peers))
 
 
-def _served(before: dict[str, Any], now: dict[str, Any], passed_s: float) -> Table:
+def _served(earlier: dict[str, Any], status: dict[str, Any], passed_s: float) -> Table:
     names = ["serves", "blocks", "state", "sessions", "tokens/s", "tuning tokens/s", "cache used"]
     rows = []
-    for n, hosting in enumerate(now["hosting"]):
+    for n, hosting in enumerate(status["hosting"]):
         serving, server, tuning = hosting["serving"], hosting["server"], hosting["tuning"]
         if not serving:
             rows.append([hosting["wanted"], "", f"{hosting['state']}: {hosting['why']}", "", "", "", ""])
             continue
-        earlier = before["hosting"][n]
+        earlier_hosting = earlier["hosting"][n]
         rows.append(
             [
                 serving["name"],
                 span_text(serving["blocks"]),
                 hosting["state"],
                 str(server["sessions"]),
-                _per_s(earlier["server"], server, "tokens_served", passed_s),
-                _per_s(earlier["tuning"], tuning, "tokens_trained", passed_s),
+                _per_s(earlier_hosting["server"], server, "tokens_served", passed_s),
+                _per_s(earlier_hosting["tuning"], tuning, "tokens_trained", passed_s),
                 f"{100 * (1 - server['free_cache_tokens'] / max(1, server['total_cache_tokens'])):.0f} %",
             ]
         )
     return drawn(names, rows)
 
 
-def _per_s(before: dict[str, Any] | None, now: dict[str, Any], name: str, passed_s: float) -> str:
-    return f"{max(0, now[name] - before[name]) / passed_s:.1f}" if before else "unknown"
+def _per_s(earlier: dict[str, Any] | None, status: dict[str, Any], name: str, passed_s: float) -> str:
+    return f"{max(0, status[name] - earlier[name]) / passed_s:.1f}" if earlier else "unknown"
 
 
 def _members(peers: list[dict[str, Any]]) -> Table:
     names = ["member", "way", "away", "serves", "tokens/s", "memory"]
-    others = sorted(
+    other_peers = sorted(
         (p for p in peers if not p["is_self"]), key=lambda p: (p["round_trip_ms"] is None, p["round_trip_ms"])
     )
     rows = [
@@ -167,6 +167,6 @@ def _members(peers: list[dict[str, Any]]) -> Table:
             ", ".join(number(s["decode_tokens_per_s"]) for s in peer["spans"]),
             size(peer["memory_bytes"]),
         ]
-        for peer in others[:MOST_PEERS]
+        for peer in other_peers[:MOST_PEERS]
     ]
     return drawn(names, rows)

@@ -63,25 +63,25 @@ def start(
     known = ask("train")
     if known["training"] == "off":
         raise ConfigError('this machine takes no part in training: its setting "training_runs" is "off"')
-    written = read_toml(recipe)
+    draft = read_toml(recipe)
     taken = {row["name"] for row in [*known["runs"], *known["others"]]}
-    if written.name in taken and not again:
+    if draft.name in taken and not again:
         raise ConfigError(
-            f"a run called {written.name!r} is there already: swarmd train join {written.name} takes part in it, "
-            f"--again starts another one, called {_next_name(written.name, taken)!r}"
+            f"a run called {draft.name!r} is there already: swarmd train join {draft.name} takes part in it, "
+            f"--again starts another one, called {_next_name(draft.name, taken)!r}"
         )
-    if written.name in taken:
-        written = msgspec.structs.replace(written, name=_next_name(written.name, taken))
-    _require_data(written.data, recipe.parent)
-    of_catalog, source = _source(state, written, recipe.parent)
-    outline = _outline(source, written)
-    written = msgspec.structs.replace(written, lora=msgspec.structs.replace(written.lora, targets=outline.targets))
-    model, folder = (of_catalog, source) if of_catalog else _model(state, written, source)
-    data, n_rows = _data(state, written, recipe.parent, folder, outline.vocabulary)
-    anchors = written.anchors or (state.identity().peer_id,)
+    if draft.name in taken:
+        draft = msgspec.structs.replace(draft, name=_next_name(draft.name, taken))
+    _require_data(draft.data, recipe.parent)
+    of_catalog, source = _source(state, draft, recipe.parent)
+    outline = _outline(source, draft)
+    draft = msgspec.structs.replace(draft, lora=msgspec.structs.replace(draft.lora, targets=outline.targets))
+    model, folder = (of_catalog, source) if of_catalog else _model(state, draft, source)
+    data, n_rows = _data(state, draft, recipe.parent, folder, outline.vocabulary)
+    anchors = draft.anchors or (state.identity().peer_id,)
     if role == "anchor" and state.identity().peer_id not in anchors:
         raise ConfigError("anchors does not name this peer: add it, or take another role")
-    resolved = msgspec.structs.replace(written, model=model, data=data, anchors=anchors)
+    resolved = msgspec.structs.replace(draft, model=model, data=data, anchors=anchors)
     run = start_run(resolved, state.identity(), int(time.time()))
     RunFolder(state.runs / run.id).keep_run(run, role)
     ask("reload", "POST")
@@ -116,8 +116,8 @@ def stop(
         stopped = ask("train/order", "POST", name=run, state="stopped")
         print(f"{stopped['run'][:12]} is stopped for everybody: swarmd train resume --all lets it go on")
         return
-    left = ask("train/leave", "POST", timeout_s=120.0, name=run)
-    print(f"left {left['run'][:12]}; its state stays on this disk: swarmd train join takes part again")
+    answer = ask("train/leave", "POST", timeout_s=120.0, name=run)
+    print(f"left {answer['run'][:12]}; its state stays on this disk: swarmd train join takes part again")
 
 
 @app.command("pause")
@@ -186,8 +186,8 @@ def status(
     body = ask("train")
     chosen = [r for r in body["runs"] if not run or run == r["name"] or r["run"].startswith(run)]
     if run and not chosen:
-        there = ", ".join(r["name"] for r in body["runs"]) or "none"
-        raise ConfigError(f"this machine takes part in no run called {run!r}; it is in: {there}")
+        known_names = ", ".join(r["name"] for r in body["runs"]) or "none"
+        raise ConfigError(f"this machine takes part in no run called {run!r}; it is in: {known_names}")
     if plot is not None:
         write_plot(chosen, plot)
     if as_json:
@@ -195,9 +195,9 @@ def status(
         return
     for row in chosen:
         show_run(row)
-    others = [[o["name"], o["run"][:12], str(o["peers"]), str(o["update"])] for o in body["others"]]
-    if others:
-        table("Runs of the swarm that this peer is not in", ["name", "run", "peers", "updates"], others)
+    other_runs = [[o["name"], o["run"][:12], str(o["peers"]), str(o["update"])] for o in body["others"]]
+    if other_runs:
+        table("Runs of the swarm that this peer is not in", ["name", "run", "peers", "updates"], other_runs)
     elif not chosen:
         print("no training run is known here: swarmd train start RECIPE starts one")
 
@@ -250,20 +250,20 @@ def _next_name(name: str, taken: set[str]) -> str:
 # --- what start does ---------------------------------------------------------------------------------------------
 
 
-def _source(state: Home, recipe: Recipe, beside: Path) -> tuple[ModelId | None, Path]:
+def _source(state: Home, recipe: Recipe, recipe_folder: Path) -> tuple[ModelId | None, Path]:
     """Where the model to begin with lies: a model of the catalog, with its hash; or a checkpoint beside the recipe, or
     only its configuration.
     """
     from swarmd.errors import ConfigError
 
-    folder = beside / recipe.model
+    folder = recipe_folder / recipe.model
     if folder.is_dir():
         return None, folder
     model = state.catalog().hash_of(recipe.model)
-    here = ask("here", model=model)
-    if not here["here"]:
+    presence = ask("here", model=model)
+    if not presence["here"]:
         raise ConfigError(f"{recipe.model} is not whole on this machine: swarmd models pull {recipe.model}")
-    return model, Path(here["folder"])
+    return model, Path(presence["folder"])
 
 
 def _outline(source: Path, recipe: Recipe) -> Outline:
@@ -295,33 +295,33 @@ def _initialised(folder: Path, recipe: Recipe, state: Home) -> Path:
 
     sources = [name for name in ("config.json", *FILES) if (folder / name).is_file()]
     listed = "".join(f"{name} {hashlib.sha256((folder / name).read_bytes()).hexdigest()}\n" for name in sources)
-    made = state.folder / "models" / f"{recipe.name}-{recipe.seed}"
-    if made.exists() and _text(made / MADE_FROM) != listed:
-        made = made.with_name(f"{made.name}-{hashlib.sha256(listed.encode()).hexdigest()[:8]}")
+    checkpoint = state.folder / "models" / f"{recipe.name}-{recipe.seed}"
+    if checkpoint.exists() and _text(checkpoint / MADE_FROM) != listed:
+        checkpoint = checkpoint.with_name(f"{checkpoint.name}-{hashlib.sha256(listed.encode()).hexdigest()[:8]}")
     torch.manual_seed(recipe.seed)
     with building(f"{folder / 'config.json'}"):
         model = AutoModelForCausalLM.from_config(read_config(folder))
-    model.save_pretrained(made)
+    model.save_pretrained(checkpoint)
     for name in sources[1:]:
-        shutil.copy(folder / name, made / name)
-    (made / MADE_FROM).write_text(listed)
-    return made
+        shutil.copy(folder / name, checkpoint / name)
+    (checkpoint / MADE_FROM).write_text(listed)
+    return checkpoint
 
 
 def _text(path: Path) -> str:
     return path.read_text() if path.is_file() else ""
 
 
-def _require_data(data: str, beside: Path) -> None:
+def _require_data(data: str, recipe_folder: Path) -> None:
     """Refuse what is neither a file nor a hash, before a model is made for it. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd.names import is_model_hash
 
-    if not (beside / data).is_file() and not is_model_hash(data):
-        raise ConfigError(f"data: {beside / data} is no file, and no hash of data that is on this machine")
+    if not (recipe_folder / data).is_file() and not is_model_hash(data):
+        raise ConfigError(f"data: {recipe_folder / data} is no file, and no hash of data that is on this machine")
 
 
-def _data(state: Home, recipe: Recipe, beside: Path, model: Path, vocabulary: int) -> tuple[str, int]:
+def _data(state: Home, recipe: Recipe, recipe_folder: Path, model: Path, vocabulary: int) -> tuple[str, int]:
     """The hash of the data, packed on this disk, and its number of rows. Raises ConfigError.
 
     ``vocabulary``: how many tokens the model knows, which need not be how many its tokenizer does.
@@ -332,14 +332,14 @@ def _data(state: Home, recipe: Recipe, beside: Path, model: Path, vocabulary: in
     from swarmd.train.store.data import highest_token, pack, require_known, rows_of_shards
 
     tokens = recipe.batch.tokens
-    source = beside / recipe.data
+    source = recipe_folder / recipe.data
     if not source.is_file():
-        here = ask("here", model=recipe.data) if is_model_hash(recipe.data) else {"folder": None}
-        if here["folder"] is None:
+        presence = ask("here", model=recipe.data) if is_model_hash(recipe.data) else {"folder": None}
+        if presence["folder"] is None:
             raise ConfigError(f"data: {source} is no file, and no hash of data that is on this machine")
-        read = manifest.read_folder(Path(here["folder"]))
+        read = manifest.read_folder(Path(presence["folder"]))
         n_rows = sum(rows_of_shards(read, tokens))
-        require_known(highest_token(Path(here["folder"]), read), vocabulary)
+        require_known(highest_token(Path(presence["folder"]), read), vocabulary)
         return recipe.data, n_rows
     texts = _tokenised(source, model, vocabulary)
     folder = state.folder / "data" / f"{recipe.name}-{int(time.time())}"

@@ -96,7 +96,7 @@ def _tune(recipe: TuningRecipe, data: Path, out: Path, every: int, resume: bool,
         tuner = Tuner(with_peft(remote, recipe), recipe, rows, out)
         first = tuner.resume() if resume else 0
         _announce(tuner, rows, recipe, first)
-        begun = time.perf_counter()
+        began_at = time.perf_counter()
         progress = _Progress(recipe.steps, first, lambda: len(remote.lanes.statistics.retries))
         try:
             tuner.run(every, progress.show)
@@ -107,7 +107,7 @@ def _tune(recipe: TuningRecipe, data: Path, out: Path, every: int, resume: bool,
             if tuner.losses:
                 out.mkdir(parents=True, exist_ok=True)
                 save_png(tuner.losses, out / "loss.png", f"{recipe.method} on {recipe.model}, {data.name}")
-        seconds, retries = time.perf_counter() - begun, len(remote.lanes.statistics.retries)
+        seconds, retries = time.perf_counter() - began_at, len(remote.lanes.statistics.retries)
     result = {
         "adapter": str(out / "adapter"),
         "method": recipe.method,
@@ -121,8 +121,8 @@ def _tune(recipe: TuningRecipe, data: Path, out: Path, every: int, resume: bool,
         print_json(result)
         return
     print("\n".join(terminal_curve(tuner.losses)))
-    again = f"; {retries} micro-batches were sent again" if retries else ""
-    print(f"{recipe.steps - first} steps in {duration(seconds)}{again}")
+    retried = f"; {retries} micro-batches were sent again" if retries else ""
+    print(f"{recipe.steps - first} steps in {duration(seconds)}{retried}")
     for doubt in result["doubts"]:
         print(f"!! {doubt}", file=sys.stderr)
     print(f"the result, in PEFT's format: {out / 'adapter'}\nthe loss curve: {out / 'loss.png'}")
@@ -137,13 +137,17 @@ def _encoding(tokenizer: Any, model: Any, recipe: TuningRecipe) -> Encoding:
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
-    plain, whole = encode("a"), list(tokenizer("a").input_ids)
-    at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+    plain, with_special = encode("a"), list(tokenizer("a").input_ids)
+    n_leading = next((i for i in range(len(with_special)) if with_special[i : i + len(plain)] == plain), 0)
     end = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     n_virtual = 0 if recipe.method == "lora" else recipe.virtual_tokens
     return Encoding(
-        encode, tuple(whole[:at]), end, vocabulary, min(recipe.max_length, model.max_session_tokens - n_virtual)
+        encode,
+        tuple(with_special[:n_leading]),
+        end,
+        vocabulary,
+        min(recipe.max_length, model.max_session_tokens - n_virtual),
     )
 
 
@@ -161,8 +165,8 @@ def _announce(tuner: Tuner, rows: Dataset, recipe: TuningRecipe, first: int) -> 
 def _interrupted(tuner: Tuner, out: Path) -> int:
     from swarmd.client.tuning.tuning_recipe import checkpoints, step_of
 
-    kept = max((step_of(folder) for folder in checkpoints(out)), default=0)
-    print(f"\nstopped in step {len(tuner.losses) + 1}; --resume goes on after step {kept}", file=sys.stderr)
+    last_step = max((step_of(folder) for folder in checkpoints(out)), default=0)
+    print(f"\nstopped in step {len(tuner.losses) + 1}; --resume goes on after step {last_step}", file=sys.stderr)
     return 130
 
 
