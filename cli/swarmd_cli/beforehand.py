@@ -42,13 +42,13 @@ def require_answers(*models: str, adapter: str = "") -> None:
     if has_daemon:
         return
     if not do_others_answer and not member_home.catalog().version:
-        raise DaemonNotRunning(f"your daemon is down: swarmd up; as far as is known here {waits_for_founder()}")
+        raise DaemonNotRunning(f"your daemon is down: swarmd up; as far as is known here {explain_waiting()}")
     if not do_others_answer:
         raise DaemonNotRunning("your daemon is down, and no other member of the swarm is known to answer: swarmd up")
     print("your daemon is down (swarmd up): asking other members of the swarm", file=sys.stderr, flush=True)
 
 
-def waits_for_founder() -> str:
+def explain_waiting() -> str:
     """What is said of a machine whose join was not approved yet, as far as is known here; "" of any other."""
     state = home()
     if state.catalog().version:  # which nobody is given before
@@ -60,7 +60,7 @@ def require_approved() -> None:
     """Raise SwarmUnavailable where a founder has not let this machine in yet."""
     from swarmd.errors import SwarmUnavailable
 
-    if waiting := waits_for_founder():
+    if waiting := explain_waiting():
         raise SwarmUnavailable(waiting)
 
 

@@ -61,7 +61,7 @@ def is_running() -> bool:
     return True
 
 
-def tell_daemon() -> None:
+def reload_daemon() -> None:
     """Have the daemon, if it runs, take over what was changed here: catalog, models, rules."""
     if is_running():
         ask("reload", "POST")
@@ -82,7 +82,7 @@ def print_json(value: dict[str, Any]) -> None:
     sys.stdout.write("\n")
 
 
-def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Print a table for people; says so when there is nothing in it."""
     from rich.console import Console
 
@@ -90,10 +90,10 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     if not rows:
         console.print(f"{title}: none", highlight=False)
         return
-    console.print(drawn(columns, rows, title))
+    console.print(make_table(columns, rows, title))
 
 
-def drawn(columns: list[str], rows: list[list[str]], title: str | None = None) -> Table:
+def make_table(columns: list[str], rows: list[list[str]], title: str | None = None) -> Table:
     """A table as all of them look."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -106,7 +106,7 @@ def drawn(columns: list[str], rows: list[list[str]], title: str | None = None) -
     return drawing
 
 
-def size(n_bytes: float | None) -> str:
+def format_size(n_bytes: float | None) -> str:
     """Write bytes for people; unknown stays unknown."""
     if n_bytes is None:
         return "unknown"
@@ -117,22 +117,22 @@ def size(n_bytes: float | None) -> str:
     return f"{n_bytes:.1f} TiB"
 
 
-def rate(bytes_per_s: float | None) -> str:
+def format_rate(bytes_per_s: float | None) -> str:
     return "unknown" if bytes_per_s is None else f"{8 * bytes_per_s / 1e6:.0f} Mbit/s"
 
 
-def number(value: float | None, unit: str = "") -> str:
+def format_number(value: float | None, unit: str = "") -> str:
     return "unknown" if value is None else f"{value:.4g}{unit}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Write seconds for people."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5_400 else f"{seconds / 3600:.1f} h"
 
 
-def percent(chance: float) -> str:
+def format_percent(chance: float) -> str:
     """Write a chance for people; only what is certain is 0 or 100 %."""
     if chance <= 0 or chance >= 1:
         return f"{100 * min(1.0, max(0.0, chance)):.0f} %"

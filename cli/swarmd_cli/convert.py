@@ -22,7 +22,7 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == b"GGUF" or path.suffix.lower() == ".gguf"
 
 
-def converted(path: Path, dtype: str) -> Path:
+def convert_gguf(path: Path, dtype: str) -> Path:
     """The folder of what is in a GGUF file, made now if it is not there yet. Raises ConfigError."""
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"  # transformers' bar would be pages of a log
@@ -55,7 +55,7 @@ def converted(path: Path, dtype: str) -> Path:
     return folder
 
 
-def forget(folder: Path) -> bool:
+def delete_converted(folder: Path) -> bool:
     """Delete a folder that was made here; any other stays, and is none of ours."""
     is_ours = folder.parent == (home().folder / FOLDER).resolve()
     if is_ours:

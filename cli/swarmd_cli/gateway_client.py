@@ -30,7 +30,7 @@ class GatewayClient:
         try:
             answer = httpx.get(f"{self.url}/v1/models", headers=self._headers, timeout=30)
         except httpx.TransportError as error:
-            raise _gone(error) from None
+            raise _connection_lost(error) from None
         _require_ok(answer)
         return list(answer.json()["data"])
 
@@ -47,29 +47,29 @@ class GatewayClient:
                     if line.startswith("data: ") and line != "data: [DONE]":
                         event = json.loads(line[6:])
                         if "error" in event:
-                            raise _error(event["error"])
+                            raise _error_of_refusal(event["error"])
                         yield event
         except httpx.TransportError as error:
-            raise _gone(error) from None
+            raise _connection_lost(error) from None
 
     @property
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.token}"} if self.token else {}
 
 
-def running_gateway() -> GatewayClient | None:
+def find_gateway() -> GatewayClient | None:
     """The gateway of this home, if one runs and answers: one that was killed leaves its address behind."""
     from swarmd.gateway.address import read_token, read_url
 
     folder = home().folder
     url = read_url(folder)
-    return GatewayClient(url, read_token(folder)) if url is not None and _answers(url) else None
+    return GatewayClient(url, read_token(folder)) if url is not None and _does_answer(url) else None
 
 
 @contextmanager
-def gateway_of_this_home() -> Iterator[GatewayClient]:
+def open_gateway() -> Iterator[GatewayClient]:
     """The gateway of this home that runs, else a child that ends with this process."""
-    if (running := running_gateway()) is not None:
+    if (running := find_gateway()) is not None:
         yield running
         return
     from swarmd.config import SUPERVISED
@@ -116,19 +116,19 @@ def require_listed(name: str, listed: list[dict[str, Any]]) -> None:
         raise ConfigError(f"the swarm has no model {name!r}; it has: {', '.join(names) or 'none yet'}")
 
 
-def what_happened(details: dict[str, Any]) -> list[str]:
+def describe_answer(details: dict[str, Any]) -> list[str]:
     """Lines for a user, of what a gateway tells about an answer: repairs, and from where on it may be wrong."""
     repairs = [f"repaired meanwhile ({details['longest_stall_s']:.2f} s): {reason}" for reason in details["repairs"]]
-    doubts = [may_be_wrong(doubt["token"], doubt["hop"], doubt["reason"]) for doubt in details["doubts"][:1]]
+    doubts = [describe_doubt(doubt["token"], doubt["hop"], doubt["reason"]) for doubt in details["doubts"][:1]]
     return repairs + doubts
 
 
-def may_be_wrong(token: int, hop: str, reason: str) -> str:
+def describe_doubt(token: int, hop: str, reason: str) -> str:
     """What a user is told of an answer whose tokens from ``token`` on (the first is 0) are in doubt."""
     return f"from token {token + 1} of the answer on the text may be wrong: {hop}: {reason}"
 
 
-def _answers(url: str) -> bool:
+def _does_answer(url: str) -> bool:
     import httpx
 
     try:
@@ -147,10 +147,10 @@ def _require_ok(answer: Any) -> None:
         refusal = dict(answer.json()["error"])
     except (ValueError, KeyError, TypeError):
         refusal = {"message": f"the gateway answered {answer.status_code}"}
-    raise _error(refusal)
+    raise _error_of_refusal(refusal)
 
 
-def _error(refusal: dict[str, Any]) -> Exception:
+def _error_of_refusal(refusal: dict[str, Any]) -> Exception:
     """The error that a refusal in OpenAI's form stands for."""
     from swarmd.errors import ConfigError, NoRoute, SwarmUnavailable
 
@@ -160,7 +160,7 @@ def _error(refusal: dict[str, Any]) -> Exception:
     return ConfigError(message) if refusal.get("type") == "invalid_request_error" else SwarmUnavailable(message)
 
 
-def _gone(error: Exception) -> Exception:
+def _connection_lost(error: Exception) -> Exception:
     from swarmd.errors import SwarmUnavailable
 
     return SwarmUnavailable(f"the gateway is gone: {error or type(error).__name__}")

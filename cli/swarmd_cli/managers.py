@@ -107,15 +107,15 @@ class Systemd:
         fill = {
             "@SCOPE@": scope.rstrip("\n"),
             "@GROUPS@": f"SupplementaryGroups={groups}" if groups else "# (no groups of video or render here)",
-            "@COMMAND@": " ".join(quoted(word, in_command=True) for word in command),
+            "@COMMAND@": " ".join(quote_word(word, in_command=True) for word in command),
             "@TARGET@": "multi-user.target" if self.is_system else "default.target",
-            "--home @HOME@": f"--home {quoted(str(home), in_command=True)}",
-            "@HOME@": quoted(str(home)),
+            "--home @HOME@": f"--home {quote_word(str(home), in_command=True)}",
+            "@HOME@": quote_word(str(home)),
         }
         text = _template(UNIT)
         for mark, value in fill.items():
             text = text.replace(mark, value)
-        return text if self.is_system or self._has_namespaces() else without_namespaces(text)
+        return text if self.is_system or self._has_namespaces() else remove_namespaces(text)
 
     def start(self) -> None:
         _check(self._systemctl("daemon-reload"))
@@ -260,7 +260,7 @@ class Launchd:
         return f"gui/{os.getuid()}"
 
 
-def manager_here(is_system: bool) -> Manager:
+def find_manager(is_system: bool) -> Manager:
     """The manager of this machine. Raises ConfigError where there is none that swarmd knows."""
     if sys.platform == "darwin":
         if is_system:
@@ -273,7 +273,7 @@ def manager_here(is_system: bool) -> Manager:
     return Systemd(is_system)
 
 
-def quoted(word: str, in_command: bool = False) -> str:
+def quote_word(word: str, in_command: bool = False) -> str:
     """Write a word so that systemd reads it as it is: spaces, %, quotes; in a command also $ (systemd.syntax(7))."""
     if any(ord(letter) < 32 for letter in word):
         raise ConfigError(f"a unit cannot name {word!r}: it has a control character")
@@ -283,7 +283,7 @@ def quoted(word: str, in_command: bool = False) -> str:
     return f'"{escaped}"' if escaped != word or " " in word or "'" in word else word
 
 
-def without_namespaces(text: str) -> str:
+def remove_namespaces(text: str) -> str:
     """A unit for a machine where users may make no namespaces: what stays still counts."""
     return "# This machine lets users make no namespaces: what needs them is left out.\n" + NEEDS_NAMESPACE.sub(
         "", text

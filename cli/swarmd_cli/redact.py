@@ -20,7 +20,7 @@ NAMED_SECRET = re.compile(r"(?im)^(\s*\S*(?:token|secret|password|passwd|api_key
 ADDRESS = re.compile(r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}|[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7})(?![\w:])")
 
 
-def secrets_of(folder: Path) -> set[str]:
+def read_secrets(folder: Path) -> set[str]:
     """What the files of a home that only its owner may read hold."""
     secrets: set[str] = set()
     for name in SECRET_FILES:
@@ -46,7 +46,7 @@ def _strings(value: Any) -> Iterable[str]:
             yield from _strings(inner)
 
 
-def redactor(secrets: Iterable[str], names: Mapping[str, str]) -> Callable[[str], str]:
+def make_redactor(secrets: Iterable[str], names: Mapping[str, str]) -> Callable[[str], str]:
     """A function that replaces secrets, and ``names`` (a user's, a machine's) by what they are called instead.
 
     Public addresses get numbers, the same for the same one in all texts, so that who talks with whom can be followed.

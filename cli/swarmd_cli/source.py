@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from swarmd.errors import ConfigError
 from swarmd.values import some_of
-from swarmd_cli.convert import converted, is_gguf
+from swarmd_cli.convert import convert_gguf, is_gguf
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
@@ -21,18 +21,18 @@ PICKLED = re.compile(r"(^|/)(pytorch_model|adapter_model|model|consolidated)[^/]
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def folder_of(source: str, dtype: str) -> Path:
+def find_folder(source: str, dtype: str) -> Path:
     """A folder as it is; a GGUF file becomes one under the home, an id of the hub one in the hub's own cache.
 
     Raises ConfigError, with what is there, for what is neither a checkpoint nor an adapter.
     """
     folder = Path(source)
     if is_gguf(folder):
-        return converted(folder, dtype)
+        return convert_gguf(folder, dtype)
     if folder.is_file():
         raise ConfigError(f"{folder} is a file, and no GGUF: say the folder that holds config.json and *.safetensors")
     if folder.exists():
-        return _checkpoint_in(folder)
+        return _find_checkpoint(folder)
     if not HUB_ID.fullmatch(source):
         raise ConfigError(f"there is no file or folder {folder}")
     from huggingface_hub import snapshot_download
@@ -40,8 +40,8 @@ def folder_of(source: str, dtype: str) -> Path:
 
     try:
         folder = Path(snapshot_download(source, allow_patterns=list(HUB_FILES)))
-        if not _is_ours(folder):
-            explain(f"{source} on the hub", _files_on_hub(source), f"hf download {source} ")
+        if not _is_checkpoint(folder):
+            refuse_known_formats(f"{source} on the hub", _files_on_hub(source), f"hf download {source} ")
         return folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -60,7 +60,7 @@ def check_tokenizer(folder: Path) -> None:
     load_tokenizer(folder)
 
 
-def explain(where: str, names: Iterable[str], command: str) -> None:
+def refuse_known_formats(where: str, names: Iterable[str], command: str) -> None:
     """Say what files there are in place of a checkpoint of safetensors. Raises ConfigError if it is known.
 
     ``command`` is what to write in front of a file's name to have it: "", or what downloads it.
@@ -91,45 +91,45 @@ def explain(where: str, names: Iterable[str], command: str) -> None:
         )
 
 
-def _checkpoint_in(folder: Path) -> Path:
+def _find_checkpoint(folder: Path) -> Path:
     """A checkpoint's own folder: of the hub's cache, the snapshot that is in it. Raises ConfigError."""
     if (folder / "snapshots").is_dir() and (folder / "blobs").is_dir():
-        return _snapshot_in(folder)
-    if (folder / "blobs").is_dir() and ((folder / "manifests").is_dir() or _ollamas(folder)):
-        ollama_files = _ollamas(folder)
+        return _find_snapshot(folder)
+    if (folder / "blobs").is_dir() and ((folder / "manifests").is_dir() or _list_ollama_files(folder)):
+        ollama_files = _list_ollama_files(folder)
         largest = f": of {len(ollama_files)} the largest is {ollama_files[0]}" if ollama_files else ""
         raise ConfigError(
             f"{folder} is Ollama's store, whose models are GGUF files called by their sha256{largest}: "
             "ollama show MODEL --modelfile names a model's own (FROM ...); swarmd models add THAT_FILE --name NAME"
         )
-    if not _is_ours(folder):
+    if not _is_checkpoint(folder):
         names = [p.relative_to(folder).as_posix() for p, _ in zip(folder.rglob("*"), range(MOST_NAMES), strict=False)]
-        explain(str(folder), names, "")
+        refuse_known_formats(str(folder), names, "")
     return folder
 
 
-def _is_ours(folder: Path) -> bool:
+def _is_checkpoint(folder: Path) -> bool:
     """Is it a checkpoint or an adapter by the names of its files? What is wrong with it is said by who reads it."""
     weights = ("model.safetensors", "model.safetensors.index.json")
     return any((folder / name).is_file() for name in (*weights, "adapter_config.json"))
 
 
-def _snapshot_in(folder: Path) -> Path:
+def _find_snapshot(folder: Path) -> Path:
     """The snapshot that a folder models--ORG--NAME of the hub's cache means. Raises ConfigError."""
     snapshots = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
     main = folder / "refs" / "main"
     named = folder / "snapshots" / main.read_text().strip()[:64] if main.is_file() else None
     if named in snapshots:
-        return _checkpoint_in(named)
+        return _find_checkpoint(named)
     if len(snapshots) != 1:
         listed = f"one of {some_of([path.name for path in snapshots])}" if snapshots else "none is there"
         raise ConfigError(
             f"{folder} is a folder of the hub's cache: say which snapshot ({listed}): {folder}/snapshots/…"
         )
-    return _checkpoint_in(snapshots[0])
+    return _find_checkpoint(snapshots[0])
 
 
-def _ollamas(folder: Path) -> list[Path]:
+def _list_ollama_files(folder: Path) -> list[Path]:
     """The GGUF files in Ollama's store, the largest first."""
     blobs = [path for path in (folder / "blobs").glob("sha256-*") if is_gguf(path)]
     return sorted(blobs, key=lambda path: path.stat().st_size, reverse=True)

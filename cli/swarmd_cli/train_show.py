@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmd.values import count
-from swarmd_cli.context import duration, number, rate, size, table
+from swarmd_cli.context import format_duration, format_number, format_rate, format_size, print_table
 
 TOPOLOGIES = ("parts", "server", "sites", "grid", "ring")
 
@@ -19,13 +19,13 @@ def show_plan(body: dict[str, Any]) -> None:
             member["peer"][-8:],
             "yes" if member["computes"] else "no",
             f"{100 * member['reduces']:.0f} %",
-            rate(member["up_bytes_per_s"]),
-            rate(member["down_bytes_per_s"]),
+            format_rate(member["up_bytes_per_s"]),
+            format_rate(member["down_bytes_per_s"]),
         ]
         for member in body["members"]
     ]
-    table(f"The next round of {body['run'][:12]}", ["peer", "computes", "reduces", "up", "down"], rows)
-    print(f"{size(body['bytes'])} to average in about {body['expected_s']:.2f} s ({body['why']})")
+    print_table(f"The next round of {body['run'][:12]}", ["peer", "computes", "reduces", "up", "down"], rows)
+    print(f"{format_size(body['bytes'])} to average in about {body['expected_s']:.2f} s ({body['why']})")
     print(f"with equal parts it would be {body['equal_parts_s']:.2f} s")
     settings = [
         [
@@ -33,20 +33,20 @@ def show_plan(body: dict[str, Any]) -> None:
             f"{setting['update_s']:.1f} s",
             f"{100 * setting['utilisation']:.0f} %",
             f"{setting['excess']:.1f} x" if setting["excess"] > 1 else "",
-            number(setting["samples_per_s"]),
-            size(round(setting["bytes_per_sample"])),
+            format_number(setting["samples_per_s"]),
+            format_size(round(setting["bytes_per_sample"])),
         ]
-        for setting in _worth_showing(body)
+        for setting in _choose_settings(body)
     ]
     if settings:
         columns = ["setting (* this run's)", "an update", "computes", "too large", "samples/s", "sent a sample"]
-        table("Synchronisation, codec and topology, predicted", columns, settings)
+        print_table("Synchronisation, codec and topology, predicted", columns, settings)
         print(f"best: {body['recommended']}: {body['recommended_why']}")
     else:
         print(f"no other setting is predicted: {body['recommended_why']}")
 
 
-def _worth_showing(body: dict[str, Any]) -> list[dict[str, Any]]:
+def _choose_settings(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Of each synchronisation without a codec, with the best one, and this run's by each topology; the recommended."""
     best: dict[str, dict[str, Any]] = {}
     topologies = [row for row in body["settings"] if row["setting"].rpartition(", ")[2] in TOPOLOGIES]
@@ -60,7 +60,7 @@ def _worth_showing(body: dict[str, Any]) -> list[dict[str, Any]]:
 def show_run(row: dict[str, Any]) -> None:
     from swarmd_cli.curve import terminal_curve
 
-    remaining = "unknown" if row["left_s"] is None else duration(row["left_s"])
+    remaining = "unknown" if row["left_s"] is None else format_duration(row["left_s"])
     print(f"{row['name']} ({row['run'][:12]}): {row['state']}; {row['role']} here: {row['why']}")
     if row["failure"]:
         print(f"  the last failure: {row['failure']}")
@@ -78,19 +78,22 @@ def show_run(row: dict[str, Any]) -> None:
             + (f"; left out: {', '.join(last['left_out'])}" if last["left_out"] else "")
         )
     print(
-        f"  here: {number(row['samples_per_s'])} samples/s, {row['samples_counted']} counted, "
+        f"  here: {format_number(row['samples_per_s'])} samples/s, {row['samples_counted']} counted, "
         f"{row['samples_wasted']} not counted, {row['catch_ups']} times caught up"
     )
     if row["state_bytes"]:
-        print(f"  who joins now fetches {size(row['state_bytes'])}: parameters, and the moments that all share")
+        print(f"  who joins now fetches {format_size(row['state_bytes'])}: parameters, and the moments that all share")
     if (measured := row["measured_samples_per_s"]) and (predicted := row["predicted_samples_per_s"]):
         error = predicted / measured - 1
         wrong = f"{100 * abs(error):.0f} % too {'many' if error > 0 else 'few'}"
-        print(f"  all together: {number(measured)} samples/s; {number(predicted)} were predicted ({wrong})")
+        print(
+            f"  all together: {format_number(measured)} samples/s; {format_number(predicted)} were predicted ({wrong})"
+        )
     rows = [
-        [p["peer"][-8:], p["role"], str(p["update"]), number(p["samples_per_s"]), p["status"]] for p in row["peers"]
+        [p["peer"][-8:], p["role"], str(p["update"]), format_number(p["samples_per_s"]), p["status"]]
+        for p in row["peers"]
     ]
-    table("Others", ["peer", "role", "update", "samples/s", "doing"], rows)
+    print_table("Others", ["peer", "role", "update", "samples/s", "doing"], rows)
     audits = row["audits"]
     if not audits["why_not"]:
         verdict = f"{audits['wrong']} of them wrong" if audits["wrong"] else "all of them right"

@@ -74,7 +74,7 @@ def test_a_repository_of_the_hub_with_other_formats_is_called_what_it_is(
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **how: str(empty))
     monkeypatch.setattr(source, "_files_on_hub", lambda name: ["README.md", "tiny.gguf"])
     with pytest.raises(ConfigError, match=r"org/tiny on the hub holds GGUF files .*hf download org/tiny FILE, then"):
-        source.folder_of("org/tiny", "auto")
+        source.find_folder("org/tiny", "auto")
 
 
 def cached(root: Path, *commits: str, main: str = "") -> Path:
@@ -98,7 +98,7 @@ def test_a_folder_of_the_hubs_cache_means_its_snapshot(home: Home, tmp_path: Pat
     two = cached(tmp_path / "models--org--two", "abc", "def")
     with pytest.raises(ConfigError, match=r"which snapshot \(one of abc, def\)"):
         add(home, two)
-    assert source.folder_of(str(cached(tmp_path / "b", "abc", "def", main="def\n")), "auto").name == "def"
+    assert source.find_folder(str(cached(tmp_path / "b", "abc", "def", main="def\n")), "auto").name == "def"
 
 
 def test_a_model_without_a_tokenizer_or_with_a_broken_one_is_refused(home: Home, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from swarmd_cli.context import set_home
 from swarmd_cli.main import app
-from swarmd_cli.verbs.look import by_model
+from swarmd_cli.verbs.look import merge_names
 from typer.testing import CliRunner
 
 from swarmd.errors import ConfigError
@@ -89,7 +89,7 @@ def test_who_may_not_publish_learns_how_he_may(home: Home) -> None:
 
 def test_a_model_of_two_names_is_one_row(home: Home) -> None:
     assert "my smol, smol" in swarmd(home, "models", "ls")
-    assert [row["name"] for row in by_model([{"name": n, "model": MODEL} for n in "ab"])] == ["a, b"]
+    assert [row["name"] for row in merge_names([{"name": n, "model": MODEL} for n in "ab"])] == ["a, b"]
 
 
 def test_who_may_not_publish_is_told_before_anything_is_read_or_converted(home: Home, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from swarmd_cli.managers import Launchd, Systemd, quoted, without_namespaces
+from swarmd_cli.managers import Launchd, Systemd, quote_word, remove_namespaces
 
 from swarmd.errors import ConfigError
 
@@ -45,11 +45,11 @@ def test_a_unit_names_everything_as_systemd_reads_it(is_system: bool) -> None:
 
 
 def test_words_that_systemd_would_change() -> None:
-    assert quoted("/plain/path-1.2") == "/plain/path-1.2"
-    assert quoted("/a $HOME", in_command=True) == '"/a $$HOME"'
-    assert quoted("back\\slash") == '"back\\\\slash"'
+    assert quote_word("/plain/path-1.2") == "/plain/path-1.2"
+    assert quote_word("/a $HOME", in_command=True) == '"/a $$HOME"'
+    assert quote_word("back\\slash") == '"back\\\\slash"'
     with pytest.raises(ConfigError, match="control character"):
-        quoted("two\nlines")
+        quote_word("two\nlines")
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -65,7 +65,7 @@ def test_systemd_finds_nothing_to_say(is_system: bool, tmp_path: Path) -> None:
 
 
 def test_where_users_make_no_namespaces_the_rest_still_counts() -> None:
-    text = without_namespaces(Systemd(False).text(["/bin/swarmd"], Path("/home/me/.swarmd")))
+    text = remove_namespaces(Systemd(False).text(["/bin/swarmd"], Path("/home/me/.swarmd")))
     assert "PrivateUsers" not in text
     assert "ReadWritePaths" not in text
     assert "\nNoNewPrivileges=yes" in text

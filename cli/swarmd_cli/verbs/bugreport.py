@@ -20,7 +20,7 @@ import typer
 
 from swarmd_cli.context import ask, home
 
-ASKED = ("status", "peers", "sessions", "models", "downloads", "why", "train")
+VERBS = ("status", "peers", "sessions", "models", "downloads", "why", "train")
 LOG_LINES = 2_000  # of each log: some hours of a busy day
 Out = Annotated[Path | None, typer.Option("--out", help="Where to write it; else a new file in this folder.")]
 
@@ -31,13 +31,13 @@ def bugreport(out: Out = None) -> None:
     Example: swarmd bugreport --out report.tar.gz
     """
     from swarmd.errors import ConfigError
-    from swarmd_cli.redact import redactor, secrets_of
+    from swarmd_cli.redact import make_redactor, read_secrets
 
     folder = home().folder
     path = out or Path(f"swarmd-bugreport-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     names = {str(Path.home()): "~", socket.gethostname(): "[machine]", getpass.getuser(): "[user]"}
-    redact = redactor(secrets_of(folder), names)
-    texts = {name: redact(text) for name, text in _gather(folder).items()}
+    redact = make_redactor(read_secrets(folder), names)
+    texts = {name: redact(text) for name, text in _gather_texts(folder).items()}
     try:
         with tarfile.open(path, "x:gz") as tar:
             for name, text in texts.items():
@@ -52,22 +52,22 @@ def bugreport(out: Out = None) -> None:
     print(f"tar -xOzf {path} | less")
 
 
-def _gather(folder: Path) -> dict[str, str]:
+def _gather_texts(folder: Path) -> dict[str, str]:
     """Texts by file name; what cannot be had says why."""
     packages = sorted(f"{d.metadata['Name']} {d.version}" for d in distributions())
     description = [f"swarmd on {platform.platform()}, Python {sys.version.split()[0]}", *packages]
-    texts = {"about.txt": "\n".join(description) + "\n", "config.toml": _file(folder / "config.toml")}
-    for verb in ASKED:
-        texts[f"{verb}.json"] = _or_why(lambda verb=verb: json.dumps(ask(verb), indent=1))  # type: ignore[misc]
-    texts["home.txt"] = _or_why(lambda: _listing(folder))
-    texts["service.log"] = _or_why(_service_log)
+    texts = {"about.txt": "\n".join(description) + "\n", "config.toml": _read_tail(folder / "config.toml")}
+    for verb in VERBS:
+        texts[f"{verb}.json"] = _text_or_error(lambda verb=verb: json.dumps(ask(verb), indent=1))  # type: ignore[misc]
+    texts["home.txt"] = _text_or_error(lambda: _list_files(folder))
+    texts["service.log"] = _text_or_error(_read_service_log)
     for name in ("daemon.log", "gateway.log"):
         if (folder / name).is_file():
-            texts[name] = _file(folder / name)
+            texts[name] = _read_tail(folder / name)
     return texts
 
 
-def _or_why(text: Callable[[], str]) -> str:
+def _text_or_error(text: Callable[[], str]) -> str:
     from swarmd.errors import SwarmError
 
     try:
@@ -76,7 +76,7 @@ def _or_why(text: Callable[[], str]) -> str:
         return f"not there: {error}\n"
 
 
-def _file(path: Path) -> str:
+def _read_tail(path: Path) -> str:
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
@@ -84,15 +84,15 @@ def _file(path: Path) -> str:
     return "\n".join(lines[-LOG_LINES:]) + "\n"
 
 
-def _listing(folder: Path) -> str:
+def _list_files(folder: Path) -> str:
     """Names, sizes and modes of what lies in the home folder, not what they hold."""
     rows = [(path, path.stat()) for path in sorted(folder.iterdir())]
     return "".join(f"{oct(status.st_mode)[-3:]} {status.st_size:>12} {path.name}\n" for path, status in rows)
 
 
-def _service_log() -> str:
-    from swarmd_cli.managers import manager_here
+def _read_service_log() -> str:
+    from swarmd_cli.managers import find_manager
 
-    command = manager_here(False).logs(LOG_LINES, follow=False)
+    command = find_manager(False).logs(LOG_LINES, follow=False)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout or f"not there: {done.stderr}\n"

@@ -14,8 +14,8 @@ import typer
 
 from swarmd.values import count
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import ask, home, number
-from swarmd_cli.gateway_client import GatewayClient, gateway_of_this_home, require_listed, what_happened
+from swarmd_cli.context import ask, format_number, home
+from swarmd_cli.gateway_client import GatewayClient, describe_answer, open_gateway, require_listed
 
 HELP = """\
 /system TEXT   say how to answer; without TEXT, no longer
@@ -44,7 +44,7 @@ def chat(
         require_answers(model)
     settings = {"temperature": temperature, "max_tokens": max_tokens}
     options = {name: value for name, value in settings.items() if value is not None}
-    with gateway_of_this_home() as gateway:
+    with open_gateway() as gateway:
         Conversation(gateway, model, system, options).run()
 
 
@@ -152,7 +152,7 @@ class Conversation:
         print("\n".join(self.chain) or "(nothing was answered yet)")
         with suppress(SwarmError):
             for chain in ask("why", model=self.model)["chains"].values():
-                print(chain["error"] or f"the cheapest chain now, {number(chain['cost_ms'], ' ms')} a token: "
+                print(chain["error"] or f"the cheapest chain now, {format_number(chain['cost_ms'], ' ms')} a token: "
                       + ", ".join(chain["hops"]))  # fmt: skip
 
     def _messages(self) -> list[dict[str, str]]:
@@ -194,5 +194,5 @@ class Conversation:
         summary = (
             f"{count(n, 'token')}{speed}, the first after {first_s:.2f} s, through {count(len(self.chain), 'hop')}"
         )
-        summary = "\n".join([summary, *what_happened(details)])
+        summary = "\n".join([summary, *describe_answer(details)])
         print(f"\033[2m{summary}\033[0m" if sys.stdout.isatty() else summary, file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import home, print_json, size, table
+from swarmd_cli.context import format_size, home, print_json, print_table
 from swarmd_cli.curve import EIGHTHS
 from swarmd_cli.verbs.look import Json
 
@@ -55,49 +55,49 @@ def credit(
         print(f"{n_checked} bills, all signed by both sides", file=sys.stderr)
     partner_rows = [
         [
-            _who(account.voucher, account.peers),
+            _format_sponsor(account.voucher, account.peers),
             f"{account.gave:,}",
             f"{account.took:,}",
             str(account.n_sessions),
-            _ago(now_s - account.last_at),
+            _format_age(now_s - account.last_at),
         ]
         for account in sums
     ]
-    table(f"Tokens x blocks of the last {days} days", ["with", "gave", "took", "sessions", "last"], partner_rows)
-    table("Counted by this machine alone", ["", ""], _own(counted, served))
+    print_table(f"Tokens x blocks of the last {days} days", ["with", "gave", "took", "sessions", "last"], partner_rows)
+    print_table("Counted by this machine alone", ["", ""], _own_rows(counted, served))
     if sums:
         print(f"gave {n_gave:,}, took {n_took:,}")
         today = now_s // DAY_S
         columns = [by_day.get(day, (0, 0)) for day in range(today - min(days, DAYS) + 1, today + 1)]
         for name, values in (("gave", [g for g, _ in columns]), ("took", [t for _, t in columns])):
-            print(f"{name} {spark(values)} {max(values):,} on the best day of {len(columns)}")
+            print(f"{name} {draw_sparkline(values)} {max(values):,} on the best day of {len(columns)}")
 
 
-def _own(counted: dict[Any, int], served: int) -> list[list[str]]:
+def _own_rows(counted: dict[Any, int], served: int) -> list[list[str]]:
     from swarmd.usage_ledger import UsageKind
 
     return [
         ["tokens x blocks for others, signed for or not", f"{served:,}"],
-        ["weights given to others", size(counted[UsageKind.WEIGHTS_GIVEN])],
-        ["weights taken from others", size(counted[UsageKind.WEIGHTS_TAKEN])],
+        ["weights given to others", format_size(counted[UsageKind.WEIGHTS_GIVEN])],
+        ["weights taken from others", format_size(counted[UsageKind.WEIGHTS_TAKEN])],
         ["micro-batches of fine-tuning", f"{counted[UsageKind.MICRO_BATCHES]:,}"],
         ["samples for training runs", f"{counted[UsageKind.SAMPLES]:,}"],
         ["online as a server", f"{counted[UsageKind.SECONDS] / 3600:.1f} h"],
     ]
 
 
-def spark(values: Sequence[int]) -> str:
+def draw_sparkline(values: Sequence[int]) -> str:
     """One column for each value, as high as it is large."""
     largest = max(values, default=0)
     return "".join(EIGHTHS[-(-8 * value // largest)] if largest else EIGHTHS[0] for value in values)
 
 
-def _who(voucher: bytes, peers: Sequence[str]) -> str:
+def _format_sponsor(voucher: bytes, peers: Sequence[str]) -> str:
     names = ", ".join(peer[-8:] for peer in peers)
     return f"invite {voucher.hex()[:8]}" + (f" ({names})" if names else "")
 
 
-def _ago(seconds: int) -> str:
+def _format_age(seconds: int) -> str:
     for unit, unit_s in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= unit_s:
             return f"{seconds // unit_s} {unit} ago"

@@ -24,7 +24,7 @@ from swarmd.errors import SwarmUnavailable
 from swarmd.home import Home
 from swarmd.importing import importing
 from swarmd.protocol.membership.identity import Identity
-from swarmd_cli.gateway_client import gateway_of_this_home
+from swarmd_cli.gateway_client import open_gateway
 
 SPANS = ((0, 4), (1, 5), (2, 6))
 CHAIN = ((0, 0, 2), (1, 2, 4), (2, 4, 6))
@@ -103,7 +103,7 @@ class Volunteers:
         return "\n  ".join(stages)
 
 
-def play(max_tokens: int, seed: int) -> int:
+def run_demo(max_tokens: int, seed: int) -> int:
     """Run the demo; returns 0 when the tokens equal an uninterrupted local run."""
     console = Console(highlight=False)
     console.print("[bold]A private swarm of three volunteers on this machine[/bold]")
@@ -112,12 +112,14 @@ def play(max_tokens: int, seed: int) -> int:
             volunteers.homes[0].found("demo")
             _assemble(volunteers, lambda stage: status.update(f"getting ready\n  {stage}"))
         for name, (start, end), process in zip(NAMES, SPANS, volunteers.processes, strict=True):
-            console.print(f"  {name:8} process {process.pid:<7} serves {_bar(start, end)}  blocks [{start},{end})")
+            console.print(
+                f"  {name:8} process {process.pid:<7} serves {_draw_span(start, end)}  blocks [{start},{end})"
+            )
         result = _generate(console, volunteers, max_tokens, seed)
-    return _report(console, result)
+    return _print_report(console, result)
 
 
-def talk(source: Path) -> int:
+def run_chat(source: Path) -> int:
     """A chat with a model that three volunteers serve: the first has it, the others fetch their parts from it."""
     from swarmd_cli.context import set_home
     from swarmd_cli.verbs import chat, models
@@ -128,7 +130,7 @@ def talk(source: Path) -> int:
         founder.found("chat")
         _keep_conversions(founder)
         set_home(founder.folder)
-        console.print(models.take_in(str(source), "chat"))
+        console.print(models.add_source(str(source), "chat"))
         n = founder.catalog().models["chat"][1]
         spans = ((0, max(1, 2 * n // 3)), (n // 6, max(1, 5 * n // 6)), (n // 3, n))
         with Volunteers(Path(folder), "chat", spans) as volunteers:
@@ -138,7 +140,7 @@ def talk(source: Path) -> int:
                 console.print(
                     f"  {name:8} process {process.pid:<7} serves blocks [{start},{end})  (kill -9 one of them)"
                 )
-            with gateway_of_this_home() as gateway:
+            with open_gateway() as gateway:
                 chat.Conversation(gateway, "chat", "", {}).run()
     return 0
 
@@ -224,12 +226,12 @@ def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: i
     }
 
 
-def _report(console: Console, result: dict[str, Any]) -> int:
+def _print_report(console: Console, result: dict[str, Any]) -> int:
     repairs = result["repairs"]
     console.print(f"\n[italic]{result['text']}[/italic]\n")
     chain_before = repairs[0].chain_before if repairs else result["chain_after"]
-    console.print(f"chain before  {_chain(chain_before, result['names'])}")
-    console.print(f"chain after   {_chain(result['chain_after'], result['names'])}")
+    console.print(f"chain before  {_draw_chain(chain_before, result['names'])}")
+    console.print(f"chain after   {_draw_chain(result['chain_after'], result['names'])}")
     tokens_per_s = result["n_tokens"] / result["seconds"]
     console.print(f"speed         {tokens_per_s:.1f} tokens/s; a token takes {1000 * result['median_gap_s']:.1f} ms")
     console.print(f"longest stall {1000 * result['longest_gap_s']:.0f} ms, while the chain was repaired")
@@ -240,7 +242,7 @@ def _report(console: Console, result: dict[str, Any]) -> int:
     return 0 if result["is_equal"] and repairs else 1
 
 
-def _chain(hops: tuple[str, ...], names: dict[str, str]) -> str:
+def _draw_chain(hops: tuple[str, ...], names: dict[str, str]) -> str:
     """Draw a chain: you ─▶ Ada [0,2) ─▶ ... ─▶ you."""
     drawn = []
     for hop in hops:
@@ -249,6 +251,6 @@ def _chain(hops: tuple[str, ...], names: dict[str, str]) -> str:
     return " ─▶ ".join(["you", *drawn, "you"])
 
 
-def _bar(start: int, end: int) -> str:
+def _draw_span(start: int, end: int) -> str:
     n = max(stop for _, stop in SPANS)
     return "".join("█" if start <= block < end else "░" for block in range(n))

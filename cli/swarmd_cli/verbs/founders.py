@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import home, print_json, table, tell_daemon
+from swarmd_cli.context import home, print_json, print_table, reload_daemon
 from swarmd_cli.verbs.look import Json
 
 app = typer.Typer(
@@ -36,7 +36,7 @@ def ls(as_json: Json = False) -> None:
         return
     rows = [[key.hex() + (" (this one)" if key == own_key else ""), "founds"] for key in charter.keys]
     rows += [[key.hex(), "founded; its invites' guests stay"] for key in charter.honoured]
-    table(f"Founders: {charter.needed} of {len(charter.keys)} change who they are", ["key", ""], rows)
+    print_table(f"Founders: {charter.needed} of {len(charter.keys)} change who they are", ["key", ""], rows)
 
 
 @app.command("key")
@@ -86,7 +86,7 @@ def rm(
 
     Example: swarmd founders rm 5f0c... --stolen
     """
-    current, removed_key = home().founders().charter, _key(founder)
+    current, removed_key = home().founders().charter, _read_key(founder)
     keys = tuple(key for key in current.keys if key != removed_key)
     honoured = tuple(key for key in (*current.honoured, *(current.keys if not stolen else ())) if key not in keys)
     honoured = tuple(key for key in honoured if not (stolen and key == removed_key))
@@ -106,8 +106,8 @@ def sign(line: Annotated[str, typer.Argument(metavar="LINE", help="What founders
     from swarmd.protocol.membership import charter
 
     draft = charter.decode_line_untrusted(line)
-    _say(draft.charter)
-    _finish(draft)
+    _print_charter(draft.charter)
+    _sign_draft(draft)
 
 
 def _change(keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...]) -> None:
@@ -115,18 +115,18 @@ def _change(keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...]) -
 
     state = home()
     state.founder()
-    _finish(charter.follower(state.founders().charter, keys, needed, honoured))
+    _sign_draft(charter.follower(state.founders().charter, keys, needed, honoured))
 
 
-def _finish(draft: Any) -> None:
+def _sign_draft(draft: Any) -> None:
     from swarmd.protocol.membership import charter
 
     state = home()
     previous = state.founders().charter
     signed = state.found_on(draft)
     if state.founders().charter == signed.charter:
-        tell_daemon()
-        _say(signed.charter)
+        reload_daemon()
+        _print_charter(signed.charter)
         print("It counts from now on.")
         if signed.charter.needed == len(signed.charter.keys) > 1:
             print("All of them are needed: name another one before one more is lost.")
@@ -138,13 +138,13 @@ def _finish(draft: Any) -> None:
     print(f"{next_step}: swarmd founders sign {charter.encode(signed)}")
 
 
-def _say(charter: Any) -> None:
+def _print_charter(charter: Any) -> None:
     print(f"{len(charter.keys)} found the swarm, {charter.needed} of them change who they are:")
     for key in charter.keys:
         print(f"  {key.hex()}")
 
 
-def _key(text: str) -> bytes:
+def _read_key(text: str) -> bytes:
     from swarmd.errors import ConfigError
 
     try:

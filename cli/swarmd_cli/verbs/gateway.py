@@ -11,7 +11,7 @@ import typer
 
 from swarmd.importing import importing
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import home, print_json, table
+from swarmd_cli.context import home, print_json, print_table
 from swarmd_cli.verbs.look import Json
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
@@ -91,7 +91,7 @@ def ls(as_json: Json = False) -> None:
         print_json({"keys": [{"name": api_key.name, "made_at": api_key.made_at} for api_key in keys]})
         return
     rows = [[api_key.name, time.strftime("%Y-%m-%d %H:%M", time.localtime(api_key.made_at))] for api_key in keys]
-    table("API keys", ["name", "made"], rows)
+    print_table("API keys", ["name", "made"], rows)
 
 
 @key.command("rm")

@@ -17,10 +17,10 @@ from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import home, print_json
 from swarmd_cli.gateway_client import (
     GatewayClient,
-    may_be_wrong,
+    describe_answer,
+    describe_doubt,
+    find_gateway,
     require_listed,
-    running_gateway,
-    what_happened,
 )
 
 T = TypeVar("T")
@@ -59,10 +59,10 @@ def run(
     if not text.strip():
         raise typer.BadParameter("an empty prompt: give a text to continue")
     needs_own_client = as_json or adapter or draft or only or verify
-    if not needs_own_client and (gateway := running_gateway()) is not None:
+    if not needs_own_client and (gateway := find_gateway()) is not None:
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        if (path := _path(gateway, model, raw)) is not None:
-            _until_whole(lambda: _ask(gateway, path, model, text, sampling), wait)
+        if (path := _choose_path(gateway, model, raw)) is not None:
+            _retry_until_whole(lambda: _ask_gateway(gateway, path, model, text, sampling), wait)
             return
     require_answers(model, draft, adapter=adapter)
     print(f"{model}: loading what is computed here ...", file=sys.stderr, flush=True)
@@ -70,14 +70,14 @@ def run(
         import swarmd.client.blocking
 
     with swarmd.connect(home=home().folder) as swarm:
-        loaded = _until_whole(
+        loaded = _retry_until_whole(
             lambda: swarm.model(model, adapter=adapter, draft=draft, only=only or (), verify=verify, wait_s=WAIT_S),
             wait,
         )
-        _generate(swarm, loaded, model, text, max_tokens, temperature, seed, as_json, raw)
+        _generate_here(swarm, loaded, model, text, max_tokens, temperature, seed, as_json, raw)
 
 
-def _until_whole(ask: Callable[[], T], waits: bool) -> T:
+def _retry_until_whole(ask: Callable[[], T], waits: bool) -> T:
     """What ``ask`` gives; again and again while blocks are missing, if it is to wait. Raises SwarmError."""
     from swarmd.errors import NoRoute
 
@@ -92,7 +92,7 @@ def _until_whole(ask: Callable[[], T], waits: bool) -> T:
         time.sleep(max(0.0, WAIT_S - (time.monotonic() - began_at)))
 
 
-def _path(gateway: GatewayClient, name: str, raw: bool) -> str | None:
+def _choose_path(gateway: GatewayClient, name: str, raw: bool) -> str | None:
     """Where a gateway answers for this model; None where only reading its files tells. Raises ConfigError."""
     listed = gateway.models()
     require_listed(name, listed)
@@ -105,7 +105,7 @@ def _path(gateway: GatewayClient, name: str, raw: bool) -> str | None:
     return None if chats is None else CHAT
 
 
-def _ask(gateway: GatewayClient, path: str, name: str, text: str, sampling: dict[str, Any]) -> None:
+def _ask_gateway(gateway: GatewayClient, path: str, name: str, text: str, sampling: dict[str, Any]) -> None:
     """Print what comes, and afterwards what it took. Raises NoRoute as long as nothing came, and SwarmError."""
     from swarmd.errors import NoRoute, SwarmError, SwarmUnavailable
 
@@ -127,12 +127,12 @@ def _ask(gateway: GatewayClient, path: str, name: str, text: str, sampling: dict
         raise
     print()
     details, n, seconds = last_event["swarmd"], last_event["usage"]["completion_tokens"], time.monotonic() - began_at
-    _tell(n, seconds, details["chain"])
-    for line in what_happened(details):
+    _print_summary(n, seconds, details["chain"])
+    for line in describe_answer(details):
         print(line, file=sys.stderr)
 
 
-def _tell(n_tokens: int, seconds: float, chain: Iterable[str]) -> None:
+def _print_summary(n_tokens: int, seconds: float, chain: Iterable[str]) -> None:
     summary = f"{count(n_tokens, 'token')}, {n_tokens / seconds:.1f} tokens/s through {' -> '.join(chain)}"
     print(summary, file=sys.stderr)
 
@@ -151,7 +151,7 @@ def _read_stdin() -> str:
         ) from None
 
 
-def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, raw) -> None:  # type: ignore[no-untyped-def]
+def _generate_here(swarm, model, name, text, max_tokens, temperature, seed, as_json, raw) -> None:  # type: ignore[no-untyped-def]
     from dataclasses import asdict
 
     import torch
@@ -159,13 +159,15 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, 
 
     tokenizer = swarm.tokenizer(name)
     is_chat = bool(tokenizer.chat_template) and not raw
-    inputs, ends = _turn(swarm, name, text) if is_chat else (tokenizer(text, return_tensors="pt"), frozenset[int]())
+    inputs, ends = (
+        _encode_turn(swarm, name, text) if is_chat else (tokenizer(text, return_tensors="pt"), frozenset[int]())
+    )
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=is_chat, skip_special_tokens=True)
     began_at = time.perf_counter()
-    end_options = ends_of(model.generation_config.eos_token_id, tokenizer.eos_token_id, ends)
-    ids = model.generate(**inputs, max_new_tokens=max_tokens, streamer=streamer, **end_options, **sampling)
+    ends_option = end_options(model.generation_config.eos_token_id, tokenizer.eos_token_id, ends)
+    ids = model.generate(**inputs, max_new_tokens=max_tokens, streamer=streamer, **ends_option, **sampling)
     seconds = time.perf_counter() - began_at
     n_new = ids.shape[1] - inputs["input_ids"].shape[1]
     session = model.last_session
@@ -188,18 +190,20 @@ def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, 
             }
         )
         return
-    _tell(n_new, seconds, session.chain)
+    _print_summary(n_new, seconds, session.chain)
     if (slowest_passes := session.statistics.passes.where()) is not None:
         print(slowest_passes, file=sys.stderr)
     if (speculation := model.last_speculation).n_sent:
         print(f"{speculation.n_taken} of {speculation.n_sent} tokens tried ahead were right", file=sys.stderr)
     for first, hop, reason in doubts[:1]:
-        print(may_be_wrong(max(0, first + 1 - inputs["input_ids"].shape[1]), hop, reason), file=sys.stderr)
+        print(describe_doubt(max(0, first + 1 - inputs["input_ids"].shape[1]), hop, reason), file=sys.stderr)
     for repair in session.statistics.repairs:
         print(f"repaired in {repair.stall_s:.2f} s: {repair.reason}", file=sys.stderr)
 
 
-def ends_of(author: int | list[int] | None, tokenizer: int | None, template: frozenset[int]) -> dict[str, list[int]]:
+def end_options(
+    author: int | list[int] | None, tokenizer: int | None, template: frozenset[int]
+) -> dict[str, list[int]]:
     """Where an answer ends, for ``generate``: wherever author, tokenizer or chat template say, as in the gateway."""
     ends = set(template)
     for source in (author, tokenizer):
@@ -208,7 +212,7 @@ def ends_of(author: int | list[int] | None, tokenizer: int | None, template: fro
     return {"eos_token_id": sorted(ends)} if ends else {}
 
 
-def _turn(swarm: Any, name: str, text: str) -> tuple[dict[str, Any], frozenset[int]]:
+def _encode_turn(swarm: Any, name: str, text: str) -> tuple[dict[str, Any], frozenset[int]]:
     """What a user says, as the model's chat template writes it, and the tokens that end an answer.
 
     The template is run in a process with limits, as it is anybody's.
@@ -236,8 +240,8 @@ def demo(
 
     Example: swarmd demo
     """
-    from swarmd_cli.verbs.demo import play, talk
+    from swarmd_cli.verbs.demo import run_chat, run_demo
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # its processes end with it
-    raise typer.Exit(play(max_tokens, seed) if chat is None else talk(chat))
+    raise typer.Exit(run_demo(max_tokens, seed) if chat is None else run_chat(chat))

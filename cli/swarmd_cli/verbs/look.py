@@ -7,7 +7,18 @@ from typing import Annotated, Any
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import ask, duration, home, is_running, number, percent, print_json, rate, size, table
+from swarmd_cli.context import (
+    ask,
+    format_duration,
+    format_number,
+    format_percent,
+    format_rate,
+    format_size,
+    home,
+    is_running,
+    print_json,
+    print_table,
+)
 
 Json = Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')]
 
@@ -42,12 +53,12 @@ def status(as_json: Json = False) -> None:
         rows.append(["gateway", f"{gateway['state']}, {gateway['listen']}: {gateway['why']}"])
     for download in daemon_status["downloads"]:
         rows.append(["fetching", download_line(download)])
-    for model in by_model(daemon_status["models"]):
-        rows.append([f"model {model['name']}", model["help"] or _missing(model) or _safety(model)])
-    table("Status", ["", ""], rows)
+    for model in merge_names(daemon_status["models"]):
+        rows.append([f"model {model['name']}", model["help"] or _missing_text(model) or _safety_text(model)])
+    print_table("Status", ["", ""], rows)
 
 
-def by_model(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge_names(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each model, under all of its names."""
     merged: dict[str, dict[str, Any]] = {}
     for row in listed:
@@ -103,7 +114,7 @@ def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _missing(model: dict[str, Any]) -> str:
+def _missing_text(model: dict[str, Any]) -> str:
     missing = ", ".join(span_text(s) for s in model["missing"])
     return f"blocks missing: {missing}" if missing else ""
 
@@ -112,18 +123,18 @@ def download_line(download: dict[str, Any]) -> str:
     """How far one download is, in a line."""
     done, total, left_s = download["done_bytes"], download["total_bytes"], download["left_s"]
     share = f"{100 * done / total:.0f} %" if total else "all"
-    time_left = "" if left_s is None else f", {duration(left_s)} left"
+    time_left = "" if left_s is None else f", {format_duration(left_s)} left"
     waiting = f"; {download['waiting_for']}" if download["waiting_for"] else ""
     donors = len(download["donors"])
-    source = f"{rate(download['bytes_per_s'])} from {count(donors, 'peer')}"
-    return f"{size(done)} of {size(total)} ({share}), {source}{time_left}{waiting}"
+    source = f"{format_rate(download['bytes_per_s'])} from {count(donors, 'peer')}"
+    return f"{format_size(done)} of {format_size(total)} ({share}), {source}{time_left}{waiting}"
 
 
-def _safety(model: dict[str, Any]) -> str:
+def _safety_text(model: dict[str, Any]) -> str:
     """How many servers hold the rarest block, and how likely a gap is."""
     holders = f"complete: every block on {model['lowest']} or more servers (target {model['target']})"
     chance = model["gap_chance_within_hour"]
-    return f"{holders}; chance of a gap within the hour {'unknown' if chance is None else percent(chance)}"
+    return f"{holders}; chance of a gap within the hour {'unknown' if chance is None else format_percent(chance)}"
 
 
 def peers(as_json: Json = False) -> None:
@@ -141,25 +152,27 @@ def peers(as_json: Json = False) -> None:
 
 def _peer_lines(peer: dict[str, Any]) -> str:
     """Two or more lines for one peer: what it serves, and what it has."""
-    away = "this one" if peer["is_self"] else f"{number(peer['round_trip_ms'], ' ms')} away{_way_text(peer)}"
+    away = "this one" if peer["is_self"] else f"{format_number(peer['round_trip_ms'], ' ms')} away{_way_text(peer)}"
     lines = [f"{peer['peer']}  ({away})"]
     for span in peer["spans"]:
-        speed = f"{number(span['decode_tokens_per_s'])} tokens/s"
+        speed = f"{format_number(span['decode_tokens_per_s'])} tokens/s"
         free = f"{span['free_cache_tokens']} cache tokens free"
-        tunes = f", fine-tuning in {size(span['training_bytes'])}" if span["training_bytes"] else ", no fine-tuning"
+        tunes = (
+            f", fine-tuning in {format_size(span['training_bytes'])}" if span["training_bytes"] else ", no fine-tuning"
+        )
         served = f"{span['model']} {span_text(span['blocks'])}{' and the head' if span['head'] else ''}"
         lines.append(f"  serves {served}: {span['state']}, {speed}, {free}{tunes}")
     if not peer["spans"]:
         lines.append("  serves nothing")
-    device_memory = f", {size(peer['device_memory_bytes'])} of its own" if peer["device_memory_bytes"] else ""
-    machine = f"device {peer['device'] or 'unknown'}{device_memory}, memory {size(peer['memory_bytes'])}"
-    lines.append(f"  {machine}, {peer['cores'] or 'unknown'} cores, {size(peer['free_disk_bytes'])} disk free")
+    device_memory = f", {format_size(peer['device_memory_bytes'])} of its own" if peer["device_memory_bytes"] else ""
+    machine = f"device {peer['device'] or 'unknown'}{device_memory}, memory {format_size(peer['memory_bytes'])}"
+    lines.append(f"  {machine}, {peer['cores'] or 'unknown'} cores, {format_size(peer['free_disk_bytes'])} disk free")
     if peer["gave"] or peer["took"]:
         lines.append(f"  with its invite's guests it gave you {peer['gave']:,}, took {peer['took']:,} tokens x blocks")
     if peer["standing"]:
         lines.append(f"  standing: {standing_text(peer['standing'])}")
     lines.append(
-        f"  up {rate(peer['up_bytes_per_s'])}, down {rate(peer['down_bytes_per_s'])}, version {peer['version']}"
+        f"  up {format_rate(peer['up_bytes_per_s'])}, down {format_rate(peer['down_bytes_per_s'])}, version {peer['version']}"
     )
     return "\n".join(lines)
 
@@ -174,7 +187,7 @@ def _way_text(peer: dict[str, Any]) -> str:
 def standing_text(standing: dict[str, Any]) -> str:
     """What is held against a peer, in a line."""
     faults = ", ".join(f"{f['count']} x {f['kind']}" for f in standing["faults"])
-    banned = f"banned for {duration(standing['banned_s'])} more; " if standing["banned_s"] else ""
+    banned = f"banned for {format_duration(standing['banned_s'])} more; " if standing["banned_s"] else ""
     return f"{banned}{faults} (weighs {standing['score']:.2g}); the last: {standing['why']}"
 
 
@@ -198,7 +211,7 @@ def ps(as_json: Json = False) -> None:
         ]
         for session in listing["sessions"]
     ]
-    table("Sessions", ["session", "client", "blocks", "ops done", "epoch", "outputs"], rows)
+    print_table("Sessions", ["session", "client", "blocks", "ops done", "epoch", "outputs"], rows)
 
 
 def ping(peer: Annotated[str, typer.Argument(help="A peer id, or the end of one.")], as_json: Json = False) -> None:
@@ -232,7 +245,7 @@ def why(
         print_json(reasons)
         return
     if what and not reasons["chains"]:
-        _say_sessions(reasons["sessions"])
+        _print_sessions(reasons["sessions"])
         return
     for hosting in reasons["hosting"]:
         serving = hosting["serving"]
@@ -249,7 +262,7 @@ def why(
         print(f"{peer[-8:]} is left out: {standing_text(standing)}")
     for probe in reasons["probes"]:
         print(f"{probe['peer'][-8:]} was probed: {'right' if probe['is_right'] else 'WRONG'}: {probe['why']}")
-    _say_sessions(reasons["sessions"])
+    _print_sessions(reasons["sessions"])
     for name, chain in reasons["chains"].items():
         if chain["cost_ms"] is None:
             print(f"chain for {name}: none: {chain['error']}")
@@ -265,7 +278,7 @@ def why(
                 print(f"  {hop}")
 
 
-def _say_sessions(sessions: list[dict[str, Any]]) -> None:
+def _print_sessions(sessions: list[dict[str, Any]]) -> None:
     for session in sessions:
         print(f"session {session['session']} {span_text(session['blocks'])}: {session['why']}")
         for hop in session["times"]:
@@ -288,17 +301,19 @@ def doctor(as_json: Json = False) -> None:
 
     Example: swarmd doctor
     """
-    checks = _examine()
+    checks = _run_checks()
     if as_json:
         print_json({"checks": [{"check": check, "ok": is_fine, "detail": detail} for check, is_fine, detail in checks]})
     else:
         marks = {True: "ok", False: "!!", None: "?"}
-        table("Doctor", ["", "check", "detail"], [[marks[is_fine], check, detail] for check, is_fine, detail in checks])
+        print_table(
+            "Doctor", ["", "check", "detail"], [[marks[is_fine], check, detail] for check, is_fine, detail in checks]
+        )
     if any(is_fine is False for _, is_fine, _ in checks):
         raise typer.Exit(1)
 
 
-def _examine() -> list[tuple[str, bool | None, str]]:
+def _run_checks() -> list[tuple[str, bool | None, str]]:
     """What was looked at, whether it is well (None: that cannot be said), and more."""
     import os
     import shutil
@@ -321,7 +336,7 @@ def _examine() -> list[tuple[str, bool | None, str]]:
         return checks
     running = is_running()
     if not running:
-        checks.append(("disk", free > 1 << 30, f"{size(free)} free"))
+        checks.append(("disk", free > 1 << 30, f"{format_size(free)} free"))
     checks.append(("daemon", running, "answers" if running else "swarmd up"))
     if not running:
         return checks
@@ -343,8 +358,8 @@ def _examine() -> list[tuple[str, bool | None, str]]:
         name = hosting["serving"]["name"] if hosting["serving"] else hosting["wanted"]
         is_fine = hosting["state"] in ("online", "loading", "fetching")
         checks.append((f"serving {name}", is_fine, f"{hosting['state']}: {hosting['why']}"))
-    for model in by_model(daemon_status["models"]):
-        lacking = model["help"] or _missing(model)
+    for model in merge_names(daemon_status["models"]):
+        lacking = model["help"] or _missing_text(model)
         checks.append((f"model {model['name']}", not model["missing"], lacking or "complete"))
     return checks
 

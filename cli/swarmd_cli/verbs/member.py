@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from swarmd.values import count
-from swarmd_cli.beforehand import waits_for_founder
-from swarmd_cli.context import INTERRUPTED, ask, home, is_running, tell_daemon, wait_until
+from swarmd_cli.beforehand import explain_waiting
+from swarmd_cli.context import INTERRUPTED, ask, home, is_running, reload_daemon, wait_until
 
 MOST_INVITE_CHARACTERS = 65_536  # of a line that is read: eight addresses, keys and charters take some thousand
 
@@ -60,12 +60,12 @@ def invite(
     if revoke:
         _revoke(revoke)
     else:
-        print(_new_invite(days, uses, approve, rights(may)))
+        print(_new_invite(days, uses, approve, parse_rights(may)))
         if not is_running():
             print("the daemon is down: others learn what this invite is for when it is up again", file=sys.stderr)
 
 
-def rights(words: str) -> tuple[Any, ...]:
+def parse_rights(words: str) -> tuple[Any, ...]:
     """What --may says; everything where it says nothing. Raises ConfigError."""
     from swarmd.config import split
     from swarmd.errors import ConfigError
@@ -101,7 +101,7 @@ def join(
     from swarmd.protocol.membership.identity import Identity
 
     state = home()
-    ticket = invites.decode_untrusted(_asked_invite() if text == "-" else text, time.time())
+    ticket = invites.decode_untrusted(_read_invite() if text == "-" else text, time.time())
     if state.has_joined:
         raise ConfigError(f"{state.folder} is a member of {state.swarm().keys.name!r} already: swarmd leave first")
     identity = Identity.generate()
@@ -117,7 +117,7 @@ def join(
     print("Start this machine's daemon with: swarmd up")
 
 
-def _asked_invite() -> str:
+def _read_invite() -> str:
     """An invite from the terminal, or from whatever is piped in. Raises ConfigError where there is none."""
     from swarmd.errors import ConfigError
 
@@ -198,7 +198,7 @@ def up(
         print(f"swarmd is up as {running.network.peer_id}", flush=True)
         for address in running.network.addresses():
             print(f"  {address}", flush=True)
-        if waiting := waits_for_founder():
+        if waiting := explain_waiting():
             print(f"{waiting}; it serves nothing before", file=sys.stderr, flush=True)
         if sys.stdout.isatty():
             print("what it does: swarmd status; for good, after logging out too: swarmd service install; stop: Ctrl-C")
@@ -263,7 +263,7 @@ def _new_invite(days: float, uses: int, waits: bool = False, may: tuple[Any, ...
     if uses > MAX_USES:
         raise ConfigError(f"--uses takes 1 to {MAX_USES}, or 0 for any number, not {uses}")
     new_invite = home().invite(_invite_addresses(), int(days * 86_400), uses, waits, may or RIGHTS)
-    tell_daemon()
+    reload_daemon()
     return invites.encode(new_invite)
 
 
@@ -289,7 +289,7 @@ def _revoke(text: str) -> None:
 
     key = _invite_key(text)
     home().change_catalog(lambda catalog: msgspec.structs.replace(catalog, revoked=tuple({*catalog.revoked, key})))
-    tell_daemon()
+    reload_daemon()
     print("Revoked the invite and every membership that came from it.")
 
 

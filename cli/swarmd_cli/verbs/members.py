@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from swarmd_cli.context import ask, home, is_running, print_json, table, tell_daemon
+from swarmd_cli.context import ask, home, is_running, print_json, print_table, reload_daemon
 from swarmd_cli.verbs.look import Json, span_text
 
-_FAR = 2**40  # seconds: no end
+_FOREVER_S = 2**40  # seconds: no end
 
 app = typer.Typer(
     help="Members of the swarm: who brought them in, what they may do, how they compute; let in, turn away.",
@@ -33,7 +33,7 @@ def ls(as_json: Json = False) -> None:
     answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
     catalog = home().catalog()
     present = [{**peer, "is_here": True} for peer in answer["peers"]]
-    members = sorted(present + _away(catalog, present), key=lambda row: (row["voucher"], row["peer"]))
+    members = sorted(present + _absent_rows(catalog, present), key=lambda row: (row["voucher"], row["peer"]))
     invites: list[dict[str, Any]] = [
         {
             "voucher": key.hex(),
@@ -51,26 +51,26 @@ def ls(as_json: Json = False) -> None:
         rows = [{key: row[key] for key in keys} for row in members]
         print_json({"members": rows, "waiting": answer["waiting"], "invites": invites})
         return
-    table(
+    print_table(
         "Members",
         ["member", "brought in by", "may", "until", "serves", "its blocks were found"],
         [_member_row(row) for row in members],
     )
     if invites:
         listed = [
-            [row["voucher"][:8], _uses(row), ", ".join(row["may"]), _until(row["ends_at"])]
+            [row["voucher"][:8], _uses_text(row), ", ".join(row["may"]), _until_text(row["ends_at"])]
             for row in sorted(invites, key=lambda row: row["ends_at"])
         ]
-        table("Open invites", ["invite", "used", "for", "until"], listed)
+        print_table("Open invites", ["invite", "used", "for", "until"], listed)
     if answer["waiting"]:
         waits = [
-            [row["peer"][-8:], _brought_in(row["voucher"]), f"{row['knocked_s']:.0f} s ago"]
+            [row["peer"][-8:], _sponsor_text(row["voucher"]), f"{row['knocked_s']:.0f} s ago"]
             for row in sorted(answer["waiting"], key=lambda row: -row["knocked_s"])
         ]
-        table("Waiting: swarmd members approve PEER", ["who", "brought in by", "knocked"], waits)
+        print_table("Waiting: swarmd members approve PEER", ["who", "brought in by", "knocked"], waits)
 
 
-def _away(catalog: Any, rows_here: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _absent_rows(catalog: Any, rows_here: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Members that were admitted and are not here now."""
     from swarmd.protocol.membership.identity import peer_id_of
 
@@ -88,27 +88,27 @@ def _member_row(row: dict[str, Any]) -> list[str]:
     serves = ", ".join(f"{s['model']} {span_text(s['blocks'])}" for s in row["spans"]) or "nothing"
     return [
         row["peer"][-8:] + (" (this one)" if row["is_self"] else ""),
-        _brought_in(row["voucher"]),
+        _sponsor_text(row["voucher"]),
         ", ".join(row["may"]),
-        _until(row["ends_at"]),
+        _until_text(row["ends_at"]),
         serves if row["is_here"] else "not here",
-        _found(row),
+        _findings_text(row),
     ]
 
 
-def _uses(row: dict[str, Any]) -> str:
+def _uses_text(row: dict[str, Any]) -> str:
     uses = f"{row['used']} of {row['uses']}" if row["uses"] else f"{row['used']}, any number"
     return uses + (", each waits" if row["waits"] else "")
 
 
-def _brought_in(voucher: str) -> str:
+def _sponsor_text(voucher: str) -> str:
     return f"invite {voucher[:8]}" if voucher else "a founder"
 
 
-def _until(ends_at: int) -> str:
+def _until_text(ends_at: int) -> str:
     from datetime import datetime
 
-    return datetime.fromtimestamp(ends_at).strftime("%Y-%m-%d") if ends_at < _FAR else "for ever"
+    return datetime.fromtimestamp(ends_at).strftime("%Y-%m-%d") if ends_at < _FOREVER_S else "for ever"
 
 
 @app.command("approve")
@@ -124,20 +124,20 @@ def approve(
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership.catalog import AdmittedMember
     from swarmd.protocol.membership.identity import public_key_of_untrusted
-    from swarmd_cli.verbs.member import rights
+    from swarmd_cli.verbs.member import parse_rights
 
     state = home()
     state.founder()
-    peer_id, voucher = _find(peer)
+    peer_id, voucher = _find_member(peer)
     key = public_key_of_untrusted(peer_id)
     known = state.catalog().admitted.get(key)
     invite = known.invite if known is not None else bytes.fromhex(voucher)
     template = known or state.catalog().invites.get(invite)
     if not may and template is None and not voucher:
         raise ConfigError("it is not known here what it was invited for: say so with --may use,serve,train,give")
-    granted = rights(may) if may or template is None else template.may
+    granted = parse_rights(may) if may or template is None else template.may
     state.admit({key: AdmittedMember(int(time.time()) + days * 86_400, invite, granted)})
-    tell_daemon()
+    reload_daemon()
     print(f"{peer_id} is a member for {days} days, and may {', '.join(granted)}.")
 
 
@@ -164,7 +164,7 @@ def order(
         return
     if rule not in ORDERS:
         raise ConfigError(f"an order is one of {', '.join(ORDERS)}, not {rule!r}")
-    _change(lambda catalog_draft: msgspec.structs.replace(catalog_draft, order=rule))
+    _change_catalog(lambda catalog_draft: msgspec.structs.replace(catalog_draft, order=rule))
     print(f"Where something is short, the order is: {rule}.")
 
 
@@ -178,9 +178,9 @@ def favour(
 
     Example: swarmd members favour 8auXSk2p 4
     """
-    key = _key(*_find(peer), guests)
+    key = _key_to_change(*_find_member(peer), guests)
     other_favours = {k: n for k, n in home().catalog().favours.items() if k != key}
-    _change(
+    _change_catalog(
         lambda catalog: msgspec.structs.replace(
             catalog, favours={**other_favours, key: times} if times > 1 else other_favours
         )
@@ -189,14 +189,14 @@ def favour(
         print("It counts once the order is by key: swarmd members order key")
 
 
-def _change(change: Callable[[Any], Any]) -> None:
+def _change_catalog(change: Callable[[Any], Any]) -> None:
     state = home()
     state.founder()
     state.change_catalog(change)
-    tell_daemon()
+    reload_daemon()
 
 
-def _key(peer: str, voucher: str, guests: bool) -> bytes:
+def _key_to_change(peer: str, voucher: str, guests: bool) -> bytes:
     """The key of a member, or of the invite that brought it in. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership.identity import public_key_of_untrusted
@@ -206,13 +206,13 @@ def _key(peer: str, voucher: str, guests: bool) -> bytes:
     return bytes.fromhex(voucher) if guests else public_key_of_untrusted(peer)
 
 
-def _find(ending: str) -> tuple[str, str]:
+def _find_member(ending: str) -> tuple[str, str]:
     """Who is meant, and by whose invite it came, as far as that is known. Raises ConfigError."""
     from swarmd.errors import ConfigError, IntegrityError
     from swarmd.protocol.membership.identity import public_key_of_untrusted
 
     answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
-    away = _away(home().catalog(), answer["peers"])
+    away = _absent_rows(home().catalog(), answer["peers"])
     known = {row["peer"]: row["voucher"] for row in (*answer["peers"], *away, *answer["waiting"])}
     matches = [peer for peer in known if ending and peer.endswith(ending)]
     if len(matches) == 1:
@@ -225,7 +225,7 @@ def _find(ending: str) -> tuple[str, str]:
     return ending, ""
 
 
-def _found(peer: dict[str, Any]) -> str:
+def _findings_text(peer: dict[str, Any]) -> str:
     if not peer["found_right"] and not peer["found_wrong"]:
         return "not probed"
     findings = [f"{n} x {word}" for n, word in ((peer["found_right"], "right"), (peer["found_wrong"], "WRONG")) if n]
@@ -246,9 +246,9 @@ def revoke(
     from swarmd.errors import ConfigError
 
     home().founder()
-    peer_id, voucher = _find(peer)
+    peer_id, voucher = _find_member(peer)
     if peer_id == home().identity().peer_id:
         raise ConfigError("this machine itself: swarmd leave takes it out of the swarm")
-    key = _key(peer_id, voucher, guests)
-    _change(lambda catalog: msgspec.structs.replace(catalog, revoked=tuple({*catalog.revoked, key})))
+    key = _key_to_change(peer_id, voucher, guests)
+    _change_catalog(lambda catalog: msgspec.structs.replace(catalog, revoked=tuple({*catalog.revoked, key})))
     print(f"Revoked {peer_id}" + (" and everybody whom its invite brought in." if guests else "."))

@@ -12,10 +12,10 @@ import typer
 
 from swarmd.names import require_name
 from swarmd.values import count, some_of
-from swarmd_cli.context import ask, home, is_running, print_json, size, table, tell_daemon
-from swarmd_cli.convert import forget
-from swarmd_cli.source import HUB_ID, check_tokenizer, folder_of
-from swarmd_cli.verbs.look import Json, by_model, download_line, span_text
+from swarmd_cli.context import ask, format_size, home, is_running, print_json, print_table, reload_daemon
+from swarmd_cli.convert import delete_converted
+from swarmd_cli.source import HUB_ID, check_tokenizer, find_folder
+from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
 
 if TYPE_CHECKING:
     from swarmd.protocol.membership.catalog import Catalog
@@ -45,7 +45,7 @@ def ls(as_json: Json = False) -> None:
     if as_json:
         print_json({"models": listed, "adapters": adapters})
         return
-    listed = by_model(listed)
+    listed = merge_names(listed)
     rows = [
         [
             m["name"],
@@ -56,7 +56,7 @@ def ls(as_json: Json = False) -> None:
         ]
         for m in listed
     ]
-    table("Models", ["name", "hash", "blocks", "blocks here", "blocks missing in the swarm"], rows)
+    print_table("Models", ["name", "hash", "blocks", "blocks here", "blocks missing in the swarm"], rows)
     for m in listed:
         if m["help"]:
             print(f"{m['name']}: {m['help']}")
@@ -65,7 +65,7 @@ def ls(as_json: Json = False) -> None:
             [str(adapter["name"]), str(adapter["adapter"])[:12], str(adapter["for"] or adapter["model"])]
             for adapter in adapters
         ]
-        table("Adapters", ["name", "hash", "for"], rows)
+        print_table("Adapters", ["name", "hash", "for"], rows)
 
 
 @app.command("add")
@@ -83,11 +83,11 @@ def add(
 
     Example: swarmd models add ./llama --name llama
     """
-    print(take_in(source, name, base, replace, dtype))
+    print(add_source(source, name, base, replace, dtype))
     print(_next_step(name, base), file=sys.stderr)
 
 
-def take_in(source: str, name: str, base: str = "", replace: bool = False, dtype: str = "auto") -> str:
+def add_source(source: str, name: str, base: str = "", replace: bool = False, dtype: str = "auto") -> str:
     """Do what ``add`` does; returns what came of it, in a line. Raises SwarmError."""
     import msgspec
 
@@ -105,8 +105,8 @@ def take_in(source: str, name: str, base: str = "", replace: bool = False, dtype
         state.catalog().hash_of(base)
     if replace or name not in state.catalog().names:  # else it may be what the name means, which the hash says
         require_publisher()
-    folder = folder_of(source, dtype)
-    manifest_read, kind = _read(folder, base)
+    folder = find_folder(source, dtype)
+    manifest_read, kind = _read_manifest(folder, base)
     model = manifest.model_id(manifest_read)
     entry = (model, home().catalog().hash_of(base) if base else manifest_read.n_blocks)
     catalog: dict[str, Any] = getattr(state.catalog(), kind)
@@ -125,7 +125,7 @@ def take_in(source: str, name: str, base: str = "", replace: bool = False, dtype
             return msgspec.structs.replace(draft, sources=sources, **{kind: {**getattr(draft, kind), name: entry}})
 
         state.change_catalog(publish)
-    tell_daemon()
+    reload_daemon()
     aliases = sorted(alias for alias, (hash_, _) in catalog.items() if hash_ == model and alias != name)
     also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
     blocks = f"{count(manifest_read.n_blocks, 'block')}, " if manifest_read.n_blocks else ""
@@ -159,7 +159,7 @@ def _require_name_is_free(name: str, model: str, known: str, replace: bool) -> N
         )
 
 
-def _read(folder: Path, base: str) -> tuple[Manifest, str]:
+def _read_manifest(folder: Path, base: str) -> tuple[Manifest, str]:
     """The manifest of a checkpoint or an adapter, and which list of the catalog it belongs to. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd.protocol.models import adapter, manifest
@@ -208,7 +208,7 @@ def pull(
     Example: swarmd models pull llama --blocks 0:16
     """
     model_id = ask("pull", "POST", model=model, blocks=blocks)["model"]
-    row = _follow(model_id, quiet=as_json)
+    row = _follow_download(model_id, quiet=as_json)
     if as_json:
         print_json(row)
     else:
@@ -238,15 +238,15 @@ def rm(model: Model) -> None:
         )
     if (folder := state.folders().get(model_id)) is not None:
         state.forget_folder(model_id)
-        tell_daemon()
-        fate = "what was made of its file is deleted" if forget(folder) else "its folder is untouched"
+        reload_daemon()
+        fate = "what was made of its file is deleted" if delete_converted(folder) else "its folder is untouched"
         print(f"{model}: this machine no longer offers it; {fate}")
         return
     if is_running():
         n_bytes = ask("rm", "POST", model=model_id)["freed_bytes"]
     else:
         n_bytes = Library(state.weights, state.folders()).remove(model_id)
-    print(f"{model}: deleted, {size(n_bytes)} freed")
+    print(f"{model}: deleted, {format_size(n_bytes)} freed")
 
 
 @app.command("unpublish")
@@ -280,7 +280,7 @@ def unpublish(name: Annotated[str, typer.Argument(help="A name of the swarm's ca
         return msgspec.structs.replace(draft, sources=sources, **{kind: remaining})
 
     changed = state.change_catalog(take_back)
-    tell_daemon()
+    reload_daemon()
     other_names = changed.names_of(model)
     rest = (
         f"its weights are still called {', '.join(other_names)}"
@@ -320,7 +320,7 @@ def verify(model: Model, as_json: Json = False) -> None:
     if as_json:
         print_json({"model": model_id, "bytes": n_bytes, "damaged": damaged})
     elif not damaged:
-        print(f"{model}: {size(n_bytes)} in {folder.folder} are what the manifest says")
+        print(f"{model}: {format_size(n_bytes)} in {folder.folder} are what the manifest says")
     if damaged:
         raise IntegrityError(
             f"{model}: {some_of(damaged)} differ from the manifest: swarmd models rm {model}, then pull it"
@@ -353,15 +353,15 @@ def delegate(
             catalog, delegates=other_delegates if revoke else (*other_delegates, key)
         )
     )
-    tell_daemon()
+    reload_daemon()
     print(f"{peer} {'may no longer' if revoke else 'may now'} publish models")
 
 
-def _follow(model: str, quiet: bool) -> dict[str, Any]:
+def _follow_download(model: str, quiet: bool) -> dict[str, Any]:
     """Show a download until it ends: a bar on a terminal, else a line now and then. Raises what it ended with."""
     from swarmd.errors import SwarmError
 
-    show = _silence if quiet else _bar if sys.stderr.isatty() else _lines
+    show = _NoProgress if quiet else _ProgressBar if sys.stderr.isatty() else _ProgressLines
     with show() as update:
         while True:
             row: dict[str, Any] = ask("here", model=model)
@@ -378,14 +378,14 @@ def _follow(model: str, quiet: bool) -> dict[str, Any]:
     return row
 
 
-class _silence:
+class _NoProgress:
     def __enter__(self) -> Any:
         return lambda download: None
 
     def __exit__(self, *error: object) -> None: ...
 
 
-class _lines(_silence):
+class _ProgressLines(_NoProgress):
     """A line whenever a tenth more is there."""
 
     def __enter__(self) -> Any:
@@ -401,7 +401,7 @@ class _lines(_silence):
         return update
 
 
-class _bar(_silence):
+class _ProgressBar(_NoProgress):
     def __enter__(self) -> Any:
         from rich import progress
         from rich.console import Console

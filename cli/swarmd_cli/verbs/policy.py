@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import ask, home, print_json, table, tell_daemon, wait_until
+from swarmd_cli.context import ask, home, print_json, print_table, reload_daemon, wait_until
 
 app = typer.Typer(help="When this machine works for others.", no_args_is_help=True, rich_markup_mode=None)
 UNITS_S = {"m": 60, "h": 3_600, "d": 86_400}
@@ -24,7 +24,7 @@ def pause(
 
     Example: swarmd pause --for 2h
     """
-    seconds = str(seconds_of(for_)) if for_ else ""
+    seconds = str(parse_duration(for_)) if for_ else ""
     answer = ask("pause", "POST", seconds=seconds)
     n = answer["sessions"]
     print(f"{answer['policy']['why']}; {count(n, 'session')} to go on elsewhere", flush=True)
@@ -50,7 +50,7 @@ def show(as_json: Annotated[bool, typer.Option("--json", help='Print JSON with "
     if as_json:
         print_json(rules)
         return
-    table("Policy", ["", "", ""], [[name, _toml(value), HELP[name]] for name, value in rules.items()])
+    print_table("Policy", ["", "", ""], [[name, _format_toml(value), HELP[name]] for name, value in rules.items()])
 
 
 @app.command("set", context_settings={"ignore_unknown_options": True})
@@ -64,12 +64,12 @@ def set_(
     """
     path = home().folder / "config.toml"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    changed = with_setting(text, "policy", name, _toml(_typed(name, value)))
+    changed = set_toml_value(text, "policy", name, _format_toml(_parse_value(name, value)))
     _check(changed)
     from swarmd.folders import write_file
 
     write_file(path, changed)
-    tell_daemon()
+    reload_daemon()
     explain()
 
 
@@ -109,7 +109,7 @@ HELP = {
 }
 
 
-def seconds_of(text: str) -> int:
+def parse_duration(text: str) -> int:
     """Read 90m, 2h, 1d or 1h30m. Raises ConfigError."""
     from swarmd.config import LONGEST_PAUSE_S
     from swarmd.errors import ConfigError
@@ -121,7 +121,7 @@ def seconds_of(text: str) -> int:
     return seconds
 
 
-def with_setting(text: str, name: str, key: str, value: str) -> str:
+def set_toml_value(text: str, name: str, key: str, value: str) -> str:
     """A TOML text with ``key = value`` in the table ``[name]``; the rest stays as it was written."""
     lines = text.splitlines()
     header = next((i for i, line in enumerate(lines) if re.fullmatch(rf"\s*\[{name}\]\s*(#.*)?", line)), None)
@@ -136,7 +136,7 @@ def with_setting(text: str, name: str, key: str, value: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def _typed(name: str, value: str) -> Any:
+def _parse_value(name: str, value: str) -> Any:
     """What was typed as what the rule takes. Raises ConfigError."""
     from swarmd.config import PolicyConfig
     from swarmd.errors import ConfigError
@@ -152,7 +152,7 @@ def _typed(name: str, value: str) -> Any:
         raise ConfigError(f"{name} takes {takes}, not {value!r}") from None
 
 
-def _toml(value: Any) -> str:
+def _format_toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)  # which TOML reads alike: strings, numbers, true and false
 
 

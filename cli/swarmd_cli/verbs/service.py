@@ -31,8 +31,8 @@ def install(dry_run: DryRun = False, system: System = False) -> None:
     """
     from swarmd.errors import ConfigError
 
-    manager = _manager(system)
-    text = manager.text(_command(system and not dry_run), home().folder)
+    manager = _choose_manager(system)
+    text = manager.text(_find_program(system and not dry_run), home().folder)
     if dry_run:
         print(f"# {manager.path}\n{text}", end="")
         return
@@ -57,7 +57,7 @@ def uninstall(dry_run: DryRun = False, system: System = False) -> None:
 
     Example: swarmd service uninstall
     """
-    manager = _manager(system)
+    manager = _choose_manager(system)
     if dry_run:
         print(f"would stop the service and remove {manager.path}")
         return
@@ -80,7 +80,7 @@ def status(
 
     Example: swarmd service status
     """
-    state = _manager(system).state()
+    state = _choose_manager(system).state()
     if as_json:
         print_json(asdict(state))
         return
@@ -104,7 +104,7 @@ def logs(
     """
     from swarmd.errors import ConfigError
 
-    command = _manager(system).logs(lines, follow)
+    command = _choose_manager(system).logs(lines, follow)
     if dry_run:
         print(" ".join(command))
         return
@@ -114,12 +114,12 @@ def logs(
         raise ConfigError(f"this machine has no {command[0]}: without a service manager there is no log") from None
 
 
-def _manager(system: bool) -> Manager:
+def _choose_manager(system: bool) -> Manager:
     """The manager of this machine; the machine's service keeps its state where its manager makes it."""
     from swarmd.errors import ConfigError
-    from swarmd_cli.managers import SYSTEM_HOME, manager_here
+    from swarmd_cli.managers import SYSTEM_HOME, find_manager
 
-    manager = manager_here(system)
+    manager = find_manager(system)
     if system:
         if was_home_named() and home().folder != SYSTEM_HOME:
             raise ConfigError(
@@ -129,7 +129,7 @@ def _manager(system: bool) -> Manager:
     return manager
 
 
-def _command(for_everyone: bool) -> list[str]:
+def _find_program(for_everyone: bool) -> list[str]:
     """The program that runs now. Raises ConfigError where a user of the daemon's own could not run it."""
     from swarmd.errors import ConfigError
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import ask, drawn, duration, number, size
+from swarmd_cli.context import ask, format_duration, format_number, format_size, make_table
 from swarmd_cli.verbs.look import download_line, reach_text, span_text
 
 if TYPE_CHECKING:
@@ -36,27 +36,27 @@ def top(
     console, earlier, looked_at = Console(), ask("status"), time.monotonic()
     if not sys.stdout.isatty():
         time.sleep(interval)
-        console.print(screen(earlier, ask("status"), ask("peers")["peers"], time.monotonic() - looked_at))
+        console.print(draw_screen(earlier, ask("status"), ask("peers")["peers"], time.monotonic() - looked_at))
         return
-    message, picture = "", screen(earlier, earlier, ask("peers")["peers"], interval)
-    with keyboard(sys.stdin) as key_within, Live(console=console, screen=True, auto_refresh=False) as live:
-        live.update(with_footer(picture, message), refresh=True)
+    message, picture = "", draw_screen(earlier, earlier, ask("peers")["peers"], interval)
+    with open_keyboard(sys.stdin) as key_within, Live(console=console, screen=True, auto_refresh=False) as live:
+        live.update(add_footer(picture, message), refresh=True)
         try:
             while (key := key_within(max(0.0, looked_at + interval - time.monotonic()))) != "q":
                 if key:
-                    message = obey(key)
-                    live.update(with_footer(picture, message), refresh=True)
+                    message = handle_key(key)
+                    live.update(add_footer(picture, message), refresh=True)
                     continue
                 status, passed_s = ask("status"), time.monotonic() - looked_at
-                picture = screen(earlier, status, ask("peers")["peers"], passed_s)
-                live.update(with_footer(picture, message), refresh=True)
+                picture = draw_screen(earlier, status, ask("peers")["peers"], passed_s)
+                live.update(add_footer(picture, message), refresh=True)
                 earlier, looked_at = status, looked_at + passed_s
         except KeyboardInterrupt:
             return
 
 
 @contextmanager
-def keyboard(file: TextIO) -> Iterator[Callable[[float], str]]:
+def open_keyboard(file: TextIO) -> Iterator[Callable[[float], str]]:
     """Read single keys: what is given waits so long for one; "" is none. Without a terminal it only waits."""
     if not file.isatty():
         yield _wait
@@ -86,7 +86,7 @@ def _key_of(fd: int, within_s: float) -> str:
     return os.read(fd, 64).decode(errors="replace")[:1] or "q"
 
 
-def obey(key: str, ask: Callable[..., dict[str, Any]] = ask) -> str:
+def handle_key(key: str, ask: Callable[..., dict[str, Any]] = ask) -> str:
     """Do what a key stands for, and say what came of it."""
     from swarmd.errors import SwarmError
 
@@ -101,19 +101,19 @@ def obey(key: str, ask: Callable[..., dict[str, Any]] = ask) -> str:
     return ""
 
 
-def with_footer(picture: Group, message: str) -> Group:
+def add_footer(picture: Group, message: str) -> Group:
     """The picture, what the last key did, and the keys."""
     from rich.console import Group
 
     return Group(picture, *([message] if message else []), "[bold]q[/] quit   [bold]p[/] pause   [bold]r[/] resume")
 
 
-def screen(earlier: dict[str, Any], status: dict[str, Any], peers: list[dict[str, Any]], passed_s: float) -> Group:
+def draw_screen(earlier: dict[str, Any], status: dict[str, Any], peers: list[dict[str, Any]], passed_s: float) -> Group:
     """One picture, from what the daemon said ``passed_s`` apart."""
     from rich.console import Group
 
     lines = [
-        f"[bold]{status['swarm']}[/]  {count(status['members'], 'member')}, up for {duration(status['uptime_s'])}, "
+        f"[bold]{status['swarm']}[/]  {count(status['members'], 'member')}, up for {format_duration(status['uptime_s'])}, "
         f"{status['memory_mib']:.0f} MiB, version {status['version']}"
     ]
     if (policy := status["policy"]) is not None:
@@ -123,10 +123,10 @@ def screen(earlier: dict[str, Any], status: dict[str, Any], peers: list[dict[str
         lines.append(reach_text(reach))
     lines += [f"[red]{row['kind']}: {row['text']}[/]" for row in status["health"] if row["is_fine"] is False]
     lines += [f"fetching {download_line(download)}" for download in status["downloads"]]
-    return Group(*lines, _served(earlier, status, passed_s), _members(peers))
+    return Group(*lines, _draw_served(earlier, status, passed_s), _draw_members(peers))
 
 
-def _served(earlier: dict[str, Any], status: dict[str, Any], passed_s: float) -> Table:
+def _draw_served(earlier: dict[str, Any], status: dict[str, Any], passed_s: float) -> Table:
     names = ["serves", "blocks", "state", "sessions", "tokens/s", "tuning tokens/s", "cache used"]
     rows = []
     for n, hosting in enumerate(status["hosting"]):
@@ -141,19 +141,19 @@ def _served(earlier: dict[str, Any], status: dict[str, Any], passed_s: float) ->
                 span_text(serving["blocks"]),
                 hosting["state"],
                 str(server["sessions"]),
-                _per_s(earlier_hosting["server"], server, "tokens_served", passed_s),
-                _per_s(earlier_hosting["tuning"], tuning, "tokens_trained", passed_s),
+                _format_per_s(earlier_hosting["server"], server, "tokens_served", passed_s),
+                _format_per_s(earlier_hosting["tuning"], tuning, "tokens_trained", passed_s),
                 f"{100 * (1 - server['free_cache_tokens'] / max(1, server['total_cache_tokens'])):.0f} %",
             ]
         )
-    return drawn(names, rows)
+    return make_table(names, rows)
 
 
-def _per_s(earlier: dict[str, Any] | None, status: dict[str, Any], name: str, passed_s: float) -> str:
+def _format_per_s(earlier: dict[str, Any] | None, status: dict[str, Any], name: str, passed_s: float) -> str:
     return f"{max(0, status[name] - earlier[name]) / passed_s:.1f}" if earlier else "unknown"
 
 
-def _members(peers: list[dict[str, Any]]) -> Table:
+def _draw_members(peers: list[dict[str, Any]]) -> Table:
     names = ["member", "way", "away", "serves", "tokens/s", "memory"]
     other_peers = sorted(
         (p for p in peers if not p["is_self"]), key=lambda p: (p["round_trip_ms"] is None, p["round_trip_ms"])
@@ -162,11 +162,11 @@ def _members(peers: list[dict[str, Any]]) -> Table:
         [
             peer["peer"][-8:],
             peer["way"] or "not connected",
-            number(peer["round_trip_ms"], " ms"),
+            format_number(peer["round_trip_ms"], " ms"),
             ", ".join(f"{s['model']} {span_text(s['blocks'])}" for s in peer["spans"]) or "nothing",
-            ", ".join(number(s["decode_tokens_per_s"]) for s in peer["spans"]),
-            size(peer["memory_bytes"]),
+            ", ".join(format_number(s["decode_tokens_per_s"]) for s in peer["spans"]),
+            format_size(peer["memory_bytes"]),
         ]
         for peer in other_peers[:MOST_PEERS]
     ]
-    return drawn(names, rows)
+    return make_table(names, rows)

@@ -11,7 +11,7 @@ import typer
 
 from swarmd.importing import importing
 from swarmd.values import count
-from swarmd_cli.context import ask, home, print_json, table
+from swarmd_cli.context import ask, home, print_json, print_table
 from swarmd_cli.train_show import show_plan, show_run, write_plot
 from swarmd_cli.verbs.look import Json
 
@@ -73,11 +73,11 @@ def start(
     if draft.name in taken:
         draft = msgspec.structs.replace(draft, name=_next_name(draft.name, taken))
     _require_data(draft.data, recipe.parent)
-    of_catalog, source = _source(state, draft, recipe.parent)
-    outline = _outline(source, draft)
+    of_catalog, source = _find_source(state, draft, recipe.parent)
+    outline = _load_outline(source, draft)
     draft = msgspec.structs.replace(draft, lora=msgspec.structs.replace(draft.lora, targets=outline.targets))
-    model, folder = (of_catalog, source) if of_catalog else _model(state, draft, source)
-    data, n_rows = _data(state, draft, recipe.parent, folder, outline.vocabulary)
+    model, folder = (of_catalog, source) if of_catalog else _provide_model(state, draft, source)
+    data, n_rows = _provide_data(state, draft, recipe.parent, folder, outline.vocabulary)
     anchors = draft.anchors or (state.identity().peer_id,)
     if role == "anchor" and state.identity().peer_id not in anchors:
         raise ConfigError("anchors does not name this peer: add it, or take another role")
@@ -197,7 +197,7 @@ def status(
         show_run(row)
     other_runs = [[o["name"], o["run"][:12], str(o["peers"]), str(o["update"])] for o in body["others"]]
     if other_runs:
-        table("Runs of the swarm that this peer is not in", ["name", "run", "peers", "updates"], other_runs)
+        print_table("Runs of the swarm that this peer is not in", ["name", "run", "peers", "updates"], other_runs)
     elif not chosen:
         print("no training run is known here: swarmd train start RECIPE starts one")
 
@@ -250,7 +250,7 @@ def _next_name(name: str, taken: set[str]) -> str:
 # --- what start does ---------------------------------------------------------------------------------------------
 
 
-def _source(state: Home, recipe: Recipe, recipe_folder: Path) -> tuple[ModelId | None, Path]:
+def _find_source(state: Home, recipe: Recipe, recipe_folder: Path) -> tuple[ModelId | None, Path]:
     """Where the model to begin with lies: a model of the catalog, with its hash; or a checkpoint beside the recipe, or
     only its configuration.
     """
@@ -266,20 +266,20 @@ def _source(state: Home, recipe: Recipe, recipe_folder: Path) -> tuple[ModelId |
     return model, Path(presence["folder"])
 
 
-def _outline(source: Path, recipe: Recipe) -> Outline:
+def _load_outline(source: Path, recipe: Recipe) -> Outline:
     """See compute.runs.outline. Raises ConfigError for what cannot be trained as the recipe says."""
     with importing():
         from swarmd.compute.runs.outline import read_outline
     return read_outline(source, recipe)
 
 
-def _model(state: Home, recipe: Recipe, source: Path) -> tuple[ModelId, Path]:
+def _provide_model(state: Home, recipe: Recipe, source: Path) -> tuple[ModelId, Path]:
     """A checkpoint folder to begin with, its first weights made where it has none, held for others."""
-    folder = source if any(source.glob("*.safetensors")) else _initialised(source, recipe, state)
-    return _adopt(state, folder), folder
+    folder = source if any(source.glob("*.safetensors")) else _initialise(source, recipe, state)
+    return _adopt_folder(state, folder), folder
 
 
-def _initialised(folder: Path, recipe: Recipe, state: Home) -> Path:
+def _initialise(folder: Path, recipe: Recipe, state: Home) -> Path:
     """A checkpoint of random weights for a configuration, the same for the same seed. Raises ConfigError.
 
     Other files of a run of the same name are another checkpoint: members hold the earlier one by its hash.
@@ -296,7 +296,7 @@ def _initialised(folder: Path, recipe: Recipe, state: Home) -> Path:
     sources = [name for name in ("config.json", *FILES) if (folder / name).is_file()]
     listed = "".join(f"{name} {hashlib.sha256((folder / name).read_bytes()).hexdigest()}\n" for name in sources)
     checkpoint = state.folder / "models" / f"{recipe.name}-{recipe.seed}"
-    if checkpoint.exists() and _text(checkpoint / MADE_FROM) != listed:
+    if checkpoint.exists() and _read_text(checkpoint / MADE_FROM) != listed:
         checkpoint = checkpoint.with_name(f"{checkpoint.name}-{hashlib.sha256(listed.encode()).hexdigest()[:8]}")
     torch.manual_seed(recipe.seed)
     with building(f"{folder / 'config.json'}"):
@@ -308,7 +308,7 @@ def _initialised(folder: Path, recipe: Recipe, state: Home) -> Path:
     return checkpoint
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text() if path.is_file() else ""
 
 
@@ -321,7 +321,7 @@ def _require_data(data: str, recipe_folder: Path) -> None:
         raise ConfigError(f"data: {recipe_folder / data} is no file, and no hash of data that is on this machine")
 
 
-def _data(state: Home, recipe: Recipe, recipe_folder: Path, model: Path, vocabulary: int) -> tuple[str, int]:
+def _provide_data(state: Home, recipe: Recipe, recipe_folder: Path, model: Path, vocabulary: int) -> tuple[str, int]:
     """The hash of the data, packed on this disk, and its number of rows. Raises ConfigError.
 
     ``vocabulary``: how many tokens the model knows, which need not be how many its tokenizer does.
@@ -341,13 +341,13 @@ def _data(state: Home, recipe: Recipe, recipe_folder: Path, model: Path, vocabul
         n_rows = sum(rows_of_shards(read, tokens))
         require_known(highest_token(Path(presence["folder"]), read), vocabulary)
         return recipe.data, n_rows
-    texts = _tokenised(source, model, vocabulary)
+    texts = _tokenise(source, model, vocabulary)
     folder = state.folder / "data" / f"{recipe.name}-{int(time.time())}"
     n_rows = pack(texts, tokens, vocabulary, folder, recipe.seed)
-    return _adopt(state, folder), n_rows
+    return _adopt_folder(state, folder), n_rows
 
 
-def _adopt(state: Home, folder: Path) -> ModelId:
+def _adopt_folder(state: Home, folder: Path) -> ModelId:
     """Hash a folder, and have this machine's daemon hold it for others. Raises ConfigError."""
     from swarmd.protocol.models import manifest
     from swarmd.weights.library import Library
@@ -359,7 +359,7 @@ def _adopt(state: Home, folder: Path) -> ModelId:
     return model
 
 
-def _tokenised(path: Path, model: Path, vocabulary: int) -> list[list[int]]:
+def _tokenise(path: Path, model: Path, vocabulary: int) -> list[list[int]]:
     """Texts as tokens, each with its end. Raises ConfigError naming what cannot be used."""
     from swarmd.client.text.tokenizer import load_tokenizer
     from swarmd.client.tuning.dataset import Encoding, read_dataset

@@ -12,7 +12,7 @@ import typer
 from swarmd.importing import importing
 from swarmd.values import count
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import duration, home, print_json
+from swarmd_cli.context import format_duration, home, print_json
 from swarmd_cli.verbs.look import Json
 
 if TYPE_CHECKING:
@@ -92,16 +92,16 @@ def _tune(recipe: TuningRecipe, data: Path, out: Path, every: int, resume: bool,
         if is_balanced(remote):
             leave_out(remote)
             print(f"!! {NOT_BALANCED}", file=sys.stderr)
-        rows = read_dataset(data, _encoding(swarm.tokenizer(recipe.model), remote, recipe))
+        rows = read_dataset(data, _make_encoding(swarm.tokenizer(recipe.model), remote, recipe))
         tuner = Tuner(with_peft(remote, recipe), recipe, rows, out)
         first = tuner.resume() if resume else 0
-        _announce(tuner, rows, recipe, first)
+        _print_start(tuner, rows, recipe, first)
         began_at = time.perf_counter()
         progress = _Progress(recipe.steps, first, lambda: len(remote.lanes.statistics.retries))
         try:
             tuner.run(every, progress.show)
         except KeyboardInterrupt:
-            raise SystemExit(_interrupted(tuner, out)) from None
+            raise SystemExit(_report_interrupt(tuner, out)) from None
         finally:
             progress.end()
             if tuner.losses:
@@ -122,7 +122,7 @@ def _tune(recipe: TuningRecipe, data: Path, out: Path, every: int, resume: bool,
         return
     print("\n".join(terminal_curve(tuner.losses)))
     retried = f"; {retries} micro-batches were sent again" if retries else ""
-    print(f"{recipe.steps - first} steps in {duration(seconds)}{retried}")
+    print(f"{recipe.steps - first} steps in {format_duration(seconds)}{retried}")
     for doubt in result["doubts"]:
         print(f"!! {doubt}", file=sys.stderr)
     print(f"the result, in PEFT's format: {out / 'adapter'}\nthe loss curve: {out / 'loss.png'}")
@@ -130,7 +130,7 @@ def _tune(recipe: TuningRecipe, data: Path, out: Path, every: int, resume: bool,
         print(f"to have the swarm serve it: swarmd models add {out / 'adapter'} --name NAME --base {recipe.model}")
 
 
-def _encoding(tokenizer: Any, model: Any, recipe: TuningRecipe) -> Encoding:
+def _make_encoding(tokenizer: Any, model: Any, recipe: TuningRecipe) -> Encoding:
     """How this model's texts become tokens, as its own tokenizer begins them, and ended by its end of text."""
     from swarmd.client.tuning.dataset import Encoding
 
@@ -151,7 +151,7 @@ def _encoding(tokenizer: Any, model: Any, recipe: TuningRecipe) -> Encoding:
     )
 
 
-def _announce(tuner: Tuner, rows: Dataset, recipe: TuningRecipe, first: int) -> None:
+def _print_start(tuner: Tuner, rows: Dataset, recipe: TuningRecipe, first: int) -> None:
     n = sum(p.numel() for p in tuner.model.parameters() if p.requires_grad)
     n_tokens = sum(len(row.ids) for row in rows.rows)
     print(
@@ -162,7 +162,7 @@ def _announce(tuner: Tuner, rows: Dataset, recipe: TuningRecipe, first: int) -> 
         print(f"going on after step {first}, where the last checkpoint is", file=sys.stderr)
 
 
-def _interrupted(tuner: Tuner, out: Path) -> int:
+def _report_interrupt(tuner: Tuner, out: Path) -> int:
     from swarmd.client.tuning.tuning_recipe import checkpoints, step_of
 
     last_step = max((step_of(folder) for folder in checkpoints(out)), default=0)
@@ -187,7 +187,7 @@ class _Progress:
         retries = f", {n} sent again" if (n := self._retries()) else ""
         line = (
             f"step {step.number}/{self._n_steps}  loss {step.loss:.4f}  {step.tokens / step.seconds:.0f} tokens/s"
-            f"{retries}  {duration(left_s)} left"
+            f"{retries}  {format_duration(left_s)} left"
         )
         if self._is_terminal:
             sys.stderr.write(f"\r\x1b[2K{line}")
