@@ -29,11 +29,10 @@ def require_answers(*models: str, adapter: str = "") -> None:
     member_home = home()
     member_home.swarm()
     has_daemon = is_running()
-    addresses = (
-        []
-        if has_daemon
-        else [address for peer_addresses in member_home.bootstrap().values() for address in peer_addresses]
-    )
+    addresses: list[str] = []
+    if not has_daemon:
+        for peer_addresses in member_home.bootstrap().values():
+            addresses += peer_addresses
     do_others_answer = bool(addresses) and _does_any_listen(addresses)
     if has_daemon:
         require_approved()
@@ -49,7 +48,7 @@ def require_answers(*models: str, adapter: str = "") -> None:
 
 
 def explain_waiting() -> str:
-    """What is said of a machine whose join was not approved yet, as far as is known here; "" of any other."""
+    """Tell what a machine waits for whose join was not approved yet, as far as is known here; "" for any other."""
     state = home()
     if state.catalog().version:  # which nobody is given before
         return ""
@@ -71,19 +70,22 @@ def _require_names(models: Iterable[str], adapter: str) -> None:
     catalog = home().catalog()
     if not catalog.version:
         return
-    for kind, listed, names in (
-        ("model", catalog.models, models),
-        ("adapter", catalog.adapters, [adapter] if adapter else []),
-    ):
-        for name in names:
-            if name not in listed and not is_model_hash(name):
-                known = ", ".join(sorted(listed)) or "none yet"
-                raise ConfigError(f"the catalog has no {kind} {name!r}; it has: {known}")
+
+    def require_listed(kind: str, name: str, listed: Iterable[str]) -> None:
+        if name not in listed and not is_model_hash(name):
+            known = ", ".join(sorted(listed)) or "none yet"
+            raise ConfigError(f"the catalog has no {kind} {name!r}; it has: {known}")
+
+    for name in models:
+        require_listed("model", name, catalog.models)
+    if adapter:
+        require_listed("adapter", adapter, catalog.adapters)
 
 
 def _does_any_listen(addresses: Iterable[str]) -> bool:
     """Does somebody take a TCP connection at one of these multiaddrs?"""
-    endpoints = list(dict.fromkeys(found.groups() for a in addresses if (found := _TCP.match(a))))[:MAX_DIALLED]
+    matches = [_TCP.match(address) for address in addresses]
+    endpoints = list(dict.fromkeys(match.groups() for match in matches if match))[:MAX_DIALLED]
     is_answered = threading.Event()
     n_left = threading.Semaphore(0)
 

@@ -22,10 +22,12 @@ _chosen: list[Path | None] = [None]
 
 
 def set_home(folder: Path | None) -> None:
+    """Choose the home for all that follows; None is the default one."""
     _chosen[0] = folder
 
 
 def was_home_named() -> bool:
+    """Did the user say --home?"""
     return _chosen[0] is not None
 
 
@@ -34,6 +36,7 @@ def _folder() -> Path:
 
 
 def home() -> Home:
+    """Open the chosen home."""
     from swarmd.home import Home
 
     return Home(_folder())
@@ -52,6 +55,7 @@ def ask(verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -
 
 
 def is_running() -> bool:
+    """Does this home's daemon answer?"""
     from swarmd.errors import SwarmError
 
     try:
@@ -68,7 +72,7 @@ def reload_daemon() -> None:
 
 
 def wait_until(is_done: Callable[[], bool]) -> bool:
-    """Look ten times a second for as long as a daemon may take to leave; did it?"""
+    """Wait as long as a daemon may take to leave, looking ten times a second; returns whether it did."""
     deadline = time.monotonic() + WAIT_S
     while not is_done():
         if time.monotonic() > deadline:
@@ -78,6 +82,7 @@ def wait_until(is_done: Callable[[], bool]) -> bool:
 
 
 def print_json(value: dict[str, Any]) -> None:
+    """Print a value for programs, with the schema's version."""
     json.dump({"schema": 1, **value}, sys.stdout, indent=2)
     sys.stdout.write("\n")
 
@@ -94,7 +99,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def make_table(columns: list[str], rows: list[list[str]], title: str | None = None) -> Table:
-    """A table as all of them look."""
+    """Make a table that looks like all of them."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -118,10 +123,12 @@ def format_size(n_bytes: float | None) -> str:
 
 
 def format_rate(bytes_per_s: float | None) -> str:
+    """Write bytes per second as Mbit/s; unknown stays unknown."""
     return "unknown" if bytes_per_s is None else f"{8 * bytes_per_s / 1e6:.0f} Mbit/s"
 
 
 def format_number(value: float | None, unit: str = "") -> str:
+    """Write a number with four digits that count; unknown stays unknown."""
     return "unknown" if value is None else f"{value:.4g}{unit}"
 
 
@@ -136,4 +143,6 @@ def format_percent(chance: float) -> str:
     """Write a chance for people; only what is certain is 0 or 100 %."""
     if chance <= 0 or chance >= 1:
         return f"{100 * min(1.0, max(0.0, chance)):.0f} %"
-    return "under 0.1 %" if chance < 0.001 else "over 99.9 %" if chance > 0.999 else f"{100 * chance:.1f} %"
+    if chance < 0.001:
+        return "under 0.1 %"
+    return "over 99.9 %" if chance > 0.999 else f"{100 * chance:.1f} %"

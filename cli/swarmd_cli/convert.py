@@ -23,7 +23,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def convert_gguf(path: Path, dtype: str) -> Path:
-    """The folder of what is in a GGUF file, made now if it is not there yet. Raises ConfigError."""
+    """Return the folder with what is in a GGUF file, made now if it is not there yet. Raises ConfigError."""
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"  # transformers' bar would be pages of a log
     print(f"{path.name}: looking at {path.stat().st_size / 2**20:.0f} MiB ...", file=sys.stderr)
@@ -38,20 +38,19 @@ def convert_gguf(path: Path, dtype: str) -> Path:
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True, mode=0o700)
+
+    def report(line: str) -> None:
+        print(f"{path.name}: {line}", file=sys.stderr)
+
     try:
-        conversion = gguf.convert(path, unfinished, dtype, lambda line: print(f"{path.name}: {line}", file=sys.stderr))
+        conversion = gguf.convert(path, unfinished, dtype, report)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    cost = (
-        f"rounding to it takes {100 * conversion.loss:.2g} % of a tensor at most"
-        if conversion.loss
-        else "nothing is lost"
-    )
-    print(
-        f"{path.name}: {conversion.n_parameters / 1e6:.0f} million parameters as {conversion.dtype}, {cost}",
-        file=sys.stderr,
-    )
+    cost = "nothing is lost"
+    if conversion.loss:
+        cost = f"rounding to it takes {100 * conversion.loss:.2g} % of a tensor at most"
+    report(f"{conversion.n_parameters / 1e6:.0f} million parameters as {conversion.dtype}, {cost}")
     return folder
 
 

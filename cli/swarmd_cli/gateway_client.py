@@ -24,7 +24,7 @@ class GatewayClient:
     token: str
 
     def models(self) -> list[dict[str, Any]]:
-        """The models of the swarm, as GET /v1/models lists them. Raises SwarmError."""
+        """List the models of the swarm, as GET /v1/models has them. Raises SwarmError."""
         import httpx
 
         try:
@@ -58,18 +58,21 @@ class GatewayClient:
 
 
 def find_gateway() -> GatewayClient | None:
-    """The gateway of this home, if one runs and answers: one that was killed leaves its address behind."""
+    """Find the gateway of this home, if one runs and answers: one that was killed leaves its address behind."""
     from swarmd.gateway.address import read_token, read_url
 
     folder = home().folder
     url = read_url(folder)
-    return GatewayClient(url, read_token(folder)) if url is not None and _does_answer(url) else None
+    if url is None or not _does_answer(url):
+        return None
+    return GatewayClient(url, read_token(folder))
 
 
 @contextmanager
 def open_gateway() -> Iterator[GatewayClient]:
-    """The gateway of this home that runs, else a child that ends with this process."""
-    if (running := find_gateway()) is not None:
+    """Yield the gateway of this home that runs, else a child that ends with this process."""
+    running = find_gateway()
+    if running is not None:
         yield running
         return
     from swarmd.config import SUPERVISED
@@ -79,6 +82,8 @@ def open_gateway() -> Iterator[GatewayClient]:
 
     folder = home().folder
     log = folder / "chat.log"
+    # The child is supervised: it ends when its standard input is closed, which the kernel does however this process
+    # ends. It prints where it listens once it does; a line without that, or none, is its end.
     with log.open("w") as errors:
         child = subprocess.Popen(
             [*command(folder), "--listen", "127.0.0.1:0"],
@@ -86,20 +91,18 @@ def open_gateway() -> Iterator[GatewayClient]:
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,
-            env={**os.environ, SUPERVISED: "1"},  # it ends when its standard input does, however this process ends
+            env={**os.environ, SUPERVISED: "1"},
         )
     clear = "\r\033[K" if sys.stderr.isatty() else ""
     if clear:
         print("waking up ...", end="", file=sys.stderr, flush=True)
     try:
         assert child.stdout is not None
-        line = child.stdout.readline().decode()  # it says where it is once it listens, or ends
+        line = child.stdout.readline().decode()
         print(clear, end="", file=sys.stderr, flush=True)
         if " is at " not in line:
-            log_lines = log.read_text().strip().splitlines()
-            raise SwarmUnavailable(
-                log_lines[-1].removeprefix("swarmd: ") if log_lines else "the gateway ended, and did not say why"
-            )
+            log_lines = log.read_text().strip().splitlines() or ["the gateway ended, and did not say why"]
+            raise SwarmUnavailable(log_lines[-1].removeprefix("swarmd: "))
         yield GatewayClient(line.split(" is at ")[1].split()[0], read_token(folder))
     finally:
         child.terminate()
@@ -117,14 +120,14 @@ def require_listed(name: str, listed: list[dict[str, Any]]) -> None:
 
 
 def describe_answer(details: dict[str, Any]) -> list[str]:
-    """Lines for a user, of what a gateway tells about an answer: repairs, and from where on it may be wrong."""
+    """Write for a user what a gateway tells about an answer: repairs, and from where on it may be wrong."""
     repairs = [f"repaired meanwhile ({details['longest_stall_s']:.2f} s): {reason}" for reason in details["repairs"]]
     doubts = [describe_doubt(doubt["token"], doubt["hop"], doubt["reason"]) for doubt in details["doubts"][:1]]
     return repairs + doubts
 
 
 def describe_doubt(token: int, hop: str, reason: str) -> str:
-    """What a user is told of an answer whose tokens from ``token`` on (the first is 0) are in doubt."""
+    """Tell a user that the tokens of an answer from ``token`` on (the first is 0) are in doubt."""
     return f"from token {token + 1} of the answer on the text may be wrong: {hop}: {reason}"
 
 
@@ -151,7 +154,7 @@ def _require_ok(answer: Any) -> None:
 
 
 def _error_of_refusal(refusal: dict[str, Any]) -> Exception:
-    """The error that a refusal in OpenAI's form stands for."""
+    """Make the error that a refusal in OpenAI's form stands for."""
     from swarmd.errors import ConfigError, NoRoute, SwarmUnavailable
 
     message = str(refusal.get("message", ""))

@@ -65,7 +65,8 @@ class Manager(Protocol):
     def reload(self) -> None:
         """Have the manager see that the file is gone."""
 
-    def state(self) -> ServiceState: ...
+    def state(self) -> ServiceState:
+        """What it does now."""
 
     def logs(self, lines: int, follow: bool) -> list[str]:
         """The command that shows the log."""
@@ -88,7 +89,8 @@ class Systemd:
         if self.is_system:
             return Path("/etc/systemd/system") / UNIT
         configured = os.environ.get("XDG_CONFIG_HOME")
-        return (Path(configured) if configured else Path.home() / ".config") / "systemd" / "user" / UNIT
+        settings = Path(configured) if configured else Path.home() / ".config"
+        return settings / "systemd" / "user" / UNIT
 
     def require(self) -> None:
         result = _run(self._systemctl("show", "--property=Version"))
@@ -134,35 +136,32 @@ class Systemd:
         _run(self._systemctl("daemon-reload"))
 
     def state(self) -> ServiceState:
+        path = str(self.path)
         if not self.path.is_file():
-            return ServiceState(False, "not installed", str(self.path))
+            return ServiceState(False, "not installed", path)
         names = "ActiveState,SubState,MainPID,NRestarts,UnitFileState,StatusText,Result"
-        asked = _run(self._systemctl("show", UNIT, f"--property={names}"))
-        if asked.returncode:
-            return ServiceState(True, "unknown", str(self.path), detail=_last_line(asked.stderr))
-        properties = dict(line.split("=", 1) for line in asked.stdout.splitlines() if "=" in line)
+        shown = _run(self._systemctl("show", UNIT, f"--property={names}"))
+        if shown.returncode:
+            return ServiceState(True, "unknown", path, detail=_last_line(shown.stderr))
+        properties = dict(line.split("=", 1) for line in shown.stdout.splitlines() if "=" in line)
+        detail = properties.get("StatusText", "")
         unit_result = properties.get("Result", "")
+        if not detail and unit_result not in ("", "success"):
+            detail = f"ended by: {unit_result}"
         return ServiceState(
             installed=True,
             state=properties.get("ActiveState", "unknown"),
-            unit=str(self.path),
+            unit=path,
             starts_by_itself=properties.get("UnitFileState") == "enabled",
             pid=int(properties.get("MainPID", "0")) or None,
             restarts=int(properties.get("NRestarts", "0")),
-            detail=properties.get("StatusText", "")
-            or (f"ended by: {unit_result}" if unit_result not in ("", "success") else ""),
+            detail=detail,
         )
 
     def logs(self, lines: int, follow: bool) -> list[str]:
-        selection = ["--unit" if self.is_system else "--user-unit", UNIT]
-        return [
-            "journalctl",
-            "--quiet",
-            *selection,
-            "--lines",
-            str(lines),
-            *(["--follow"] if follow else ["--no-pager"]),
-        ]
+        unit_option = "--unit" if self.is_system else "--user-unit"
+        ending = "--follow" if follow else "--no-pager"
+        return ["journalctl", "--quiet", unit_option, UNIT, "--lines", str(lines), ending]
 
     def after_install(self) -> str:
         if self.is_system:
@@ -184,9 +183,10 @@ class Systemd:
         return ["systemctl", *([] if self.is_system else ["--user"]), *arguments]
 
     def _has_namespaces(self) -> bool:
-        """Whether the user's manager can make them: asked of itself; without it, taken for granted."""
+        """Can the user's manager make namespaces? One that runs is asked; where none runs, it is taken for granted."""
         probe = ["systemd-run", "--user", "--wait", "--collect", "--quiet", "-p", "PrivateUsers=yes"]
-        return _run([*probe, "-p", "ProtectSystem=strict", "true"]).returncode not in (217, 226)  # USER, NAMESPACE
+        result = _run([*probe, "-p", "ProtectSystem=strict", "true"])
+        return result.returncode not in (217, 226)  # systemd's own exit codes for USER and NAMESPACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +237,15 @@ class Launchd:
         result = _run(["launchctl", "print", f"{self._domain}/{LABEL}"])
         if result.returncode:
             return ServiceState(True, "inactive", str(self.path), detail=_last_line(result.stderr))
-        state, pid = (
-            re.search(r"^\s*state = (.+)$", result.stdout, re.M),
-            re.search(r"^\s*pid = (\d+)$", result.stdout, re.M),
+        state = re.search(r"^\s*state = (.+)$", result.stdout, re.M)
+        pid = re.search(r"^\s*pid = (\d+)$", result.stdout, re.M)
+        return ServiceState(
+            installed=True,
+            state=state[1] if state else "unknown",
+            unit=str(self.path),
+            starts_by_itself=True,
+            pid=int(pid[1]) if pid else None,
         )
-        return ServiceState(True, state[1] if state else "unknown", str(self.path), True, int(pid[1]) if pid else None)
 
     def logs(self, lines: int, follow: bool) -> list[str]:
         if not self.path.is_file():
@@ -261,7 +265,7 @@ class Launchd:
 
 
 def find_manager(is_system: bool) -> Manager:
-    """The manager of this machine. Raises ConfigError where there is none that swarmd knows."""
+    """Find the manager of this machine. Raises ConfigError where there is none that swarmd knows."""
     if sys.platform == "darwin":
         if is_system:
             raise ConfigError("--system is for systemd: on macOS the daemon runs as an agent of its user")
@@ -284,10 +288,9 @@ def quote_word(word: str, in_command: bool = False) -> str:
 
 
 def remove_namespaces(text: str) -> str:
-    """A unit for a machine where users may make no namespaces: what stays still counts."""
-    return "# This machine lets users make no namespaces: what needs them is left out.\n" + NEEDS_NAMESPACE.sub(
-        "", text
-    )
+    """Make a unit for a machine where users may make no namespaces: what stays still counts."""
+    remark = "# This machine lets users make no namespaces: what needs them is left out.\n"
+    return remark + NEEDS_NAMESPACE.sub("", text)
 
 
 def _is_lingering() -> bool:

@@ -21,7 +21,7 @@ ADDRESS = re.compile(r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}|[0-9a-fA-F]{0,4}(?:
 
 
 def read_secrets(folder: Path) -> set[str]:
-    """What the files of a home that only its owner may read hold."""
+    """Read what a home's secret files hold, text by text."""
     secrets: set[str] = set()
     for name in SECRET_FILES:
         try:
@@ -47,14 +47,16 @@ def _strings(value: Any) -> Iterable[str]:
 
 
 def make_redactor(secrets: Iterable[str], names: Mapping[str, str]) -> Callable[[str], str]:
-    """A function that replaces secrets, and ``names`` (a user's, a machine's) by what they are called instead.
+    """Make a function that replaces secrets, and ``names`` (a user's, a machine's) by what they are called instead.
 
     Public addresses get numbers, the same for the same one in all texts, so that who talks with whom can be followed.
     """
+    # Longer secrets and names first: a shorter one may be a part of a longer, whose rest would stay.
     ordered = sorted(secrets, key=len, reverse=True)
+    ordered_names = sorted(names.items(), key=lambda pair: -len(pair[0]))
     numbers: dict[str, int] = {}
 
-    def masked(match: re.Match[str]) -> str:
+    def mask(match: re.Match[str]) -> str:
         try:
             host = ipaddress.ip_address(match[0])
         except ValueError:
@@ -68,8 +70,8 @@ def make_redactor(secrets: Iterable[str], names: Mapping[str, str]) -> Callable[
             text = text.replace(secret, "[secret]")
         text = INVITE_OR_KEY.sub("[secret]", LONG_HEX.sub("[hex]", text))
         text = NAMED_SECRET.sub(r"\1[secret]", text)
-        for name, replacement in sorted(names.items(), key=lambda pair: -len(pair[0])):
+        for name, replacement in ordered_names:
             text = re.sub(rf"(?<![\w]){re.escape(name)}(?![\w])", replacement, text)
-        return ADDRESS.sub(masked, text)
+        return ADDRESS.sub(mask, text)
 
     return redact

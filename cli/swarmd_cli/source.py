@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from swarmd.errors import ConfigError
@@ -22,7 +23,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def find_folder(source: str, dtype: str) -> Path:
-    """A folder as it is; a GGUF file becomes one under the home, an id of the hub one in the hub's own cache.
+    """Find a folder as it is; a GGUF file becomes one under the home, an id of the hub one in the hub's own cache.
 
     Raises ConfigError, with what is there, for what is neither a checkpoint nor an adapter.
     """
@@ -61,7 +62,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def refuse_known_formats(where: str, names: Iterable[str], command: str) -> None:
-    """Say what files there are in place of a checkpoint of safetensors. Raises ConfigError if it is known.
+    """Raise ConfigError where the names tell of a format that swarmd does not read, with what to do instead.
 
     ``command`` is what to write in front of a file's name to have it: "", or what downloads it.
     """
@@ -92,7 +93,7 @@ def refuse_known_formats(where: str, names: Iterable[str], command: str) -> None
 
 
 def _find_checkpoint(folder: Path) -> Path:
-    """A checkpoint's own folder: of the hub's cache, the snapshot that is in it. Raises ConfigError."""
+    """Find a checkpoint's own folder: of the hub's cache, the snapshot that is in it. Raises ConfigError."""
     if (folder / "snapshots").is_dir() and (folder / "blobs").is_dir():
         return _find_snapshot(folder)
     if (folder / "blobs").is_dir() and ((folder / "manifests").is_dir() or _list_ollama_files(folder)):
@@ -103,19 +104,19 @@ def _find_checkpoint(folder: Path) -> Path:
             "ollama show MODEL --modelfile names a model's own (FROM ...); swarmd models add THAT_FILE --name NAME"
         )
     if not _is_checkpoint(folder):
-        names = [p.relative_to(folder).as_posix() for p, _ in zip(folder.rglob("*"), range(MOST_NAMES), strict=False)]
+        names = [path.relative_to(folder).as_posix() for path in islice(folder.rglob("*"), MOST_NAMES)]
         refuse_known_formats(str(folder), names, "")
     return folder
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Is it a checkpoint or an adapter by the names of its files? What is wrong with it is said by who reads it."""
+    """Is it a checkpoint or an adapter by the names of its files? Whether it is a sound one shows when it is read."""
     weights = ("model.safetensors", "model.safetensors.index.json")
     return any((folder / name).is_file() for name in (*weights, "adapter_config.json"))
 
 
 def _find_snapshot(folder: Path) -> Path:
-    """The snapshot that a folder models--ORG--NAME of the hub's cache means. Raises ConfigError."""
+    """Find the snapshot that a folder models--ORG--NAME of the hub's cache means. Raises ConfigError."""
     snapshots = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
     main = folder / "refs" / "main"
     named = folder / "snapshots" / main.read_text().strip()[:64] if main.is_file() else None
@@ -130,7 +131,7 @@ def _find_snapshot(folder: Path) -> Path:
 
 
 def _list_ollama_files(folder: Path) -> list[Path]:
-    """The GGUF files in Ollama's store, the largest first."""
+    """List the GGUF files in Ollama's store, the largest first."""
     blobs = [path for path in (folder / "blobs").glob("sha256-*") if is_gguf(path)]
     return sorted(blobs, key=lambda path: path.stat().st_size, reverse=True)
 
