@@ -13,54 +13,58 @@ TOPOLOGIES = ("parts", "server", "sites", "grid", "ring")
 
 
 def show_plan(body: dict[str, Any]) -> None:
-    """The next round, and what each synchronisation, codec and topology would come to."""
-    rows = [
-        [
-            member["peer"][-8:],
-            "yes" if member["computes"] else "no",
-            f"{100 * member['reduces']:.0f} %",
-            format_rate(member["up_bytes_per_s"]),
-            format_rate(member["down_bytes_per_s"]),
-        ]
-        for member in body["members"]
-    ]
+    """Print the next round, and what each synchronisation, codec and topology would come to."""
+    rows = []
+    for member in body["members"]:
+        computes = "yes" if member["computes"] else "no"
+        share = f"{100 * member['reduces']:.0f} %"
+        up = format_rate(member["up_bytes_per_s"])
+        down = format_rate(member["down_bytes_per_s"])
+        rows.append([member["peer"][-8:], computes, share, up, down])
     print_table(f"The next round of {body['run'][:12]}", ["peer", "computes", "reduces", "up", "down"], rows)
     print(f"{format_size(body['bytes'])} to average in about {body['expected_s']:.2f} s ({body['why']})")
     print(f"with equal parts it would be {body['equal_parts_s']:.2f} s")
-    settings = [
-        [
-            ("* " if setting["setting"] == body["setting"] else "") + setting["setting"],
-            f"{setting['update_s']:.1f} s",
-            f"{100 * setting['utilisation']:.0f} %",
-            f"{setting['excess']:.1f} x" if setting["excess"] > 1 else "",
-            format_number(setting["samples_per_s"]),
-            format_size(round(setting["bytes_per_sample"])),
-        ]
-        for setting in _choose_settings(body)
-    ]
-    if settings:
+    rows = [_setting_row(setting, body["setting"]) for setting in _choose_settings(body)]
+    if rows:
         columns = ["setting (* this run's)", "an update", "computes", "too large", "samples/s", "sent a sample"]
-        print_table("Synchronisation, codec and topology, predicted", columns, settings)
+        print_table("Synchronisation, codec and topology, predicted", columns, rows)
         print(f"best: {body['recommended']}: {body['recommended_why']}")
     else:
         print(f"no other setting is predicted: {body['recommended_why']}")
 
 
+def _setting_row(setting: dict[str, Any], own_setting: str) -> list[str]:
+    name = setting["setting"]
+    mark = "* " if name == own_setting else ""
+    return [
+        mark + name,
+        f"{setting['update_s']:.1f} s",
+        f"{100 * setting['utilisation']:.0f} %",
+        f"{setting['excess']:.1f} x" if setting["excess"] > 1 else "",
+        format_number(setting["samples_per_s"]),
+        format_size(round(setting["bytes_per_sample"])),
+    ]
+
+
 def _choose_settings(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each synchronisation without a codec, with the best one, and this run's by each topology; the recommended."""
+    """Choose the settings that are worth showing.
+
+    They are: each synchronisation without a codec and with the best one, this run's setting by each topology, and the
+    recommended one. A setting's name is "SYNCHRONISATION, CODEC", or "SYNCHRONISATION, TOPOLOGY".
+    """
     best: dict[str, dict[str, Any]] = {}
     topologies = [row for row in body["settings"] if row["setting"].rpartition(", ")[2] in TOPOLOGIES]
     rows = [row for row in body["settings"] if row not in topologies]
     for row in sorted(rows, key=lambda row: (-row["samples_per_s"], row["excess"])):
         best.setdefault(row["setting"].rpartition(", ")[0], row)
-    named = {body["setting"], body["recommended"], *(f"{kind}, none" for kind in best)}
-    return [row for row in rows if row["setting"] in named or row in best.values()] + topologies
+    shown_names = {body["setting"], body["recommended"], *(f"{kind}, none" for kind in best)}
+    return [row for row in rows if row["setting"] in shown_names or row in best.values()] + topologies
 
 
 def show_run(row: dict[str, Any]) -> None:
+    """Print how a run goes, here and elsewhere."""
     from swarmd_cli.curve import terminal_curve
 
-    remaining = "unknown" if row["left_s"] is None else format_duration(row["left_s"])
     print(f"{row['name']} ({row['run'][:12]}): {row['state']}; {row['role']} here: {row['why']}")
     if row["failure"]:
         print(f"  the last failure: {row['failure']}")
@@ -69,30 +73,22 @@ def show_run(row: dict[str, Any]) -> None:
         name = shlex.quote(row["name"])
         print(f"  done: {row['finished']}; swarmd train export {name} --out FOLDER writes the model")
     else:
+        remaining = "unknown" if row["left_s"] is None else format_duration(row["left_s"])
         print(f"  next round: {row['gathered']} of {row['target']} samples, {remaining} to go")
-    if (last := row["last_round"]) is not None:
-        print(
-            f"  last round led here: {count(last['n_members'], 'member')}, gathered in {last['gather_s']:.2f} s, "
-            f"averaged in {last['average_s']:.2f} s (expected {last['expected_s']:.2f}), "
-            f"committed in {last['commit_s']:.2f} s"
-            + (f"; left out: {', '.join(last['left_out'])}" if last["left_out"] else "")
-        )
+    if row["last_round"] is not None:
+        _print_last_round(row["last_round"])
     print(
         f"  here: {format_number(row['samples_per_s'])} samples/s, {row['samples_counted']} counted, "
         f"{row['samples_wasted']} not counted, {row['catch_ups']} times caught up"
     )
     if row["state_bytes"]:
         print(f"  who joins now fetches {format_size(row['state_bytes'])}: parameters, and the moments that all share")
-    if (measured := row["measured_samples_per_s"]) and (predicted := row["predicted_samples_per_s"]):
-        error = predicted / measured - 1
-        wrong = f"{100 * abs(error):.0f} % too {'many' if error > 0 else 'few'}"
-        print(
-            f"  all together: {format_number(measured)} samples/s; {format_number(predicted)} were predicted ({wrong})"
-        )
-    rows = [
-        [p["peer"][-8:], p["role"], str(p["update"]), format_number(p["samples_per_s"]), p["status"]]
-        for p in row["peers"]
-    ]
+    if row["measured_samples_per_s"] and row["predicted_samples_per_s"]:
+        _print_prediction(row["measured_samples_per_s"], row["predicted_samples_per_s"])
+    rows = []
+    for peer in row["peers"]:
+        speed = format_number(peer["samples_per_s"])
+        rows.append([peer["peer"][-8:], peer["role"], str(peer["update"]), speed, peer["status"]])
     print_table("Others", ["peer", "role", "update", "samples/s", "doing"], rows)
     audits = row["audits"]
     if not audits["why_not"]:
@@ -101,12 +97,30 @@ def show_run(row: dict[str, Any]) -> None:
     if audits["trouble"]:
         print(f"  {audits['trouble']}")
     if row["shunned"]:
-        print(f"  done without, for faulty numbers: {', '.join(p[-8:] for p in row['shunned'])}")
+        print(f"  done without, for faulty numbers: {', '.join(peer[-8:] for peer in row['shunned'])}")
     if len(row["losses"]) > 1:
         print("\n".join(terminal_curve(row["losses"])))
 
 
+def _print_last_round(last_round: dict[str, Any]) -> None:
+    left_out = ", ".join(last_round["left_out"])
+    print(
+        f"  last round led here: {count(last_round['n_members'], 'member')}, "
+        f"gathered in {last_round['gather_s']:.2f} s, "
+        f"averaged in {last_round['average_s']:.2f} s (expected {last_round['expected_s']:.2f}), "
+        f"committed in {last_round['commit_s']:.2f} s" + (f"; left out: {left_out}" if left_out else "")
+    )
+
+
+def _print_prediction(measured: float, predicted: float) -> None:
+    """Compare how fast all are together with what was predicted; both in samples per second."""
+    error = predicted / measured - 1
+    wrong = f"{100 * abs(error):.0f} % too {'many' if error > 0 else 'few'}"
+    print(f"  all together: {format_number(measured)} samples/s; {format_number(predicted)} were predicted ({wrong})")
+
+
 def write_plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the loss curve of the one run that was named. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd_cli.curve import save_png
 

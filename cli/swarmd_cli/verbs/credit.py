@@ -33,44 +33,53 @@ def credit(
 
     state = home()
     own_voucher = read_links_untrusted(state.swarm().certificate)[0].key
-    ledger, own_peer, now_s = UsageLedger(state.books_file), state.identity().peer_id, int(time.time())
+    ledger = UsageLedger(state.books_file)
+    own_peer = state.identity().peer_id
+    now_s = int(time.time())
     since = now_s - days * DAY_S
     n_checked = ledger.check() if check else None
     counted = ledger.counted(since)
     served = sum(n_served for voucher, n_served in ledger.served(since).items() if voucher != own_voucher)
-    sums, by_day = ledger.sums(own_peer, own_voucher, since), ledger.days(own_peer, own_voucher, since)
-    n_gave, n_took = sum(account.gave for account in sums), sum(account.took for account in sums)
+    accounts = ledger.sums(own_peer, own_voucher, since)
+    by_day = ledger.days(own_peer, own_voucher, since)
+    n_gave = sum(account.gave for account in accounts)
+    n_took = sum(account.took for account in accounts)
     if as_json:
         rows = [
-            {"voucher": account.voucher.hex(), "peers": list(account.peers), "gave": account.gave, "took": account.took}
-            | {"sessions": account.n_sessions, "last_at": account.last_at}
-            for account in sums
+            {
+                "voucher": account.voucher.hex(),
+                "peers": list(account.peers),
+                "gave": account.gave,
+                "took": account.took,
+                "sessions": account.n_sessions,
+                "last_at": account.last_at,
+            }
+            for account in accounts
         ]
-        per_day = [{"day": day * DAY_S, "gave": g, "took": t} for day, (g, t) in sorted(by_day.items())]
-        alone = {kind.name.lower(): n_served for kind, n_served in counted.items()}
+        per_day = [{"day": day * DAY_S, "gave": gave, "took": took} for day, (gave, took) in sorted(by_day.items())]
+        alone = {kind.name.lower(): amount for kind, amount in counted.items()}
         totals = {"gave": n_gave, "took": n_took, "with": rows, "days": per_day, "bills_checked": n_checked}
         print_json({**totals, "counted": {**alone, "served": served}})
         return
     if n_checked is not None:
         print(f"{n_checked} bills, all signed by both sides", file=sys.stderr)
-    partner_rows = [
-        [
-            _format_sponsor(account.voucher, account.peers),
-            f"{account.gave:,}",
-            f"{account.took:,}",
-            str(account.n_sessions),
-            _format_age(now_s - account.last_at),
-        ]
-        for account in sums
-    ]
+    partner_rows = []
+    for account in accounts:
+        sponsor = _format_sponsor(account.voucher, account.peers)
+        age = _format_age(now_s - account.last_at)
+        partner_rows.append([sponsor, f"{account.gave:,}", f"{account.took:,}", str(account.n_sessions), age])
     print_table(f"Tokens x blocks of the last {days} days", ["with", "gave", "took", "sessions", "last"], partner_rows)
     print_table("Counted by this machine alone", ["", ""], _own_rows(counted, served))
-    if sums:
+    if accounts:
         print(f"gave {n_gave:,}, took {n_took:,}")
         today = now_s // DAY_S
         columns = [by_day.get(day, (0, 0)) for day in range(today - min(days, DAYS) + 1, today + 1)]
-        for name, values in (("gave", [g for g, _ in columns]), ("took", [t for _, t in columns])):
-            print(f"{name} {draw_sparkline(values)} {max(values):,} on the best day of {len(columns)}")
+        _print_days("gave", [gave for gave, _ in columns])
+        _print_days("took", [took for _, took in columns])
+
+
+def _print_days(name: str, values: Sequence[int]) -> None:
+    print(f"{name} {draw_sparkline(values)} {max(values):,} on the best day of {len(values)}")
 
 
 def _own_rows(counted: dict[Any, int], served: int) -> list[list[str]]:
@@ -87,9 +96,11 @@ def _own_rows(counted: dict[Any, int], served: int) -> list[list[str]]:
 
 
 def draw_sparkline(values: Sequence[int]) -> str:
-    """One column for each value, as high as it is large."""
+    """Draw one column for each value, as high as it is large."""
     largest = max(values, default=0)
-    return "".join(EIGHTHS[-(-8 * value // largest)] if largest else EIGHTHS[0] for value in values)
+    if not largest:
+        return EIGHTHS[0] * len(values)
+    return "".join(EIGHTHS[-(-8 * value // largest)] for value in values)  # rounded up: what is not 0 is seen
 
 
 def _format_sponsor(voucher: bytes, peers: Sequence[str]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -59,7 +62,7 @@ def status(as_json: Json = False) -> None:
 
 
 def merge_names(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each model, under all of its names."""
+    """Merge the rows of each model into one, under all of its names."""
     merged: dict[str, dict[str, Any]] = {}
     for row in listed:
         earlier = merged.get(row["model"])
@@ -68,28 +71,36 @@ def merge_names(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def reach_text(reach: dict[str, Any]) -> str:
-    """Whether others can connect to this machine, and what it does for them, in a line."""
+    """Write whether others can connect to this machine, and what it does for them, in a line."""
     relaying = f"; it relays {count(reach['relaying'], 'circuit')} for others" if reach["relaying"] else ""
     mapped = f"; the router forwards {reach['mapped']} to it" if reach["mapped"] else ""
     return f"{reach['state']}: {reach['why']}{mapped}{relaying}"
 
 
 def health_text(row: dict[str, Any]) -> str:
-    """What was found, and what to do."""
+    """Write what was found, and what to do."""
     return ": ".join(filter(None, (row["text"], row["remedy"])))
 
 
 def network_text(policy: dict[str, Any]) -> str:
-    """What has passed beyond the home this month, and the owner's limits."""
-    limit = f" of {policy['month_limit_bytes'] / 2**30:g} GiB" if policy["month_limit_bytes"] else ""
-    rates = [(direction, policy[f"{direction}_bytes_per_s"]) for direction in ("up", "down")]
-    limits = [f"{direction} at most {8e-6 * bytes_per_s:g} Mbit/s" for direction, bytes_per_s in rates if bytes_per_s]
-    return ", ".join([f"{policy['month_bytes'] / 2**30:.2f}{limit or ' GiB'} beyond the home this month", *limits])
+    """Write what has passed beyond the home this month, and the owner's limits."""
+    limit = " GiB"
+    if policy["month_limit_bytes"]:
+        limit = f" of {policy['month_limit_bytes'] / 2**30:g} GiB"
+    texts = [f"{policy['month_bytes'] / 2**30:.2f}{limit} beyond the home this month"]
+    for direction in ("up", "down"):
+        bytes_per_s = policy[f"{direction}_bytes_per_s"]
+        if bytes_per_s:
+            texts.append(f"{direction} at most {8e-6 * bytes_per_s:g} Mbit/s")
+    return ", ".join(texts)
 
 
 def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:
-    """What one worker serves, in which state, and why."""
-    serving, worker, server, tuning = (hosting[key] for key in ("serving", "worker", "server", "tuning"))
+    """Write what one worker serves, in which state, and why."""
+    serving = hosting["serving"]
+    worker = hosting["worker"]
+    server = hosting["server"]
+    tuning = hosting["tuning"]
     if not serving:
         return [["serving", f"nothing now ({hosting['wanted']} is wanted); {hosting['state']}: {hosting['why']}"]]
     rows = [
@@ -102,13 +113,8 @@ def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:
     free = f"{server['free_cache_tokens']} of {server['total_cache_tokens']} cache tokens free"
     served = f"{server['tokens_served']} tokens served, {server['tokens_reused']} of them copied"
     rows.append(["sessions", f"{server['sessions']} open, {served}, {free}"])
-    users = f"{count(tuning['clients'], 'client')}"
-    rows.append(
-        [
-            "fine-tuning",
-            f"{count(tuning['lanes'], 'lane')} of {users}, {count(tuning['tokens_trained'], 'token')} trained",
-        ]
-    )
+    lanes = f"{count(tuning['lanes'], 'lane')} of {count(tuning['clients'], 'client')}"
+    rows.append(["fine-tuning", f"{lanes}, {count(tuning['tokens_trained'], 'token')} trained"])
     balance = hosting["balance"]
     rows.append(["balance", balance["last_move"] or f"never moved; {balance['last_look']}"])
     return rows
@@ -120,21 +126,23 @@ def _missing_text(model: dict[str, Any]) -> str:
 
 
 def download_line(download: dict[str, Any]) -> str:
-    """How far one download is, in a line."""
-    done, total, left_s = download["done_bytes"], download["total_bytes"], download["left_s"]
+    """Write how far one download is, in a line."""
+    done = download["done_bytes"]
+    total = download["total_bytes"]
+    left_s = download["left_s"]
     share = f"{100 * done / total:.0f} %" if total else "all"
     time_left = "" if left_s is None else f", {format_duration(left_s)} left"
     waiting = f"; {download['waiting_for']}" if download["waiting_for"] else ""
-    donors = len(download["donors"])
-    source = f"{format_rate(download['bytes_per_s'])} from {count(donors, 'peer')}"
+    source = f"{format_rate(download['bytes_per_s'])} from {count(len(download['donors']), 'peer')}"
     return f"{format_size(done)} of {format_size(total)} ({share}), {source}{time_left}{waiting}"
 
 
 def _safety_text(model: dict[str, Any]) -> str:
-    """How many servers hold the rarest block, and how likely a gap is."""
+    """Write how many servers hold the rarest block, and how likely a gap is."""
     holders = f"complete: every block on {model['lowest']} or more servers (target {model['target']})"
     chance = model["gap_chance_within_hour"]
-    return f"{holders}; chance of a gap within the hour {'unknown' if chance is None else format_percent(chance)}"
+    shown_chance = "unknown" if chance is None else format_percent(chance)
+    return f"{holders}; chance of a gap within the hour {shown_chance}"
 
 
 def peers(as_json: Json = False) -> None:
@@ -151,42 +159,47 @@ def peers(as_json: Json = False) -> None:
 
 
 def _peer_lines(peer: dict[str, Any]) -> str:
-    """Two or more lines for one peer: what it serves, and what it has."""
-    away = "this one" if peer["is_self"] else f"{format_number(peer['round_trip_ms'], ' ms')} away{_way_text(peer)}"
-    lines = [f"{peer['peer']}  ({away})"]
-    for span in peer["spans"]:
-        speed = f"{format_number(span['decode_tokens_per_s'])} tokens/s"
-        free = f"{span['free_cache_tokens']} cache tokens free"
-        tunes = (
-            f", fine-tuning in {format_size(span['training_bytes'])}" if span["training_bytes"] else ", no fine-tuning"
-        )
-        served = f"{span['model']} {span_text(span['blocks'])}{' and the head' if span['head'] else ''}"
-        lines.append(f"  serves {served}: {span['state']}, {speed}, {free}{tunes}")
+    """Write two or more lines for one peer: what it serves, and what it has."""
+    distance = "this one"
+    if not peer["is_self"]:
+        distance = f"{format_number(peer['round_trip_ms'], ' ms')} away{_way_text(peer)}"
+    lines = [f"{peer['peer']}  ({distance})"]
+    lines += [f"  serves {_served_text(span)}" for span in peer["spans"]]
     if not peer["spans"]:
         lines.append("  serves nothing")
-    device_memory = f", {format_size(peer['device_memory_bytes'])} of its own" if peer["device_memory_bytes"] else ""
-    machine = f"device {peer['device'] or 'unknown'}{device_memory}, memory {format_size(peer['memory_bytes'])}"
-    lines.append(f"  {machine}, {peer['cores'] or 'unknown'} cores, {format_size(peer['free_disk_bytes'])} disk free")
+    device = f"device {peer['device'] or 'unknown'}"
+    if peer["device_memory_bytes"]:
+        device += f", {format_size(peer['device_memory_bytes'])} of its own"
+    memory = f"memory {format_size(peer['memory_bytes'])}"
+    disk = f"{format_size(peer['free_disk_bytes'])} disk free"
+    lines.append(f"  {device}, {memory}, {peer['cores'] or 'unknown'} cores, {disk}")
     if peer["gave"] or peer["took"]:
         lines.append(f"  with its invite's guests it gave you {peer['gave']:,}, took {peer['took']:,} tokens x blocks")
     if peer["standing"]:
         lines.append(f"  standing: {standing_text(peer['standing'])}")
-    lines.append(
-        f"  up {format_rate(peer['up_bytes_per_s'])}, down {format_rate(peer['down_bytes_per_s'])}, version {peer['version']}"
-    )
+    rates = f"up {format_rate(peer['up_bytes_per_s'])}, down {format_rate(peer['down_bytes_per_s'])}"
+    lines.append(f"  {rates}, version {peer['version']}")
     return "\n".join(lines)
 
 
+def _served_text(span: dict[str, Any]) -> str:
+    blocks = f"{span['model']} {span_text(span['blocks'])}{' and the head' if span['head'] else ''}"
+    speed = f"{format_number(span['decode_tokens_per_s'])} tokens/s"
+    free = f"{span['free_cache_tokens']} cache tokens free"
+    tuning = f"fine-tuning in {format_size(span['training_bytes'])}" if span["training_bytes"] else "no fine-tuning"
+    return f"{blocks}: {span['state']}, {speed}, {free}, {tuning}"
+
+
 def _way_text(peer: dict[str, Any]) -> str:
-    """How a member is connected with this daemon; for one that is not, whether it could be dialled."""
+    """Write how a member is connected with this daemon; for one that is not, whether it could be dialled."""
     if peer["way"] is None:
         return ", not connected; nobody can dial it" if peer["reach"] == "closed" else ", not connected"
     return f", {peer['way']}"
 
 
 def standing_text(standing: dict[str, Any]) -> str:
-    """What is held against a peer, in a line."""
-    faults = ", ".join(f"{f['count']} x {f['kind']}" for f in standing["faults"])
+    """Write what is held against a peer, in a line."""
+    faults = ", ".join(f"{fault['count']} x {fault['kind']}" for fault in standing["faults"])
     banned = f"banned for {format_duration(standing['banned_s'])} more; " if standing["banned_s"] else ""
     return f"{banned}{faults} (weighs {standing['score']:.2g}); the last: {standing['why']}"
 
@@ -225,7 +238,8 @@ def ping(peer: Annotated[str, typer.Argument(help="A peer id, or the end of one.
     if as_json:
         print_json(answer)
     elif answer["error"] is None:
-        print(f"{answer['peer']}: {answer['round_trip_ms']} ms{', ' + answer['way'] if answer['way'] else ''}")
+        way = f", {answer['way']}" if answer["way"] else ""
+        print(f"{answer['peer']}: {answer['round_trip_ms']} ms{way}")
     if answer["error"] is not None:
         raise SwarmUnavailable(f"{answer['peer']}: {answer['error']}")
 
@@ -264,18 +278,22 @@ def why(
         print(f"{probe['peer'][-8:]} was probed: {'right' if probe['is_right'] else 'WRONG'}: {probe['why']}")
     _print_sessions(reasons["sessions"])
     for name, chain in reasons["chains"].items():
-        if chain["cost_ms"] is None:
-            print(f"chain for {name}: none: {chain['error']}")
-            continue
-        print(f"chain for {name}: about {chain['cost_ms']} ms a token")
-        for hop in chain["hops"]:
+        _print_chain(name, chain)
+
+
+def _print_chain(name: str, chain: dict[str, Any]) -> None:
+    if chain["cost_ms"] is None:
+        print(f"chain for {name}: none: {chain['error']}")
+        return
+    print(f"chain for {name}: about {chain['cost_ms']} ms a token")
+    for hop in chain["hops"]:
+        print(f"  {hop}")
+    readers = ", ".join(peer[-8:] for peer in chain["readers"])
+    print(f"  can read the text: {readers}, and whoever is asked to check them (only some: swarmd run --only)")
+    if chain["rejected"]:
+        print(f"best rejected chain: about {chain['rejected']['cost_ms']} ms a token")
+        for hop in chain["rejected"]["hops"]:
             print(f"  {hop}")
-        readers = ", ".join(peer[-8:] for peer in chain["readers"])
-        print(f"  can read the text: {readers}, and whoever is asked to check them (only some: swarmd run --only)")
-        if chain["rejected"]:
-            print(f"best rejected chain: about {chain['rejected']['cost_ms']} ms a token")
-            for hop in chain["rejected"]["hops"]:
-                print(f"  {hop}")
 
 
 def _print_sessions(sessions: list[dict[str, Any]]) -> None:
@@ -303,56 +321,67 @@ def doctor(as_json: Json = False) -> None:
     """
     checks = _run_checks()
     if as_json:
-        print_json({"checks": [{"check": check, "ok": is_fine, "detail": detail} for check, is_fine, detail in checks]})
+        listed = [{"check": check, "ok": is_fine, "detail": detail} for check, is_fine, detail in checks]
+        print_json({"checks": listed})
     else:
         marks = {True: "ok", False: "!!", None: "?"}
-        print_table(
-            "Doctor", ["", "check", "detail"], [[marks[is_fine], check, detail] for check, is_fine, detail in checks]
-        )
+        rows = [[marks[is_fine], check, detail] for check, is_fine, detail in checks]
+        print_table("Doctor", ["", "check", "detail"], rows)
     if any(is_fine is False for _, is_fine, _ in checks):
         raise typer.Exit(1)
 
 
 def _run_checks() -> list[tuple[str, bool | None, str]]:
-    """What was looked at, whether it is well (None: that cannot be said), and more."""
-    import os
-    import shutil
-
+    """Check all there is; returns what was looked at, whether it is well (None: unknown), and more."""
     state = home()
-    parent = next(p for p in (state.folder, *state.folder.parents) if p.exists())
-    free = shutil.disk_usage(parent).free
-    may_write, where = os.access(parent, os.W_OK), str(state.folder)
-    folder = (
-        (may_write, where if may_write else f"{where} cannot be written: choose another --home")
-        if state.folder.is_dir()
-        else (False, f"{where} is not there yet" + ("" if may_write else f", and {parent} cannot be written"))
-    )
-    remedy_of_join = "swarmd init --name NAME founds a swarm, swarmd join INVITE joins one"
+    joined_text = "swarmd init --name NAME founds a swarm, swarmd join INVITE joins one"
+    if state.has_joined:
+        joined_text = state.swarm().keys.name
     checks: list[tuple[str, bool | None, str]] = [
-        ("state folder", *folder),
-        ("member of a swarm", state.has_joined, state.swarm().keys.name if state.has_joined else remedy_of_join),
+        _check_folder(state.folder),
+        ("member of a swarm", state.has_joined, joined_text),
     ]
     if not state.has_joined:
         return checks
     running = is_running()
     if not running:
+        free = shutil.disk_usage(_existing_parent(state.folder)).free
         checks.append(("disk", free > 1 << 30, f"{format_size(free)} free"))
     checks.append(("daemon", running, "answers" if running else "swarmd up"))
-    if not running:
-        return checks
-    daemon_status = ask("status")
+    return checks + _check_daemon(ask("status")) if running else checks
+
+
+def _existing_parent(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _check_folder(folder: Path) -> tuple[str, bool | None, str]:
+    parent = _existing_parent(folder)
+    may_write = os.access(parent, os.W_OK)
+    if not folder.is_dir():
+        trouble = "" if may_write else f", and {parent} cannot be written"
+        return "state folder", False, f"{folder} is not there yet{trouble}"
+    if not may_write:
+        return "state folder", False, f"{folder} cannot be written: choose another --home"
+    return "state folder", True, str(folder)
+
+
+def _check_daemon(daemon_status: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
+    checks: list[tuple[str, bool | None, str]] = []
     n_others = daemon_status["members"] - 1
     checks.append(("other members", n_others > 0, f"{n_others} known; {daemon_status['directory']['reason']}"))
-    if (reach := daemon_status["reach"]) is not None:
+    reach = daemon_status["reach"]
+    if reach is not None:
         is_reached = reach["state"] == "open" or bool(reach["relays"])
-        remedy = (
-            "" if reach["state"] != "closed" else "; faster: have the router forward its TCP port (docs/operating.md)"
-        )
+        remedy = ""
+        if reach["state"] == "closed":
+            remedy = "; faster: have the router forward its TCP port (docs/operating.md)"
         checks.append(("reached by others", is_reached, reach["why"] + remedy))
         checks += [("announced as", True, address) for address in daemon_status["addresses"][:1]]
     for row in daemon_status["health"]:
         checks.append((row["kind"], row["is_fine"], health_text(row)))
-    if (policy := daemon_status["policy"]) is not None:
+    policy = daemon_status["policy"]
+    if policy is not None:
         checks.append(("policy", policy["may_work"] or None, policy["why"]))
     for hosting in daemon_status["hosting"]:
         name = hosting["serving"]["name"] if hosting["serving"] else hosting["wanted"]
@@ -365,4 +394,5 @@ def _run_checks() -> list[tuple[str, bool | None, str]]:
 
 
 def span_text(pair: list[int]) -> str:
+    """Write blocks as [start,end)."""
     return f"[{pair[0]},{pair[1]})"
