@@ -12,6 +12,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated
@@ -43,7 +44,8 @@ def bugreport(out: Out = None) -> None:
             for name, text in texts.items():
                 data = text.encode()
                 entry = tarfile.TarInfo(f"swarmd-bugreport/{name}")
-                entry.size, entry.mtime = len(data), int(time.time())
+                entry.size = len(data)
+                entry.mtime = int(time.time())
                 tar.addfile(entry, io.BytesIO(data))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
@@ -53,18 +55,22 @@ def bugreport(out: Out = None) -> None:
 
 
 def _gather_texts(folder: Path) -> dict[str, str]:
-    """Texts by file name; what cannot be had says why."""
-    packages = sorted(f"{d.metadata['Name']} {d.version}" for d in distributions())
+    """Gather texts by file name; what cannot be had says why."""
+    packages = sorted(f"{package.metadata['Name']} {package.version}" for package in distributions())
     description = [f"swarmd on {platform.platform()}, Python {sys.version.split()[0]}", *packages]
     texts = {"about.txt": "\n".join(description) + "\n", "config.toml": _read_tail(folder / "config.toml")}
     for verb in VERBS:
-        texts[f"{verb}.json"] = _text_or_error(lambda verb=verb: json.dumps(ask(verb), indent=1))  # type: ignore[misc]
-    texts["home.txt"] = _text_or_error(lambda: _list_files(folder))
+        texts[f"{verb}.json"] = _text_or_error(partial(_ask_as_text, verb))
+    texts["home.txt"] = _text_or_error(partial(_list_files, folder))
     texts["service.log"] = _text_or_error(_read_service_log)
     for name in ("daemon.log", "gateway.log"):
         if (folder / name).is_file():
             texts[name] = _read_tail(folder / name)
     return texts
+
+
+def _ask_as_text(verb: str) -> str:
+    return json.dumps(ask(verb), indent=1)
 
 
 def _text_or_error(text: Callable[[], str]) -> str:
@@ -85,7 +91,7 @@ def _read_tail(path: Path) -> str:
 
 
 def _list_files(folder: Path) -> str:
-    """Names, sizes and modes of what lies in the home folder, not what they hold."""
+    """List names, sizes and modes of what lies in the home folder, not what they hold."""
     rows = [(path, path.stat()) for path in sorted(folder.iterdir())]
     return "".join(f"{oct(status.st_mode)[-3:]} {status.st_size:>12} {path.name}\n" for path, status in rows)
 

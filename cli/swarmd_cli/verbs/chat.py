@@ -60,7 +60,8 @@ class Conversation:
     chain: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        self.model = self._chosen()
+        """Read questions and commands, and answer, until the end of the input. Raises SwarmError."""
+        self.model = self._choose_model()
         if sys.stdin.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401 - arrow keys and a history for input()
@@ -82,18 +83,22 @@ class Conversation:
                 self.turns.append({"role": "user", "content": line})
                 self._answer()
 
-    def _chosen(self) -> str:
-        """The model that was named, if there is one, else the one that is whole and can chat. Raises SwarmError."""
+    def _choose_model(self) -> str:
+        """Choose the model that was named, else the one that is whole and can chat. Raises SwarmError."""
         listed = self.gateway.models()
         if not self.model:
-            return self._whole(listed)
+            return self._only_complete(listed)
         require_listed(self.model, listed)
         return self.model
 
-    def _whole(self, listed: list[dict[str, Any]]) -> str:
+    def _only_complete(self, listed: list[dict[str, Any]]) -> str:
         from swarmd.errors import ConfigError, NoRoute
 
-        complete = [e["id"] for e in listed if not e["swarmd"]["missing"] and e["swarmd"]["chats"] is not False]
+        complete = []
+        for entry in listed:
+            details = entry["swarmd"]
+            if not details["missing"] and details["chats"] is not False:
+                complete.append(entry["id"])
         if len(complete) == 1:
             return str(complete[0])
         if complete:
@@ -122,7 +127,7 @@ class Conversation:
         elif name == "save" and rest:
             self._save(Path(rest).expanduser())
         elif name == "why":
-            self._why()
+            self._print_why()
         elif name == "help":
             print(HELP)
         else:
@@ -146,17 +151,18 @@ class Conversation:
         except OSError as error:
             print(f"({path} cannot be written: {error.strerror})")
 
-    def _why(self) -> None:
+    def _print_why(self) -> None:
         from swarmd.errors import SwarmError
 
         print("\n".join(self.chain) or "(nothing was answered yet)")
         with suppress(SwarmError):
             for chain in ask("why", model=self.model)["chains"].values():
-                print(chain["error"] or f"the cheapest chain now, {format_number(chain['cost_ms'], ' ms')} a token: "
-                      + ", ".join(chain["hops"]))  # fmt: skip
+                print(chain["error"] or _describe_chain(chain))
 
     def _messages(self) -> list[dict[str, str]]:
-        return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
+        if not self.system:
+            return list(self.turns)
+        return [{"role": "system", "content": self.system}, *self.turns]
 
     # --- answers -----------------------------------------------------------------------------------------------
 
@@ -165,7 +171,10 @@ class Conversation:
         from swarmd.errors import SwarmError
 
         body = {"model": self.model, "messages": self._messages(), **self.options}
-        text, began_at, first_s, last_event = "", time.monotonic(), 0.0, dict[str, Any]()
+        text = ""
+        began_at = time.monotonic()
+        first_s = 0.0
+        last_event: dict[str, Any] = {}
         try:
             with closing(self.gateway.stream("/v1/chat/completions", body)) as events:
                 for event in events:
@@ -182,17 +191,23 @@ class Conversation:
             return
         print()
         self.turns.append({"role": "assistant", "content": text})
-        self._tell(last_event, first_s, time.monotonic() - began_at)
+        self._print_summary(last_event, first_s, time.monotonic() - began_at)
 
-    def _tell(self, last_event: dict[str, Any], first_s: float, seconds: float) -> None:
-        """The numbers under an answer, dim where the terminal can."""
+    def _print_summary(self, last_event: dict[str, Any], first_s: float, seconds: float) -> None:
+        """Print the numbers under an answer, dim where the terminal can."""
         if not last_event:
             return
-        n, details = last_event["usage"]["completion_tokens"], last_event["swarmd"]
+        n_tokens = last_event["usage"]["completion_tokens"]
+        details = last_event["swarmd"]
         self.chain = details["chain"]
-        speed = f", {(n - 1) / (seconds - first_s):.1f} tokens/s" if n > 1 and seconds > first_s else ""
-        summary = (
-            f"{count(n, 'token')}{speed}, the first after {first_s:.2f} s, through {count(len(self.chain), 'hop')}"
-        )
+        speed = ""
+        if n_tokens > 1 and seconds > first_s:
+            speed = f", {(n_tokens - 1) / (seconds - first_s):.1f} tokens/s"
+        hops = count(len(self.chain), "hop")
+        summary = f"{count(n_tokens, 'token')}{speed}, the first after {first_s:.2f} s, through {hops}"
         summary = "\n".join([summary, *describe_answer(details)])
         print(f"\033[2m{summary}\033[0m" if sys.stdout.isatty() else summary, file=sys.stderr)
+
+
+def _describe_chain(chain: dict[str, Any]) -> str:
+    return f"the cheapest chain now, {format_number(chain['cost_ms'], ' ms')} a token: {', '.join(chain['hops'])}"

@@ -41,7 +41,8 @@ class Volunteers:
 
     def __init__(self, folder: Path, model: str = "demo", spans: Sequence[tuple[int, int]] = SPANS) -> None:
         self.homes = [Home(folder / name.lower()) for name in NAMES]
-        self.model, self.spans = model, spans
+        self.model = model
+        self.spans = spans
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Volunteers:
@@ -53,34 +54,38 @@ class Volunteers:
             process.wait()
 
     def start(self, index: int) -> None:
-        home, (start, end) = self.homes[index], self.spans[index]
+        """Start one volunteer's daemon."""
+        home = self.homes[index]
+        start, end = self.spans[index]
         command = [sys.executable, "-P", "-m", "swarmd_cli.main", "--home", str(home.folder), "up"]
         command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--serve", self.model, "--blocks", f"{start}:{end}"]
         environment = {**os.environ, "SWARMD_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with (home.folder / "daemon.log").open("wb") as log:
-            self.processes.append(
-                subprocess.Popen(
-                    command,
-                    stdout=log,
-                    stderr=log,
-                    stdin=subprocess.DEVNULL,
-                    env=environment,
-                    process_group=0,  # Ctrl-C stops an answer of the chat, and nobody who serves
-                )
+            process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                process_group=0,  # Ctrl-C stops an answer of the chat, and no daemon
             )
+        self.processes.append(process)
 
     def ask(self, index: int, path: str) -> dict[str, Any]:
+        """Call a volunteer's control API."""
         unencrypted = httpx.HTTPTransport(uds=str(self.homes[index].socket), verify=False)
         with httpx.Client(transport=unencrypted, timeout=10) as http:
             return dict(http.get(f"http://swarmd/v1/{path}").json())
 
     def wait_for(self, condition: Any, missing: str, on_stage: Callable[[str], None]) -> None:
-        """Wait as long as anything changes in what the daemons say; ``on_stage`` is told. Raises SwarmUnavailable."""
-        shown_stage, deadline = "", time.monotonic() + QUIET_S
+        """Wait as long as anything changes in what the daemons say; ``on_stage`` gets it. Raises SwarmUnavailable."""
+        shown_stage = ""
+        deadline = time.monotonic() + QUIET_S
         while not condition():
             stage = self._stage()
             if stage != shown_stage:
-                shown_stage, deadline = stage, time.monotonic() + QUIET_S
+                shown_stage = stage
+                deadline = time.monotonic() + QUIET_S
                 on_stage(stage)
             for index, process in enumerate(self.processes):
                 if process.poll() is not None:
@@ -91,15 +96,17 @@ class Volunteers:
             time.sleep(LOOK_INTERVAL_S)
 
     def _stage(self) -> str:
-        """What each daemon does now, in words."""
+        """Write what each daemon does now."""
         stages = []
         for index, name in enumerate(NAMES[: len(self.processes)]):
             try:
                 hosting = self.ask(index, "status")["hosting"] if self.homes[index].socket.exists() else []
             except httpx.TransportError:  # a moment before it takes connections
                 hosting = []
-            doing = hosting[0]["why"] if hosting and hosting[0]["state"] != "online" else ""
-            stages.append(f"{name}: {doing or ('online' if hosting else 'starting its daemon')}")
+            stage = "online" if hosting else "starting its daemon"
+            if hosting and hosting[0]["state"] != "online" and hosting[0]["why"]:
+                stage = hosting[0]["why"]
+            stages.append(f"{name}: {stage}")
         return "\n  ".join(stages)
 
 
@@ -112,15 +119,14 @@ def run_demo(max_tokens: int, seed: int) -> int:
             volunteers.homes[0].found("demo")
             _assemble(volunteers, lambda stage: status.update(f"getting ready\n  {stage}"))
         for name, (start, end), process in zip(NAMES, SPANS, volunteers.processes, strict=True):
-            console.print(
-                f"  {name:8} process {process.pid:<7} serves {_draw_span(start, end)}  blocks [{start},{end})"
-            )
+            served = f"serves {_draw_span(start, end)}  blocks [{start},{end})"
+            console.print(f"  {name:8} process {process.pid:<7} {served}")
         result = _generate(console, volunteers, max_tokens, seed)
     return _print_report(console, result)
 
 
 def run_chat(source: Path) -> int:
-    """A chat with a model that three volunteers serve: the first has it, the others fetch their parts from it."""
+    """Chat with a model that three volunteers serve: the first has it, the others fetch their parts from it."""
     from swarmd_cli.context import set_home
     from swarmd_cli.verbs import chat, models
 
@@ -132,14 +138,14 @@ def run_chat(source: Path) -> int:
         set_home(founder.folder)
         console.print(models.add_source(str(source), "chat"))
         n = founder.catalog().models["chat"][1]
+        # Two thirds of the model for each. The first and the last together hold all of it: the middle one may die.
         spans = ((0, max(1, 2 * n // 3)), (n // 6, max(1, 5 * n // 6)), (n // 3, n))
         with Volunteers(Path(folder), "chat", spans) as volunteers:
             with console.status("starting three daemons, which fetch their parts from each other ...") as status:
                 _assemble(volunteers, lambda stage: status.update(f"getting ready\n  {stage}"))
             for name, (start, end), process in zip(NAMES, spans, volunteers.processes, strict=True):
-                console.print(
-                    f"  {name:8} process {process.pid:<7} serves blocks [{start},{end})  (kill -9 one of them)"
-                )
+                served = f"serves blocks [{start},{end})"
+                console.print(f"  {name:8} process {process.pid:<7} {served}  (kill -9 one of them)")
             with open_gateway() as gateway:
                 chat.Conversation(gateway, "chat", "", {}).run()
     return 0
@@ -147,7 +153,8 @@ def run_chat(source: Path) -> int:
 
 def _keep_conversions(founder: Home) -> None:
     """Have what is converted outlive this chat: the next one begins where the first answer did."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swarmd" / CONVERTED
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = caches / "swarmd" / CONVERTED
     cache.mkdir(parents=True, exist_ok=True)
     (founder.folder / CONVERTED).symlink_to(cache.resolve())
 
@@ -161,12 +168,12 @@ def _assemble(volunteers: Volunteers, on_stage: Callable[[str], None]) -> None:
         volunteers.homes[index].enter(invite, Identity.generate(), founder.catalog_raw())
         volunteers.start(index)
 
-    def complete() -> bool:
-        rows: list[dict[str, Any]] = volunteers.ask(0, "peers")["peers"]
-        online = [s for r in rows for s in r["spans"] if s["state"] == "online"]
+    def is_complete() -> bool:
+        peers: list[dict[str, Any]] = volunteers.ask(0, "peers")["peers"]
+        online = [span for peer in peers for span in peer["spans"] if span["state"] == "online"]
         return len(online) == len(NAMES)
 
-    volunteers.wait_for(complete, "complete set of blocks", on_stage)
+    volunteers.wait_for(is_complete, "complete set of blocks", on_stage)
 
 
 def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: int) -> dict[str, Any]:
@@ -185,15 +192,16 @@ def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: i
     quiet()
     torch.set_num_threads(1)
     peers = [home.identity().peer_id for home in volunteers.homes]
-    chain = tuple(Hop(peers[i], Span(a, b)) for i, a, b in CHAIN)
+    chain = tuple(Hop(peers[index], Span(start, end)) for index, start, end in CHAIN)
     names = {peer[-8:]: name for peer, name in zip(peers, NAMES, strict=True)}
     local = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
     sampling = {"do_sample": True, "temperature": 0.7, "max_new_tokens": max_tokens, "min_new_tokens": max_tokens}
     with swarmd.connect(home=volunteers.homes[0].folder) as swarm:
-        model, tokenizer = swarm.model("demo", chain=chain), swarm.tokenizer("demo")
+        model = swarm.model("demo", chain=chain)
+        tokenizer = swarm.tokenizer("demo")
         inputs = tokenizer(PROMPT, return_tensors="pt")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console) as progress:
+        description = TextColumn("{task.description}")
+        with Progress(description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as progress:
             task = progress.add_task("generating", total=max_tokens)
             times: list[float] = []
 
@@ -212,7 +220,7 @@ def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: i
         session = model.last_session
     torch.manual_seed(seed)
     expected = local.generate(**inputs, **sampling)
-    gaps = sorted(b - a for a, b in itertools.pairwise(times))
+    gaps = sorted(later - earlier for earlier, later in itertools.pairwise(times))
     return {
         "text": tokenizer.decode(ids[0], skip_special_tokens=True),
         "is_equal": torch.equal(ids, expected),

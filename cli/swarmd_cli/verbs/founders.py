@@ -66,7 +66,8 @@ def add(
     from swarmd.protocol.membership import charter
 
     current = home().founders().charter
-    keys, needed = (*current.keys, charter.decode_key_untrusted(founder)), needed or current.needed
+    keys = (*current.keys, charter.decode_key_untrusted(founder))
+    needed = needed or current.needed
     if needed == len(keys) and not yes:
         raise ConfigError(
             f"with {needed} of {len(keys)} the loss of one key leaves nobody to change this: --yes, if so"
@@ -86,10 +87,15 @@ def rm(
 
     Example: swarmd founders rm 5f0c... --stolen
     """
-    current, removed_key = home().founders().charter, _read_key(founder)
+    current = home().founders().charter
+    removed_key = _read_key(founder)
     keys = tuple(key for key in current.keys if key != removed_key)
-    honoured = tuple(key for key in (*current.honoured, *(current.keys if not stolen else ())) if key not in keys)
-    honoured = tuple(key for key in honoured if not (stolen and key == removed_key))
+    # Honoured keys are founders no more, but the certificates that they signed count on. A stolen key is not honoured:
+    # its thief could let in anybody.
+    candidates = current.honoured if stolen else (*current.honoured, *current.keys)
+    honoured = tuple(key for key in candidates if key not in keys)
+    if stolen:
+        honoured = tuple(key for key in honoured if key != removed_key)
     if keys == current.keys and honoured == current.honoured:
         from swarmd.errors import ConfigError
 
@@ -132,9 +138,9 @@ def _sign_draft(draft: Any) -> None:
             print("All of them are needed: name another one before one more is lost.")
         return
     n_missing = charter.missing(signed, previous)
-    next_step = (
-        f"{n_missing} of the founders must sign it, too" if n_missing else "one of the new founders must take it over"
-    )
+    next_step = "one of the new founders must take it over"
+    if n_missing:
+        next_step = f"{n_missing} of the founders must sign it, too"
     print(f"{next_step}: swarmd founders sign {charter.encode(signed)}")
 
 

@@ -42,9 +42,9 @@ def gateway(
     home().swarm()
     settings = config.load(home().folder).check().gateway
     chosen_settings = replace(settings, listen=listen or settings.listen)
-    open_listener(
-        chosen_settings.listen, bool(Keys(home().folder).all())
-    ).close()  # what cannot be is refused before torch is imported
+    # A listener that cannot be is refused before torch is imported.
+    has_keys = bool(Keys(home().folder).all())
+    open_listener(chosen_settings.listen, has_keys).close()
     if config.SUPERVISED not in os.environ:
         require_answers()
         print("starting ...", file=sys.stderr, flush=True)
