@@ -105,7 +105,7 @@ CHATS: dict[str, bool | None] = {"demo": False, "smol": True}
 
 
 def test_a_chat_without_a_name_is_with_the_model_that_can() -> None:
-    assert chat.Conversation(PlayedGateway(CHATS), "", "", {})._chosen() == "smol"
+    assert chat.Conversation(PlayedGateway(CHATS), "", "", {})._choose_model() == "smol"
 
 
 def test_a_chat_refuses_a_name_that_its_gateway_does_not_know() -> None:

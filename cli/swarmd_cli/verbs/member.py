@@ -8,13 +8,16 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from swarmd.values import count
 from swarmd_cli.beforehand import explain_waiting
 from swarmd_cli.context import INTERRUPTED, ask, home, is_running, reload_daemon, wait_until
+
+if TYPE_CHECKING:
+    from swarmd.protocol.membership.catalog import Catalog
 
 MOST_INVITE_CHARACTERS = 65_536  # of a line that is read: eight addresses, keys and charters take some thousand
 
@@ -66,13 +69,14 @@ def invite(
 
 
 def parse_rights(words: str) -> tuple[Any, ...]:
-    """What --may says; everything where it says nothing. Raises ConfigError."""
+    """Parse what --may says; everything where it says nothing. Raises ConfigError."""
     from swarmd.config import split
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership.catalog import RIGHTS
 
     chosen = split(words)
-    if unknown := [word for word in chosen if word not in RIGHTS]:
+    unknown = [word for word in chosen if word not in RIGHTS]
+    if unknown:
         raise ConfigError(f"--may takes {', '.join(RIGHTS)}, comma-separated, not {unknown[0]!r}")
     return tuple(word for word in RIGHTS if word in chosen) if chosen else RIGHTS
 
@@ -118,7 +122,7 @@ def join(
 
 
 def _read_invite() -> str:
-    """An invite from the terminal, or from whatever is piped in. Raises ConfigError where there is none."""
+    """Read an invite from the terminal or a pipe. Raises ConfigError where there is none."""
     from swarmd.errors import ConfigError
 
     if sys.stdin.isatty():
@@ -221,14 +225,16 @@ def drain(model: Served = "") -> None:
     Example: swarmd drain
     """
     answer = ask("drain", "POST", model=model)
-    n = answer["sessions"]
-    print(f"draining: {count(n, 'session')} to be taken over", flush=True)
+    print(f"draining: {count(answer['sessions'], 'session')} to be taken over", flush=True)
 
     def is_drained() -> bool:
         daemon_status = ask("status")
-        hash_ = {row["name"]: row["model"] for row in daemon_status["models"]}.get(model, model)
-        serving = [h["serving"] for h in daemon_status["hosting"] if h["serving"]]
-        return not any(not model or hash_ == s["model"] or model == s["name"] for s in serving)
+        serving = [hosting["serving"] for hosting in daemon_status["hosting"] if hosting["serving"]]
+        if not model:
+            return not serving
+        hash_of_name = {row["name"]: row["model"] for row in daemon_status["models"]}
+        model_hash = hash_of_name.get(model, model)
+        return all(model_hash != served["model"] and model != served["name"] for served in serving)
 
     is_done = wait_until(is_drained)
     print("drained; swarmd resume serves again" if is_done else "the daemon is still at it: swarmd status")
@@ -268,33 +274,38 @@ def _new_invite(days: float, uses: int, waits: bool = False, may: tuple[Any, ...
 
 
 def _invite_addresses() -> tuple[str, ...]:
-    """Addresses to put into an invite: the daemon's and those of other live members, else a guess."""
+    """Choose the addresses of an invite: the daemon's and those of other live members, else a guess."""
     from swarmd import config
     from swarmd.errors import DaemonNotRunning
 
     state = home()
     try:
-        book = ask("addresses")["addresses"]
-        return tuple(address for addresses in book.values() for address in addresses[:2])[:8]
+        by_peer = ask("addresses")["addresses"]
+        return tuple(address for addresses in by_peer.values() for address in addresses[:2])[:8]
     except DaemonNotRunning:
         from swarmd.net.interfaces import expand
 
         settings = config.load(state.folder)
         chosen = config.split(settings.announce) or expand(config.split(settings.listen))
-        return tuple(f"{a.split('/p2p/')[0]}/p2p/{state.identity().peer_id}" for a in chosen)
+        own_peer = state.identity().peer_id
+        return tuple(f"{address.split('/p2p/')[0]}/p2p/{own_peer}" for address in chosen)
 
 
 def _revoke(text: str) -> None:
     import msgspec
 
     key = _invite_key(text)
-    home().change_catalog(lambda catalog: msgspec.structs.replace(catalog, revoked=tuple({*catalog.revoked, key})))
+
+    def revoke(catalog: Catalog) -> Catalog:
+        return msgspec.structs.replace(catalog, revoked=tuple({*catalog.revoked, key}))
+
+    home().change_catalog(revoke)
     reload_daemon()
     print("Revoked the invite and every membership that came from it.")
 
 
 def _invite_key(text: str) -> bytes:
-    """The key of an invite, given whole or by how its id begins (as members ls shows it). Raises ConfigError."""
+    """Find the key of an invite, named by its line or by how its id begins (in members ls). Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership import invite as invites
 
@@ -306,7 +317,8 @@ def _invite_key(text: str) -> bytes:
     answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
     seen_sponsors = {row["voucher"] for row in (*answer["peers"], *answer["waiting"])}
     admitted = {entry.invite.hex() for entry in catalog.admitted.values()}
-    known = sorted({*(key.hex() for key in catalog.invites), *admitted, *seen_sponsors} - {""})
+    invited = {key.hex() for key in catalog.invites}
+    known = sorted((invited | admitted | seen_sponsors) - {""})
     matches = [bytes.fromhex(key) for key in known if key.startswith(text)]
     if len(matches) != 1:
         ids = ", ".join(key[:8] for key in known) or "none"

@@ -34,58 +34,64 @@ def ls(as_json: Json = False) -> None:
     catalog = home().catalog()
     present = [{**peer, "is_here": True} for peer in answer["peers"]]
     members = sorted(present + _absent_rows(catalog, present), key=lambda row: (row["voucher"], row["peer"]))
-    invites: list[dict[str, Any]] = [
-        {
-            "voucher": key.hex(),
-            "uses": terms.uses,
-            "waits": terms.waits,
-            "may": list(terms.may),
-            "ends_at": terms.ends_at,
-        }
-        | {"used": sum(entry.invite == key for entry in catalog.admitted.values())}
-        for key, terms in catalog.invites.items()
-        if terms.ends_at > time.time() and key not in catalog.revoked
-    ]
+    invites = _open_invites(catalog)
     if as_json:
         keys = ("peer", "is_self", "is_here", "voucher", "may", "ends_at", "found_right", "found_wrong")
         rows = [{key: row[key] for key in keys} for row in members]
         print_json({"members": rows, "waiting": answer["waiting"], "invites": invites})
         return
-    print_table(
-        "Members",
-        ["member", "brought in by", "may", "until", "serves", "its blocks were found"],
-        [_member_row(row) for row in members],
-    )
+    columns = ["member", "brought in by", "may", "until", "serves", "its blocks were found"]
+    print_table("Members", columns, [_member_row(row) for row in members])
     if invites:
-        listed = [
-            [row["voucher"][:8], _uses_text(row), ", ".join(row["may"]), _until_text(row["ends_at"])]
-            for row in sorted(invites, key=lambda row: row["ends_at"])
-        ]
-        print_table("Open invites", ["invite", "used", "for", "until"], listed)
+        invites.sort(key=lambda row: row["ends_at"])
+        print_table("Open invites", ["invite", "used", "for", "until"], [_invite_row(row) for row in invites])
     if answer["waiting"]:
-        waits = [
-            [row["peer"][-8:], _sponsor_text(row["voucher"]), f"{row['knocked_s']:.0f} s ago"]
-            for row in sorted(answer["waiting"], key=lambda row: -row["knocked_s"])
+        waiting = sorted(answer["waiting"], key=lambda row: -row["knocked_s"])
+        waiting_rows = [
+            [row["peer"][-8:], _sponsor_text(row["voucher"]), f"{row['knocked_s']:.0f} s ago"] for row in waiting
         ]
-        print_table("Waiting: swarmd members approve PEER", ["who", "brought in by", "knocked"], waits)
+        print_table("Waiting: swarmd members approve PEER", ["who", "brought in by", "knocked"], waiting_rows)
+
+
+def _open_invites(catalog: Any) -> list[dict[str, Any]]:
+    """List the invites that still let somebody in."""
+    invites: list[dict[str, Any]] = []
+    for key, terms in catalog.invites.items():
+        if terms.ends_at <= time.time() or key in catalog.revoked:
+            continue
+        invites.append(
+            {
+                "voucher": key.hex(),
+                "uses": terms.uses,
+                "waits": terms.waits,
+                "may": list(terms.may),
+                "ends_at": terms.ends_at,
+                "used": sum(entry.invite == key for entry in catalog.admitted.values()),
+            }
+        )
+    return invites
 
 
 def _absent_rows(catalog: Any, rows_here: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Members that were admitted and are not here now."""
+    """List the members that were admitted and are not here now."""
     from swarmd.protocol.membership.identity import peer_id_of
 
     present = {row["peer"] for row in rows_here}
-    rows = ((peer_id_of(key), entry) for key, entry in catalog.admitted.items() if key not in catalog.revoked)
     absent = {"is_self": False, "is_here": False, "spans": [], "found_right": 0, "found_wrong": 0}
-    return [
-        {"peer": str(peer), "voucher": entry.invite.hex(), "may": list(entry.may), "ends_at": entry.ends_at, **absent}
-        for peer, entry in rows
-        if peer not in present
-    ]
+    rows = []
+    for key, entry in catalog.admitted.items():
+        if key in catalog.revoked:
+            continue
+        peer = str(peer_id_of(key))
+        if peer in present:
+            continue
+        sponsor = entry.invite.hex()
+        rows.append({"peer": peer, "voucher": sponsor, "may": list(entry.may), "ends_at": entry.ends_at, **absent})
+    return rows
 
 
 def _member_row(row: dict[str, Any]) -> list[str]:
-    serves = ", ".join(f"{s['model']} {span_text(s['blocks'])}" for s in row["spans"]) or "nothing"
+    serves = ", ".join(f"{span['model']} {span_text(span['blocks'])}" for span in row["spans"]) or "nothing"
     return [
         row["peer"][-8:] + (" (this one)" if row["is_self"] else ""),
         _sponsor_text(row["voucher"]),
@@ -94,6 +100,10 @@ def _member_row(row: dict[str, Any]) -> list[str]:
         serves if row["is_here"] else "not here",
         _findings_text(row),
     ]
+
+
+def _invite_row(row: dict[str, Any]) -> list[str]:
+    return [row["voucher"][:8], _uses_text(row), ", ".join(row["may"]), _until_text(row["ends_at"])]
 
 
 def _uses_text(row: dict[str, Any]) -> str:
@@ -164,7 +174,7 @@ def order(
         return
     if rule not in ORDERS:
         raise ConfigError(f"an order is one of {', '.join(ORDERS)}, not {rule!r}")
-    _change_catalog(lambda catalog_draft: msgspec.structs.replace(catalog_draft, order=rule))
+    _change_catalog(lambda catalog: msgspec.structs.replace(catalog, order=rule))
     print(f"Where something is short, the order is: {rule}.")
 
 
@@ -178,13 +188,12 @@ def favour(
 
     Example: swarmd members favour 8auXSk2p 4
     """
-    key = _key_to_change(*_find_member(peer), guests)
-    other_favours = {k: n for k, n in home().catalog().favours.items() if k != key}
-    _change_catalog(
-        lambda catalog: msgspec.structs.replace(
-            catalog, favours={**other_favours, key: times} if times > 1 else other_favours
-        )
-    )
+    peer_id, voucher = _find_member(peer)
+    key = _key_to_change(peer_id, voucher, guests)
+    favours = {favoured: factor for favoured, factor in home().catalog().favours.items() if favoured != key}
+    if times > 1:
+        favours[key] = times
+    _change_catalog(lambda catalog: msgspec.structs.replace(catalog, favours=favours))
     if home().catalog().order != "key":
         print("It counts once the order is by key: swarmd members order key")
 
@@ -197,7 +206,7 @@ def _change_catalog(change: Callable[[Any], Any]) -> None:
 
 
 def _key_to_change(peer: str, voucher: str, guests: bool) -> bytes:
-    """The key of a member, or of the invite that brought it in. Raises ConfigError."""
+    """Find the key of a member, or of the invite that brought it in. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership.identity import public_key_of_untrusted
 
@@ -207,7 +216,7 @@ def _key_to_change(peer: str, voucher: str, guests: bool) -> bytes:
 
 
 def _find_member(ending: str) -> tuple[str, str]:
-    """Who is meant, and by whose invite it came, as far as that is known. Raises ConfigError."""
+    """Find the member that is meant, and whose invite it came by, as far as is known. Raises ConfigError."""
     from swarmd.errors import ConfigError, IntegrityError
     from swarmd.protocol.membership.identity import public_key_of_untrusted
 
@@ -228,8 +237,8 @@ def _find_member(ending: str) -> tuple[str, str]:
 def _findings_text(peer: dict[str, Any]) -> str:
     if not peer["found_right"] and not peer["found_wrong"]:
         return "not probed"
-    findings = [f"{n} x {word}" for n, word in ((peer["found_right"], "right"), (peer["found_wrong"], "WRONG")) if n]
-    return ", ".join(findings)
+    findings = {"right": peer["found_right"], "WRONG": peer["found_wrong"]}
+    return ", ".join(f"{n} x {word}" for word, n in findings.items() if n)
 
 
 @app.command("revoke")
