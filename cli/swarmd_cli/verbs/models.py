@@ -46,26 +46,24 @@ def ls(as_json: Json = False) -> None:
         print_json({"models": listed, "adapters": adapters})
         return
     listed = merge_names(listed)
-    rows = [
-        [
-            m["name"],
-            m["model"][:12],
-            str(m["blocks"]),
-            "all" if m["here"] else ", ".join(span_text(s) for s in m["blocks_here"]) or "no",
-            ", ".join(span_text(s) for s in m["missing"]) or "none",
-        ]
-        for m in listed
-    ]
-    print_table("Models", ["name", "hash", "blocks", "blocks here", "blocks missing in the swarm"], rows)
-    for m in listed:
-        if m["help"]:
-            print(f"{m['name']}: {m['help']}")
+    columns = ["name", "hash", "blocks", "blocks here", "blocks missing in the swarm"]
+    print_table("Models", columns, [_model_row(row) for row in listed])
+    for row in listed:
+        if row["help"]:
+            print(f"{row['name']}: {row['help']}")
     if adapters:
-        rows = [
-            [str(adapter["name"]), str(adapter["adapter"])[:12], str(adapter["for"] or adapter["model"])]
-            for adapter in adapters
+        adapter_rows = [
+            [str(row["name"]), str(row["adapter"])[:12], str(row["for"] or row["model"])] for row in adapters
         ]
-        print_table("Adapters", ["name", "hash", "for"], rows)
+        print_table("Adapters", ["name", "hash", "for"], adapter_rows)
+
+
+def _model_row(row: dict[str, Any]) -> list[str]:
+    blocks_here = ", ".join(map(span_text, row["blocks_here"])) or "no"
+    if row["here"]:
+        blocks_here = "all"
+    missing = ", ".join(map(span_text, row["missing"])) or "none"
+    return [row["name"], row["model"][:12], str(row["blocks"]), blocks_here, missing]
 
 
 @app.command("add")
@@ -106,15 +104,15 @@ def add_source(source: str, name: str, base: str = "", replace: bool = False, dt
     if replace or name not in state.catalog().names:  # else it may be what the name means, which the hash says
         require_publisher()
     folder = find_folder(source, dtype)
-    manifest_read, kind = _read_manifest(folder, base)
-    model = manifest.model_id(manifest_read)
-    entry = (model, home().catalog().hash_of(base) if base else manifest_read.n_blocks)
+    source_manifest, kind = _read_manifest(folder, base)
+    model = manifest.model_id(source_manifest)
+    entry = (model, home().catalog().hash_of(base) if base else source_manifest.n_blocks)
     catalog: dict[str, Any] = getattr(state.catalog(), kind)
     known = catalog.get(name)
     is_new = known is None or known[0] != model
     if is_new:
         _require_name_is_free(name, model, known[0] if known else "", replace)
-    Library(state.weights, {}).keep_manifest(manifest_read, folder)
+    Library(state.weights, {}).keep_manifest(source_manifest, folder)
     state.add_folder(model, folder)
     if is_new:
         is_of_hub = HUB_ID.fullmatch(source) and not Path(source).exists() and folder.parent.name == "snapshots"
@@ -122,18 +120,19 @@ def add_source(source: str, name: str, base: str = "", replace: bool = False, dt
 
         def publish(draft: Catalog) -> Catalog:
             sources = {**draft.sources, **on_hub}
-            return msgspec.structs.replace(draft, sources=sources, **{kind: {**getattr(draft, kind), name: entry}})
+            entries = {**getattr(draft, kind), name: entry}
+            return msgspec.structs.replace(draft, sources=sources, **{kind: entries})
 
         state.change_catalog(publish)
     reload_daemon()
     aliases = sorted(alias for alias, (hash_, _) in catalog.items() if hash_ == model and alias != name)
     also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
-    blocks = f"{count(manifest_read.n_blocks, 'block')}, " if manifest_read.n_blocks else ""
-    return f"{name}: {model}  {blocks}{count(len(manifest_read.tensors), 'tensor')}{also}"
+    blocks = f"{count(source_manifest.n_blocks, 'block')}, " if source_manifest.n_blocks else ""
+    return f"{name}: {model}  {blocks}{count(len(source_manifest.tensors), 'tensor')}{also}"
 
 
 def _next_step(name: str, base: str) -> str:
-    """What to type to use what was added."""
+    """Tell what to type to use what was added."""
     if base:
         return f"now: swarmd run {shlex.quote(base)} PROMPT --adapter {shlex.quote(name)}"
     serve = f"swarmd up --serve {shlex.quote(name)}"
@@ -146,7 +145,7 @@ def _next_step(name: str, base: str) -> str:
 
 
 def _require_name_is_free(name: str, model: str, known: str, replace: bool) -> None:
-    """May this machine let ``name`` mean ``model``, which it does not yet? Raises ConfigError."""
+    """Raise ConfigError if this machine may not let ``name`` mean ``model``, which it does not yet."""
     from swarmd.errors import ConfigError
 
     if not home().may_publish:
@@ -160,7 +159,7 @@ def _require_name_is_free(name: str, model: str, known: str, replace: bool) -> N
 
 
 def _read_manifest(folder: Path, base: str) -> tuple[Manifest, str]:
-    """The manifest of a checkpoint or an adapter, and which list of the catalog it belongs to. Raises ConfigError."""
+    """Read the manifest of a checkpoint or an adapter, and name its list in the catalog. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd.protocol.models import adapter, manifest
 
@@ -234,9 +233,11 @@ def rm(model: Model) -> None:
     if other_names and model != model_id:
         raise ConfigError(
             f"{', '.join(map(repr, other_names))} needs the same weights as {model!r}: swarmd models unpublish "
-            f"{shlex.quote(model)} takes back the name alone, swarmd models rm {model_id} deletes the weights of all names"
+            f"{shlex.quote(model)} takes back the name alone, swarmd models rm {model_id} deletes the weights of all "
+            "names"
         )
-    if (folder := state.folders().get(model_id)) is not None:
+    folder = state.folders().get(model_id)
+    if folder is not None:
         state.forget_folder(model_id)
         reload_daemon()
         fate = "what was made of its file is deleted" if delete_converted(folder) else "its folder is untouched"
@@ -270,28 +271,24 @@ def unpublish(name: Annotated[str, typer.Argument(help="A name of the swarm's ca
     model = catalog.hash_of(name)
 
     def take_back(draft: Catalog) -> Catalog:
-        remaining = {
-            remaining_name: entry for remaining_name, entry in getattr(draft, kind).items() if remaining_name != name
-        }
-        is_named = any(hash_ == model for hash_, _ in remaining.values())
-        sources = (
-            draft.sources if is_named else {hash_: source for hash_, source in draft.sources.items() if hash_ != model}
-        )
-        return msgspec.structs.replace(draft, sources=sources, **{kind: remaining})
+        entries = dict(getattr(draft, kind))
+        entries.pop(name, None)
+        sources = dict(draft.sources)
+        if all(model_hash != model for model_hash, _ in entries.values()):
+            sources.pop(model, None)
+        return msgspec.structs.replace(draft, sources=sources, **{kind: entries})
 
     changed = state.change_catalog(take_back)
     reload_daemon()
     other_names = changed.names_of(model)
-    rest = (
-        f"its weights are still called {', '.join(other_names)}"
-        if other_names
-        else f"to delete them: swarmd models rm {model}"
-    )
-    print(f"{name}: no longer in the catalog; {rest}")
+    next_step = f"to delete them: swarmd models rm {model}"
+    if other_names:
+        next_step = f"its weights are still called {', '.join(other_names)}"
+    print(f"{name}: no longer in the catalog; {next_step}")
 
 
 def require_publisher() -> None:
-    """May this machine change the catalog's names? Raises ConfigError."""
+    """Raise ConfigError if this machine may not change the catalog's names."""
     from swarmd.errors import ConfigError
 
     if not home().may_publish:
@@ -316,7 +313,8 @@ def verify(model: Model, as_json: Json = False) -> None:
     folder = Library(state.weights, state.folders()).folders.get(model_id)
     if folder is None:
         raise ConfigError(f"nothing of {model} is on this machine")
-    damaged, n_bytes = folder.damaged(), folder.n_bytes(folder.held)
+    damaged = folder.damaged()
+    n_bytes = folder.n_bytes(folder.held)
     if as_json:
         print_json({"model": model_id, "bytes": n_bytes, "damaged": damaged})
     elif not damaged:
@@ -347,12 +345,10 @@ def delegate(
         key = public_key_of_untrusted(peer)
     except IntegrityError as error:
         raise ConfigError(f"{peer!r} is no peer id: {error}") from None
-    other_delegates = tuple(k for k in state.catalog().delegates if k != key)
-    state.change_catalog(
-        lambda catalog: msgspec.structs.replace(
-            catalog, delegates=other_delegates if revoke else (*other_delegates, key)
-        )
-    )
+    delegates = tuple(delegate for delegate in state.catalog().delegates if delegate != key)
+    if not revoke:
+        delegates = (*delegates, key)
+    state.change_catalog(lambda catalog: msgspec.structs.replace(catalog, delegates=delegates))
     reload_daemon()
     print(f"{peer} {'may no longer' if revoke else 'may now'} publish models")
 
@@ -361,8 +357,10 @@ def _follow_download(model: str, quiet: bool) -> dict[str, Any]:
     """Show a download until it ends: a bar on a terminal, else a line now and then. Raises what it ended with."""
     from swarmd.errors import SwarmError
 
-    show = _NoProgress if quiet else _ProgressBar if sys.stderr.isatty() else _ProgressLines
-    with show() as update:
+    progress: type[_NoProgress] = _NoProgress
+    if not quiet:
+        progress = _ProgressBar if sys.stderr.isatty() else _ProgressLines
+    with progress() as update:
         while True:
             row: dict[str, Any] = ask("here", model=model)
             if not row["pulling"]:
@@ -379,6 +377,8 @@ def _follow_download(model: str, quiet: bool) -> dict[str, Any]:
 
 
 class _NoProgress:
+    """Shows nothing; entered, each of these gives the function that takes a download's row."""
+
     def __enter__(self) -> Any:
         return lambda download: None
 
@@ -402,26 +402,25 @@ class _ProgressLines(_NoProgress):
 
 
 class _ProgressBar(_NoProgress):
+    """A bar on a terminal."""
+
     def __enter__(self) -> Any:
         from rich import progress
         from rich.console import Console
 
-        columns = (
+        self._progress = progress.Progress(
             progress.BarColumn(),
             progress.DownloadColumn(binary_units=True),
             progress.TextColumn("{task.fields[note]}"),
+            console=Console(stderr=True),
         )
-        self._progress = progress.Progress(*columns, console=Console(stderr=True))
         self._progress.start()
         task = self._progress.add_task("", total=None, note="")
 
         def update(download: dict[str, Any]) -> None:
-            self._progress.update(
-                task,
-                total=download["total_bytes"],
-                completed=download["done_bytes"],
-                note=download_line(download).split(", ", 1)[1],
-            )
+            note = download_line(download).split(", ", 1)[1]
+            total = download["total_bytes"]
+            self._progress.update(task, total=total, completed=download["done_bytes"], note=note)
 
         return update
 
@@ -438,7 +437,7 @@ def _offline_models() -> list[dict[str, Any]]:
     rows = []
     for name, (model, n_blocks) in sorted(state.catalog().models.items()):
         folder = folders.get(model)  # type: ignore[call-overload]
-        blocks = [[s.start, s.end] for s in folder.blocks_held] if folder else []
+        blocks = [[span.start, span.end] for span in folder.blocks_held] if folder else []
         presence = {"here": folder is not None and folder.is_whole, "blocks_here": blocks}
         absence = {"coverage": [0] * n_blocks, "missing": [[0, n_blocks]], "help": ""}
         rows.append({"name": name, "model": model, "blocks": n_blocks, **absence, **presence})

@@ -33,31 +33,41 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    console, earlier, looked_at = Console(), ask("status"), time.monotonic()
+    console = Console()
+    earlier = ask("status")
+    looked_at = time.monotonic()
     if not sys.stdout.isatty():
         time.sleep(interval)
-        console.print(draw_screen(earlier, ask("status"), ask("peers")["peers"], time.monotonic() - looked_at))
+        status = ask("status")
+        peers = ask("peers")["peers"]
+        console.print(draw_screen(earlier, status, peers, time.monotonic() - looked_at))
         return
-    message, picture = "", draw_screen(earlier, earlier, ask("peers")["peers"], interval)
+    message = ""
+    picture = draw_screen(earlier, earlier, ask("peers")["peers"], interval)
     with open_keyboard(sys.stdin) as key_within, Live(console=console, screen=True, auto_refresh=False) as live:
         live.update(add_footer(picture, message), refresh=True)
         try:
-            while (key := key_within(max(0.0, looked_at + interval - time.monotonic()))) != "q":
+            while True:
+                key = key_within(max(0.0, looked_at + interval - time.monotonic()))
+                if key == "q":
+                    return
                 if key:
                     message = handle_key(key)
                     live.update(add_footer(picture, message), refresh=True)
                     continue
-                status, passed_s = ask("status"), time.monotonic() - looked_at
+                status = ask("status")
+                passed_s = time.monotonic() - looked_at
                 picture = draw_screen(earlier, status, ask("peers")["peers"], passed_s)
                 live.update(add_footer(picture, message), refresh=True)
-                earlier, looked_at = status, looked_at + passed_s
+                earlier = status
+                looked_at += passed_s
         except KeyboardInterrupt:
             return
 
 
 @contextmanager
 def open_keyboard(file: TextIO) -> Iterator[Callable[[float], str]]:
-    """Read single keys: what is given waits so long for one; "" is none. Without a terminal it only waits."""
+    """Yield a function that waits some seconds for a key; "" is none. Without a terminal it only waits."""
     if not file.isatty():
         yield _wait
         return
@@ -79,7 +89,7 @@ def _wait(within_s: float) -> str:
 
 
 def _key_of(fd: int, within_s: float) -> str:
-    """The first key that is pressed within so long; a terminal that is gone is left."""
+    """Read the first key that is pressed within so long; a terminal that is gone counts as q."""
     is_ready, _, _ = select.select([fd], [], [], within_s)
     if not is_ready:
         return ""
@@ -102,25 +112,26 @@ def handle_key(key: str, ask: Callable[..., dict[str, Any]] = ask) -> str:
 
 
 def add_footer(picture: Group, message: str) -> Group:
-    """The picture, what the last key did, and the keys."""
+    """Put what the last key did, and the keys, under the picture."""
     from rich.console import Group
 
     return Group(picture, *([message] if message else []), "[bold]q[/] quit   [bold]p[/] pause   [bold]r[/] resume")
 
 
 def draw_screen(earlier: dict[str, Any], status: dict[str, Any], peers: list[dict[str, Any]], passed_s: float) -> Group:
-    """One picture, from what the daemon said ``passed_s`` apart."""
+    """Draw one picture, from what the daemon said ``passed_s`` apart."""
     from rich.console import Group
 
-    lines = [
-        f"[bold]{status['swarm']}[/]  {count(status['members'], 'member')}, up for {format_duration(status['uptime_s'])}, "
-        f"{status['memory_mib']:.0f} MiB, version {status['version']}"
-    ]
-    if (policy := status["policy"]) is not None:
-        n_bytes = max(0, policy["month_bytes"] - (earlier["policy"] or policy)["month_bytes"])
+    members = f"[bold]{status['swarm']}[/]  {count(status['members'], 'member')}"
+    uptime = f"up for {format_duration(status['uptime_s'])}"
+    lines = [f"{members}, {uptime}, {status['memory_mib']:.0f} MiB, version {status['version']}"]
+    policy = status["policy"]
+    if policy is not None:
+        earlier_policy = earlier["policy"] or policy
+        n_bytes = max(0, policy["month_bytes"] - earlier_policy["month_bytes"])
         lines.append(f"{policy['why']}; {8e-6 * n_bytes / passed_s:.2f} Mbit/s beyond the home")
-    if (reach := status["reach"]) is not None:
-        lines.append(reach_text(reach))
+    if status["reach"] is not None:
+        lines.append(reach_text(status["reach"]))
     lines += [f"[red]{row['kind']}: {row['text']}[/]" for row in status["health"] if row["is_fine"] is False]
     lines += [f"fetching {download_line(download)}" for download in status["downloads"]]
     return Group(*lines, _draw_served(earlier, status, passed_s), _draw_members(peers))
@@ -130,11 +141,14 @@ def _draw_served(earlier: dict[str, Any], status: dict[str, Any], passed_s: floa
     names = ["serves", "blocks", "state", "sessions", "tokens/s", "tuning tokens/s", "cache used"]
     rows = []
     for n, hosting in enumerate(status["hosting"]):
-        serving, server, tuning = hosting["serving"], hosting["server"], hosting["tuning"]
+        serving = hosting["serving"]
+        server = hosting["server"]
+        tuning = hosting["tuning"]
         if not serving:
             rows.append([hosting["wanted"], "", f"{hosting['state']}: {hosting['why']}", "", "", "", ""])
             continue
         earlier_hosting = earlier["hosting"][n]
+        free_share = server["free_cache_tokens"] / max(1, server["total_cache_tokens"])
         rows.append(
             [
                 serving["name"],
@@ -143,7 +157,7 @@ def _draw_served(earlier: dict[str, Any], status: dict[str, Any], passed_s: floa
                 str(server["sessions"]),
                 _format_per_s(earlier_hosting["server"], server, "tokens_served", passed_s),
                 _format_per_s(earlier_hosting["tuning"], tuning, "tokens_trained", passed_s),
-                f"{100 * (1 - server['free_cache_tokens'] / max(1, server['total_cache_tokens'])):.0f} %",
+                f"{100 * (1 - free_share):.0f} %",
             ]
         )
     return make_table(names, rows)
@@ -155,18 +169,18 @@ def _format_per_s(earlier: dict[str, Any] | None, status: dict[str, Any], name: 
 
 def _draw_members(peers: list[dict[str, Any]]) -> Table:
     names = ["member", "way", "away", "serves", "tokens/s", "memory"]
-    other_peers = sorted(
-        (p for p in peers if not p["is_self"]), key=lambda p: (p["round_trip_ms"] is None, p["round_trip_ms"])
-    )
-    rows = [
-        [
-            peer["peer"][-8:],
-            peer["way"] or "not connected",
-            format_number(peer["round_trip_ms"], " ms"),
-            ", ".join(f"{s['model']} {span_text(s['blocks'])}" for s in peer["spans"]) or "nothing",
-            ", ".join(format_number(s["decode_tokens_per_s"]) for s in peer["spans"]),
-            format_size(peer["memory_bytes"]),
-        ]
-        for peer in other_peers[:MOST_PEERS]
+    other_peers = [peer for peer in peers if not peer["is_self"]]
+    other_peers.sort(key=lambda peer: (peer["round_trip_ms"] is None, peer["round_trip_ms"]))
+    return make_table(names, [_member_row(peer) for peer in other_peers[:MOST_PEERS]])
+
+
+def _member_row(peer: dict[str, Any]) -> list[str]:
+    spans = peer["spans"]
+    return [
+        peer["peer"][-8:],
+        peer["way"] or "not connected",
+        format_number(peer["round_trip_ms"], " ms"),
+        ", ".join(f"{span['model']} {span_text(span['blocks'])}" for span in spans) or "nothing",
+        ", ".join(format_number(span["decode_tokens_per_s"]) for span in spans),
+        format_size(peer["memory_bytes"]),
     ]
-    return make_table(names, rows)
