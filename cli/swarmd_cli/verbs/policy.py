@@ -26,14 +26,15 @@ def pause(
     """
     seconds = str(parse_duration(for_)) if for_ else ""
     answer = ask("pause", "POST", seconds=seconds)
-    n = answer["sessions"]
-    print(f"{answer['policy']['why']}; {count(n, 'session')} to go on elsewhere", flush=True)
-    is_done = wait_until(lambda: all(h["serving"] is None for h in ask("status")["hosting"]))
-    print(
-        "nothing is served here any more; swarmd resume works again"
-        if is_done
-        else "the daemon is still at it: swarmd status"
-    )
+    print(f"{answer['policy']['why']}; {count(answer['sessions'], 'session')} to go on elsewhere", flush=True)
+    if wait_until(_is_nothing_served):
+        print("nothing is served here any more; swarmd resume works again")
+    else:
+        print("the daemon is still at it: swarmd status")
+
+
+def _is_nothing_served() -> bool:
+    return all(hosting["serving"] is None for hosting in ask("status")["hosting"])
 
 
 @app.command()
@@ -50,7 +51,8 @@ def show(as_json: Annotated[bool, typer.Option("--json", help='Print JSON with "
     if as_json:
         print_json(rules)
         return
-    print_table("Policy", ["", "", ""], [[name, _format_toml(value), HELP[name]] for name, value in rules.items()])
+    rows = [[name, _format_toml(value), HELP[name]] for name, value in rules.items()]
+    print_table("Policy", ["", "", ""], rows)
 
 
 @app.command("set", context_settings={"ignore_unknown_options": True})
@@ -114,30 +116,40 @@ def parse_duration(text: str) -> int:
     from swarmd.config import LONGEST_PAUSE_S
     from swarmd.errors import ConfigError
 
-    parts = re.findall(r"(\d+)([mhd])", text.strip().lower())
-    seconds = sum(int(n) * UNITS_S[unit] for n, unit in parts)
-    if "".join(n + unit for n, unit in parts) != text.strip().lower() or not 0 < seconds <= LONGEST_PAUSE_S:
+    plain = text.strip().lower()
+    parts = re.findall(r"(\d+)([mhd])", plain)
+    seconds = sum(int(digits) * UNITS_S[unit] for digits, unit in parts)
+    is_all_read = "".join(digits + unit for digits, unit in parts) == plain
+    if not is_all_read or not 0 < seconds <= LONGEST_PAUSE_S:
         raise ConfigError(f"--for takes a time such as 90m, 2h or 1d, at most 366d, not {text!r}")
     return seconds
 
 
 def set_toml_value(text: str, name: str, key: str, value: str) -> str:
-    """A TOML text with ``key = value`` in the table ``[name]``; the rest stays as it was written."""
+    """Set ``key = value`` in the table ``[name]`` of a TOML text; the rest stays as it was written."""
+    # By lines, not by a TOML library: it would lose the owner's comments and order.
     lines = text.splitlines()
-    header = next((i for i, line in enumerate(lines) if re.fullmatch(rf"\s*\[{name}\]\s*(#.*)?", line)), None)
+    setting = f"{key} = {value}"
+    header = _find_line(rf"\s*\[{name}\]\s*(#.*)?$", lines, 0, len(lines))
     if header is None:
-        return "\n".join([*lines, *([""] if lines else []), f"[{name}]", f"{key} = {value}", ""])
-    end = next((i for i in range(header + 1, len(lines)) if lines[i].lstrip().startswith("[")), len(lines))
-    known = next((i for i in range(header + 1, end) if re.match(rf"\s*{key}\s*=", lines[i])), None)
+        gap = [""] if lines else []
+        return "\n".join([*lines, *gap, f"[{name}]", setting, ""])
+    end = _find_line(r"\s*\[", lines, header + 1, len(lines))
+    known = _find_line(rf"\s*{key}\s*=", lines, header + 1, len(lines) if end is None else end)
     if known is None:
-        lines.insert(header + 1, f"{key} = {value}")
+        lines.insert(header + 1, setting)
     else:
-        lines[known] = f"{key} = {value}"
+        lines[known] = setting
     return "\n".join([*lines, ""])
 
 
+def _find_line(pattern: str, lines: list[str], start: int, end: int) -> int | None:
+    """Return the first of the lines [start, end) that begins with a pattern."""
+    return next((i for i in range(start, end) if re.match(pattern, lines[i])), None)
+
+
 def _parse_value(name: str, value: str) -> Any:
-    """What was typed as what the rule takes. Raises ConfigError."""
+    """Turn what was typed into what the rule takes. Raises ConfigError."""
     from swarmd.config import PolicyConfig
     from swarmd.errors import ConfigError
 

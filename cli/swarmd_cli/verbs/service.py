@@ -84,7 +84,9 @@ def status(
     if as_json:
         print_json(asdict(state))
         return
-    print(f"{state.state}{f', pid {state.pid}' if state.pid else ''}{f': {state.detail}' if state.detail else ''}")
+    pid = f", pid {state.pid}" if state.pid else ""
+    detail = f": {state.detail}" if state.detail else ""
+    print(f"{state.state}{pid}{detail}")
     if state.installed:
         print(f"unit {state.unit}, {'starts' if state.starts_by_itself else 'does not start'} with the machine")
     if state.restarts:
@@ -115,7 +117,7 @@ def logs(
 
 
 def _choose_manager(system: bool) -> Manager:
-    """The manager of this machine; the machine's service keeps its state where its manager makes it."""
+    """Choose the manager of this machine; the machine's service keeps its state where its manager makes it."""
     from swarmd.errors import ConfigError
     from swarmd_cli.managers import SYSTEM_HOME, find_manager
 
@@ -130,15 +132,20 @@ def _choose_manager(system: bool) -> Manager:
 
 
 def _find_program(for_everyone: bool) -> list[str]:
-    """The program that runs now. Raises ConfigError where a user of the daemon's own could not run it."""
+    """Find the program that runs now. Raises ConfigError where a user of the daemon's own could not run it."""
     from swarmd.errors import ConfigError
 
     script = Path(sys.executable).with_name("swarmd")
     command = [str(script)] if script.is_file() else [sys.executable, "-P", "-m", "swarmd_cli.main"]
-    places = (Path(command[0]).parent, Path(command[0]).resolve().parent, Path(os.path.realpath(sys.executable)).parent)
-    for folder in {folder for place in places for folder in (place, *place.parents)}:
+    if not for_everyone:
+        return command
+    # Every folder on the way must let others in: to the program, to what it links to, and to Python itself.
+    program = Path(command[0])
+    python = Path(os.path.realpath(sys.executable))
+    folders = {folder for path in (program, program.resolve(), python) for folder in path.parents}
+    for folder in folders:
         is_hidden = folder in (Path("/root"), Path("/home"), Path("/run/user"))  # ProtectHome=yes
-        if for_everyone and (is_hidden or not folder.stat().st_mode & 0o001):
+        if is_hidden or not folder.stat().st_mode & 0o001:
             raise ConfigError(
                 f"the machine's service runs as its own user, who cannot enter {folder}, where {command[0]} lies: "
                 "install swarmd where everyone may read, for example with python3 -m venv /opt/swarmd"
