@@ -65,18 +65,22 @@ def start(
         raise ConfigError('this machine takes no part in training: its setting "training_runs" is "off"')
     draft = read_toml(recipe)
     taken = {row["name"] for row in [*known["runs"], *known["others"]]}
-    if draft.name in taken and not again:
-        raise ConfigError(
-            f"a run called {draft.name!r} is there already: swarmd train join {draft.name} takes part in it, "
-            f"--again starts another one, called {_next_name(draft.name, taken)!r}"
-        )
     if draft.name in taken:
-        draft = msgspec.structs.replace(draft, name=_next_name(draft.name, taken))
+        free_name = _next_name(draft.name, taken)
+        if not again:
+            raise ConfigError(
+                f"a run called {draft.name!r} is there already: swarmd train join {draft.name} takes part in it, "
+                f"--again starts another one, called {free_name!r}"
+            )
+        draft = msgspec.structs.replace(draft, name=free_name)
+    # In the order of cost: what is wrong with the recipe is said before weights are made or texts packed.
     _require_data(draft.data, recipe.parent)
-    of_catalog, source = _find_source(state, draft, recipe.parent)
-    outline = _load_outline(source, draft)
-    draft = msgspec.structs.replace(draft, lora=msgspec.structs.replace(draft.lora, targets=outline.targets))
-    model, folder = (of_catalog, source) if of_catalog else _provide_model(state, draft, source)
+    model, folder = _find_source(state, draft, recipe.parent)
+    outline = _load_outline(folder, draft)
+    lora = msgspec.structs.replace(draft.lora, targets=outline.targets)
+    draft = msgspec.structs.replace(draft, lora=lora)
+    if not model:
+        model, folder = _provide_model(state, draft, folder)
     data, n_rows = _provide_data(state, draft, recipe.parent, folder, outline.vocabulary)
     anchors = draft.anchors or (state.identity().peer_id,)
     if role == "anchor" and state.identity().peer_id not in anchors:
@@ -87,9 +91,8 @@ def start(
     ask("reload", "POST")
     ask("train/join", "POST", name=run.id, role=role)
     print(f"{resolved.name}: run {run.id}")
-    print(
-        f"model {model[:12]}, {count(n_rows, 'row')} of {resolved.batch.tokens} tokens, {count(len(anchors), 'anchor')}"
-    )
+    rows = f"{count(n_rows, 'row')} of {resolved.batch.tokens} tokens"
+    print(f"model {model[:12]}, {rows}, {count(len(anchors), 'anchor')}")
     print(f"others take part with: swarmd train join {run.id[:12]}")
 
 
@@ -184,9 +187,9 @@ def status(
     from swarmd.errors import ConfigError
 
     body = ask("train")
-    chosen = [r for r in body["runs"] if not run or run == r["name"] or r["run"].startswith(run)]
+    chosen = [row for row in body["runs"] if not run or run == row["name"] or row["run"].startswith(run)]
     if run and not chosen:
-        known_names = ", ".join(r["name"] for r in body["runs"]) or "none"
+        known_names = ", ".join(row["name"] for row in body["runs"]) or "none"
         raise ConfigError(f"this machine takes part in no run called {run!r}; it is in: {known_names}")
     if plot is not None:
         write_plot(chosen, plot)
@@ -195,7 +198,9 @@ def status(
         return
     for row in chosen:
         show_run(row)
-    other_runs = [[o["name"], o["run"][:12], str(o["peers"]), str(o["update"])] for o in body["others"]]
+    other_runs = []
+    for row in body["others"]:
+        other_runs.append([row["name"], row["run"][:12], str(row["peers"]), str(row["update"])])
     if other_runs:
         print_table("Runs of the swarm that this peer is not in", ["name", "run", "peers", "updates"], other_runs)
     elif not chosen:
@@ -251,8 +256,9 @@ def _next_name(name: str, taken: set[str]) -> str:
 
 
 def _find_source(state: Home, recipe: Recipe, recipe_folder: Path) -> tuple[ModelId | None, Path]:
-    """Where the model to begin with lies: a model of the catalog, with its hash; or a checkpoint beside the recipe, or
-    only its configuration.
+    """Find the model to begin with: one of the catalog, with its hash, or a folder beside the recipe.
+
+    Such a folder holds a checkpoint, or only a configuration. Raises ConfigError.
     """
     from swarmd.errors import ConfigError
 
@@ -267,22 +273,22 @@ def _find_source(state: Home, recipe: Recipe, recipe_folder: Path) -> tuple[Mode
 
 
 def _load_outline(source: Path, recipe: Recipe) -> Outline:
-    """See compute.runs.outline. Raises ConfigError for what cannot be trained as the recipe says."""
+    """Read the outline (compute.runs.outline). Raises ConfigError for what cannot be trained as the recipe says."""
     with importing():
         from swarmd.compute.runs.outline import read_outline
     return read_outline(source, recipe)
 
 
 def _provide_model(state: Home, recipe: Recipe, source: Path) -> tuple[ModelId, Path]:
-    """A checkpoint folder to begin with, its first weights made where it has none, held for others."""
+    """Provide a checkpoint to begin with, held for others; its first weights are made where it has none."""
     folder = source if any(source.glob("*.safetensors")) else _initialise(source, recipe, state)
     return _adopt_folder(state, folder), folder
 
 
 def _initialise(folder: Path, recipe: Recipe, state: Home) -> Path:
-    """A checkpoint of random weights for a configuration, the same for the same seed. Raises ConfigError.
+    """Make a checkpoint of random weights for a configuration, the same for the same seed. Raises ConfigError.
 
-    Other files of a run of the same name are another checkpoint: members hold the earlier one by its hash.
+    Where a run of this name had other files, this is another folder: members hold the earlier one by its hash.
     """
     import hashlib
     import shutil
@@ -294,10 +300,14 @@ def _initialise(folder: Path, recipe: Recipe, state: Home) -> Path:
     from swarmd.protocol.models.manifest import FILES
 
     sources = [name for name in ("config.json", *FILES) if (folder / name).is_file()]
-    listed = "".join(f"{name} {hashlib.sha256((folder / name).read_bytes()).hexdigest()}\n" for name in sources)
+    listed = ""
+    for name in sources:
+        digest = hashlib.sha256((folder / name).read_bytes())
+        listed += f"{name} {digest.hexdigest()}\n"
     checkpoint = state.folder / "models" / f"{recipe.name}-{recipe.seed}"
     if checkpoint.exists() and _read_text(checkpoint / MADE_FROM) != listed:
-        checkpoint = checkpoint.with_name(f"{checkpoint.name}-{hashlib.sha256(listed.encode()).hexdigest()[:8]}")
+        suffix = hashlib.sha256(listed.encode()).hexdigest()[:8]
+        checkpoint = checkpoint.with_name(f"{checkpoint.name}-{suffix}")
     torch.manual_seed(recipe.seed)
     with building(f"{folder / 'config.json'}"):
         model = AutoModelForCausalLM.from_config(read_config(folder))
@@ -322,7 +332,7 @@ def _require_data(data: str, recipe_folder: Path) -> None:
 
 
 def _provide_data(state: Home, recipe: Recipe, recipe_folder: Path, model: Path, vocabulary: int) -> tuple[str, int]:
-    """The hash of the data, packed on this disk, and its number of rows. Raises ConfigError.
+    """Provide the data, packed on this disk; returns its hash and its number of rows. Raises ConfigError.
 
     ``vocabulary``: how many tokens the model knows, which need not be how many its tokenizer does.
     """
@@ -337,9 +347,10 @@ def _provide_data(state: Home, recipe: Recipe, recipe_folder: Path, model: Path,
         presence = ask("here", model=recipe.data) if is_model_hash(recipe.data) else {"folder": None}
         if presence["folder"] is None:
             raise ConfigError(f"data: {source} is no file, and no hash of data that is on this machine")
-        read = manifest.read_folder(Path(presence["folder"]))
-        n_rows = sum(rows_of_shards(read, tokens))
-        require_known(highest_token(Path(presence["folder"]), read), vocabulary)
+        folder = Path(presence["folder"])
+        data_manifest = manifest.read_folder(folder)
+        n_rows = sum(rows_of_shards(data_manifest, tokens))
+        require_known(highest_token(folder, data_manifest), vocabulary)
         return recipe.data, n_rows
     texts = _tokenise(source, model, vocabulary)
     folder = state.folder / "data" / f"{recipe.name}-{int(time.time())}"
@@ -360,7 +371,7 @@ def _adopt_folder(state: Home, folder: Path) -> ModelId:
 
 
 def _tokenise(path: Path, model: Path, vocabulary: int) -> list[list[int]]:
-    """Texts as tokens, each with its end. Raises ConfigError naming what cannot be used."""
+    """Turn texts into tokens, each with its end. Raises ConfigError naming what cannot be used."""
     from swarmd.client.text.tokenizer import load_tokenizer
     from swarmd.client.tuning.dataset import Encoding, read_dataset
     from swarmd.errors import ConfigError
@@ -377,11 +388,11 @@ def _tokenise(path: Path, model: Path, vocabulary: int) -> list[list[int]]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as text: {error}") from None
     rows = read_dataset(path, Encoding(encode, (), end, vocabulary, sys.maxsize)).rows
-    chosen = [number for number, row in enumerate(rows, 1) if row.labels != row.ids]
-    if chosen:
+    labelled = [number for number, row in enumerate(rows, 1) if row.labels != row.ids]
+    if labelled:
         raise ConfigError(
-            f"{path}: line {chosen[0]} says which of its tokens count (a completion, or labels), as {len(chosen)} of "
-            f"{len(rows)} lines do: a run learns every token of its data, swarmd tune learns those that count. "
+            f"{path}: line {labelled[0]} says which of its tokens count (a completion, or labels), as {len(labelled)} "
+            f"of {len(rows)} lines do: a run learns every token of its data, swarmd tune learns those that count. "
             'Write {"text": ...} or {"input_ids": ...} alone'
         )
     return [list(row.ids) for row in rows]
@@ -399,12 +410,12 @@ def _save_model(base: Path, recipe: Recipe, state: Path, layout: list[list[Any]]
     from swarmd.errors import ConfigError
 
     model = build(base, recipe)
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if [[name, list(p.shape)] for name, p in trained] != layout:
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if [[name, list(parameter.shape)] for name, parameter in trained] != layout:
         raise ConfigError("its parameters here differ from the run's: are the versions of transformers alike?")
     with safe_open(str(state), "pt") as file:
         vector = file.get_tensor("parameters")
-    pieces = torch.split(vector, [math.prod(p.shape) for _, p in trained])
+    pieces = torch.split(vector, [math.prod(parameter.shape) for _, parameter in trained])
     with torch.no_grad():
         for (_, parameter), values in zip(trained, pieces, strict=True):
             parameter.copy_(values.view(parameter.shape))
