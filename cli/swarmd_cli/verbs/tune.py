@@ -61,7 +61,7 @@ def tune(
         method=method,
         steps=steps,
         batch=batch,
-        rate=rate,
+        learning_rate=rate,
         warmup=warmup,
         seed=seed,
         rank=rank,
