@@ -51,8 +51,8 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "said"), WRONG)
-def test_what_is_wrong_is_refused_before_torch_is_imported(founded: Path, words: list[str], said: str) -> None:
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_what_is_wrong_is_refused_before_torch_is_imported(founded: Path, words: list[str], message: str) -> None:
     code = (
         f"import sys; sys.argv = ['swarmd', '--home', {str(founded)!r}, *{words!r}]\n"
         "from swarmd_cli.main import run\n"
@@ -62,8 +62,8 @@ def test_what_is_wrong_is_refused_before_torch_is_imported(founded: Path, words:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
-    assert done.returncode == (3 if "daemon" in said else 2), done.stderr
-    assert said in done.stderr
+    assert done.returncode == (3 if "daemon" in message else 2), done.stderr
+    assert message in done.stderr
     assert done.stdout.splitlines()[-1] == "HEAVY []"
 
 

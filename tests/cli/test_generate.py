@@ -23,17 +23,17 @@ LAST = {"choices": [], "usage": {"completion_tokens": 2}, "swarmd": ABOUT}
 CHATS: dict[str, bool | None] = {"talks": True, "continues": False, "unread": None}
 
 
-def delta(**said: str) -> dict[str, Any]:
-    return {"choices": [{"delta": said}]}
+def delta(**event: str) -> dict[str, Any]:
+    return {"choices": [{"delta": event}]}
 
 
 def test_what_comes_is_printed_with_its_doubts(capsys: pytest.CaptureFixture[str]) -> None:
     events = [delta(role="assistant", content=""), delta(reasoning_content="hm, "), delta(content="yes"), delta(), LAST]
     _ask_gateway(PlayedGateway(CHATS, *events), CHAT, "m", "?", {})
-    said = capsys.readouterr()
-    assert said.out == "hm, yes\n"
-    assert "2 tokens, " in said.err
-    assert "from token 2 of the answer on the text may be wrong: [0,6) on abc: it lied" in said.err
+    usage = capsys.readouterr()
+    assert usage.out == "hm, yes\n"
+    assert "2 tokens, " in usage.err
+    assert "from token 2 of the answer on the text may be wrong: [0,6) on abc: it lied" in usage.err
     _ask_gateway(
         PlayedGateway(CHATS, {"choices": [{"text": "Once"}]}, {"choices": [{"text": " more"}]}, LAST),
         COMPLETIONS,

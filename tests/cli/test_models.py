@@ -37,7 +37,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("x\ny", "can be seen"),
         ("\x1b[2J", "can be seen"),
@@ -45,14 +45,17 @@ def home(tmp_path: Path) -> Iterator[Home]:
         ("b" * 65, "1 to 64"),
     ],
 )
-def test_names_that_nobody_can_read_or_that_mean_something_else_are_refused(name: str, said: str, home: Home) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_names_that_nobody_can_read_or_that_mean_something_else_are_refused(
+    name: str, message: str, home: Home
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         swarmd(home, "models", "add", str(bundled_folder()), "--name", name)
 
 
 def as_mere_member(home: Home) -> None:
     """Make the home one of a member that did not found the swarm."""
-    identity, founder = Identity.generate(), home.founder()
+    identity = Identity.generate()
+    founder = home.founder()
     swarm = msgspec.structs.replace(
         home.swarm(), certificate=(certify(founder, identity.public_key, "member", int(time.time()) + 600),)
     )

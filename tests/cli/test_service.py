@@ -73,9 +73,9 @@ def test_where_users_make_no_namespaces_the_rest_still_counts() -> None:
 
 
 def test_a_launchd_agent_is_a_property_list() -> None:
-    told = plistlib.loads(Launchd().text(["/opt/my <programs>/swarmd"], Path("/Users/me/a & b")).encode())
-    assert told["ProgramArguments"] == ["/opt/my <programs>/swarmd", "--home", "/Users/me/a & b", "up"]
-    assert told["KeepAlive"] == {"SuccessfulExit": False}
+    job = plistlib.loads(Launchd().text(["/opt/my <programs>/swarmd"], Path("/Users/me/a & b")).encode())
+    assert job["ProgramArguments"] == ["/opt/my <programs>/swarmd", "--home", "/Users/me/a & b", "up"]
+    assert job["KeepAlive"] == {"SuccessfulExit": False}
 
 
 def test_without_a_manager_nothing_is_written(tmp_path: Path) -> None:
@@ -93,7 +93,8 @@ def test_without_a_manager_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_a_service_that_does_not_start_is_removed_again(tmp_path: Path) -> None:
-    tools, home = tmp_path / "tools", tmp_path / "home"
+    tools = tmp_path / "tools"
+    home = tmp_path / "home"
     tools.mkdir()
     home.mkdir()
     path = fake_manager(tools, failing="restart")

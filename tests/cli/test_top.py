@@ -63,18 +63,18 @@ def test_rates_are_those_between_two_looks_and_the_nearest_come_first() -> None:
 
 
 def test_a_daemon_that_began_to_serve_between_two_looks() -> None:
-    before = copy.deepcopy(STATUS)
-    before["hosting"][0] |= {"serving": None, "server": None, "tuning": None}
+    earlier = copy.deepcopy(STATUS)
+    earlier["hosting"][0] |= {"serving": None, "server": None, "tuning": None}
     console = Console(width=120, record=True, force_terminal=False)
-    console.print(draw_screen(before, STATUS, [], 2.0))
+    console.print(draw_screen(earlier, STATUS, [], 2.0))
     assert "unknown" in console.export_text()
 
 
 def test_keys_pause_and_resume_and_say_what_came_of_it() -> None:
-    asked: list[str] = []
+    verbs: list[str] = []
 
     def ask(verb: str, method: str, **query: str) -> dict[str, Any]:
-        asked.append(verb)
+        verbs.append(verb)
         return {"serving": True, "policy": {"why": "paused by its owner"}}
 
     def refuse(*words: str, **query: str) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_keys_pause_and_resume_and_say_what_came_of_it() -> None:
         "serves again",
         "",
     )
-    assert asked == ["pause", "resume"]
+    assert verbs == ["pause", "resume"]
     assert handle_key("p", refuse) == "no daemon answers"
 
 

@@ -72,15 +72,16 @@ def test_a_model_of_the_catalog_keeps_its_hash_however_its_files_lie_here(
     state: Any = SimpleNamespace(catalog=lambda: catalog)
     of_catalog = train._find_source(state, structs.replace(RECIPE, model="demo"), tmp_path)
     assert of_catalog == ("a" * 64, tmp_path / ("a" * 64))
-    beside = tiny_model(tmp_path / "beside")
-    assert train._find_source(state, structs.replace(RECIPE, model="beside"), tmp_path) == (None, beside)
+    local = tiny_model(tmp_path / "beside")
+    assert train._find_source(state, structs.replace(RECIPE, model="beside"), tmp_path) == (None, local)
 
 
 def test_first_weights_of_a_run_go_with_the_files_that_they_were_made_from(tmp_path: Path) -> None:
     """A tokenizer that was mended between two starts of one name; the earlier run's folder stays as it is."""
-    source, state = tiny_model(tmp_path / "tiny"), State(tmp_path / "home")
+    source = tiny_model(tmp_path / "tiny")
+    state = State(tmp_path / "home")
     first = _initialise(source, RECIPE, state)  # type: ignore[arg-type]
-    before = manifest.model_id(manifest.read_folder(first))
+    first_id = manifest.model_id(manifest.read_folder(first))
     assert _initialise(source, RECIPE, state) == first  # type: ignore[arg-type]
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     tokenizer.add_tokens(["<new>"])
@@ -88,5 +89,5 @@ def test_first_weights_of_a_run_go_with_the_files_that_they_were_made_from(tmp_p
     second = _initialise(source, RECIPE, state)  # type: ignore[arg-type]
     assert second != first
     assert (second / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-    assert manifest.model_id(manifest.read_folder(first)) == before
+    assert manifest.model_id(manifest.read_folder(first)) == first_id
     assert _initialise(source, RECIPE, state) == second  # type: ignore[arg-type]

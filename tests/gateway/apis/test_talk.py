@@ -16,9 +16,9 @@ from swarmd.gateway.generation.row import RowReport
 from swarmd.gateway.generation.sampling import Sampling
 
 
-def chosen(author: dict[str, Any], **said: Any) -> Sampling:
+def chosen(author: dict[str, Any], **fields: Any) -> Sampling:
     ends: Any = SimpleNamespace(generation=author, vocabulary=8)
-    return choose_sampling(GenerationRequest("m", msgspec.convert(said, SamplingFields)), ends)
+    return choose_sampling(GenerationRequest("m", msgspec.convert(fields, SamplingFields)), ends)
 
 
 @pytest.mark.parametrize("author", [{}, {"eos_token_id": 0}, {"do_sample": False, "temperature": 1.0}])
@@ -39,7 +39,7 @@ def test_what_a_request_names_wins(author: dict[str, Any]) -> None:
 
 
 def test_a_doubt_names_the_token_of_the_answer_from_which_on_it_may_be_wrong() -> None:
-    told = RowReport(
+    report = RowReport(
         n_prompt=5, doubts=[Doubt(first_token=1, hop="a", reason="r"), Doubt(first_token=6, hop="b", reason="r")]
     )
-    assert [(doubt["token"], doubt["hop"]) for doubt in format_extra([told])["doubts"]] == [(0, "a"), (2, "b")]
+    assert [(doubt["token"], doubt["hop"]) for doubt in format_extra([report])["doubts"]] == [(0, "a"), (2, "b")]

@@ -29,13 +29,15 @@ def stumbling(tokenizer: Tokenizer) -> Grammars:
     return Grammars(tokenizer, bundled_folder() / "tokenizer.json", tokenizer.get_vocab_size(), 0, STAND_IN)
 
 
-@pytest.mark.parametrize(("how", "why"), [("hang", "took more than"), ("raise", "ended"), ("eat", "out of memory")])
+@pytest.mark.parametrize(
+    ("stumble", "reason"), [("hang", "took more than"), ("raise", "ended"), ("eat", "out of memory")]
+)
 async def test_a_schema_at_which_the_library_stumbles_is_refused_and_the_next_one_is_not(
-    tokenizer: Tokenizer, how: str, why: str
+    tokenizer: Tokenizer, stumble: str, reason: str
 ) -> None:
     async with stumbling(tokenizer) as grammars:
-        with pytest.raises(BadSchema, match=why):
-            await grammars.of_schema({"const": how}, "a", MOST_S)
+        with pytest.raises(BadSchema, match=reason):
+            await grammars.of_schema({"const": stumble}, "a", MOST_S)
         assert await grammars.of_schema(COLOUR, "a")
 
 
@@ -49,10 +51,10 @@ async def test_one_key_holds_one_child_and_the_others_go_on(tokenizer: Tokenizer
 
 
 async def test_who_goes_away_takes_the_child_along(tokenizer: Tokenizer) -> None:
-    others = set(psutil.Process().children())
+    other_children = set(psutil.Process().children())
     async with stumbling(tokenizer) as grammars:
         await grammars.of_schema(COLOUR, "a")
-        children = set(psutil.Process().children()) - others
+        children = set(psutil.Process().children()) - other_children
         with trio.move_on_after(MOST_S) as scope:
             await grammars.of_schema({"const": "hang"}, "a", 600.0)
         assert scope.cancelled_caught

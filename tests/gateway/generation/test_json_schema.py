@@ -60,8 +60,8 @@ def test_schemas_within_schemas_have_a_depth() -> None:
 
 @pytest.mark.parametrize("ref", ["#/$defs/P", "http://example.com/tool#/$defs/P"])
 def test_a_tools_references_move_with_its_schema(ref: str) -> None:
-    own = {"$id": "http://example.com/tool", "properties": {"x": {"$ref": ref}}, "$defs": {"P": ONE}}
-    tools = [{"function": {"name": name, "parameters": own}} for name in ("a", "b")]
+    own_schema = {"$id": "http://example.com/tool", "properties": {"x": {"$ref": ref}}, "$defs": {"P": ONE}}
+    tools = [{"function": {"name": name, "parameters": own_schema}} for name in ("a", "b")]
     places = schema_of_calls(tools, allows_several=True)["$defs"]
     assert [places[f"tool{n}"]["properties"]["x"]["$ref"] for n in (0, 1)] == [
         "#/$defs/tool0/$defs/P",

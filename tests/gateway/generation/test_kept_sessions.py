@@ -17,7 +17,8 @@ def kept(name: str, tokens: range, max_tokens: int = 1_000, since_s: float = 0.0
 
 
 def test_the_longest_common_beginning_wins() -> None:
-    short, long = kept("short", range(20)), kept("long", range(40))
+    short = kept("short", range(20))
+    long = kept("long", range(40))
     assert choose_session([short, long], range(60), 10) == (long, 40)
 
 
@@ -31,9 +32,9 @@ def test_a_session_without_room_is_none() -> None:
 
 
 def test_another_conversation_that_only_begins_alike_keeps_its_cache() -> None:
-    other = kept("other", range(100))
+    other_session = kept("other", range(100))
     prompt = [*range(20), *range(500, 540)]
-    assert choose_session([other], prompt, 10) is None
+    assert choose_session([other_session], prompt, 10) is None
 
 
 def test_few_tokens_in_common_are_prefilled_again() -> None:
@@ -41,7 +42,8 @@ def test_few_tokens_in_common_are_prefilled_again() -> None:
 
 
 def test_of_equals_the_newest() -> None:
-    old, new = kept("old", range(30), since_s=1), kept("new", range(30), since_s=2)
+    old = kept("old", range(30), since_s=1)
+    new = kept("new", range(30), since_s=2)
     assert choose_session([new, old], range(60), 10) == (new, 30)
 
 

@@ -71,7 +71,7 @@ def test_a_mask_leaves_what_it_allows_and_probabilities_are_the_models_own() -> 
 
 
 @pytest.mark.parametrize(
-    ("how", "n"),
+    ("fields", "n"),
     [
         ({"temperature": 0}, 1),
         ({"temperature": 0, "top_k": 40}, 1),
@@ -84,7 +84,7 @@ def test_a_mask_leaves_what_it_allows_and_probabilities_are_the_models_own() -> 
         ({"top_k": 40, "repetition_penalty": 1.1}, None),
     ],
 )
-def test_it_is_known_how_many_of_the_largest_logits_decide(how: dict[str, Any], n: int | None) -> None:
-    assert Sampling(**how).n_needed == n
-    assert AnswerOptions((1,), 8, Sampling(**how, n_top=60)).n_needed == (n and 60)
-    assert AnswerOptions((1,), 8, Sampling(**how), grammar=object()).n_needed is None  # type: ignore[arg-type]
+def test_it_is_known_how_many_of_the_largest_logits_decide(fields: dict[str, Any], n: int | None) -> None:
+    assert Sampling(**fields).n_needed == n
+    assert AnswerOptions((1,), 8, Sampling(**fields, n_top=60)).n_needed == (n and 60)
+    assert AnswerOptions((1,), 8, Sampling(**fields), grammar=object()).n_needed is None  # type: ignore[arg-type]
