@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from swarmd.home import Home
 
+JsonObject = dict[str, Any]
+
 INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
 WAIT_S = 20.0  # the daemon gives sessions 15 s to be taken over
 _chosen: list[Path | None] = [None]
@@ -42,7 +44,7 @@ def home() -> Home:
     return Home(_folder())
 
 
-def ask(verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> dict[str, Any]:
+def ask(verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> JsonObject:
     """Call the daemon's control API. Raises DaemonNotRunning, or what the daemon refused with."""
     from swarmd import errors
     from swarmd.net import local
@@ -81,7 +83,7 @@ def wait_until(is_done: Callable[[], bool]) -> bool:
     return True
 
 
-def print_json(value: dict[str, Any]) -> None:
+def print_json(value: JsonObject) -> None:
     """Print a value for programs, with the schema's version."""
     json.dump({"schema": 1, **value}, sys.stdout, indent=2)
     sys.stdout.write("\n")

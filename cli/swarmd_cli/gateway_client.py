@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from swarmd_cli.context import home
+from swarmd_cli.context import JsonObject, home
 
 TAKEN_WITHIN_S = 10.0  # a connection, and what is asked; an answer may need a model that is read first
 
@@ -23,7 +23,7 @@ class GatewayClient:
     url: str
     token: str
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self) -> list[JsonObject]:
         """List the models of the swarm, as GET /v1/models has them. Raises SwarmError."""
         import httpx
 
@@ -34,7 +34,7 @@ class GatewayClient:
         _require_ok(answer)
         return list(answer.json()["data"])
 
-    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
+    def stream(self, path: str, body: JsonObject) -> Generator[JsonObject]:
         """Yield the events of an answer, the usage with the last. Raises SwarmError: refused, or broken off."""
         import httpx
 
@@ -109,7 +109,7 @@ def open_gateway() -> Iterator[GatewayClient]:
         child.wait()
 
 
-def require_listed(name: str, listed: list[dict[str, Any]]) -> None:
+def require_listed(name: str, listed: list[JsonObject]) -> None:
     """Refuse a name that is none of the models listed, and no hash. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd.names import is_model_hash
@@ -119,7 +119,7 @@ def require_listed(name: str, listed: list[dict[str, Any]]) -> None:
         raise ConfigError(f"the swarm has no model {name!r}; it has: {', '.join(names) or 'none yet'}")
 
 
-def describe_answer(details: dict[str, Any]) -> list[str]:
+def describe_answer(details: JsonObject) -> list[str]:
     """Write for a user what a gateway tells about an answer: repairs, and from where on it may be wrong."""
     repairs = [f"repaired meanwhile ({details['longest_stall_s']:.2f} s): {reason}" for reason in details["repairs"]]
     doubts = [describe_doubt(doubt["token"], doubt["hop"], doubt["reason"]) for doubt in details["doubts"][:1]]
@@ -153,7 +153,7 @@ def _require_ok(answer: Any) -> None:
     raise _error_of_refusal(refusal)
 
 
-def _error_of_refusal(refusal: dict[str, Any]) -> Exception:
+def _error_of_refusal(refusal: JsonObject) -> Exception:
     """Make the error that a refusal in OpenAI's form stands for."""
     from swarmd.errors import ConfigError, NoRoute, SwarmUnavailable
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 from swarmd.values import count
-from swarmd_cli.context import format_duration, format_number, format_rate, format_size, print_table
+from swarmd_cli.context import JsonObject, format_duration, format_number, format_rate, format_size, print_table
 
 TOPOLOGIES = ("parts", "server", "sites", "grid", "ring")
 
 
-def show_plan(body: dict[str, Any]) -> None:
+def show_plan(body: JsonObject) -> None:
     """Print the next round, and what each synchronisation, codec and topology would come to."""
     rows = []
     for member in body["members"]:
@@ -33,7 +32,7 @@ def show_plan(body: dict[str, Any]) -> None:
         print(f"no other setting is predicted: {body['recommended_why']}")
 
 
-def _setting_row(setting: dict[str, Any], own_setting: str) -> list[str]:
+def _setting_row(setting: JsonObject, own_setting: str) -> list[str]:
     name = setting["setting"]
     mark = "* " if name == own_setting else ""
     return [
@@ -46,13 +45,13 @@ def _setting_row(setting: dict[str, Any], own_setting: str) -> list[str]:
     ]
 
 
-def _choose_settings(body: dict[str, Any]) -> list[dict[str, Any]]:
+def _choose_settings(body: JsonObject) -> list[JsonObject]:
     """Choose the settings that are worth showing.
 
     They are: each synchronisation without a codec and with the best one, this run's setting by each topology, and the
     recommended one. A setting's name is "SYNCHRONISATION, CODEC", or "SYNCHRONISATION, TOPOLOGY".
     """
-    best: dict[str, dict[str, Any]] = {}
+    best: dict[str, JsonObject] = {}
     topologies = [row for row in body["settings"] if row["setting"].rpartition(", ")[2] in TOPOLOGIES]
     rows = [row for row in body["settings"] if row not in topologies]
     for row in sorted(rows, key=lambda row: (-row["samples_per_s"], row["excess"])):
@@ -61,7 +60,7 @@ def _choose_settings(body: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in rows if row["setting"] in shown_names or row in best.values()] + topologies
 
 
-def show_run(row: dict[str, Any]) -> None:
+def show_run(row: JsonObject) -> None:
     """Print how a run goes, here and elsewhere."""
     from swarmd_cli.curve import terminal_curve
 
@@ -102,7 +101,7 @@ def show_run(row: dict[str, Any]) -> None:
         print("\n".join(terminal_curve(row["losses"])))
 
 
-def _print_last_round(last_round: dict[str, Any]) -> None:
+def _print_last_round(last_round: JsonObject) -> None:
     left_out = ", ".join(last_round["left_out"])
     print(
         f"  last round led here: {count(last_round['n_members'], 'member')}, "
@@ -119,7 +118,7 @@ def _print_prediction(measured: float, predicted: float) -> None:
     print(f"  all together: {format_number(measured)} samples/s; {format_number(predicted)} were predicted ({wrong})")
 
 
-def write_plot(rows: list[dict[str, Any]], path: Path) -> None:
+def write_plot(rows: list[JsonObject], path: Path) -> None:
     """Draw the loss curve of the one run that was named. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd_cli.curve import save_png

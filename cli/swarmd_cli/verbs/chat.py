@@ -8,13 +8,13 @@ import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from swarmd.values import count
 from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import ask, format_number, home
+from swarmd_cli.context import JsonObject, ask, format_number, home
 from swarmd_cli.gateway_client import GatewayClient, describe_answer, open_gateway, require_listed
 
 HELP = """\
@@ -55,7 +55,7 @@ class Conversation:
     gateway: GatewayClient
     model: str
     system: str
-    options: dict[str, Any]
+    options: JsonObject
     turns: list[dict[str, str]] = field(default_factory=list)
     chain: list[str] = field(default_factory=list)
 
@@ -91,7 +91,7 @@ class Conversation:
         require_listed(self.model, listed)
         return self.model
 
-    def _only_complete(self, listed: list[dict[str, Any]]) -> str:
+    def _only_complete(self, listed: list[JsonObject]) -> str:
         from swarmd.errors import ConfigError, NoRoute
 
         complete = []
@@ -174,7 +174,7 @@ class Conversation:
         text = ""
         began_at = time.monotonic()
         first_s = 0.0
-        last_event: dict[str, Any] = {}
+        last_event: JsonObject = {}
         try:
             with closing(self.gateway.stream("/v1/chat/completions", body)) as events:
                 for event in events:
@@ -193,7 +193,7 @@ class Conversation:
         self.turns.append({"role": "assistant", "content": text})
         self._print_summary(last_event, first_s, time.monotonic() - began_at)
 
-    def _print_summary(self, last_event: dict[str, Any], first_s: float, seconds: float) -> None:
+    def _print_summary(self, last_event: JsonObject, first_s: float, seconds: float) -> None:
         """Print the numbers under an answer, dim where the terminal can."""
         if not last_event:
             return
@@ -209,5 +209,5 @@ class Conversation:
         print(f"\033[2m{summary}\033[0m" if sys.stdout.isatty() else summary, file=sys.stderr)
 
 
-def _describe_chain(chain: dict[str, Any]) -> str:
+def _describe_chain(chain: JsonObject) -> str:
     return f"the cheapest chain now, {format_number(chain['cost_ms'], ' ms')} a token: {', '.join(chain['hops'])}"

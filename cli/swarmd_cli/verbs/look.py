@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from swarmd.values import count
 from swarmd_cli.context import (
+    JsonObject,
     ask,
     format_duration,
     format_number,
@@ -61,28 +62,28 @@ def status(as_json: Json = False) -> None:
     print_table("Status", ["", ""], rows)
 
 
-def merge_names(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge_names(listed: list[JsonObject]) -> list[JsonObject]:
     """Merge the rows of each model into one, under all of its names."""
-    merged: dict[str, dict[str, Any]] = {}
+    merged: dict[str, JsonObject] = {}
     for row in listed:
         earlier = merged.get(row["model"])
         merged[row["model"]] = {**row, "name": f"{earlier['name']}, {row['name']}"} if earlier else row
     return list(merged.values())
 
 
-def reach_text(reach: dict[str, Any]) -> str:
+def reach_text(reach: JsonObject) -> str:
     """Write whether others can connect to this machine, and what it does for them, in a line."""
     relaying = f"; it relays {count(reach['relaying'], 'circuit')} for others" if reach["relaying"] else ""
     mapped = f"; the router forwards {reach['mapped']} to it" if reach["mapped"] else ""
     return f"{reach['state']}: {reach['why']}{mapped}{relaying}"
 
 
-def health_text(row: dict[str, Any]) -> str:
+def health_text(row: JsonObject) -> str:
     """Write what was found, and what to do."""
     return ": ".join(filter(None, (row["text"], row["remedy"])))
 
 
-def network_text(policy: dict[str, Any]) -> str:
+def network_text(policy: JsonObject) -> str:
     """Write what has passed beyond the home this month, and the owner's limits."""
     limit = " GiB"
     if policy["month_limit_bytes"]:
@@ -95,7 +96,7 @@ def network_text(policy: dict[str, Any]) -> str:
     return ", ".join(texts)
 
 
-def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:
+def _hosting_rows(hosting: JsonObject) -> list[list[str]]:
     """Write what one worker serves, in which state, and why."""
     serving = hosting["serving"]
     worker = hosting["worker"]
@@ -120,12 +121,12 @@ def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _missing_text(model: dict[str, Any]) -> str:
+def _missing_text(model: JsonObject) -> str:
     missing = ", ".join(span_text(s) for s in model["missing"])
     return f"blocks missing: {missing}" if missing else ""
 
 
-def download_line(download: dict[str, Any]) -> str:
+def download_line(download: JsonObject) -> str:
     """Write how far one download is, in a line."""
     done = download["done_bytes"]
     total = download["total_bytes"]
@@ -137,7 +138,7 @@ def download_line(download: dict[str, Any]) -> str:
     return f"{format_size(done)} of {format_size(total)} ({share}), {source}{time_left}{waiting}"
 
 
-def _safety_text(model: dict[str, Any]) -> str:
+def _safety_text(model: JsonObject) -> str:
     """Write how many servers hold the rarest block, and how likely a gap is."""
     holders = f"complete: every block on {model['lowest']} or more servers (target {model['target']})"
     chance = model["gap_chance_within_hour"]
@@ -158,7 +159,7 @@ def peers(as_json: Json = False) -> None:
         print(_peer_lines(peer))
 
 
-def _peer_lines(peer: dict[str, Any]) -> str:
+def _peer_lines(peer: JsonObject) -> str:
     """Write two or more lines for one peer: what it serves, and what it has."""
     distance = "this one"
     if not peer["is_self"]:
@@ -182,7 +183,7 @@ def _peer_lines(peer: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _served_text(span: dict[str, Any]) -> str:
+def _served_text(span: JsonObject) -> str:
     blocks = f"{span['model']} {span_text(span['blocks'])}{' and the head' if span['head'] else ''}"
     speed = f"{format_number(span['decode_tokens_per_s'])} tokens/s"
     free = f"{span['free_cache_tokens']} cache tokens free"
@@ -190,14 +191,14 @@ def _served_text(span: dict[str, Any]) -> str:
     return f"{blocks}: {span['state']}, {speed}, {free}, {tuning}"
 
 
-def _way_text(peer: dict[str, Any]) -> str:
+def _way_text(peer: JsonObject) -> str:
     """Write how a member is connected with this daemon; for one that is not, whether it could be dialled."""
     if peer["way"] is None:
         return ", not connected; nobody can dial it" if peer["reach"] == "closed" else ", not connected"
     return f", {peer['way']}"
 
 
-def standing_text(standing: dict[str, Any]) -> str:
+def standing_text(standing: JsonObject) -> str:
     """Write what is held against a peer, in a line."""
     faults = ", ".join(f"{fault['count']} x {fault['kind']}" for fault in standing["faults"])
     banned = f"banned for {format_duration(standing['banned_s'])} more; " if standing["banned_s"] else ""
@@ -281,7 +282,7 @@ def why(
         _print_chain(name, chain)
 
 
-def _print_chain(name: str, chain: dict[str, Any]) -> None:
+def _print_chain(name: str, chain: JsonObject) -> None:
     if chain["cost_ms"] is None:
         print(f"chain for {name}: none: {chain['error']}")
         return
@@ -296,7 +297,7 @@ def _print_chain(name: str, chain: dict[str, Any]) -> None:
             print(f"  {hop}")
 
 
-def _print_sessions(sessions: list[dict[str, Any]]) -> None:
+def _print_sessions(sessions: list[JsonObject]) -> None:
     for session in sessions:
         print(f"session {session['session']} {span_text(session['blocks'])}: {session['why']}")
         for hop in session["times"]:
@@ -366,7 +367,7 @@ def _check_folder(folder: Path) -> tuple[str, bool | None, str]:
     return "state folder", True, str(folder)
 
 
-def _check_daemon(daemon_status: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
+def _check_daemon(daemon_status: JsonObject) -> list[tuple[str, bool | None, str]]:
     checks: list[tuple[str, bool | None, str]] = []
     n_others = daemon_status["members"] - 1
     checks.append(("other members", n_others > 0, f"{n_others} known; {daemon_status['directory']['reason']}"))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from swarmd_cli.context import ask, home, is_running, print_json, print_table, reload_daemon
+from swarmd_cli.context import JsonObject, ask, home, is_running, print_json, print_table, reload_daemon
 from swarmd_cli.verbs.look import Json, span_text
 
 _FOREVER_S = 2**40  # seconds: no end
@@ -53,9 +53,9 @@ def ls(as_json: Json = False) -> None:
         print_table("Waiting: swarmd members approve PEER", ["who", "brought in by", "knocked"], waiting_rows)
 
 
-def _open_invites(catalog: Any) -> list[dict[str, Any]]:
+def _open_invites(catalog: Any) -> list[JsonObject]:
     """List the invites that still let somebody in."""
-    invites: list[dict[str, Any]] = []
+    invites: list[JsonObject] = []
     for key, terms in catalog.invites.items():
         if terms.ends_at <= time.time() or key in catalog.revoked:
             continue
@@ -72,7 +72,7 @@ def _open_invites(catalog: Any) -> list[dict[str, Any]]:
     return invites
 
 
-def _absent_rows(catalog: Any, rows_here: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _absent_rows(catalog: Any, rows_here: list[JsonObject]) -> list[JsonObject]:
     """List the members that were admitted and are not here now."""
     from swarmd.protocol.membership.identity import peer_id_of
 
@@ -90,7 +90,7 @@ def _absent_rows(catalog: Any, rows_here: list[dict[str, Any]]) -> list[dict[str
     return rows
 
 
-def _member_row(row: dict[str, Any]) -> list[str]:
+def _member_row(row: JsonObject) -> list[str]:
     serves = ", ".join(f"{span['model']} {span_text(span['blocks'])}" for span in row["spans"]) or "nothing"
     return [
         row["peer"][-8:] + (" (this one)" if row["is_self"] else ""),
@@ -102,11 +102,11 @@ def _member_row(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _invite_row(row: dict[str, Any]) -> list[str]:
+def _invite_row(row: JsonObject) -> list[str]:
     return [row["voucher"][:8], _uses_text(row), ", ".join(row["may"]), _until_text(row["ends_at"])]
 
 
-def _uses_text(row: dict[str, Any]) -> str:
+def _uses_text(row: JsonObject) -> str:
     uses = f"{row['used']} of {row['uses']}" if row["uses"] else f"{row['used']}, any number"
     return uses + (", each waits" if row["waits"] else "")
 
@@ -234,7 +234,7 @@ def _find_member(ending: str) -> tuple[str, str]:
     return ending, ""
 
 
-def _findings_text(peer: dict[str, Any]) -> str:
+def _findings_text(peer: JsonObject) -> str:
     if not peer["found_right"] and not peer["found_wrong"]:
         return "not probed"
     findings = {"right": peer["found_right"], "WRONG": peer["found_wrong"]}

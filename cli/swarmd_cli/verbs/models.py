@@ -12,7 +12,7 @@ import typer
 
 from swarmd.names import require_name
 from swarmd.values import count, some_of
-from swarmd_cli.context import ask, format_size, home, is_running, print_json, print_table, reload_daemon
+from swarmd_cli.context import JsonObject, ask, format_size, home, is_running, print_json, print_table, reload_daemon
 from swarmd_cli.convert import delete_converted
 from swarmd_cli.source import HUB_ID, check_tokenizer, find_folder
 from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
@@ -58,7 +58,7 @@ def ls(as_json: Json = False) -> None:
         print_table("Adapters", ["name", "hash", "for"], adapter_rows)
 
 
-def _model_row(row: dict[str, Any]) -> list[str]:
+def _model_row(row: JsonObject) -> list[str]:
     blocks_here = ", ".join(map(span_text, row["blocks_here"])) or "no"
     if row["here"]:
         blocks_here = "all"
@@ -107,7 +107,7 @@ def add_source(source: str, name: str, base: str = "", replace: bool = False, dt
     source_manifest, kind = _read_manifest(folder, base)
     model = manifest.model_id(source_manifest)
     entry = (model, home().catalog().hash_of(base) if base else source_manifest.n_blocks)
-    catalog: dict[str, Any] = getattr(state.catalog(), kind)
+    catalog: JsonObject = getattr(state.catalog(), kind)
     known = catalog.get(name)
     is_new = known is None or known[0] != model
     if is_new:
@@ -353,7 +353,7 @@ def delegate(
     print(f"{peer} {'may no longer' if revoke else 'may now'} publish models")
 
 
-def _follow_download(model: str, quiet: bool) -> dict[str, Any]:
+def _follow_download(model: str, quiet: bool) -> JsonObject:
     """Show a download until it ends: a bar on a terminal, else a line now and then. Raises what it ended with."""
     from swarmd.errors import SwarmError
 
@@ -362,7 +362,7 @@ def _follow_download(model: str, quiet: bool) -> dict[str, Any]:
         progress = _ProgressBar if sys.stderr.isatty() else _ProgressLines
     with progress() as update:
         while True:
-            row: dict[str, Any] = ask("here", model=model)
+            row: JsonObject = ask("here", model=model)
             if not row["pulling"]:
                 break
             for download in ask("downloads")["downloads"]:
@@ -391,7 +391,7 @@ class _ProgressLines(_NoProgress):
     def __enter__(self) -> Any:
         shown_tenths = -1
 
-        def update(download: dict[str, Any]) -> None:
+        def update(download: JsonObject) -> None:
             nonlocal shown_tenths
             tenths = 10 * download["done_bytes"] // max(1, download["total_bytes"])
             if tenths != shown_tenths:
@@ -417,7 +417,7 @@ class _ProgressBar(_NoProgress):
         self._progress.start()
         task = self._progress.add_task("", total=None, note="")
 
-        def update(download: dict[str, Any]) -> None:
+        def update(download: JsonObject) -> None:
             note = download_line(download).split(", ", 1)[1]
             total = download["total_bytes"]
             self._progress.update(task, total=total, completed=download["done_bytes"], note=note)
@@ -428,7 +428,7 @@ class _ProgressBar(_NoProgress):
         self._progress.stop()
 
 
-def _offline_models() -> list[dict[str, Any]]:
+def _offline_models() -> list[JsonObject]:
     from swarmd.weights.library import Library
 
     state = home()

@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import ask, format_duration, format_number, format_size, make_table
+from swarmd_cli.context import JsonObject, ask, format_duration, format_number, format_size, make_table
 from swarmd_cli.verbs.look import download_line, reach_text, span_text
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _key_of(fd: int, within_s: float) -> str:
     return os.read(fd, 64).decode(errors="replace")[:1] or "q"
 
 
-def handle_key(key: str, ask: Callable[..., dict[str, Any]] = ask) -> str:
+def handle_key(key: str, ask: Callable[..., JsonObject] = ask) -> str:
     """Do what a key stands for, and say what came of it."""
     from swarmd.errors import SwarmError
 
@@ -118,7 +118,7 @@ def add_footer(picture: Group, message: str) -> Group:
     return Group(picture, *([message] if message else []), "[bold]q[/] quit   [bold]p[/] pause   [bold]r[/] resume")
 
 
-def draw_screen(earlier: dict[str, Any], status: dict[str, Any], peers: list[dict[str, Any]], passed_s: float) -> Group:
+def draw_screen(earlier: JsonObject, status: JsonObject, peers: list[JsonObject], passed_s: float) -> Group:
     """Draw one picture, from what the daemon said ``passed_s`` apart."""
     from rich.console import Group
 
@@ -137,7 +137,7 @@ def draw_screen(earlier: dict[str, Any], status: dict[str, Any], peers: list[dic
     return Group(*lines, _draw_served(earlier, status, passed_s), _draw_members(peers))
 
 
-def _draw_served(earlier: dict[str, Any], status: dict[str, Any], passed_s: float) -> Table:
+def _draw_served(earlier: JsonObject, status: JsonObject, passed_s: float) -> Table:
     names = ["serves", "blocks", "state", "sessions", "tokens/s", "tuning tokens/s", "cache used"]
     rows = []
     for n, hosting in enumerate(status["hosting"]):
@@ -163,18 +163,18 @@ def _draw_served(earlier: dict[str, Any], status: dict[str, Any], passed_s: floa
     return make_table(names, rows)
 
 
-def _format_per_s(earlier: dict[str, Any] | None, status: dict[str, Any], name: str, passed_s: float) -> str:
+def _format_per_s(earlier: JsonObject | None, status: JsonObject, name: str, passed_s: float) -> str:
     return f"{max(0, status[name] - earlier[name]) / passed_s:.1f}" if earlier else "unknown"
 
 
-def _draw_members(peers: list[dict[str, Any]]) -> Table:
+def _draw_members(peers: list[JsonObject]) -> Table:
     names = ["member", "way", "away", "serves", "tokens/s", "memory"]
     other_peers = [peer for peer in peers if not peer["is_self"]]
     other_peers.sort(key=lambda peer: (peer["round_trip_ms"] is None, peer["round_trip_ms"]))
     return make_table(names, [_member_row(peer) for peer in other_peers[:MOST_PEERS]])
 
 
-def _member_row(peer: dict[str, Any]) -> list[str]:
+def _member_row(peer: JsonObject) -> list[str]:
     spans = peer["spans"]
     return [
         peer["peer"][-8:],

@@ -18,7 +18,16 @@ from swarmd.gateway.apis.openai import CollectedAnswer, make_tool, read_schema, 
 from swarmd.gateway.apis.parts import AnswerPart
 from swarmd.gateway.apis.refusals import ApiError, bad_request
 from swarmd.gateway.apis.responses import is_web_search
-from swarmd.gateway.apis.schema import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Count, SamplingFields, Share, Stop
+from swarmd.gateway.apis.schema import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    MAX_TOOLS,
+    Count,
+    JsonObject,
+    SamplingFields,
+    Share,
+    Stop,
+)
 from swarmd.gateway.apis.streams import Emit
 from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
 from swarmd.gateway.generation.row import RowReport
@@ -33,18 +42,18 @@ class MessagesRequest(msgspec.Struct):
     """POST /v1/messages. ``thinking`` and ``metadata`` are hints."""
 
     model: str
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[JsonObject], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Count | None = None
-    system: str | list[dict[str, Any]] | None = None
+    system: str | list[JsonObject] | None = None
     stream: bool | None = False
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
     stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    tools: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: JsonObject | None = None
+    thinking: JsonObject | None = None
+    output_config: JsonObject | None = None
 
 
 def parse_for_answer(request: MessagesRequest, key: str) -> GenerationRequest:
@@ -80,7 +89,7 @@ def parse_request(request: MessagesRequest, key: str) -> GenerationRequest:
     )
 
 
-def _read_schema(config: dict[str, Any] | None) -> dict[str, Any] | None:
+def _read_schema(config: JsonObject | None) -> JsonObject | None:
     """What ``output_config`` wants the answer to fit; the effort that it may name is a hint."""
     form = (config or {}).get("format")
     if form is None:
@@ -90,8 +99,8 @@ def _read_schema(config: dict[str, Any] | None) -> dict[str, Any] | None:
     return read_schema({"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}, "output_config")
 
 
-def _read_messages(request: MessagesRequest) -> list[dict[str, Any]]:
-    turns: list[dict[str, Any]] = []
+def _read_messages(request: MessagesRequest) -> list[JsonObject]:
+    turns: list[JsonObject] = []
     if request.system:
         turns.append({"role": "system", "content": _read_text(request.system, "system")})
     for index, turn in enumerate(request.messages):
@@ -108,7 +117,7 @@ def _read_messages(request: MessagesRequest) -> list[dict[str, Any]]:
     return turns
 
 
-def _fold_note(turns: list[dict[str, Any]], text: str) -> None:
+def _fold_note(turns: list[JsonObject], text: str) -> None:
     """Put a system's note among the turns into the user's: templates take one system turn, and first."""
     if turns and turns[-1]["role"] == "user":
         turns[-1]["content"] = f"{turns[-1]['content']}\n\n{text}"
@@ -116,11 +125,11 @@ def _fold_note(turns: list[dict[str, Any]], text: str) -> None:
         turns.append({"role": "user", "content": text})
 
 
-def _read_turns(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]]:
+def _read_turns(role: str, blocks: list[Any], where: str) -> list[JsonObject]:
     """Split one message into turns: results of tools are turns of their own, and come first."""
-    results: list[dict[str, Any]] = []
+    results: list[JsonObject] = []
     texts: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[JsonObject] = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text" and isinstance(block.get("text"), str):
@@ -135,7 +144,7 @@ def _read_turns(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]
             raise bad_request(f"{where}: blocks of type {str(kind)[:32]!r} are not supported here", where)
     if results and not texts and not calls:
         return results
-    turn: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    turn: JsonObject = {"role": role, "content": "".join(texts)}
     if calls:
         turn["tool_calls"] = calls
     return [*results, turn]
@@ -149,7 +158,7 @@ def _read_text(content: str | list[Any], where: str) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _read_tool(tool: JsonObject) -> JsonObject:
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise bad_request(f"tools: {str(kind)[:32]!r} is not supported here: only tools with a schema", "tools")
@@ -165,19 +174,19 @@ def _format_usage(report: RowReport) -> dict[str, int]:
     return {"input_tokens": fresh, "output_tokens": report.n_generated, **cache}
 
 
-def _new_message(model: str) -> dict[str, Any]:
+def _new_message(model: str) -> JsonObject:
     return {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
 
 
-def _new_call(part: AnswerPart) -> dict[str, Any]:
+def _new_call(part: AnswerPart) -> JsonObject:
     return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": part.name}
 
 
-async def answer_message(prepared: PreparedRequest, request: MessagesRequest) -> dict[str, Any]:
+async def answer_message(prepared: PreparedRequest, request: MessagesRequest) -> JsonObject:
     """Generate the whole answer."""
     answer = CollectedAnswer()
     report = await prepared.run(0, answer.add_event)
-    content: list[dict[str, Any]] = []
+    content: list[JsonObject] = []
     if answer.reasoning:
         content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
     if answer.content or not answer.calls:
@@ -186,7 +195,7 @@ async def answer_message(prepared: PreparedRequest, request: MessagesRequest) ->
     return {**_new_message(request.model), "content": content, **_stop_reason(answer), "usage": _format_usage(report)}
 
 
-def _parse_arguments(part: AnswerPart) -> dict[str, Any]:
+def _parse_arguments(part: AnswerPart) -> JsonObject:
     """A call's arguments; what a model wrote that is no object is shown as it is."""
     try:
         arguments = json.loads(part.text or "{}")
@@ -195,7 +204,7 @@ def _parse_arguments(part: AnswerPart) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {"arguments": part.text}
 
 
-def _stop_reason(answer: CollectedAnswer) -> dict[str, Any]:
+def _stop_reason(answer: CollectedAnswer) -> JsonObject:
     reason = "stop_sequence" if answer.stopped is not None else REASONS[answer.finish]
     return {"stop_reason": reason, "stop_sequence": answer.stopped}
 
@@ -218,7 +227,7 @@ async def stream_message(prepared: PreparedRequest, request: MessagesRequest, em
             open_kind = ""
             n_blocks += 1
 
-    async def write(kind: str, block: dict[str, Any], delta: dict[str, Any]) -> None:
+    async def write(kind: str, block: JsonObject, delta: JsonObject) -> None:
         nonlocal open_kind
         if open_kind != kind:
             await close()
@@ -241,7 +250,7 @@ async def stream_message(prepared: PreparedRequest, request: MessagesRequest, em
                 block = {"type": "thinking", "thinking": "", "signature": ""}
                 await write("thinking", block, delta={"type": "thinking_delta", "thinking": part.text})
 
-    empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+    empty: JsonObject = {"content": [], "stop_reason": None, "stop_sequence": None}
     usage = _format_usage(RowReport(len(prepared.options.prompt)))
     opening = {**_new_message(request.model), **empty, "usage": usage}
     await say("message_start", message=opening)
@@ -251,7 +260,7 @@ async def stream_message(prepared: PreparedRequest, request: MessagesRequest, em
     await say("message_stop")
 
 
-def format_error(error: ApiError) -> dict[str, Any]:
+def format_error(error: ApiError) -> JsonObject:
     """Put an error into the body that Anthropic's clients read."""
     other_kind = "invalid_request_error" if error.status < 500 else "api_error"
     kind = {**KINDS, **BUSY}.get(error.status, other_kind)

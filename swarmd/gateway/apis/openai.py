@@ -17,7 +17,7 @@ import trio
 
 from swarmd.gateway.apis.parts import AnswerPart
 from swarmd.gateway.apis.refusals import ApiError, bad_request
-from swarmd.gateway.apis.schema import ChatMessage, ChatRequest, CompletionRequest, Tool, read_length
+from swarmd.gateway.apis.schema import ChatMessage, ChatRequest, CompletionRequest, JsonObject, Tool, read_length
 from swarmd.gateway.apis.streams import Emit
 from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
 from swarmd.gateway.generation.row import RowReport
@@ -105,12 +105,12 @@ def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(type(i) is int and i >= 0 for i in prompt)
 
 
-def read_turn(source: ChatMessage, index: int) -> dict[str, Any]:
+def read_turn(source: ChatMessage, index: int) -> JsonObject:
     """Read one message into a turn as chat templates take it. Raises ApiError."""
     where = f"messages[{index}]"
     if source.role not in ROLES:
         raise bad_request(f"{where}.role is one of {', '.join(ROLES)}, not {source.role[:32]!r}", f"{where}.role")
-    turn: dict[str, Any] = {"role": ROLES[source.role], "content": read_text(source.content, where)}
+    turn: JsonObject = {"role": ROLES[source.role], "content": read_text(source.content, where)}
     if source.tool_calls:
         turn["tool_calls"] = [_read_past_call(call, where) for call in source.tool_calls]
     for name in ("name", "tool_call_id", "reasoning_content"):
@@ -119,7 +119,7 @@ def read_turn(source: ChatMessage, index: int) -> dict[str, Any]:
     return turn
 
 
-def thinking_options(thinking: dict[str, Any] | None) -> dict[str, Any]:
+def thinking_options(thinking: JsonObject | None) -> JsonObject:
     """Return what a template is told of thinking: nothing, unless it is switched off."""
     is_off = thinking is not None and thinking.get("type") == "disabled"
     return {"enable_thinking": False, "thinking": False} if is_off else {}
@@ -143,20 +143,20 @@ def read_text(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _read_past_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+def _read_past_call(call: JsonObject, where: str) -> JsonObject:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad_request(f"{where}.tool_calls: expected objects with a function and its name", where)
     return {"id": call.get("id"), "type": "function", "function": function}
 
 
-def _read_tool(tool: Tool) -> dict[str, Any]:
+def _read_tool(tool: Tool) -> JsonObject:
     if tool.type not in ("function", None):
         raise bad_request(f"tools: only functions are supported, not {tool.type[:32]!r}", "tools")
     return make_tool(tool.function.name, tool.function.description, tool.function.parameters)
 
 
-def make_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+def make_tool(name: Any, description: Any, parameters: Any) -> JsonObject:
     """Make a tool as chat templates take it. Raises ApiError."""
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         raise bad_request(
@@ -168,7 +168,7 @@ def make_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def read_tool_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> str:
+def read_tool_choice(choice: str | JsonObject | None, has_tools: bool) -> str:
     """Return "none", "auto", "required", or "=" and the name of a function. Raises ApiError."""
     if choice is None:
         return "auto" if has_tools else "none"
@@ -187,7 +187,7 @@ def read_tool_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> st
     return choice
 
 
-def read_schema(response_format: dict[str, Any] | None, param: str) -> dict[str, Any] | None:
+def read_schema(response_format: JsonObject | None, param: str) -> JsonObject | None:
     """Return the schema that an answer has to fit; {} is any JSON object. Raises ApiError."""
     kind = (response_format or {"type": "text"}).get("type")
     if response_format is None or kind == "text":
@@ -246,7 +246,7 @@ async def run_all(
     return answers, [report for report in reports if report is not None]
 
 
-def format_usage(reports: Sequence[RowReport], n_prompts: int = 1) -> dict[str, Any]:
+def format_usage(reports: Sequence[RowReport], n_prompts: int = 1) -> JsonObject:
     """Count tokens as OpenAI does: a prompt counts once, however many answers it has."""
     n = max(1, len(reports) // n_prompts)
     first_reports = reports[::n]  # one of each prompt
@@ -261,7 +261,7 @@ def format_usage(reports: Sequence[RowReport], n_prompts: int = 1) -> dict[str, 
     }
 
 
-def format_extra(reports: Sequence[RowReport]) -> dict[str, Any]:
+def format_extra(reports: Sequence[RowReport]) -> JsonObject:
     """Return what the page and ``swarmd chat`` show under an answer."""
     last = reports[-1]
     return {
@@ -279,12 +279,12 @@ def format_extra(reports: Sequence[RowReport]) -> dict[str, Any]:
     }
 
 
-def make_envelope(kind: str, prefix: str, model: str) -> dict[str, Any]:
+def make_envelope(kind: str, prefix: str, model: str) -> JsonObject:
     """Begin an answer: a new id, its kind, the time and the model."""
     return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
 
 
-async def answer_chat(prepared: PreparedRequest, request: ChatRequest) -> dict[str, Any]:
+async def answer_chat(prepared: PreparedRequest, request: ChatRequest) -> JsonObject:
     """Generate the whole answer."""
     answers, reports = await run_all([prepared], request.n or 1)
     choices = [_chat_choice(i, answer, prepared) for i, answer in enumerate(answers)]
@@ -292,9 +292,9 @@ async def answer_chat(prepared: PreparedRequest, request: ChatRequest) -> dict[s
     return {**head, "choices": choices, "usage": format_usage(reports), "swarmd": format_extra(reports)}
 
 
-def _chat_choice(index: int, answer: CollectedAnswer, prepared: PreparedRequest) -> dict[str, Any]:
+def _chat_choice(index: int, answer: CollectedAnswer, prepared: PreparedRequest) -> JsonObject:
     content = answer.content or (None if answer.calls else "")
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
     if answer.calls:
@@ -303,7 +303,7 @@ def _chat_choice(index: int, answer: CollectedAnswer, prepared: PreparedRequest)
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish}
 
 
-def format_call(part: AnswerPart) -> dict[str, Any]:
+def format_call(part: AnswerPart) -> JsonObject:
     """Write a call of a tool, with a new id."""
     return {
         "id": f"call_{secrets.token_hex(12)}",
@@ -312,8 +312,8 @@ def format_call(part: AnswerPart) -> dict[str, Any]:
     }
 
 
-def _format_logprobs(choices: Sequence[SampledToken], prepared: PreparedRequest) -> dict[str, Any]:
-    def format_token(token: int, logprob: float) -> dict[str, Any]:
+def _format_logprobs(choices: Sequence[SampledToken], prepared: PreparedRequest) -> JsonObject:
+    def format_token(token: int, logprob: float) -> JsonObject:
         text = prepared.engine.tokenizer.decode([token], skip_special_tokens=False)
         token_bytes = list(prepared.engine.token_bytes[token])
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": token_bytes}
@@ -332,7 +332,7 @@ async def stream_chat(prepared: PreparedRequest, request: ChatRequest, emit: Emi
     wants_logprobs = prepared.request.wants_logprobs
     reports: list[RowReport] = []
 
-    async def write_chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
+    async def write_chunk(index: int, delta: JsonObject, finish: str | None = None, logprobs: Any = None) -> None:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         usage = {"usage": None} if wants_usage else {}
         await emit.send_event({**head, "choices": [choice], **usage})
@@ -352,7 +352,7 @@ async def stream_chat(prepared: PreparedRequest, request: ChatRequest, emit: Emi
             logprobs = _format_logprobs(event.choices, prepared) if wants_logprobs and event.choices else None
             for part in event.parts:
                 if part.kind == "call":
-                    delta: dict[str, Any] = {"tool_calls": [{"index": n_calls, **format_call(part)}]}
+                    delta: JsonObject = {"tool_calls": [{"index": n_calls, **format_call(part)}]}
                     n_calls += 1
                 else:
                     delta = {"content" if part.kind == "content" else "reasoning_content": part.text}
@@ -391,7 +391,7 @@ async def run_together(tasks: Sequence[Any]) -> None:
         raise failures[0]
 
 
-async def answer_completion(prepared_requests: Sequence[PreparedRequest], request: CompletionRequest) -> dict[str, Any]:
+async def answer_completion(prepared_requests: Sequence[PreparedRequest], request: CompletionRequest) -> JsonObject:
     """Generate the whole continuation of every prompt."""
     n = request.n or 1
     answers, reports = await run_all(prepared_requests, n)
@@ -414,7 +414,7 @@ def _echo_prompt(prepared: PreparedRequest) -> str:
 
 def _format_completion_logprobs(
     choices: Sequence[SampledToken], prepared: PreparedRequest, offset: int = 0
-) -> dict[str, Any]:
+) -> JsonObject:
     decode = partial(prepared.engine.tokenizer.decode, skip_special_tokens=False)
     texts = [decode([choice.token]) for choice in choices]
     offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+
+from swarmd.gateway.apis.schema import JsonObject
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
@@ -42,7 +43,7 @@ class MarkedParts:
 
     keeps_special = True
 
-    def __init__(self, template: dict[str, Any], tail: str, tools: list[dict[str, Any]] | None) -> None:
+    def __init__(self, template: JsonObject, tail: str, tools: list[JsonObject] | None) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
         self._parser = ResponseParser(template, prefix=tail, tools=tools)
@@ -55,7 +56,7 @@ class MarkedParts:
         """Return what the parser held back."""
         return self._read_events(self._parser.finalize()[1])
 
-    def _read_events(self, events: list[dict[str, Any]]) -> list[AnswerPart]:
+    def _read_events(self, events: list[JsonObject]) -> list[AnswerPart]:
         parts = []
         for event in events:
             kind = event.get("type")
@@ -95,7 +96,7 @@ class ToolCallParts:
 Parts = PlainParts | MarkedParts | ToolCallParts
 
 
-def _read_call(value: dict[str, Any]) -> AnswerPart:
+def _read_call(value: JsonObject) -> AnswerPart:
     function = value.get("function", value)
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -103,7 +104,7 @@ def _read_call(value: dict[str, Any]) -> AnswerPart:
 
 
 @cache
-def load_marks(family: str) -> dict[str, Any] | None:
+def load_marks(family: str) -> JsonObject | None:
     """Return the marks of a family, as transformers' own server knows them; None where it knows none."""
     # A model's own marks are not taken: they would be patterns that anybody wrote.
     from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as known

@@ -18,7 +18,15 @@ from msgspec import Meta
 from swarmd.gateway.apis.openai import CollectedAnswer, make_tool, read_schema, read_text, read_tool_choice
 from swarmd.gateway.apis.parts import AnswerPart
 from swarmd.gateway.apis.refusals import ApiError, bad_request
-from swarmd.gateway.apis.schema import MAX_MESSAGES, MAX_TOOLS, Length, SamplingFields, StreamOptions, read_length
+from swarmd.gateway.apis.schema import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    JsonObject,
+    Length,
+    SamplingFields,
+    StreamOptions,
+    read_length,
+)
 from swarmd.gateway.apis.streams import Emit
 from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
 from swarmd.gateway.generation.row import RowReport
@@ -28,17 +36,17 @@ class ResponsesRequest(SamplingFields):
     """POST /v1/responses. ``reasoning`` and ``include`` are hints; nothing is stored, so nothing can be looked up."""
 
     model: str
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[JsonObject], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_output_tokens: Length | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = None
+    text: JsonObject | None = None
     truncation: str | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: JsonObject | None = None
     include: list[str] | None = None
 
 
@@ -64,8 +72,8 @@ def parse_responses(request: ResponsesRequest, key: str) -> GenerationRequest:
     )
 
 
-def _read_messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    turns: list[dict[str, Any]] = []
+def _read_messages(request: ResponsesRequest) -> list[JsonObject]:
+    turns: list[JsonObject] = []
     if request.instructions:
         turns.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
@@ -77,9 +85,7 @@ def _read_messages(request: ResponsesRequest) -> list[dict[str, Any]]:
     return turns
 
 
-def _add_item(
-    turns: list[dict[str, Any]], item: dict[str, Any], where: str, names: Mapping[tuple[str, str], str]
-) -> None:
+def _add_item(turns: list[JsonObject], item: JsonObject, where: str, names: Mapping[tuple[str, str], str]) -> None:
     """Add one item of the history; ``names`` are those that functions are offered by. Raises ApiError."""
     kind = item.get("type", "message")
     if kind == "message":
@@ -102,7 +108,7 @@ def _add_item(
         raise bad_request(f"{where}: items of type {str(kind)[:32]!r} are not supported here", where)
 
 
-def _add_call(turns: list[dict[str, Any]], item: dict[str, Any], names: Mapping[tuple[str, str], str]) -> None:
+def _add_call(turns: list[JsonObject], item: JsonObject, names: Mapping[tuple[str, str], str]) -> None:
     """Add a call that the model made before, to the assistant's turn that it belongs to."""
     arguments = str(item.get("arguments", "{}"))
     if item.get("type") == "custom_tool_call":  # whose input is text of any form
@@ -121,7 +127,7 @@ def _add_call(turns: list[dict[str, Any]], item: dict[str, Any], names: Mapping[
 class _OfferedFunction:
     """A function as the model is offered it, its own name, and the namespace that it is in ("" for none)."""
 
-    function: dict[str, Any]
+    function: JsonObject
     name: str
     namespace: str
 
@@ -137,7 +143,7 @@ def _offered_functions(request: ResponsesRequest) -> list[_OfferedFunction]:
     A function whose name is taken twice is offered with its namespace in front. A search of the web is left out:
     the server of a model would do it, and none here does.
     """
-    tools: list[tuple[dict[str, Any], str]] = []
+    tools: list[tuple[JsonObject, str]] = []
     for tool in request.tools or ():
         inner_tools = tool.get("tools")
         are_dicts = isinstance(inner_tools, list) and all(isinstance(inner, dict) for inner in inner_tools)
@@ -157,13 +163,13 @@ def _offered_functions(request: ResponsesRequest) -> list[_OfferedFunction]:
     return functions
 
 
-def _read_function(tool: dict[str, Any]) -> dict[str, Any]:
+def _read_function(tool: JsonObject) -> JsonObject:
     if tool.get("type") != "function":
         raise bad_request(f"tools: only functions are supported, not {str(tool.get('type'))[:32]!r}", "tools")
     return make_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
 
 
-def is_web_search(tool: dict[str, Any]) -> bool:
+def is_web_search(tool: JsonObject) -> bool:
     """Is it a search that the server would do, of whatever version?"""
     return str(tool.get("type")).startswith("web_search")
 
@@ -175,7 +181,7 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-def _format_response(request: ResponsesRequest, identity: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def _format_response(request: ResponsesRequest, identity: JsonObject, **fields: Any) -> JsonObject:
     tools = []
     for tool in request.tools or ():
         named = {name: value for name, value in tool.items() if value is not None}
@@ -198,8 +204,8 @@ def _format_response(request: ResponsesRequest, identity: dict[str, Any], **fiel
 
 
 def _format_ended(
-    request: ResponsesRequest, identity: dict[str, Any], answer: CollectedAnswer, output: Any, report: RowReport
-) -> dict[str, Any]:
+    request: ResponsesRequest, identity: JsonObject, answer: CollectedAnswer, output: Any, report: RowReport
+) -> JsonObject:
     is_cut = answer.finish == "length"
     usage = {
         "input_tokens": report.n_prompt,
@@ -213,16 +219,16 @@ def _format_ended(
     return _format_response(request, identity, status=status, output=output, usage=usage, **details)
 
 
-def _text_item(item_id: str, text: str, status: str) -> dict[str, Any]:
+def _text_item(item_id: str, text: str, status: str) -> JsonObject:
     content = [] if status == "in_progress" else [_text_part(text)]
     return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def _text_part(text: str) -> dict[str, Any]:
+def _text_part(text: str) -> JsonObject:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _call_item(part: AnswerPart, request: ResponsesRequest) -> dict[str, Any]:
+def _call_item(part: AnswerPart, request: ResponsesRequest) -> JsonObject:
     item = {"id": _new_id("fc"), "call_id": _new_id("call"), "type": "function_call", "status": "completed"}
     functions = [function for function in _offered_functions(request) if function.offered_name == part.name]
     name = part.name
@@ -233,7 +239,7 @@ def _call_item(part: AnswerPart, request: ResponsesRequest) -> dict[str, Any]:
     return {**item, "name": name, "arguments": part.text}
 
 
-async def answer_response(prepared: PreparedRequest, request: ResponsesRequest) -> dict[str, Any]:
+async def answer_response(prepared: PreparedRequest, request: ResponsesRequest) -> JsonObject:
     """Generate the whole answer."""
     identity = {"id": _new_id("resp"), "created_at": int(time.time())}
     answer = CollectedAnswer()
@@ -262,7 +268,7 @@ class ResponseWriter:
         self._identity = {"id": _new_id("resp"), "created_at": int(time.time())}
         self._number = -1
         self._answer = CollectedAnswer()
-        self._output: list[dict[str, Any]] = []
+        self._output: list[JsonObject] = []
         self._text_id = ""  # of the item that grows
         self._text = ""
 

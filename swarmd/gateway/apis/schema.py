@@ -17,6 +17,7 @@ MAX_TOOLS = 256  # each with its schema
 MAX_STOPS = 16  # OpenAI takes 4
 MAX_N = 16  # answers to one prompt, each a session of its own
 
+JsonObject = dict[str, Any]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=2)]  # less makes a logit infinite
@@ -33,7 +34,7 @@ IGNORED_FIELDS = {
     *("client_metadata", "request_id", "session_id", "user_id", "trace_id", "tags"),
 }
 """Fields that change nothing that a user would miss: labels, and hints for billing and caching."""
-NEUTRAL_VALUES: dict[str, Any] = {
+NEUTRAL_VALUES: JsonObject = {
     **dict.fromkeys(("typical_p", "tfs_z", "length_penalty", "top_n_sigma"), 1),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), True),
     "modalities": ["text"],
@@ -67,9 +68,9 @@ class ChatMessage(msgspec.Struct):
     """One turn. ``content`` is text, or parts of which only text is taken."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[JsonObject] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[JsonObject] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -77,7 +78,7 @@ class ChatMessage(msgspec.Struct):
 class Function(msgspec.Struct):
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -98,12 +99,12 @@ class ChatRequest(SamplingFields):
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = 1
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: JsonObject | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    thinking: JsonObject | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from swarmd.client.text.prompts import Prompt
 from swarmd.compute.model.ends import Ends
@@ -16,7 +15,7 @@ from swarmd.errors import ConfigError, SwarmError
 from swarmd.gateway.apis import refusals
 from swarmd.gateway.apis.parts import AnswerPart, MarkedParts, Parts, PlainParts, ToolCallParts, load_marks
 from swarmd.gateway.apis.refusals import bad_request
-from swarmd.gateway.apis.schema import SamplingFields
+from swarmd.gateway.apis.schema import JsonObject, SamplingFields
 from swarmd.gateway.generation.answer import AnswerDelta, AnswerOptions
 from swarmd.gateway.generation.engine import GenerationEngine
 from swarmd.gateway.generation.grammar import Grammar
@@ -53,16 +52,16 @@ class GenerationRequest:
 
     model: str
     sampled: SamplingFields
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[JsonObject] = field(default_factory=list)
     prompt: str | tuple[int, ...] = ""
     max_tokens: int | None = None
     wants_logprobs: bool = False
     n_top: int = 0
-    schema: dict[str, Any] | None = None  # {} is any JSON object
-    tools: tuple[dict[str, Any], ...] = ()
+    schema: JsonObject | None = None  # {} is any JSON object
+    tools: tuple[JsonObject, ...] = ()
     tool_choice: str = "auto"  # "none", "required", or the name of one after "="
     several_calls: bool = False  # where a call is forced: a small model would not stop
-    template: dict[str, Any] = field(default_factory=dict)
+    template: JsonObject = field(default_factory=dict)
     continues: bool = False  # the last message, an assistant's, instead of answering it
     begins_answer: bool = True  # the template writes what an answer begins with
     is_most: bool = False  # max_tokens is what it may come to, not what there has to be room for
@@ -197,7 +196,7 @@ async def make_prompt(engine: GenerationEngine, request: GenerationRequest) -> P
         raise refusals.from_swarm_error(error) from None
 
 
-def _template_options(request: GenerationRequest) -> dict[str, Any]:
+def _template_options(request: GenerationRequest) -> JsonObject:
     """Return what the template is told beside the messages. Raises ApiError."""
     refused_names = [name for name in request.template if name in RESERVED_FIELDS or not name.isidentifier()]
     if refused_names or len(request.template) > TEMPLATE_FIELDS:
@@ -208,11 +207,11 @@ def _template_options(request: GenerationRequest) -> dict[str, Any]:
     return {**request.template, "add_generation_prompt": begins, "continue_final_message": request.continues}
 
 
-def _shown_tools(request: GenerationRequest) -> list[dict[str, Any]] | None:
+def _shown_tools(request: GenerationRequest) -> list[JsonObject] | None:
     return None if request.tool_choice == "none" else list(request.tools) or None
 
 
-def _messages_with_tools(engine: GenerationEngine, request: GenerationRequest) -> list[dict[str, Any]]:
+def _messages_with_tools(engine: GenerationEngine, request: GenerationRequest) -> list[JsonObject]:
     """Return the messages, with the tools in the system's turn where the template would leave them out."""
     tools = _shown_tools(request)
     if tools is None or engine.prompts.shows_tools:
@@ -240,7 +239,7 @@ async def _make_grammar(engine: GenerationEngine, request: GenerationRequest, is
         raise refusals.from_swarm_error(error) from None
 
 
-def _forced_schema(request: GenerationRequest) -> dict[str, Any]:
+def _forced_schema(request: GenerationRequest) -> JsonObject:
     """Make the schema of the calls that have to be made. Raises BadSchema."""
     name = request.tool_choice.removeprefix("=") if request.tool_choice.startswith("=") else None
     chosen = [tool for tool in request.tools if name in (None, tool["function"]["name"])]
