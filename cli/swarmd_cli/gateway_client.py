@@ -122,7 +122,8 @@ def require_listed(name: str, listed: list[JsonObject]) -> None:
 def describe_answer(details: JsonObject) -> list[str]:
     """Write for a user what a gateway tells about an answer: repairs, and from where on it may be wrong."""
     repairs = [f"repaired meanwhile ({details['longest_stall_s']:.2f} s): {reason}" for reason in details["repairs"]]
-    doubts = [describe_doubt(doubt["token"], doubt["hop"], doubt["reason"]) for doubt in details["doubts"][:1]]
+    first_doubts = details["doubts"][:1]
+    doubts = [describe_doubt(doubt["token"], doubt["hop"], doubt["reason"]) for doubt in first_doubts]
     return repairs + doubts
 
 

@@ -104,7 +104,8 @@ def _find_checkpoint(folder: Path) -> Path:
             "ollama show MODEL --modelfile names a model's own (FROM ...); swarmd models add THAT_FILE --name NAME"
         )
     if not _is_checkpoint(folder):
-        names = [path.relative_to(folder).as_posix() for path in islice(folder.rglob("*"), MOST_NAMES)]
+        paths = islice(folder.rglob("*"), MOST_NAMES)
+        names = [path.relative_to(folder).as_posix() for path in paths]
         refuse_known_formats(str(folder), names, "")
     return folder
 
@@ -119,9 +120,10 @@ def _find_snapshot(folder: Path) -> Path:
     """Find the snapshot that a folder models--ORG--NAME of the hub's cache means. Raises ConfigError."""
     snapshots = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
     main = folder / "refs" / "main"
-    named = folder / "snapshots" / main.read_text().strip()[:64] if main.is_file() else None
-    if named in snapshots:
-        return _find_checkpoint(named)
+    if main.is_file():
+        named = folder / "snapshots" / main.read_text().strip()[:64]
+        if named in snapshots:
+            return _find_checkpoint(named)
     if len(snapshots) != 1:
         listed = f"one of {some_of([path.name for path in snapshots])}" if snapshots else "none is there"
         raise ConfigError(

@@ -86,8 +86,9 @@ def show_run(row: JsonObject) -> None:
         _print_prediction(row["measured_samples_per_s"], row["predicted_samples_per_s"])
     rows = []
     for peer in row["peers"]:
+        name = peer["peer"][-8:]
         speed = format_number(peer["samples_per_s"])
-        rows.append([peer["peer"][-8:], peer["role"], str(peer["update"]), speed, peer["status"]])
+        rows.append([name, peer["role"], str(peer["update"]), speed, peer["status"]])
     print_table("Others", ["peer", "role", "update", "samples/s", "doing"], rows)
     audits = row["audits"]
     if not audits["why_not"]:

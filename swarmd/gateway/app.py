@@ -97,13 +97,14 @@ class Gateway:
 
     def application(self) -> Starlette:
         """Build the ASGI application."""
+        forms = [self._route(path, partial(self._answer, form=form), "POST") for path, form in FORMS.items()]
         return Starlette(
             routes=[
                 self._route("/health", self._health),
                 self._route("/metrics", self._show_metrics),
                 self._route("/v1/models", self._list_models),
                 self._route("/v1/models/{name:path}", self._show_model),
-                *(self._route(path, partial(self._answer, form=form), "POST") for path, form in FORMS.items()),
+                *forms,
                 self._route(COUNT, self._count, "POST"),
                 self._route("/openapi.json", self._describe),
                 self._route("/", self.page.file),
@@ -150,7 +151,8 @@ class Gateway:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _list_models(self, request: Request, key: str) -> Response:
-        return json_response({"object": "list", "data": [_model_entry(listed) for listed in self.models.list_models()]})
+        entries = [_model_entry(model) for model in self.models.list_models()]
+        return json_response({"object": "list", "data": entries})
 
     async def _show_model(self, request: Request, key: str) -> Response:
         name = request.path_params["name"]

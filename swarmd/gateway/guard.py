@@ -97,7 +97,8 @@ async def read_body(request: Request) -> bytes:
     """Read the body, bounded as it comes. Raises ApiError."""
     # A client that still sends does not read: refused in the middle, it would never hear why. So a body that is too
     # large is read on and thrown away, but not without an end.
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind, _, _ = request.headers.get("content-type", "").partition(";")
+    kind = kind.strip().lower()
     if kind != "application/json":
         raise ApiError(415, "invalid_request_error", f"expected Content-Type: application/json, not {kind[:64]!r}")
     body = bytearray()

@@ -54,7 +54,8 @@ class Keys:
         if any(key.name == name for key in self.all()):
             raise ConfigError(f"there is a key {name!r} already: remove it first, or choose another name")
         key = PREFIX + secrets.token_urlsafe(32)
-        self._write([*self.all(), ApiKey(name, _hash(key), int(time.time()))])
+        entry = ApiKey(name, _hash(key), int(time.time()))
+        self._write([*self.all(), entry])
         return key
 
     def remove(self, name: str) -> None:

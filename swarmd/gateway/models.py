@@ -61,7 +61,8 @@ class ServedModels:
         for name, (model_hash, n_blocks) in sorted(view.catalog.models.items()):
             model = ModelId(model_hash)
             missing = tuple(view.missing(model, n_blocks))
-            listed.append(ListedModel(name, model, n_blocks, missing, limits.get(model), self.chats(model)))
+            limit = limits.get(model)
+            listed.append(ListedModel(name, model, n_blocks, missing, limit, self.chats(model)))
         return listed
 
     def chats(self, model: ModelId) -> bool | None:

@@ -113,7 +113,10 @@ class Machine:
             sessions = sum(server["sessions"] for server in servers)
             self._history.append({"at": looked_at, "tokens": tokens, "sessions": sessions})
         self.status = {"status": status, "history": list(self._history)}
-        self.training = {"runs": [{**run, "losses": run["losses"][-MOST_LOSSES:]} for run in runs["runs"]]}
+        shown_runs = []
+        for run in runs["runs"]:
+            shown_runs.append({**run, "losses": run["losses"][-MOST_LOSSES:]})
+        self.training = {"runs": shown_runs}
 
     async def ask(self, verb: str, method: str = "GET") -> dict[str, Any]:
         """Ask the daemon. Raises SwarmError."""

@@ -36,7 +36,11 @@ def bugreport(out: Out = None) -> None:
 
     folder = home().folder
     path = out or Path(f"swarmd-bugreport-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
-    names = {str(Path.home()): "~", socket.gethostname(): "[machine]", getpass.getuser(): "[user]"}
+    names = {
+        str(Path.home()): "~",
+        socket.gethostname(): "[machine]",
+        getpass.getuser(): "[user]",
+    }
     redact = make_redactor(read_secrets(folder), names)
     texts = {name: redact(text) for name, text in _gather_texts(folder).items()}
     try:

@@ -146,7 +146,8 @@ class Conversation:
 
     def _save(self, path: Path) -> None:
         try:
-            path.write_text(json.dumps({"model": self.model, "messages": self._messages()}, indent=2) + "\n")
+            conversation = {"model": self.model, "messages": self._messages()}
+            path.write_text(json.dumps(conversation, indent=2) + "\n")
             print(f"(written to {path})")
         except OSError as error:
             print(f"({path} cannot be written: {error.strerror})")

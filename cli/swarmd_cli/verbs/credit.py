@@ -56,7 +56,9 @@ def credit(
             }
             for account in accounts
         ]
-        per_day = [{"day": day * DAY_S, "gave": gave, "took": took} for day, (gave, took) in sorted(by_day.items())]
+        per_day = []
+        for day, (day_gave, day_took) in sorted(by_day.items()):
+            per_day.append({"day": day * DAY_S, "gave": day_gave, "took": day_took})
         alone = {kind.name.lower(): amount for kind, amount in counted.items()}
         totals = {"gave": n_gave, "took": n_took, "with": rows, "days": per_day, "bills_checked": n_checked}
         print_json({**totals, "counted": {**alone, "served": served}})
@@ -73,9 +75,10 @@ def credit(
     if accounts:
         print(f"gave {n_gave:,}, took {n_took:,}")
         today = now_s // DAY_S
-        columns = [by_day.get(day, (0, 0)) for day in range(today - min(days, DAYS) + 1, today + 1)]
-        _print_days("gave", [gave for gave, _ in columns])
-        _print_days("took", [took for _, took in columns])
+        first_day = today - min(days, DAYS) + 1
+        columns = [by_day.get(day, (0, 0)) for day in range(first_day, today + 1)]
+        _print_days("gave", [day_gave for day_gave, _ in columns])
+        _print_days("took", [day_took for _, day_took in columns])
 
 
 def _print_days(name: str, values: Sequence[int]) -> None:

@@ -100,7 +100,8 @@ class Volunteers:
         stages = []
         for index, name in enumerate(NAMES[: len(self.processes)]):
             try:
-                hosting = self.ask(index, "status")["hosting"] if self.homes[index].socket.exists() else []
+                has_socket = self.homes[index].socket.exists()
+                hosting = self.ask(index, "status")["hosting"] if has_socket else []
             except httpx.TransportError:  # a moment before it takes connections
                 hosting = []
             stage = "online" if hosting else "starting its daemon"
@@ -139,7 +140,10 @@ def run_chat(source: Path) -> int:
         console.print(models.add_source(str(source), "chat"))
         n = founder.catalog().models["chat"][1]
         # Two thirds of the model for each. The first and the last together hold all of it: the middle one may die.
-        spans = ((0, max(1, 2 * n // 3)), (n // 6, max(1, 5 * n // 6)), (n // 3, n))
+        first = (0, max(1, 2 * n // 3))
+        middle = (n // 6, max(1, 5 * n // 6))
+        last = (n // 3, n)
+        spans = (first, middle, last)
         with Volunteers(Path(folder), "chat", spans) as volunteers:
             with console.status("starting three daemons, which fetch their parts from each other ...") as status:
                 _assemble(volunteers, lambda stage: status.update(f"getting ready\n  {stage}"))

@@ -32,9 +32,13 @@ def ls(as_json: Json = False) -> None:
     own_key = state.founder_key().public_key if state.is_founder else b""
     if as_json:
         keys = [key.hex() for key in charter.keys]
-        print_json({"founders": keys, "needed": charter.needed, "honoured": [key.hex() for key in charter.honoured]})
+        honoured = [key.hex() for key in charter.honoured]
+        print_json({"founders": keys, "needed": charter.needed, "honoured": honoured})
         return
-    rows = [[key.hex() + (" (this one)" if key == own_key else ""), "founds"] for key in charter.keys]
+    rows = []
+    for key in charter.keys:
+        mark = " (this one)" if key == own_key else ""
+        rows.append([key.hex() + mark, "founds"])
     rows += [[key.hex(), "founded; its invites' guests stay"] for key in charter.honoured]
     print_table(f"Founders: {charter.needed} of {len(charter.keys)} change who they are", ["key", ""], rows)
 
@@ -100,7 +104,8 @@ def rm(
         from swarmd.errors import ConfigError
 
         raise ConfigError(f"{founder[:16]} is no founder: see swarmd founders ls")
-    _change(keys, min(needed or current.needed, len(keys)), tuple(dict.fromkeys(honoured)))
+    n_needed = min(needed or current.needed, len(keys))
+    _change(keys, n_needed, tuple(dict.fromkeys(honoured)))
 
 
 @app.command("sign")

@@ -90,7 +90,10 @@ def ls(as_json: Json = False) -> None:
     if as_json:
         print_json({"keys": [{"name": api_key.name, "made_at": api_key.made_at} for api_key in keys]})
         return
-    rows = [[api_key.name, time.strftime("%Y-%m-%d %H:%M", time.localtime(api_key.made_at))] for api_key in keys]
+    rows = []
+    for api_key in keys:
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(api_key.made_at))
+        rows.append([api_key.name, made])
     print_table("API keys", ["name", "made"], rows)
 
 

@@ -86,7 +86,8 @@ def run(
         import swarmd.client.blocking
 
     with swarmd.connect(home=home().folder) as swarm:
-        load = partial(swarm.model, model, adapter=adapter, draft=draft, only=only or (), verify=verify, wait_s=WAIT_S)
+        options: dict[str, Any] = {"adapter": adapter, "draft": draft, "only": only or (), "verify": verify}
+        load = partial(swarm.model, model, **options, wait_s=WAIT_S)
         loaded = _retry_until_whole(load, wait)
         task = _Task(model, text, max_tokens, temperature, seed, is_raw=raw)
         _generate_here(swarm, loaded, task, as_json)
@@ -226,7 +227,8 @@ def _generate_here(swarm: Any, model: Any, task: _Task, as_json: bool) -> None:
     if speculation.n_sent:
         print(f"{speculation.n_taken} of {speculation.n_sent} tokens tried ahead were right", file=sys.stderr)
     for token, hop, reason in doubts[:1]:
-        print(describe_doubt(max(0, token + 1 - n_prompt), hop, reason), file=sys.stderr)
+        answer_token = max(0, token + 1 - n_prompt)
+        print(describe_doubt(answer_token, hop, reason), file=sys.stderr)
     for repair in statistics.repairs:
         print(f"repaired in {repair.stall_s:.2f} s: {repair.reason}", file=sys.stderr)
 

@@ -268,7 +268,8 @@ def _new_invite(days: float, uses: int, waits: bool = False, may: tuple[Any, ...
         raise ConfigError(f"--days takes a number above 0 and up to 3650, not {days:g}")
     if uses > MAX_USES:
         raise ConfigError(f"--uses takes 1 to {MAX_USES}, or 0 for any number, not {uses}")
-    new_invite = home().invite(_invite_addresses(), int(days * 86_400), uses, waits, may or RIGHTS)
+    lifetime_s = int(days * 86_400)
+    new_invite = home().invite(_invite_addresses(), lifetime_s, uses, waits, may or RIGHTS)
     reload_daemon()
     return invites.encode(new_invite)
 

@@ -33,7 +33,8 @@ def ls(as_json: Json = False) -> None:
     answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
     catalog = home().catalog()
     present = [{**peer, "is_here": True} for peer in answer["peers"]]
-    members = sorted(present + _absent_rows(catalog, present), key=lambda row: (row["voucher"], row["peer"]))
+    members = present + _absent_rows(catalog, present)
+    members.sort(key=lambda row: (row["voucher"], row["peer"]))
     invites = _open_invites(catalog)
     if as_json:
         keys = ("peer", "is_self", "is_here", "voucher", "may", "ends_at", "found_right", "found_wrong")
@@ -86,7 +87,8 @@ def _absent_rows(catalog: Any, rows_here: list[JsonObject]) -> list[JsonObject]:
         if peer in present:
             continue
         sponsor = entry.invite.hex()
-        rows.append({"peer": peer, "voucher": sponsor, "may": list(entry.may), "ends_at": entry.ends_at, **absent})
+        may = list(entry.may)
+        rows.append({"peer": peer, "voucher": sponsor, "may": may, "ends_at": entry.ends_at, **absent})
     return rows
 
 
@@ -103,7 +105,8 @@ def _member_row(row: JsonObject) -> list[str]:
 
 
 def _invite_row(row: JsonObject) -> list[str]:
-    return [row["voucher"][:8], _uses_text(row), ", ".join(row["may"]), _until_text(row["ends_at"])]
+    may = ", ".join(row["may"])
+    return [row["voucher"][:8], _uses_text(row), may, _until_text(row["ends_at"])]
 
 
 def _uses_text(row: JsonObject) -> str:
@@ -146,7 +149,8 @@ def approve(
     if not may and template is None and not voucher:
         raise ConfigError("it is not known here what it was invited for: say so with --may use,serve,train,give")
     granted = parse_rights(may) if may or template is None else template.may
-    state.admit({key: AdmittedMember(int(time.time()) + days * 86_400, invite, granted)})
+    ends_at = int(time.time()) + days * 86_400
+    state.admit({key: AdmittedMember(ends_at, invite, granted)})
     reload_daemon()
     print(f"{peer_id} is a member for {days} days, and may {', '.join(granted)}.")
 
@@ -190,7 +194,8 @@ def favour(
     """
     peer_id, voucher = _find_member(peer)
     key = _key_to_change(peer_id, voucher, guests)
-    favours = {favoured: factor for favoured, factor in home().catalog().favours.items() if favoured != key}
+    favours = dict(home().catalog().favours)
+    favours.pop(key, None)
     if times > 1:
         favours[key] = times
     _change_catalog(lambda catalog: msgspec.structs.replace(catalog, favours=favours))
@@ -222,7 +227,8 @@ def _find_member(ending: str) -> tuple[str, str]:
 
     answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
     away = _absent_rows(home().catalog(), answer["peers"])
-    known = {row["peer"]: row["voucher"] for row in (*answer["peers"], *away, *answer["waiting"])}
+    rows = [*answer["peers"], *away, *answer["waiting"]]
+    known = {row["peer"]: row["voucher"] for row in rows}
     matches = [peer for peer in known if ending and peer.endswith(ending)]
     if len(matches) == 1:
         return matches[0], known[matches[0]]

@@ -52,9 +52,10 @@ def ls(as_json: Json = False) -> None:
         if row["help"]:
             print(f"{row['name']}: {row['help']}")
     if adapters:
-        adapter_rows = [
-            [str(row["name"]), str(row["adapter"])[:12], str(row["for"] or row["model"])] for row in adapters
-        ]
+        adapter_rows = []
+        for adapter in adapters:
+            base = adapter["for"] or adapter["model"]
+            adapter_rows.append([str(adapter["name"]), str(adapter["adapter"])[:12], str(base)])
         print_table("Adapters", ["name", "hash", "for"], adapter_rows)
 
 
@@ -63,7 +64,8 @@ def _model_row(row: JsonObject) -> list[str]:
     if row["here"]:
         blocks_here = "all"
     missing = ", ".join(map(span_text, row["missing"])) or "none"
-    return [row["name"], row["model"][:12], str(row["blocks"]), blocks_here, missing]
+    model = row["model"][:12]
+    return [row["name"], model, str(row["blocks"]), blocks_here, missing]
 
 
 @app.command("add")
@@ -187,7 +189,8 @@ def _check_adapter(folder: Path, read: Manifest, base: str) -> None:
     state = home()
     if base in state.catalog().adapters:
         raise ConfigError(f"--base {base} is an adapter itself: say the model that {folder} was made for")
-    of_base = Library(state.weights, state.folders()).folders.get(state.catalog().hash_of(base))
+    base_hash = state.catalog().hash_of(base)
+    of_base = Library(state.weights, state.folders()).folders.get(base_hash)
     if of_base is None:
         print(f"nothing of {base} is on this machine: whether the adapter fits it was not looked at", file=sys.stderr)
         return

@@ -200,7 +200,8 @@ def status(
         show_run(row)
     other_runs = []
     for row in body["others"]:
-        other_runs.append([row["name"], row["run"][:12], str(row["peers"]), str(row["update"])])
+        run_id = row["run"][:12]
+        other_runs.append([row["name"], run_id, str(row["peers"]), str(row["update"])])
     if other_runs:
         print_table("Runs of the swarm that this peer is not in", ["name", "run", "peers", "updates"], other_runs)
     elif not chosen:

@@ -67,7 +67,8 @@ def parse_request(request: MessagesRequest, key: str) -> GenerationRequest:
     """Translate a request, to be answered or only counted. Raises ApiError for what is not done here."""
     tools = tuple(_read_tool(tool) for tool in request.tools or () if not is_web_search(tool))
     choice = request.tool_choice or {"type": "auto"}
-    tool_choice = f"={choice.get('name')}" if choice.get("type") == "tool" else CHOICES.get(str(choice.get("type")))
+    kind = str(choice.get("type"))
+    tool_choice = f"={choice.get('name')}" if kind == "tool" else CHOICES.get(kind)
     if tool_choice is None:
         raise bad_request("tool_choice.type is auto, any, tool or none", "tool_choice")
     messages = _read_messages(request)
@@ -96,7 +97,8 @@ def _read_schema(config: JsonObject | None) -> JsonObject | None:
         return None
     if not isinstance(form, dict):
         raise bad_request("output_config.format is an object", "output_config")
-    return read_schema({"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}, "output_config")
+    nested = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
+    return read_schema(nested, "output_config")
 
 
 def _read_messages(request: MessagesRequest) -> list[JsonObject]:
@@ -135,11 +137,13 @@ def _read_turns(role: str, blocks: list[Any], where: str) -> list[JsonObject]:
         if kind == "text" and isinstance(block.get("text"), str):
             texts.append(block["text"])
         elif kind == "tool_use":
-            function = {"name": str(block.get("name", "")), "arguments": json.dumps(block.get("input", {}))}
+            arguments = json.dumps(block.get("input", {}))
+            function = {"name": str(block.get("name", "")), "arguments": arguments}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             content = _read_text(block.get("content") or "", where)
-            results.append({"role": "tool", "content": content, "tool_call_id": str(block.get("tool_use_id", ""))})
+            call_id = str(block.get("tool_use_id", ""))
+            results.append({"role": "tool", "content": content, "tool_call_id": call_id})
         elif kind not in ("thinking", "redacted_thinking"):
             raise bad_request(f"{where}: blocks of type {str(kind)[:32]!r} are not supported here", where)
     if results and not texts and not calls:
@@ -192,7 +196,8 @@ async def answer_message(prepared: PreparedRequest, request: MessagesRequest) ->
     if answer.content or not answer.calls:
         content.append({"type": "text", "text": answer.content})
     content += [{**_new_call(part), "input": _parse_arguments(part)} for part in answer.calls]
-    return {**_new_message(request.model), "content": content, **_stop_reason(answer), "usage": _format_usage(report)}
+    message = {**_new_message(request.model), "content": content}
+    return {**message, **_stop_reason(answer), "usage": _format_usage(report)}
 
 
 def _parse_arguments(part: AnswerPart) -> JsonObject:

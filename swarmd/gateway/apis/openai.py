@@ -110,7 +110,8 @@ def read_turn(source: ChatMessage, index: int) -> JsonObject:
     where = f"messages[{index}]"
     if source.role not in ROLES:
         raise bad_request(f"{where}.role is one of {', '.join(ROLES)}, not {source.role[:32]!r}", f"{where}.role")
-    turn: JsonObject = {"role": ROLES[source.role], "content": read_text(source.content, where)}
+    content = read_text(source.content, where)
+    turn: JsonObject = {"role": ROLES[source.role], "content": content}
     if source.tool_calls:
         turn["tool_calls"] = [_read_past_call(call, where) for call in source.tool_calls]
     for name in ("name", "tool_call_id", "reasoning_content"):
@@ -264,6 +265,10 @@ def format_usage(reports: Sequence[RowReport], n_prompts: int = 1) -> JsonObject
 def format_extra(reports: Sequence[RowReport]) -> JsonObject:
     """Return what the page and ``swarmd chat`` show under an answer."""
     last = reports[-1]
+    doubts = []
+    for doubt in sorted(last.doubts, key=lambda doubt: doubt.first_token):
+        token = max(0, doubt.first_token + 1 - last.n_prompt)  # of the answer, whose first token is 0
+        doubts.append({"token": token, "hop": doubt.hop, "reason": doubt.reason})
     return {
         "chain": list(last.chain),
         "repairs": list(last.repairs),
@@ -272,10 +277,7 @@ def format_extra(reports: Sequence[RowReport]) -> JsonObject:
         "longest_stall_s": round(last.longest_stall_s, 4),
         "tried_ahead": last.n_drafted,
         "taken_ahead": last.n_accepted,
-        "doubts": [
-            {"token": max(0, doubt.first_token + 1 - last.n_prompt), "hop": doubt.hop, "reason": doubt.reason}
-            for doubt in sorted(last.doubts, key=lambda doubt: doubt.first_token)
-        ],
+        "doubts": doubts,
     }
 
 
@@ -369,7 +371,8 @@ async def stream_chat(prepared: PreparedRequest, request: ChatRequest, emit: Emi
 
     await run_together([partial(run_one, index) for index in range(request.n or 1)])
     if wants_usage:
-        await emit.send_event({**head, "choices": [], "usage": format_usage(reports), "swarmd": format_extra(reports)})
+        totals = {"usage": format_usage(reports), "swarmd": format_extra(reports)}
+        await emit.send_event({**head, "choices": [], **totals})
     await emit.send_event(DONE)
 
 
@@ -417,8 +420,11 @@ def _format_completion_logprobs(
 ) -> JsonObject:
     decode = partial(prepared.engine.tokenizer.decode, skip_special_tokens=False)
     texts = [decode([choice.token]) for choice in choices]
-    offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
-    tops = [{decode([token]): value for token, value in choice.top} for choice in choices]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    tops = [{decode([token]): logprob for token, logprob in choice.top} for choice in choices]
     logprobs = [choice.logprob for choice in choices]
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
@@ -456,8 +462,8 @@ async def stream_completion(
 
     await run_together([partial(run_one, index) for index in range(n * len(prepared_requests))])
     if wants_usage:
-        usage = format_usage(reports, len(prepared_requests))
-        await emit.send_event({**head, "choices": [], "usage": usage, "swarmd": format_extra(reports)})
+        totals = {"usage": format_usage(reports, len(prepared_requests)), "swarmd": format_extra(reports)}
+        await emit.send_event({**head, "choices": [], **totals})
     await emit.send_event(DONE)
 
 

@@ -75,7 +75,8 @@ def from_swarm_error(error: SwarmError) -> ApiError:
     wait_s = error.retry_after_s if isinstance(error, Refused) and error.retry_after_s else WAIT_S
     if is_full:
         code = "no_capacity"
-    return ApiError(503, "server_error", str(error), code=code, retry_after_s=max(1, round(wait_s)))
+    retry_after_s = max(1, round(wait_s))
+    return ApiError(503, "server_error", str(error), code=code, retry_after_s=retry_after_s)
 
 
 def from_decoding_error(error: msgspec.ValidationError) -> ApiError:

@@ -31,6 +31,9 @@ from swarmd.gateway.apis.streams import Emit
 from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
 from swarmd.gateway.generation.row import RowReport
 
+FunctionNames = Mapping[tuple[str, str], str]
+"""By which name a function is offered, by its namespace and its own name."""
+
 
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses. ``reasoning`` and ``include`` are hints; nothing is stored, so nothing can be looked up."""
@@ -85,7 +88,7 @@ def _read_messages(request: ResponsesRequest) -> list[JsonObject]:
     return turns
 
 
-def _add_item(turns: list[JsonObject], item: JsonObject, where: str, names: Mapping[tuple[str, str], str]) -> None:
+def _add_item(turns: list[JsonObject], item: JsonObject, where: str, names: FunctionNames) -> None:
     """Add one item of the history; ``names`` are those that functions are offered by. Raises ApiError."""
     kind = item.get("type", "message")
     if kind == "message":
@@ -103,16 +106,18 @@ def _add_item(turns: list[JsonObject], item: JsonObject, where: str, names: Mapp
         _add_call(turns, item, names)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         content = read_text(item.get("output"), where)
-        turns.append({"role": "tool", "content": content, "tool_call_id": str(item.get("call_id", ""))})
+        call_id = str(item.get("call_id", ""))
+        turns.append({"role": "tool", "content": content, "tool_call_id": call_id})
     elif kind != "reasoning":  # which is the model's own, and no template wants it back
         raise bad_request(f"{where}: items of type {str(kind)[:32]!r} are not supported here", where)
 
 
-def _add_call(turns: list[JsonObject], item: JsonObject, names: Mapping[tuple[str, str], str]) -> None:
+def _add_call(turns: list[JsonObject], item: JsonObject, names: FunctionNames) -> None:
     """Add a call that the model made before, to the assistant's turn that it belongs to."""
     arguments = str(item.get("arguments", "{}"))
     if item.get("type") == "custom_tool_call":  # whose input is text of any form
-        arguments = json.dumps({"input": str(item.get("input", ""))}, ensure_ascii=False)
+        text = str(item.get("input", ""))
+        arguments = json.dumps({"input": text}, ensure_ascii=False)
     name = str(item.get("name", ""))
     namespace = str(item.get("namespace", ""))
     call = {"name": names.get((namespace, name), name), "arguments": arguments}
@@ -244,7 +249,9 @@ async def answer_response(prepared: PreparedRequest, request: ResponsesRequest) 
     identity = {"id": _new_id("resp"), "created_at": int(time.time())}
     answer = CollectedAnswer()
     report = await prepared.run(0, answer.add_event)
-    output = [_text_item(_new_id("msg"), answer.content, "completed")] if answer.content or not answer.calls else []
+    output: list[JsonObject] = []
+    if answer.content or not answer.calls:
+        output.append(_text_item(_new_id("msg"), answer.content, "completed"))
     output += [_call_item(part, request) for part in answer.calls]
     return _format_ended(request, identity, answer, output, report)
 

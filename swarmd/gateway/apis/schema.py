@@ -145,7 +145,9 @@ def decode_request(body: bytes, kind: type[T]) -> T:
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     fields = {name: value for name, value in decoded.items() if value is not None}
     for name, value in fields.items():
-        is_neutral = value in (False, [], {}) or (name in NEUTRAL_VALUES and value == NEUTRAL_VALUES[name])
+        is_neutral = value in (False, [], {})
+        if name in NEUTRAL_VALUES and value == NEUTRAL_VALUES[name]:
+            is_neutral = True
         if name not in known | IGNORED_FIELDS and not is_neutral:
             raise bad_request(f"{name[:64]} is not supported here: leave it out", name[:64], "unsupported_parameter")
     try:

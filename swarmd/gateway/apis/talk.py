@@ -103,7 +103,9 @@ class PreparedRequest:
 
         async def on_delta(delta: AnswerDelta) -> None:
             nonlocal n_calls, outcome, n_repairs
-            new_parts = [*parts.feed(delta.text), *(parts.end() if delta.finish else [])]
+            new_parts = parts.feed(delta.text)
+            if delta.finish:
+                new_parts = [*new_parts, *parts.end()]
             n_calls += sum(part.kind == "call" for part in new_parts)
             finish = "tool_calls" if delta.finish == "stop" and n_calls else delta.finish
             outcome = finish or outcome

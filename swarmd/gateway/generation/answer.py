@@ -56,7 +56,8 @@ class Answer:
 
     def __init__(self, options: AnswerOptions, tokens: TokenBytes, costs: Costs) -> None:
         self._options = options
-        self.speculation = Speculation(costs, [Lookup()] if options.looks_up and not options.grammar else [])
+        drafters = [Lookup()] if options.looks_up and not options.grammar else []
+        self.speculation = Speculation(costs, drafters)
         self._sampler = Sampler(options.sampling, options.prompt)
         self._writer = Writer(tokens, options.stops, options.prompt[-N_BEFORE:], options.keeps_special)
         self._tokens: list[int] = list(options.prompt)

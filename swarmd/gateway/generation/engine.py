@@ -136,7 +136,8 @@ class GenerationEngine:
             report.total_s = trio.current_time() - began_at
             if is_complete:
                 ended_at = trio.current_time()
-                self._kept.append(KeptSession(row.session, tuple(row.tokens), row.max_tokens, ended_at, row.key))
+                tokens = tuple(row.tokens)
+                self._kept.append(KeptSession(row.session, tokens, row.max_tokens, ended_at, row.key))
             else:
                 await self._close(row.session)
 

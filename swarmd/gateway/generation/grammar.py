@@ -48,5 +48,6 @@ class Grammar:
 
     def _require_no_error(self) -> None:
         if self._matcher.is_error():
-            error = " ".join(self._matcher.get_error().partition("<state>")[0].split())[:300]
+            message, _, _ = self._matcher.get_error().partition("<state>")
+            error = " ".join(message.split())[:300]
             raise ConfigError(f"the answer cannot be held to the schema any further ({error}): make the schema simpler")

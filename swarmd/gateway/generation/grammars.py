@@ -11,6 +11,7 @@ import json
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -43,7 +44,8 @@ class Grammars:
         self._vocabulary = vocabulary
         self._eos = eos
         self._compiler: Compiler | None = None
-        self._idle = [Child(child, str(path), str(vocabulary), str(eos)) for _ in range(N_CHILDREN)]
+        make_child = partial(Child, child, str(path), str(vocabulary), str(eos))
+        self._idle = [make_child() for _ in range(N_CHILDREN)]
         self._all = tuple(self._idle)
         self._room = trio.Semaphore(N_CHILDREN)
         self._lines: dict[str, trio.Lock] = {}

@@ -79,7 +79,8 @@ def _move_root(schema: Schema, place: str) -> Schema:
         if not isinstance(ref, str):
             return part
         base, _, pointer = ref.partition("#")
-        return {**part, "$ref": place + pointer} if base in names and pointer[:1] in ("", "/") else part
+        is_own = base in names and pointer[:1] in ("", "/")
+        return {**part, "$ref": place + pointer} if is_own else part
 
     return _transform_schema(plain, point, 0)
 

@@ -82,7 +82,8 @@ class GenerationRow:
         start = self.start
         n_wanted = self.answer.n_wanted
         edits = (Edit(crop=self.crop),) if self.crop else ()
-        positions = torch.arange(start, start + len(ids), dtype=torch.int32).unsqueeze(0)
+        end = start + len(ids)
+        positions = torch.arange(start, end, dtype=torch.int32).unsqueeze(0)
         began_at = trio.current_time()
         outputs = await self.session.step(edits, embedded, positions, None, False, n_wanted, self._vocabulary)
         assert outputs is not None

@@ -85,7 +85,8 @@ class Sampler:
             row = (scores - scores.max()).unsqueeze(0)  # the best is 0 at any temperature: none becomes infinite
             for warper in self._warpers:
                 row = warper(None, row)
-            token = int(torch.multinomial(row[0].softmax(-1), 1, generator=self._generator))
+            chances = row[0].softmax(-1)
+            token = int(torch.multinomial(chances, 1, generator=self._generator))
         return self._report(token, logits)
 
     def count_token(self, token: int) -> None:
@@ -99,7 +100,8 @@ class Sampler:
         scores = logits
         if sampling.repetition_penalty != 1 and self._ids:
             processor = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
-            scores = processor(torch.tensor([self._ids]), scores.unsqueeze(0).clone())[0]
+            ids = torch.tensor([self._ids])
+            scores = processor(ids, scores.unsqueeze(0).clone())[0]
         if (sampling.presence_penalty or sampling.frequency_penalty) and self._counts:
             ids = torch.tensor(list(self._counts))
             counts = torch.tensor(list(self._counts.values()), dtype=scores.dtype)

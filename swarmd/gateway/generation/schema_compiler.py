@@ -126,7 +126,9 @@ def main(path: Path, vocabulary: int, eos: int) -> None:
     limit(MOST_MEMORY_BYTES)
     print(json.dumps({}), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(try_schema(compiler, json.loads(line)["schema"])), file=answers, flush=True)
+        schema = json.loads(line)["schema"]
+        answer = try_schema(compiler, schema)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
