@@ -67,6 +67,7 @@ class Keys:
 
     def whose(self, presented_key: str) -> str | None:
         """Return the name of a key, compared in constant time; None for one that is not known."""
+        # All keys are compared, also after one has matched: the time tells nothing of which it was.
         digest = _hash(presented_key)
         name = None
         for key in self.all():

@@ -95,6 +95,8 @@ class ServedModels:
             raise refusals.unknown_model(name, [listed.name for listed in self.list_models()]) from None
         except SwarmError as error:
             raise refusals.from_swarm_error(error) from None
+        # One load of a model at a time: all who want it wait for the first. Servers may change to another dtype, whose
+        # numbers are others; then it is loaded once more, and the old engine serves its requests to the end.
         async with self._loading.setdefault(model, trio.Lock()):
             if (model, dtype) not in self._engines:
                 try:

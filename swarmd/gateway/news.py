@@ -125,6 +125,7 @@ class Machine:
 
 async def send_changes(swarm: Callable[[], dict[str, Any]], machine: Machine, say: Say) -> None:
     """Send what has changed, and everything at first, until cancelled."""
+    # Compared as bytes: what encodes alike is alike for the page, and is not sent again.
     sent: dict[str, bytes] = {}
     while True:
         topics = {"swarm": swarm(), "machine": machine.status, "training": machine.training}

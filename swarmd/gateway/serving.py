@@ -63,6 +63,8 @@ async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], No
         write_file(folder / TOKEN_FILE, token, secret=True)
         write_file(folder / ADDRESS_FILE, url)
         nursery.start_soon(_serve_http, gateway, listener)
+        # A membership's certificate ends, and a running client cannot change its own. So the process's client ends
+        # before, in a pause between answers if one comes in half a day, and ``serve`` is called again.
         try:
             ready(url)
             await trio.sleep(CLIENT_LIFETIME_S - RENEWED_BEFORE_S)

@@ -12,6 +12,11 @@ from functools import cache
 
 from swarmd.gateway.apis.schema import JsonObject
 
+# Three readers of an answer's text, of which one request has one:
+#
+#     ToolCallParts   a call is forced: a grammar makes the text JSON, read when it is complete
+#     MarkedParts     the family marks thoughts and calls, and no grammar holds the answer
+#     PlainParts      all else
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 

@@ -148,6 +148,9 @@ def _offered_functions(request: ResponsesRequest) -> list[_OfferedFunction]:
     A function whose name is taken twice is offered with its namespace in front. A search of the web is left out:
     the server of a model would do it, and none here does.
     """
+    # A model knows functions by one name alone, and clients send several namespaces with functions of the same name.
+    # Only those get a longer name, for a model calls a short one with fewer mistakes. A call comes back by the
+    # offered name, and is given to the client with the function's own name and its namespace (``_call_item``).
     tools: list[tuple[JsonObject, str]] = []
     for tool in request.tools or ():
         inner_tools = tool.get("tools")

@@ -136,6 +136,8 @@ def read_length(value: int | None, param: str) -> int | None:
 
 def decode_request(body: bytes, kind: type[T]) -> T:
     """Decode a request. Raises ApiError that names what is wrong, or which field is not done here."""
+    # A field that is unknown is refused, not ignored: a client that sets it counts on it. Two kinds are let through:
+    # those that change nothing a user would miss, and any whose value asks for nothing. null is as if left out.
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

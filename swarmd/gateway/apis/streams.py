@@ -48,6 +48,15 @@ class Emit:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
 
+# Three tasks share a stream, in one nursery: whichever ends first ends the others.
+#
+#     produce       writes events, until the answer has ended
+#     keep alive    writes a comment after each silence, so that no proxy cuts the connection
+#     disconnect    waits until the client has gone, and cancels the answer, whose servers are free at once
+#
+# The status is sent before the answer begins: an error that comes later can only be an event of the stream.
+
+
 class EventStream(Response):
     """Server-sent events, written by ``produce``; ``fail`` puts an error into the API's form."""
 
@@ -126,6 +135,7 @@ async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[Non
         raise bad_request("the client has gone")
 
 
+# The body must have been read before: ``receive`` gives its parts first, which would be lost here.
 async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

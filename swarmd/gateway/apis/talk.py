@@ -144,6 +144,8 @@ class PreparedRequest:
 
 async def prepare_request(engine: GenerationEngine, request: GenerationRequest, metrics: Metrics) -> PreparedRequest:
     """Make the prompt and check what can be checked. Raises ApiError."""
+    # In the order of cost: a full queue is seen at once, a template takes a child process, a grammar another one.
+    # Nothing here opens a session: what is refused has cost the swarm nothing.
     try:
         engine.turns.require_room(request.key)
     except QueueFull as error:

@@ -120,6 +120,13 @@ class GenerationEngine:
         report.n_cached = 0
         await self._write(await self._open(options), on_delta, report, began_at)
 
+    # One pass of a row, as often as it takes:
+    #
+    #     head: decide the next tokens, embed them    ->  session: the chain's hops    ->  hidden states back
+    #        ^------------------------------------------------------------------------------------'
+    #
+    # The head is shared by all rows (``HeadThread``), the session is the row's own. A row that ends well leaves its
+    # session to the next turn; one that was cancelled or failed does not, for its cache may hold half an op.
     async def _write(self, row: GenerationRow, on_delta: OnDelta, report: RowReport, began_at: float) -> None:
         is_complete = False
         try:

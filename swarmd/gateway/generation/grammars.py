@@ -73,6 +73,8 @@ class Grammars:
             raise BadSchema("its values go too deep") from None
         if len(text) > MOST_SCHEMA_BYTES:
             raise BadSchema(f"it has {len(text)} characters, at most {MOST_SCHEMA_BYTES} are taken")
+        # What was found wrong is remembered as a text, "" where nothing was. Only then is it compiled here, where it
+        # takes the same time and room as in the child.
         digest = hashlib.sha256(text.encode()).digest()
         if digest not in self._remembered:
             error_text = await self._try_schema(text, key, timeout_s)
@@ -91,6 +93,8 @@ class Grammars:
 
     async def _try_schema(self, text: str, key: str, timeout_s: float) -> str:
         """Return what is wrong with a schema, "" if nothing. Raises BadSchema where that depends on the moment."""
+        # A sender could send schemas that each hold a child for all of its time. His own turn bounds that: one child
+        # at most is his, and the other one goes on for everybody else.
         async with self._turn(key), self._room:
             child = self._idle.pop()
             try:

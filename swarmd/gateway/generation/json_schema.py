@@ -24,6 +24,12 @@ FORMATS = {
 }
 """The formats of JSON Schema, which bind a text; all others are remarks (OpenAPI's int64, password, binary)."""
 
+# Each word of a schema is one of these:
+#
+#     a remark only                          left out: a "format" that binds nothing
+#     said in other words that are known     translated: propertyNames as patternProperties or properties
+#     without another way to say it          refused by name: uniqueItems. Ignored, an answer could break it
+#     all else                               stays, and the library decides
 Schema = dict[str, Any]
 
 
@@ -71,6 +77,8 @@ def _close_object(schema: Schema) -> Schema:
 
 def _move_root(schema: Schema, place: str) -> Schema:
     """Rewrite references of a schema whose root will be at ``place`` of another one. Raises BadSchema."""
+    # "#/$defs/item" in a tool's schema means the tool's own definitions. Once it lies inside another schema, "#" is
+    # that one's root: each such reference gets the new place in front. Others' (by $id or URL) stay.
     names = tuple(name for name in (schema.get("$id"), "") if isinstance(name, str))
     plain = {word: value for word, value in schema.items() if word not in ("$id", "$schema")}
 

@@ -15,6 +15,16 @@ LEAST_SHARED = 8  # tokens: fewer are prefilled as fast as a session is cropped
 LEAST_SHARE = 0.5  # of a kept session's tokens: cutting off more would rob another conversation of its cache
 
 
+# A prompt of a conversation's next turn begins with the tokens of the last one. A kept session has these in the KV
+# caches of its chain, so only the rest is sent:
+#
+#     session   s s s s s s s x x
+#     prompt    s s s s s s s p p p p
+#               n_shared ----->          x is cropped, p is prefilled
+#
+# Models that cannot crop a cache take only sessions without x (``GenerationEngine._take_kept``).
+
+
 @dataclass(frozen=True, slots=True)
 class KeptSession:
     """A session that waits: its tokens so far, how many it has room for, when it was put away, and whose it is."""

@@ -23,6 +23,8 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        # A tokenizer's file may name any decoders, in any order. Only those are trusted whose rule is known to look
+        # at one token alone; all others are decoded as a whole (``writing._DecodedText``).
         self.tokenizer = tokenizer
         decoders = _list_decoders(json.loads(tokenizer.to_str()).get("decoder"))
         kinds = [str(decoder.get("type")) for decoder in decoders]

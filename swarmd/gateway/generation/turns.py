@@ -26,6 +26,11 @@ class Waiting:
     called: trio.Event = field(default_factory=trio.Event, compare=False)
 
 
+# Fair by key, not by request: the next turn goes to the key with the fewest requests running, and to its oldest
+# request. A key that sends a hundred requests waits for itself; another key's first request overtakes them all.
+# One key may hold only a part of the queue, or it could fill it and have everybody else refused.
+
+
 def choose_next(waiting: Sequence[Waiting], running: Counter[str]) -> Waiting:
     """Choose the oldest request of the key that has the fewest running."""
     return min(waiting, key=lambda request: (running[request.key], request.number))
@@ -74,6 +79,7 @@ class Turns:
         if self.n_running < self._n_running and not self._waiting:
             self.running[key] += 1
             return
+        # The turn is counted by the one who calls, before the sleeper wakes: between the two nobody can take it.
         self._number += 1
         ticket = Waiting(key, self._number)
         self._waiting.append(ticket)

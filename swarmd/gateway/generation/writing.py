@@ -96,6 +96,14 @@ def _count_overlap(text: str, stop: str) -> int:
 # --- the text of tokens, by kinds of decoders ----------------------------------------------------------------------
 
 
+# A token is no piece of text: one character may take several tokens, and what a token writes may depend on those
+# beside it. Three kinds of decoders, each with its own rule of what is certain:
+#
+#     _Utf8Text      the bytes of all tokens are one stream of UTF-8 (byte-level BPE)
+#     _ByteRuns      single-byte tokens stand between tokens of text (SentencePiece with byte fallback)
+#     _DecodedText   nothing is known: decode all again, and compare
+
+
 class _Text(Protocol):
     """Text after other tokens."""
 
