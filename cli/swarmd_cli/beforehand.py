@@ -26,6 +26,11 @@ def require_answers(*models: str, adapter: str = "") -> None:
     """
     from swarmd.errors import DaemonNotRunning
 
+    # Torch takes seconds to import: what can be told without it is told first. Who knows what:
+    #
+    #     daemon runs       its catalog is today's: a name that it lacks is none
+    #     down, others up   the catalog here may be old: the members that are asked know better
+    #     down, nobody up   the catalog here is all that there is, and the wait would be in vain
     member_home = home()
     member_home.swarm()
     has_daemon = is_running()
@@ -84,6 +89,8 @@ def _require_names(models: Iterable[str], adapter: str) -> None:
 
 def _does_any_listen(addresses: Iterable[str]) -> bool:
     """Does somebody take a TCP connection at one of these multiaddrs?"""
+    # All are dialled at once, each by a thread of its own, and the first that answers is enough. The threads are
+    # daemons: those that still wait for a timeout keep nobody from going on.
     matches = [_TCP.match(address) for address in addresses]
     endpoints = list(dict.fromkeys(match.groups() for match in matches if match))[:MAX_DIALLED]
     is_answered = threading.Event()

@@ -20,6 +20,7 @@ JsonObject = dict[str, Any]
 
 INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
 WAIT_S = 20.0  # the daemon gives sessions 15 s to be taken over
+# The home that --home names. Verbs are called by typer, which passes the options of the program to nobody else.
 _chosen: list[Path | None] = [None]
 
 

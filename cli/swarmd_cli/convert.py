@@ -35,6 +35,7 @@ def convert_gguf(path: Path, dtype: str) -> Path:
         return folder
     from swarmd.compute.checkpoints import gguf
 
+    # The folder gets its name only once it is complete: an interrupted conversion is none, and begins anew.
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True, mode=0o700)

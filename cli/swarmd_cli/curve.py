@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+# Nine heights of one letter: a row of a terminal shows eight levels, and none.
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 

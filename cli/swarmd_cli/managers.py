@@ -114,12 +114,14 @@ class Systemd:
             "--home @HOME@": f"--home {quote_word(str(home), in_command=True)}",
             "@HOME@": quote_word(str(home)),
         }
+        # In this order: "--home @HOME@" is a command's word, which needs other quotes than a path alone does.
         text = _template(UNIT)
         for mark, value in fill.items():
             text = text.replace(mark, value)
         return text if self.is_system or self._has_namespaces() else remove_namespaces(text)
 
     def start(self) -> None:
+        # "restart", not "start": a unit that was installed before runs the old command until then.
         _check(self._systemctl("daemon-reload"))
         _check(self._systemctl("enable", UNIT))
         result = _run(self._systemctl("restart", UNIT))
@@ -168,6 +170,7 @@ class Systemd:
             return f"It runs as the user swarmd; its state is in {SYSTEM_HOME}."
         if _is_lingering():
             return "It goes on after you log out (lingering was on already)."
+        # Without lingering the user's manager, and the daemon with it, ends with their last login.
         done = _run(["loginctl", "enable-linger"])
         if done.returncode:
             mend = f"sudo loginctl enable-linger {getpass.getuser()}"
@@ -281,6 +284,8 @@ def quote_word(word: str, in_command: bool = False) -> str:
     """Write a word so that systemd reads it as it is: spaces, %, quotes; in a command also $ (systemd.syntax(7))."""
     if any(ord(letter) < 32 for letter in word):
         raise ConfigError(f"a unit cannot name {word!r}: it has a control character")
+    # The backslash first, or those of the other escapes would be escaped again. % begins a specifier everywhere, $ a
+    # variable in commands only.
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     if in_command:
         escaped = escaped.replace("$", "$$")

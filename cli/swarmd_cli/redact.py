@@ -65,6 +65,8 @@ def make_redactor(secrets: Iterable[str], names: Mapping[str, str]) -> Callable[
             return match[0]
         return f"[address {numbers.setdefault(str(host), len(numbers) + 1)}]"
 
+    # What is known to be secret goes first, as it is; then what looks like a secret; names and addresses last, for
+    # they may be parts of both.
     def redact(text: str) -> str:
         for secret in ordered:
             text = text.replace(secret, "[secret]")

@@ -27,6 +27,8 @@ def find_folder(source: str, dtype: str) -> Path:
 
     Raises ConfigError, with what is there, for what is neither a checkpoint nor an adapter.
     """
+    # What lies on this disk comes first: "org/model" may be a folder here and an id of the hub. Only a name that is
+    # neither file nor folder, and has an id's form, is looked up.
     folder = Path(source)
     if is_gguf(folder):
         return convert_gguf(folder, dtype)
@@ -66,6 +68,7 @@ def refuse_known_formats(where: str, names: Iterable[str], command: str) -> None
 
     ``command`` is what to write in front of a file's name to have it: "", or what downloads it.
     """
+    # The first that fits: a folder with GGUF files and pickles is a GGUF model with leftovers of its making.
     listed = sorted(names)
     by_suffix: dict[str, list[str]] = {}
     for name in listed:
@@ -112,6 +115,7 @@ def _find_checkpoint(folder: Path) -> Path:
 
 def _is_checkpoint(folder: Path) -> bool:
     """Is it a checkpoint or an adapter by the names of its files? Whether it is a sound one shows when it is read."""
+    # The very names that transformers and PEFT look for.
     weights = ("model.safetensors", "model.safetensors.index.json")
     return any((folder / name).is_file() for name in (*weights, "adapter_config.json"))
 

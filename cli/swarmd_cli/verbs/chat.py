@@ -171,6 +171,8 @@ class Conversation:
         """Stream one answer; Ctrl-C stops it, and what came so far is part of the conversation."""
         from swarmd.errors import SwarmError
 
+        # The gateway has no memory of conversations: each request carries all turns. What came before Ctrl-C is an
+        # answer as far as it goes. One that failed is not kept, so that /retry asks the same question again.
         body = {"model": self.model, "messages": self._messages(), **self.options}
         text = ""
         began_at = time.monotonic()

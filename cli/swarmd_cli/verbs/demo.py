@@ -79,6 +79,8 @@ class Volunteers:
 
     def wait_for(self, condition: Any, missing: str, on_stage: Callable[[str], None]) -> None:
         """Wait as long as anything changes in what the daemons say; ``on_stage`` gets it. Raises SwarmUnavailable."""
+        # No fixed time is right for every machine: importing torch takes seconds on one, minutes on another. As long
+        # as a daemon says something new it is at work, so the deadline is for silence alone.
         shown_stage = ""
         deadline = time.monotonic() + QUIET_S
         while not condition():
@@ -193,6 +195,8 @@ def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: i
     from swarmd.plan.chains.routing import Hop
     from swarmd.values import Span
 
+    # The same seed draws the same tokens from the same logits. So the tokens of the swarm, with a server killed in
+    # the middle, must be those of an uninterrupted local run, one by one.
     quiet()
     torch.set_num_threads(1)
     peers = [home.identity().peer_id for home in volunteers.homes]

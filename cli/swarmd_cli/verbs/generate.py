@@ -73,6 +73,8 @@ def run(
     text = prompt or _read_stdin()
     if not text.strip():
         raise typer.BadParameter("an empty prompt: give a text to continue")
+    # A gateway that runs has torch and the model's files in memory already, and answers at once. Where none runs, or
+    # for what it does not do, a client of our own is started.
     needs_own_client = as_json or adapter or draft or only or verify
     gateway = None if needs_own_client else find_gateway()
     path = None if gateway is None else _choose_path(gateway, model, raw)
@@ -97,6 +99,7 @@ def _retry_until_whole(ask: Callable[[], T], waits: bool) -> T:
     """Return what ``ask`` gives; try again while blocks are missing, if it ``waits``. Raises SwarmError."""
     from swarmd.errors import NoRoute
 
+    # The pause counts from the beginning of an attempt: one that took long is followed by the next at once.
     while True:
         began_at = time.monotonic()
         try:

@@ -64,6 +64,7 @@ def status(as_json: Json = False) -> None:
 
 def merge_names(listed: list[JsonObject]) -> list[JsonObject]:
     """Merge the rows of each model into one, under all of its names."""
+    # A catalog may call the same bytes by several names; what is missing of them is missing for all of these.
     merged: dict[str, JsonObject] = {}
     for row in listed:
         earlier = merged.get(row["model"])

@@ -104,6 +104,8 @@ def join(
     from swarmd.protocol.membership.catalog import MEMBERSHIP_LIFETIME_S
     from swarmd.protocol.membership.identity import Identity
 
+    # Identity and certificate are written to disk only once another member has answered (``enter``): a join that
+    # failed leaves nothing behind, and the invite can be tried again.
     state = home()
     ticket = invites.decode_untrusted(_read_invite() if text == "-" else text, time.time())
     if state.has_joined:
@@ -314,6 +316,8 @@ def _invite_key(text: str) -> bytes:
     state.founder()
     if not re.fullmatch(r"[0-9a-f]{4,64}", text):
         return invites.decode_untrusted(text, 0.0).identity.public_key
+    # An id may stand in the catalog, in the record of a member that it admitted, or in the certificate of a peer that
+    # is here: an invite can be revoked though the catalog never listed it.
     catalog = state.catalog()
     answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
     seen_sponsors = {row["voucher"] for row in (*answer["peers"], *answer["waiting"])}

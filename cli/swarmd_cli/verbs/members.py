@@ -139,6 +139,7 @@ def approve(
     from swarmd.protocol.membership.identity import public_key_of_untrusted
     from swarmd_cli.verbs.member import parse_rights
 
+    # What the member may do: as the words say, else as it was admitted before, else as its invite says.
     state = home()
     state.founder()
     peer_id, voucher = _find_member(peer)

@@ -96,6 +96,9 @@ def add_source(source: str, name: str, base: str = "", replace: bool = False, dt
     from swarmd.protocol.models import manifest
     from swarmd.weights.library import Library
 
+    # In the order of cost: names and rights are checked before gigabytes are hashed, and the catalog changes last,
+    # once the weights are held here. A name that this machine may not publish is let through as long as it may turn
+    # out to mean these very bytes: then adding them publishes nothing.
     state = home()
     state.swarm()
     require_name("a model", name)
@@ -274,6 +277,7 @@ def unpublish(name: Annotated[str, typer.Argument(help="A name of the swarm's ca
     model = catalog.hash_of(name)
 
     def take_back(draft: Catalog) -> Catalog:
+        # Where the weights came from is said by hash: as long as another name means them, it stays.
         entries = dict(getattr(draft, kind))
         entries.pop(name, None)
         sources = dict(draft.sources)

@@ -172,6 +172,8 @@ def _check(text: str) -> None:
     """Raise ConfigError when these settings cannot be right."""
     from swarmd import config
 
+    # The whole file as it would be, read by the very code that the daemon reads it with: a rule that is refused must
+    # not be written first, or the daemon would not start again.
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.toml").write_text(text, encoding="utf-8")
         config.load(Path(folder), {})

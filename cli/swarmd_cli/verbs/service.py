@@ -40,6 +40,7 @@ def install(dry_run: DryRun = False, system: System = False) -> None:
     home().swarm()
     if is_running() and manager.state().state != "active":
         raise ConfigError("the daemon is running already, started by hand: swarmd down first")
+    # A unit that does not start is taken away again: else it would fail at every boot, without anybody looking.
     _write(manager.path, text)
     try:
         manager.start()

@@ -33,6 +33,8 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
+    # Rates are differences of two looks. Each picture needs the counters of the look before, and the time between
+    # the two as it was, not as it should have been.
     console = Console()
     earlier = ask("status")
     looked_at = time.monotonic()

@@ -342,6 +342,8 @@ def _provide_data(state: Home, recipe: Recipe, recipe_folder: Path, model: Path,
     from swarmd.protocol.models import manifest
     from swarmd.train.store.data import highest_token, pack, require_known, rows_of_shards
 
+    # A file is tokenised by the model's own tokenizer, cut into rows, and shuffled by the recipe's seed. A hash means
+    # rows that were packed before: they are only checked, for another model may know fewer tokens.
     tokens = recipe.batch.tokens
     source = recipe_folder / recipe.data
     if not source.is_file():
@@ -410,6 +412,8 @@ def _save_model(base: Path, recipe: Recipe, state: Path, layout: list[list[Any]]
     from swarmd.compute.runs.gradients import build
     from swarmd.errors import ConfigError
 
+    # A state holds all trained parameters in one vector, one after the other as the model names them. The layout of
+    # the run says names and shapes: another version of transformers may order them otherwise.
     model = build(base, recipe)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if [[name, list(parameter.shape)] for name, parameter in trained] != layout:
