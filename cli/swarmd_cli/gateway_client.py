@@ -41,7 +41,8 @@ class GatewayClient:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         limits = httpx.Timeout(TAKEN_WITHIN_S, read=None)
         try:
-            with httpx.stream("POST", self.url + path, json=body, headers=self._headers, timeout=limits) as answer:
+            url = self.url + path
+            with httpx.stream("POST", url, json=body, headers=self._headers, timeout=limits) as answer:
                 _require_ok(answer)
                 for line in answer.iter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":

@@ -145,7 +145,8 @@ class Systemd:
         shown = _run(self._systemctl("show", UNIT, f"--property={names}"))
         if shown.returncode:
             return ServiceState(True, "unknown", path, detail=_last_line(shown.stderr))
-        properties = dict(line.split("=", 1) for line in shown.stdout.splitlines() if "=" in line)
+        lines = [line for line in shown.stdout.splitlines() if "=" in line]
+        properties = dict(line.split("=", 1) for line in lines)
         detail = properties.get("StatusText", "")
         unit_result = properties.get("Result", "")
         if not detail and unit_result not in ("", "success"):

@@ -99,8 +99,9 @@ def _find_checkpoint(folder: Path) -> Path:
     """Find a checkpoint's own folder: of the hub's cache, the snapshot that is in it. Raises ConfigError."""
     if (folder / "snapshots").is_dir() and (folder / "blobs").is_dir():
         return _find_snapshot(folder)
-    if (folder / "blobs").is_dir() and ((folder / "manifests").is_dir() or _list_ollama_files(folder)):
-        ollama_files = _list_ollama_files(folder)
+    has_blobs = (folder / "blobs").is_dir()
+    ollama_files = _list_ollama_files(folder) if has_blobs else []
+    if ollama_files or (has_blobs and (folder / "manifests").is_dir()):
         largest = f": of {len(ollama_files)} the largest is {ollama_files[0]}" if ollama_files else ""
         raise ConfigError(
             f"{folder} is Ollama's store, whose models are GGUF files called by their sha256{largest}: "

@@ -97,7 +97,9 @@ class Gateway:
 
     def application(self) -> Starlette:
         """Build the ASGI application."""
-        forms = [self._route(path, partial(self._answer, form=form), "POST") for path, form in FORMS.items()]
+        forms = []
+        for path, form in FORMS.items():
+            forms.append(self._route(path, partial(self._answer, form=form), "POST"))
         return Starlette(
             routes=[
                 self._route("/health", self._health),

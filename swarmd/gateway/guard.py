@@ -27,7 +27,12 @@ class Guard:
     """The rules of one gateway. Without keys and on loopback everybody on this machine may ask."""
 
     def __init__(
-        self, keys: Keys, hosts: tuple[str, ...], origins: tuple[str, ...], token: str, is_local: bool
+        self,
+        keys: Keys,
+        hosts: tuple[str, ...],
+        origins: tuple[str, ...],
+        token: str,
+        is_local: bool,
     ) -> None:
         self._keys = keys
         self._hosts = hosts

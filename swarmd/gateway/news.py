@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,12 @@ def describe_swarm(view: SwarmView, own_peer: str, chats: Callable[[ModelId], bo
         }
         for peer, record in sorted(view.peers.items())
     ]
-    peers.sort(key=lambda peer: min(map(_span_order, peer["spans"]), default=("~", 0)))  # who serves nothing is last
+    peers.sort(key=_peer_order)
     return {"n_peers": len(peers), "models": models, "peers": peers}
+
+
+def _peer_order(peer: dict[str, Any]) -> tuple[str, int]:
+    return min(map(_span_order, peer["spans"]), default=("~", 0))  # a peer that serves nothing is last
 
 
 def _span_order(span: dict[str, Any]) -> tuple[str, int]:
@@ -120,7 +125,8 @@ class Machine:
 
     async def ask(self, verb: str, method: str = "GET") -> dict[str, Any]:
         """Ask the daemon. Raises SwarmError."""
-        return await trio.to_thread.run_sync(lambda: ask(self._socket, verb, {}, method, ASK_TIMEOUT_S))
+        call = partial(ask, self._socket, verb, {}, method, ASK_TIMEOUT_S)
+        return await trio.to_thread.run_sync(call)
 
 
 async def send_changes(swarm: Callable[[], dict[str, Any]], machine: Machine, say: Say) -> None:

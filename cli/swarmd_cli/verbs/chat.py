@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 from swarmd.values import count
-from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import JsonObject, ask, format_number, home
 from swarmd_cli.gateway_client import GatewayClient, describe_answer, open_gateway, require_listed
+from swarmd_cli.preflight import require_answers
 
 HELP = """\
 /system TEXT   say how to answer; without TEXT, no longer

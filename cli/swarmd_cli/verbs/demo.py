@@ -200,12 +200,13 @@ def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: i
     quiet()
     torch.set_num_threads(1)
     peers = [home.identity().peer_id for home in volunteers.homes]
-    chain = tuple(Hop(peers[index], Span(start, end)) for index, start, end in CHAIN)
-    names = {peer[-8:]: name for peer, name in zip(peers, NAMES, strict=True)}
+    hops = [Hop(peers[index], Span(start, end)) for index, start, end in CHAIN]
+    short_ids = [peer[-8:] for peer in peers]
+    names = dict(zip(short_ids, NAMES, strict=True))
     local = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
     sampling = {"do_sample": True, "temperature": 0.7, "max_new_tokens": max_tokens, "min_new_tokens": max_tokens}
     with swarmd.connect(home=volunteers.homes[0].folder) as swarm:
-        model = swarm.model("demo", chain=chain)
+        model = swarm.model("demo", chain=tuple(hops))
         tokenizer = swarm.tokenizer("demo")
         inputs = tokenizer(PROMPT, return_tensors="pt")
         description = TextColumn("{task.description}")

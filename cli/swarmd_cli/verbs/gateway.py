@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from swarmd.importing import importing
-from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import home, print_json, print_table
+from swarmd_cli.preflight import require_answers
 from swarmd_cli.verbs.look import Json
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
@@ -88,7 +88,8 @@ def ls(as_json: Json = False) -> None:
 
     keys = Keys(home().folder).all()
     if as_json:
-        print_json({"keys": [{"name": api_key.name, "made_at": api_key.made_at} for api_key in keys]})
+        listed = [{"name": api_key.name, "made_at": api_key.made_at} for api_key in keys]
+        print_json({"keys": listed})
         return
     rows = []
     for api_key in keys:

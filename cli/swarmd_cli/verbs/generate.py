@@ -15,7 +15,6 @@ import typer
 
 from swarmd.importing import importing
 from swarmd.values import count
-from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import home, print_json
 from swarmd_cli.gateway_client import (
     GatewayClient,
@@ -24,6 +23,7 @@ from swarmd_cli.gateway_client import (
     find_gateway,
     require_listed,
 )
+from swarmd_cli.preflight import require_answers
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmd.values import count
-from swarmd_cli.beforehand import explain_waiting
 from swarmd_cli.context import INTERRUPTED, ask, home, is_running, reload_daemon, wait_until
+from swarmd_cli.preflight import explain_waiting
 
 if TYPE_CHECKING:
     from swarmd.protocol.membership.catalog import Catalog

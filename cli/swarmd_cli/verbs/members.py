@@ -86,9 +86,15 @@ def _absent_rows(catalog: Any, rows_here: list[JsonObject]) -> list[JsonObject]:
         peer = str(peer_id_of(key))
         if peer in present:
             continue
-        sponsor = entry.invite.hex()
-        may = list(entry.may)
-        rows.append({"peer": peer, "voucher": sponsor, "may": may, "ends_at": entry.ends_at, **absent})
+        rows.append(
+            {
+                "peer": peer,
+                "voucher": entry.invite.hex(),
+                "may": list(entry.may),
+                "ends_at": entry.ends_at,
+                **absent,
+            }
+        )
     return rows
 
 
@@ -266,5 +272,10 @@ def revoke(
     if peer_id == home().identity().peer_id:
         raise ConfigError("this machine itself: swarmd leave takes it out of the swarm")
     key = _key_to_change(peer_id, voucher, guests)
-    _change_catalog(lambda catalog: msgspec.structs.replace(catalog, revoked=tuple({*catalog.revoked, key})))
+
+    def revoke_key(catalog: Any) -> Any:
+        revoked = {*catalog.revoked, key}
+        return msgspec.structs.replace(catalog, revoked=tuple(revoked))
+
+    _change_catalog(revoke_key)
     print(f"Revoked {peer_id}" + (" and everybody whom its invite brought in." if guests else "."))

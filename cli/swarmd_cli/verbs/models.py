@@ -55,7 +55,8 @@ def ls(as_json: Json = False) -> None:
         adapter_rows = []
         for adapter in adapters:
             base = adapter["for"] or adapter["model"]
-            adapter_rows.append([str(adapter["name"]), str(adapter["adapter"])[:12], str(base)])
+            adapter_hash = str(adapter["adapter"])[:12]
+            adapter_rows.append([str(adapter["name"]), adapter_hash, str(base)])
         print_table("Adapters", ["name", "hash", "for"], adapter_rows)
 
 
@@ -120,7 +121,8 @@ def add_source(source: str, name: str, base: str = "", replace: bool = False, dt
     Library(state.weights, {}).keep_manifest(source_manifest, folder)
     state.add_folder(model, folder)
     if is_new:
-        is_of_hub = HUB_ID.fullmatch(source) and not Path(source).exists() and folder.parent.name == "snapshots"
+        is_hub_id = HUB_ID.fullmatch(source) and not Path(source).exists()
+        is_of_hub = is_hub_id and folder.parent.name == "snapshots"
         on_hub: dict[str, str] = {model: f"{source}@{folder.name}"} if is_of_hub else {}
 
         def publish(draft: Catalog) -> Catalog:
@@ -130,7 +132,8 @@ def add_source(source: str, name: str, base: str = "", replace: bool = False, dt
 
         state.change_catalog(publish)
     reload_daemon()
-    aliases = sorted(alias for alias, (hash_, _) in catalog.items() if hash_ == model and alias != name)
+    names = {alias for alias, (model_hash, _) in catalog.items() if model_hash == model}
+    aliases = sorted(names - {name})
     also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
     blocks = f"{count(source_manifest.n_blocks, 'block')}, " if source_manifest.n_blocks else ""
     return f"{name}: {model}  {blocks}{count(len(source_manifest.tensors), 'tensor')}{also}"

@@ -93,7 +93,8 @@ def explain() -> None:
     from swarmd.node.machine.presence import limits_of, verdict_now
 
     rules = config.load(home().folder).policy
-    verdict = verdict_now(rules, home().pause_file, Traffic(limits_of(rules), home().traffic_file))
+    traffic = Traffic(limits_of(rules), home().traffic_file)
+    verdict = verdict_now(rules, home().pause_file, traffic)
     print(f"the daemon is not running (swarmd up); if it were: {verdict.reason}")
 
 
@@ -145,7 +146,10 @@ def set_toml_value(text: str, name: str, key: str, value: str) -> str:
 
 def _find_line(pattern: str, lines: list[str], start: int, end: int) -> int | None:
     """Return the first of the lines [start, end) that begins with a pattern."""
-    return next((i for i in range(start, end) if re.match(pattern, lines[i])), None)
+    for number in range(start, end):
+        if re.match(pattern, lines[number]):
+            return number
+    return None
 
 
 def _parse_value(name: str, value: str) -> Any:

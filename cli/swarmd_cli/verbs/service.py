@@ -137,7 +137,9 @@ def _find_program(for_everyone: bool) -> list[str]:
     from swarmd.errors import ConfigError
 
     script = Path(sys.executable).with_name("swarmd")
-    command = [str(script)] if script.is_file() else [sys.executable, "-P", "-m", "swarmd_cli.main"]
+    command = [sys.executable, "-P", "-m", "swarmd_cli.main"]
+    if script.is_file():
+        command = [str(script)]
     if not for_everyone:
         return command
     # Every folder on the way must let others in: to the program, to what it links to, and to Python itself.

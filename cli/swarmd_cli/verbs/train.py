@@ -187,7 +187,7 @@ def status(
     from swarmd.errors import ConfigError
 
     body = ask("train")
-    chosen = [row for row in body["runs"] if not run or run == row["name"] or row["run"].startswith(run)]
+    chosen = [row for row in body["runs"] if run == row["name"] or row["run"].startswith(run)]
     if run and not chosen:
         known_names = ", ".join(row["name"] for row in body["runs"]) or "none"
         raise ConfigError(f"this machine takes part in no run called {run!r}; it is in: {known_names}")

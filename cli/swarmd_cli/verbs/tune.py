@@ -11,8 +11,8 @@ import typer
 
 from swarmd.importing import importing
 from swarmd.values import count
-from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import format_duration, home, print_json
+from swarmd_cli.preflight import require_answers
 from swarmd_cli.verbs.look import Json
 
 if TYPE_CHECKING:
@@ -153,8 +153,11 @@ def _make_encoding(tokenizer: Any, model: Any, recipe: TuningRecipe) -> Encoding
     # What the tokenizer puts in front of a text shows where the text's own tokens begin among all of them.
     plain = encode("a")
     with_special = list(tokenizer("a").input_ids)
-    starts = (start for start in range(len(with_special)) if with_special[start : start + len(plain)] == plain)
-    n_leading = next(starts, 0)
+    n_leading = 0
+    for start in range(len(with_special)):
+        if with_special[start : start + len(plain)] == plain:
+            n_leading = start
+            break
     end = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     n_virtual = 0 if recipe.method == "lora" else recipe.virtual_tokens

@@ -157,9 +157,10 @@ def _read_turns(role: str, blocks: list[Any], where: str) -> list[JsonObject]:
 def _read_text(content: str | list[Any], where: str) -> str:
     if isinstance(content, str):
         return content
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in content]
+    if not all(isinstance(text, str) for text in texts):
         raise bad_request(f"{where}: only blocks of text are taken", where)
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(texts)
 
 
 def _read_tool(tool: JsonObject) -> JsonObject:

@@ -199,9 +199,10 @@ def read_schema(response_format: JsonObject | None, param: str) -> JsonObject | 
             raise bad_request(f"{param}.schema is a JSON schema", param)
         return dict(schema or {})
     inner = response_format.get("json_schema")
-    if kind != "json_schema" or not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if kind != "json_schema" or not isinstance(schema, dict):
         raise bad_request(f"{param} is text, json_object, or json_schema with a schema", param)
-    return dict(inner["schema"])
+    return dict(schema)
 
 
 # --- answers -------------------------------------------------------------------------------------------------------
@@ -342,7 +343,8 @@ async def stream_chat(prepared: PreparedRequest, request: ChatRequest, emit: Emi
     async def write_repairs(index: int, repairs: Sequence[str]) -> None:
         """Tell repairs as they happen, for whoever looks: other clients skip the field."""
         choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
-        await emit.send_event({**head, "choices": [choice], "usage": None, "swarmd": {"repairs": repairs}})
+        news = {"usage": None, "swarmd": {"repairs": repairs}}
+        await emit.send_event({**head, "choices": [choice], **news})
 
     async def run_one(index: int) -> None:
         await write_chunk(index, {"role": "assistant", "content": ""})

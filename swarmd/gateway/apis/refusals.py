@@ -29,7 +29,8 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON that a client reads, in OpenAI's form."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

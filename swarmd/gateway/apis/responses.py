@@ -295,7 +295,8 @@ class ResponseWriter:
     async def fail(self, error: ApiError) -> None:
         """End the stream with an error."""
         reason = {"code": "server_error", "message": error.message}
-        failed = _format_response(self._request, self._identity, status="failed", error=reason, output=self._output)
+        fields = {"status": "failed", "error": reason, "output": self._output}
+        failed = _format_response(self._request, self._identity, **fields)
         await self._say("response.failed", response=failed)
 
     async def _write_event(self, event: AnswerEvent) -> None:

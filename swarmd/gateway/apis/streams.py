@@ -61,7 +61,9 @@ class EventStream(Response):
     """Server-sent events, written by ``produce``; ``fail`` puts an error into the API's form."""
 
     def __init__(
-        self, produce: Callable[[Emit], Awaitable[None]], fail: Callable[[Emit, ApiError], Awaitable[None]]
+        self,
+        produce: Callable[[Emit], Awaitable[None]],
+        fail: Callable[[Emit, ApiError], Awaitable[None]],
     ) -> None:
         super().__init__()
         self._produce = produce

@@ -65,7 +65,11 @@ class HeadThread:
         self._wake = trio.Event()
 
     async def __call__(
-        self, row: HeadClient, hidden: torch.Tensor | None = None, arity: int = 0, offer: ServerLogits | None = None
+        self,
+        row: HeadClient,
+        hidden: torch.Tensor | None = None,
+        arity: int = 0,
+        offer: ServerLogits | None = None,
     ) -> HeadWork:
         """Have a row computed, with all others that wait by then; ``arity`` is what the model's layers return.
 

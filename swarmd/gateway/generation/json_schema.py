@@ -93,23 +93,23 @@ def _move_root(schema: Schema, place: str) -> Schema:
     return _transform_schema(plain, point, 0)
 
 
-def _transform_value(schema: Any, change: Callable[[Schema], Schema], depth: int) -> Any:
-    """Transform a value that is a schema; what is none stays."""
-    return _transform_schema(schema, change, depth) if isinstance(schema, dict) else schema
-
-
 def _transform_schema(schema: Schema, change: Callable[[Schema], Schema], depth: int) -> Schema:
     """Apply ``change`` to every schema within a schema, the inner ones first. Raises BadSchema."""
     if depth > MAX_DEPTH:
         raise BadSchema(f"schemas within schemas go {MAX_DEPTH} deep at most: name the inner ones in $defs")
+
+    def transform(value: Any) -> Any:
+        """Transform a value that is a schema; what is none stays."""
+        return _transform_schema(value, change, depth + 1) if isinstance(value, dict) else value
+
     walked: Schema = {}
     for word, value in schema.items():
         if word in LISTED_SUBSCHEMAS and isinstance(value, list):
-            walked[word] = [_transform_value(inner, change, depth + 1) for inner in value]
+            walked[word] = [transform(inner) for inner in value]
         elif word in NAMED_SUBSCHEMAS and isinstance(value, dict):
-            walked[word] = {name: _transform_value(inner, change, depth + 1) for name, inner in value.items()}
+            walked[word] = {name: transform(inner) for name, inner in value.items()}
         elif word in SINGLE_SUBSCHEMAS:
-            walked[word] = _transform_value(value, change, depth + 1)
+            walked[word] = transform(value)
         else:
             walked[word] = value
     return change(walked)

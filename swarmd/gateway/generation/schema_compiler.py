@@ -132,4 +132,5 @@ def main(path: Path, vocabulary: int, eos: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    _, tokenizer_path, vocabulary_size, eos_token = sys.argv
+    main(Path(tokenizer_path), int(vocabulary_size), int(eos_token))

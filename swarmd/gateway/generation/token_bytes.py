@@ -108,8 +108,9 @@ def _replacement(decoder: dict[str, Any]) -> tuple[str, str] | None:
     if decoder["type"] == "Metaspace":
         return str(decoder.get("replacement", "▁")), " "
     pattern = decoder.get("pattern")
-    if decoder["type"] == "Replace" and isinstance(pattern, dict) and isinstance(pattern.get("String"), str):
-        return pattern["String"], str(decoder.get("content", ""))
+    text = pattern.get("String") if isinstance(pattern, dict) else None
+    if decoder["type"] == "Replace" and isinstance(text, str):
+        return text, str(decoder.get("content", ""))
     return None
 
 

@@ -23,7 +23,11 @@ class Writer:
     """
 
     def __init__(
-        self, tokens: TokenBytes, stops: Sequence[str], preceding: Sequence[int] = (), special: bool = False
+        self,
+        tokens: TokenBytes,
+        stops: Sequence[str],
+        preceding: Sequence[int] = (),
+        special: bool = False,
     ) -> None:
         self._tokens = tokens
         self._hides = frozenset() if special else frozenset(tokens.special)

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from swarmd_cli import beforehand
-from swarmd_cli.beforehand import require_answers
+from swarmd_cli import preflight
 from swarmd_cli.context import set_home
+from swarmd_cli.preflight import require_answers
 from swarmd_cli.verbs import chat
 from swarmd_cli.verbs.train import _require_data
 
@@ -94,7 +94,7 @@ def test_who_waits_for_a_founder_is_told_so(tmp_path: Path, monkeypatch: pytest.
     try:
         with pytest.raises(DaemonNotRunning, match="swarmd up; as far as is known here you wait for a founder"):
             require_answers("demo")
-        monkeypatch.setattr(beforehand, "is_running", lambda: True)
+        monkeypatch.setattr(preflight, "is_running", lambda: True)
         with pytest.raises(SwarmUnavailable, match=f"members approve {home.identity().peer_id}"):
             require_answers("demo")
     finally:
