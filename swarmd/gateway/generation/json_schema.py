@@ -24,12 +24,6 @@ FORMATS = {
 }
 """The formats of JSON Schema, which bind a text; all others are remarks (OpenAPI's int64, password, binary)."""
 
-# Each word of a schema is one of these:
-#
-#     a remark only                          left out: a "format" that binds nothing
-#     said in other words that are known     translated: propertyNames as patternProperties or properties
-#     without another way to say it          refused by name: uniqueItems. Ignored, an answer could break it
-#     all else                               stays, and the library decides
 Schema = dict[str, Any]
 
 
@@ -115,6 +109,12 @@ def _transform_schema(schema: Schema, change: Callable[[Schema], Schema], depth:
     return change(walked)
 
 
+# Each word of a schema is one of these:
+#
+#     a remark only                          left out: a "format" that binds nothing
+#     said in other words that are known     translated: propertyNames as patternProperties or properties
+#     without another way to say it          refused by name: uniqueItems. Ignored, an answer could break it
+#     all else                               stays, and the library decides
 def _replace_words(schema: Schema) -> Schema:
     plain = dict(schema)
     if isinstance(plain.get("format"), str) and plain["format"] not in FORMATS:
