@@ -47,7 +47,7 @@ class Guard:
         """
         # The order matters. Host and origin first: a page of somebody else's in the user's browser must not even learn
         # whether a key is right. Then the open paths, which tell nothing that is secret. Then this machine's token,
-        # which nobody else can read, and keys. Last, loopback without any keys: whoever can connect is here.
+        # which nobody else can read, and keys. Last, loopback without keys: a program that connects runs here.
         host = request.headers.get("host", "")
         if not self._is_our_host(host):
             raise ApiError(403, "permission_error", _explain_foreign_host(host))

@@ -83,7 +83,7 @@ class ServedModels:
         """Load the model that is served, if only one is: its first user should not wait for that."""
         served = [listed.name for listed in self.list_models() if not listed.missing]
         if len(served) == 1:
-            with suppress(refusals.ApiError):  # whoever asks for it is told
+            with suppress(refusals.ApiError):  # the first user is told
                 await self.load_engine(served[0])
 
     async def load_engine(self, name: str) -> GenerationEngine:

@@ -56,7 +56,7 @@ def gateway(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
     logging.getLogger("libp2p").setLevel(logging.ERROR)
-    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the rest is for whoever serves here
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the rest is for a worker that serves here
 
     def ready(url: str) -> None:
         print(f"The gateway is at {url} (OpenAI's clients: base URL {url}/v1)", flush=True)

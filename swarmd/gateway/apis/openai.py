@@ -341,7 +341,7 @@ async def stream_chat(prepared: PreparedRequest, request: ChatRequest, emit: Emi
         await emit.send_event({**head, "choices": [choice], **usage})
 
     async def write_repairs(index: int, repairs: Sequence[str]) -> None:
-        """Tell repairs as they happen, for whoever looks: other clients skip the field."""
+        """Tell repairs as they happen. The page shows them; other clients skip the field."""
         choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
         news = {"usage": None, "swarmd": {"repairs": repairs}}
         await emit.send_event({**head, "choices": [choice], **news})

@@ -34,7 +34,7 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Refuse a request that cannot be right, whoever asks and whenever."""
+    """Refuse a request that can never be right, for any client."""
     return ApiError(400, "invalid_request_error", message, param, code)
 
 

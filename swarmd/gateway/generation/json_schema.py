@@ -28,7 +28,7 @@ Schema = dict[str, Any]
 
 
 class BadSchema(Exception):
-    """Why a schema cannot be used, for whoever wrote it."""
+    """Why a schema cannot be used, said to its author."""
 
 
 def normalise_schema(schema: Schema) -> Schema:

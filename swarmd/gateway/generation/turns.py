@@ -1,6 +1,6 @@
 """Who is next: a bounded queue in which every key has the same share, however much it asks for.
 
-The choice is pure; ``Turns`` holds whoever waits, in one trio program.
+The choice is pure; ``Turns`` holds the requests that wait, in one trio program.
 """
 
 from __future__ import annotations
