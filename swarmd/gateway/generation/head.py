@@ -56,7 +56,7 @@ class HeadWork:
 
 
 class HeadThread:
-    """Computes for all rows that wait, as long as it runs. With ``checks`` it takes servers' logits, and checks some."""
+    """Computes for all rows that wait, as long as it runs. With ``checks`` it takes servers' logits and checks some."""
 
     def __init__(self, ends: Ends, checks: HeadChecks | None = None) -> None:
         self.ends = ends
