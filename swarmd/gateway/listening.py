@@ -32,6 +32,7 @@ def open_listener(listen: str, has_keys: bool) -> socket.socket:
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Linux alone has this option; elsewhere a client that does not read is cut off by TCP's own, longer timeouts.
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
     try:

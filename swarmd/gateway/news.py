@@ -105,6 +105,7 @@ class Machine:
             await trio.sleep(LOOK_INTERVAL_S)
 
     async def _look(self) -> None:
+        # Without a daemon the last training is still shown: it says what was so, and the status says what is missing.
         try:
             status = await self.ask("status")
             runs = await self.ask("train")

@@ -237,6 +237,7 @@ async def run_all(
     prepared_requests: Sequence[PreparedRequest], n: int
 ) -> tuple[list[CollectedAnswer], list[RowReport]]:
     """Compute every answer to every prompt, side by side. Raises ApiError."""
+    # The answers of one prompt stand side by side: answer i belongs to prompt i // n, and is its answer i % n.
     answers = [CollectedAnswer() for _ in range(n * len(prepared_requests))]
     reports: list[RowReport | None] = [None] * len(answers)
 
@@ -380,6 +381,8 @@ async def stream_chat(prepared: PreparedRequest, request: ChatRequest, emit: Emi
 
 async def run_together(tasks: Sequence[Any]) -> None:
     """Run all of them; the first ApiError ends the others and is raised."""
+    # A nursery would raise a group of errors, and clients want one. So each task's ApiError is kept aside; any other
+    # error is a bug, and goes through the nursery as it is.
     failures: list[ApiError] = []
 
     async def run_guarded(task: Any) -> None:

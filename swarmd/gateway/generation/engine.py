@@ -166,6 +166,7 @@ class GenerationEngine:
     async def _open(self, options: AnswerOptions) -> GenerationRow:
         """Open a session; where servers are full, once more without those that are kept."""
         room = min(self.ends.max_tokens, len(options.prompt) + options.max_tokens + HEADROOM_TOKENS)
+        # Kept sessions hold cache that a new one may need. They are a courtesy; a request that waits is not.
         try:
             session = await self._swarm.open_session(self._options_for(room))
         except SwarmError:
@@ -192,6 +193,7 @@ class GenerationEngine:
         """End sessions, all at once: one whose servers are gone takes as long as it takes to be sure."""
         sessions = [kept_session.session for kept_session in expired]
         self._kept = [kept_session for kept_session in self._kept if kept_session not in expired]
+        # Shielded: servers are told also when this process ends, or they would hold the caches until they expire.
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
                 for session in sessions:

@@ -20,6 +20,7 @@ class Metrics:
         self.kept = self._gauge("num_sessions_kept", "Sessions that wait for a next turn.", "model_name")
         self.prompt = self._counter("prompt_tokens", "Tokens of prompts.")
         self.generated = self._counter("generation_tokens", "Tokens generated.")
+        # vLLM's prefix cache is a kept session here: its tokens are the hits, and all tokens of prompts the queries.
         self.queries = self._counter("prefix_cache_queries", "Tokens of prompts that a session was looked for.")
         self.hits = self._counter("prefix_cache_hits", "Tokens of prompts that such a session had.")
         self.drafted = self._counter("spec_decode_num_draft_tokens", "Tokens tried ahead.")

@@ -76,6 +76,8 @@ class Sampler:
 
         A chosen token counts for penalties only once ``count_token`` has it.
         """
+        # The grammar's mask comes before temperature and cuts: those keep the likeliest tokens, and would otherwise
+        # keep ones that the grammar forbids.
         scores = self._penalised(logits)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
