@@ -57,8 +57,8 @@ def test_words_that_systemd_would_change() -> None:
 def test_systemd_finds_nothing_to_say(is_system: bool, tmp_path: Path) -> None:
     unit = tmp_path / "swarmd.service"
     unit.write_text(Systemd(is_system).text([shutil.which("true") or "/bin/true"], tmp_path))
-    asked = ["systemd-analyze", "security", "--offline=true", "--threshold=40", "--no-pager", str(unit)]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=40", "--no-pager", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     verified = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
     assert not verified.stderr, verified.stderr

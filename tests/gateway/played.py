@@ -127,7 +127,8 @@ class PlayedPrompts:
         reply = answer(self._tokenizer, self._template, question)
         if "error" in reply:
             raise ConfigError(reply["error"])
-        return Prompt(tuple(reply["ids"]), reply.get("tail", ""), frozenset(reply.get("ends", ())))
+        ends = frozenset(reply.get("ends", ()))
+        return Prompt(tuple(reply["ids"]), reply.get("tail", ""), ends)
 
 
 class PlayedModels:
@@ -183,7 +184,9 @@ async def played_gateway(
     engine = GenerationEngine(swarm, SessionOptions(HASH, 1, 1, 1, "float32"), HeadThread(played), made, prompts, turns)  # type: ignore[arg-type]  # a swarm of its kind
     models: Any = PlayedModels(engine)
     nobody: Any = None
-    gateway = Gateway(models, Guard(keys, (), (), "token", True), turns, (), Page(nobody, models, nobody))
+    guard = Guard(keys, (), (), "token", is_local=True)
+    page = Page(nobody, models, nobody)
+    gateway = Gateway(models, guard, turns, (), page)
     transport = httpx.ASGITransport(gateway.application())
     async with trio.open_nursery() as nursery:
         await nursery.start(engine.run)

@@ -39,7 +39,8 @@ def test_what_a_request_names_wins(author: dict[str, Any]) -> None:
 
 
 def test_a_doubt_names_the_token_of_the_answer_from_which_on_it_may_be_wrong() -> None:
-    report = RowReport(
-        n_prompt=5, doubts=[Doubt(first_token=1, hop="a", reason="r"), Doubt(first_token=6, hop="b", reason="r")]
-    )
-    assert [(doubt["token"], doubt["hop"]) for doubt in format_extra([report])["doubts"]] == [(0, "a"), (2, "b")]
+    in_prompt = Doubt(first_token=1, hop="a", reason="r")
+    in_answer = Doubt(first_token=6, hop="b", reason="r")
+    report = RowReport(n_prompt=5, doubts=[in_prompt, in_answer])
+    shown = format_extra([report])["doubts"]
+    assert [(doubt["token"], doubt["hop"]) for doubt in shown] == [(0, "a"), (2, "b")]

@@ -66,9 +66,11 @@ def test_what_is_tried_ahead_changes_no_token(tokenizer: Tokenizer, temperature:
 
 
 def test_it_ends_at_the_length_and_at_the_end_token(tokenizer: Tokenizer) -> None:
-    tokens, _, answer, _ = run(AnswerOptions((10,), 5, Sampling(temperature=0)), tokenizer)
+    options = AnswerOptions((10,), 5, Sampling(temperature=0))
+    tokens, _, answer, _ = run(options, tokenizer)
     assert (len(tokens), answer.finish) == (5, "length")
-    tokens, _, answer, _ = run(AnswerOptions((10,), 50, Sampling(temperature=0), eos=frozenset({14})), tokenizer)
+    options = AnswerOptions((10,), 50, Sampling(temperature=0), eos=frozenset({14}))
+    tokens, _, answer, _ = run(options, tokenizer)
     assert tokens == [11, 12, 13], "the end token is none of the text's"
     assert answer.finish == "stop"
     assert answer.n_tokens == 4, "but it was generated"
@@ -77,7 +79,8 @@ def test_it_ends_at_the_length_and_at_the_end_token(tokenizer: Tokenizer) -> Non
 def test_a_stop_string_ends_it(tokenizer: Tokenizer) -> None:
     full_text = tokenizer.decode([11, 12, 13, 14, 15])
     stop = tokenizer.decode([13])
-    _, text, answer, _ = run(AnswerOptions((10,), 50, Sampling(temperature=0), stops=(stop,)), tokenizer)
+    options = AnswerOptions((10,), 50, Sampling(temperature=0), stops=(stop,))
+    _, text, answer, _ = run(options, tokenizer)
     assert text == full_text[: full_text.index(stop)]
     assert answer.finish == "stop"
     assert answer.piece().stopped == stop
@@ -98,8 +101,8 @@ def test_whatever_the_model_says_it_fits_the_schema(tokenizer: Tokenizer, seed: 
     grammar = Grammar(Compiler(tokenizer, size, 0).compile(json.dumps(SCHEMA)), size)
     options = AnswerOptions((10,), 200, Sampling(temperature=1, seed=seed), grammar=grammar)
     _, text, answer, n_passes = run(options, tokenizer, lambda tokens: torch.randn(size))
-    found = json.loads(text)
-    assert found["answer"] in ("yes", "no")
-    assert found["sure"] in (True, False)
+    reply = json.loads(text)
+    assert reply["answer"] in ("yes", "no")
+    assert reply["sure"] in (True, False)
     assert answer.finish == "stop"
     assert n_passes < len(tokenizer.encode(text).ids), "what was forced travelled together"
