@@ -16,16 +16,21 @@ if TYPE_CHECKING:
 
     from swarmd.home import Home
 
+JsonObject = dict[str, Any]
+
 INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
 WAIT_S = 20.0  # the daemon gives sessions 15 s to be taken over
+# The home that --home names. Verbs are called by typer, which passes the options of the program to nobody else.
 _chosen: list[Path | None] = [None]
 
 
 def set_home(folder: Path | None) -> None:
+    """Choose the home for all that follows; None is the default one."""
     _chosen[0] = folder
 
 
 def was_home_named() -> bool:
+    """Did the user say --home?"""
     return _chosen[0] is not None
 
 
@@ -34,12 +39,13 @@ def _folder() -> Path:
 
 
 def home() -> Home:
+    """Open the chosen home."""
     from swarmd.home import Home
 
     return Home(_folder())
 
 
-def ask(verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> dict[str, Any]:
+def ask(verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> JsonObject:
     """Call the daemon's control API. Raises DaemonNotRunning, or what the daemon refused with."""
     from swarmd import errors
     from swarmd.net import local
@@ -52,6 +58,7 @@ def ask(verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -
 
 
 def is_running() -> bool:
+    """Does this home's daemon answer?"""
     from swarmd.errors import SwarmError
 
     try:
@@ -61,14 +68,14 @@ def is_running() -> bool:
     return True
 
 
-def tell_daemon() -> None:
+def reload_daemon() -> None:
     """Have the daemon, if it runs, take over what was changed here: catalog, models, rules."""
     if is_running():
         ask("reload", "POST")
 
 
 def wait_until(is_done: Callable[[], bool]) -> bool:
-    """Look ten times a second for as long as a daemon may take to leave; did it?"""
+    """Wait as long as a daemon may take to leave, looking ten times a second; returns whether it did."""
     deadline = time.monotonic() + WAIT_S
     while not is_done():
         if time.monotonic() > deadline:
@@ -77,12 +84,13 @@ def wait_until(is_done: Callable[[], bool]) -> bool:
     return True
 
 
-def print_json(value: dict[str, Any]) -> None:
+def print_json(value: JsonObject) -> None:
+    """Print a value for programs, with the schema's version."""
     json.dump({"schema": 1, **value}, sys.stdout, indent=2)
     sys.stdout.write("\n")
 
 
-def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Print a table for people; says so when there is nothing in it."""
     from rich.console import Console
 
@@ -90,23 +98,23 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     if not rows:
         console.print(f"{title}: none", highlight=False)
         return
-    console.print(drawn(columns, rows, title))
+    console.print(make_table(columns, rows, title))
 
 
-def drawn(columns: list[str], rows: list[list[str]], title: str | None = None) -> Table:
-    """A table as all of them look."""
+def make_table(columns: list[str], rows: list[list[str]], title: str | None = None) -> Table:
+    """Make a table that looks like all of them."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    found = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    drawing = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     for column in columns:
-        found.add_column(column, overflow="fold")
+        drawing.add_column(column, overflow="fold")
     for row in rows:
-        found.add_row(*row)
-    return found
+        drawing.add_row(*row)
+    return drawing
 
 
-def size(n_bytes: float | None) -> str:
+def format_size(n_bytes: float | None) -> str:
     """Write bytes for people; unknown stays unknown."""
     if n_bytes is None:
         return "unknown"
@@ -117,23 +125,27 @@ def size(n_bytes: float | None) -> str:
     return f"{n_bytes:.1f} TiB"
 
 
-def rate(bytes_per_s: float | None) -> str:
+def format_rate(bytes_per_s: float | None) -> str:
+    """Write bytes per second as Mbit/s; unknown stays unknown."""
     return "unknown" if bytes_per_s is None else f"{8 * bytes_per_s / 1e6:.0f} Mbit/s"
 
 
-def number(value: float | None, unit: str = "") -> str:
+def format_number(value: float | None, unit: str = "") -> str:
+    """Write a number with four digits that count; unknown stays unknown."""
     return "unknown" if value is None else f"{value:.4g}{unit}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Write seconds for people."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5_400 else f"{seconds / 3600:.1f} h"
 
 
-def percent(chance: float) -> str:
+def format_percent(chance: float) -> str:
     """Write a chance for people; only what is certain is 0 or 100 %."""
     if chance <= 0 or chance >= 1:
         return f"{100 * min(1.0, max(0.0, chance)):.0f} %"
-    return "under 0.1 %" if chance < 0.001 else "over 99.9 %" if chance > 0.999 else f"{100 * chance:.1f} %"
+    if chance < 0.001:
+        return "under 0.1 %"
+    return "over 99.9 %" if chance > 0.999 else f"{100 * chance:.1f} %"

@@ -22,8 +22,8 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == b"GGUF" or path.suffix.lower() == ".gguf"
 
 
-def converted(path: Path, dtype: str) -> Path:
-    """The folder of what is in a GGUF file, made now if it is not there yet. Raises ConfigError."""
+def convert_gguf(path: Path, dtype: str) -> Path:
+    """Return the folder with what is in a GGUF file, made now if it is not there yet. Raises ConfigError."""
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"  # transformers' bar would be pages of a log
     print(f"{path.name}: looking at {path.stat().st_size / 2**20:.0f} MiB ...", file=sys.stderr)
@@ -35,20 +35,27 @@ def converted(path: Path, dtype: str) -> Path:
         return folder
     from swarmd.compute.checkpoints import gguf
 
+    # The folder gets its name only once it is complete: an interrupted conversion is none, and begins anew.
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True, mode=0o700)
+
+    def report(line: str) -> None:
+        print(f"{path.name}: {line}", file=sys.stderr)
+
     try:
-        done = gguf.convert(path, unfinished, dtype, lambda line: print(f"{path.name}: {line}", file=sys.stderr))
+        conversion = gguf.convert(path, unfinished, dtype, report)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    cost = f"rounding to it takes {100 * done.loss:.2g} % of a tensor at most" if done.loss else "nothing is lost"
-    print(f"{path.name}: {done.n_parameters / 1e6:.0f} million parameters as {done.dtype}, {cost}", file=sys.stderr)
+    cost = "nothing is lost"
+    if conversion.loss:
+        cost = f"rounding to it takes {100 * conversion.loss:.2g} % of a tensor at most"
+    report(f"{conversion.n_parameters / 1e6:.0f} million parameters as {conversion.dtype}, {cost}")
     return folder
 
 
-def forget(folder: Path) -> bool:
+def delete_converted(folder: Path) -> bool:
     """Delete a folder that was made here; any other stays, and is none of ours."""
     is_ours = folder.parent == (home().folder / FOLDER).resolve()
     if is_ours:

@@ -6,22 +6,37 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+# Nine heights of one letter: a row of a terminal shows eight levels, and none.
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def terminal_curve(losses: Sequence[float], width: int = 60, height: int = 8) -> list[str]:
     """Draw losses as columns, each the mean of its steps, with the largest and smallest at the side."""
+    # A column's level counts eighths of a row: level 19 is two full rows, and three eighths of the third.
     n = min(width, len(losses))
     cuts = [len(losses) * i // n for i in range(n + 1)]
-    means = [sum(losses[a:z]) / (z - a) for a, z in pairwise(cuts)]
-    low, high = min(means), max(means)
-    levels = [round((8 * height - 1) * (m - low) / (high - low)) + 1 if high > low else 4 * height for m in means]
+    means = [sum(losses[start:end]) / (end - start) for start, end in pairwise(cuts)]
+    lowest = min(means)
+    highest = max(means)
+
+    def level_of(mean: float) -> int:
+        if highest == lowest:
+            return 4 * height
+        return round((8 * height - 1) * (mean - lowest) / (highest - lowest)) + 1
+
+    levels = [level_of(mean) for mean in means]
     lines = []
     for row in reversed(range(height)):
-        label = f"{high:8.3f}" if row == height - 1 else f"{low:8.3f}" if row == 0 else " " * 8
-        lines.append(f"{label} │" + "".join(EIGHTHS[max(0, min(8, level - 8 * row))] for level in levels))
-    steps = f"step 1{' ' * max(1, n - 6 - len(str(len(losses))))}{len(losses)}"
-    return [*lines, f"{' ' * 8} └{'─' * n}", f"{' ' * 10}{steps}"]
+        label = " " * 8
+        if row == height - 1:
+            label = f"{highest:8.3f}"
+        elif row == 0:
+            label = f"{lowest:8.3f}"
+        eighths = [max(0, min(8, level - 8 * row)) for level in levels]
+        lines.append(f"{label} │" + "".join(EIGHTHS[n_eighths] for n_eighths in eighths))
+    n_steps = str(len(losses))
+    gap = " " * max(1, n - 6 - len(n_steps))
+    return [*lines, f"{' ' * 8} └{'─' * n}", f"{' ' * 10}step 1{gap}{n_steps}"]
 
 
 def save_png(losses: Sequence[float], path: Path, title: str) -> None:
@@ -33,7 +48,10 @@ def save_png(losses: Sequence[float], path: Path, title: str) -> None:
     steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, color="#9bb7d4", linewidth=1, label="each step")
     window = max(1, len(losses) // 20)
-    means = [sum(losses[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(losses))]
+    means = []
+    for end in steps:
+        last_losses = losses[max(0, end - window) : end]
+        means.append(sum(last_losses) / len(last_losses))
     axes.plot(steps, means, color="#1f4e79", linewidth=1.8, label=f"mean of {window}")
     axes.set(xlabel="step", ylabel="loss", title=title)
     axes.spines[["top", "right"]].set_visible(False)

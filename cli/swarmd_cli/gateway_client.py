@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from swarmd_cli.context import home
+from swarmd_cli.context import JsonObject, home
 
 TAKEN_WITHIN_S = 10.0  # a connection, and what is asked; an answer may need a model that is read first
 
@@ -23,62 +23,68 @@ class GatewayClient:
     url: str
     token: str
 
-    def models(self) -> list[dict[str, Any]]:
-        """The models of the swarm, as GET /v1/models lists them. Raises SwarmError."""
+    def models(self) -> list[JsonObject]:
+        """List the models of the swarm, as GET /v1/models has them. Raises SwarmError."""
         import httpx
 
         try:
             answer = httpx.get(f"{self.url}/v1/models", headers=self._headers, timeout=30)
         except httpx.TransportError as error:
-            raise _gone(error) from None
+            raise _connection_lost(error) from None
         _require_ok(answer)
         return list(answer.json()["data"])
 
-    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
+    def stream(self, path: str, body: JsonObject) -> Generator[JsonObject]:
         """Yield the events of an answer, the usage with the last. Raises SwarmError: refused, or broken off."""
         import httpx
 
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         limits = httpx.Timeout(TAKEN_WITHIN_S, read=None)
         try:
-            with httpx.stream("POST", self.url + path, json=body, headers=self._headers, timeout=limits) as answer:
+            url = self.url + path
+            with httpx.stream("POST", url, json=body, headers=self._headers, timeout=limits) as answer:
                 _require_ok(answer)
                 for line in answer.iter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":
                         event = json.loads(line[6:])
                         if "error" in event:
-                            raise _error(event["error"])
+                            raise _error_of_refusal(event["error"])
                         yield event
         except httpx.TransportError as error:
-            raise _gone(error) from None
+            raise _connection_lost(error) from None
 
     @property
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.token}"} if self.token else {}
 
 
-def running_gateway() -> GatewayClient | None:
-    """The gateway of this home, if one runs and answers: one that was killed leaves its address behind."""
-    from swarmd.gateway.address import running, token_of
+def find_gateway() -> GatewayClient | None:
+    """Find the gateway of this home, if one runs and answers: one that was killed leaves its address behind."""
+    from swarmd.gateway.address import read_token, read_url
 
     folder = home().folder
-    url = running(folder)
-    return GatewayClient(url, token_of(folder)) if url is not None and _answers(url) else None
+    url = read_url(folder)
+    if url is None or not _does_answer(url):
+        return None
+    return GatewayClient(url, read_token(folder))
 
 
 @contextmanager
-def gateway_of_this_home() -> Iterator[GatewayClient]:
-    """The gateway of this home that runs, else a child that ends with this process."""
-    if (found := running_gateway()) is not None:
-        yield found
+def open_gateway() -> Iterator[GatewayClient]:
+    """Yield the gateway of this home that runs, else a child that ends with this process."""
+    running = find_gateway()
+    if running is not None:
+        yield running
         return
     from swarmd.config import SUPERVISED
     from swarmd.errors import SwarmUnavailable
-    from swarmd.gateway.address import token_of
+    from swarmd.gateway.address import read_token
     from swarmd.node.machine.gateway_process import command
 
     folder = home().folder
     log = folder / "chat.log"
+    # The child is supervised: it ends when its standard input is closed, which the kernel does however this process
+    # ends. It prints where it listens once it does; a line without that, or none, is its end.
     with log.open("w") as errors:
         child = subprocess.Popen(
             [*command(folder), "--listen", "127.0.0.1:0"],
@@ -86,27 +92,25 @@ def gateway_of_this_home() -> Iterator[GatewayClient]:
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,
-            env={**os.environ, SUPERVISED: "1"},  # it ends when its standard input does, however this process ends
+            env={**os.environ, SUPERVISED: "1"},
         )
     clear = "\r\033[K" if sys.stderr.isatty() else ""
     if clear:
         print("waking up ...", end="", file=sys.stderr, flush=True)
     try:
         assert child.stdout is not None
-        line = child.stdout.readline().decode()  # it says where it is once it listens, or ends
+        line = child.stdout.readline().decode()
         print(clear, end="", file=sys.stderr, flush=True)
         if " is at " not in line:
-            said = log.read_text().strip().splitlines()
-            raise SwarmUnavailable(
-                said[-1].removeprefix("swarmd: ") if said else "the gateway ended, and did not say why"
-            )
-        yield GatewayClient(line.split(" is at ")[1].split()[0], token_of(folder))
+            log_lines = log.read_text().strip().splitlines() or ["the gateway ended, and did not say why"]
+            raise SwarmUnavailable(log_lines[-1].removeprefix("swarmd: "))
+        yield GatewayClient(line.split(" is at ")[1].split()[0], read_token(folder))
     finally:
         child.terminate()
         child.wait()
 
 
-def require_listed(name: str, listed: list[dict[str, Any]]) -> None:
+def require_listed(name: str, listed: list[JsonObject]) -> None:
     """Refuse a name that is none of the models listed, and no hash. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd.names import is_model_hash
@@ -116,19 +120,20 @@ def require_listed(name: str, listed: list[dict[str, Any]]) -> None:
         raise ConfigError(f"the swarm has no model {name!r}; it has: {', '.join(names) or 'none yet'}")
 
 
-def what_happened(about: dict[str, Any]) -> list[str]:
-    """Lines for a user, of what a gateway tells about an answer: repairs, and from where on it may be wrong."""
-    repairs = [f"repaired meanwhile ({about['longest_stall_s']:.2f} s): {reason}" for reason in about["repairs"]]
-    doubts = [may_be_wrong(doubt["token"], doubt["hop"], doubt["reason"]) for doubt in about["doubts"][:1]]
+def describe_answer(details: JsonObject) -> list[str]:
+    """Write for a user what a gateway tells about an answer: repairs, and from where on it may be wrong."""
+    repairs = [f"repaired meanwhile ({details['longest_stall_s']:.2f} s): {reason}" for reason in details["repairs"]]
+    first_doubts = details["doubts"][:1]
+    doubts = [describe_doubt(doubt["token"], doubt["hop"], doubt["reason"]) for doubt in first_doubts]
     return repairs + doubts
 
 
-def may_be_wrong(token: int, hop: str, reason: str) -> str:
-    """What a user is told of an answer whose tokens from ``token`` on (the first is 0) are in doubt."""
+def describe_doubt(token: int, hop: str, reason: str) -> str:
+    """Tell a user that the tokens of an answer from ``token`` on (the first is 0) are in doubt."""
     return f"from token {token + 1} of the answer on the text may be wrong: {hop}: {reason}"
 
 
-def _answers(url: str) -> bool:
+def _does_answer(url: str) -> bool:
     import httpx
 
     try:
@@ -147,11 +152,11 @@ def _require_ok(answer: Any) -> None:
         refusal = dict(answer.json()["error"])
     except (ValueError, KeyError, TypeError):
         refusal = {"message": f"the gateway answered {answer.status_code}"}
-    raise _error(refusal)
+    raise _error_of_refusal(refusal)
 
 
-def _error(refusal: dict[str, Any]) -> Exception:
-    """The error that a refusal in OpenAI's form stands for."""
+def _error_of_refusal(refusal: JsonObject) -> Exception:
+    """Make the error that a refusal in OpenAI's form stands for."""
     from swarmd.errors import ConfigError, NoRoute, SwarmUnavailable
 
     message = str(refusal.get("message", ""))
@@ -160,7 +165,7 @@ def _error(refusal: dict[str, Any]) -> Exception:
     return ConfigError(message) if refusal.get("type") == "invalid_request_error" else SwarmUnavailable(message)
 
 
-def _gone(error: Exception) -> Exception:
+def _connection_lost(error: Exception) -> Exception:
     from swarmd.errors import SwarmUnavailable
 
     return SwarmUnavailable(f"the gateway is gone: {error or type(error).__name__}")

@@ -65,7 +65,8 @@ class Manager(Protocol):
     def reload(self) -> None:
         """Have the manager see that the file is gone."""
 
-    def state(self) -> ServiceState: ...
+    def state(self) -> ServiceState:
+        """What it does now."""
 
     def logs(self, lines: int, follow: bool) -> list[str]:
         """The command that shows the log."""
@@ -88,14 +89,15 @@ class Systemd:
         if self.is_system:
             return Path("/etc/systemd/system") / UNIT
         configured = os.environ.get("XDG_CONFIG_HOME")
-        return (Path(configured) if configured else Path.home() / ".config") / "systemd" / "user" / UNIT
+        settings = Path(configured) if configured else Path.home() / ".config"
+        return settings / "systemd" / "user" / UNIT
 
     def require(self) -> None:
-        asked = _run(self._systemctl("show", "--property=Version"))
-        if asked.returncode:
-            who = "system" if self.is_system else "user"
+        result = _run(self._systemctl("show", "--property=Version"))
+        if result.returncode:
+            owner = "system" if self.is_system else "user"
             raise ConfigError(
-                f"no systemd {who} manager answers here ({_last_line(asked.stderr)}), and nothing was written: "
+                f"no systemd {owner} manager answers here ({_last_line(result.stderr)}), and nothing was written: "
                 "run swarmd up under another supervisor, or in a container"
             )
         if self.is_system and os.geteuid():
@@ -107,24 +109,26 @@ class Systemd:
         fill = {
             "@SCOPE@": scope.rstrip("\n"),
             "@GROUPS@": f"SupplementaryGroups={groups}" if groups else "# (no groups of video or render here)",
-            "@COMMAND@": " ".join(quoted(word, in_command=True) for word in command),
+            "@COMMAND@": " ".join(quote_word(word, in_command=True) for word in command),
             "@TARGET@": "multi-user.target" if self.is_system else "default.target",
-            "--home @HOME@": f"--home {quoted(str(home), in_command=True)}",
-            "@HOME@": quoted(str(home)),
+            "--home @HOME@": f"--home {quote_word(str(home), in_command=True)}",
+            "@HOME@": quote_word(str(home)),
         }
+        # In this order: "--home @HOME@" is a command's word, which needs other quotes than a path alone does.
         text = _template(UNIT)
         for mark, value in fill.items():
             text = text.replace(mark, value)
-        return text if self.is_system or self._has_namespaces() else without_namespaces(text)
+        return text if self.is_system or self._has_namespaces() else remove_namespaces(text)
 
     def start(self) -> None:
+        # "restart", not "start": a unit that was installed before runs the old command until then.
         _check(self._systemctl("daemon-reload"))
         _check(self._systemctl("enable", UNIT))
-        done = _run(self._systemctl("restart", UNIT))
-        if done.returncode:
-            said = _run(self.logs(LOG_LINES, follow=False)).stdout.rstrip()
-            why = done.stderr.strip().split("\n")[0]
-            raise ConfigError(f"the service did not start, and was removed again. {why}\n{said}")
+        result = _run(self._systemctl("restart", UNIT))
+        if result.returncode:
+            log = _run(self.logs(LOG_LINES, follow=False)).stdout.rstrip()
+            reason = result.stderr.strip().split("\n")[0]
+            raise ConfigError(f"the service did not start, and was removed again. {reason}\n{log}")
 
     def stop(self) -> None:
         _run(self._systemctl("disable", "--now", UNIT))
@@ -134,33 +138,40 @@ class Systemd:
         _run(self._systemctl("daemon-reload"))
 
     def state(self) -> ServiceState:
+        path = str(self.path)
         if not self.path.is_file():
-            return ServiceState(False, "not installed", str(self.path))
+            return ServiceState(False, "not installed", path)
         names = "ActiveState,SubState,MainPID,NRestarts,UnitFileState,StatusText,Result"
-        asked = _run(self._systemctl("show", UNIT, f"--property={names}"))
-        if asked.returncode:
-            return ServiceState(True, "unknown", str(self.path), detail=_last_line(asked.stderr))
-        said = dict(line.split("=", 1) for line in asked.stdout.splitlines() if "=" in line)
-        result = said.get("Result", "")
+        shown = _run(self._systemctl("show", UNIT, f"--property={names}"))
+        if shown.returncode:
+            return ServiceState(True, "unknown", path, detail=_last_line(shown.stderr))
+        lines = [line for line in shown.stdout.splitlines() if "=" in line]
+        properties = dict(line.split("=", 1) for line in lines)
+        detail = properties.get("StatusText", "")
+        unit_result = properties.get("Result", "")
+        if not detail and unit_result not in ("", "success"):
+            detail = f"ended by: {unit_result}"
         return ServiceState(
             installed=True,
-            state=said.get("ActiveState", "unknown"),
-            unit=str(self.path),
-            starts_by_itself=said.get("UnitFileState") == "enabled",
-            pid=int(said.get("MainPID", "0")) or None,
-            restarts=int(said.get("NRestarts", "0")),
-            detail=said.get("StatusText", "") or (f"ended by: {result}" if result not in ("", "success") else ""),
+            state=properties.get("ActiveState", "unknown"),
+            unit=path,
+            starts_by_itself=properties.get("UnitFileState") == "enabled",
+            pid=int(properties.get("MainPID", "0")) or None,
+            restarts=int(properties.get("NRestarts", "0")),
+            detail=detail,
         )
 
     def logs(self, lines: int, follow: bool) -> list[str]:
-        which = ["--unit" if self.is_system else "--user-unit", UNIT]
-        return ["journalctl", "--quiet", *which, "--lines", str(lines), *(["--follow"] if follow else ["--no-pager"])]
+        unit_option = "--unit" if self.is_system else "--user-unit"
+        ending = "--follow" if follow else "--no-pager"
+        return ["journalctl", "--quiet", unit_option, UNIT, "--lines", str(lines), ending]
 
     def after_install(self) -> str:
         if self.is_system:
             return f"It runs as the user swarmd; its state is in {SYSTEM_HOME}."
         if _is_lingering():
             return "It goes on after you log out (lingering was on already)."
+        # Without lingering the user's manager, and the daemon with it, ends with their last login.
         done = _run(["loginctl", "enable-linger"])
         if done.returncode:
             mend = f"sudo loginctl enable-linger {getpass.getuser()}"
@@ -176,9 +187,10 @@ class Systemd:
         return ["systemctl", *([] if self.is_system else ["--user"]), *arguments]
 
     def _has_namespaces(self) -> bool:
-        """Whether the user's manager can make them: asked of itself; without it, taken for granted."""
+        """Can the user's manager make namespaces? One that runs is asked; where none runs, it is taken for granted."""
         probe = ["systemd-run", "--user", "--wait", "--collect", "--quiet", "-p", "PrivateUsers=yes"]
-        return _run([*probe, "-p", "ProtectSystem=strict", "true"]).returncode not in (217, 226)  # USER, NAMESPACE
+        result = _run([*probe, "-p", "ProtectSystem=strict", "true"])
+        return result.returncode not in (217, 226)  # systemd's own exit codes for USER and NAMESPACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +202,14 @@ class Launchd:
         return Path.home() / "Library" / "LaunchAgents" / f"{LABEL}.plist"
 
     def require(self) -> None:
-        if asked := _run(["launchctl", "print", self._domain]).returncode:
+        if result := _run(["launchctl", "print", self._domain]).returncode:
             raise ConfigError(
-                f"launchctl print {self._domain} failed ({asked}): log in on the screen of this Mac first"
+                f"launchctl print {self._domain} failed ({result}): log in on the screen of this Mac first"
             )
 
     def text(self, command: list[str], home: Path) -> str:
         log = str(home / "daemon.log")
-        told = {
+        job = {
             "Label": LABEL,
             "ProgramArguments": [*command, "--home", str(home), "up"],
             "RunAtLoad": True,
@@ -211,7 +223,7 @@ class Launchd:
             "StandardOutPath": log,
             "StandardErrorPath": log,
         }
-        return plistlib.dumps(told, sort_keys=False).decode()
+        return plistlib.dumps(job, sort_keys=False).decode()
 
     def start(self) -> None:
         _run(["launchctl", "bootout", f"{self._domain}/{LABEL}"])
@@ -226,14 +238,18 @@ class Launchd:
     def state(self) -> ServiceState:
         if not self.path.is_file():
             return ServiceState(False, "not installed", str(self.path))
-        asked = _run(["launchctl", "print", f"{self._domain}/{LABEL}"])
-        if asked.returncode:
-            return ServiceState(True, "inactive", str(self.path), detail=_last_line(asked.stderr))
-        state, pid = (
-            re.search(r"^\s*state = (.+)$", asked.stdout, re.M),
-            re.search(r"^\s*pid = (\d+)$", asked.stdout, re.M),
+        result = _run(["launchctl", "print", f"{self._domain}/{LABEL}"])
+        if result.returncode:
+            return ServiceState(True, "inactive", str(self.path), detail=_last_line(result.stderr))
+        state = re.search(r"^\s*state = (.+)$", result.stdout, re.M)
+        pid = re.search(r"^\s*pid = (\d+)$", result.stdout, re.M)
+        return ServiceState(
+            installed=True,
+            state=state[1] if state else "unknown",
+            unit=str(self.path),
+            starts_by_itself=True,
+            pid=int(pid[1]) if pid else None,
         )
-        return ServiceState(True, state[1] if state else "unknown", str(self.path), True, int(pid[1]) if pid else None)
 
     def logs(self, lines: int, follow: bool) -> list[str]:
         if not self.path.is_file():
@@ -252,8 +268,8 @@ class Launchd:
         return f"gui/{os.getuid()}"
 
 
-def manager_here(is_system: bool) -> Manager:
-    """The manager of this machine. Raises ConfigError where there is none that swarmd knows."""
+def find_manager(is_system: bool) -> Manager:
+    """Find the manager of this machine. Raises ConfigError where there is none that swarmd knows."""
     if sys.platform == "darwin":
         if is_system:
             raise ConfigError("--system is for systemd: on macOS the daemon runs as an agent of its user")
@@ -265,27 +281,28 @@ def manager_here(is_system: bool) -> Manager:
     return Systemd(is_system)
 
 
-def quoted(word: str, in_command: bool = False) -> str:
+def quote_word(word: str, in_command: bool = False) -> str:
     """Write a word so that systemd reads it as it is: spaces, %, quotes; in a command also $ (systemd.syntax(7))."""
     if any(ord(letter) < 32 for letter in word):
         raise ConfigError(f"a unit cannot name {word!r}: it has a control character")
+    # The backslash first, or those of the other escapes would be escaped again. % begins a specifier everywhere, $ a
+    # variable in commands only.
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     if in_command:
         escaped = escaped.replace("$", "$$")
     return f'"{escaped}"' if escaped != word or " " in word or "'" in word else word
 
 
-def without_namespaces(text: str) -> str:
-    """A unit for a machine where users may make no namespaces: what stays still counts."""
-    return "# This machine lets users make no namespaces: what needs them is left out.\n" + NEEDS_NAMESPACE.sub(
-        "", text
-    )
+def remove_namespaces(text: str) -> str:
+    """Make a unit for a machine where users may make no namespaces: what stays still counts."""
+    remark = "# This machine lets users make no namespaces: what needs them is left out.\n"
+    return remark + NEEDS_NAMESPACE.sub("", text)
 
 
 def _is_lingering() -> bool:
     """Does the user's manager run while they are logged out?"""
-    asked = _run(["loginctl", "show-user", getpass.getuser(), "--property=Linger"])
-    return asked.stdout.strip() == "Linger=yes"
+    result = _run(["loginctl", "show-user", getpass.getuser(), "--property=Linger"])
+    return result.stdout.strip() == "Linger=yes"
 
 
 def _template(name: str) -> str:
@@ -310,9 +327,9 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _check(command: list[str]) -> None:
-    done = _run(command)
-    if done.returncode:
-        raise ConfigError(f"{' '.join(command)}: {_last_line(done.stderr) or done.returncode}")
+    result = _run(command)
+    if result.returncode:
+        raise ConfigError(f"{' '.join(command)}: {_last_line(result.stderr) or result.returncode}")
 
 
 def _last_line(text: str) -> str:

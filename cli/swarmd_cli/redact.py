@@ -20,19 +20,19 @@ NAMED_SECRET = re.compile(r"(?im)^(\s*\S*(?:token|secret|password|passwd|api_key
 ADDRESS = re.compile(r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}|[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7})(?![\w:])")
 
 
-def secrets_of(folder: Path) -> set[str]:
-    """What the files of a home that only its owner may read hold."""
-    found: set[str] = set()
+def read_secrets(folder: Path) -> set[str]:
+    """Read what a home's secret files hold, text by text."""
+    secrets: set[str] = set()
     for name in SECRET_FILES:
         try:
             text = (folder / name).read_text()
         except (OSError, UnicodeDecodeError):
             continue
         try:
-            found.update(_strings(json.loads(text)))
+            secrets.update(_strings(json.loads(text)))
         except ValueError:
-            found.add(text.strip())
-    return {secret for secret in found if len(secret) >= SHORTEST and "/" not in secret[:1]}
+            secrets.add(text.strip())
+    return {secret for secret in secrets if len(secret) >= SHORTEST and "/" not in secret[:1]}
 
 
 def _strings(value: Any) -> Iterable[str]:
@@ -46,30 +46,34 @@ def _strings(value: Any) -> Iterable[str]:
             yield from _strings(inner)
 
 
-def redactor(secrets: Iterable[str], names: Mapping[str, str]) -> Callable[[str], str]:
-    """A function that replaces secrets, and ``names`` (a user's, a machine's) by what they are called instead.
+def make_redactor(secrets: Iterable[str], names: Mapping[str, str]) -> Callable[[str], str]:
+    """Make a function that replaces secrets, and ``names`` (a user's, a machine's) by what they are called instead.
 
     Public addresses get numbers, the same for the same one in all texts, so that who talks with whom can be followed.
     """
+    # Longer secrets and names first: a shorter one may be a part of a longer, whose rest would stay.
     ordered = sorted(secrets, key=len, reverse=True)
+    ordered_names = sorted(names.items(), key=lambda pair: -len(pair[0]))
     numbers: dict[str, int] = {}
 
-    def masked(found: re.Match[str]) -> str:
+    def mask(match: re.Match[str]) -> str:
         try:
-            host = ipaddress.ip_address(found[0])
+            host = ipaddress.ip_address(match[0])
         except ValueError:
-            return found[0]
+            return match[0]
         if not host.is_global:
-            return found[0]
+            return match[0]
         return f"[address {numbers.setdefault(str(host), len(numbers) + 1)}]"
 
+    # What is known to be secret goes first, as it is; then what looks like a secret; names and addresses last, for
+    # they may be parts of both.
     def redact(text: str) -> str:
         for secret in ordered:
             text = text.replace(secret, "[secret]")
         text = INVITE_OR_KEY.sub("[secret]", LONG_HEX.sub("[hex]", text))
         text = NAMED_SECRET.sub(r"\1[secret]", text)
-        for name, instead in sorted(names.items(), key=lambda pair: -len(pair[0])):
-            text = re.sub(rf"(?<![\w]){re.escape(name)}(?![\w])", instead, text)
-        return ADDRESS.sub(masked, text)
+        for name, replacement in ordered_names:
+            text = re.sub(rf"(?<![\w]){re.escape(name)}(?![\w])", replacement, text)
+        return ADDRESS.sub(mask, text)
 
     return redact

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from swarmd.errors import ConfigError
 from swarmd.values import some_of
-from swarmd_cli.convert import converted, is_gguf
+from swarmd_cli.convert import convert_gguf, is_gguf
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
@@ -21,18 +22,20 @@ PICKLED = re.compile(r"(^|/)(pytorch_model|adapter_model|model|consolidated)[^/]
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def folder_of(source: str, dtype: str) -> Path:
-    """A folder as it is; a GGUF file becomes one under the home, an id of the hub one in the hub's own cache.
+def find_folder(source: str, dtype: str) -> Path:
+    """Find a folder as it is; a GGUF file becomes one under the home, an id of the hub one in the hub's own cache.
 
     Raises ConfigError, with what is there, for what is neither a checkpoint nor an adapter.
     """
+    # What lies on this disk comes first: "org/model" may be a folder here and an id of the hub. Only a name that is
+    # neither file nor folder, and has an id's form, is looked up.
     folder = Path(source)
     if is_gguf(folder):
-        return converted(folder, dtype)
+        return convert_gguf(folder, dtype)
     if folder.is_file():
         raise ConfigError(f"{folder} is a file, and no GGUF: say the folder that holds config.json and *.safetensors")
     if folder.exists():
-        return _checkpoint_in(folder)
+        return _find_checkpoint(folder)
     if not HUB_ID.fullmatch(source):
         raise ConfigError(f"there is no file or folder {folder}")
     from huggingface_hub import snapshot_download
@@ -40,8 +43,8 @@ def folder_of(source: str, dtype: str) -> Path:
 
     try:
         folder = Path(snapshot_download(source, allow_patterns=list(HUB_FILES)))
-        if not _is_ours(folder):
-            explain(f"{source} on the hub", _files_on_hub(source), f"hf download {source} ")
+        if not _is_checkpoint(folder):
+            refuse_known_formats(f"{source} on the hub", _files_on_hub(source), f"hf download {source} ")
         return folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -60,11 +63,12 @@ def check_tokenizer(folder: Path) -> None:
     load_tokenizer(folder)
 
 
-def explain(where: str, names: Iterable[str], command: str) -> None:
-    """Say what files there are in place of a checkpoint of safetensors. Raises ConfigError if it is known.
+def refuse_known_formats(where: str, names: Iterable[str], command: str) -> None:
+    """Raise ConfigError where the names tell of a format that swarmd does not read, with what to do instead.
 
     ``command`` is what to write in front of a file's name to have it: "", or what downloads it.
     """
+    # The first that fits: a folder with GGUF files and pickles is a GGUF model with leftovers of its making.
     listed = sorted(names)
     by_suffix: dict[str, list[str]] = {}
     for name in listed:
@@ -91,46 +95,50 @@ def explain(where: str, names: Iterable[str], command: str) -> None:
         )
 
 
-def _checkpoint_in(folder: Path) -> Path:
-    """A checkpoint's own folder: of the hub's cache, the snapshot that is in it. Raises ConfigError."""
+def _find_checkpoint(folder: Path) -> Path:
+    """Find a checkpoint's own folder: of the hub's cache, the snapshot that is in it. Raises ConfigError."""
     if (folder / "snapshots").is_dir() and (folder / "blobs").is_dir():
-        return _snapshot_in(folder)
-    if (folder / "blobs").is_dir() and ((folder / "manifests").is_dir() or _ollamas(folder)):
-        found = _ollamas(folder)
-        which = f": of {len(found)} the largest is {found[0]}" if found else ""
+        return _find_snapshot(folder)
+    has_blobs = (folder / "blobs").is_dir()
+    ollama_files = _list_ollama_files(folder) if has_blobs else []
+    if ollama_files or (has_blobs and (folder / "manifests").is_dir()):
+        largest = f": of {len(ollama_files)} the largest is {ollama_files[0]}" if ollama_files else ""
         raise ConfigError(
-            f"{folder} is Ollama's store, whose models are GGUF files called by their sha256{which}: "
+            f"{folder} is Ollama's store, whose models are GGUF files called by their sha256{largest}: "
             "ollama show MODEL --modelfile names a model's own (FROM ...); swarmd models add THAT_FILE --name NAME"
         )
-    if not _is_ours(folder):
-        names = [p.relative_to(folder).as_posix() for p, _ in zip(folder.rglob("*"), range(MOST_NAMES), strict=False)]
-        explain(str(folder), names, "")
+    if not _is_checkpoint(folder):
+        paths = islice(folder.rglob("*"), MOST_NAMES)
+        names = [path.relative_to(folder).as_posix() for path in paths]
+        refuse_known_formats(str(folder), names, "")
     return folder
 
 
-def _is_ours(folder: Path) -> bool:
-    """Is it a checkpoint or an adapter by the names of its files? What is wrong with it is said by who reads it."""
+def _is_checkpoint(folder: Path) -> bool:
+    """Is it a checkpoint or an adapter by the names of its files? Whether it is a sound one shows when it is read."""
+    # The very names that transformers and PEFT look for.
     weights = ("model.safetensors", "model.safetensors.index.json")
     return any((folder / name).is_file() for name in (*weights, "adapter_config.json"))
 
 
-def _snapshot_in(folder: Path) -> Path:
-    """The snapshot that a folder models--ORG--NAME of the hub's cache means. Raises ConfigError."""
-    found = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
+def _find_snapshot(folder: Path) -> Path:
+    """Find the snapshot that a folder models--ORG--NAME of the hub's cache means. Raises ConfigError."""
+    snapshots = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
     main = folder / "refs" / "main"
-    named = folder / "snapshots" / main.read_text().strip()[:64] if main.is_file() else None
-    if named in found:
-        return _checkpoint_in(named)
-    if len(found) != 1:
-        listed = f"one of {some_of([path.name for path in found])}" if found else "none is there"
+    if main.is_file():
+        named = folder / "snapshots" / main.read_text().strip()[:64]
+        if named in snapshots:
+            return _find_checkpoint(named)
+    if len(snapshots) != 1:
+        listed = f"one of {some_of([path.name for path in snapshots])}" if snapshots else "none is there"
         raise ConfigError(
             f"{folder} is a folder of the hub's cache: say which snapshot ({listed}): {folder}/snapshots/…"
         )
-    return _checkpoint_in(found[0])
+    return _find_checkpoint(snapshots[0])
 
 
-def _ollamas(folder: Path) -> list[Path]:
-    """The GGUF files in Ollama's store, the largest first."""
+def _list_ollama_files(folder: Path) -> list[Path]:
+    """List the GGUF files in Ollama's store, the largest first."""
     blobs = [path for path in (folder / "blobs").glob("sha256-*") if is_gguf(path)]
     return sorted(blobs, key=lambda path: path.stat().st_size, reverse=True)
 

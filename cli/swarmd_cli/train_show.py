@@ -4,63 +4,66 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 from swarmd.values import count
-from swarmd_cli.context import duration, number, rate, size, table
+from swarmd_cli.context import JsonObject, format_duration, format_number, format_rate, format_size, print_table
 
 TOPOLOGIES = ("parts", "server", "sites", "grid", "ring")
 
 
-def show_plan(body: dict[str, Any]) -> None:
-    """The next round, and what each synchronisation, codec and topology would come to."""
-    rows = [
-        [
-            m["peer"][-8:],
-            "yes" if m["computes"] else "no",
-            f"{100 * m['reduces']:.0f} %",
-            rate(m["up_bytes_per_s"]),
-            rate(m["down_bytes_per_s"]),
-        ]
-        for m in body["members"]
-    ]
-    table(f"The next round of {body['run'][:12]}", ["peer", "computes", "reduces", "up", "down"], rows)
-    print(f"{size(body['bytes'])} to average in about {body['expected_s']:.2f} s ({body['why']})")
+def show_plan(body: JsonObject) -> None:
+    """Print the next round, and what each synchronisation, codec and topology would come to."""
+    rows = []
+    for member in body["members"]:
+        computes = "yes" if member["computes"] else "no"
+        share = f"{100 * member['reduces']:.0f} %"
+        up = format_rate(member["up_bytes_per_s"])
+        down = format_rate(member["down_bytes_per_s"])
+        rows.append([member["peer"][-8:], computes, share, up, down])
+    print_table(f"The next round of {body['run'][:12]}", ["peer", "computes", "reduces", "up", "down"], rows)
+    print(f"{format_size(body['bytes'])} to average in about {body['expected_s']:.2f} s ({body['why']})")
     print(f"with equal parts it would be {body['equal_parts_s']:.2f} s")
-    settings = [
-        [
-            ("* " if s["setting"] == body["setting"] else "") + s["setting"],
-            f"{s['update_s']:.1f} s",
-            f"{100 * s['utilisation']:.0f} %",
-            f"{s['excess']:.1f} x" if s["excess"] > 1 else "",
-            number(s["samples_per_s"]),
-            size(round(s["bytes_per_sample"])),
-        ]
-        for s in _worth_showing(body)
-    ]
-    if settings:
+    rows = [_setting_row(setting, body["setting"]) for setting in _choose_settings(body)]
+    if rows:
         columns = ["setting (* this run's)", "an update", "computes", "too large", "samples/s", "sent a sample"]
-        table("Synchronisation, codec and topology, predicted", columns, settings)
+        print_table("Synchronisation, codec and topology, predicted", columns, rows)
         print(f"best: {body['recommended']}: {body['recommended_why']}")
     else:
         print(f"no other setting is predicted: {body['recommended_why']}")
 
 
-def _worth_showing(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each synchronisation without a codec, with the best one, and this run's by each topology; the recommended."""
-    best: dict[str, dict[str, Any]] = {}
+def _setting_row(setting: JsonObject, own_setting: str) -> list[str]:
+    name = setting["setting"]
+    mark = "* " if name == own_setting else ""
+    return [
+        mark + name,
+        f"{setting['update_s']:.1f} s",
+        f"{100 * setting['utilisation']:.0f} %",
+        f"{setting['excess']:.1f} x" if setting["excess"] > 1 else "",
+        format_number(setting["samples_per_s"]),
+        format_size(round(setting["bytes_per_sample"])),
+    ]
+
+
+def _choose_settings(body: JsonObject) -> list[JsonObject]:
+    """Choose the settings that are worth showing.
+
+    They are: each synchronisation without a codec and with the best one, this run's setting by each topology, and the
+    recommended one. A setting's name is "SYNCHRONISATION, CODEC", or "SYNCHRONISATION, TOPOLOGY".
+    """
+    best: dict[str, JsonObject] = {}
     topologies = [row for row in body["settings"] if row["setting"].rpartition(", ")[2] in TOPOLOGIES]
     rows = [row for row in body["settings"] if row not in topologies]
     for row in sorted(rows, key=lambda row: (-row["samples_per_s"], row["excess"])):
         best.setdefault(row["setting"].rpartition(", ")[0], row)
-    named = {body["setting"], body["recommended"], *(f"{kind}, none" for kind in best)}
-    return [row for row in rows if row["setting"] in named or row in best.values()] + topologies
+    shown_names = {body["setting"], body["recommended"], *(f"{kind}, none" for kind in best)}
+    return [row for row in rows if row["setting"] in shown_names or row in best.values()] + topologies
 
 
-def show_run(row: dict[str, Any]) -> None:
+def show_run(row: JsonObject) -> None:
+    """Print how a run goes, here and elsewhere."""
     from swarmd_cli.curve import terminal_curve
 
-    left = "unknown" if row["left_s"] is None else duration(row["left_s"])
     print(f"{row['name']} ({row['run'][:12]}): {row['state']}; {row['role']} here: {row['why']}")
     if row["failure"]:
         print(f"  the last failure: {row['failure']}")
@@ -69,41 +72,55 @@ def show_run(row: dict[str, Any]) -> None:
         name = shlex.quote(row["name"])
         print(f"  done: {row['finished']}; swarmd train export {name} --out FOLDER writes the model")
     else:
-        print(f"  next round: {row['gathered']} of {row['target']} samples, {left} to go")
-    if (last := row["last_round"]) is not None:
-        print(
-            f"  last round led here: {count(last['n_members'], 'member')}, gathered in {last['gather_s']:.2f} s, "
-            f"averaged in {last['average_s']:.2f} s (expected {last['expected_s']:.2f}), "
-            f"committed in {last['commit_s']:.2f} s"
-            + (f"; left out: {', '.join(last['left_out'])}" if last["left_out"] else "")
-        )
+        remaining = "unknown" if row["left_s"] is None else format_duration(row["left_s"])
+        print(f"  next round: {row['gathered']} of {row['target']} samples, {remaining} to go")
+    if row["last_round"] is not None:
+        _print_last_round(row["last_round"])
     print(
-        f"  here: {number(row['samples_per_s'])} samples/s, {row['samples_counted']} counted, "
+        f"  here: {format_number(row['samples_per_s'])} samples/s, {row['samples_counted']} counted, "
         f"{row['samples_wasted']} not counted, {row['catch_ups']} times caught up"
     )
     if row["state_bytes"]:
-        print(f"  who joins now fetches {size(row['state_bytes'])}: parameters, and the moments that all share")
-    if (measured := row["measured_samples_per_s"]) and (predicted := row["predicted_samples_per_s"]):
-        error = predicted / measured - 1
-        wrong = f"{100 * abs(error):.0f} % too {'many' if error > 0 else 'few'}"
-        print(f"  all together: {number(measured)} samples/s; {number(predicted)} were predicted ({wrong})")
-    rows = [
-        [p["peer"][-8:], p["role"], str(p["update"]), number(p["samples_per_s"]), p["status"]] for p in row["peers"]
-    ]
-    table("Others", ["peer", "role", "update", "samples/s", "doing"], rows)
+        print(f"  who joins now fetches {format_size(row['state_bytes'])}: parameters, and the moments that all share")
+    if row["measured_samples_per_s"] and row["predicted_samples_per_s"]:
+        _print_prediction(row["measured_samples_per_s"], row["predicted_samples_per_s"])
+    rows = []
+    for peer in row["peers"]:
+        name = peer["peer"][-8:]
+        speed = format_number(peer["samples_per_s"])
+        rows.append([name, peer["role"], str(peer["update"]), speed, peer["status"]])
+    print_table("Others", ["peer", "role", "update", "samples/s", "doing"], rows)
     audits = row["audits"]
     if not audits["why_not"]:
-        found = f"{audits['wrong']} of them wrong" if audits["wrong"] else "all of them right"
-        print(f"  computed again here: {count(audits['checked'], 'contribution')} of others, {found}")
+        verdict = f"{audits['wrong']} of them wrong" if audits["wrong"] else "all of them right"
+        print(f"  computed again here: {count(audits['checked'], 'contribution')} of others, {verdict}")
     if audits["trouble"]:
         print(f"  {audits['trouble']}")
     if row["shunned"]:
-        print(f"  done without, for faulty numbers: {', '.join(p[-8:] for p in row['shunned'])}")
+        print(f"  done without, for faulty numbers: {', '.join(peer[-8:] for peer in row['shunned'])}")
     if len(row["losses"]) > 1:
         print("\n".join(terminal_curve(row["losses"])))
 
 
-def write_plot(rows: list[dict[str, Any]], path: Path) -> None:
+def _print_last_round(last_round: JsonObject) -> None:
+    left_out = ", ".join(last_round["left_out"])
+    print(
+        f"  last round led here: {count(last_round['n_members'], 'member')}, "
+        f"gathered in {last_round['gather_s']:.2f} s, "
+        f"averaged in {last_round['average_s']:.2f} s (expected {last_round['expected_s']:.2f}), "
+        f"committed in {last_round['commit_s']:.2f} s" + (f"; left out: {left_out}" if left_out else "")
+    )
+
+
+def _print_prediction(measured: float, predicted: float) -> None:
+    """Compare how fast all are together with what was predicted; both in samples per second."""
+    error = predicted / measured - 1
+    wrong = f"{100 * abs(error):.0f} % too {'many' if error > 0 else 'few'}"
+    print(f"  all together: {format_number(measured)} samples/s; {format_number(predicted)} were predicted ({wrong})")
+
+
+def write_plot(rows: list[JsonObject], path: Path) -> None:
+    """Draw the loss curve of the one run that was named. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd_cli.curve import save_png
 

@@ -1,4 +1,4 @@
-"""Where the gateway of a home is, for programs that want to ask it: two small files, and no torch."""
+"""Where the gateway of a home is, for programs that want to use it: two small files, and no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ TOKEN_FILE = "gateway.token"
 ADDRESS_FILE = "gateway.address"
 
 
-def running(folder: Path) -> str | None:
-    """The URL of the gateway that runs, or ran until it was killed."""
+def read_url(folder: Path) -> str | None:
+    """Return the URL of the gateway that runs, or ran until it was killed."""
     return _read(folder / ADDRESS_FILE)
 
 
-def token_of(folder: Path) -> str:
-    """What lets this machine's user in, whatever keys there are; "" while none runs."""
+def read_token(folder: Path) -> str:
+    """Return what lets this machine's user in, whatever keys there are; "" while no gateway runs."""
     return _read(folder / TOKEN_FILE) or ""
 
 

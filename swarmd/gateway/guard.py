@@ -12,7 +12,7 @@ import ipaddress
 import trio
 from starlette.requests import ClientDisconnect, Request
 
-from swarmd.gateway.apis.refusals import ApiError, bad
+from swarmd.gateway.apis.refusals import ApiError, bad_request
 from swarmd.gateway.keys import Keys
 
 MOST_BODY_BYTES = 8 * 2**20  # of a request: a context of a million tokens is half of it
@@ -27,7 +27,12 @@ class Guard:
     """The rules of one gateway. Without keys and on loopback everybody on this machine may ask."""
 
     def __init__(
-        self, keys: Keys, hosts: tuple[str, ...], origins: tuple[str, ...], token: str, is_local: bool
+        self,
+        keys: Keys,
+        hosts: tuple[str, ...],
+        origins: tuple[str, ...],
+        token: str,
+        is_local: bool,
     ) -> None:
         self._keys = keys
         self._hosts = hosts
@@ -36,29 +41,36 @@ class Guard:
         self._is_local = is_local
 
     def admit(self, request: Request, needs_token: bool = False) -> str:
-        """Whose request it is: a key's name, or "". Raises ApiError.
+        """Let a request in, and say whose it is: a key's name, or "". Raises ApiError.
 
         ``needs_token``: only for the user of this machine, whose token no other user of it can read.
         """
+        # The order matters. Host and origin first: a page of somebody else's in the user's browser must not even learn
+        # whether a key is right. Then the open paths, which tell nothing that is secret. Then this machine's token,
+        # which nobody else can read, and keys. Last, loopback without keys: a program that connects runs here.
         host = request.headers.get("host", "")
         if not self._is_our_host(host):
-            raise ApiError(403, "permission_error", _foreign(host))
+            raise ApiError(403, "permission_error", _explain_foreign_host(host))
         origin = request.headers.get("origin")
         if origin is not None and not self._is_our_origin(origin, request):
             raise ApiError(403, "permission_error", "pages of other origins are not let in (see [gateway] origins)")
-        if request.url.path in OPEN_PATHS or request.url.path.startswith(OPEN_FOLDER) or request.method == "OPTIONS":
+        path = request.url.path
+        if path in OPEN_PATHS or path.startswith(OPEN_FOLDER) or request.method == "OPTIONS":
             return ""
-        given = _key_of(request)
-        if given and hmac.compare_digest(given.encode(), self._token.encode()):
+        presented_key = _read_key(request)
+        if presented_key and hmac.compare_digest(presented_key.encode(), self._token.encode()):
             return ""
-        if given and not needs_token and (name := self._keys.whose(given)) is not None:
+        name = self._keys.whose(presented_key) if presented_key and not needs_token else None
+        if name is not None:
             return name
         if self._is_local and not self._keys.all() and not needs_token:
             return ""
         if needs_token:
             raise ApiError(401, "authentication_error", "only with this machine's own token", None, "invalid_token")
-        what = "this key is not known" if given else "an API key is needed: Authorization: Bearer sk-swarmd-..."
-        raise ApiError(401, "authentication_error", what, None, "invalid_api_key")
+        reason = "an API key is needed: Authorization: Bearer sk-swarmd-..."
+        if presented_key:
+            reason = "this key is not known"
+        raise ApiError(401, "authentication_error", reason, None, "invalid_api_key")
 
     def _is_our_host(self, host: str) -> bool:
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
@@ -75,8 +87,8 @@ class Guard:
         return origin in self._origins or origin == f"{request.url.scheme}://{request.headers.get('host', '')}"
 
 
-def _foreign(host: str) -> str:
-    """Why a Host is refused, and which setting takes it."""
+def _explain_foreign_host(host: str) -> str:
+    """Say why a Host is refused, and which setting takes it."""
     name = host.rsplit(":", 1)[0][:64]
     return (
         f"this gateway is not called {name!r}: use the address that it prints, or write the name into config.toml, "
@@ -84,17 +96,21 @@ def _foreign(host: str) -> str:
     )
 
 
-def _key_of(request: Request) -> str:
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+def _read_key(request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
-async def body_of(request: Request) -> bytes:
-    """The body, bounded as it is read. Raises ApiError."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+async def read_body(request: Request) -> bytes:
+    """Read the body, bounded as it comes. Raises ApiError."""
+    # A client that still sends does not read: refused in the middle, it would never hear why. So a body that is too
+    # large is read on and thrown away, but not without an end.
+    kind, _, _ = request.headers.get("content-type", "").partition(";")
+    kind = kind.strip().lower()
     if kind != "application/json":
         raise ApiError(415, "invalid_request_error", f"expected Content-Type: application/json, not {kind[:64]!r}")
-    body, n_bytes = bytearray(), 0
+    body = bytearray()
+    n_bytes = 0
     try:
         with trio.fail_after(BODY_WITHIN_S):
             async for part in request.stream():
@@ -106,7 +122,7 @@ async def body_of(request: Request) -> bytes:
     except trio.TooSlowError:
         raise ApiError(408, "invalid_request_error", f"the body did not come within {BODY_WITHIN_S:.0f} s") from None
     except ClientDisconnect:
-        raise bad("the client has gone") from None
+        raise bad_request("the client has gone") from None
     if n_bytes > MOST_BODY_BYTES:
         raise ApiError(413, "invalid_request_error", f"a request has at most {MOST_BODY_BYTES >> 20} MiB")
     return bytes(body)

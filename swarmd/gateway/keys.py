@@ -37,14 +37,14 @@ class Keys:
         self._keys: list[ApiKey] = []
 
     def all(self) -> list[ApiKey]:
-        """Raises ConfigError for a file that is damaged."""
+        """Read the keys. Raises ConfigError for a file that is damaged."""
         try:
-            found = self._path.stat()
+            file_status = self._path.stat()
         except FileNotFoundError:
             return []
-        if (found.st_mtime_ns, found.st_size) != self._read_at:
+        if (file_status.st_mtime_ns, file_status.st_size) != self._read_at:
             self._keys = read_json(self._path, list[ApiKey], "remove it, and add the keys again")
-            self._read_at = found.st_mtime_ns, found.st_size
+            self._read_at = file_status.st_mtime_ns, file_status.st_size
         return self._keys
 
     def add(self, name: str) -> str:
@@ -54,23 +54,26 @@ class Keys:
         if any(key.name == name for key in self.all()):
             raise ConfigError(f"there is a key {name!r} already: remove it first, or choose another name")
         key = PREFIX + secrets.token_urlsafe(32)
-        self._write([*self.all(), ApiKey(name, _hash(key), int(time.time()))])
+        entry = ApiKey(name, _hash(key), int(time.time()))
+        self._write([*self.all(), entry])
         return key
 
     def remove(self, name: str) -> None:
-        """Raises ConfigError for a name that is none."""
+        """Forget a key. Raises ConfigError for a name that is none."""
         if all(key.name != name for key in self.all()):
             names = ", ".join(key.name for key in self.all()) or "none"
             raise ConfigError(f"there is no key {name!r}; there are: {names}")
         self._write([key for key in self.all() if key.name != name])
 
-    def whose(self, given: str) -> str | None:
-        """The name of a key, compared in constant time; None for one that is not known."""
-        digest, found = _hash(given), None
+    def whose(self, presented_key: str) -> str | None:
+        """Return the name of a key, compared in constant time; None for one that is not known."""
+        # All keys are compared, also after one has matched: the time tells nothing of which it was.
+        digest = _hash(presented_key)
+        name = None
         for key in self.all():
             if hmac.compare_digest(key.sha256, digest):
-                found = key.name
-        return found
+                name = key.name
+        return name
 
     def _write(self, keys: list[ApiKey]) -> None:
         write_file(self._path, msgspec.json.encode(keys), secret=True)

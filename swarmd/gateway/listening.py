@@ -1,7 +1,7 @@
 """The socket on which the gateway listens. It needs no torch: a wrong address is refused before that is imported.
 
-It is made here, for two options that hypercorn has none for: whoever does not read for three seconds is cut off by
-the kernel (a write to him cannot be cancelled), and a port that is taken is said plainly.
+hypercorn lacks two things, which are done here. The kernel cuts off a client that reads nothing for three seconds
+(a write to it cannot be cancelled). A port that is taken is said plainly.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ UNREAD_MS = 3_000  # a client that takes nothing for so long is gone: nothing el
 BACKLOG = 256  # connections that the kernel holds until they are accepted
 
 
-def bound(listen: str, has_keys: bool) -> socket.socket:
-    """Listen. Raises ConfigError for an address that cannot be, and for one beyond this machine without keys."""
+def open_listener(listen: str, has_keys: bool) -> socket.socket:
+    """Open the socket. Raises ConfigError for an address that cannot be, or beyond this machine without keys."""
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or int(port) > 65_535:
@@ -30,26 +30,29 @@ def bound(listen: str, has_keys: bool) -> socket.socket:
             f"{host} can be reached from other machines, and there is no API key: make one first (swarmd gateway key "
             "add NAME), or listen on 127.0.0.1"
         )
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Linux alone has this option; elsewhere a client that does not read is cut off by TCP's own, longer timeouts.
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
     try:
-        listening.bind(address)
-        listening.listen(BACKLOG)
+        listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
-        listening.close()
-        taken = error.errno == errno.EADDRINUSE
-        why = "another program, perhaps another gateway, listens there" if taken else error.strerror
-        raise ConfigError(f"the gateway cannot listen on {listen}: {why}") from None
-    listening.setblocking(False)
-    return listening
+        listener.close()
+        is_taken = error.errno == errno.EADDRINUSE
+        reason = "another program, perhaps another gateway, listens there" if is_taken else error.strerror
+        raise ConfigError(f"the gateway cannot listen on {listen}: {reason}") from None
+    listener.setblocking(False)
+    return listener
 
 
 def is_loopback(address: str) -> bool:
+    """Can only programs of this machine reach the address?"""
     return address == "::1" or address.startswith("127.")
 
 
-def url_of(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
+def url_of(listener: socket.socket) -> str:
+    """Write the URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

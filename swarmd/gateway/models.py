@@ -53,13 +53,17 @@ class ServedModels:
         self._loading: dict[ModelId, trio.Lock] = {}
         self._chats: dict[ModelId, bool] = {}
 
-    def listed(self) -> list[ListedModel]:
+    def list_models(self) -> list[ListedModel]:
+        """List the models of the catalog, sorted by name."""
         view = self._swarm.view()
         limits = {model: engine.ends.max_tokens for (model, _), engine in self._engines.items()}
-        return [
-            ListedModel(name, model, n, tuple(view.missing(model, n)), limits.get(model), self.chats(model))
-            for name, (model, n) in ((name, (ModelId(m), n)) for name, (m, n) in sorted(view.catalog.models.items()))
-        ]
+        listed = []
+        for name, (model_hash, n_blocks) in sorted(view.catalog.models.items()):
+            model = ModelId(model_hash)
+            missing = tuple(view.missing(model, n_blocks))
+            limit = limits.get(model)
+            listed.append(ListedModel(name, model, n_blocks, missing, limit, self.chats(model)))
+        return listed
 
     def chats(self, model: ModelId) -> bool | None:
         """Whether a model has a chat template; None where its files are not here. Fetches nothing."""
@@ -70,57 +74,58 @@ class ServedModels:
             self._chats[model] = has_template(folder)
         return self._chats.get(model)
 
-    def engines(self) -> dict[str, GenerationEngine]:
-        """Those that are loaded, by name."""
-        names = {listed.model: listed.name for listed in self.listed()}
+    def loaded_engines(self) -> dict[str, GenerationEngine]:
+        """Return the engines of the models that are loaded, by name."""
+        names = {listed.model: listed.name for listed in self.list_models()}
         return {names.get(model, model): engine for (model, _), engine in self._engines.items()}
 
     async def prepare(self) -> None:
-        """Load the one model that is served, if it is one: its first user should not wait for that."""
-        served = [listed.name for listed in self.listed() if not listed.missing]
+        """Load the model that is served, if only one is: its first user should not wait for that."""
+        served = [listed.name for listed in self.list_models() if not listed.missing]
         if len(served) == 1:
-            with suppress(refusals.ApiError):  # whoever asks for it is told
-                await self.engine(served[0])
+            with suppress(refusals.ApiError):  # the first user is told
+                await self.load_engine(served[0])
 
-    async def engine(self, name: str) -> GenerationEngine:
+    async def load_engine(self, name: str) -> GenerationEngine:
         """The engine of a model, loaded if need be. Raises ApiError: unknown, or blocks are missing now."""
         try:
             model, n_blocks = await self._swarm.resolve(name)
             dtype = self._swarm.view().served_dtype(model, n_blocks)
         except ConfigError:
-            raise refusals.unknown_model(name, [listed.name for listed in self.listed()]) from None
+            raise refusals.unknown_model(name, [listed.name for listed in self.list_models()]) from None
         except SwarmError as error:
-            raise refusals.of(error) from None
+            raise refusals.from_swarm_error(error) from None
+        # One load of a model at a time: all who want it wait for the first. Servers may change to another dtype, whose
+        # numbers are others; then it is loaded once more, and the old engine serves its requests to the end.
         async with self._loading.setdefault(model, trio.Lock()):
             if (model, dtype) not in self._engines:
                 try:
                     with trio.fail_after(LOADED_WITHIN_S):
                         self._engines[model, dtype] = await self._load(model, n_blocks, dtype)
                 except trio.TooSlowError:
-                    raise refusals.of(NoRoute(f"{name} was not loaded within {LOADED_WITHIN_S:.0f} s")) from None
+                    raise refusals.from_swarm_error(
+                        NoRoute(f"{name} was not loaded within {LOADED_WITHIN_S:.0f} s")
+                    ) from None
                 except SwarmError as error:
-                    raise refusals.of(error) from error
+                    raise refusals.from_swarm_error(error) from error
         return self._engines[model, dtype]
 
     async def _load(self, model: ModelId, n_blocks: int, dtype: str) -> GenerationEngine:
         folder = await self._swarm.folder(model, n_blocks)
-
-        by = head_called(self._head, self._swarm.weights_folder)
+        head_source = head_called(self._head, self._swarm.weights_folder)
+        head_folder = head_source if isinstance(head_source, Path) else None
 
         def load() -> tuple[Ends, Tokenizer]:
             try_out(folder)
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            return Ends(
-                folder, getattr(torch, dtype), by if isinstance(by, Path) else None, is_quick=by is None
-            ), tokenizer
+            return Ends(folder, getattr(torch, dtype), head_folder, is_quick=head_source is None), tokenizer
 
         if not (folder / "tokenizer.json").is_file():
             raise ConfigError("this model has no tokenizer.json: it cannot be asked by text")
         ends, tokenizer = await trio.to_thread.run_sync(load)
-        head = HeadThread(
-            ends, by if isinstance(by, HeadChecks) else None
-        )  # of this model: another's answers say nothing of it
-        terms = SessionOptions(model, n_blocks, 1, 1, dtype, head=head.checks is not None)
-        engine = GenerationEngine(self._swarm, terms, head, tokenizer, Prompts(folder), self._turns)
+        # Checks are of this model alone: what was found of another's logits says nothing of it.
+        head = HeadThread(ends, head_source if isinstance(head_source, HeadChecks) else None)
+        options = SessionOptions(model, n_blocks, 1, 1, dtype, head=head.checks is not None)
+        engine = GenerationEngine(self._swarm, options, head, tokenizer, Prompts(folder), self._turns)
         await self._nursery.start(engine.run)
         return engine

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,42 +29,58 @@ MOST_LOSSES = 500  # of a run's curve; a screen has not many more columns
 Say = Callable[[str, Any], Awaitable[None]]
 
 
-def of_swarm(view: SwarmView, here: str, chats: Callable[[ModelId], bool | None]) -> dict[str, Any]:
-    """Models with what nobody serves and whether they can chat, peers with what they serve."""
+def describe_swarm(view: SwarmView, own_peer: str, chats: Callable[[ModelId], bool | None]) -> dict[str, Any]:
+    """List models, with what nobody serves and whether they can chat, and peers, with what they serve."""
     models = [
         {
             "name": name,
             "model": model,
             "n_blocks": n_blocks,
-            "missing": [[s.start, s.end] for s in view.missing(ModelId(model), n_blocks)],
+            "missing": [[span.start, span.end] for span in view.missing(ModelId(model), n_blocks)],
             "chats": chats(ModelId(model)),
         }
         for name, (model, n_blocks) in sorted(view.catalog.models.items())
     ]
     spans: dict[str, list[dict[str, Any]]] = {}
-    for s in view.spans:
-        row = {"model": s.model, "start": s.start, "end": s.end, "state": s.state, "dtype": s.dtype}
-        spans.setdefault(s.peer, []).append({**row, "quantize": s.quantize, "tokens_per_s": s.decode_tokens_per_s})
+    for span in view.spans:
+        row = {
+            "model": span.model,
+            "start": span.start,
+            "end": span.end,
+            "state": span.state,
+            "dtype": span.dtype,
+            "quantize": span.quantize,
+            "tokens_per_s": span.decode_tokens_per_s,
+        }
+        spans.setdefault(span.peer, []).append(row)
     peers: list[dict[str, Any]] = [
         {
             "peer": peer,
             "short": peer[-8:],
-            "is_here": peer == here,
+            "is_here": peer == own_peer,
             "device": record.device or "unknown",
-            "memory_gib": _times(record.memory_bytes, 2**-30),
-            "up_mbit": _times(record.up_bytes_per_s, 8e-6),
-            "down_mbit": _times(record.down_bytes_per_s, 8e-6),
+            "memory_gib": _scale(record.memory_bytes, 2**-30),
+            "up_mbit": _scale(record.up_bytes_per_s, 8e-6),
+            "down_mbit": _scale(record.down_bytes_per_s, 8e-6),
             "version": record.version or "unknown",
             "seen_at": record.issued_at,
-            "spans": sorted(spans.get(peer, []), key=lambda s: (s["model"], s["start"])),
+            "spans": sorted(spans.get(peer, []), key=_span_order),
         }
         for peer, record in sorted(view.peers.items())
     ]
-    peers.sort(key=lambda p: min(((s["model"], s["start"]) for s in p["spans"]), default=("~", 0)))
+    peers.sort(key=_peer_order)
     return {"n_peers": len(peers), "models": models, "peers": peers}
 
 
-def _times(value: float | None, factor: float) -> float | None:
+def _peer_order(peer: dict[str, Any]) -> tuple[str, int]:
+    return min(map(_span_order, peer["spans"]), default=("~", 0))  # a peer that serves nothing is last
+
+
+def _span_order(span: dict[str, Any]) -> tuple[str, int]:
+    return span["model"], span["start"]
+
+
+def _scale(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
@@ -78,6 +95,7 @@ class Machine:
 
     @property
     def peer(self) -> PeerId:
+        """The peer id of this machine; "" while no daemon runs here."""
         return PeerId(self.status.get("status", {}).get("peer", ""))
 
     async def run(self) -> None:
@@ -87,29 +105,38 @@ class Machine:
             await trio.sleep(LOOK_INTERVAL_S)
 
     async def _look(self) -> None:
+        # Without a daemon the last training is still shown: it says what was so, and the status says what is missing.
         try:
-            status, runs = await self.ask("status"), await self.ask("train")
+            status = await self.ask("status")
+            runs = await self.ask("train")
         except SwarmError as error:
             self.status = {"error": str(error)}
             return
-        now = trio.current_time()
-        if not self._history or now - self._history[-1]["at"] >= SAMPLE_INTERVAL_S:
-            servers = [h["server"] for h in status["hosting"] if h["server"]]
-            tokens, sessions = sum(s["tokens_served"] for s in servers), sum(s["sessions"] for s in servers)
-            self._history.append({"at": now, "tokens": tokens, "sessions": sessions})
+        looked_at = trio.current_time()
+        if not self._history or looked_at - self._history[-1]["at"] >= SAMPLE_INTERVAL_S:
+            servers = [hosting["server"] for hosting in status["hosting"] if hosting["server"]]
+            tokens = sum(server["tokens_served"] for server in servers)
+            sessions = sum(server["sessions"] for server in servers)
+            self._history.append({"at": looked_at, "tokens": tokens, "sessions": sessions})
         self.status = {"status": status, "history": list(self._history)}
-        self.training = {"runs": [{**run, "losses": run["losses"][-MOST_LOSSES:]} for run in runs["runs"]]}
+        shown_runs = []
+        for run in runs["runs"]:
+            shown_runs.append({**run, "losses": run["losses"][-MOST_LOSSES:]})
+        self.training = {"runs": shown_runs}
 
     async def ask(self, verb: str, method: str = "GET") -> dict[str, Any]:
         """Ask the daemon. Raises SwarmError."""
-        return await trio.to_thread.run_sync(lambda: ask(self._socket, verb, {}, method, ASK_TIMEOUT_S))
+        call = partial(ask, self._socket, verb, {}, method, ASK_TIMEOUT_S)
+        return await trio.to_thread.run_sync(call)
 
 
-async def tell(swarm: Callable[[], dict[str, Any]], machine: Machine, say: Say) -> None:
-    """Send what has changed, and at first everything, until cancelled."""
+async def send_changes(swarm: Callable[[], dict[str, Any]], machine: Machine, say: Say) -> None:
+    """Send what has changed, and everything at first, until cancelled."""
+    # Compared as bytes: what encodes alike is alike for the page, and is not sent again.
     sent: dict[str, bytes] = {}
     while True:
-        for name, value in (("swarm", swarm()), ("machine", machine.status), ("training", machine.training)):
+        topics = {"swarm": swarm(), "machine": machine.status, "training": machine.training}
+        for name, value in topics.items():
             raw = msgspec.json.encode(value)
             if sent.get(name) != raw:
                 sent[name] = raw

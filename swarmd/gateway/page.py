@@ -22,7 +22,8 @@ from swarmd.gateway.models import ServedModels
 from swarmd.gateway.news import Machine
 
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-FILES = {path.name: path for path in (files("swarmd.gateway") / "page").iterdir() if path.name[-3:] != ".py"}
+FOLDER = files("swarmd.gateway") / "page"
+FILES = {path.name: path for path in FOLDER.iterdir() if path.name[-3:] != ".py"}
 HEADERS = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
@@ -43,26 +44,27 @@ class Page:
         self._machine = machine
 
     async def file(self, request: Request, key: str) -> Response:
-        """One of the files; the page itself where none is named."""
+        """Answer with one of the files; the page itself where none is named."""
         name = request.path_params.get("name", "index.html")
         if name not in FILES:
             raise ApiError(404, "invalid_request_error", f"the page has no {name[:64]!r}")
-        kind = KINDS[name[name.rindex(".") :]]
-        return Response(FILES[name].read_bytes(), headers={**HEADERS, "content-type": f"{kind}; charset=utf-8"})
+        suffix = name[name.rindex(".") :]
+        headers = {**HEADERS, "content-type": f"{KINDS[suffix]}; charset=utf-8"}
+        return Response(FILES[name].read_bytes(), headers=headers)
 
     async def news(self, request: Request, key: str) -> Response:
-        """Everything at first, then what changes."""
+        """Stream everything at first, then what changes."""
 
         async def produce(emit: Emit) -> None:
             async def say(name: str, raw: bytes) -> None:
-                await emit.event(raw, name)
+                await emit.send_event(raw, name)
 
-            await news.tell(self._swarm_now, self._machine, say)
+            await news.send_changes(self._swarm_now, self._machine, say)
 
-        return EventStream(produce, openai.fail)
+        return EventStream(produce, openai.emit_error)
 
     async def act(self, request: Request, key: str) -> Response:
-        """Have the daemon do something; only whoever brought the token gets here."""
+        """Have the daemon do something; only a request with the token gets here."""
         verb = request.path_params["verb"]
         if verb not in VERBS:
             raise ApiError(404, "invalid_request_error", f"the page can tell it to {', '.join(VERBS)}")
@@ -72,4 +74,4 @@ class Page:
             raise ApiError(409, "invalid_request_error", str(error)) from None
 
     def _swarm_now(self) -> dict[str, Any]:
-        return news.of_swarm(self._swarm.view(), self._machine.peer, self._models.chats)
+        return news.describe_swarm(self._swarm.view(), self._machine.peer, self._models.chats)

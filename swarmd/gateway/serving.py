@@ -23,7 +23,7 @@ from swarmd.gateway.app import Gateway
 from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.guard import Guard
 from swarmd.gateway.keys import Keys
-from swarmd.gateway.listening import bound, is_loopback, url_of
+from swarmd.gateway.listening import is_loopback, open_listener, url_of
 from swarmd.gateway.models import ServedModels
 from swarmd.gateway.news import Machine
 from swarmd.gateway.page import Page
@@ -43,9 +43,10 @@ async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], No
     Returns whether to serve again: its membership ends after some days, and a new one is a new beginning.
     """
     keys = Keys(folder)
-    listening = bound(settings.listen, bool(keys.all()))
-    is_local, token = is_loopback(listening.getsockname()[0]), secrets.token_urlsafe(24)
-    url = url_of(listening)
+    listener = open_listener(settings.listen, bool(keys.all()))
+    is_local = is_loopback(listener.getsockname()[0])
+    token = secrets.token_urlsafe(24)
+    url = url_of(listener)
     origins = split(settings.origins)
     guard = Guard(keys, split(settings.hosts), origins, token, is_local)
     n_of_key = max(1, settings.waiting // 2) if keys.all() else settings.waiting
@@ -61,7 +62,9 @@ async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], No
             nursery.start_soon(_cancel_with_daemon, nursery.cancel_scope)
         write_file(folder / TOKEN_FILE, token, secret=True)
         write_file(folder / ADDRESS_FILE, url)
-        nursery.start_soon(_serve_http, gateway, listening)
+        nursery.start_soon(_serve_http, gateway, listener)
+        # A membership's certificate ends, and a running client cannot change its own. So the process's client ends
+        # before, in a pause between answers if one comes in half a day, and ``serve`` is called again.
         try:
             ready(url)
             await trio.sleep(CLIENT_LIFETIME_S - RENEWED_BEFORE_S)
@@ -76,13 +79,14 @@ async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], No
     return False
 
 
-async def _serve_http(gateway: Gateway, listening: socket.socket) -> None:
+async def _serve_http(gateway: Gateway, listener: socket.socket) -> None:
     config = HypercornConfig()
-    config.accesslog, config.errorlog = None, logging.getLogger("hypercorn.error")
+    config.accesslog = None
+    config.errorlog = logging.getLogger("hypercorn.error")
     config.loglevel = "ERROR"
     config.read_timeout = None
     config.keep_alive_timeout = REQUEST_WITHIN_S
-    await serve_http(gateway.application(), config, [listening])
+    await serve_http(gateway.application(), config, [listener])
 
 
 async def _cancel_on_signal(scope: trio.CancelScope, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

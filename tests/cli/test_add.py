@@ -38,7 +38,7 @@ def files(folder: Path, *names: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "message"),
     [
         (
             ("README.md", "tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf"),
@@ -57,11 +57,11 @@ def files(folder: Path, *names: str) -> Path:
     ],
 )
 def test_what_is_no_checkpoint_is_called_what_it_is(
-    names: tuple[str, ...], said: str, home: Home, tmp_path: Path
+    names: tuple[str, ...], message: str, home: Home, tmp_path: Path
 ) -> None:
     folder = files(tmp_path / "given", *names)
     words = ("--base", "demo") if "adapter_config.json" in names else ()
-    with pytest.raises(ConfigError, match=said) as refused:
+    with pytest.raises(ConfigError, match=message) as refused:
         add(home, folder, *words)
     assert "\n" not in str(refused.value)
     assert "new" not in home.catalog().names
@@ -71,10 +71,10 @@ def test_a_repository_of_the_hub_with_other_formats_is_called_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = files(tmp_path / "snapshot", "config.json")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **how: str(empty))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **command: str(empty))
     monkeypatch.setattr(source, "_files_on_hub", lambda name: ["README.md", "tiny.gguf"])
     with pytest.raises(ConfigError, match=r"org/tiny on the hub holds GGUF files .*hf download org/tiny FILE, then"):
-        source.folder_of("org/tiny", "auto")
+        source.find_folder("org/tiny", "auto")
 
 
 def cached(root: Path, *commits: str, main: str = "") -> Path:
@@ -98,7 +98,7 @@ def test_a_folder_of_the_hubs_cache_means_its_snapshot(home: Home, tmp_path: Pat
     two = cached(tmp_path / "models--org--two", "abc", "def")
     with pytest.raises(ConfigError, match=r"which snapshot \(one of abc, def\)"):
         add(home, two)
-    assert source.folder_of(str(cached(tmp_path / "b", "abc", "def", main="def\n")), "auto").name == "def"
+    assert source.find_folder(str(cached(tmp_path / "b", "abc", "def", main="def\n")), "auto").name == "def"
 
 
 def test_a_model_without_a_tokenizer_or_with_a_broken_one_is_refused(home: Home, tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_a_model_without_a_tokenizer_or_with_a_broken_one_is_refused(home: Home,
 
 @pytest.mark.filterwarnings("ignore")  # of PEFT
 def test_an_adapter_is_compared_with_its_base_before_it_is_published(home: Home, tmp_path: Path) -> None:
-    other = checkpoints.make("llama", tmp_path / "other", n_layers=2, hidden_size=32)
-    checkpoints.make_adapter(other, tmp_path / "lora", ["q_proj"], 1)
+    other_base = checkpoints.make("llama", tmp_path / "other", n_layers=2, hidden_size=32)
+    checkpoints.make_adapter(other_base, tmp_path / "lora", ["q_proj"], 1)
     with pytest.raises(ConfigError, match=r"the adapter's matrices for model\.layers\.0"):
         add(home, tmp_path / "lora", "--base", "demo")
     assert "new" not in home.catalog().names

@@ -8,7 +8,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from swarmd_cli.redact import redactor, secrets_of
+from swarmd_cli.redact import make_redactor, read_secrets
 
 from swarmd.home import Home
 from swarmd.protocol.membership import invite as invites
@@ -27,7 +27,8 @@ def test_planted_secrets_are_taken_out(tmp_path: Path) -> None:
     state.found("ours")
     invite = invites.encode(state.invite(("/ip4/127.0.0.1/tcp/4117",), 600))
     keys = [(state.folder / name).read_text().strip() for name in ("node.key", "founder.key")]
-    token, key = "t0ken-of-the-gateway-0123456789", "sk-swarmd-abcdefghijklmnop"
+    token = "t0ken-of-the-gateway-0123456789"
+    key = "sk-swarmd-abcdefghijklmnop"
     (state.folder / "gateway.token").write_text(token)
     psk = state.swarm().keys.psk
     planted = [invite, *keys, token, key, "hunter2hunter2", psk.hex(), "93.184.216.34", "2606:2800:220:1::1"]
@@ -44,9 +45,9 @@ def test_planted_secrets_are_taken_out(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     texts = contents(out)
-    whole = "\n".join(texts.values())
-    for secret in [*planted, *(s for s in secrets_of(state.folder)), str(tmp_path)]:
-        assert secret not in whole, secret
+    all_text = "\n".join(texts.values())
+    for secret in [*planted, *(s for s in read_secrets(state.folder)), str(tmp_path)]:
+        assert secret not in all_text, secret
     assert "up_limit_mbit = 7" in texts["config.toml"]
     assert "from 192.168.1.7 to [address 1]" in texts["gateway.log"]
     assert "no daemon answers" in texts["status.json"]
@@ -65,6 +66,6 @@ def test_it_overwrites_nothing(tmp_path: Path) -> None:
 
 
 def test_the_same_address_has_the_same_number() -> None:
-    redact = redactor([], {"ann": "[user]"})
+    redact = make_redactor([], {"ann": "[user]"})
     assert redact("8.8.8.8 1.1.1.1 /ip4/8.8.8.8/tcp/1") == "[address 1] [address 2] /ip4/[address 1]/tcp/1"
     assert redact("of ann, not of anna; 12:30:45 and 127.0.0.1") == "of [user], not of anna; 12:30:45 and 127.0.0.1"

@@ -70,10 +70,10 @@ def test_help_has_an_example_for_every_verb() -> None:
         named = re.findall(r"^  (\w+) ", text.split("Commands:")[1], re.MULTILINE)
         return [words for name in named for words in all_verbs(*group, name)]
 
-    found = all_verbs()
-    assert {"demo", "init", "join", "up", "status", "peers", "run", "why"} <= {words[0] for words in found}
-    assert {("models", "add"), ("service", "logs"), ("policy", "explain"), ("train", "export")} <= set(found)
-    for words in found:
+    verbs = all_verbs()
+    assert {"demo", "init", "join", "up", "status", "peers", "run", "why"} <= {words[0] for words in verbs}
+    assert {("models", "add"), ("service", "logs"), ("policy", "explain"), ("train", "export")} <= set(verbs)
+    for words in verbs:
         assert "Example: swarmd" in shown(*words), words
 
 
@@ -179,7 +179,8 @@ def test_founding_and_a_daemon_that_is_not_running(tmp_path: Path) -> None:
 
 
 def test_a_member_that_is_away_is_found_by_the_end_of_its_id(tmp_path: Path) -> None:
-    home, away = Home(tmp_path), Identity.generate()
+    home = Home(tmp_path)
+    away = Identity.generate()
     home.found("ours")
     home.admit({away.public_key: AdmittedMember(int(time.time()) + 600, b"", ("use",))})
     done = swarmd("members", "favour", away.peer_id[-8:], "4", home=tmp_path)
@@ -202,12 +203,12 @@ def test_invites_that_cannot_work(tmp_path: Path) -> None:
 def test_an_invite_that_is_piped_in_stands_in_no_process_list(tmp_path: Path, words: list[str]) -> None:
     address = NOBODY.format(port=free_port(), peer=Identity.generate().peer_id)
     good = invites.encode(some_invite(address))
-    for piped, said in [("", "got nothing: paste the line"), (good[:-5], "cut short or mistyped"), (good, None)]:
+    for piped, prompt in [("", "got nothing: paste the line"), (good[:-5], "cut short or mistyped"), (good, None)]:
         done = CliRunner().invoke(app, ["--home", str(tmp_path), *words], input=f"{piped}\n")
-        if said is None:
+        if prompt is None:
             assert "no member answers" in str(done.exception), "it was read whole"
         else:
-            assert said in str(done.exception)
+            assert prompt in str(done.exception)
 
 
 def test_wrong_key_and_revoked_invite(tmp_path: Path) -> None:
@@ -245,9 +246,11 @@ def check_running(swarm: LocalSwarm, tmp_path: Path) -> None:
     fails(swarmd("leave", home=home), 2, "swarmd down first")
     fails(swarmd("up", home=home), 2, "another daemon runs on")
     port = founder.ask("status")["addresses"][0].split("/")[4]
-    other = Home(tmp_path / "other")
-    other.found("other")
-    fails(swarmd("up", "--listen", f"/ip4/127.0.0.1/tcp/{port}", home=other.folder), 2, "in use by another program")
+    other_home = Home(tmp_path / "other")
+    other_home.found("other")
+    fails(
+        swarmd("up", "--listen", f"/ip4/127.0.0.1/tcp/{port}", home=other_home.folder), 2, "in use by another program"
+    )
     assert oct(founder.home.socket.stat().st_mode)[-3:] == "600", "only its owner can open the control socket"
     assert swarmd("down", home=home).returncode == 0
     fails(swarmd("status", home=home), 3)
@@ -270,13 +273,13 @@ def test_ctrl_c_while_the_daemon_starts_or_runs_is_no_traceback(tmp_path: Path) 
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as early:
         while not (tmp_path / "lock").exists():  # from here on it is importing and starting for a second or so
             time.sleep(0.01)
-        _, said = interrupted(early)
-        assert "Traceback" not in said, said
+        _, output = interrupted(early)
+        assert "Traceback" not in output, output
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as late:
         assert late.stdout is not None
         assert "is up as" in late.stdout.readline()
-        _, said = interrupted(late)
-        assert "Traceback" not in said, said
+        _, output = interrupted(late)
+        assert "Traceback" not in output, output
         assert late.returncode == 0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from swarmd_cli import gateway_client
-from swarmd_cli.verbs.generate import CHAT, COMPLETIONS, _ask, _path, _until_whole, ends_of
+from swarmd_cli.verbs.generate import CHAT, COMPLETIONS, _ask_gateway, _choose_path, _retry_until_whole, end_options
 
 from swarmd.errors import ConfigError, NoRoute, SwarmUnavailable
 from tests.cli.played import PlayedGateway
@@ -23,18 +23,18 @@ LAST = {"choices": [], "usage": {"completion_tokens": 2}, "swarmd": ABOUT}
 CHATS: dict[str, bool | None] = {"talks": True, "continues": False, "unread": None}
 
 
-def delta(**said: str) -> dict[str, Any]:
-    return {"choices": [{"delta": said}]}
+def delta(**event: str) -> dict[str, Any]:
+    return {"choices": [{"delta": event}]}
 
 
 def test_what_comes_is_printed_with_its_doubts(capsys: pytest.CaptureFixture[str]) -> None:
     events = [delta(role="assistant", content=""), delta(reasoning_content="hm, "), delta(content="yes"), delta(), LAST]
-    _ask(PlayedGateway(CHATS, *events), CHAT, "m", "?", {})
-    said = capsys.readouterr()
-    assert said.out == "hm, yes\n"
-    assert "2 tokens, " in said.err
-    assert "from token 2 of the answer on the text may be wrong: [0,6) on abc: it lied" in said.err
-    _ask(
+    _ask_gateway(PlayedGateway(CHATS, *events), CHAT, "m", "?", {})
+    usage = capsys.readouterr()
+    assert usage.out == "hm, yes\n"
+    assert "2 tokens, " in usage.err
+    assert "from token 2 of the answer on the text may be wrong: [0,6) on abc: it lied" in usage.err
+    _ask_gateway(
         PlayedGateway(CHATS, {"choices": [{"text": "Once"}]}, {"choices": [{"text": " more"}]}, LAST),
         COMPLETIONS,
         "m",
@@ -47,9 +47,9 @@ def test_what_comes_is_printed_with_its_doubts(capsys: pytest.CaptureFixture[str
 def test_what_was_begun_is_not_said_again() -> None:
     missing = NoRoute("no live server holds blocks [0,6) of 6")
     with pytest.raises(NoRoute):
-        _ask(PlayedGateway(CHATS, missing), CHAT, "m", "?", {})
+        _ask_gateway(PlayedGateway(CHATS, missing), CHAT, "m", "?", {})
     with pytest.raises(SwarmUnavailable) as caught:
-        _ask(PlayedGateway(CHATS, delta(content="ye"), missing), CHAT, "m", "?", {})
+        _ask_gateway(PlayedGateway(CHATS, delta(content="ye"), missing), CHAT, "m", "?", {})
     assert not isinstance(caught.value, NoRoute)
 
 
@@ -62,21 +62,21 @@ def test_it_waits_for_missing_blocks_only_if_it_is_to(monkeypatch: pytest.Monkey
             raise answer
         return str(answer)
 
-    assert _until_whole(ask, waits=True) == "here"
+    assert _retry_until_whole(ask, waits=True) == "here"
     answers += [NoRoute("not yet")]
     with pytest.raises(NoRoute):
-        _until_whole(ask, waits=False)
+        _retry_until_whole(ask, waits=False)
 
 
 def test_a_model_made_for_chat_is_asked_and_any_other_continues() -> None:
     gateway = PlayedGateway(CHATS)
-    assert _path(gateway, "talks", raw=False) == CHAT
-    assert _path(gateway, "talks", raw=True) == COMPLETIONS
-    assert _path(gateway, "continues", raw=False) == COMPLETIONS
-    assert _path(gateway, "unread", raw=False) is None, "what it was made for is seen in its files"
-    assert _path(gateway, "a" * 64, raw=False) is None, "by its hash"
+    assert _choose_path(gateway, "talks", raw=False) == CHAT
+    assert _choose_path(gateway, "talks", raw=True) == COMPLETIONS
+    assert _choose_path(gateway, "continues", raw=False) == COMPLETIONS
+    assert _choose_path(gateway, "unread", raw=False) is None, "what it was made for is seen in its files"
+    assert _choose_path(gateway, "a" * 64, raw=False) is None, "by its hash"
     with pytest.raises(ConfigError, match="no model 'smole'; it has: talks, continues, unread"):
-        _path(gateway, "smole", raw=False)
+        _choose_path(gateway, "smole", raw=False)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_model_made_for_chat_is_asked_and_any_other_continues() -> None:
 def test_refusals_of_a_gateway_are_errors_as_its_own_client_raises_them(
     refusal: dict[str, Any], kind: type[Exception], exit_code: int
 ) -> None:
-    error = gateway_client._error(refusal)
+    error = gateway_client._error_of_refusal(refusal)
     assert type(error) is kind
     assert getattr(error, "exit_code", 0) == exit_code
 
@@ -106,4 +106,4 @@ def test_refusals_of_a_gateway_are_errors_as_its_own_client_raises_them(
 def test_an_answer_ends_at_every_end_that_is_named(
     author: Any, tokenizer: int | None, template: frozenset[int], ends: dict[str, list[int]]
 ) -> None:
-    assert ends_of(author, tokenizer, template) == ends
+    assert end_options(author, tokenizer, template) == ends

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from swarmd_cli.context import set_home
 from swarmd_cli.main import app
-from swarmd_cli.verbs.look import by_model
+from swarmd_cli.verbs.look import merge_names
 from typer.testing import CliRunner
 
 from swarmd.errors import ConfigError
@@ -37,7 +37,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("x\ny", "can be seen"),
         ("\x1b[2J", "can be seen"),
@@ -45,14 +45,17 @@ def home(tmp_path: Path) -> Iterator[Home]:
         ("b" * 65, "1 to 64"),
     ],
 )
-def test_names_that_nobody_can_read_or_that_mean_something_else_are_refused(name: str, said: str, home: Home) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_names_that_nobody_can_read_or_that_mean_something_else_are_refused(
+    name: str, message: str, home: Home
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         swarmd(home, "models", "add", str(bundled_folder()), "--name", name)
 
 
 def as_mere_member(home: Home) -> None:
     """Make the home one of a member that did not found the swarm."""
-    identity, founder = Identity.generate(), home.founder()
+    identity = Identity.generate()
+    founder = home.founder()
     swarm = msgspec.structs.replace(
         home.swarm(), certificate=(certify(founder, identity.public_key, "member", int(time.time()) + 600),)
     )
@@ -89,7 +92,7 @@ def test_who_may_not_publish_learns_how_he_may(home: Home) -> None:
 
 def test_a_model_of_two_names_is_one_row(home: Home) -> None:
     assert "my smol, smol" in swarmd(home, "models", "ls")
-    assert [row["name"] for row in by_model([{"name": n, "model": MODEL} for n in "ab"])] == ["a, b"]
+    assert [row["name"] for row in merge_names([{"name": n, "model": MODEL} for n in "ab"])] == ["a, b"]
 
 
 def test_who_may_not_publish_is_told_before_anything_is_read_or_converted(home: Home, tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ def test_a_wheel_holds_everything_that_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        held = set(archive.namelist())
+        packed = set(archive.namelist())
         assert b"[Service]" in archive.read("swarmd_cli/swarmd.service")
         assert b"DynamicUser=yes" in archive.read("swarmd_cli/scope-system.conf")
-    wanted = {"swarmd_cli/scope-user.conf", "swarmd/bundled/model.safetensors", "swarmd/gateway/page/api.js"}
-    assert wanted <= held, wanted - held
-    assert not [name for name in held if name.startswith("tests/")]
+    needed = {"swarmd_cli/scope-user.conf", "swarmd/bundled/model.safetensors", "swarmd/gateway/page/api.js"}
+    assert needed <= packed, needed - packed
+    assert not [name for name in packed if name.startswith("tests/")]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from swarmd_cli.main import app
-from swarmd_cli.verbs.policy import seconds_of, with_setting
+from swarmd_cli.verbs.policy import parse_duration, set_toml_value
 from typer.testing import CliRunner
 
 from swarmd.errors import ConfigError
@@ -25,23 +25,23 @@ on = false
 
 
 def test_a_setting_is_changed_and_the_rest_stays_as_it_was_written() -> None:
-    changed = with_setting(WRITTEN, "policy", "hours", '"sun"')
+    changed = set_toml_value(WRITTEN, "policy", "hours", '"sun"')
     assert changed == WRITTEN.replace('"sat"', '"sun"')
-    added = with_setting(WRITTEN, "policy", "on_battery", "true")
+    added = set_toml_value(WRITTEN, "policy", "on_battery", "true")
     assert tomllib.loads(added)["policy"] == {"on_battery": True, "hours": "sat"}
     assert "# keep" in added
-    assert tomllib.loads(with_setting("", "policy", "hours", '"sat"')) == {"policy": {"hours": "sat"}}
+    assert tomllib.loads(set_toml_value("", "policy", "hours", '"sat"')) == {"policy": {"hours": "sat"}}
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90m", 5_400), ("2h", 7_200), ("1d", 86_400), ("1h30m", 5_400)])
 def test_times_as_people_write_them(text: str, seconds: int) -> None:
-    assert seconds_of(text) == seconds
+    assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["2", "h", "2 hours", "0m", "-1h", "1h x", "999d"])
 def test_what_is_no_time_says_what_was_expected(text: str) -> None:
     with pytest.raises(ConfigError, match="90m, 2h or 1d"):
-        seconds_of(text)
+        parse_duration(text)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from swarmd_cli.managers import Launchd, Systemd, quoted, without_namespaces
+from swarmd_cli.managers import Launchd, Systemd, quote_word, remove_namespaces
 
 from swarmd.errors import ConfigError
 
@@ -45,11 +45,11 @@ def test_a_unit_names_everything_as_systemd_reads_it(is_system: bool) -> None:
 
 
 def test_words_that_systemd_would_change() -> None:
-    assert quoted("/plain/path-1.2") == "/plain/path-1.2"
-    assert quoted("/a $HOME", in_command=True) == '"/a $$HOME"'
-    assert quoted("back\\slash") == '"back\\\\slash"'
+    assert quote_word("/plain/path-1.2") == "/plain/path-1.2"
+    assert quote_word("/a $HOME", in_command=True) == '"/a $$HOME"'
+    assert quote_word("back\\slash") == '"back\\\\slash"'
     with pytest.raises(ConfigError, match="control character"):
-        quoted("two\nlines")
+        quote_word("two\nlines")
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -57,15 +57,15 @@ def test_words_that_systemd_would_change() -> None:
 def test_systemd_finds_nothing_to_say(is_system: bool, tmp_path: Path) -> None:
     unit = tmp_path / "swarmd.service"
     unit.write_text(Systemd(is_system).text([shutil.which("true") or "/bin/true"], tmp_path))
-    asked = ["systemd-analyze", "security", "--offline=true", "--threshold=40", "--no-pager", str(unit)]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=40", "--no-pager", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     verified = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
     assert not verified.stderr, verified.stderr
 
 
 def test_where_users_make_no_namespaces_the_rest_still_counts() -> None:
-    text = without_namespaces(Systemd(False).text(["/bin/swarmd"], Path("/home/me/.swarmd")))
+    text = remove_namespaces(Systemd(False).text(["/bin/swarmd"], Path("/home/me/.swarmd")))
     assert "PrivateUsers" not in text
     assert "ReadWritePaths" not in text
     assert "\nNoNewPrivileges=yes" in text
@@ -73,9 +73,9 @@ def test_where_users_make_no_namespaces_the_rest_still_counts() -> None:
 
 
 def test_a_launchd_agent_is_a_property_list() -> None:
-    told = plistlib.loads(Launchd().text(["/opt/my <programs>/swarmd"], Path("/Users/me/a & b")).encode())
-    assert told["ProgramArguments"] == ["/opt/my <programs>/swarmd", "--home", "/Users/me/a & b", "up"]
-    assert told["KeepAlive"] == {"SuccessfulExit": False}
+    job = plistlib.loads(Launchd().text(["/opt/my <programs>/swarmd"], Path("/Users/me/a & b")).encode())
+    assert job["ProgramArguments"] == ["/opt/my <programs>/swarmd", "--home", "/Users/me/a & b", "up"]
+    assert job["KeepAlive"] == {"SuccessfulExit": False}
 
 
 def test_without_a_manager_nothing_is_written(tmp_path: Path) -> None:
@@ -93,7 +93,8 @@ def test_without_a_manager_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_a_service_that_does_not_start_is_removed_again(tmp_path: Path) -> None:
-    tools, home = tmp_path / "tools", tmp_path / "home"
+    tools = tmp_path / "tools"
+    home = tmp_path / "home"
     tools.mkdir()
     home.mkdir()
     path = fake_manager(tools, failing="restart")

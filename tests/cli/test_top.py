@@ -8,7 +8,7 @@ import pty
 from typing import Any
 
 from rich.console import Console, Group
-from swarmd_cli.verbs.top import keyboard, obey, screen, with_footer
+from swarmd_cli.verbs.top import add_footer, draw_screen, handle_key, open_keyboard
 
 from swarmd.errors import DaemonNotRunning
 
@@ -51,7 +51,7 @@ def test_rates_are_those_between_two_looks_and_the_nearest_come_first() -> None:
     later["hosting"][0]["server"]["tokens_served"] += 84
     console = Console(width=120, record=True, force_terminal=False)
     peers = [peer("unknown1", None), peer("far-away", 80.0), peer("unknown2", None), peer("next-one", 0.5)]
-    console.print(screen(STATUS, later, peers, 2.0))
+    console.print(draw_screen(STATUS, later, peers, 2.0))
     text = console.export_text()
     assert "42.0" in text, "tokens a second"
     assert "2.00 Mbit/s beyond the home" in text
@@ -63,38 +63,42 @@ def test_rates_are_those_between_two_looks_and_the_nearest_come_first() -> None:
 
 
 def test_a_daemon_that_began_to_serve_between_two_looks() -> None:
-    before = copy.deepcopy(STATUS)
-    before["hosting"][0] |= {"serving": None, "server": None, "tuning": None}
+    earlier = copy.deepcopy(STATUS)
+    earlier["hosting"][0] |= {"serving": None, "server": None, "tuning": None}
     console = Console(width=120, record=True, force_terminal=False)
-    console.print(screen(before, STATUS, [], 2.0))
+    console.print(draw_screen(earlier, STATUS, [], 2.0))
     assert "unknown" in console.export_text()
 
 
 def test_keys_pause_and_resume_and_say_what_came_of_it() -> None:
-    asked: list[str] = []
+    verbs: list[str] = []
 
     def ask(verb: str, method: str, **query: str) -> dict[str, Any]:
-        asked.append(verb)
+        verbs.append(verb)
         return {"serving": True, "policy": {"why": "paused by its owner"}}
 
     def refuse(*words: str, **query: str) -> dict[str, Any]:
         raise DaemonNotRunning("no daemon answers")
 
-    assert (obey("p", ask), obey("r", ask), obey("x", ask)) == ("paused by its owner", "serves again", "")
-    assert asked == ["pause", "resume"]
-    assert obey("p", refuse) == "no daemon answers"
+    assert (handle_key("p", ask), handle_key("r", ask), handle_key("x", ask)) == (
+        "paused by its owner",
+        "serves again",
+        "",
+    )
+    assert verbs == ["pause", "resume"]
+    assert handle_key("p", refuse) == "no daemon answers"
 
 
 def test_the_footer_names_the_keys() -> None:
     console = Console(width=80, record=True)
-    console.print(with_footer(Group("picture"), "paused"))
+    console.print(add_footer(Group("picture"), "paused"))
     assert console.export_text().split("\n")[:3] == ["picture", "paused", "q quit   p pause   r resume"]
 
 
 def test_one_key_is_read_without_enter_and_the_terminal_is_as_before() -> None:
     ours, theirs = pty.openpty()
     with os.fdopen(theirs) as terminal:
-        with keyboard(terminal) as key_within:
+        with open_keyboard(terminal) as key_within:
             assert key_within(0.0) == ""
             os.write(ours, b"q")
             assert key_within(5.0) == "q"

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.slow
 
 def test_commands_typed_wrongly_say_what_is_wrong(tmp_path: Path) -> None:
     with local_swarm(tmp_path) as swarm:
-        a, off = swarm.add("--no-serve"), swarm.add("--no-serve", SWARMD_TRAINING_RUNS="off")
+        a = swarm.add("--no-serve")
+        off = swarm.add("--no-serve", SWARMD_TRAINING_RUNS="off")
         recipe = tmp_path / "recipe.toml"
         filled = {
             "name": "run",
@@ -29,9 +30,9 @@ def test_commands_typed_wrongly_say_what_is_wrong(tmp_path: Path) -> None:
         }
         text = RECIPE.format(model=tiny_model(tmp_path / "tiny"), optimizer='kind = "sgd"', **filled)
 
-        def start(written: str, *more: str, code: int = 2) -> str:
+        def start(written: str, *arguments: str, code: int = 2) -> str:
             recipe.write_text(written)
-            return command(a, "train", "start", str(recipe), *more, code=code)
+            return command(a, "train", "start", str(recipe), *arguments, code=code)
 
         assert "no training run is known" in command(a, "train", "status")
         assert "cannot be read" in command(a, "train", "start", str(tmp_path / "none.toml"), code=2)
@@ -57,8 +58,8 @@ def test_commands_typed_wrongly_say_what_is_wrong(tmp_path: Path) -> None:
         assert (tmp_path / "loss.png").stat().st_size > 1_000
         assert "to have the swarm serve it" in command(a, "train", "export", "run", "--out", str(tmp_path / "out"))
         assert (tmp_path / "out" / "model.safetensors").is_file()
-        again = command(a, "train", "export", "run", "--out", str(tmp_path / "out"), code=2)
-        assert "is there already, and is not overwritten" in again
+        second = command(a, "train", "export", "run", "--out", str(tmp_path / "out"), code=2)
+        assert "is there already, and is not overwritten" in second
         assert "already" in command(a, "train", "join", "run", code=2)
         assert "peer id" in command(a, "train", "anchors", "run", "nobody", code=2)
         assert "left" in command(a, "train", "stop", "run")

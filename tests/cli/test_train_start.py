@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 from swarmd_cli.verbs import train
-from swarmd_cli.verbs.train import _initialised, _tokenised
+from swarmd_cli.verbs.train import _initialise, _tokenise
 from tokenizers import Tokenizer
 
 from swarmd.errors import ConfigError
@@ -44,12 +44,12 @@ def lines(path: Path, *rows: dict[str, Any]) -> Path:
 def test_rows_that_say_which_tokens_count_are_refused_with_their_line(tmp_path: Path, row: dict[str, Any]) -> None:
     path = lines(tmp_path / "data.jsonl", {"text": "Gallia est omnis divisa."}, row)
     with pytest.raises(ConfigError, match=r"line 2 says which of its tokens count .* 1 of 2 lines"):
-        _tokenised(path, tiny_model(tmp_path / "tiny"), 1024)
+        _tokenise(path, tiny_model(tmp_path / "tiny"), 1024)
 
 
 def test_rows_whose_tokens_all_count_are_taken(tmp_path: Path) -> None:
     path = lines(tmp_path / "data.jsonl", {"text": "Gallia est."}, {"input_ids": [5, 6], "labels": [5, 6]})
-    assert _tokenised(path, tiny_model(tmp_path / "tiny"), 1024)[1] == [5, 6]
+    assert _tokenise(path, tiny_model(tmp_path / "tiny"), 1024)[1] == [5, 6]
 
 
 def test_a_token_that_the_model_does_not_know_is_refused_with_the_limit(tmp_path: Path) -> None:
@@ -70,23 +70,24 @@ def test_a_model_of_the_catalog_keeps_its_hash_however_its_files_lie_here(
     catalog = SimpleNamespace(hash_of=lambda name: "a" * 64)
     monkeypatch.setattr(train, "ask", lambda verb, **query: {"here": True, "folder": str(tmp_path / query["model"])})
     state: Any = SimpleNamespace(catalog=lambda: catalog)
-    of_catalog = train._source(state, structs.replace(RECIPE, model="demo"), tmp_path)
+    of_catalog = train._find_source(state, structs.replace(RECIPE, model="demo"), tmp_path)
     assert of_catalog == ("a" * 64, tmp_path / ("a" * 64))
-    beside = tiny_model(tmp_path / "beside")
-    assert train._source(state, structs.replace(RECIPE, model="beside"), tmp_path) == (None, beside)
+    local = tiny_model(tmp_path / "beside")
+    assert train._find_source(state, structs.replace(RECIPE, model="beside"), tmp_path) == (None, local)
 
 
 def test_first_weights_of_a_run_go_with_the_files_that_they_were_made_from(tmp_path: Path) -> None:
     """A tokenizer that was mended between two starts of one name; the earlier run's folder stays as it is."""
-    source, state = tiny_model(tmp_path / "tiny"), State(tmp_path / "home")
-    first = _initialised(source, RECIPE, state)  # type: ignore[arg-type]
-    before = manifest.model_id(manifest.read_folder(first))
-    assert _initialised(source, RECIPE, state) == first  # type: ignore[arg-type]
+    source = tiny_model(tmp_path / "tiny")
+    state = State(tmp_path / "home")
+    first = _initialise(source, RECIPE, state)  # type: ignore[arg-type]
+    first_id = manifest.model_id(manifest.read_folder(first))
+    assert _initialise(source, RECIPE, state) == first  # type: ignore[arg-type]
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     tokenizer.add_tokens(["<new>"])
     tokenizer.save(str(source / "tokenizer.json"))
-    second = _initialised(source, RECIPE, state)  # type: ignore[arg-type]
+    second = _initialise(source, RECIPE, state)  # type: ignore[arg-type]
     assert second != first
     assert (second / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-    assert manifest.model_id(manifest.read_folder(first)) == before
-    assert _initialised(source, RECIPE, state) == second  # type: ignore[arg-type]
+    assert manifest.model_id(manifest.read_folder(first)) == first_id
+    assert _initialise(source, RECIPE, state) == second  # type: ignore[arg-type]

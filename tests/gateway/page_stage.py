@@ -52,7 +52,7 @@ def swarm(*models: dict[str, Any]) -> dict[str, Any]:
     return {"n_peers": 1, "models": list(models), "peers": [peer]}
 
 
-def run(name: str, losses: tuple[float, ...], **more: Any) -> dict[str, Any]:
+def run(name: str, losses: tuple[float, ...], **fields: Any) -> dict[str, Any]:
     """A training run as the daemon tells of it, well under way."""
     row = RunRow(
         run="c0ffee" * 10,
@@ -103,7 +103,7 @@ def run(name: str, losses: tuple[float, ...], **more: Any) -> dict[str, Any]:
         measured_samples_per_s=64.1,
         device="cpu",
     )
-    return {**msgspec.to_builtins(row), **more}
+    return {**msgspec.to_builtins(row), **fields}
 
 
 @dataclass
@@ -143,8 +143,8 @@ def stage(viewport: dict[str, int] | None = None) -> Iterator[Stage]:
             self.end_headers()
             if name in FILES:
                 self.wfile.write(FILES[name].read_bytes())
-            while name == "news" and (said := news.get()):
-                self.wfile.write(said)
+            while name == "news" and (event := news.get()):
+                self.wfile.write(event)
 
         def log_message(self, *_: object) -> None:
             """Say nothing."""
@@ -155,11 +155,13 @@ def stage(viewport: dict[str, int] | None = None) -> Iterator[Stage]:
         with playwright.sync_playwright() as api:
             chromium = api.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
             page = chromium.new_context(viewport=viewport or NARROW).new_page()
-            found = Stage(page, f"http://127.0.0.1:{server.server_port}", news)
-            page.on("console", lambda m: found.complaints.append(m.text) if m.type in ("error", "warning") else None)
-            page.on("pageerror", lambda error: found.complaints.append(str(error)))
-            yield found
-            assert not found.complaints, "the console is silent"
+            stage_shown = Stage(page, f"http://127.0.0.1:{server.server_port}", news)
+            page.on(
+                "console", lambda m: stage_shown.complaints.append(m.text) if m.type in ("error", "warning") else None
+            )
+            page.on("pageerror", lambda error: stage_shown.complaints.append(str(error)))
+            yield stage_shown
+            assert not stage_shown.complaints, "the console is silent"
             chromium.close()
     finally:
         news.put(b"")

@@ -78,7 +78,7 @@ class PlayedSession(ChainSession):
     def layer_arity(self) -> int:
         return 0
 
-    async def step(self, edits: Any, embedded: torch.Tensor, *more: Any) -> torch.Tensor:
+    async def step(self, edits: Any, embedded: torch.Tensor, *arguments: Any) -> torch.Tensor:
         await trio.lowlevel.checkpoint()
         return embedded
 
@@ -124,10 +124,11 @@ class PlayedPrompts:
         return self._made({"messages": messages, "tools": tools, "options": options})
 
     def _made(self, question: dict[str, Any]) -> Prompt:
-        found = answer(self._tokenizer, self._template, question)
-        if "error" in found:
-            raise ConfigError(found["error"])
-        return Prompt(tuple(found["ids"]), found.get("tail", ""), frozenset(found.get("ends", ())))
+        reply = answer(self._tokenizer, self._template, question)
+        if "error" in reply:
+            raise ConfigError(reply["error"])
+        ends = frozenset(reply.get("ends", ()))
+        return Prompt(tuple(reply["ids"]), reply.get("tail", ""), ends)
 
 
 class PlayedModels:
@@ -136,13 +137,13 @@ class PlayedModels:
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
 
-    async def engine(self, name: str) -> GenerationEngine:
+    async def load_engine(self, name: str) -> GenerationEngine:
         return self._engine
 
-    def engines(self) -> dict[str, GenerationEngine]:
+    def loaded_engines(self) -> dict[str, GenerationEngine]:
         return {MODEL: self._engine}
 
-    def listed(self) -> list[ListedModel]:
+    def list_models(self) -> list[ListedModel]:
         return [ListedModel(MODEL, HASH, 1, (), LONGEST, True)]
 
 
@@ -176,12 +177,16 @@ async def played_gateway(
     made.save(str(folder / "tokenizer.json"))
     vocabulary = ends.pop("vocabulary", made.get_vocab_size())
     played: Any = PlayedEnds(logits_after or (lambda token: torch.zeros(vocabulary)), vocabulary, **ends)
-    swarm, turns, keys = PlayedSwarm(), Turns(4, 8, 8), Keys(folder)
+    swarm = PlayedSwarm()
+    turns = Turns(4, 8, 8)
+    keys = Keys(folder)
     prompts: Any = PlayedPrompts(made, folder, template)
     engine = GenerationEngine(swarm, SessionOptions(HASH, 1, 1, 1, "float32"), HeadThread(played), made, prompts, turns)  # type: ignore[arg-type]  # a swarm of its kind
     models: Any = PlayedModels(engine)
     nobody: Any = None
-    gateway = Gateway(models, Guard(keys, (), (), "token", True), turns, (), Page(nobody, models, nobody))
+    guard = Guard(keys, (), (), "token", is_local=True)
+    page = Page(nobody, models, nobody)
+    gateway = Gateway(models, guard, turns, (), page)
     transport = httpx.ASGITransport(gateway.application())
     async with trio.open_nursery() as nursery:
         await nursery.start(engine.run)

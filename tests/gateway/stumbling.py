@@ -16,13 +16,13 @@ def main() -> None:
     limit(ROOM_BYTES)
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
-        how = json.loads(json.loads(line)["schema"]).get("const")
-        if how == "hang":
+        stumble = json.loads(json.loads(line)["schema"]).get("const")
+        if stumble == "hang":
             while True:
                 pass
-        if how == "raise":
+        if stumble == "raise":
             raise RuntimeError("a library's own mistake")
-        if how == "eat":
+        if stumble == "eat":
             print(len(bytearray(4 * ROOM_BYTES)), file=answers)
         print("{}", file=answers, flush=True)
 

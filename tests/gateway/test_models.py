@@ -71,7 +71,7 @@ async def test_whether_a_model_can_chat_is_told_by_its_files(
         (tmp_path / name).write_text(text)
     async with trio.open_nursery() as nursery:
         models = ServedModels(OneModel(tmp_path), Turns(1, 1, 1), nursery, "own")  # type: ignore[arg-type]  # a swarm of its kind
-        assert [listed.chats for listed in models.listed()] == [chats]
+        assert [listed.chats for listed in models.list_models()] == [chats]
 
 
 @pytest.mark.slow
@@ -84,9 +84,9 @@ async def test_a_gateway_outlives_a_tokenizer_that_is_read_too_late(
             busy.setattr(late, limit, 0.01)
             models = await prepared(bundled_folder(), nursery)
             with pytest.raises(ApiError, match=r"took more than 0\.01 s: this machine is busy") as refused:
-                await models.engine("demo")
+                await models.load_engine("demo")
             assert (refused.value.status, bool(refused.value.retry_after_s)) == (503, True), "clients ask again"
-        engine = await models.engine("demo")
+        engine = await models.load_engine("demo")
         assert (await engine.prompts.text("Hi")).ids, "the next request tries again"
         nursery.cancel_scope.cancel()
 
@@ -99,7 +99,7 @@ async def test_a_gateway_outlives_a_tokenizer_that_cannot_be_used(tmp_path: Path
     async with trio.open_nursery() as nursery:
         models = await prepared(tmp_path, nursery)
         with pytest.raises(ApiError) as refused:
-            await models.engine("demo")
+            await models.load_engine("demo")
         assert refused.value.status == 400
         nursery.cancel_scope.cancel()
 

@@ -19,8 +19,8 @@ NOTE = "form [role=status]"
 
 @pytest.fixture
 def browser() -> Iterator[Stage]:
-    with stage() as found:
-        yield found
+    with stage() as executable:
+        yield executable
 
 
 def test_a_model_that_cannot_chat_is_marked_with_the_reason(browser: Stage) -> None:

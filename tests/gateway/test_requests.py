@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from swarmd.gateway.generation.ending import ends_named
+from swarmd.gateway.generation.ending import read_end_tokens
 from tests.gateway.played import CHATML, LONGEST, played_gateway
 from tests.gateway.vocabularies import spm, unigram, word_piece
 
@@ -24,12 +24,12 @@ SMILE = "\U0001f600"
 def says(tokenizer: Tokenizer, text: str) -> Callable[[int], torch.Tensor]:
     """A model that says a text token by token, whatever the prompt, and then its end; each token once in the text."""
     ids = [*tokenizer.encode(text, add_special_tokens=False).ids, 0]
-    after = dict(itertools.pairwise(ids))
+    successor = dict(itertools.pairwise(ids))
 
     def logits(token: int) -> torch.Tensor:
-        found = torch.zeros(tokenizer.get_vocab_size())
-        found[after.get(token, ids[0])] = 20.0
-        return found
+        scores = torch.zeros(tokenizer.get_vocab_size())
+        scores[successor.get(token, ids[0])] = 20.0
+        return scores
 
     return logits
 
@@ -83,10 +83,10 @@ CHAT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", CHAT)
-async def test_what_clients_send_by_default_is_taken(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("client", CHAT)
+async def test_what_clients_send_by_default_is_taken(tmp_path: Path, client: str) -> None:
     async with played_gateway(tmp_path) as played:
-        answer = await played.chat(**CHAT[what])
+        answer = await played.chat(**CHAT[client])
         assert answer.status_code == 200, answer.text
 
 
@@ -189,8 +189,8 @@ async def test_any_json_object_may_have_a_schema(tmp_path: Path) -> None:
 async def test_the_bytes_of_tokens_are_their_own(tmp_path: Path) -> None:
     async with played_gateway(tmp_path) as played:
         answer = await played.chat(logprobs=True, top_logprobs=3, **formed({"enum": [SMILE]}))
-        told = answer.json()["choices"][0]["logprobs"]["content"]
-        assert bytes(byte for token in told for byte in token["bytes"]).decode() == f'"{SMILE}"'
+        entries = answer.json()["choices"][0]["logprobs"]["content"]
+        assert bytes(byte for token in entries for byte in token["bytes"]).decode() == f'"{SMILE}"'
 
 
 # --- completions ---------------------------------------------------------------------------------------------------
@@ -219,10 +219,10 @@ RESPONSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", RESPONSES)
-async def test_what_codex_sends_is_taken(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("case", RESPONSES)
+async def test_what_codex_sends_is_taken(tmp_path: Path, case: str) -> None:
     async with played_gateway(tmp_path) as played:
-        answer = await played.post("/v1/responses", **{"input": "hi", "max_output_tokens": 8, **RESPONSES[what]})
+        answer = await played.post("/v1/responses", **{"input": "hi", "max_output_tokens": 8, **RESPONSES[case]})
         assert answer.status_code == 200, answer.text
 
 
@@ -233,8 +233,8 @@ async def test_a_call_of_a_namespace_says_which(tmp_path: Path) -> None:
         body = {"input": "hi", "tools": tools, "tool_choice": "required", "max_output_tokens": 60}
         call = (await played.post("/v1/responses", **body)).json()["output"][0]
         assert (call["type"], call["namespace"], call["name"]) == ("function_call", "n", "now")
-        both = {**body, "tools": [NOW, *tools], "tool_choice": {"type": "function", "name": "n__now"}}
-        call = (await played.post("/v1/responses", **both)).json()["output"][0]
+        namespaces = {**body, "tools": [NOW, *tools], "tool_choice": {"type": "function", "name": "n__now"}}
+        call = (await played.post("/v1/responses", **namespaces)).json()["output"][0]
         assert (call["namespace"], call["name"]) == ("n", "now"), "whatever it was offered as"
         twice = await played.post("/v1/responses", input="hi", tools=[NOW, NOW])
         assert "same name" in twice.json()["error"]["message"]
@@ -248,10 +248,10 @@ MESSAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", MESSAGES)
-async def test_what_claude_code_sends_is_taken(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("case", MESSAGES)
+async def test_what_claude_code_sends_is_taken(tmp_path: Path, case: str) -> None:
     async with played_gateway(tmp_path) as played:
-        answer = await played.post("/v1/messages", **{"messages": USER, "max_tokens": 8, **MESSAGES[what]})
+        answer = await played.post("/v1/messages", **{"messages": USER, "max_tokens": 8, **MESSAGES[case]})
         assert answer.status_code == 200, answer.text
 
 
@@ -267,7 +267,7 @@ async def test_tokens_are_counted_however_many(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status", "said"),
+    ("method", "path", "status", "message"),
     [
         ("POST", "/chat/completions", 404, "did you mean /v1/chat/completions?"),
         ("POST", "/v1/v1/chat/completions", 404, "did you mean /v1/chat/completions?"),
@@ -282,12 +282,12 @@ async def test_tokens_are_counted_however_many(tmp_path: Path) -> None:
     ],
 )
 async def test_a_wrong_address_is_answered_with_the_one_meant(
-    tmp_path: Path, method: str, path: str, status: int, said: str
+    tmp_path: Path, method: str, path: str, status: int, message: str
 ) -> None:
     async with played_gateway(tmp_path) as played:
         answer = await played.http.request(method, path)
         assert answer.status_code == status
-        assert said in json.dumps(answer.json())
+        assert message in json.dumps(answer.json())
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0:4180", "host.docker.internal:4180"])
@@ -304,7 +304,7 @@ async def test_a_foreign_host_is_told_of_the_setting(tmp_path: Path, host: str) 
 def test_every_file_of_a_tokenizer_may_name_an_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}, "eot_token": "b"}))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "c", "pad_token": "d"}))
-    assert ends_named(tmp_path, tokenizer) == {tokenizer.token_to_id(name) for name in "abc"}
+    assert read_end_tokens(tmp_path, tokenizer) == {tokenizer.token_to_id(name) for name in "abc"}
 
 
 @pytest.mark.parametrize("where", ["settings", "template", "stop"])

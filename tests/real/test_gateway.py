@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 from swarmd.config import GatewayConfig
 from swarmd.gateway import serving
-from swarmd.gateway.address import running
+from swarmd.gateway.address import read_url
 from tests.real.faults import revive
 from tests.real.gateways import RUNNING, RealGateway, real_gateway
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
@@ -420,7 +420,7 @@ def test_the_daemon_keeps_a_gateway_running(tmp_path: Path) -> None:
         volunteer.start()
 
         def url() -> str | None:
-            return running(volunteer.home.folder)
+            return read_url(volunteer.home.folder)
 
         swarm.wait(lambda: url() is not None, "the gateway listens")
         first = volunteer.ask("status")["gateway"]

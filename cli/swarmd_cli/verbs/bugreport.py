@@ -12,6 +12,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +21,7 @@ import typer
 
 from swarmd_cli.context import ask, home
 
-ASKED = ("status", "peers", "sessions", "models", "downloads", "why", "train")
+VERBS = ("status", "peers", "sessions", "models", "downloads", "why", "train")
 LOG_LINES = 2_000  # of each log: some hours of a busy day
 Out = Annotated[Path | None, typer.Option("--out", help="Where to write it; else a new file in this folder.")]
 
@@ -31,19 +32,24 @@ def bugreport(out: Out = None) -> None:
     Example: swarmd bugreport --out report.tar.gz
     """
     from swarmd.errors import ConfigError
-    from swarmd_cli.redact import redactor, secrets_of
+    from swarmd_cli.redact import make_redactor, read_secrets
 
     folder = home().folder
     path = out or Path(f"swarmd-bugreport-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
-    names = {str(Path.home()): "~", socket.gethostname(): "[machine]", getpass.getuser(): "[user]"}
-    redact = redactor(secrets_of(folder), names)
-    texts = {name: redact(text) for name, text in _gather(folder).items()}
+    names = {
+        str(Path.home()): "~",
+        socket.gethostname(): "[machine]",
+        getpass.getuser(): "[user]",
+    }
+    redact = make_redactor(read_secrets(folder), names)
+    texts = {name: redact(text) for name, text in _gather_texts(folder).items()}
     try:
         with tarfile.open(path, "x:gz") as tar:
             for name, text in texts.items():
                 data = text.encode()
                 entry = tarfile.TarInfo(f"swarmd-bugreport/{name}")
-                entry.size, entry.mtime = len(data), int(time.time())
+                entry.size = len(data)
+                entry.mtime = int(time.time())
                 tar.addfile(entry, io.BytesIO(data))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
@@ -52,22 +58,26 @@ def bugreport(out: Out = None) -> None:
     print(f"tar -xOzf {path} | less")
 
 
-def _gather(folder: Path) -> dict[str, str]:
-    """Texts by file name; what cannot be had says why."""
-    packages = sorted(f"{d.metadata['Name']} {d.version}" for d in distributions())
-    about = [f"swarmd on {platform.platform()}, Python {sys.version.split()[0]}", *packages]
-    texts = {"about.txt": "\n".join(about) + "\n", "config.toml": _file(folder / "config.toml")}
-    for verb in ASKED:
-        texts[f"{verb}.json"] = _or_why(lambda verb=verb: json.dumps(ask(verb), indent=1))  # type: ignore[misc]
-    texts["home.txt"] = _or_why(lambda: _listing(folder))
-    texts["service.log"] = _or_why(_service_log)
+def _gather_texts(folder: Path) -> dict[str, str]:
+    """Gather texts by file name; what cannot be had says why."""
+    packages = sorted(f"{package.metadata['Name']} {package.version}" for package in distributions())
+    description = [f"swarmd on {platform.platform()}, Python {sys.version.split()[0]}", *packages]
+    texts = {"about.txt": "\n".join(description) + "\n", "config.toml": _read_tail(folder / "config.toml")}
+    for verb in VERBS:
+        texts[f"{verb}.json"] = _text_or_error(partial(_ask_as_text, verb))
+    texts["home.txt"] = _text_or_error(partial(_list_files, folder))
+    texts["service.log"] = _text_or_error(_read_service_log)
     for name in ("daemon.log", "gateway.log"):
         if (folder / name).is_file():
-            texts[name] = _file(folder / name)
+            texts[name] = _read_tail(folder / name)
     return texts
 
 
-def _or_why(text: Callable[[], str]) -> str:
+def _ask_as_text(verb: str) -> str:
+    return json.dumps(ask(verb), indent=1)
+
+
+def _text_or_error(text: Callable[[], str]) -> str:
     from swarmd.errors import SwarmError
 
     try:
@@ -76,7 +86,7 @@ def _or_why(text: Callable[[], str]) -> str:
         return f"not there: {error}\n"
 
 
-def _file(path: Path) -> str:
+def _read_tail(path: Path) -> str:
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
@@ -84,15 +94,15 @@ def _file(path: Path) -> str:
     return "\n".join(lines[-LOG_LINES:]) + "\n"
 
 
-def _listing(folder: Path) -> str:
-    """Names, sizes and modes of what lies in the home folder, not what they hold."""
+def _list_files(folder: Path) -> str:
+    """List names, sizes and modes of what lies in the home folder, not what they hold."""
     rows = [(path, path.stat()) for path in sorted(folder.iterdir())]
-    return "".join(f"{oct(there.st_mode)[-3:]} {there.st_size:>12} {path.name}\n" for path, there in rows)
+    return "".join(f"{oct(status.st_mode)[-3:]} {status.st_size:>12} {path.name}\n" for path, status in rows)
 
 
-def _service_log() -> str:
-    from swarmd_cli.managers import manager_here
+def _read_service_log() -> str:
+    from swarmd_cli.managers import find_manager
 
-    command = manager_here(False).logs(LOG_LINES, follow=False)
+    command = find_manager(False).logs(LOG_LINES, follow=False)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout or f"not there: {done.stderr}\n"

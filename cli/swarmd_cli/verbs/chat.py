@@ -8,14 +8,14 @@ import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from swarmd.values import count
-from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import ask, home, number
-from swarmd_cli.gateway_client import GatewayClient, gateway_of_this_home, require_listed, what_happened
+from swarmd_cli.context import JsonObject, ask, format_number, home
+from swarmd_cli.gateway_client import GatewayClient, describe_answer, open_gateway, require_listed
+from swarmd_cli.preflight import require_answers
 
 HELP = """\
 /system TEXT   say how to answer; without TEXT, no longer
@@ -37,14 +37,14 @@ def chat(
 
     Example: swarmd chat llama
     """
-    from swarmd.gateway.address import running
+    from swarmd.gateway.address import read_url
 
     home().swarm()
-    if running(home().folder) is None:  # one that runs knows the names, and who is there
+    if read_url(home().folder) is None:  # one that runs knows the names, and who is there
         require_answers(model)
-    given = {"temperature": temperature, "max_tokens": max_tokens}
-    options = {name: value for name, value in given.items() if value is not None}
-    with gateway_of_this_home() as gateway:
+    settings = {"temperature": temperature, "max_tokens": max_tokens}
+    options = {name: value for name, value in settings.items() if value is not None}
+    with open_gateway() as gateway:
         Conversation(gateway, model, system, options).run()
 
 
@@ -55,12 +55,13 @@ class Conversation:
     gateway: GatewayClient
     model: str
     system: str
-    options: dict[str, Any]
+    options: JsonObject
     turns: list[dict[str, str]] = field(default_factory=list)
     chain: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        self.model = self._chosen()
+        """Read questions and commands, and answer, until the end of the input. Raises SwarmError."""
+        self.model = self._choose_model()
         if sys.stdin.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401 - arrow keys and a history for input()
@@ -82,22 +83,26 @@ class Conversation:
                 self.turns.append({"role": "user", "content": line})
                 self._answer()
 
-    def _chosen(self) -> str:
-        """The model that was named, if there is one, else the one that is whole and can chat. Raises SwarmError."""
+    def _choose_model(self) -> str:
+        """Choose the model that was named, else the one that is whole and can chat. Raises SwarmError."""
         listed = self.gateway.models()
         if not self.model:
-            return self._whole(listed)
+            return self._only_complete(listed)
         require_listed(self.model, listed)
         return self.model
 
-    def _whole(self, listed: list[dict[str, Any]]) -> str:
+    def _only_complete(self, listed: list[JsonObject]) -> str:
         from swarmd.errors import ConfigError, NoRoute
 
-        whole = [e["id"] for e in listed if not e["swarmd"]["missing"] and e["swarmd"]["chats"] is not False]
-        if len(whole) == 1:
-            return str(whole[0])
-        if whole:
-            raise ConfigError(f"say which model: {', '.join(whole)}")
+        complete = []
+        for entry in listed:
+            details = entry["swarmd"]
+            if not details["missing"] and details["chats"] is not False:
+                complete.append(entry["id"])
+        if len(complete) == 1:
+            return str(complete[0])
+        if complete:
+            raise ConfigError(f"say which model: {', '.join(complete)}")
         names = ", ".join(entry["id"] for entry in listed)
         raise NoRoute(
             f"no model that can chat is whole now (the swarm knows {names or 'none'}): swarmd models ls says what lacks"
@@ -122,7 +127,7 @@ class Conversation:
         elif name == "save" and rest:
             self._save(Path(rest).expanduser())
         elif name == "why":
-            self._why()
+            self._print_why()
         elif name == "help":
             print(HELP)
         else:
@@ -141,22 +146,24 @@ class Conversation:
 
     def _save(self, path: Path) -> None:
         try:
-            path.write_text(json.dumps({"model": self.model, "messages": self._messages()}, indent=2) + "\n")
+            conversation = {"model": self.model, "messages": self._messages()}
+            path.write_text(json.dumps(conversation, indent=2) + "\n")
             print(f"(written to {path})")
         except OSError as error:
             print(f"({path} cannot be written: {error.strerror})")
 
-    def _why(self) -> None:
+    def _print_why(self) -> None:
         from swarmd.errors import SwarmError
 
         print("\n".join(self.chain) or "(nothing was answered yet)")
         with suppress(SwarmError):
             for chain in ask("why", model=self.model)["chains"].values():
-                print(chain["error"] or f"the cheapest chain now, {number(chain['cost_ms'], ' ms')} a token: "
-                      + ", ".join(chain["hops"]))  # fmt: skip
+                print(chain["error"] or _describe_chain(chain))
 
     def _messages(self) -> list[dict[str, str]]:
-        return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
+        if not self.system:
+            return list(self.turns)
+        return [{"role": "system", "content": self.system}, *self.turns]
 
     # --- answers -----------------------------------------------------------------------------------------------
 
@@ -164,15 +171,20 @@ class Conversation:
         """Stream one answer; Ctrl-C stops it, and what came so far is part of the conversation."""
         from swarmd.errors import SwarmError
 
+        # The gateway has no memory of conversations: each request carries all turns. What came before Ctrl-C is an
+        # answer as far as it goes. One that failed is not kept, so that /retry asks the same question again.
         body = {"model": self.model, "messages": self._messages(), **self.options}
-        text, begun, first, last = "", time.monotonic(), 0.0, dict[str, Any]()
+        text = ""
+        began_at = time.monotonic()
+        first_s = 0.0
+        last_event: JsonObject = {}
         try:
             with closing(self.gateway.stream("/v1/chat/completions", body)) as events:
                 for event in events:
-                    last = event if event.get("usage") else last
+                    last_event = event if event.get("usage") else last_event
                     for choice in event["choices"]:
                         part = choice["delta"].get("content") or ""
-                        first = first or (time.monotonic() - begun if part else 0.0)
+                        first_s = first_s or (time.monotonic() - began_at if part else 0.0)
                         text += part
                         print(part, end="", flush=True)
         except KeyboardInterrupt:
@@ -182,15 +194,23 @@ class Conversation:
             return
         print()
         self.turns.append({"role": "assistant", "content": text})
-        self._tell(last, first, time.monotonic() - begun)
+        self._print_summary(last_event, first_s, time.monotonic() - began_at)
 
-    def _tell(self, last: dict[str, Any], first_s: float, seconds: float) -> None:
-        """The numbers under an answer, dim where the terminal can."""
-        if not last:
+    def _print_summary(self, last_event: JsonObject, first_s: float, seconds: float) -> None:
+        """Print the numbers under an answer, dim where the terminal can."""
+        if not last_event:
             return
-        n, about = last["usage"]["completion_tokens"], last["swarmd"]
-        self.chain = about["chain"]
-        speed = f", {(n - 1) / (seconds - first_s):.1f} tokens/s" if n > 1 and seconds > first_s else ""
-        told = f"{count(n, 'token')}{speed}, the first after {first_s:.2f} s, through {count(len(self.chain), 'hop')}"
-        told = "\n".join([told, *what_happened(about)])
-        print(f"\033[2m{told}\033[0m" if sys.stdout.isatty() else told, file=sys.stderr)
+        n_tokens = last_event["usage"]["completion_tokens"]
+        details = last_event["swarmd"]
+        self.chain = details["chain"]
+        speed = ""
+        if n_tokens > 1 and seconds > first_s:
+            speed = f", {(n_tokens - 1) / (seconds - first_s):.1f} tokens/s"
+        hops = count(len(self.chain), "hop")
+        summary = f"{count(n_tokens, 'token')}{speed}, the first after {first_s:.2f} s, through {hops}"
+        summary = "\n".join([summary, *describe_answer(details)])
+        print(f"\033[2m{summary}\033[0m" if sys.stdout.isatty() else summary, file=sys.stderr)
+
+
+def _describe_chain(chain: JsonObject) -> str:
+    return f"the cheapest chain now, {format_number(chain['cost_ms'], ' ms')} a token: {', '.join(chain['hops'])}"

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import home, print_json, size, table
+from swarmd_cli.context import format_size, home, print_json, print_table
 from swarmd_cli.curve import EIGHTHS
 from swarmd_cli.verbs.look import Json
 
@@ -33,64 +33,85 @@ def credit(
 
     state = home()
     own_voucher = read_links_untrusted(state.swarm().certificate)[0].key
-    books, me, now = UsageLedger(state.books_file), state.identity().peer_id, int(time.time())
-    since = now - days * DAY_S
-    n_checked = books.check() if check else None
-    counted = books.counted(since)
-    served = sum(n for voucher, n in books.served(since).items() if voucher != own_voucher)
-    sums, by_day = books.sums(me, own_voucher, since), books.days(me, own_voucher, since)
-    gave, took = sum(s.gave for s in sums), sum(s.took for s in sums)
+    ledger = UsageLedger(state.books_file)
+    own_peer = state.identity().peer_id
+    now_s = int(time.time())
+    since = now_s - days * DAY_S
+    n_checked = ledger.check() if check else None
+    counted = ledger.counted(since)
+    served = sum(n_served for voucher, n_served in ledger.served(since).items() if voucher != own_voucher)
+    accounts = ledger.sums(own_peer, own_voucher, since)
+    by_day = ledger.days(own_peer, own_voucher, since)
+    n_gave = sum(account.gave for account in accounts)
+    n_took = sum(account.took for account in accounts)
     if as_json:
         rows = [
-            {"voucher": s.voucher.hex(), "peers": list(s.peers), "gave": s.gave, "took": s.took}
-            | {"sessions": s.n_sessions, "last_at": s.last_at}
-            for s in sums
+            {
+                "voucher": account.voucher.hex(),
+                "peers": list(account.peers),
+                "gave": account.gave,
+                "took": account.took,
+                "sessions": account.n_sessions,
+                "last_at": account.last_at,
+            }
+            for account in accounts
         ]
-        per_day = [{"day": day * DAY_S, "gave": g, "took": t} for day, (g, t) in sorted(by_day.items())]
-        alone = {kind.name.lower(): n for kind, n in counted.items()}
-        both = {"gave": gave, "took": took, "with": rows, "days": per_day, "bills_checked": n_checked}
-        print_json({**both, "counted": {**alone, "served": served}})
+        per_day = []
+        for day, (day_gave, day_took) in sorted(by_day.items()):
+            per_day.append({"day": day * DAY_S, "gave": day_gave, "took": day_took})
+        alone = {kind.name.lower(): amount for kind, amount in counted.items()}
+        totals = {"gave": n_gave, "took": n_took, "with": rows, "days": per_day, "bills_checked": n_checked}
+        print_json({**totals, "counted": {**alone, "served": served}})
         return
     if n_checked is not None:
         print(f"{n_checked} bills, all signed by both sides", file=sys.stderr)
-    listed = [
-        [_who(s.voucher, s.peers), f"{s.gave:,}", f"{s.took:,}", str(s.n_sessions), _ago(now - s.last_at)] for s in sums
-    ]
-    table(f"Tokens x blocks of the last {days} days", ["with", "gave", "took", "sessions", "last"], listed)
-    table("Counted by this machine alone", ["", ""], _own(counted, served))
-    if sums:
-        print(f"gave {gave:,}, took {took:,}")
-        today = now // DAY_S
-        columns = [by_day.get(day, (0, 0)) for day in range(today - min(days, DAYS) + 1, today + 1)]
-        for name, values in (("gave", [g for g, _ in columns]), ("took", [t for _, t in columns])):
-            print(f"{name} {spark(values)} {max(values):,} on the best day of {len(columns)}")
+    partner_rows = []
+    for account in accounts:
+        sponsor = _format_sponsor(account.voucher, account.peers)
+        age = _format_age(now_s - account.last_at)
+        partner_rows.append([sponsor, f"{account.gave:,}", f"{account.took:,}", str(account.n_sessions), age])
+    print_table(f"Tokens x blocks of the last {days} days", ["with", "gave", "took", "sessions", "last"], partner_rows)
+    print_table("Counted by this machine alone", ["", ""], _own_rows(counted, served))
+    if accounts:
+        print(f"gave {n_gave:,}, took {n_took:,}")
+        today = now_s // DAY_S
+        first_day = today - min(days, DAYS) + 1
+        columns = [by_day.get(day, (0, 0)) for day in range(first_day, today + 1)]
+        _print_days("gave", [day_gave for day_gave, _ in columns])
+        _print_days("took", [day_took for _, day_took in columns])
 
 
-def _own(counted: dict[Any, int], served: int) -> list[list[str]]:
+def _print_days(name: str, values: Sequence[int]) -> None:
+    print(f"{name} {draw_sparkline(values)} {max(values):,} on the best day of {len(values)}")
+
+
+def _own_rows(counted: dict[Any, int], served: int) -> list[list[str]]:
     from swarmd.usage_ledger import UsageKind
 
     return [
         ["tokens x blocks for others, signed for or not", f"{served:,}"],
-        ["weights given to others", size(counted[UsageKind.WEIGHTS_GIVEN])],
-        ["weights taken from others", size(counted[UsageKind.WEIGHTS_TAKEN])],
+        ["weights given to others", format_size(counted[UsageKind.WEIGHTS_GIVEN])],
+        ["weights taken from others", format_size(counted[UsageKind.WEIGHTS_TAKEN])],
         ["micro-batches of fine-tuning", f"{counted[UsageKind.MICRO_BATCHES]:,}"],
         ["samples for training runs", f"{counted[UsageKind.SAMPLES]:,}"],
         ["online as a server", f"{counted[UsageKind.SECONDS] / 3600:.1f} h"],
     ]
 
 
-def spark(values: Sequence[int]) -> str:
-    """One column for each value, as high as it is large."""
-    most = max(values, default=0)
-    return "".join(EIGHTHS[-(-8 * value // most)] if most else EIGHTHS[0] for value in values)
+def draw_sparkline(values: Sequence[int]) -> str:
+    """Draw one column for each value, as high as it is large."""
+    largest = max(values, default=0)
+    if not largest:
+        return EIGHTHS[0] * len(values)
+    return "".join(EIGHTHS[-(-8 * value // largest)] for value in values)  # rounded up: what is not 0 is seen
 
 
-def _who(voucher: bytes, peers: Sequence[str]) -> str:
+def _format_sponsor(voucher: bytes, peers: Sequence[str]) -> str:
     names = ", ".join(peer[-8:] for peer in peers)
     return f"invite {voucher.hex()[:8]}" + (f" ({names})" if names else "")
 
 
-def _ago(seconds: int) -> str:
+def _format_age(seconds: int) -> str:
     for unit, unit_s in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= unit_s:
             return f"{seconds // unit_s} {unit} ago"

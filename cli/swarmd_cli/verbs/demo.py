@@ -24,7 +24,7 @@ from swarmd.errors import SwarmUnavailable
 from swarmd.home import Home
 from swarmd.importing import importing
 from swarmd.protocol.membership.identity import Identity
-from swarmd_cli.gateway_client import gateway_of_this_home
+from swarmd_cli.gateway_client import open_gateway
 
 SPANS = ((0, 4), (1, 5), (2, 6))
 CHAIN = ((0, 0, 2), (1, 2, 4), (2, 4, 6))
@@ -41,7 +41,8 @@ class Volunteers:
 
     def __init__(self, folder: Path, model: str = "demo", spans: Sequence[tuple[int, int]] = SPANS) -> None:
         self.homes = [Home(folder / name.lower()) for name in NAMES]
-        self.model, self.spans = model, spans
+        self.model = model
+        self.spans = spans
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Volunteers:
@@ -53,57 +54,66 @@ class Volunteers:
             process.wait()
 
     def start(self, index: int) -> None:
-        home, (start, end) = self.homes[index], self.spans[index]
+        """Start one volunteer's daemon."""
+        home = self.homes[index]
+        start, end = self.spans[index]
         command = [sys.executable, "-P", "-m", "swarmd_cli.main", "--home", str(home.folder), "up"]
         command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--serve", self.model, "--blocks", f"{start}:{end}"]
         environment = {**os.environ, "SWARMD_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with (home.folder / "daemon.log").open("wb") as log:
-            self.processes.append(
-                subprocess.Popen(
-                    command,
-                    stdout=log,
-                    stderr=log,
-                    stdin=subprocess.DEVNULL,
-                    env=environment,
-                    process_group=0,  # Ctrl-C stops an answer of the chat, and nobody who serves
-                )
+            process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                process_group=0,  # Ctrl-C stops an answer of the chat, and no daemon
             )
+        self.processes.append(process)
 
     def ask(self, index: int, path: str) -> dict[str, Any]:
+        """Call a volunteer's control API."""
         unencrypted = httpx.HTTPTransport(uds=str(self.homes[index].socket), verify=False)
         with httpx.Client(transport=unencrypted, timeout=10) as http:
             return dict(http.get(f"http://swarmd/v1/{path}").json())
 
-    def wait_for(self, condition: Any, what: str, on_stage: Callable[[str], None]) -> None:
-        """Wait as long as anything changes in what the daemons say; ``on_stage`` is told. Raises SwarmUnavailable."""
-        told, deadline = "", time.monotonic() + QUIET_S
+    def wait_for(self, condition: Any, missing: str, on_stage: Callable[[str], None]) -> None:
+        """Wait as long as anything changes in what the daemons say; ``on_stage`` gets it. Raises SwarmUnavailable."""
+        # No fixed time is right for every machine: importing torch takes seconds on one, minutes on another. As long
+        # as a daemon says something new it is at work, so the deadline is for silence alone.
+        shown_stage = ""
+        deadline = time.monotonic() + QUIET_S
         while not condition():
             stage = self._stage()
-            if stage != told:
-                told, deadline = stage, time.monotonic() + QUIET_S
+            if stage != shown_stage:
+                shown_stage = stage
+                deadline = time.monotonic() + QUIET_S
                 on_stage(stage)
             for index, process in enumerate(self.processes):
                 if process.poll() is not None:
                     log = (self.homes[index].folder / "daemon.log").read_text()[-800:]
-                    raise SwarmUnavailable(f"{NAMES[index]}'s daemon ended while waiting for {what}:\n{log}")
+                    raise SwarmUnavailable(f"{NAMES[index]}'s daemon ended while waiting for {missing}:\n{log}")
             if time.monotonic() > deadline:
-                raise SwarmUnavailable(f"no {what}, and nothing has changed for {QUIET_S:.0f} s: {told}")
+                raise SwarmUnavailable(f"no {missing}, and nothing has changed for {QUIET_S:.0f} s: {shown_stage}")
             time.sleep(LOOK_INTERVAL_S)
 
     def _stage(self) -> str:
-        """What each daemon does now, in words."""
+        """Write what each daemon does now."""
         stages = []
         for index, name in enumerate(NAMES[: len(self.processes)]):
             try:
-                hosting = self.ask(index, "status")["hosting"] if self.homes[index].socket.exists() else []
+                has_socket = self.homes[index].socket.exists()
+                hosting = self.ask(index, "status")["hosting"] if has_socket else []
             except httpx.TransportError:  # a moment before it takes connections
                 hosting = []
-            doing = hosting[0]["why"] if hosting and hosting[0]["state"] != "online" else ""
-            stages.append(f"{name}: {doing or ('online' if hosting else 'starting its daemon')}")
+            stage = "online" if hosting else "starting its daemon"
+            if hosting and hosting[0]["state"] != "online" and hosting[0]["why"]:
+                stage = hosting[0]["why"]
+            stages.append(f"{name}: {stage}")
         return "\n  ".join(stages)
 
 
-def play(max_tokens: int, seed: int) -> int:
+def run_demo(max_tokens: int, seed: int) -> int:
     """Run the demo; returns 0 when the tokens equal an uninterrupted local run."""
     console = Console(highlight=False)
     console.print("[bold]A private swarm of three volunteers on this machine[/bold]")
@@ -112,13 +122,14 @@ def play(max_tokens: int, seed: int) -> int:
             volunteers.homes[0].found("demo")
             _assemble(volunteers, lambda stage: status.update(f"getting ready\n  {stage}"))
         for name, (start, end), process in zip(NAMES, SPANS, volunteers.processes, strict=True):
-            console.print(f"  {name:8} process {process.pid:<7} serves {_bar(start, end)}  blocks [{start},{end})")
+            served = f"serves {_draw_span(start, end)}  blocks [{start},{end})"
+            console.print(f"  {name:8} process {process.pid:<7} {served}")
         result = _generate(console, volunteers, max_tokens, seed)
-    return _report(console, result)
+    return _print_report(console, result)
 
 
-def talk(source: Path) -> int:
-    """A chat with a model that three volunteers serve: the first has it, the others fetch their parts from it."""
+def run_chat(source: Path) -> int:
+    """Chat with a model that three volunteers serve: the first has it, the others fetch their parts from it."""
     from swarmd_cli.context import set_home
     from swarmd_cli.verbs import chat, models
 
@@ -128,26 +139,30 @@ def talk(source: Path) -> int:
         founder.found("chat")
         _keep_conversions(founder)
         set_home(founder.folder)
-        console.print(models.take_in(str(source), "chat"))
+        console.print(models.add_source(str(source), "chat"))
         n = founder.catalog().models["chat"][1]
-        spans = ((0, max(1, 2 * n // 3)), (n // 6, max(1, 5 * n // 6)), (n // 3, n))
+        # Two thirds of the model for each. The first and the last together hold all of it: the middle one may die.
+        first = (0, max(1, 2 * n // 3))
+        middle = (n // 6, max(1, 5 * n // 6))
+        last = (n // 3, n)
+        spans = (first, middle, last)
         with Volunteers(Path(folder), "chat", spans) as volunteers:
             with console.status("starting three daemons, which fetch their parts from each other ...") as status:
                 _assemble(volunteers, lambda stage: status.update(f"getting ready\n  {stage}"))
             for name, (start, end), process in zip(NAMES, spans, volunteers.processes, strict=True):
-                console.print(
-                    f"  {name:8} process {process.pid:<7} serves blocks [{start},{end})  (kill -9 one of them)"
-                )
-            with gateway_of_this_home() as gateway:
+                served = f"serves blocks [{start},{end})"
+                console.print(f"  {name:8} process {process.pid:<7} {served}  (kill -9 one of them)")
+            with open_gateway() as gateway:
                 chat.Conversation(gateway, "chat", "", {}).run()
     return 0
 
 
 def _keep_conversions(founder: Home) -> None:
     """Have what is converted outlive this chat: the next one begins where the first answer did."""
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swarmd" / CONVERTED
-    kept.mkdir(parents=True, exist_ok=True)
-    (founder.folder / CONVERTED).symlink_to(kept.resolve())
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = caches / "swarmd" / CONVERTED
+    cache.mkdir(parents=True, exist_ok=True)
+    (founder.folder / CONVERTED).symlink_to(cache.resolve())
 
 
 def _assemble(volunteers: Volunteers, on_stage: Callable[[str], None]) -> None:
@@ -159,12 +174,12 @@ def _assemble(volunteers: Volunteers, on_stage: Callable[[str], None]) -> None:
         volunteers.homes[index].enter(invite, Identity.generate(), founder.catalog_raw())
         volunteers.start(index)
 
-    def complete() -> bool:
-        rows: list[dict[str, Any]] = volunteers.ask(0, "peers")["peers"]
-        online = [s for r in rows for s in r["spans"] if s["state"] == "online"]
+    def is_complete() -> bool:
+        peers: list[dict[str, Any]] = volunteers.ask(0, "peers")["peers"]
+        online = [span for peer in peers for span in peer["spans"] if span["state"] == "online"]
         return len(online) == len(NAMES)
 
-    volunteers.wait_for(complete, "complete set of blocks", on_stage)
+    volunteers.wait_for(is_complete, "complete set of blocks", on_stage)
 
 
 def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: int) -> dict[str, Any]:
@@ -180,18 +195,22 @@ def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: i
     from swarmd.plan.chains.routing import Hop
     from swarmd.values import Span
 
+    # The same seed draws the same tokens from the same logits. So the tokens of the swarm, with a server killed in
+    # the middle, must be those of an uninterrupted local run, one by one.
     quiet()
     torch.set_num_threads(1)
     peers = [home.identity().peer_id for home in volunteers.homes]
-    chain = tuple(Hop(peers[i], Span(a, b)) for i, a, b in CHAIN)
-    names = {peer[-8:]: name for peer, name in zip(peers, NAMES, strict=True)}
+    hops = [Hop(peers[index], Span(start, end)) for index, start, end in CHAIN]
+    short_ids = [peer[-8:] for peer in peers]
+    names = dict(zip(short_ids, NAMES, strict=True))
     local = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
     sampling = {"do_sample": True, "temperature": 0.7, "max_new_tokens": max_tokens, "min_new_tokens": max_tokens}
     with swarmd.connect(home=volunteers.homes[0].folder) as swarm:
-        model, tokenizer = swarm.model("demo", chain=chain), swarm.tokenizer("demo")
+        model = swarm.model("demo", chain=tuple(hops))
+        tokenizer = swarm.tokenizer("demo")
         inputs = tokenizer(PROMPT, return_tensors="pt")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console) as progress:
+        description = TextColumn("{task.description}")
+        with Progress(description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as progress:
             task = progress.add_task("generating", total=max_tokens)
             times: list[float] = []
 
@@ -210,7 +229,7 @@ def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: i
         session = model.last_session
     torch.manual_seed(seed)
     expected = local.generate(**inputs, **sampling)
-    gaps = sorted(b - a for a, b in itertools.pairwise(times))
+    gaps = sorted(later - earlier for earlier, later in itertools.pairwise(times))
     return {
         "text": tokenizer.decode(ids[0], skip_special_tokens=True),
         "is_equal": torch.equal(ids, expected),
@@ -224,14 +243,14 @@ def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: i
     }
 
 
-def _report(console: Console, result: dict[str, Any]) -> int:
+def _print_report(console: Console, result: dict[str, Any]) -> int:
     repairs = result["repairs"]
     console.print(f"\n[italic]{result['text']}[/italic]\n")
-    before = repairs[0].chain_before if repairs else result["chain_after"]
-    console.print(f"chain before  {_chain(before, result['names'])}")
-    console.print(f"chain after   {_chain(result['chain_after'], result['names'])}")
-    rate = result["n_tokens"] / result["seconds"]
-    console.print(f"speed         {rate:.1f} tokens/s; a token takes {1000 * result['median_gap_s']:.1f} ms")
+    chain_before = repairs[0].chain_before if repairs else result["chain_after"]
+    console.print(f"chain before  {_draw_chain(chain_before, result['names'])}")
+    console.print(f"chain after   {_draw_chain(result['chain_after'], result['names'])}")
+    tokens_per_s = result["n_tokens"] / result["seconds"]
+    console.print(f"speed         {tokens_per_s:.1f} tokens/s; a token takes {1000 * result['median_gap_s']:.1f} ms")
     console.print(f"longest stall {1000 * result['longest_gap_s']:.0f} ms, while the chain was repaired")
     for repair in repairs:
         console.print(f"what happened {repair.reason}; {repair.replayed_tokens} tokens replayed by the hop before it")
@@ -240,7 +259,7 @@ def _report(console: Console, result: dict[str, Any]) -> int:
     return 0 if result["is_equal"] and repairs else 1
 
 
-def _chain(hops: tuple[str, ...], names: dict[str, str]) -> str:
+def _draw_chain(hops: tuple[str, ...], names: dict[str, str]) -> str:
     """Draw a chain: you ─▶ Ada [0,2) ─▶ ... ─▶ you."""
     drawn = []
     for hop in hops:
@@ -249,6 +268,6 @@ def _chain(hops: tuple[str, ...], names: dict[str, str]) -> str:
     return " ─▶ ".join(["you", *drawn, "you"])
 
 
-def _bar(start: int, end: int) -> str:
+def _draw_span(start: int, end: int) -> str:
     n = max(stop for _, stop in SPANS)
     return "".join("█" if start <= block < end else "░" for block in range(n))

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import home, print_json, table, tell_daemon
+from swarmd_cli.context import home, print_json, print_table, reload_daemon
 from swarmd_cli.verbs.look import Json
 
 app = typer.Typer(
@@ -29,14 +29,18 @@ def ls(as_json: Json = False) -> None:
     """
     state = home()
     charter = state.founders().charter
-    own = state.founder_key().public_key if state.is_founder else b""
+    own_key = state.founder_key().public_key if state.is_founder else b""
     if as_json:
         keys = [key.hex() for key in charter.keys]
-        print_json({"founders": keys, "needed": charter.needed, "honoured": [key.hex() for key in charter.honoured]})
+        honoured = [key.hex() for key in charter.honoured]
+        print_json({"founders": keys, "needed": charter.needed, "honoured": honoured})
         return
-    rows = [[key.hex() + (" (this one)" if key == own else ""), "founds"] for key in charter.keys]
+    rows = []
+    for key in charter.keys:
+        mark = " (this one)" if key == own_key else ""
+        rows.append([key.hex() + mark, "founds"])
     rows += [[key.hex(), "founded; its invites' guests stay"] for key in charter.honoured]
-    table(f"Founders: {charter.needed} of {len(charter.keys)} change who they are", ["key", ""], rows)
+    print_table(f"Founders: {charter.needed} of {len(charter.keys)} change who they are", ["key", ""], rows)
 
 
 @app.command("key")
@@ -65,13 +69,14 @@ def add(
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership import charter
 
-    now = home().founders().charter
-    keys, needed = (*now.keys, charter.decode_key_untrusted(founder)), needed or now.needed
+    current = home().founders().charter
+    keys = (*current.keys, charter.decode_key_untrusted(founder))
+    needed = needed or current.needed
     if needed == len(keys) and not yes:
         raise ConfigError(
             f"with {needed} of {len(keys)} the loss of one key leaves nobody to change this: --yes, if so"
         )
-    _change(keys, needed, now.honoured)
+    _change(keys, needed, current.honoured)
 
 
 @app.command("rm")
@@ -86,15 +91,21 @@ def rm(
 
     Example: swarmd founders rm 5f0c... --stolen
     """
-    now, gone = home().founders().charter, _key(founder)
-    keys = tuple(key for key in now.keys if key != gone)
-    honoured = tuple(key for key in (*now.honoured, *(now.keys if not stolen else ())) if key not in keys)
-    honoured = tuple(key for key in honoured if not (stolen and key == gone))
-    if keys == now.keys and honoured == now.honoured:
+    current = home().founders().charter
+    removed_key = _read_key(founder)
+    keys = tuple(key for key in current.keys if key != removed_key)
+    # Honoured keys are founders no more, but the certificates that they signed count on. A stolen key is not honoured:
+    # its thief could let in anybody.
+    candidates = current.honoured if stolen else (*current.honoured, *current.keys)
+    honoured = tuple(key for key in candidates if key not in keys)
+    if stolen:
+        honoured = tuple(key for key in honoured if key != removed_key)
+    if keys == current.keys and honoured == current.honoured:
         from swarmd.errors import ConfigError
 
         raise ConfigError(f"{founder[:16]} is no founder: see swarmd founders ls")
-    _change(keys, min(needed or now.needed, len(keys)), tuple(dict.fromkeys(honoured)))
+    n_needed = min(needed or current.needed, len(keys))
+    _change(keys, n_needed, tuple(dict.fromkeys(honoured)))
 
 
 @app.command("sign")
@@ -106,8 +117,8 @@ def sign(line: Annotated[str, typer.Argument(metavar="LINE", help="What founders
     from swarmd.protocol.membership import charter
 
     draft = charter.decode_line_untrusted(line)
-    _say(draft.charter)
-    _finish(draft)
+    _print_charter(draft.charter)
+    _sign_draft(draft)
 
 
 def _change(keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...]) -> None:
@@ -115,34 +126,36 @@ def _change(keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...]) -
 
     state = home()
     state.founder()
-    _finish(charter.follower(state.founders().charter, keys, needed, honoured))
+    _sign_draft(charter.follower(state.founders().charter, keys, needed, honoured))
 
 
-def _finish(draft: Any) -> None:
+def _sign_draft(draft: Any) -> None:
     from swarmd.protocol.membership import charter
 
     state = home()
-    before = state.founders().charter
+    previous = state.founders().charter
     signed = state.found_on(draft)
     if state.founders().charter == signed.charter:
-        tell_daemon()
-        _say(signed.charter)
+        reload_daemon()
+        _print_charter(signed.charter)
         print("It counts from now on.")
         if signed.charter.needed == len(signed.charter.keys) > 1:
             print("All of them are needed: name another one before one more is lost.")
         return
-    left = charter.missing(signed, before)
-    who = f"{left} of the founders must sign it, too" if left else "one of the new founders must take it over"
-    print(f"{who}: swarmd founders sign {charter.encode(signed)}")
+    n_missing = charter.missing(signed, previous)
+    next_step = "one of the new founders must take it over"
+    if n_missing:
+        next_step = f"{n_missing} of the founders must sign it, too"
+    print(f"{next_step}: swarmd founders sign {charter.encode(signed)}")
 
 
-def _say(found: Any) -> None:
-    print(f"{len(found.keys)} found the swarm, {found.needed} of them change who they are:")
-    for key in found.keys:
+def _print_charter(charter: Any) -> None:
+    print(f"{len(charter.keys)} found the swarm, {charter.needed} of them change who they are:")
+    for key in charter.keys:
         print(f"  {key.hex()}")
 
 
-def _key(text: str) -> bytes:
+def _read_key(text: str) -> bytes:
     from swarmd.errors import ConfigError
 
     try:

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from swarmd.importing import importing
-from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import home, print_json, table
+from swarmd_cli.context import home, print_json, print_table
+from swarmd_cli.preflight import require_answers
 from swarmd_cli.verbs.look import Json
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
@@ -37,12 +37,14 @@ def gateway(
 
     from swarmd import config
     from swarmd.gateway.keys import Keys
-    from swarmd.gateway.listening import bound
+    from swarmd.gateway.listening import open_listener
 
     home().swarm()
     settings = config.load(home().folder).check().gateway
-    chosen = replace(settings, listen=listen or settings.listen)
-    bound(chosen.listen, bool(Keys(home().folder).all())).close()  # what cannot be is refused before torch is imported
+    chosen_settings = replace(settings, listen=listen or settings.listen)
+    # A listener that cannot be is refused before torch is imported.
+    has_keys = bool(Keys(home().folder).all())
+    open_listener(chosen_settings.listen, has_keys).close()
     if config.SUPERVISED not in os.environ:
         require_answers()
         print("starting ...", file=sys.stderr, flush=True)
@@ -54,12 +56,12 @@ def gateway(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
     logging.getLogger("libp2p").setLevel(logging.ERROR)
-    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the rest is for whoever serves here
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the rest is for a worker that serves here
 
     def ready(url: str) -> None:
         print(f"The gateway is at {url} (OpenAI's clients: base URL {url}/v1)", flush=True)
 
-    while trio.run(serve, home().folder, chosen, ready):
+    while trio.run(serve, home().folder, chosen_settings, ready):
         logging.getLogger(__name__).info("joining again, with a new certificate")
 
 
@@ -71,8 +73,8 @@ def add(name: Annotated[str, typer.Argument(help="Who or what the key is for.")]
     """
     from swarmd.gateway.keys import Keys
 
-    made = Keys(home().folder).add(name)
-    print(made)
+    api_key = Keys(home().folder).add(name)
+    print(api_key)
     print("It is not shown again; only its hash is kept.", file=sys.stderr)
 
 
@@ -86,10 +88,14 @@ def ls(as_json: Json = False) -> None:
 
     keys = Keys(home().folder).all()
     if as_json:
-        print_json({"keys": [{"name": k.name, "made_at": k.made_at} for k in keys]})
+        listed = [{"name": api_key.name, "made_at": api_key.made_at} for api_key in keys]
+        print_json({"keys": listed})
         return
-    rows = [[k.name, time.strftime("%Y-%m-%d %H:%M", time.localtime(k.made_at))] for k in keys]
-    table("API keys", ["name", "made"], rows)
+    rows = []
+    for api_key in keys:
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(api_key.made_at))
+        rows.append([api_key.name, made])
+    print_table("API keys", ["name", "made"], rows)
 
 
 @key.command("rm")
@@ -114,11 +120,11 @@ def open_page(
     import webbrowser
 
     from swarmd.errors import ConfigError
-    from swarmd.gateway.address import running, token_of
+    from swarmd.gateway.address import read_token, read_url
 
-    url = running(home().folder)
+    url = read_url(home().folder)
     if url is None:
         raise ConfigError("no gateway runs here: start one with swarmd gateway, or say on = true under [gateway]")
-    address = f"{url}/#token={token_of(home().folder)}"
+    address = f"{url}/#token={read_token(home().folder)}"
     if only_print or not webbrowser.open(address):
         print(address)

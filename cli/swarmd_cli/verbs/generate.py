@@ -6,6 +6,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -13,20 +15,33 @@ import typer
 
 from swarmd.importing import importing
 from swarmd.values import count
-from swarmd_cli.beforehand import require_answers
 from swarmd_cli.context import home, print_json
 from swarmd_cli.gateway_client import (
     GatewayClient,
-    may_be_wrong,
+    describe_answer,
+    describe_doubt,
+    find_gateway,
     require_listed,
-    running_gateway,
-    what_happened,
 )
+from swarmd_cli.preflight import require_answers
 
 T = TypeVar("T")
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 WAIT_S = 5.0  # between looks whether what a model lacks is served
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What the user wants: a text to answer or continue, and how tokens are chosen."""
+
+    model: str
+    text: str
+    max_tokens: int
+    temperature: float
+    seed: int
+    is_raw: bool
 
 
 def run(
@@ -58,42 +73,46 @@ def run(
     text = prompt or _read_stdin()
     if not text.strip():
         raise typer.BadParameter("an empty prompt: give a text to continue")
+    # A gateway that runs has torch and the model's files in memory already, and answers at once. Where none runs, or
+    # for what it does not do, a client of our own is started.
     needs_own_client = as_json or adapter or draft or only or verify
-    if not needs_own_client and (gateway := running_gateway()) is not None:
+    gateway = None if needs_own_client else find_gateway()
+    path = None if gateway is None else _choose_path(gateway, model, raw)
+    if gateway is not None and path is not None:
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        if (path := _path(gateway, model, raw)) is not None:
-            _until_whole(lambda: _ask(gateway, path, model, text, sampling), wait)
-            return
+        _retry_until_whole(partial(_ask_gateway, gateway, path, model, text, sampling), wait)
+        return
     require_answers(model, draft, adapter=adapter)
     print(f"{model}: loading what is computed here ...", file=sys.stderr, flush=True)
     with importing():
         import swarmd.client.blocking
 
     with swarmd.connect(home=home().folder) as swarm:
-        loaded = _until_whole(
-            lambda: swarm.model(model, adapter=adapter, draft=draft, only=only or (), verify=verify, wait_s=WAIT_S),
-            wait,
-        )
-        _generate(swarm, loaded, model, text, max_tokens, temperature, seed, as_json, raw)
+        options: dict[str, Any] = {"adapter": adapter, "draft": draft, "only": only or (), "verify": verify}
+        load = partial(swarm.model, model, **options, wait_s=WAIT_S)
+        loaded = _retry_until_whole(load, wait)
+        task = _Task(model, text, max_tokens, temperature, seed, is_raw=raw)
+        _generate_here(swarm, loaded, task, as_json)
 
 
-def _until_whole(ask: Callable[[], T], waits: bool) -> T:
-    """What ``ask`` gives; again and again while blocks are missing, if it is to wait. Raises SwarmError."""
+def _retry_until_whole(ask: Callable[[], T], waits: bool) -> T:
+    """Return what ``ask`` gives; try again while blocks are missing, if it ``waits``. Raises SwarmError."""
     from swarmd.errors import NoRoute
 
+    # The pause counts from the beginning of an attempt: one that took long is followed by the next at once.
     while True:
-        begun = time.monotonic()
+        began_at = time.monotonic()
         try:
             return ask()
         except NoRoute as error:
             if not waits:
                 raise
             print(f"waiting: {error}", file=sys.stderr)
-        time.sleep(max(0.0, WAIT_S - (time.monotonic() - begun)))
+        time.sleep(max(0.0, WAIT_S - (time.monotonic() - began_at)))
 
 
-def _path(gateway: GatewayClient, name: str, raw: bool) -> str | None:
-    """Where a gateway answers for this model; None where only reading its files tells. Raises ConfigError."""
+def _choose_path(gateway: GatewayClient, name: str, raw: bool) -> str | None:
+    """Choose where a gateway answers for this model; None where only its files tell. Raises ConfigError."""
     listed = gateway.models()
     require_listed(name, listed)
     by_name = {entry["id"]: entry["swarmd"] for entry in listed}
@@ -105,15 +124,19 @@ def _path(gateway: GatewayClient, name: str, raw: bool) -> str | None:
     return None if chats is None else CHAT
 
 
-def _ask(gateway: GatewayClient, path: str, name: str, text: str, sampling: dict[str, Any]) -> None:
+def _ask_gateway(gateway: GatewayClient, path: str, name: str, text: str, sampling: dict[str, Any]) -> None:
     """Print what comes, and afterwards what it took. Raises NoRoute as long as nothing came, and SwarmError."""
     from swarmd.errors import NoRoute, SwarmError, SwarmUnavailable
 
-    begun, last, has_begun = time.monotonic(), dict[str, Any](), False
-    asked = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text, "echo": True}
+    began_at = time.monotonic()
+    last_event: dict[str, Any] = {}
+    has_begun = False
+    prompt: dict[str, Any] = {"prompt": text, "echo": True}
+    if path == CHAT:
+        prompt = {"messages": [{"role": "user", "content": text}]}
     try:
-        for event in gateway.stream(path, {"model": name, **asked, **sampling}):
-            last = event if event.get("usage") else last
+        for event in gateway.stream(path, {"model": name, **prompt, **sampling}):
+            last_event = event if event.get("usage") else last_event
             for choice in event["choices"]:
                 delta = choice.get("delta") or {"content": choice.get("text")}
                 part = delta.get("content") or delta.get("reasoning_content") or ""
@@ -126,19 +149,20 @@ def _ask(gateway: GatewayClient, path: str, name: str, text: str, sampling: dict
             raise SwarmUnavailable(str(error)) from None
         raise
     print()
-    about, n, seconds = last["swarmd"], last["usage"]["completion_tokens"], time.monotonic() - begun
-    _tell(n, seconds, about["chain"])
-    for line in what_happened(about):
+    details = last_event["swarmd"]
+    n_tokens = last_event["usage"]["completion_tokens"]
+    _print_summary(n_tokens, time.monotonic() - began_at, details["chain"])
+    for line in describe_answer(details):
         print(line, file=sys.stderr)
 
 
-def _tell(n_tokens: int, seconds: float, chain: Iterable[str]) -> None:
-    told = f"{count(n_tokens, 'token')}, {n_tokens / seconds:.1f} tokens/s through {' -> '.join(chain)}"
-    print(told, file=sys.stderr)
+def _print_summary(n_tokens: int, seconds: float, chain: Iterable[str]) -> None:
+    summary = f"{count(n_tokens, 'token')}, {n_tokens / seconds:.1f} tokens/s through {' -> '.join(chain)}"
+    print(summary, file=sys.stderr)
 
 
 def _read_stdin() -> str:
-    """The prompt from standard input. Raises ConfigError for what is no UTF-8."""
+    """Read the prompt from standard input. Raises ConfigError for what is no UTF-8."""
     from swarmd.errors import ConfigError
 
     raw = sys.stdin.buffer.read()
@@ -151,65 +175,80 @@ def _read_stdin() -> str:
         ) from None
 
 
-def _generate(swarm, model, name, text, max_tokens, temperature, seed, as_json, raw) -> None:  # type: ignore[no-untyped-def]
+def _generate_here(swarm: Any, model: Any, task: _Task, as_json: bool) -> None:
+    """Generate with a client of our own, and print what came of it."""
     from dataclasses import asdict
 
     import torch
     from transformers import TextStreamer
 
-    tokenizer = swarm.tokenizer(name)
-    is_chat = bool(tokenizer.chat_template) and not raw
-    inputs, ends = _turn(swarm, name, text) if is_chat else (tokenizer(text, return_tensors="pt"), frozenset[int]())
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    tokenizer = swarm.tokenizer(task.model)
+    is_chat = bool(tokenizer.chat_template) and not task.is_raw
+    if is_chat:
+        inputs, ends = _encode_turn(swarm, task.model, task.text)
+    else:
+        inputs = tokenizer(task.text, return_tensors="pt")
+        ends = frozenset()
+    n_prompt = inputs["input_ids"].shape[1]
+    torch.manual_seed(task.seed)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if task.temperature > 0:
+        sampling = {"do_sample": True, "temperature": task.temperature}
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=is_chat, skip_special_tokens=True)
-    begun = time.perf_counter()
-    named = ends_of(model.generation_config.eos_token_id, tokenizer.eos_token_id, ends)
-    ids = model.generate(**inputs, max_new_tokens=max_tokens, streamer=streamer, **named, **sampling)
-    seconds = time.perf_counter() - begun
-    n_new = ids.shape[1] - inputs["input_ids"].shape[1]
+    began_at = time.perf_counter()
+    ending = end_options(model.generation_config.eos_token_id, tokenizer.eos_token_id, ends)
+    ids = model.generate(**inputs, max_new_tokens=task.max_tokens, streamer=streamer, **ending, **sampling)
+    seconds = time.perf_counter() - began_at
+    n_new = ids.shape[1] - n_prompt
     session = model.last_session
     session.wait_closed()
-    doubts = sorted({(doubt.first_token, doubt.hop, doubt.reason) for doubt in session.statistics.doubts})
+    statistics = session.statistics
+    doubts = sorted({(doubt.first_token, doubt.hop, doubt.reason) for doubt in statistics.doubts})
     checks = swarm.within.checks
+    speculation = model.last_speculation
     if as_json:
+        answer_ids = ids[0, -n_new:] if is_chat else ids[0]
         print_json(
             {
-                "text": tokenizer.decode(ids[0, -n_new if is_chat else 0 :], skip_special_tokens=True),
+                "text": tokenizer.decode(answer_ids, skip_special_tokens=True),
                 "new_tokens": n_new,
                 "seconds": round(seconds, 3),
                 "tokens_per_s": round(n_new / seconds, 2),
                 "chain": list(session.chain),
-                "repairs": len(session.statistics.repairs),
-                "doubts": [{"token": first, "hop": hop, "reason": reason} for first, hop, reason in doubts],
+                "repairs": len(statistics.repairs),
+                "doubts": [{"token": token, "hop": hop, "reason": reason} for token, hop, reason in doubts],
                 "checks": [asdict(finding) for finding in checks.findings],
-                "tried_ahead": model.last_speculation.n_sent,
-                "taken_ahead": model.last_speculation.n_taken,
+                "tried_ahead": speculation.n_sent,
+                "taken_ahead": speculation.n_taken,
             }
         )
         return
-    _tell(n_new, seconds, session.chain)
-    if (where := session.statistics.passes.where()) is not None:
-        print(where, file=sys.stderr)
-    if (tried := model.last_speculation).n_sent:
-        print(f"{tried.n_taken} of {tried.n_sent} tokens tried ahead were right", file=sys.stderr)
-    for first, hop, reason in doubts[:1]:
-        print(may_be_wrong(max(0, first + 1 - inputs["input_ids"].shape[1]), hop, reason), file=sys.stderr)
-    for repair in session.statistics.repairs:
+    _print_summary(n_new, seconds, session.chain)
+    slowest_passes = statistics.passes.where()
+    if slowest_passes is not None:
+        print(slowest_passes, file=sys.stderr)
+    if speculation.n_sent:
+        print(f"{speculation.n_taken} of {speculation.n_sent} tokens tried ahead were right", file=sys.stderr)
+    for token, hop, reason in doubts[:1]:
+        answer_token = max(0, token + 1 - n_prompt)
+        print(describe_doubt(answer_token, hop, reason), file=sys.stderr)
+    for repair in statistics.repairs:
         print(f"repaired in {repair.stall_s:.2f} s: {repair.reason}", file=sys.stderr)
 
 
-def ends_of(author: int | list[int] | None, tokenizer: int | None, template: frozenset[int]) -> dict[str, list[int]]:
-    """Where an answer ends, for ``generate``: wherever author, tokenizer or chat template say, as in the gateway."""
-    found = set(template)
-    for named in (author, tokenizer):
-        ids = named if isinstance(named, list) else [named]
-        found |= {token for token in ids if token is not None}
-    return {"eos_token_id": sorted(found)} if found else {}
+def end_options(
+    author: int | list[int] | None, tokenizer: int | None, template: frozenset[int]
+) -> dict[str, list[int]]:
+    """Make the option of ``generate`` for ends: those of author, tokenizer and chat template, as in the gateway."""
+    ends = set(template)
+    for source in (author, tokenizer):
+        ids = source if isinstance(source, list) else [source]
+        ends |= {token for token in ids if token is not None}
+    return {"eos_token_id": sorted(ends)} if ends else {}
 
 
-def _turn(swarm: Any, name: str, text: str) -> tuple[dict[str, Any], frozenset[int]]:
-    """What a user says, as the model's chat template writes it, and the tokens that end an answer.
+def _encode_turn(swarm: Any, name: str, text: str) -> tuple[dict[str, Any], frozenset[int]]:
+    """Encode a user's turn as the model's chat template writes it; also returns the tokens that end an answer.
 
     The template is run in a process with limits, as it is anybody's.
     """
@@ -217,10 +256,12 @@ def _turn(swarm: Any, name: str, text: str) -> tuple[dict[str, Any], frozenset[i
 
     from swarmd.client.text.prompts import one_turn
 
-    async def ask() -> Any:
-        return await one_turn(await swarm.within.folder(*await swarm.within.resolve(name)), text)
+    async def encode() -> Any:
+        model, n_blocks = await swarm.within.resolve(name)
+        folder = await swarm.within.folder(model, n_blocks)
+        return await one_turn(folder, text)
 
-    prompt = swarm.call(ask)
+    prompt = swarm.call(encode)
     ids = torch.tensor([prompt.ids])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prompt.ends
 
@@ -236,8 +277,11 @@ def demo(
 
     Example: swarmd demo
     """
-    from swarmd_cli.verbs.demo import play, talk
+    from swarmd_cli.verbs.demo import run_chat, run_demo
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # its processes end with it
-    raise typer.Exit(play(max_tokens, seed) if chat is None else talk(chat))
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)  # its processes end with it
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGHUP, end)
+    raise typer.Exit(run_demo(max_tokens, seed) if chat is None else run_chat(chat))

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import ask, duration, home, is_running, number, percent, print_json, rate, size, table
+from swarmd_cli.context import (
+    JsonObject,
+    ask,
+    format_duration,
+    format_number,
+    format_percent,
+    format_rate,
+    format_size,
+    home,
+    is_running,
+    print_json,
+    print_table,
+)
 
 Json = Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')]
 
@@ -17,68 +32,77 @@ def status(as_json: Json = False) -> None:
 
     Example: swarmd status --json
     """
-    now = ask("status")
+    daemon_status = ask("status")
     if as_json:
-        print_json(now)
+        print_json(daemon_status)
         return
     rows = [
-        ["swarm", f"{now['swarm']}, {count(now['members'], 'member')} known"],
-        ["this peer", now["peer"]],
-        ["addresses", "\n".join(now["addresses"]) or "none: not listening"],
-        *([["reachable", reach_text(now["reach"])]] if now["reach"] else []),
-        ["up for", f"{now['uptime_s']:.0f} s, {now['memory_mib']:.0f} MiB"],
-        ["directory", now["directory"]["reason"]],
+        ["swarm", f"{daemon_status['swarm']}, {count(daemon_status['members'], 'member')} known"],
+        ["this peer", daemon_status["peer"]],
+        ["addresses", "\n".join(daemon_status["addresses"]) or "none: not listening"],
+        *([["reachable", reach_text(daemon_status["reach"])]] if daemon_status["reach"] else []),
+        ["up for", f"{daemon_status['uptime_s']:.0f} s, {daemon_status['memory_mib']:.0f} MiB"],
+        ["directory", daemon_status["directory"]["reason"]],
     ]
-    if (policy := now["policy"]) is not None:
+    if (policy := daemon_status["policy"]) is not None:
         rows += [["policy", policy["why"]], ["network", network_text(policy)]]
-    for row in now["health"]:
+    for row in daemon_status["health"]:
         if row["is_fine"] is False:
             rows.append([f"!! {row['kind']}", health_text(row)])
-    for hosting in now["hosting"]:
+    for hosting in daemon_status["hosting"]:
         rows += _hosting_rows(hosting)
-    if not now["hosting"]:
+    if not daemon_status["hosting"]:
         rows.append(["serving", "nothing: started with --no-serve"])
-    if (gateway := now["gateway"]) is not None:
+    if (gateway := daemon_status["gateway"]) is not None:
         rows.append(["gateway", f"{gateway['state']}, {gateway['listen']}: {gateway['why']}"])
-    for download in now["downloads"]:
+    for download in daemon_status["downloads"]:
         rows.append(["fetching", download_line(download)])
-    for model in by_model(now["models"]):
-        rows.append([f"model {model['name']}", model["help"] or _missing(model) or _safety(model)])
-    table("Status", ["", ""], rows)
+    for model in merge_names(daemon_status["models"]):
+        rows.append([f"model {model['name']}", model["help"] or _missing_text(model) or _safety_text(model)])
+    print_table("Status", ["", ""], rows)
 
 
-def by_model(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each model, under all of its names."""
-    merged: dict[str, dict[str, Any]] = {}
+def merge_names(listed: list[JsonObject]) -> list[JsonObject]:
+    """Merge the rows of each model into one, under all of its names."""
+    # A catalog may call the same bytes by several names; what is missing of them is missing for all of these.
+    merged: dict[str, JsonObject] = {}
     for row in listed:
-        known = merged.get(row["model"])
-        merged[row["model"]] = {**row, "name": f"{known['name']}, {row['name']}"} if known else row
+        earlier = merged.get(row["model"])
+        merged[row["model"]] = {**row, "name": f"{earlier['name']}, {row['name']}"} if earlier else row
     return list(merged.values())
 
 
-def reach_text(reach: dict[str, Any]) -> str:
-    """Whether others can connect to this machine, and what it does for them, in a line."""
+def reach_text(reach: JsonObject) -> str:
+    """Write whether others can connect to this machine, and what it does for them, in a line."""
     relaying = f"; it relays {count(reach['relaying'], 'circuit')} for others" if reach["relaying"] else ""
     mapped = f"; the router forwards {reach['mapped']} to it" if reach["mapped"] else ""
     return f"{reach['state']}: {reach['why']}{mapped}{relaying}"
 
 
-def health_text(row: dict[str, Any]) -> str:
-    """What was found, and what to do."""
+def health_text(row: JsonObject) -> str:
+    """Write what was found, and what to do."""
     return ": ".join(filter(None, (row["text"], row["remedy"])))
 
 
-def network_text(policy: dict[str, Any]) -> str:
-    """What has passed beyond the home this month, and the owner's limits."""
-    of = f" of {policy['month_limit_bytes'] / 2**30:g} GiB" if policy["month_limit_bytes"] else ""
-    rates = [(way, policy[f"{way}_bytes_per_s"]) for way in ("up", "down")]
-    limits = [f"{way} at most {8e-6 * bytes_per_s:g} Mbit/s" for way, bytes_per_s in rates if bytes_per_s]
-    return ", ".join([f"{policy['month_bytes'] / 2**30:.2f}{of or ' GiB'} beyond the home this month", *limits])
+def network_text(policy: JsonObject) -> str:
+    """Write what has passed beyond the home this month, and the owner's limits."""
+    limit = " GiB"
+    if policy["month_limit_bytes"]:
+        limit = f" of {policy['month_limit_bytes'] / 2**30:g} GiB"
+    texts = [f"{policy['month_bytes'] / 2**30:.2f}{limit} beyond the home this month"]
+    for direction in ("up", "down"):
+        bytes_per_s = policy[f"{direction}_bytes_per_s"]
+        if bytes_per_s:
+            texts.append(f"{direction} at most {8e-6 * bytes_per_s:g} Mbit/s")
+    return ", ".join(texts)
 
 
-def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:
-    """What one worker serves, in which state, and why."""
-    serving, worker, server, tuning = (hosting[key] for key in ("serving", "worker", "server", "tuning"))
+def _hosting_rows(hosting: JsonObject) -> list[list[str]]:
+    """Write what one worker serves, in which state, and why."""
+    serving = hosting["serving"]
+    worker = hosting["worker"]
+    server = hosting["server"]
+    tuning = hosting["tuning"]
     if not serving:
         return [["serving", f"nothing now ({hosting['wanted']} is wanted); {hosting['state']}: {hosting['why']}"]]
     rows = [
@@ -91,39 +115,36 @@ def _hosting_rows(hosting: dict[str, Any]) -> list[list[str]]:
     free = f"{server['free_cache_tokens']} of {server['total_cache_tokens']} cache tokens free"
     served = f"{server['tokens_served']} tokens served, {server['tokens_reused']} of them copied"
     rows.append(["sessions", f"{server['sessions']} open, {served}, {free}"])
-    users = f"{count(tuning['clients'], 'client')}"
-    rows.append(
-        [
-            "fine-tuning",
-            f"{count(tuning['lanes'], 'lane')} of {users}, {count(tuning['tokens_trained'], 'token')} trained",
-        ]
-    )
+    lanes = f"{count(tuning['lanes'], 'lane')} of {count(tuning['clients'], 'client')}"
+    rows.append(["fine-tuning", f"{lanes}, {count(tuning['tokens_trained'], 'token')} trained"])
     balance = hosting["balance"]
     rows.append(["balance", balance["last_move"] or f"never moved; {balance['last_look']}"])
     return rows
 
 
-def _missing(model: dict[str, Any]) -> str:
+def _missing_text(model: JsonObject) -> str:
     missing = ", ".join(span_text(s) for s in model["missing"])
     return f"blocks missing: {missing}" if missing else ""
 
 
-def download_line(download: dict[str, Any]) -> str:
-    """How far one download is, in a line."""
-    done, total, left_s = download["done_bytes"], download["total_bytes"], download["left_s"]
+def download_line(download: JsonObject) -> str:
+    """Write how far one download is, in a line."""
+    done = download["done_bytes"]
+    total = download["total_bytes"]
+    left_s = download["left_s"]
     share = f"{100 * done / total:.0f} %" if total else "all"
-    left = "" if left_s is None else f", {duration(left_s)} left"
+    time_left = "" if left_s is None else f", {format_duration(left_s)} left"
     waiting = f"; {download['waiting_for']}" if download["waiting_for"] else ""
-    donors = len(download["donors"])
-    from_ = f"{rate(download['bytes_per_s'])} from {count(donors, 'peer')}"
-    return f"{size(done)} of {size(total)} ({share}), {from_}{left}{waiting}"
+    source = f"{format_rate(download['bytes_per_s'])} from {count(len(download['donors']), 'peer')}"
+    return f"{format_size(done)} of {format_size(total)} ({share}), {source}{time_left}{waiting}"
 
 
-def _safety(model: dict[str, Any]) -> str:
-    """How many servers hold the rarest block, and how likely a gap is."""
+def _safety_text(model: JsonObject) -> str:
+    """Write how many servers hold the rarest block, and how likely a gap is."""
     holders = f"complete: every block on {model['lowest']} or more servers (target {model['target']})"
     chance = model["gap_chance_within_hour"]
-    return f"{holders}; chance of a gap within the hour {'unknown' if chance is None else percent(chance)}"
+    shown_chance = "unknown" if chance is None else format_percent(chance)
+    return f"{holders}; chance of a gap within the hour {shown_chance}"
 
 
 def peers(as_json: Json = False) -> None:
@@ -131,50 +152,57 @@ def peers(as_json: Json = False) -> None:
 
     Example: swarmd peers
     """
-    found = ask("peers")
+    listing = ask("peers")
     if as_json:
-        print_json(found)
+        print_json(listing)
         return
-    for peer in found["peers"]:
+    for peer in listing["peers"]:
         print(_peer_lines(peer))
 
 
-def _peer_lines(peer: dict[str, Any]) -> str:
-    """Two or more lines for one peer: what it serves, and what it has."""
-    away = "this one" if peer["is_self"] else f"{number(peer['round_trip_ms'], ' ms')} away{_way_text(peer)}"
-    lines = [f"{peer['peer']}  ({away})"]
-    for span in peer["spans"]:
-        speed = f"{number(span['decode_tokens_per_s'])} tokens/s"
-        free = f"{span['free_cache_tokens']} cache tokens free"
-        tunes = f", fine-tuning in {size(span['training_bytes'])}" if span["training_bytes"] else ", no fine-tuning"
-        what = f"{span['model']} {span_text(span['blocks'])}{' and the head' if span['head'] else ''}"
-        lines.append(f"  serves {what}: {span['state']}, {speed}, {free}{tunes}")
+def _peer_lines(peer: JsonObject) -> str:
+    """Write two or more lines for one peer: what it serves, and what it has."""
+    distance = "this one"
+    if not peer["is_self"]:
+        distance = f"{format_number(peer['round_trip_ms'], ' ms')} away{_way_text(peer)}"
+    lines = [f"{peer['peer']}  ({distance})"]
+    lines += [f"  serves {_served_text(span)}" for span in peer["spans"]]
     if not peer["spans"]:
         lines.append("  serves nothing")
-    own = f", {size(peer['device_memory_bytes'])} of its own" if peer["device_memory_bytes"] else ""
-    machine = f"device {peer['device'] or 'unknown'}{own}, memory {size(peer['memory_bytes'])}"
-    lines.append(f"  {machine}, {peer['cores'] or 'unknown'} cores, {size(peer['free_disk_bytes'])} disk free")
+    device = f"device {peer['device'] or 'unknown'}"
+    if peer["device_memory_bytes"]:
+        device += f", {format_size(peer['device_memory_bytes'])} of its own"
+    memory = f"memory {format_size(peer['memory_bytes'])}"
+    disk = f"{format_size(peer['free_disk_bytes'])} disk free"
+    lines.append(f"  {device}, {memory}, {peer['cores'] or 'unknown'} cores, {disk}")
     if peer["gave"] or peer["took"]:
         lines.append(f"  with its invite's guests it gave you {peer['gave']:,}, took {peer['took']:,} tokens x blocks")
     if peer["standing"]:
         lines.append(f"  standing: {standing_text(peer['standing'])}")
-    lines.append(
-        f"  up {rate(peer['up_bytes_per_s'])}, down {rate(peer['down_bytes_per_s'])}, version {peer['version']}"
-    )
+    rates = f"up {format_rate(peer['up_bytes_per_s'])}, down {format_rate(peer['down_bytes_per_s'])}"
+    lines.append(f"  {rates}, version {peer['version']}")
     return "\n".join(lines)
 
 
-def _way_text(peer: dict[str, Any]) -> str:
-    """How a member is connected with this daemon; for one that is not, whether it could be dialled."""
+def _served_text(span: JsonObject) -> str:
+    blocks = f"{span['model']} {span_text(span['blocks'])}{' and the head' if span['head'] else ''}"
+    speed = f"{format_number(span['decode_tokens_per_s'])} tokens/s"
+    free = f"{span['free_cache_tokens']} cache tokens free"
+    tuning = f"fine-tuning in {format_size(span['training_bytes'])}" if span["training_bytes"] else "no fine-tuning"
+    return f"{blocks}: {span['state']}, {speed}, {free}, {tuning}"
+
+
+def _way_text(peer: JsonObject) -> str:
+    """Write how a member is connected with this daemon; for one that is not, whether it could be dialled."""
     if peer["way"] is None:
         return ", not connected; nobody can dial it" if peer["reach"] == "closed" else ", not connected"
     return f", {peer['way']}"
 
 
-def standing_text(standing: dict[str, Any]) -> str:
-    """What is held against a peer, in a line."""
-    faults = ", ".join(f"{f['count']} x {f['kind']}" for f in standing["faults"])
-    banned = f"banned for {duration(standing['banned_s'])} more; " if standing["banned_s"] else ""
+def standing_text(standing: JsonObject) -> str:
+    """Write what is held against a peer, in a line."""
+    faults = ", ".join(f"{fault['count']} x {fault['kind']}" for fault in standing["faults"])
+    banned = f"banned for {format_duration(standing['banned_s'])} more; " if standing["banned_s"] else ""
     return f"{banned}{faults} (weighs {standing['score']:.2g}); the last: {standing['why']}"
 
 
@@ -183,22 +211,22 @@ def ps(as_json: Json = False) -> None:
 
     Example: swarmd ps
     """
-    found = ask("sessions")
+    listing = ask("sessions")
     if as_json:
-        print_json(found)
+        print_json(listing)
         return
     rows = [
         [
-            s["session"],
-            s["client"][-8:],
-            span_text(s["blocks"]),
-            f"{s['finished']}/{s['received']}",
-            str(s["epoch"]),
-            s["why"],
+            session["session"],
+            session["client"][-8:],
+            span_text(session["blocks"]),
+            f"{session['finished']}/{session['received']}",
+            str(session["epoch"]),
+            session["why"],
         ]
-        for s in found["sessions"]
+        for session in listing["sessions"]
     ]
-    table("Sessions", ["session", "client", "blocks", "ops done", "epoch", "outputs"], rows)
+    print_table("Sessions", ["session", "client", "blocks", "ops done", "epoch", "outputs"], rows)
 
 
 def ping(peer: Annotated[str, typer.Argument(help="A peer id, or the end of one.")], as_json: Json = False) -> None:
@@ -212,7 +240,8 @@ def ping(peer: Annotated[str, typer.Argument(help="A peer id, or the end of one.
     if as_json:
         print_json(answer)
     elif answer["error"] is None:
-        print(f"{answer['peer']}: {answer['round_trip_ms']} ms{', ' + answer['way'] if answer['way'] else ''}")
+        way = f", {answer['way']}" if answer["way"] else ""
+        print(f"{answer['peer']}: {answer['round_trip_ms']} ms{way}")
     if answer["error"] is not None:
         raise SwarmUnavailable(f"{answer['peer']}: {answer['error']}")
 
@@ -232,7 +261,7 @@ def why(
         print_json(reasons)
         return
     if what and not reasons["chains"]:
-        _say_sessions(reasons["sessions"])
+        _print_sessions(reasons["sessions"])
         return
     for hosting in reasons["hosting"]:
         serving = hosting["serving"]
@@ -249,29 +278,33 @@ def why(
         print(f"{peer[-8:]} is left out: {standing_text(standing)}")
     for probe in reasons["probes"]:
         print(f"{probe['peer'][-8:]} was probed: {'right' if probe['is_right'] else 'WRONG'}: {probe['why']}")
-    _say_sessions(reasons["sessions"])
+    _print_sessions(reasons["sessions"])
     for name, chain in reasons["chains"].items():
-        if chain["cost_ms"] is None:
-            print(f"chain for {name}: none: {chain['error']}")
-            continue
-        print(f"chain for {name}: about {chain['cost_ms']} ms a token")
-        for hop in chain["hops"]:
+        _print_chain(name, chain)
+
+
+def _print_chain(name: str, chain: JsonObject) -> None:
+    if chain["cost_ms"] is None:
+        print(f"chain for {name}: none: {chain['error']}")
+        return
+    print(f"chain for {name}: about {chain['cost_ms']} ms a token")
+    for hop in chain["hops"]:
+        print(f"  {hop}")
+    readers = ", ".join(peer[-8:] for peer in chain["readers"])
+    print(f"  can read the text: {readers}, and whoever is asked to check them (only some: swarmd run --only)")
+    if chain["rejected"]:
+        print(f"best rejected chain: about {chain['rejected']['cost_ms']} ms a token")
+        for hop in chain["rejected"]["hops"]:
             print(f"  {hop}")
-        readers = ", ".join(peer[-8:] for peer in chain["readers"])
-        print(f"  can read the text: {readers}, and whoever is asked to check them (only some: swarmd run --only)")
-        if chain["rejected"]:
-            print(f"best rejected chain: about {chain['rejected']['cost_ms']} ms a token")
-            for hop in chain["rejected"]["hops"]:
-                print(f"  {hop}")
 
 
-def _say_sessions(sessions: list[dict[str, Any]]) -> None:
+def _print_sessions(sessions: list[JsonObject]) -> None:
     for session in sessions:
         print(f"session {session['session']} {span_text(session['blocks'])}: {session['why']}")
         for hop in session["times"]:
-            here = " (here)" if hop["start"] == session["blocks"][0] else ""
+            place = " (here)" if hop["start"] == session["blocks"][0] else ""
             times = f"{hop['computing_ms']:.1f} ms are computing, {hop['waiting_ms']:.1f} waiting"
-            print(f"  of a pass at the hop from block {hop['start']}{here}, {times}")
+            print(f"  of a pass at the hop from block {hop['start']}{place}, {times}")
 
 
 def update_check() -> None:
@@ -288,66 +321,80 @@ def doctor(as_json: Json = False) -> None:
 
     Example: swarmd doctor
     """
-    checks = _examine()
+    checks = _run_checks()
     if as_json:
-        print_json({"checks": [{"check": c, "ok": ok, "detail": d} for c, ok, d in checks]})
+        listed = [{"check": check, "ok": is_fine, "detail": detail} for check, is_fine, detail in checks]
+        print_json({"checks": listed})
     else:
         marks = {True: "ok", False: "!!", None: "?"}
-        table("Doctor", ["", "check", "detail"], [[marks[ok], c, d] for c, ok, d in checks])
-    if any(ok is False for _, ok, _ in checks):
+        rows = [[marks[is_fine], check, detail] for check, is_fine, detail in checks]
+        print_table("Doctor", ["", "check", "detail"], rows)
+    if any(is_fine is False for _, is_fine, _ in checks):
         raise typer.Exit(1)
 
 
-def _examine() -> list[tuple[str, bool | None, str]]:
-    """What was looked at, whether it is well (None: that cannot be said), and more."""
-    import os
-    import shutil
-
+def _run_checks() -> list[tuple[str, bool | None, str]]:
+    """Check all there is; returns what was looked at, whether it is well (None: unknown), and more."""
     state = home()
-    parent = next(p for p in (state.folder, *state.folder.parents) if p.exists())
-    free = shutil.disk_usage(parent).free
-    may_write, where = os.access(parent, os.W_OK), str(state.folder)
-    folder = (
-        (may_write, where if may_write else f"{where} cannot be written: choose another --home")
-        if state.folder.is_dir()
-        else (False, f"{where} is not there yet" + ("" if may_write else f", and {parent} cannot be written"))
-    )
-    how = "swarmd init --name NAME founds a swarm, swarmd join INVITE joins one"
+    joined_text = "swarmd init --name NAME founds a swarm, swarmd join INVITE joins one"
+    if state.has_joined:
+        joined_text = state.swarm().keys.name
     checks: list[tuple[str, bool | None, str]] = [
-        ("state folder", *folder),
-        ("member of a swarm", state.has_joined, state.swarm().keys.name if state.has_joined else how),
+        _check_folder(state.folder),
+        ("member of a swarm", state.has_joined, joined_text),
     ]
     if not state.has_joined:
         return checks
     running = is_running()
     if not running:
-        checks.append(("disk", free > 1 << 30, f"{size(free)} free"))
+        free = shutil.disk_usage(_existing_parent(state.folder)).free
+        checks.append(("disk", free > 1 << 30, f"{format_size(free)} free"))
     checks.append(("daemon", running, "answers" if running else "swarmd up"))
-    if not running:
-        return checks
-    now = ask("status")
-    others = now["members"] - 1
-    checks.append(("other members", others > 0, f"{others} known; {now['directory']['reason']}"))
-    if (reach := now["reach"]) is not None:
+    return checks + _check_daemon(ask("status")) if running else checks
+
+
+def _existing_parent(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _check_folder(folder: Path) -> tuple[str, bool | None, str]:
+    parent = _existing_parent(folder)
+    may_write = os.access(parent, os.W_OK)
+    if not folder.is_dir():
+        trouble = "" if may_write else f", and {parent} cannot be written"
+        return "state folder", False, f"{folder} is not there yet{trouble}"
+    if not may_write:
+        return "state folder", False, f"{folder} cannot be written: choose another --home"
+    return "state folder", True, str(folder)
+
+
+def _check_daemon(daemon_status: JsonObject) -> list[tuple[str, bool | None, str]]:
+    checks: list[tuple[str, bool | None, str]] = []
+    n_others = daemon_status["members"] - 1
+    checks.append(("other members", n_others > 0, f"{n_others} known; {daemon_status['directory']['reason']}"))
+    reach = daemon_status["reach"]
+    if reach is not None:
         is_reached = reach["state"] == "open" or bool(reach["relays"])
-        remedy = (
-            "" if reach["state"] != "closed" else "; faster: have the router forward its TCP port (docs/operating.md)"
-        )
+        remedy = ""
+        if reach["state"] == "closed":
+            remedy = "; faster: have the router forward its TCP port (docs/operating.md)"
         checks.append(("reached by others", is_reached, reach["why"] + remedy))
-        checks += [("announced as", True, address) for address in now["addresses"][:1]]
-    for row in now["health"]:
+        checks += [("announced as", True, address) for address in daemon_status["addresses"][:1]]
+    for row in daemon_status["health"]:
         checks.append((row["kind"], row["is_fine"], health_text(row)))
-    if (policy := now["policy"]) is not None:
+    policy = daemon_status["policy"]
+    if policy is not None:
         checks.append(("policy", policy["may_work"] or None, policy["why"]))
-    for hosting in now["hosting"]:
+    for hosting in daemon_status["hosting"]:
         name = hosting["serving"]["name"] if hosting["serving"] else hosting["wanted"]
         is_fine = hosting["state"] in ("online", "loading", "fetching")
         checks.append((f"serving {name}", is_fine, f"{hosting['state']}: {hosting['why']}"))
-    for model in by_model(now["models"]):
-        lacking = model["help"] or _missing(model)
+    for model in merge_names(daemon_status["models"]):
+        lacking = model["help"] or _missing_text(model)
         checks.append((f"model {model['name']}", not model["missing"], lacking or "complete"))
     return checks
 
 
 def span_text(pair: list[int]) -> str:
+    """Write blocks as [start,end)."""
     return f"[{pair[0]},{pair[1]})"

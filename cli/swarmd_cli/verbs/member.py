@@ -8,13 +8,16 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from swarmd.values import count
-from swarmd_cli.beforehand import waits_for_founder
-from swarmd_cli.context import INTERRUPTED, ask, home, is_running, tell_daemon, wait_until
+from swarmd_cli.context import INTERRUPTED, ask, home, is_running, reload_daemon, wait_until
+from swarmd_cli.preflight import explain_waiting
+
+if TYPE_CHECKING:
+    from swarmd.protocol.membership.catalog import Catalog
 
 MOST_INVITE_CHARACTERS = 65_536  # of a line that is read: eight addresses, keys and charters take some thousand
 
@@ -60,21 +63,22 @@ def invite(
     if revoke:
         _revoke(revoke)
     else:
-        print(_new_invite(days, uses, approve, rights(may)))
+        print(_new_invite(days, uses, approve, parse_rights(may)))
         if not is_running():
             print("the daemon is down: others learn what this invite is for when it is up again", file=sys.stderr)
 
 
-def rights(words: str) -> tuple[Any, ...]:
-    """What --may says; everything where it says nothing. Raises ConfigError."""
+def parse_rights(words: str) -> tuple[Any, ...]:
+    """Parse what --may says; everything where it says nothing. Raises ConfigError."""
     from swarmd.config import split
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership.catalog import RIGHTS
 
-    said = split(words)
-    if unknown := [word for word in said if word not in RIGHTS]:
+    chosen = split(words)
+    unknown = [word for word in chosen if word not in RIGHTS]
+    if unknown:
         raise ConfigError(f"--may takes {', '.join(RIGHTS)}, comma-separated, not {unknown[0]!r}")
-    return tuple(word for word in RIGHTS if word in said) if said else RIGHTS
+    return tuple(word for word in RIGHTS if word in chosen) if chosen else RIGHTS
 
 
 def join(
@@ -100,15 +104,17 @@ def join(
     from swarmd.protocol.membership.catalog import MEMBERSHIP_LIFETIME_S
     from swarmd.protocol.membership.identity import Identity
 
+    # Identity and certificate are written to disk only once another member has answered (``enter``): a join that
+    # failed leaves nothing behind, and the invite can be tried again.
     state = home()
-    ticket = invites.decode_untrusted(_asked_invite() if text == "-" else text, time.time())
+    ticket = invites.decode_untrusted(_read_invite() if text == "-" else text, time.time())
     if state.has_joined:
         raise ConfigError(f"{state.folder} is a member of {state.swarm().keys.name!r} already: swarmd leave first")
     identity = Identity.generate()
     certificate = ticket.admit(identity.public_key, "member", int(time.time()) + MEMBERSHIP_LIFETIME_S)
-    found = trio.run(check_in, ticket.swarm, identity, certificate, by_peer(ticket.addresses))
-    state.enter(ticket, identity, found.catalog)
-    if found.waits:
+    answer = trio.run(check_in, ticket.swarm, identity, certificate, by_peer(ticket.addresses))
+    state.enter(ticket, identity, answer.catalog)
+    if answer.waits:
         print(f"Asked to join the swarm {ticket.swarm.name!r} as {identity.peer_id}.")
         print(f"A founder lets this machine in with: swarmd members approve {identity.peer_id[-8:]}")
         print("Start its daemon now or then with: swarmd up")
@@ -117,8 +123,8 @@ def join(
     print("Start this machine's daemon with: swarmd up")
 
 
-def _asked_invite() -> str:
-    """An invite from the terminal, or from whatever is piped in. Raises ConfigError where there is none."""
+def _read_invite() -> str:
+    """Read an invite from the terminal or a pipe. Raises ConfigError where there is none."""
     from swarmd.errors import ConfigError
 
     if sys.stdin.isatty():
@@ -198,7 +204,7 @@ def up(
         print(f"swarmd is up as {running.network.peer_id}", flush=True)
         for address in running.network.addresses():
             print(f"  {address}", flush=True)
-        if waiting := waits_for_founder():
+        if waiting := explain_waiting():
             print(f"{waiting}; it serves nothing before", file=sys.stderr, flush=True)
         if sys.stdout.isatty():
             print("what it does: swarmd status; for good, after logging out too: swarmd service install; stop: Ctrl-C")
@@ -220,15 +226,17 @@ def drain(model: Served = "") -> None:
 
     Example: swarmd drain
     """
-    asked = ask("drain", "POST", model=model)
-    n = asked["sessions"]
-    print(f"draining: {count(n, 'session')} to be taken over", flush=True)
+    answer = ask("drain", "POST", model=model)
+    print(f"draining: {count(answer['sessions'], 'session')} to be taken over", flush=True)
 
     def is_drained() -> bool:
-        now = ask("status")
-        hash_ = {row["name"]: row["model"] for row in now["models"]}.get(model, model)
-        serving = [h["serving"] for h in now["hosting"] if h["serving"]]
-        return not any(not model or hash_ == s["model"] or model == s["name"] for s in serving)
+        daemon_status = ask("status")
+        serving = [hosting["serving"] for hosting in daemon_status["hosting"] if hosting["serving"]]
+        if not model:
+            return not serving
+        hash_of_name = {row["name"]: row["model"] for row in daemon_status["models"]}
+        model_hash = hash_of_name.get(model, model)
+        return all(model_hash != served["model"] and model != served["name"] for served in serving)
 
     is_done = wait_until(is_drained)
     print("drained; swarmd resume serves again" if is_done else "the daemon is still at it: swarmd status")
@@ -262,39 +270,45 @@ def _new_invite(days: float, uses: int, waits: bool = False, may: tuple[Any, ...
         raise ConfigError(f"--days takes a number above 0 and up to 3650, not {days:g}")
     if uses > MAX_USES:
         raise ConfigError(f"--uses takes 1 to {MAX_USES}, or 0 for any number, not {uses}")
-    made = home().invite(_invite_addresses(), int(days * 86_400), uses, waits, may or RIGHTS)
-    tell_daemon()
-    return invites.encode(made)
+    lifetime_s = int(days * 86_400)
+    new_invite = home().invite(_invite_addresses(), lifetime_s, uses, waits, may or RIGHTS)
+    reload_daemon()
+    return invites.encode(new_invite)
 
 
 def _invite_addresses() -> tuple[str, ...]:
-    """Addresses to put into an invite: the daemon's and those of other live members, else a guess."""
+    """Choose the addresses of an invite: the daemon's and those of other live members, else a guess."""
     from swarmd import config
     from swarmd.errors import DaemonNotRunning
 
     state = home()
     try:
-        book = ask("addresses")["addresses"]
-        return tuple(address for addresses in book.values() for address in addresses[:2])[:8]
+        by_peer = ask("addresses")["addresses"]
+        return tuple(address for addresses in by_peer.values() for address in addresses[:2])[:8]
     except DaemonNotRunning:
         from swarmd.net.interfaces import expand
 
         settings = config.load(state.folder)
         chosen = config.split(settings.announce) or expand(config.split(settings.listen))
-        return tuple(f"{a.split('/p2p/')[0]}/p2p/{state.identity().peer_id}" for a in chosen)
+        own_peer = state.identity().peer_id
+        return tuple(f"{address.split('/p2p/')[0]}/p2p/{own_peer}" for address in chosen)
 
 
 def _revoke(text: str) -> None:
     import msgspec
 
     key = _invite_key(text)
-    home().change_catalog(lambda c: msgspec.structs.replace(c, revoked=tuple({*c.revoked, key})))
-    tell_daemon()
+
+    def revoke(catalog: Catalog) -> Catalog:
+        return msgspec.structs.replace(catalog, revoked=tuple({*catalog.revoked, key}))
+
+    home().change_catalog(revoke)
+    reload_daemon()
     print("Revoked the invite and every membership that came from it.")
 
 
 def _invite_key(text: str) -> bytes:
-    """The key of an invite, given whole or by how its id begins (as members ls shows it). Raises ConfigError."""
+    """Find the key of an invite, named by its line or by how its id begins (in members ls). Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership import invite as invites
 
@@ -302,11 +316,14 @@ def _invite_key(text: str) -> bytes:
     state.founder()
     if not re.fullmatch(r"[0-9a-f]{4,64}", text):
         return invites.decode_untrusted(text, 0.0).identity.public_key
+    # An id may stand in the catalog, in the record of a member that it admitted, or in the certificate of a peer that
+    # is here: an invite can be revoked though the catalog never listed it.
     catalog = state.catalog()
     answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
-    came = {row["voucher"] for row in (*answer["peers"], *answer["waiting"])}
+    seen_sponsors = {row["voucher"] for row in (*answer["peers"], *answer["waiting"])}
     admitted = {entry.invite.hex() for entry in catalog.admitted.values()}
-    known = sorted({*(key.hex() for key in catalog.invites), *admitted, *came} - {""})
+    invited = {key.hex() for key in catalog.invites}
+    known = sorted((invited | admitted | seen_sponsors) - {""})
     matches = [bytes.fromhex(key) for key in known if key.startswith(text)]
     if len(matches) != 1:
         ids = ", ".join(key[:8] for key in known) or "none"

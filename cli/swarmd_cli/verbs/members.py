@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from swarmd_cli.context import ask, home, is_running, print_json, table, tell_daemon
+from swarmd_cli.context import JsonObject, ask, home, is_running, print_json, print_table, reload_daemon
 from swarmd_cli.verbs.look import Json, span_text
 
-_FAR = 2**40  # seconds: no end
+_FOREVER_S = 2**40  # seconds: no end
 
 app = typer.Typer(
     help="Members of the swarm: who brought them in, what they may do, how they compute; let in, turn away.",
@@ -32,77 +32,102 @@ def ls(as_json: Json = False) -> None:
     """
     answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
     catalog = home().catalog()
-    here = [{**peer, "is_here": True} for peer in answer["peers"]]
-    members = sorted(here + _away(catalog, here), key=lambda row: (row["voucher"], row["peer"]))
-    invites: list[dict[str, Any]] = [
-        {"voucher": key.hex(), "uses": t.uses, "waits": t.waits, "may": list(t.may), "ends_at": t.ends_at}
-        | {"used": sum(entry.invite == key for entry in catalog.admitted.values())}
-        for key, t in catalog.invites.items()
-        if t.ends_at > time.time() and key not in catalog.revoked
-    ]
+    present = [{**peer, "is_here": True} for peer in answer["peers"]]
+    members = present + _absent_rows(catalog, present)
+    members.sort(key=lambda row: (row["voucher"], row["peer"]))
+    invites = _open_invites(catalog)
     if as_json:
         keys = ("peer", "is_self", "is_here", "voucher", "may", "ends_at", "found_right", "found_wrong")
         rows = [{key: row[key] for key in keys} for row in members]
         print_json({"members": rows, "waiting": answer["waiting"], "invites": invites})
         return
-    table(
-        "Members",
-        ["member", "brought in by", "may", "until", "serves", "its blocks were found"],
-        [_member_row(row) for row in members],
-    )
+    columns = ["member", "brought in by", "may", "until", "serves", "its blocks were found"]
+    print_table("Members", columns, [_member_row(row) for row in members])
     if invites:
-        listed = [
-            [row["voucher"][:8], _uses(row), ", ".join(row["may"]), _until(row["ends_at"])]
-            for row in sorted(invites, key=lambda row: row["ends_at"])
-        ]
-        table("Open invites", ["invite", "used", "for", "until"], listed)
+        invites.sort(key=lambda row: row["ends_at"])
+        print_table("Open invites", ["invite", "used", "for", "until"], [_invite_row(row) for row in invites])
     if answer["waiting"]:
-        waits = [
-            [row["peer"][-8:], _brought_in(row["voucher"]), f"{row['knocked_s']:.0f} s ago"]
-            for row in sorted(answer["waiting"], key=lambda row: -row["knocked_s"])
+        waiting = sorted(answer["waiting"], key=lambda row: -row["knocked_s"])
+        waiting_rows = [
+            [row["peer"][-8:], _sponsor_text(row["voucher"]), f"{row['knocked_s']:.0f} s ago"] for row in waiting
         ]
-        table("Waiting: swarmd members approve PEER", ["who", "brought in by", "knocked"], waits)
+        print_table("Waiting: swarmd members approve PEER", ["who", "brought in by", "knocked"], waiting_rows)
 
 
-def _away(catalog: Any, here: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Members that were admitted and are not here now."""
+def _open_invites(catalog: Any) -> list[JsonObject]:
+    """List the invites that still let somebody in."""
+    invites: list[JsonObject] = []
+    for key, terms in catalog.invites.items():
+        if terms.ends_at <= time.time() or key in catalog.revoked:
+            continue
+        invites.append(
+            {
+                "voucher": key.hex(),
+                "uses": terms.uses,
+                "waits": terms.waits,
+                "may": list(terms.may),
+                "ends_at": terms.ends_at,
+                "used": sum(entry.invite == key for entry in catalog.admitted.values()),
+            }
+        )
+    return invites
+
+
+def _absent_rows(catalog: Any, rows_here: list[JsonObject]) -> list[JsonObject]:
+    """List the members that were admitted and are not here now."""
     from swarmd.protocol.membership.identity import peer_id_of
 
-    present = {row["peer"] for row in here}
-    rows = ((peer_id_of(key), entry) for key, entry in catalog.admitted.items() if key not in catalog.revoked)
-    nothing = {"is_self": False, "is_here": False, "spans": [], "found_right": 0, "found_wrong": 0}
-    return [
-        {"peer": str(peer), "voucher": entry.invite.hex(), "may": list(entry.may), "ends_at": entry.ends_at, **nothing}
-        for peer, entry in rows
-        if peer not in present
-    ]
+    present = {row["peer"] for row in rows_here}
+    absent = {"is_self": False, "is_here": False, "spans": [], "found_right": 0, "found_wrong": 0}
+    rows = []
+    for key, entry in catalog.admitted.items():
+        if key in catalog.revoked:
+            continue
+        peer = str(peer_id_of(key))
+        if peer in present:
+            continue
+        rows.append(
+            {
+                "peer": peer,
+                "voucher": entry.invite.hex(),
+                "may": list(entry.may),
+                "ends_at": entry.ends_at,
+                **absent,
+            }
+        )
+    return rows
 
 
-def _member_row(row: dict[str, Any]) -> list[str]:
-    serves = ", ".join(f"{s['model']} {span_text(s['blocks'])}" for s in row["spans"]) or "nothing"
+def _member_row(row: JsonObject) -> list[str]:
+    serves = ", ".join(f"{span['model']} {span_text(span['blocks'])}" for span in row["spans"]) or "nothing"
     return [
         row["peer"][-8:] + (" (this one)" if row["is_self"] else ""),
-        _brought_in(row["voucher"]),
+        _sponsor_text(row["voucher"]),
         ", ".join(row["may"]),
-        _until(row["ends_at"]),
+        _until_text(row["ends_at"]),
         serves if row["is_here"] else "not here",
-        _found(row),
+        _findings_text(row),
     ]
 
 
-def _uses(row: dict[str, Any]) -> str:
-    of = f"{row['used']} of {row['uses']}" if row["uses"] else f"{row['used']}, any number"
-    return of + (", each waits" if row["waits"] else "")
+def _invite_row(row: JsonObject) -> list[str]:
+    may = ", ".join(row["may"])
+    return [row["voucher"][:8], _uses_text(row), may, _until_text(row["ends_at"])]
 
 
-def _brought_in(voucher: str) -> str:
+def _uses_text(row: JsonObject) -> str:
+    uses = f"{row['used']} of {row['uses']}" if row["uses"] else f"{row['used']}, any number"
+    return uses + (", each waits" if row["waits"] else "")
+
+
+def _sponsor_text(voucher: str) -> str:
     return f"invite {voucher[:8]}" if voucher else "a founder"
 
 
-def _until(ends_at: int) -> str:
+def _until_text(ends_at: int) -> str:
     from datetime import datetime
 
-    return datetime.fromtimestamp(ends_at).strftime("%Y-%m-%d") if ends_at < _FAR else "for ever"
+    return datetime.fromtimestamp(ends_at).strftime("%Y-%m-%d") if ends_at < _FOREVER_S else "for ever"
 
 
 @app.command("approve")
@@ -118,21 +143,23 @@ def approve(
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership.catalog import AdmittedMember
     from swarmd.protocol.membership.identity import public_key_of_untrusted
-    from swarmd_cli.verbs.member import rights
+    from swarmd_cli.verbs.member import parse_rights
 
+    # What the member may do: as the words say, else as it was admitted before, else as its invite says.
     state = home()
     state.founder()
-    found, voucher = _find(peer)
-    key = public_key_of_untrusted(found)
+    peer_id, voucher = _find_member(peer)
+    key = public_key_of_untrusted(peer_id)
     known = state.catalog().admitted.get(key)
     invite = known.invite if known is not None else bytes.fromhex(voucher)
-    like = known or state.catalog().invites.get(invite)
-    if not may and like is None and not voucher:
+    template = known or state.catalog().invites.get(invite)
+    if not may and template is None and not voucher:
         raise ConfigError("it is not known here what it was invited for: say so with --may use,serve,train,give")
-    granted = rights(may) if may or like is None else like.may
-    state.admit({key: AdmittedMember(int(time.time()) + days * 86_400, invite, granted)})
-    tell_daemon()
-    print(f"{found} is a member for {days} days, and may {', '.join(granted)}.")
+    granted = parse_rights(may) if may or template is None else template.may
+    ends_at = int(time.time()) + days * 86_400
+    state.admit({key: AdmittedMember(ends_at, invite, granted)})
+    reload_daemon()
+    print(f"{peer_id} is a member for {days} days, and may {', '.join(granted)}.")
 
 
 @app.command("order")
@@ -158,7 +185,7 @@ def order(
         return
     if rule not in ORDERS:
         raise ConfigError(f"an order is one of {', '.join(ORDERS)}, not {rule!r}")
-    _change(lambda c: msgspec.structs.replace(c, order=rule))
+    _change_catalog(lambda catalog: msgspec.structs.replace(catalog, order=rule))
     print(f"Where something is short, the order is: {rule}.")
 
 
@@ -172,22 +199,26 @@ def favour(
 
     Example: swarmd members favour 8auXSk2p 4
     """
-    key = _key(*_find(peer), guests)
-    rest = {k: n for k, n in home().catalog().favours.items() if k != key}
-    _change(lambda c: msgspec.structs.replace(c, favours={**rest, key: times} if times > 1 else rest))
+    peer_id, voucher = _find_member(peer)
+    key = _key_to_change(peer_id, voucher, guests)
+    favours = dict(home().catalog().favours)
+    favours.pop(key, None)
+    if times > 1:
+        favours[key] = times
+    _change_catalog(lambda catalog: msgspec.structs.replace(catalog, favours=favours))
     if home().catalog().order != "key":
         print("It counts once the order is by key: swarmd members order key")
 
 
-def _change(change: Callable[[Any], Any]) -> None:
+def _change_catalog(change: Callable[[Any], Any]) -> None:
     state = home()
     state.founder()
     state.change_catalog(change)
-    tell_daemon()
+    reload_daemon()
 
 
-def _key(peer: str, voucher: str, guests: bool) -> bytes:
-    """The key of a member, or of the invite that brought it in. Raises ConfigError."""
+def _key_to_change(peer: str, voucher: str, guests: bool) -> bytes:
+    """Find the key of a member, or of the invite that brought it in. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership.identity import public_key_of_untrusted
 
@@ -196,14 +227,15 @@ def _key(peer: str, voucher: str, guests: bool) -> bytes:
     return bytes.fromhex(voucher) if guests else public_key_of_untrusted(peer)
 
 
-def _find(ending: str) -> tuple[str, str]:
-    """Who is meant, and by whose invite it came, as far as that is known. Raises ConfigError."""
+def _find_member(ending: str) -> tuple[str, str]:
+    """Find the member that is meant, and whose invite it came by, as far as is known. Raises ConfigError."""
     from swarmd.errors import ConfigError, IntegrityError
     from swarmd.protocol.membership.identity import public_key_of_untrusted
 
     answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
-    away = _away(home().catalog(), answer["peers"])
-    known = {row["peer"]: row["voucher"] for row in (*answer["peers"], *away, *answer["waiting"])}
+    away = _absent_rows(home().catalog(), answer["peers"])
+    rows = [*answer["peers"], *away, *answer["waiting"]]
+    known = {row["peer"]: row["voucher"] for row in rows}
     matches = [peer for peer in known if ending and peer.endswith(ending)]
     if len(matches) == 1:
         return matches[0], known[matches[0]]
@@ -215,11 +247,11 @@ def _find(ending: str) -> tuple[str, str]:
     return ending, ""
 
 
-def _found(peer: dict[str, Any]) -> str:
+def _findings_text(peer: JsonObject) -> str:
     if not peer["found_right"] and not peer["found_wrong"]:
         return "not probed"
-    said = [f"{n} x {word}" for n, word in ((peer["found_right"], "right"), (peer["found_wrong"], "WRONG")) if n]
-    return ", ".join(said)
+    findings = {"right": peer["found_right"], "WRONG": peer["found_wrong"]}
+    return ", ".join(f"{n} x {word}" for word, n in findings.items() if n)
 
 
 @app.command("revoke")
@@ -236,9 +268,14 @@ def revoke(
     from swarmd.errors import ConfigError
 
     home().founder()
-    found, voucher = _find(peer)
-    if found == home().identity().peer_id:
+    peer_id, voucher = _find_member(peer)
+    if peer_id == home().identity().peer_id:
         raise ConfigError("this machine itself: swarmd leave takes it out of the swarm")
-    key = _key(found, voucher, guests)
-    _change(lambda c: msgspec.structs.replace(c, revoked=tuple({*c.revoked, key})))
-    print(f"Revoked {found}" + (" and everybody whom its invite brought in." if guests else "."))
+    key = _key_to_change(peer_id, voucher, guests)
+
+    def revoke_key(catalog: Any) -> Any:
+        revoked = {*catalog.revoked, key}
+        return msgspec.structs.replace(catalog, revoked=tuple(revoked))
+
+    _change_catalog(revoke_key)
+    print(f"Revoked {peer_id}" + (" and everybody whom its invite brought in." if guests else "."))

@@ -12,10 +12,10 @@ import typer
 
 from swarmd.names import require_name
 from swarmd.values import count, some_of
-from swarmd_cli.context import ask, home, is_running, print_json, size, table, tell_daemon
-from swarmd_cli.convert import forget
-from swarmd_cli.source import HUB_ID, check_tokenizer, folder_of
-from swarmd_cli.verbs.look import Json, by_model, download_line, span_text
+from swarmd_cli.context import JsonObject, ask, format_size, home, is_running, print_json, print_table, reload_daemon
+from swarmd_cli.convert import delete_converted
+from swarmd_cli.source import HUB_ID, check_tokenizer, find_folder
+from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
 
 if TYPE_CHECKING:
     from swarmd.protocol.membership.catalog import Catalog
@@ -45,24 +45,28 @@ def ls(as_json: Json = False) -> None:
     if as_json:
         print_json({"models": listed, "adapters": adapters})
         return
-    listed = by_model(listed)
-    rows = [
-        [
-            m["name"],
-            m["model"][:12],
-            str(m["blocks"]),
-            "all" if m["here"] else ", ".join(span_text(s) for s in m["blocks_here"]) or "no",
-            ", ".join(span_text(s) for s in m["missing"]) or "none",
-        ]
-        for m in listed
-    ]
-    table("Models", ["name", "hash", "blocks", "blocks here", "blocks missing in the swarm"], rows)
-    for m in listed:
-        if m["help"]:
-            print(f"{m['name']}: {m['help']}")
+    listed = merge_names(listed)
+    columns = ["name", "hash", "blocks", "blocks here", "blocks missing in the swarm"]
+    print_table("Models", columns, [_model_row(row) for row in listed])
+    for row in listed:
+        if row["help"]:
+            print(f"{row['name']}: {row['help']}")
     if adapters:
-        rows = [[str(a["name"]), str(a["adapter"])[:12], str(a["for"] or a["model"])] for a in adapters]
-        table("Adapters", ["name", "hash", "for"], rows)
+        adapter_rows = []
+        for adapter in adapters:
+            base = adapter["for"] or adapter["model"]
+            adapter_hash = str(adapter["adapter"])[:12]
+            adapter_rows.append([str(adapter["name"]), adapter_hash, str(base)])
+        print_table("Adapters", ["name", "hash", "for"], adapter_rows)
+
+
+def _model_row(row: JsonObject) -> list[str]:
+    blocks_here = ", ".join(map(span_text, row["blocks_here"])) or "no"
+    if row["here"]:
+        blocks_here = "all"
+    missing = ", ".join(map(span_text, row["missing"])) or "none"
+    model = row["model"][:12]
+    return [row["name"], model, str(row["blocks"]), blocks_here, missing]
 
 
 @app.command("add")
@@ -80,11 +84,11 @@ def add(
 
     Example: swarmd models add ./llama --name llama
     """
-    print(take_in(source, name, base, replace, dtype))
+    print(add_source(source, name, base, replace, dtype))
     print(_next_step(name, base), file=sys.stderr)
 
 
-def take_in(source: str, name: str, base: str = "", replace: bool = False, dtype: str = "auto") -> str:
+def add_source(source: str, name: str, base: str = "", replace: bool = False, dtype: str = "auto") -> str:
     """Do what ``add`` does; returns what came of it, in a line. Raises SwarmError."""
     import msgspec
 
@@ -93,6 +97,9 @@ def take_in(source: str, name: str, base: str = "", replace: bool = False, dtype
     from swarmd.protocol.models import manifest
     from swarmd.weights.library import Library
 
+    # In the order of cost: names and rights are checked before gigabytes are hashed, and the catalog changes last,
+    # once the weights are held here. A name that this machine may not publish is let through as long as it may turn
+    # out to mean these very bytes: then adding them publishes nothing.
     state = home()
     state.swarm()
     require_name("a model", name)
@@ -102,35 +109,38 @@ def take_in(source: str, name: str, base: str = "", replace: bool = False, dtype
         state.catalog().hash_of(base)
     if replace or name not in state.catalog().names:  # else it may be what the name means, which the hash says
         require_publisher()
-    folder = folder_of(source, dtype)
-    read, kind = _read(folder, base)
-    model = manifest.model_id(read)
-    entry = (model, home().catalog().hash_of(base) if base else read.n_blocks)
-    catalog: dict[str, Any] = getattr(state.catalog(), kind)
+    folder = find_folder(source, dtype)
+    source_manifest, kind = _read_manifest(folder, base)
+    model = manifest.model_id(source_manifest)
+    entry = (model, home().catalog().hash_of(base) if base else source_manifest.n_blocks)
+    catalog: JsonObject = getattr(state.catalog(), kind)
     known = catalog.get(name)
     is_new = known is None or known[0] != model
     if is_new:
         _require_name_is_free(name, model, known[0] if known else "", replace)
-    Library(state.weights, {}).keep_manifest(read, folder)
+    Library(state.weights, {}).keep_manifest(source_manifest, folder)
     state.add_folder(model, folder)
     if is_new:
-        is_of_hub = HUB_ID.fullmatch(source) and not Path(source).exists() and folder.parent.name == "snapshots"
+        is_hub_id = HUB_ID.fullmatch(source) and not Path(source).exists()
+        is_of_hub = is_hub_id and folder.parent.name == "snapshots"
         on_hub: dict[str, str] = {model: f"{source}@{folder.name}"} if is_of_hub else {}
 
-        def publish(c: Catalog) -> Catalog:
-            sources = {**c.sources, **on_hub}
-            return msgspec.structs.replace(c, sources=sources, **{kind: {**getattr(c, kind), name: entry}})
+        def publish(draft: Catalog) -> Catalog:
+            sources = {**draft.sources, **on_hub}
+            entries = {**getattr(draft, kind), name: entry}
+            return msgspec.structs.replace(draft, sources=sources, **{kind: entries})
 
         state.change_catalog(publish)
-    tell_daemon()
-    aliases = sorted(other for other, (hash_, _) in catalog.items() if hash_ == model and other != name)
+    reload_daemon()
+    names = {alias for alias, (model_hash, _) in catalog.items() if model_hash == model}
+    aliases = sorted(names - {name})
     also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
-    blocks = f"{count(read.n_blocks, 'block')}, " if read.n_blocks else ""
-    return f"{name}: {model}  {blocks}{count(len(read.tensors), 'tensor')}{also}"
+    blocks = f"{count(source_manifest.n_blocks, 'block')}, " if source_manifest.n_blocks else ""
+    return f"{name}: {model}  {blocks}{count(len(source_manifest.tensors), 'tensor')}{also}"
 
 
 def _next_step(name: str, base: str) -> str:
-    """What to type to use what was added."""
+    """Tell what to type to use what was added."""
     if base:
         return f"now: swarmd run {shlex.quote(base)} PROMPT --adapter {shlex.quote(name)}"
     serve = f"swarmd up --serve {shlex.quote(name)}"
@@ -143,12 +153,12 @@ def _next_step(name: str, base: str) -> str:
 
 
 def _require_name_is_free(name: str, model: str, known: str, replace: bool) -> None:
-    """May this machine let ``name`` mean ``model``, which it does not yet? Raises ConfigError."""
+    """Raise ConfigError if this machine may not let ``name`` mean ``model``, which it does not yet."""
     from swarmd.errors import ConfigError
 
     if not home().may_publish:
-        what = f"says {name!r} is {known[:12]}" if known else "has no model of that name"
-        raise ConfigError(f"this folder is {model[:12]}, and the swarm's catalog {what}: {_how_to_publish()}")
+        catalog_entry = f"says {name!r} is {known[:12]}" if known else "has no model of that name"
+        raise ConfigError(f"this folder is {model[:12]}, and the swarm's catalog {catalog_entry}: {_how_to_publish()}")
     if known and not replace:
         raise ConfigError(
             f"{name!r} is {known[:12]} in the catalog, and this folder is {model[:12]}: "
@@ -156,8 +166,8 @@ def _require_name_is_free(name: str, model: str, known: str, replace: bool) -> N
         )
 
 
-def _read(folder: Path, base: str) -> tuple[Manifest, str]:
-    """The manifest of a checkpoint or an adapter, and which list of the catalog it belongs to. Raises ConfigError."""
+def _read_manifest(folder: Path, base: str) -> tuple[Manifest, str]:
+    """Read the manifest of a checkpoint or an adapter, and name its list in the catalog. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd.protocol.models import adapter, manifest
 
@@ -185,7 +195,8 @@ def _check_adapter(folder: Path, read: Manifest, base: str) -> None:
     state = home()
     if base in state.catalog().adapters:
         raise ConfigError(f"--base {base} is an adapter itself: say the model that {folder} was made for")
-    of_base = Library(state.weights, state.folders()).folders.get(state.catalog().hash_of(base))
+    base_hash = state.catalog().hash_of(base)
+    of_base = Library(state.weights, state.folders()).folders.get(base_hash)
     if of_base is None:
         print(f"nothing of {base} is on this machine: whether the adapter fits it was not looked at", file=sys.stderr)
         return
@@ -204,8 +215,8 @@ def pull(
 
     Example: swarmd models pull llama --blocks 0:16
     """
-    found = ask("pull", "POST", model=model, blocks=blocks)["model"]
-    row = _follow(found, quiet=as_json)
+    model_id = ask("pull", "POST", model=model, blocks=blocks)["model"]
+    row = _follow_download(model_id, quiet=as_json)
     if as_json:
         print_json(row)
     else:
@@ -224,26 +235,28 @@ def rm(model: Model) -> None:
 
     state = home()
     catalog = state.catalog()
-    found = catalog.hash_of(model)
-    if found == bundled_model()[0]:
+    model_id = catalog.hash_of(model)
+    if model_id == bundled_model()[0]:
         raise ConfigError("the bundled model is a part of swarmd: it cannot be removed")
-    others = [name for name in catalog.names_of(found) if name != model]
-    if others and model != found:
+    other_names = [name for name in catalog.names_of(model_id) if name != model]
+    if other_names and model != model_id:
         raise ConfigError(
-            f"{', '.join(map(repr, others))} needs the same weights as {model!r}: swarmd models unpublish "
-            f"{shlex.quote(model)} takes back the name alone, swarmd models rm {found} deletes the weights of all names"
+            f"{', '.join(map(repr, other_names))} needs the same weights as {model!r}: swarmd models unpublish "
+            f"{shlex.quote(model)} takes back the name alone, swarmd models rm {model_id} deletes the weights of all "
+            "names"
         )
-    if (folder := state.folders().get(found)) is not None:
-        state.forget_folder(found)
-        tell_daemon()
-        kept = "what was made of its file is deleted" if forget(folder) else "its folder is untouched"
-        print(f"{model}: this machine no longer offers it; {kept}")
+    folder = state.folders().get(model_id)
+    if folder is not None:
+        state.forget_folder(model_id)
+        reload_daemon()
+        fate = "what was made of its file is deleted" if delete_converted(folder) else "its folder is untouched"
+        print(f"{model}: this machine no longer offers it; {fate}")
         return
     if is_running():
-        n_bytes = ask("rm", "POST", model=found)["freed_bytes"]
+        n_bytes = ask("rm", "POST", model=model_id)["freed_bytes"]
     else:
-        n_bytes = Library(state.weights, state.folders()).remove(found)
-    print(f"{model}: deleted, {size(n_bytes)} freed")
+        n_bytes = Library(state.weights, state.folders()).remove(model_id)
+    print(f"{model}: deleted, {format_size(n_bytes)} freed")
 
 
 @app.command("unpublish")
@@ -266,23 +279,26 @@ def unpublish(name: Annotated[str, typer.Argument(help="A name of the swarm's ca
         raise ConfigError(f"the catalog has no name {name!r}; it has: {known}")
     model = catalog.hash_of(name)
 
-    def take_back(c: Catalog) -> Catalog:
-        left = {other: entry for other, entry in getattr(c, kind).items() if other != name}
-        is_named = any(hash_ == model for hash_, _ in left.values())
-        sources = c.sources if is_named else {hash_: at for hash_, at in c.sources.items() if hash_ != model}
-        return msgspec.structs.replace(c, sources=sources, **{kind: left})
+    def take_back(draft: Catalog) -> Catalog:
+        # Where the weights came from is said by hash: as long as another name means them, it stays.
+        entries = dict(getattr(draft, kind))
+        entries.pop(name, None)
+        sources = dict(draft.sources)
+        if all(model_hash != model for model_hash, _ in entries.values()):
+            sources.pop(model, None)
+        return msgspec.structs.replace(draft, sources=sources, **{kind: entries})
 
     changed = state.change_catalog(take_back)
-    tell_daemon()
-    others = changed.names_of(model)
-    rest = (
-        f"its weights are still called {', '.join(others)}" if others else f"to delete them: swarmd models rm {model}"
-    )
-    print(f"{name}: no longer in the catalog; {rest}")
+    reload_daemon()
+    other_names = changed.names_of(model)
+    next_step = f"to delete them: swarmd models rm {model}"
+    if other_names:
+        next_step = f"its weights are still called {', '.join(other_names)}"
+    print(f"{name}: no longer in the catalog; {next_step}")
 
 
 def require_publisher() -> None:
-    """May this machine change the catalog's names? Raises ConfigError."""
+    """Raise ConfigError if this machine may not change the catalog's names."""
     from swarmd.errors import ConfigError
 
     if not home().may_publish:
@@ -303,15 +319,16 @@ def verify(model: Model, as_json: Json = False) -> None:
     from swarmd.weights.library import Library
 
     state = home()
-    found = home().catalog().hash_of(model)
-    folder = Library(state.weights, state.folders()).folders.get(found)
+    model_id = home().catalog().hash_of(model)
+    folder = Library(state.weights, state.folders()).folders.get(model_id)
     if folder is None:
         raise ConfigError(f"nothing of {model} is on this machine")
-    damaged, n_bytes = folder.damaged(), folder.n_bytes(folder.held)
+    damaged = folder.damaged()
+    n_bytes = folder.n_bytes(folder.held)
     if as_json:
-        print_json({"model": found, "bytes": n_bytes, "damaged": damaged})
+        print_json({"model": model_id, "bytes": n_bytes, "damaged": damaged})
     elif not damaged:
-        print(f"{model}: {size(n_bytes)} in {folder.folder} are what the manifest says")
+        print(f"{model}: {format_size(n_bytes)} in {folder.folder} are what the manifest says")
     if damaged:
         raise IntegrityError(
             f"{model}: {some_of(damaged)} differ from the manifest: swarmd models rm {model}, then pull it"
@@ -338,20 +355,24 @@ def delegate(
         key = public_key_of_untrusted(peer)
     except IntegrityError as error:
         raise ConfigError(f"{peer!r} is no peer id: {error}") from None
-    others = tuple(k for k in state.catalog().delegates if k != key)
-    state.change_catalog(lambda c: msgspec.structs.replace(c, delegates=others if revoke else (*others, key)))
-    tell_daemon()
+    delegates = tuple(delegate for delegate in state.catalog().delegates if delegate != key)
+    if not revoke:
+        delegates = (*delegates, key)
+    state.change_catalog(lambda catalog: msgspec.structs.replace(catalog, delegates=delegates))
+    reload_daemon()
     print(f"{peer} {'may no longer' if revoke else 'may now'} publish models")
 
 
-def _follow(model: str, quiet: bool) -> dict[str, Any]:
+def _follow_download(model: str, quiet: bool) -> JsonObject:
     """Show a download until it ends: a bar on a terminal, else a line now and then. Raises what it ended with."""
     from swarmd.errors import SwarmError
 
-    show = _silence if quiet else _bar if sys.stderr.isatty() else _lines
-    with show() as update:
+    progress: type[_NoProgress] = _NoProgress
+    if not quiet:
+        progress = _ProgressBar if sys.stderr.isatty() else _ProgressLines
+    with progress() as update:
         while True:
-            row: dict[str, Any] = ask("here", model=model)
+            row: JsonObject = ask("here", model=model)
             if not row["pulling"]:
                 break
             for download in ask("downloads")["downloads"]:
@@ -365,50 +386,51 @@ def _follow(model: str, quiet: bool) -> dict[str, Any]:
     return row
 
 
-class _silence:
+class _NoProgress:
+    """Shows nothing; entered, each of these gives the function that takes a download's row."""
+
     def __enter__(self) -> Any:
         return lambda download: None
 
     def __exit__(self, *error: object) -> None: ...
 
 
-class _lines(_silence):
+class _ProgressLines(_NoProgress):
     """A line whenever a tenth more is there."""
 
     def __enter__(self) -> Any:
-        said = -1
+        shown_tenths = -1
 
-        def update(download: dict[str, Any]) -> None:
-            nonlocal said
+        def update(download: JsonObject) -> None:
+            nonlocal shown_tenths
             tenths = 10 * download["done_bytes"] // max(1, download["total_bytes"])
-            if tenths != said:
-                said = tenths
+            if tenths != shown_tenths:
+                shown_tenths = tenths
                 print(download_line(download), file=sys.stderr, flush=True)
 
         return update
 
 
-class _bar(_silence):
+class _ProgressBar(_NoProgress):
+    """A bar on a terminal."""
+
     def __enter__(self) -> Any:
         from rich import progress
         from rich.console import Console
 
-        columns = (
+        self._progress = progress.Progress(
             progress.BarColumn(),
             progress.DownloadColumn(binary_units=True),
             progress.TextColumn("{task.fields[note]}"),
+            console=Console(stderr=True),
         )
-        self._progress = progress.Progress(*columns, console=Console(stderr=True))
         self._progress.start()
         task = self._progress.add_task("", total=None, note="")
 
-        def update(download: dict[str, Any]) -> None:
-            self._progress.update(
-                task,
-                total=download["total_bytes"],
-                completed=download["done_bytes"],
-                note=download_line(download).split(", ", 1)[1],
-            )
+        def update(download: JsonObject) -> None:
+            note = download_line(download).split(", ", 1)[1]
+            total = download["total_bytes"]
+            self._progress.update(task, total=total, completed=download["done_bytes"], note=note)
 
         return update
 
@@ -416,7 +438,7 @@ class _bar(_silence):
         self._progress.stop()
 
 
-def _offline_models() -> list[dict[str, Any]]:
+def _offline_models() -> list[JsonObject]:
     from swarmd.weights.library import Library
 
     state = home()
@@ -425,8 +447,8 @@ def _offline_models() -> list[dict[str, Any]]:
     rows = []
     for name, (model, n_blocks) in sorted(state.catalog().models.items()):
         folder = folders.get(model)  # type: ignore[call-overload]
-        blocks = [[s.start, s.end] for s in folder.blocks_held] if folder else []
-        here = {"here": folder is not None and folder.is_whole, "blocks_here": blocks}
-        nobody = {"coverage": [0] * n_blocks, "missing": [[0, n_blocks]], "help": ""}
-        rows.append({"name": name, "model": model, "blocks": n_blocks, **nobody, **here})
+        blocks = [[span.start, span.end] for span in folder.blocks_held] if folder else []
+        presence = {"here": folder is not None and folder.is_whole, "blocks_here": blocks}
+        absence = {"coverage": [0] * n_blocks, "missing": [[0, n_blocks]], "help": ""}
+        rows.append({"name": name, "model": model, "blocks": n_blocks, **absence, **presence})
     return rows

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import ask, home, print_json, table, tell_daemon, wait_until
+from swarmd_cli.context import ask, home, print_json, print_table, reload_daemon, wait_until
 
 app = typer.Typer(help="When this machine works for others.", no_args_is_help=True, rich_markup_mode=None)
 UNITS_S = {"m": 60, "h": 3_600, "d": 86_400}
@@ -24,16 +24,17 @@ def pause(
 
     Example: swarmd pause --for 2h
     """
-    seconds = str(seconds_of(for_)) if for_ else ""
-    asked = ask("pause", "POST", seconds=seconds)
-    n = asked["sessions"]
-    print(f"{asked['policy']['why']}; {count(n, 'session')} to go on elsewhere", flush=True)
-    is_done = wait_until(lambda: all(h["serving"] is None for h in ask("status")["hosting"]))
-    print(
-        "nothing is served here any more; swarmd resume works again"
-        if is_done
-        else "the daemon is still at it: swarmd status"
-    )
+    seconds = str(parse_duration(for_)) if for_ else ""
+    answer = ask("pause", "POST", seconds=seconds)
+    print(f"{answer['policy']['why']}; {count(answer['sessions'], 'session')} to go on elsewhere", flush=True)
+    if wait_until(_is_nothing_served):
+        print("nothing is served here any more; swarmd resume works again")
+    else:
+        print("the daemon is still at it: swarmd status")
+
+
+def _is_nothing_served() -> bool:
+    return all(hosting["serving"] is None for hosting in ask("status")["hosting"])
 
 
 @app.command()
@@ -50,7 +51,8 @@ def show(as_json: Annotated[bool, typer.Option("--json", help='Print JSON with "
     if as_json:
         print_json(rules)
         return
-    table("Policy", ["", "", ""], [[name, _toml(value), HELP[name]] for name, value in rules.items()])
+    rows = [[name, _format_toml(value), HELP[name]] for name, value in rules.items()]
+    print_table("Policy", ["", "", ""], rows)
 
 
 @app.command("set", context_settings={"ignore_unknown_options": True})
@@ -64,12 +66,12 @@ def set_(
     """
     path = home().folder / "config.toml"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    changed = with_setting(text, "policy", name, _toml(_typed(name, value)))
+    changed = set_toml_value(text, "policy", name, _format_toml(_parse_value(name, value)))
     _check(changed)
     from swarmd.folders import write_file
 
     write_file(path, changed)
-    tell_daemon()
+    reload_daemon()
     explain()
 
 
@@ -91,7 +93,8 @@ def explain() -> None:
     from swarmd.node.machine.presence import limits_of, verdict_now
 
     rules = config.load(home().folder).policy
-    verdict = verdict_now(rules, home().pause_file, Traffic(limits_of(rules), home().traffic_file))
+    traffic = Traffic(limits_of(rules), home().traffic_file)
+    verdict = verdict_now(rules, home().pause_file, traffic)
     print(f"the daemon is not running (swarmd up); if it were: {verdict.reason}")
 
 
@@ -109,35 +112,48 @@ HELP = {
 }
 
 
-def seconds_of(text: str) -> int:
+def parse_duration(text: str) -> int:
     """Read 90m, 2h, 1d or 1h30m. Raises ConfigError."""
     from swarmd.config import LONGEST_PAUSE_S
     from swarmd.errors import ConfigError
 
-    parts = re.findall(r"(\d+)([mhd])", text.strip().lower())
-    seconds = sum(int(n) * UNITS_S[unit] for n, unit in parts)
-    if "".join(n + unit for n, unit in parts) != text.strip().lower() or not 0 < seconds <= LONGEST_PAUSE_S:
+    plain = text.strip().lower()
+    parts = re.findall(r"(\d+)([mhd])", plain)
+    seconds = sum(int(digits) * UNITS_S[unit] for digits, unit in parts)
+    is_all_read = "".join(digits + unit for digits, unit in parts) == plain
+    if not is_all_read or not 0 < seconds <= LONGEST_PAUSE_S:
         raise ConfigError(f"--for takes a time such as 90m, 2h or 1d, at most 366d, not {text!r}")
     return seconds
 
 
-def with_setting(text: str, name: str, key: str, value: str) -> str:
-    """A TOML text with ``key = value`` in the table ``[name]``; the rest stays as it was written."""
+def set_toml_value(text: str, name: str, key: str, value: str) -> str:
+    """Set ``key = value`` in the table ``[name]`` of a TOML text; the rest stays as it was written."""
+    # By lines, not by a TOML library: it would lose the owner's comments and order.
     lines = text.splitlines()
-    header = next((i for i, line in enumerate(lines) if re.fullmatch(rf"\s*\[{name}\]\s*(#.*)?", line)), None)
+    setting = f"{key} = {value}"
+    header = _find_line(rf"\s*\[{name}\]\s*(#.*)?$", lines, 0, len(lines))
     if header is None:
-        return "\n".join([*lines, *([""] if lines else []), f"[{name}]", f"{key} = {value}", ""])
-    end = next((i for i in range(header + 1, len(lines)) if lines[i].lstrip().startswith("[")), len(lines))
-    known = next((i for i in range(header + 1, end) if re.match(rf"\s*{key}\s*=", lines[i])), None)
+        gap = [""] if lines else []
+        return "\n".join([*lines, *gap, f"[{name}]", setting, ""])
+    end = _find_line(r"\s*\[", lines, header + 1, len(lines))
+    known = _find_line(rf"\s*{key}\s*=", lines, header + 1, len(lines) if end is None else end)
     if known is None:
-        lines.insert(header + 1, f"{key} = {value}")
+        lines.insert(header + 1, setting)
     else:
-        lines[known] = f"{key} = {value}"
+        lines[known] = setting
     return "\n".join([*lines, ""])
 
 
-def _typed(name: str, value: str) -> Any:
-    """What was typed as what the rule takes. Raises ConfigError."""
+def _find_line(pattern: str, lines: list[str], start: int, end: int) -> int | None:
+    """Return the first of the lines [start, end) that begins with a pattern."""
+    for number in range(start, end):
+        if re.match(pattern, lines[number]):
+            return number
+    return None
+
+
+def _parse_value(name: str, value: str) -> Any:
+    """Turn what was typed into what the rule takes. Raises ConfigError."""
     from swarmd.config import PolicyConfig
     from swarmd.errors import ConfigError
 
@@ -152,7 +168,7 @@ def _typed(name: str, value: str) -> Any:
         raise ConfigError(f"{name} takes {takes}, not {value!r}") from None
 
 
-def _toml(value: Any) -> str:
+def _format_toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)  # which TOML reads alike: strings, numbers, true and false
 
 
@@ -160,6 +176,8 @@ def _check(text: str) -> None:
     """Raise ConfigError when these settings cannot be right."""
     from swarmd import config
 
+    # The whole file as it would be, read by the very code that the daemon reads it with: a rule that is refused must
+    # not be written first, or the daemon would not start again.
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.toml").write_text(text, encoding="utf-8")
         config.load(Path(folder), {})

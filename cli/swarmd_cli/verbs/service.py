@@ -31,8 +31,8 @@ def install(dry_run: DryRun = False, system: System = False) -> None:
     """
     from swarmd.errors import ConfigError
 
-    manager = _manager(system)
-    text = manager.text(_command(system and not dry_run), home().folder)
+    manager = _choose_manager(system)
+    text = manager.text(_find_program(system and not dry_run), home().folder)
     if dry_run:
         print(f"# {manager.path}\n{text}", end="")
         return
@@ -40,6 +40,7 @@ def install(dry_run: DryRun = False, system: System = False) -> None:
     home().swarm()
     if is_running() and manager.state().state != "active":
         raise ConfigError("the daemon is running already, started by hand: swarmd down first")
+    # A unit that does not start is taken away again: else it would fail at every boot, without anybody looking.
     _write(manager.path, text)
     try:
         manager.start()
@@ -57,7 +58,7 @@ def uninstall(dry_run: DryRun = False, system: System = False) -> None:
 
     Example: swarmd service uninstall
     """
-    manager = _manager(system)
+    manager = _choose_manager(system)
     if dry_run:
         print(f"would stop the service and remove {manager.path}")
         return
@@ -67,8 +68,8 @@ def uninstall(dry_run: DryRun = False, system: System = False) -> None:
     _remove(manager)
     print(f"Stopped the service and removed {manager.path}.")
     print(f"Identity, settings and models are still in {home().folder}; swarmd leave gives up the membership.")
-    if left := manager.left_behind():
-        print(left)
+    if leftover := manager.left_behind():
+        print(leftover)
 
 
 @app.command()
@@ -80,11 +81,13 @@ def status(
 
     Example: swarmd service status
     """
-    state = _manager(system).state()
+    state = _choose_manager(system).state()
     if as_json:
         print_json(asdict(state))
         return
-    print(f"{state.state}{f', pid {state.pid}' if state.pid else ''}{f': {state.detail}' if state.detail else ''}")
+    pid = f", pid {state.pid}" if state.pid else ""
+    detail = f": {state.detail}" if state.detail else ""
+    print(f"{state.state}{pid}{detail}")
     if state.installed:
         print(f"unit {state.unit}, {'starts' if state.starts_by_itself else 'does not start'} with the machine")
     if state.restarts:
@@ -104,7 +107,7 @@ def logs(
     """
     from swarmd.errors import ConfigError
 
-    command = _manager(system).logs(lines, follow)
+    command = _choose_manager(system).logs(lines, follow)
     if dry_run:
         print(" ".join(command))
         return
@@ -114,12 +117,12 @@ def logs(
         raise ConfigError(f"this machine has no {command[0]}: without a service manager there is no log") from None
 
 
-def _manager(system: bool) -> Manager:
-    """The manager of this machine; the machine's service keeps its state where its manager makes it."""
+def _choose_manager(system: bool) -> Manager:
+    """Choose the manager of this machine; the machine's service keeps its state where its manager makes it."""
     from swarmd.errors import ConfigError
-    from swarmd_cli.managers import SYSTEM_HOME, manager_here
+    from swarmd_cli.managers import SYSTEM_HOME, find_manager
 
-    manager = manager_here(system)
+    manager = find_manager(system)
     if system:
         if was_home_named() and home().folder != SYSTEM_HOME:
             raise ConfigError(
@@ -129,16 +132,23 @@ def _manager(system: bool) -> Manager:
     return manager
 
 
-def _command(for_everyone: bool) -> list[str]:
-    """The program that runs now. Raises ConfigError where a user of the daemon's own could not run it."""
+def _find_program(for_everyone: bool) -> list[str]:
+    """Find the program that runs now. Raises ConfigError where a user of the daemon's own could not run it."""
     from swarmd.errors import ConfigError
 
-    beside = Path(sys.executable).with_name("swarmd")
-    command = [str(beside)] if beside.is_file() else [sys.executable, "-P", "-m", "swarmd_cli.main"]
-    places = (Path(command[0]).parent, Path(command[0]).resolve().parent, Path(os.path.realpath(sys.executable)).parent)
-    for folder in {folder for place in places for folder in (place, *place.parents)}:
+    script = Path(sys.executable).with_name("swarmd")
+    command = [sys.executable, "-P", "-m", "swarmd_cli.main"]
+    if script.is_file():
+        command = [str(script)]
+    if not for_everyone:
+        return command
+    # Every folder on the way must let others in: to the program, to what it links to, and to Python itself.
+    program = Path(command[0])
+    python = Path(os.path.realpath(sys.executable))
+    folders = {folder for path in (program, program.resolve(), python) for folder in path.parents}
+    for folder in folders:
         is_hidden = folder in (Path("/root"), Path("/home"), Path("/run/user"))  # ProtectHome=yes
-        if for_everyone and (is_hidden or not folder.stat().st_mode & 0o001):
+        if is_hidden or not folder.stat().st_mode & 0o001:
             raise ConfigError(
                 f"the machine's service runs as its own user, who cannot enter {folder}, where {command[0]} lies: "
                 "install swarmd where everyone may read, for example with python3 -m venv /opt/swarmd"

@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import ask, drawn, duration, number, size
+from swarmd_cli.context import JsonObject, ask, format_duration, format_number, format_size, make_table
 from swarmd_cli.verbs.look import download_line, reach_text, span_text
 
 if TYPE_CHECKING:
@@ -33,31 +33,43 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    console, before, at = Console(), ask("status"), time.monotonic()
+    # Rates are differences of two looks. Each picture needs the counters of the look before, and the time between
+    # the two as it was, not as it should have been.
+    console = Console()
+    earlier = ask("status")
+    looked_at = time.monotonic()
     if not sys.stdout.isatty():
         time.sleep(interval)
-        console.print(screen(before, ask("status"), ask("peers")["peers"], time.monotonic() - at))
+        status = ask("status")
+        peers = ask("peers")["peers"]
+        console.print(draw_screen(earlier, status, peers, time.monotonic() - looked_at))
         return
-    said, picture = "", screen(before, before, ask("peers")["peers"], interval)
-    with keyboard(sys.stdin) as key_within, Live(console=console, screen=True, auto_refresh=False) as live:
-        live.update(with_footer(picture, said), refresh=True)
+    message = ""
+    picture = draw_screen(earlier, earlier, ask("peers")["peers"], interval)
+    with open_keyboard(sys.stdin) as key_within, Live(console=console, screen=True, auto_refresh=False) as live:
+        live.update(add_footer(picture, message), refresh=True)
         try:
-            while (key := key_within(max(0.0, at + interval - time.monotonic()))) != "q":
+            while True:
+                key = key_within(max(0.0, looked_at + interval - time.monotonic()))
+                if key == "q":
+                    return
                 if key:
-                    said = obey(key)
-                    live.update(with_footer(picture, said), refresh=True)
+                    message = handle_key(key)
+                    live.update(add_footer(picture, message), refresh=True)
                     continue
-                now, passed_s = ask("status"), time.monotonic() - at
-                picture = screen(before, now, ask("peers")["peers"], passed_s)
-                live.update(with_footer(picture, said), refresh=True)
-                before, at = now, at + passed_s
+                status = ask("status")
+                passed_s = time.monotonic() - looked_at
+                picture = draw_screen(earlier, status, ask("peers")["peers"], passed_s)
+                live.update(add_footer(picture, message), refresh=True)
+                earlier = status
+                looked_at += passed_s
         except KeyboardInterrupt:
             return
 
 
 @contextmanager
-def keyboard(file: TextIO) -> Iterator[Callable[[float], str]]:
-    """Read single keys: what is given waits so long for one; "" is none. Without a terminal it only waits."""
+def open_keyboard(file: TextIO) -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits some seconds for a key; "" is none. Without a terminal it only waits."""
     if not file.isatty():
         yield _wait
         return
@@ -65,12 +77,12 @@ def keyboard(file: TextIO) -> Iterator[Callable[[float], str]]:
     import tty
 
     fd = file.fileno()
-    before = termios.tcgetattr(fd)
+    settings = termios.tcgetattr(fd)
     tty.setcbreak(fd)
     try:
         yield lambda within_s: _key_of(fd, within_s)
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        termios.tcsetattr(fd, termios.TCSADRAIN, settings)
 
 
 def _wait(within_s: float) -> str:
@@ -79,14 +91,14 @@ def _wait(within_s: float) -> str:
 
 
 def _key_of(fd: int, within_s: float) -> str:
-    """The first key that is pressed within so long; a terminal that is gone is left."""
+    """Read the first key that is pressed within so long; a terminal that is gone counts as q."""
     is_ready, _, _ = select.select([fd], [], [], within_s)
     if not is_ready:
         return ""
     return os.read(fd, 64).decode(errors="replace")[:1] or "q"
 
 
-def obey(key: str, ask: Callable[..., dict[str, Any]] = ask) -> str:
+def handle_key(key: str, ask: Callable[..., JsonObject] = ask) -> str:
     """Do what a key stands for, and say what came of it."""
     from swarmd.errors import SwarmError
 
@@ -101,72 +113,76 @@ def obey(key: str, ask: Callable[..., dict[str, Any]] = ask) -> str:
     return ""
 
 
-def with_footer(picture: Group, said: str) -> Group:
-    """The picture, what the last key did, and the keys."""
+def add_footer(picture: Group, message: str) -> Group:
+    """Put what the last key did, and the keys, under the picture."""
     from rich.console import Group
 
-    return Group(picture, *([said] if said else []), "[bold]q[/] quit   [bold]p[/] pause   [bold]r[/] resume")
+    return Group(picture, *([message] if message else []), "[bold]q[/] quit   [bold]p[/] pause   [bold]r[/] resume")
 
 
-def screen(before: dict[str, Any], now: dict[str, Any], peers: list[dict[str, Any]], passed_s: float) -> Group:
-    """One picture, from what the daemon said ``passed_s`` apart."""
+def draw_screen(earlier: JsonObject, status: JsonObject, peers: list[JsonObject], passed_s: float) -> Group:
+    """Draw one picture, from what the daemon said ``passed_s`` apart."""
     from rich.console import Group
 
-    lines = [
-        f"[bold]{now['swarm']}[/]  {count(now['members'], 'member')}, up for {duration(now['uptime_s'])}, "
-        f"{now['memory_mib']:.0f} MiB, version {now['version']}"
-    ]
-    if (policy := now["policy"]) is not None:
-        n_bytes = max(0, policy["month_bytes"] - (before["policy"] or policy)["month_bytes"])
+    members = f"[bold]{status['swarm']}[/]  {count(status['members'], 'member')}"
+    uptime = f"up for {format_duration(status['uptime_s'])}"
+    lines = [f"{members}, {uptime}, {status['memory_mib']:.0f} MiB, version {status['version']}"]
+    policy = status["policy"]
+    if policy is not None:
+        earlier_policy = earlier["policy"] or policy
+        n_bytes = max(0, policy["month_bytes"] - earlier_policy["month_bytes"])
         lines.append(f"{policy['why']}; {8e-6 * n_bytes / passed_s:.2f} Mbit/s beyond the home")
-    if (reach := now["reach"]) is not None:
-        lines.append(reach_text(reach))
-    lines += [f"[red]{row['kind']}: {row['text']}[/]" for row in now["health"] if row["is_fine"] is False]
-    lines += [f"fetching {download_line(download)}" for download in now["downloads"]]
-    return Group(*lines, _served(before, now, passed_s), _members(peers))
+    if status["reach"] is not None:
+        lines.append(reach_text(status["reach"]))
+    lines += [f"[red]{row['kind']}: {row['text']}[/]" for row in status["health"] if row["is_fine"] is False]
+    lines += [f"fetching {download_line(download)}" for download in status["downloads"]]
+    return Group(*lines, _draw_served(earlier, status, passed_s), _draw_members(peers))
 
 
-def _served(before: dict[str, Any], now: dict[str, Any], passed_s: float) -> Table:
+def _draw_served(earlier: JsonObject, status: JsonObject, passed_s: float) -> Table:
     names = ["serves", "blocks", "state", "sessions", "tokens/s", "tuning tokens/s", "cache used"]
     rows = []
-    for n, hosting in enumerate(now["hosting"]):
-        serving, server, tuning = hosting["serving"], hosting["server"], hosting["tuning"]
+    for n, hosting in enumerate(status["hosting"]):
+        serving = hosting["serving"]
+        server = hosting["server"]
+        tuning = hosting["tuning"]
         if not serving:
             rows.append([hosting["wanted"], "", f"{hosting['state']}: {hosting['why']}", "", "", "", ""])
             continue
-        earlier = before["hosting"][n]
+        earlier_hosting = earlier["hosting"][n]
+        free_share = server["free_cache_tokens"] / max(1, server["total_cache_tokens"])
         rows.append(
             [
                 serving["name"],
                 span_text(serving["blocks"]),
                 hosting["state"],
                 str(server["sessions"]),
-                _per_s(earlier["server"], server, "tokens_served", passed_s),
-                _per_s(earlier["tuning"], tuning, "tokens_trained", passed_s),
-                f"{100 * (1 - server['free_cache_tokens'] / max(1, server['total_cache_tokens'])):.0f} %",
+                _format_per_s(earlier_hosting["server"], server, "tokens_served", passed_s),
+                _format_per_s(earlier_hosting["tuning"], tuning, "tokens_trained", passed_s),
+                f"{100 * (1 - free_share):.0f} %",
             ]
         )
-    return drawn(names, rows)
+    return make_table(names, rows)
 
 
-def _per_s(before: dict[str, Any] | None, now: dict[str, Any], name: str, passed_s: float) -> str:
-    return f"{max(0, now[name] - before[name]) / passed_s:.1f}" if before else "unknown"
+def _format_per_s(earlier: JsonObject | None, status: JsonObject, name: str, passed_s: float) -> str:
+    return f"{max(0, status[name] - earlier[name]) / passed_s:.1f}" if earlier else "unknown"
 
 
-def _members(peers: list[dict[str, Any]]) -> Table:
+def _draw_members(peers: list[JsonObject]) -> Table:
     names = ["member", "way", "away", "serves", "tokens/s", "memory"]
-    others = sorted(
-        (p for p in peers if not p["is_self"]), key=lambda p: (p["round_trip_ms"] is None, p["round_trip_ms"])
-    )
-    rows = [
-        [
-            peer["peer"][-8:],
-            peer["way"] or "not connected",
-            number(peer["round_trip_ms"], " ms"),
-            ", ".join(f"{s['model']} {span_text(s['blocks'])}" for s in peer["spans"]) or "nothing",
-            ", ".join(number(s["decode_tokens_per_s"]) for s in peer["spans"]),
-            size(peer["memory_bytes"]),
-        ]
-        for peer in others[:MOST_PEERS]
+    other_peers = [peer for peer in peers if not peer["is_self"]]
+    other_peers.sort(key=lambda peer: (peer["round_trip_ms"] is None, peer["round_trip_ms"]))
+    return make_table(names, [_member_row(peer) for peer in other_peers[:MOST_PEERS]])
+
+
+def _member_row(peer: JsonObject) -> list[str]:
+    spans = peer["spans"]
+    return [
+        peer["peer"][-8:],
+        peer["way"] or "not connected",
+        format_number(peer["round_trip_ms"], " ms"),
+        ", ".join(f"{span['model']} {span_text(span['blocks'])}" for span in spans) or "nothing",
+        ", ".join(format_number(span["decode_tokens_per_s"]) for span in spans),
+        format_size(peer["memory_bytes"]),
     ]
-    return drawn(names, rows)

@@ -11,7 +11,7 @@ import typer
 
 from swarmd.importing import importing
 from swarmd.values import count
-from swarmd_cli.context import ask, home, print_json, table
+from swarmd_cli.context import ask, home, print_json, print_table
 from swarmd_cli.train_show import show_plan, show_run, write_plot
 from swarmd_cli.verbs.look import Json
 
@@ -63,33 +63,36 @@ def start(
     known = ask("train")
     if known["training"] == "off":
         raise ConfigError('this machine takes no part in training: its setting "training_runs" is "off"')
-    written = read_toml(recipe)
+    draft = read_toml(recipe)
     taken = {row["name"] for row in [*known["runs"], *known["others"]]}
-    if written.name in taken and not again:
-        raise ConfigError(
-            f"a run called {written.name!r} is there already: swarmd train join {written.name} takes part in it, "
-            f"--again starts another one, called {_next_name(written.name, taken)!r}"
-        )
-    if written.name in taken:
-        written = msgspec.structs.replace(written, name=_next_name(written.name, taken))
-    _require_data(written.data, recipe.parent)
-    of_catalog, source = _source(state, written, recipe.parent)
-    outline = _outline(source, written)
-    written = msgspec.structs.replace(written, lora=msgspec.structs.replace(written.lora, targets=outline.targets))
-    model, folder = (of_catalog, source) if of_catalog else _model(state, written, source)
-    data, n_rows = _data(state, written, recipe.parent, folder, outline.vocabulary)
-    anchors = written.anchors or (state.identity().peer_id,)
+    if draft.name in taken:
+        free_name = _next_name(draft.name, taken)
+        if not again:
+            raise ConfigError(
+                f"a run called {draft.name!r} is there already: swarmd train join {draft.name} takes part in it, "
+                f"--again starts another one, called {free_name!r}"
+            )
+        draft = msgspec.structs.replace(draft, name=free_name)
+    # In the order of cost: what is wrong with the recipe is said before weights are made or texts packed.
+    _require_data(draft.data, recipe.parent)
+    model, folder = _find_source(state, draft, recipe.parent)
+    outline = _load_outline(folder, draft)
+    lora = msgspec.structs.replace(draft.lora, targets=outline.targets)
+    draft = msgspec.structs.replace(draft, lora=lora)
+    if not model:
+        model, folder = _provide_model(state, draft, folder)
+    data, n_rows = _provide_data(state, draft, recipe.parent, folder, outline.vocabulary)
+    anchors = draft.anchors or (state.identity().peer_id,)
     if role == "anchor" and state.identity().peer_id not in anchors:
         raise ConfigError("anchors does not name this peer: add it, or take another role")
-    resolved = msgspec.structs.replace(written, model=model, data=data, anchors=anchors)
+    resolved = msgspec.structs.replace(draft, model=model, data=data, anchors=anchors)
     run = start_run(resolved, state.identity(), int(time.time()))
     RunFolder(state.runs / run.id).keep_run(run, role)
     ask("reload", "POST")
     ask("train/join", "POST", name=run.id, role=role)
     print(f"{resolved.name}: run {run.id}")
-    print(
-        f"model {model[:12]}, {count(n_rows, 'row')} of {resolved.batch.tokens} tokens, {count(len(anchors), 'anchor')}"
-    )
+    rows = f"{count(n_rows, 'row')} of {resolved.batch.tokens} tokens"
+    print(f"model {model[:12]}, {rows}, {count(len(anchors), 'anchor')}")
     print(f"others take part with: swarmd train join {run.id[:12]}")
 
 
@@ -116,8 +119,8 @@ def stop(
         stopped = ask("train/order", "POST", name=run, state="stopped")
         print(f"{stopped['run'][:12]} is stopped for everybody: swarmd train resume --all lets it go on")
         return
-    left = ask("train/leave", "POST", timeout_s=120.0, name=run)
-    print(f"left {left['run'][:12]}; its state stays on this disk: swarmd train join takes part again")
+    answer = ask("train/leave", "POST", timeout_s=120.0, name=run)
+    print(f"left {answer['run'][:12]}; its state stays on this disk: swarmd train join takes part again")
 
 
 @app.command("pause")
@@ -184,10 +187,10 @@ def status(
     from swarmd.errors import ConfigError
 
     body = ask("train")
-    chosen = [r for r in body["runs"] if not run or run == r["name"] or r["run"].startswith(run)]
+    chosen = [row for row in body["runs"] if run == row["name"] or row["run"].startswith(run)]
     if run and not chosen:
-        there = ", ".join(r["name"] for r in body["runs"]) or "none"
-        raise ConfigError(f"this machine takes part in no run called {run!r}; it is in: {there}")
+        known_names = ", ".join(row["name"] for row in body["runs"]) or "none"
+        raise ConfigError(f"this machine takes part in no run called {run!r}; it is in: {known_names}")
     if plot is not None:
         write_plot(chosen, plot)
     if as_json:
@@ -195,9 +198,12 @@ def status(
         return
     for row in chosen:
         show_run(row)
-    others = [[o["name"], o["run"][:12], str(o["peers"]), str(o["update"])] for o in body["others"]]
-    if others:
-        table("Runs of the swarm that this peer is not in", ["name", "run", "peers", "updates"], others)
+    other_runs = []
+    for row in body["others"]:
+        run_id = row["run"][:12]
+        other_runs.append([row["name"], run_id, str(row["peers"]), str(row["update"])])
+    if other_runs:
+        print_table("Runs of the swarm that this peer is not in", ["name", "run", "peers", "updates"], other_runs)
     elif not chosen:
         print("no training run is known here: swarmd train start RECIPE starts one")
 
@@ -250,39 +256,40 @@ def _next_name(name: str, taken: set[str]) -> str:
 # --- what start does ---------------------------------------------------------------------------------------------
 
 
-def _source(state: Home, recipe: Recipe, beside: Path) -> tuple[ModelId | None, Path]:
-    """Where the model to begin with lies: a model of the catalog, with its hash; or a checkpoint beside the recipe, or
-    only its configuration.
+def _find_source(state: Home, recipe: Recipe, recipe_folder: Path) -> tuple[ModelId | None, Path]:
+    """Find the model to begin with: one of the catalog, with its hash, or a folder beside the recipe.
+
+    Such a folder holds a checkpoint, or only a configuration. Raises ConfigError.
     """
     from swarmd.errors import ConfigError
 
-    folder = beside / recipe.model
+    folder = recipe_folder / recipe.model
     if folder.is_dir():
         return None, folder
     model = state.catalog().hash_of(recipe.model)
-    here = ask("here", model=model)
-    if not here["here"]:
+    presence = ask("here", model=model)
+    if not presence["here"]:
         raise ConfigError(f"{recipe.model} is not whole on this machine: swarmd models pull {recipe.model}")
-    return model, Path(here["folder"])
+    return model, Path(presence["folder"])
 
 
-def _outline(source: Path, recipe: Recipe) -> Outline:
-    """See compute.runs.outline. Raises ConfigError for what cannot be trained as the recipe says."""
+def _load_outline(source: Path, recipe: Recipe) -> Outline:
+    """Read the outline (compute.runs.outline). Raises ConfigError for what cannot be trained as the recipe says."""
     with importing():
         from swarmd.compute.runs.outline import read_outline
     return read_outline(source, recipe)
 
 
-def _model(state: Home, recipe: Recipe, source: Path) -> tuple[ModelId, Path]:
-    """A checkpoint folder to begin with, its first weights made where it has none, held for others."""
-    folder = source if any(source.glob("*.safetensors")) else _initialised(source, recipe, state)
-    return _adopt(state, folder), folder
+def _provide_model(state: Home, recipe: Recipe, source: Path) -> tuple[ModelId, Path]:
+    """Provide a checkpoint to begin with, held for others; its first weights are made where it has none."""
+    folder = source if any(source.glob("*.safetensors")) else _initialise(source, recipe, state)
+    return _adopt_folder(state, folder), folder
 
 
-def _initialised(folder: Path, recipe: Recipe, state: Home) -> Path:
-    """A checkpoint of random weights for a configuration, the same for the same seed. Raises ConfigError.
+def _initialise(folder: Path, recipe: Recipe, state: Home) -> Path:
+    """Make a checkpoint of random weights for a configuration, the same for the same seed. Raises ConfigError.
 
-    Other files of a run of the same name are another checkpoint: members hold the earlier one by its hash.
+    Where a run of this name had other files, this is another folder: members hold the earlier one by its hash.
     """
     import hashlib
     import shutil
@@ -294,35 +301,39 @@ def _initialised(folder: Path, recipe: Recipe, state: Home) -> Path:
     from swarmd.protocol.models.manifest import FILES
 
     sources = [name for name in ("config.json", *FILES) if (folder / name).is_file()]
-    listed = "".join(f"{name} {hashlib.sha256((folder / name).read_bytes()).hexdigest()}\n" for name in sources)
-    made = state.folder / "models" / f"{recipe.name}-{recipe.seed}"
-    if made.exists() and _text(made / MADE_FROM) != listed:
-        made = made.with_name(f"{made.name}-{hashlib.sha256(listed.encode()).hexdigest()[:8]}")
+    listed = ""
+    for name in sources:
+        digest = hashlib.sha256((folder / name).read_bytes())
+        listed += f"{name} {digest.hexdigest()}\n"
+    checkpoint = state.folder / "models" / f"{recipe.name}-{recipe.seed}"
+    if checkpoint.exists() and _read_text(checkpoint / MADE_FROM) != listed:
+        suffix = hashlib.sha256(listed.encode()).hexdigest()[:8]
+        checkpoint = checkpoint.with_name(f"{checkpoint.name}-{suffix}")
     torch.manual_seed(recipe.seed)
     with building(f"{folder / 'config.json'}"):
         model = AutoModelForCausalLM.from_config(read_config(folder))
-    model.save_pretrained(made)
+    model.save_pretrained(checkpoint)
     for name in sources[1:]:
-        shutil.copy(folder / name, made / name)
-    (made / MADE_FROM).write_text(listed)
-    return made
+        shutil.copy(folder / name, checkpoint / name)
+    (checkpoint / MADE_FROM).write_text(listed)
+    return checkpoint
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text() if path.is_file() else ""
 
 
-def _require_data(data: str, beside: Path) -> None:
+def _require_data(data: str, recipe_folder: Path) -> None:
     """Refuse what is neither a file nor a hash, before a model is made for it. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd.names import is_model_hash
 
-    if not (beside / data).is_file() and not is_model_hash(data):
-        raise ConfigError(f"data: {beside / data} is no file, and no hash of data that is on this machine")
+    if not (recipe_folder / data).is_file() and not is_model_hash(data):
+        raise ConfigError(f"data: {recipe_folder / data} is no file, and no hash of data that is on this machine")
 
 
-def _data(state: Home, recipe: Recipe, beside: Path, model: Path, vocabulary: int) -> tuple[str, int]:
-    """The hash of the data, packed on this disk, and its number of rows. Raises ConfigError.
+def _provide_data(state: Home, recipe: Recipe, recipe_folder: Path, model: Path, vocabulary: int) -> tuple[str, int]:
+    """Provide the data, packed on this disk; returns its hash and its number of rows. Raises ConfigError.
 
     ``vocabulary``: how many tokens the model knows, which need not be how many its tokenizer does.
     """
@@ -331,23 +342,26 @@ def _data(state: Home, recipe: Recipe, beside: Path, model: Path, vocabulary: in
     from swarmd.protocol.models import manifest
     from swarmd.train.store.data import highest_token, pack, require_known, rows_of_shards
 
+    # A file is tokenised by the model's own tokenizer, cut into rows, and shuffled by the recipe's seed. A hash means
+    # rows that were packed before: they are only checked, for another model may know fewer tokens.
     tokens = recipe.batch.tokens
-    source = beside / recipe.data
+    source = recipe_folder / recipe.data
     if not source.is_file():
-        here = ask("here", model=recipe.data) if is_model_hash(recipe.data) else {"folder": None}
-        if here["folder"] is None:
+        presence = ask("here", model=recipe.data) if is_model_hash(recipe.data) else {"folder": None}
+        if presence["folder"] is None:
             raise ConfigError(f"data: {source} is no file, and no hash of data that is on this machine")
-        read = manifest.read_folder(Path(here["folder"]))
-        n_rows = sum(rows_of_shards(read, tokens))
-        require_known(highest_token(Path(here["folder"]), read), vocabulary)
+        folder = Path(presence["folder"])
+        data_manifest = manifest.read_folder(folder)
+        n_rows = sum(rows_of_shards(data_manifest, tokens))
+        require_known(highest_token(folder, data_manifest), vocabulary)
         return recipe.data, n_rows
-    texts = _tokenised(source, model, vocabulary)
+    texts = _tokenise(source, model, vocabulary)
     folder = state.folder / "data" / f"{recipe.name}-{int(time.time())}"
     n_rows = pack(texts, tokens, vocabulary, folder, recipe.seed)
-    return _adopt(state, folder), n_rows
+    return _adopt_folder(state, folder), n_rows
 
 
-def _adopt(state: Home, folder: Path) -> ModelId:
+def _adopt_folder(state: Home, folder: Path) -> ModelId:
     """Hash a folder, and have this machine's daemon hold it for others. Raises ConfigError."""
     from swarmd.protocol.models import manifest
     from swarmd.weights.library import Library
@@ -359,8 +373,8 @@ def _adopt(state: Home, folder: Path) -> ModelId:
     return model
 
 
-def _tokenised(path: Path, model: Path, vocabulary: int) -> list[list[int]]:
-    """Texts as tokens, each with its end. Raises ConfigError naming what cannot be used."""
+def _tokenise(path: Path, model: Path, vocabulary: int) -> list[list[int]]:
+    """Turn texts into tokens, each with its end. Raises ConfigError naming what cannot be used."""
     from swarmd.client.text.tokenizer import load_tokenizer
     from swarmd.client.tuning.dataset import Encoding, read_dataset
     from swarmd.errors import ConfigError
@@ -377,11 +391,11 @@ def _tokenised(path: Path, model: Path, vocabulary: int) -> list[list[int]]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as text: {error}") from None
     rows = read_dataset(path, Encoding(encode, (), end, vocabulary, sys.maxsize)).rows
-    chosen = [number for number, row in enumerate(rows, 1) if row.labels != row.ids]
-    if chosen:
+    labelled = [number for number, row in enumerate(rows, 1) if row.labels != row.ids]
+    if labelled:
         raise ConfigError(
-            f"{path}: line {chosen[0]} says which of its tokens count (a completion, or labels), as {len(chosen)} of "
-            f"{len(rows)} lines do: a run learns every token of its data, swarmd tune learns those that count. "
+            f"{path}: line {labelled[0]} says which of its tokens count (a completion, or labels), as {len(labelled)} "
+            f"of {len(rows)} lines do: a run learns every token of its data, swarmd tune learns those that count. "
             'Write {"text": ...} or {"input_ids": ...} alone'
         )
     return [list(row.ids) for row in rows]
@@ -398,13 +412,15 @@ def _save_model(base: Path, recipe: Recipe, state: Path, layout: list[list[Any]]
     from swarmd.compute.runs.gradients import build
     from swarmd.errors import ConfigError
 
+    # A state holds all trained parameters in one vector, one after the other as the model names them. The layout of
+    # the run says names and shapes: another version of transformers may order them otherwise.
     model = build(base, recipe)
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if [[name, list(p.shape)] for name, p in trained] != layout:
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if [[name, list(parameter.shape)] for name, parameter in trained] != layout:
         raise ConfigError("its parameters here differ from the run's: are the versions of transformers alike?")
     with safe_open(str(state), "pt") as file:
         vector = file.get_tensor("parameters")
-    pieces = torch.split(vector, [math.prod(p.shape) for _, p in trained])
+    pieces = torch.split(vector, [math.prod(parameter.shape) for _, parameter in trained])
     with torch.no_grad():
         for (_, parameter), values in zip(trained, pieces, strict=True):
             parameter.copy_(values.view(parameter.shape))

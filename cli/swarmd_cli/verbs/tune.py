@@ -11,8 +11,8 @@ import typer
 
 from swarmd.importing import importing
 from swarmd.values import count
-from swarmd_cli.beforehand import require_answers
-from swarmd_cli.context import duration, home, print_json
+from swarmd_cli.context import format_duration, home, print_json
+from swarmd_cli.preflight import require_answers
 from swarmd_cli.verbs.look import Json
 
 if TYPE_CHECKING:
@@ -57,7 +57,19 @@ def tune(
 
     chosen = tuple(name.strip() for name in targets.split(",") if name.strip())
     recipe = TuningRecipe(
-        model, method, steps, batch, rate, warmup, seed, rank, alpha, chosen, virtual_tokens, max_length, codec
+        model=model,
+        method=method,
+        steps=steps,
+        batch=batch,
+        learning_rate=rate,
+        warmup=warmup,
+        seed=seed,
+        rank=rank,
+        alpha=alpha,
+        targets=chosen,
+        virtual_tokens=virtual_tokens,
+        max_length=max_length,
+        codec=codec,
     ).check()
     if checkpoints(out) and not resume:
         raise ConfigError(f"{out} holds a run already: --resume to go on with it, or another --out")
@@ -92,22 +104,23 @@ def _tune(recipe: TuningRecipe, data: Path, out: Path, every: int, resume: bool,
         if is_balanced(remote):
             leave_out(remote)
             print(f"!! {NOT_BALANCED}", file=sys.stderr)
-        rows = read_dataset(data, _encoding(swarm.tokenizer(recipe.model), remote, recipe))
+        rows = read_dataset(data, _make_encoding(swarm.tokenizer(recipe.model), remote, recipe))
         tuner = Tuner(with_peft(remote, recipe), recipe, rows, out)
         first = tuner.resume() if resume else 0
-        _announce(tuner, rows, recipe, first)
-        begun = time.perf_counter()
+        _print_start(tuner, rows, recipe, first)
+        began_at = time.perf_counter()
         progress = _Progress(recipe.steps, first, lambda: len(remote.lanes.statistics.retries))
         try:
             tuner.run(every, progress.show)
         except KeyboardInterrupt:
-            raise SystemExit(_interrupted(tuner, out)) from None
+            raise SystemExit(_report_interrupt(tuner, out)) from None
         finally:
             progress.end()
             if tuner.losses:
                 out.mkdir(parents=True, exist_ok=True)
                 save_png(tuner.losses, out / "loss.png", f"{recipe.method} on {recipe.model}, {data.name}")
-        seconds, retries = time.perf_counter() - begun, len(remote.lanes.statistics.retries)
+        seconds = time.perf_counter() - began_at
+        retries = len(remote.lanes.statistics.retries)
     result = {
         "adapter": str(out / "adapter"),
         "method": recipe.method,
@@ -121,8 +134,8 @@ def _tune(recipe: TuningRecipe, data: Path, out: Path, every: int, resume: bool,
         print_json(result)
         return
     print("\n".join(terminal_curve(tuner.losses)))
-    again = f"; {retries} micro-batches were sent again" if retries else ""
-    print(f"{recipe.steps - first} steps in {duration(seconds)}{again}")
+    retried = f"; {retries} micro-batches were sent again" if retries else ""
+    print(f"{recipe.steps - first} steps in {format_duration(seconds)}{retried}")
     for doubt in result["doubts"]:
         print(f"!! {doubt}", file=sys.stderr)
     print(f"the result, in PEFT's format: {out / 'adapter'}\nthe loss curve: {out / 'loss.png'}")
@@ -130,39 +143,42 @@ def _tune(recipe: TuningRecipe, data: Path, out: Path, every: int, resume: bool,
         print(f"to have the swarm serve it: swarmd models add {out / 'adapter'} --name NAME --base {recipe.model}")
 
 
-def _encoding(tokenizer: Any, model: Any, recipe: TuningRecipe) -> Encoding:
-    """How this model's texts become tokens, as its own tokenizer begins them, and ended by its end of text."""
+def _make_encoding(tokenizer: Any, model: Any, recipe: TuningRecipe) -> Encoding:
+    """Make the encoding of texts: begun as the model's own tokenizer does, and ended by its end of text."""
     from swarmd.client.tuning.dataset import Encoding
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
-    plain, whole = encode("a"), list(tokenizer("a").input_ids)
-    at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+    # What the tokenizer puts in front of a text shows where the text's own tokens begin among all of them.
+    plain = encode("a")
+    with_special = list(tokenizer("a").input_ids)
+    n_leading = 0
+    for start in range(len(with_special)):
+        if with_special[start : start + len(plain)] == plain:
+            n_leading = start
+            break
     end = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     n_virtual = 0 if recipe.method == "lora" else recipe.virtual_tokens
-    return Encoding(
-        encode, tuple(whole[:at]), end, vocabulary, min(recipe.max_length, model.max_session_tokens - n_virtual)
-    )
+    max_length = min(recipe.max_length, model.max_session_tokens - n_virtual)
+    return Encoding(encode, tuple(with_special[:n_leading]), end, vocabulary, max_length)
 
 
-def _announce(tuner: Tuner, rows: Dataset, recipe: TuningRecipe, first: int) -> None:
-    n = sum(p.numel() for p in tuner.model.parameters() if p.requires_grad)
+def _print_start(tuner: Tuner, rows: Dataset, recipe: TuningRecipe, first: int) -> None:
+    n_parameters = sum(parameter.numel() for parameter in tuner.model.parameters() if parameter.requires_grad)
     n_tokens = sum(len(row.ids) for row in rows.rows)
-    print(
-        f"{count(len(rows.rows), 'row')}, {count(n_tokens, 'token')}; {recipe.method} with {n:,} parameters",
-        file=sys.stderr,
-    )
+    data = f"{count(len(rows.rows), 'row')}, {count(n_tokens, 'token')}"
+    print(f"{data}; {recipe.method} with {n_parameters:,} parameters", file=sys.stderr)
     if first:
         print(f"going on after step {first}, where the last checkpoint is", file=sys.stderr)
 
 
-def _interrupted(tuner: Tuner, out: Path) -> int:
+def _report_interrupt(tuner: Tuner, out: Path) -> int:
     from swarmd.client.tuning.tuning_recipe import checkpoints, step_of
 
-    kept = max((step_of(folder) for folder in checkpoints(out)), default=0)
-    print(f"\nstopped in step {len(tuner.losses) + 1}; --resume goes on after step {kept}", file=sys.stderr)
+    last_step = max((step_of(folder) for folder in checkpoints(out)), default=0)
+    print(f"\nstopped in step {len(tuner.losses) + 1}; --resume goes on after step {last_step}", file=sys.stderr)
     return 130
 
 
@@ -173,24 +189,26 @@ class _Progress:
         self._n_steps = n_steps
         self._first = first
         self._retries = retries
-        self._begun = time.perf_counter()
+        self._began_at = time.perf_counter()
         self._is_terminal = sys.stderr.isatty()
 
     def show(self, step: Step) -> None:
         """Say how far it is."""
         n_done = step.number - self._first
-        left_s = (time.perf_counter() - self._begun) / n_done * (self._n_steps - step.number)
-        retries = f", {n} sent again" if (n := self._retries()) else ""
-        line = (
-            f"step {step.number}/{self._n_steps}  loss {step.loss:.4f}  {step.tokens / step.seconds:.0f} tokens/s"
-            f"{retries}  {duration(left_s)} left"
-        )
+        left_s = (time.perf_counter() - self._began_at) / n_done * (self._n_steps - step.number)
+        n_retries = self._retries()
+        retries = f", {n_retries} sent again" if n_retries else ""
+        speed = f"{step.tokens / step.seconds:.0f} tokens/s"
+        place = f"step {step.number}/{self._n_steps}"
+        line = f"{place}  loss {step.loss:.4f}  {speed}{retries}  {format_duration(left_s)} left"
+        is_tenth = step.number % max(1, self._n_steps // 10) == 0
         if self._is_terminal:
             sys.stderr.write(f"\r\x1b[2K{line}")
             sys.stderr.flush()
-        elif step.number in (self._first + 1, self._n_steps) or step.number % max(1, self._n_steps // 10) == 0:
+        elif is_tenth or step.number in (self._first + 1, self._n_steps):
             print(line, file=sys.stderr, flush=True)
 
     def end(self) -> None:
+        """End the line."""
         if self._is_terminal:
             print(file=sys.stderr)

@@ -14,11 +14,20 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from swarmd.gateway.apis import streams
-from swarmd.gateway.apis.openai import CollectedAnswer, function_tool, schema_of, thinking_of
+from swarmd.gateway.apis.openai import CollectedAnswer, make_tool, read_schema, thinking_options
 from swarmd.gateway.apis.parts import AnswerPart
-from swarmd.gateway.apis.refusals import ApiError, bad
+from swarmd.gateway.apis.refusals import ApiError, bad_request
 from swarmd.gateway.apis.responses import is_web_search
-from swarmd.gateway.apis.schema import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Count, SamplingFields, Share, Stop
+from swarmd.gateway.apis.schema import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    MAX_TOOLS,
+    Count,
+    JsonObject,
+    SamplingFields,
+    Share,
+    Stop,
+)
 from swarmd.gateway.apis.streams import Emit
 from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
 from swarmd.gateway.generation.row import RowReport
@@ -33,35 +42,36 @@ class MessagesRequest(msgspec.Struct):
     """POST /v1/messages. ``thinking`` and ``metadata`` are hints."""
 
     model: str
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[JsonObject], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Count | None = None
-    system: str | list[dict[str, Any]] | None = None
+    system: str | list[JsonObject] | None = None
     stream: bool | None = False
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
     stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    tools: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: JsonObject | None = None
+    thinking: JsonObject | None = None
+    output_config: JsonObject | None = None
 
 
-def of_answered(request: MessagesRequest, key: str) -> GenerationRequest:
-    """What is asked for an answer, not only counted: it needs ``max_tokens``. Raises ApiError."""
+def parse_for_answer(request: MessagesRequest, key: str) -> GenerationRequest:
+    """Read a request that wants an answer, for which ``max_tokens`` is required. Raises ApiError."""
     if request.max_tokens is None:
-        raise bad("max_tokens is missing", "max_tokens")
-    return of_messages(request, key)
+        raise bad_request("max_tokens is missing", "max_tokens")
+    return parse_request(request, key)
 
 
-def of_messages(request: MessagesRequest, key: str) -> GenerationRequest:
-    """Raises ApiError for what is not done here."""
-    tools = tuple(_tool(tool) for tool in request.tools or () if not is_web_search(tool))
+def parse_request(request: MessagesRequest, key: str) -> GenerationRequest:
+    """Translate a request, to be answered or only counted. Raises ApiError for what is not done here."""
+    tools = tuple(_read_tool(tool) for tool in request.tools or () if not is_web_search(tool))
     choice = request.tool_choice or {"type": "auto"}
-    named = f"={choice.get('name')}" if choice.get("type") == "tool" else CHOICES.get(str(choice.get("type")))
-    if named is None:
-        raise bad("tool_choice.type is auto, any, tool or none", "tool_choice")
-    messages = _messages(request)
+    kind = str(choice.get("type"))
+    tool_choice = f"={choice.get('name')}" if kind == "tool" else CHOICES.get(kind)
+    if tool_choice is None:
+        raise bad_request("tool_choice.type is auto, any, tool or none", "tool_choice")
+    messages = _read_messages(request)
     return GenerationRequest(
         model=request.model,
         sampled=SamplingFields(
@@ -69,44 +79,47 @@ def of_messages(request: MessagesRequest, key: str) -> GenerationRequest:
         ),
         messages=messages,
         max_tokens=request.max_tokens,
-        schema=_schema(request.output_config),
+        schema=_read_schema(request.output_config),
         tools=tools,
-        tool_choice=named if tools else "none",
+        tool_choice=tool_choice if tools else "none",
         several_calls=choice.get("disable_parallel_tool_use") is False,
-        template=thinking_of(request.thinking),
+        template=thinking_options(request.thinking),
         continues=messages[-1]["role"] == "assistant",
         is_most=True,
         key=key,
     )
 
 
-def _schema(config: dict[str, Any] | None) -> dict[str, Any] | None:
+def _read_schema(config: JsonObject | None) -> JsonObject | None:
     """What ``output_config`` wants the answer to fit; the effort that it may name is a hint."""
-    written = (config or {}).get("format")
-    if written is None:
+    form = (config or {}).get("format")
+    if form is None:
         return None
-    if not isinstance(written, dict):
-        raise bad("output_config.format is an object", "output_config")
-    return schema_of({"type": written.get("type"), "json_schema": {"schema": written.get("schema")}}, "output_config")
+    if not isinstance(form, dict):
+        raise bad_request("output_config.format is an object", "output_config")
+    nested = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
+    return read_schema(nested, "output_config")
 
 
-def _messages(request: MessagesRequest) -> list[dict[str, Any]]:
-    turns: list[dict[str, Any]] = []
+def _read_messages(request: MessagesRequest) -> list[JsonObject]:
+    turns: list[JsonObject] = []
     if request.system:
-        turns.append({"role": "system", "content": _text(request.system, "system")})
-    for index, written in enumerate(request.messages):
-        where, role, content = f"messages[{index}]", written.get("role"), written.get("content")
+        turns.append({"role": "system", "content": _read_text(request.system, "system")})
+    for index, turn in enumerate(request.messages):
+        where = f"messages[{index}]"
+        role = turn.get("role")
+        content = turn.get("content")
         if role == "system" and isinstance(content, str | list):
-            _fold(turns, _text(content, where))
+            _fold_note(turns, _read_text(content, where))
             continue
         if role not in ("user", "assistant") or not isinstance(content, str | list):
-            raise bad(f"{where}: expected the role user, assistant or system, and content", where)
+            raise bad_request(f"{where}: expected the role user, assistant or system, and content", where)
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        turns += _turns(role, blocks, where)
+        turns += _read_turns(role, blocks, where)
     return turns
 
 
-def _fold(turns: list[dict[str, Any]], text: str) -> None:
+def _fold_note(turns: list[JsonObject], text: str) -> None:
     """Put a system's note among the turns into the user's: templates take one system turn, and first."""
     if turns and turns[-1]["role"] == "user":
         turns[-1]["content"] = f"{turns[-1]['content']}\n\n{text}"
@@ -114,136 +127,157 @@ def _fold(turns: list[dict[str, Any]], text: str) -> None:
         turns.append({"role": "user", "content": text})
 
 
-def _turns(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]]:
-    """The turns that one message stands for: results of tools are turns of their own, first."""
-    results, texts, calls = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
+def _read_turns(role: str, blocks: list[Any], where: str) -> list[JsonObject]:
+    """Split one message into turns: results of tools are turns of their own, and come first."""
+    results: list[JsonObject] = []
+    texts: list[str] = []
+    calls: list[JsonObject] = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text" and isinstance(block.get("text"), str):
             texts.append(block["text"])
         elif kind == "tool_use":
-            function = {"name": str(block.get("name", "")), "arguments": json.dumps(block.get("input", {}))}
+            arguments = json.dumps(block.get("input", {}))
+            function = {"name": str(block.get("name", "")), "arguments": arguments}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            content = _text(block.get("content") or "", where)
-            results.append({"role": "tool", "content": content, "tool_call_id": str(block.get("tool_use_id", ""))})
+            content = _read_text(block.get("content") or "", where)
+            call_id = str(block.get("tool_use_id", ""))
+            results.append({"role": "tool", "content": content, "tool_call_id": call_id})
         elif kind not in ("thinking", "redacted_thinking"):
-            raise bad(f"{where}: blocks of type {str(kind)[:32]!r} are not supported here", where)
-    own: dict[str, Any] = {"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
-    return [*results, *([own] if texts or calls or not results else [])]
+            raise bad_request(f"{where}: blocks of type {str(kind)[:32]!r} are not supported here", where)
+    if results and not texts and not calls:
+        return results
+    turn: JsonObject = {"role": role, "content": "".join(texts)}
+    if calls:
+        turn["tool_calls"] = calls
+    return [*results, turn]
 
 
-def _text(content: str | list[Any], where: str) -> str:
+def _read_text(content: str | list[Any], where: str) -> str:
     if isinstance(content, str):
         return content
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        raise bad(f"{where}: only blocks of text are taken", where)
-    return "\n".join(part["text"] for part in content)
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise bad_request(f"{where}: only blocks of text are taken", where)
+    return "\n".join(texts)
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom"):
-        raise bad(f"tools: {str(tool.get('type'))[:32]!r} is not supported here: only tools with a schema", "tools")
-    return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
+def _read_tool(tool: JsonObject) -> JsonObject:
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        raise bad_request(f"tools: {str(kind)[:32]!r} is not supported here: only tools with a schema", "tools")
+    return make_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
 # --- answers -------------------------------------------------------------------------------------------------------
 
 
-def _usage(told: RowReport) -> dict[str, int]:
-    fresh = told.n_prompt - told.n_cached
-    cache = {"cache_read_input_tokens": told.n_cached, "cache_creation_input_tokens": 0}
-    return {"input_tokens": fresh, "output_tokens": told.n_generated, **cache}
+def _format_usage(report: RowReport) -> dict[str, int]:
+    fresh = report.n_prompt - report.n_cached
+    cache = {"cache_read_input_tokens": report.n_cached, "cache_creation_input_tokens": 0}
+    return {"input_tokens": fresh, "output_tokens": report.n_generated, **cache}
 
 
-def _head(model: str) -> dict[str, Any]:
+def _new_message(model: str) -> JsonObject:
     return {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
 
 
-def _call(part: AnswerPart) -> dict[str, Any]:
+def _new_call(part: AnswerPart) -> JsonObject:
     return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": part.name}
 
 
-async def message(talk: PreparedRequest, request: MessagesRequest) -> dict[str, Any]:
-    """The whole answer."""
-    heard = CollectedAnswer()
-    told = await talk.run(0, heard.hear)
-    content: list[dict[str, Any]] = []
-    if heard.reasoning:
-        content.append({"type": "thinking", "thinking": heard.reasoning, "signature": ""})
-    if heard.content or not heard.calls:
-        content.append({"type": "text", "text": heard.content})
-    content += [{**_call(part), "input": _input(part)} for part in heard.calls]
-    return {**_head(request.model), "content": content, **_reason(heard), "usage": _usage(told)}
+async def answer_message(prepared: PreparedRequest, request: MessagesRequest) -> JsonObject:
+    """Generate the whole answer."""
+    answer = CollectedAnswer()
+    report = await prepared.run(0, answer.add_event)
+    content: list[JsonObject] = []
+    if answer.reasoning:
+        content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+    if answer.content or not answer.calls:
+        content.append({"type": "text", "text": answer.content})
+    content += [{**_new_call(part), "input": _parse_arguments(part)} for part in answer.calls]
+    message = {**_new_message(request.model), "content": content}
+    return {**message, **_stop_reason(answer), "usage": _format_usage(report)}
 
 
-def _input(part: AnswerPart) -> dict[str, Any]:
+def _parse_arguments(part: AnswerPart) -> JsonObject:
     """A call's arguments; what a model wrote that is no object is shown as it is."""
     try:
-        written = json.loads(part.text or "{}")
+        arguments = json.loads(part.text or "{}")
     except ValueError:
-        written = None
-    return written if isinstance(written, dict) else {"arguments": part.text}
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"arguments": part.text}
 
 
-def _reason(heard: CollectedAnswer) -> dict[str, Any]:
-    reason = "stop_sequence" if heard.stopped is not None else REASONS[heard.finish]
-    return {"stop_reason": reason, "stop_sequence": heard.stopped}
+def _stop_reason(answer: CollectedAnswer) -> JsonObject:
+    reason = "stop_sequence" if answer.stopped is not None else REASONS[answer.finish]
+    return {"stop_reason": reason, "stop_sequence": answer.stopped}
 
 
-async def stream_message(talk: PreparedRequest, request: MessagesRequest, emit: Emit) -> None:
-    """The same as events: blocks open, grow and close."""
-    heard, opened, n_blocks = CollectedAnswer(), "", 0
+async def stream_message(prepared: PreparedRequest, request: MessagesRequest, emit: Emit) -> None:
+    """Generate an answer as events: blocks open, grow and close."""
+    # One block is open at a time, and ``n_blocks`` is its index. A part of another kind closes it and opens the
+    # next; a call is a block by itself, for it comes whole.
+    answer = CollectedAnswer()
+    open_kind = ""
+    n_blocks = 0
 
     async def say(kind: str, **fields: Any) -> None:
-        await emit.event({"type": kind, **fields}, kind)
+        await emit.send_event({"type": kind, **fields}, kind)
 
     async def close() -> None:
-        nonlocal opened, n_blocks
-        if opened:
+        nonlocal open_kind, n_blocks
+        if open_kind:
             await say("content_block_stop", index=n_blocks)
-            opened, n_blocks = "", n_blocks + 1
+            open_kind = ""
+            n_blocks += 1
 
-    async def write(kind: str, block: dict[str, Any], delta: dict[str, Any]) -> None:
-        nonlocal opened
-        if opened != kind:
+    async def write(kind: str, block: JsonObject, delta: JsonObject) -> None:
+        nonlocal open_kind
+        if open_kind != kind:
             await close()
             await say("content_block_start", index=n_blocks, content_block=block)
-            opened = kind
+            open_kind = kind
         await say("content_block_delta", index=n_blocks, delta=delta)
 
-    async def hear(event: AnswerEvent) -> None:
-        await heard.hear(event)
+    async def write_event(event: AnswerEvent) -> None:
+        await answer.add_event(event)
         for part in event.parts:
             if part.kind == "call":
                 await close()
                 delta = {"type": "input_json_delta", "partial_json": part.text}
-                await write("call", {**_call(part), "input": {}}, delta)
+                await write("call", {**_new_call(part), "input": {}}, delta)
                 await close()
             elif part.kind == "content":
-                await write("text", {"type": "text", "text": ""}, {"type": "text_delta", "text": part.text})
+                block = {"type": "text", "text": ""}
+                await write("text", block, delta={"type": "text_delta", "text": part.text})
             else:
                 block = {"type": "thinking", "thinking": "", "signature": ""}
-                await write("thinking", block, {"type": "thinking_delta", "thinking": part.text})
+                await write("thinking", block, delta={"type": "thinking_delta", "thinking": part.text})
 
-    empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-    begun = {**_head(request.model), **empty, "usage": _usage(RowReport(len(talk.wanted.prompt)))}
-    await say("message_start", message=begun)
-    told = await talk.run(0, hear)
+    empty: JsonObject = {"content": [], "stop_reason": None, "stop_sequence": None}
+    usage = _format_usage(RowReport(len(prepared.options.prompt)))
+    opening = {**_new_message(request.model), **empty, "usage": usage}
+    await say("message_start", message=opening)
+    report = await prepared.run(0, write_event)
     await close()
-    await say("message_delta", delta=_reason(heard), usage=_usage(told))
+    await say("message_delta", delta=_stop_reason(answer), usage=_format_usage(report))
     await say("message_stop")
 
 
-def body_of_error(error: ApiError) -> dict[str, Any]:
-    kind = {**KINDS, **BUSY}.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+def format_error(error: ApiError) -> JsonObject:
+    """Put an error into the body that Anthropic's clients read."""
+    other_kind = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = {**KINDS, **BUSY}.get(error.status, other_kind)
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def refused(error: ApiError) -> Response:
-    """An error in Anthropic's form."""
-    return streams.refused(error, body_of_error(error))
+def error_response(error: ApiError) -> Response:
+    """Answer with an error in Anthropic's form."""
+    return streams.error_response(error, format_error(error))
 
 
-async def fail(emit: Emit, error: ApiError) -> None:
-    await emit.event(body_of_error(error), "error")
+async def emit_error(emit: Emit, error: ApiError) -> None:
+    """End a stream with an error."""
+    await emit.send_event(format_error(error), "error")

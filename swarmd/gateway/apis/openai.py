@@ -16,8 +16,8 @@ from typing import Any
 import trio
 
 from swarmd.gateway.apis.parts import AnswerPart
-from swarmd.gateway.apis.refusals import ApiError, bad
-from swarmd.gateway.apis.schema import ChatMessage, ChatRequest, CompletionRequest, Tool, length_of
+from swarmd.gateway.apis.refusals import ApiError, bad_request
+from swarmd.gateway.apis.schema import ChatMessage, ChatRequest, CompletionRequest, JsonObject, Tool, read_length
 from swarmd.gateway.apis.streams import Emit
 from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
 from swarmd.gateway.generation.row import RowReport
@@ -39,60 +39,61 @@ MAX_PROMPTS = 64  # of one request for completions
 # --- requests ------------------------------------------------------------------------------------------------------
 
 
-def of_chat(request: ChatRequest, key: str) -> GenerationRequest:
-    """Raises ApiError for what is not done here."""
+def parse_chat(request: ChatRequest, key: str) -> GenerationRequest:
+    """Translate a request for a chat. Raises ApiError for what is not done here."""
     if request.top_logprobs is not None and not request.logprobs:
-        raise bad("top_logprobs needs logprobs: true", "top_logprobs")
-    tools = tuple(_tool(tool) for tool in request.tools or ())
-    messages = [message(m, i) for i, m in enumerate(request.messages)]
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    tools = tuple(_read_tool(tool) for tool in request.tools or ())
+    messages = [read_turn(m, i) for i, m in enumerate(request.messages)]
     continues = request.continue_final_message is True
     if continues and messages[-1]["role"] != "assistant":
-        raise bad("continue_final_message needs an assistant's message at the end", "continue_final_message")
-    max_tokens = length_of(request.max_completion_tokens, "max_completion_tokens")
+        raise bad_request("continue_final_message needs an assistant's message at the end", "continue_final_message")
+    max_tokens = read_length(request.max_completion_tokens, "max_completion_tokens")
     if request.max_completion_tokens is None:
-        max_tokens = length_of(request.max_tokens, "max_tokens")
+        max_tokens = read_length(request.max_tokens, "max_tokens")
     return GenerationRequest(
         model=request.model,
         sampled=request,
         messages=messages,
         max_tokens=max_tokens,
-        tells=bool(request.logprobs),
+        wants_logprobs=bool(request.logprobs),
         n_top=request.top_logprobs or 0,
-        schema=schema_of(request.response_format, "response_format"),
+        schema=read_schema(request.response_format, "response_format"),
         tools=tools,
-        tool_choice=tool_choice_of(request.tool_choice, bool(tools)),
+        tool_choice=read_tool_choice(request.tool_choice, bool(tools)),
         several_calls=request.parallel_tool_calls is True,
-        template={**thinking_of(request.thinking), **(request.chat_template_kwargs or {})},
+        template={**thinking_options(request.thinking), **(request.chat_template_kwargs or {})},
         continues=continues,
         begins_answer=request.add_generation_prompt is not False,
         key=key,
     )
 
 
-def of_completion(request: CompletionRequest, key: str) -> list[GenerationRequest]:
-    """One for each prompt. Raises ApiError for what is not done here."""
+def parse_completion(request: CompletionRequest, key: str) -> list[GenerationRequest]:
+    """Translate a request for continuations, one for each prompt. Raises ApiError for what is not done here."""
     if request.suffix:
-        raise bad("suffix is not supported here: this model continues text", "suffix", "unsupported_parameter")
+        raise bad_request("suffix is not supported here: this model continues text", "suffix", "unsupported_parameter")
     if request.echo and request.logprobs is not None:
-        raise bad(
+        raise bad_request(
             "logprobs of a prompt are not told here: ask without echo, or without logprobs",
             "echo",
             "unsupported_parameter",
         )
     if request.best_of not in (None, 1, request.n):
-        raise bad("best_of is not supported here: ask for n", "best_of", "unsupported_parameter")
+        raise bad_request("best_of is not supported here: ask for n", "best_of", "unsupported_parameter")
     prompts: list[Any] = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     if prompts and isinstance(prompts[0], int):
         prompts = [prompts]
-    if not 1 <= len(prompts) <= MAX_PROMPTS or not all(isinstance(p, str) or _are_ids(p) for p in prompts):
-        raise bad(f"prompt is a text, token ids, or 1 to {MAX_PROMPTS} of these", "prompt")
+    are_prompts = all(isinstance(prompt, str) or _are_ids(prompt) for prompt in prompts)
+    if not 1 <= len(prompts) <= MAX_PROMPTS or not are_prompts:
+        raise bad_request(f"prompt is a text, token ids, or 1 to {MAX_PROMPTS} of these", "prompt")
     return [
         GenerationRequest(
             model=request.model,
             sampled=request,
             prompt=prompt if isinstance(prompt, str) else tuple(prompt),
-            max_tokens=length_of(16 if request.max_tokens is None else request.max_tokens, "max_tokens"),
-            tells=request.logprobs is not None,
+            max_tokens=read_length(16 if request.max_tokens is None else request.max_tokens, "max_tokens"),
+            wants_logprobs=request.logprobs is not None,
             n_top=request.logprobs or 0,
             key=key,
         )
@@ -104,32 +105,33 @@ def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(type(i) is int and i >= 0 for i in prompt)
 
 
-def message(written: ChatMessage, index: int) -> dict[str, Any]:
-    """A turn as chat templates take it. Raises ApiError."""
+def read_turn(source: ChatMessage, index: int) -> JsonObject:
+    """Read one message into a turn as chat templates take it. Raises ApiError."""
     where = f"messages[{index}]"
-    if written.role not in ROLES:
-        raise bad(f"{where}.role is one of {', '.join(ROLES)}, not {written.role[:32]!r}", f"{where}.role")
-    turn: dict[str, Any] = {"role": ROLES[written.role], "content": text_of(written.content, where)}
-    if written.tool_calls:
-        turn["tool_calls"] = [_past_call(call, where) for call in written.tool_calls]
+    if source.role not in ROLES:
+        raise bad_request(f"{where}.role is one of {', '.join(ROLES)}, not {source.role[:32]!r}", f"{where}.role")
+    content = read_text(source.content, where)
+    turn: JsonObject = {"role": ROLES[source.role], "content": content}
+    if source.tool_calls:
+        turn["tool_calls"] = [_read_past_call(call, where) for call in source.tool_calls]
     for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(written, name)) is not None:
+        if (value := getattr(source, name)) is not None:
             turn[name] = value
     return turn
 
 
-def thinking_of(written: dict[str, Any] | None) -> dict[str, Any]:
-    """What a template is told of thinking: nothing, unless it is switched off."""
-    is_off = written is not None and written.get("type") == "disabled"
+def thinking_options(thinking: JsonObject | None) -> JsonObject:
+    """Return what a template is told of thinking: nothing, unless it is switched off."""
+    is_off = thinking is not None and thinking.get("type") == "disabled"
     return {"enable_thinking": False, "thinking": False} if is_off else {}
 
 
-def text_of(content: Any, where: str) -> str:
-    """The text of a message's content, without thoughts. Raises ApiError for parts that are no text."""
+def read_text(content: Any, where: str) -> str:
+    """Return the text of a message's content, without thoughts. Raises ApiError for parts that are no text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise bad(f"{where}.content is text, or a list of parts", where)
+        raise bad_request(f"{where}.content is text, or a list of parts", where)
     texts: list[str] = []
     for part in content:
         kind = str(part.get("type"))
@@ -137,66 +139,70 @@ def text_of(content: Any, where: str) -> str:
         if kind in THOUGHTS:
             continue
         if kind not in TEXTS or not isinstance(text, str):
-            raise bad(f"{where}.content: only parts of text are taken, not {kind[:32]!r}", where)
+            raise bad_request(f"{where}.content: only parts of text are taken, not {kind[:32]!r}", where)
         texts.append(text)
     return "".join(texts)
 
 
-def _past_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+def _read_past_call(call: JsonObject, where: str) -> JsonObject:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad(f"{where}.tool_calls: expected objects with a function and its name", where)
+        raise bad_request(f"{where}.tool_calls: expected objects with a function and its name", where)
     return {"id": call.get("id"), "type": "function", "function": function}
 
 
-def _tool(tool: Tool) -> dict[str, Any]:
+def _read_tool(tool: Tool) -> JsonObject:
     if tool.type not in ("function", None):
-        raise bad(f"tools: only functions are supported, not {tool.type[:32]!r}", "tools")
-    return function_tool(tool.function.name, tool.function.description, tool.function.parameters)
+        raise bad_request(f"tools: only functions are supported, not {tool.type[:32]!r}", "tools")
+    return make_tool(tool.function.name, tool.function.description, tool.function.parameters)
 
 
-def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
-    """A tool as chat templates take it. Raises ApiError."""
+def make_tool(name: Any, description: Any, parameters: Any) -> JsonObject:
+    """Make a tool as chat templates take it. Raises ApiError."""
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-        raise bad(f"tools: a function's name has 1 to 128 letters, digits and -_.:, not {str(name)[:140]!r}", "tools")
+        raise bad_request(
+            f"tools: a function's name has 1 to 128 letters, digits and -_.:, not {str(name)[:140]!r}", "tools"
+        )
     if not isinstance(parameters, dict | None) or not isinstance(description, str | None):
-        raise bad(f"tools: {name} needs a JSON schema, and a description that is text", "tools")
+        raise bad_request(f"tools: {name} needs a JSON schema, and a description that is text", "tools")
     function = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
     return {"type": "function", "function": function}
 
 
-def tool_choice_of(choice: str | dict[str, Any] | None, has_tools: bool) -> str:
-    """Raises ApiError."""
+def read_tool_choice(choice: str | JsonObject | None, has_tools: bool) -> str:
+    """Return "none", "auto", "required", or "=" and the name of a function. Raises ApiError."""
     if choice is None:
         return "auto" if has_tools else "none"
     if isinstance(choice, dict):
-        name = (
-            choice.get("function", {}).get("name") if isinstance(choice.get("function"), dict) else choice.get("name")
-        )
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else choice.get("name")
         if not isinstance(name, str):
-            raise bad('tool_choice names a function: {"type": "function", "function": {"name": ...}}', "tool_choice")
+            form = '{"type": "function", "function": {"name": ...}}'
+            raise bad_request(f"tool_choice names a function: {form}", "tool_choice")
         choice = f"={name}"
     elif choice not in ("none", "auto", "required"):
-        raise bad(f"tool_choice is none, auto, required, or names a function, not {choice[:32]!r}", "tool_choice")
+        message = f"tool_choice is none, auto, required, or names a function, not {choice[:32]!r}"
+        raise bad_request(message, "tool_choice")
     if not has_tools and choice not in ("none", "auto"):
-        raise bad("tool_choice needs tools", "tool_choice")
+        raise bad_request("tool_choice needs tools", "tool_choice")
     return choice
 
 
-def schema_of(written: dict[str, Any] | None, param: str) -> dict[str, Any] | None:
-    """The schema that an answer has to fit; {} is any JSON object. Raises ApiError."""
-    kind = (written or {"type": "text"}).get("type")
-    if written is None or kind == "text":
+def read_schema(response_format: JsonObject | None, param: str) -> JsonObject | None:
+    """Return the schema that an answer has to fit; {} is any JSON object. Raises ApiError."""
+    kind = (response_format or {"type": "text"}).get("type")
+    if response_format is None or kind == "text":
         return None
     if kind == "json_object":  # llama.cpp and Together take a schema with it
-        schema = written.get("schema")
+        schema = response_format.get("schema")
         if not isinstance(schema, dict | None):
-            raise bad(f"{param}.schema is a JSON schema", param)
+            raise bad_request(f"{param}.schema is a JSON schema", param)
         return dict(schema or {})
-    inner = written.get("json_schema")
-    if kind != "json_schema" or not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
-        raise bad(f"{param} is text, json_object, or json_schema with a schema", param)
-    return dict(inner["schema"])
+    inner = response_format.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if kind != "json_schema" or not isinstance(schema, dict):
+        raise bad_request(f"{param} is text, json_object, or json_schema with a schema", param)
+    return dict(schema)
 
 
 # --- answers -------------------------------------------------------------------------------------------------------
@@ -204,7 +210,7 @@ def schema_of(written: dict[str, Any] | None, param: str) -> dict[str, Any] | No
 
 @dataclass(slots=True)
 class CollectedAnswer:
-    """One answer, put together of its events."""
+    """One answer, put together from its events."""
 
     content: str = ""
     reasoning: str = ""
@@ -213,7 +219,8 @@ class CollectedAnswer:
     finish: str = "stop"
     stopped: str | None = None
 
-    async def hear(self, event: AnswerEvent) -> None:
+    async def add_event(self, event: AnswerEvent) -> None:
+        """Append what an event brings."""
         for part in event.parts:
             if part.kind == "call":
                 self.calls.append(part)
@@ -222,76 +229,86 @@ class CollectedAnswer:
             else:
                 self.content += part.text
         self.choices += event.choices
-        self.finish, self.stopped = event.finish or self.finish, event.stopped or self.stopped
+        self.finish = event.finish or self.finish
+        self.stopped = event.stopped or self.stopped
 
 
-async def all_of(talks: Sequence[PreparedRequest], n: int) -> tuple[list[CollectedAnswer], list[RowReport]]:
-    """Every answer to every prompt, computed side by side. Raises ApiError."""
-    heard = [CollectedAnswer() for _ in range(n * len(talks))]
-    told: list[RowReport | None] = [None] * len(heard)
+async def run_all(
+    prepared_requests: Sequence[PreparedRequest], n: int
+) -> tuple[list[CollectedAnswer], list[RowReport]]:
+    """Compute every answer to every prompt, side by side. Raises ApiError."""
+    # The answers of one prompt stand side by side: answer i belongs to prompt i // n, and is its answer i % n.
+    answers = [CollectedAnswer() for _ in range(n * len(prepared_requests))]
+    reports: list[RowReport | None] = [None] * len(answers)
 
-    async def one(place: int) -> None:
-        told[place] = await talks[place // n].run(place % n, heard[place].hear)
+    async def run_one(index: int) -> None:
+        prepared = prepared_requests[index // n]
+        reports[index] = await prepared.run(index % n, answers[index].add_event)
 
-    await together([partial(one, place) for place in range(len(heard))])
-    return heard, [t for t in told if t is not None]
+    await run_together([partial(run_one, index) for index in range(len(answers))])
+    return answers, [report for report in reports if report is not None]
 
 
-def usage(told: Sequence[RowReport], n_prompts: int = 1) -> dict[str, Any]:
-    """Tokens as OpenAI counts them: a prompt counts once, however many answers it has."""
-    n = max(1, len(told) // n_prompts)
-    prompt, written = sum(t.n_prompt for t in told[::n]), sum(t.n_generated for t in told)
-    cached = sum(t.n_cached for t in told[::n])
+def format_usage(reports: Sequence[RowReport], n_prompts: int = 1) -> JsonObject:
+    """Count tokens as OpenAI does: a prompt counts once, however many answers it has."""
+    n = max(1, len(reports) // n_prompts)
+    first_reports = reports[::n]  # one of each prompt
+    n_prompt = sum(report.n_prompt for report in first_reports)
+    n_cached = sum(report.n_cached for report in first_reports)
+    n_written = sum(report.n_generated for report in reports)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_written,
+        "total_tokens": n_prompt + n_written,
+        "prompt_tokens_details": {"cached_tokens": n_cached},
     }
 
 
-def extra(told: Sequence[RowReport]) -> dict[str, Any]:
-    """What the page and ``swarmd chat`` show under an answer."""
-    last = told[-1]
+def format_extra(reports: Sequence[RowReport]) -> JsonObject:
+    """Return what the page and ``swarmd chat`` show under an answer."""
+    last = reports[-1]
+    doubts = []
+    for doubt in sorted(last.doubts, key=lambda doubt: doubt.first_token):
+        token = max(0, doubt.first_token + 1 - last.n_prompt)  # of the answer, whose first token is 0
+        doubts.append({"token": token, "hop": doubt.hop, "reason": doubt.reason})
     return {
         "chain": list(last.chain),
         "repairs": list(last.repairs),
         "first_token_s": round(last.prefilled_s, 4),
         "seconds": round(last.total_s, 4),
         "longest_stall_s": round(last.longest_stall_s, 4),
-        "tried_ahead": last.n_sent_ahead,
-        "taken_ahead": last.n_taken_ahead,
-        "doubts": [
-            {"token": max(0, doubt.first_token + 1 - last.n_prompt), "hop": doubt.hop, "reason": doubt.reason}
-            for doubt in sorted(last.doubts, key=lambda doubt: doubt.first_token)
-        ],
+        "tried_ahead": last.n_drafted,
+        "taken_ahead": last.n_accepted,
+        "doubts": doubts,
     }
 
 
-def envelope(kind: str, prefix: str, model: str) -> dict[str, Any]:
+def make_envelope(kind: str, prefix: str, model: str) -> JsonObject:
+    """Begin an answer: a new id, its kind, the time and the model."""
     return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
 
 
-async def chat(talk: PreparedRequest, request: ChatRequest) -> dict[str, Any]:
-    """The whole answer."""
-    heard, told = await all_of([talk], request.n or 1)
-    choices = [_chat_choice(i, h, talk) for i, h in enumerate(heard)]
-    head = envelope("chat.completion", "chatcmpl", request.model)
-    return {**head, "choices": choices, "usage": usage(told), "swarmd": extra(told)}
+async def answer_chat(prepared: PreparedRequest, request: ChatRequest) -> JsonObject:
+    """Generate the whole answer."""
+    answers, reports = await run_all([prepared], request.n or 1)
+    choices = [_chat_choice(i, answer, prepared) for i, answer in enumerate(answers)]
+    head = make_envelope("chat.completion", "chatcmpl", request.model)
+    return {**head, "choices": choices, "usage": format_usage(reports), "swarmd": format_extra(reports)}
 
 
-def _chat_choice(index: int, heard: CollectedAnswer, talk: PreparedRequest) -> dict[str, Any]:
-    content = heard.content or (None if heard.calls else "")
-    written: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if heard.reasoning:
-        written["reasoning_content"] = heard.reasoning
-    if heard.calls:
-        written["tool_calls"] = [call_of(part) for part in heard.calls]
-    told = _logprobs(heard.choices, talk) if talk.asked.tells else None
-    return {"index": index, "message": written, "logprobs": told, "finish_reason": heard.finish}
+def _chat_choice(index: int, answer: CollectedAnswer, prepared: PreparedRequest) -> JsonObject:
+    content = answer.content or (None if answer.calls else "")
+    message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = [format_call(part) for part in answer.calls]
+    logprobs = _format_logprobs(answer.choices, prepared) if prepared.request.wants_logprobs else None
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish}
 
 
-def call_of(part: AnswerPart) -> dict[str, Any]:
+def format_call(part: AnswerPart) -> JsonObject:
+    """Write a call of a tool, with a new id."""
     return {
         "id": f"call_{secrets.token_hex(12)}",
         "type": "function",
@@ -299,61 +316,76 @@ def call_of(part: AnswerPart) -> dict[str, Any]:
     }
 
 
-def _logprobs(choices: Sequence[SampledToken], talk: PreparedRequest) -> dict[str, Any]:
-    def one(token: int, logprob: float) -> dict[str, Any]:
-        text = talk.engine.tokenizer.decode([token], skip_special_tokens=False)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(talk.engine.token_bytes[token])}
+def _format_logprobs(choices: Sequence[SampledToken], prepared: PreparedRequest) -> JsonObject:
+    def format_token(token: int, logprob: float) -> JsonObject:
+        text = prepared.engine.tokenizer.decode([token], skip_special_tokens=False)
+        token_bytes = list(prepared.engine.token_bytes[token])
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": token_bytes}
 
-    content = [{**one(c.token, c.logprob), "top_logprobs": [one(*pair) for pair in c.top]} for c in choices]
+    content = []
+    for choice in choices:
+        top = [format_token(token, logprob) for token, logprob in choice.top]
+        content.append({**format_token(choice.token, choice.logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-async def stream_chat(talk: PreparedRequest, request: ChatRequest, emit: Emit) -> None:
-    """The same in pieces: role first, then what comes, then why it ended, then the usage if wanted."""
-    head = envelope("chat.completion.chunk", "chatcmpl", request.model)
+async def stream_chat(prepared: PreparedRequest, request: ChatRequest, emit: Emit) -> None:
+    """Generate an answer in pieces: role, what comes, why it ended, and the usage where it is wanted."""
+    head = make_envelope("chat.completion.chunk", "chatcmpl", request.model)
     wants_usage = bool(request.stream_options and request.stream_options.include_usage)
-    told: list[RowReport] = []
+    wants_logprobs = prepared.request.wants_logprobs
+    reports: list[RowReport] = []
 
-    async def chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
+    async def write_chunk(index: int, delta: JsonObject, finish: str | None = None, logprobs: Any = None) -> None:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        await emit.event({**head, "choices": [choice], **({"usage": None} if wants_usage else {})})
+        usage = {"usage": None} if wants_usage else {}
+        await emit.send_event({**head, "choices": [choice], **usage})
 
-    async def one(index: int) -> None:
-        await chunk(index, {"role": "assistant", "content": ""})
+    async def write_repairs(index: int, repairs: Sequence[str]) -> None:
+        """Tell repairs as they happen. The page shows them; other clients skip the field."""
+        choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
+        news = {"usage": None, "swarmd": {"repairs": repairs}}
+        await emit.send_event({**head, "choices": [choice], **news})
+
+    async def run_one(index: int) -> None:
+        await write_chunk(index, {"role": "assistant", "content": ""})
         n_calls = 0
 
-        async def hear(event: AnswerEvent) -> None:
+        async def write_event(event: AnswerEvent) -> None:
+            # The log-probabilities of an event go with its first chunk, or with an empty one where it has no parts.
             nonlocal n_calls
-            logprobs = _logprobs(event.choices, talk) if talk.asked.tells and event.choices else None
+            logprobs = _format_logprobs(event.choices, prepared) if wants_logprobs and event.choices else None
             for part in event.parts:
                 if part.kind == "call":
-                    await chunk(index, {"tool_calls": [{"index": n_calls, **call_of(part)}]}, None, logprobs)
+                    delta: JsonObject = {"tool_calls": [{"index": n_calls, **format_call(part)}]}
                     n_calls += 1
                 else:
-                    name = "content" if part.kind == "content" else "reasoning_content"
-                    await chunk(index, {name: part.text}, None, logprobs)
+                    delta = {"content" if part.kind == "content" else "reasoning_content": part.text}
+                await write_chunk(index, delta, logprobs=logprobs)
                 logprobs = None
             if logprobs is not None:
-                await chunk(index, {}, None, logprobs)
-            if event.repairs:  # as it happens, for whoever looks: other clients skip the field
-                news = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
-                await emit.event({**head, "choices": [news], "usage": None, "swarmd": {"repairs": event.repairs}})
+                await write_chunk(index, {}, logprobs=logprobs)
+            if event.repairs:
+                await write_repairs(index, event.repairs)
             if event.finish:
-                await chunk(index, {}, event.finish)
+                await write_chunk(index, {}, event.finish)
 
-        told.append(await talk.run(index, hear))
+        reports.append(await prepared.run(index, write_event))
 
-    await together([partial(one, index) for index in range(request.n or 1)])
+    await run_together([partial(run_one, index) for index in range(request.n or 1)])
     if wants_usage:
-        await emit.event({**head, "choices": [], "usage": usage(told), "swarmd": extra(told)})
-    await emit.event(DONE)
+        totals = {"usage": format_usage(reports), "swarmd": format_extra(reports)}
+        await emit.send_event({**head, "choices": [], **totals})
+    await emit.send_event(DONE)
 
 
-async def together(tasks: Sequence[Any]) -> None:
+async def run_together(tasks: Sequence[Any]) -> None:
     """Run all of them; the first ApiError ends the others and is raised."""
+    # A nursery would raise a group of errors, and clients want one. So each task's ApiError is kept aside; any other
+    # error is a bug, and goes through the nursery as it is.
     failures: list[ApiError] = []
 
-    async def guarded(task: Any) -> None:
+    async def run_guarded(task: Any) -> None:
         try:
             await task()
         except ApiError as error:
@@ -362,73 +394,84 @@ async def together(tasks: Sequence[Any]) -> None:
 
     async with trio.open_nursery() as nursery:
         for task in tasks:
-            nursery.start_soon(guarded, task)
+            nursery.start_soon(run_guarded, task)
     if failures:
         raise failures[0]
 
 
-async def completion(talks: Sequence[PreparedRequest], request: CompletionRequest) -> dict[str, Any]:
-    """The whole continuation, of every prompt."""
+async def answer_completion(prepared_requests: Sequence[PreparedRequest], request: CompletionRequest) -> JsonObject:
+    """Generate the whole continuation of every prompt."""
     n = request.n or 1
-    heard, told = await all_of(talks, n)
-    choices = [
-        {
-            "index": i,
-            "text": (_echo(talks[i // n]) if request.echo else "") + h.content,
-            "logprobs": _old_logprobs(h.choices, talks[i // n]) if request.logprobs is not None else None,
-            "finish_reason": h.finish,
-        }
-        for i, h in enumerate(heard)
-    ]
-    head = envelope("text_completion", "cmpl", request.model)
-    return {**head, "choices": choices, "usage": usage(told, len(talks)), "swarmd": extra(told)}
+    answers, reports = await run_all(prepared_requests, n)
+    choices = []
+    for index, answer in enumerate(answers):
+        prepared = prepared_requests[index // n]
+        text = (_echo_prompt(prepared) if request.echo else "") + answer.content
+        has_logprobs = request.logprobs is not None
+        logprobs = _format_completion_logprobs(answer.choices, prepared) if has_logprobs else None
+        choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": answer.finish})
+    head = make_envelope("text_completion", "cmpl", request.model)
+    usage = format_usage(reports, len(prepared_requests))
+    return {**head, "choices": choices, "usage": usage, "swarmd": format_extra(reports)}
 
 
-def _echo(talk: PreparedRequest) -> str:
-    prompt = talk.asked.prompt
-    return prompt if isinstance(prompt, str) else talk.engine.tokenizer.decode(list(prompt))
+def _echo_prompt(prepared: PreparedRequest) -> str:
+    prompt = prepared.request.prompt
+    return prompt if isinstance(prompt, str) else prepared.engine.tokenizer.decode(list(prompt))
 
 
-def _old_logprobs(choices: Sequence[SampledToken], talk: PreparedRequest, offset: int = 0) -> dict[str, Any]:
-    texts = [talk.engine.tokenizer.decode([c.token], skip_special_tokens=False) for c in choices]
-    offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
-    decode = talk.engine.tokenizer.decode
-    tops = [{decode([token], skip_special_tokens=False): value for token, value in c.top} for c in choices]
-    logprobs = [c.logprob for c in choices]
+def _format_completion_logprobs(
+    choices: Sequence[SampledToken], prepared: PreparedRequest, offset: int = 0
+) -> JsonObject:
+    decode = partial(prepared.engine.tokenizer.decode, skip_special_tokens=False)
+    texts = [decode([choice.token]) for choice in choices]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    tops = [{decode([token]): logprob for token, logprob in choice.top} for choice in choices]
+    logprobs = [choice.logprob for choice in choices]
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
-async def stream_completion(talks: Sequence[PreparedRequest], request: CompletionRequest, emit: Emit) -> None:
-    head = envelope("text_completion", "cmpl", request.model)
+async def stream_completion(
+    prepared_requests: Sequence[PreparedRequest], request: CompletionRequest, emit: Emit
+) -> None:
+    """Generate the continuation of every prompt in pieces, all at once."""
+    head = make_envelope("text_completion", "cmpl", request.model)
     wants_usage = bool(request.stream_options and request.stream_options.include_usage)
-    n, told = request.n or 1, list[RowReport]()
+    n = request.n or 1
+    reports: list[RowReport] = []
 
-    async def one(place: int) -> None:
-        talk, n_characters = talks[place // n], 0
+    async def run_one(index: int) -> None:
+        prepared = prepared_requests[index // n]
+        n_characters = 0
 
-        async def piece(text: str, finish: str | None = None, logprobs: Any = None) -> None:
-            choice = {"index": place, "text": text, "logprobs": logprobs, "finish_reason": finish}
-            await emit.event({**head, "choices": [choice], **({"usage": None} if wants_usage else {})})
+        async def write_piece(text: str, finish: str | None = None, logprobs: Any = None) -> None:
+            choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+            usage = {"usage": None} if wants_usage else {}
+            await emit.send_event({**head, "choices": [choice], **usage})
 
-        async def hear(event: AnswerEvent) -> None:
+        async def write_event(event: AnswerEvent) -> None:
             nonlocal n_characters
             text = "".join(part.text for part in event.parts)
-            shown = request.logprobs is not None and event.choices
-            logprobs = _old_logprobs(event.choices, talk, n_characters) if shown else None
+            has_logprobs = request.logprobs is not None and event.choices
+            logprobs = _format_completion_logprobs(event.choices, prepared, n_characters) if has_logprobs else None
             n_characters += len(text)
             if text or logprobs or event.finish:
-                await piece(text, event.finish, logprobs)
+                await write_piece(text, event.finish, logprobs)
 
         if request.echo:
-            await piece(_echo(talk))
-        told.append(await talk.run(place % n, hear))
+            await write_piece(_echo_prompt(prepared))
+        reports.append(await prepared.run(index % n, write_event))
 
-    await together([partial(one, place) for place in range(n * len(talks))])
+    await run_together([partial(run_one, index) for index in range(n * len(prepared_requests))])
     if wants_usage:
-        await emit.event({**head, "choices": [], "usage": usage(told, len(talks)), "swarmd": extra(told)})
-    await emit.event(DONE)
+        totals = {"usage": format_usage(reports, len(prepared_requests)), "swarmd": format_extra(reports)}
+        await emit.send_event({**head, "choices": [], **totals})
+    await emit.send_event(DONE)
 
 
-async def fail(emit: Emit, error: ApiError) -> None:
-    """What ends a stream that cannot go on."""
-    await emit.event(error.body)
+async def emit_error(emit: Emit, error: ApiError) -> None:
+    """End a stream that cannot go on."""
+    await emit.send_event(error.body)

@@ -27,17 +27,14 @@ def openapi(requests: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
     structs = [*dict.fromkeys(requests.values())]
     schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     by_struct = dict(zip(structs, schemas, strict=True))
-    error = {JSON: {"schema": {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}}}
-    refusals = {status: {"description": what, "content": error} for status, what in ERRORS.items()}
-    answer = {"description": "the answer", "content": {JSON: {"schema": {"type": "object"}}, "text/event-stream": {}}}
-    paths = {
-        path: {
-            "post": {
-                "requestBody": {"required": True, "content": {JSON: {"schema": by_struct[struct]}}},
-                "responses": {"200": answer, **refusals},
-            }
-        }
-        for path, struct in requests.items()
-    }
+    any_object = {"type": "object"}
+    error_schema = {"type": "object", "required": ["error"], "properties": {"error": any_object}}
+    error = {JSON: {"schema": error_schema}}
+    refusals = {status: {"description": description, "content": error} for status, description in ERRORS.items()}
+    answer = {"description": "the answer", "content": {JSON: {"schema": any_object}, "text/event-stream": {}}}
+    paths = {}
+    for path, struct in requests.items():
+        body = {"required": True, "content": {JSON: {"schema": by_struct[struct]}}}
+        paths[path] = {"post": {"requestBody": body, "responses": {"200": answer, **refusals}}}
     info = {"title": "swarmd gateway", "version": "1"}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}

@@ -9,14 +9,20 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
+from swarmd.gateway.apis.schema import JsonObject
+
+# Three readers of an answer's text, of which one request has one:
+#
+#     ToolCallParts   a call is forced: a grammar makes the text JSON, read when it is complete
+#     MarkedParts     the family marks thoughts and calls, and no grammar holds the answer
+#     PlainParts      all else
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """A piece of "content" or "reasoning" as it comes, or a whole "call" with its name and arguments (JSON)."""
+    """A piece of "content" or "reasoning" as it comes, or a complete "call" with its name and arguments (JSON)."""
 
     kind: str
     text: str
@@ -24,14 +30,16 @@ class AnswerPart:
 
 
 class PlainParts:
-    """Text is text."""
+    """All text is content."""
 
     keeps_special = False
 
     def feed(self, text: str) -> list[AnswerPart]:
+        """Return the parts that are complete once this text has come."""
         return [AnswerPart("content", text)] if text else []
 
     def end(self) -> list[AnswerPart]:
+        """Return what was held back until the end."""
         return []
 
 
@@ -40,26 +48,30 @@ class MarkedParts:
 
     keeps_special = True
 
-    def __init__(self, template: dict[str, Any], tail: str, tools: list[dict[str, Any]] | None) -> None:
+    def __init__(self, template: JsonObject, tail: str, tools: list[JsonObject] | None) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
         self._parser = ResponseParser(template, prefix=tail, tools=tools)
 
     def feed(self, text: str) -> list[AnswerPart]:
-        return self._parts(self._parser.feed(text)) if text else []
+        """Return the parts that are complete once this text has come."""
+        return self._read_events(self._parser.feed(text)) if text else []
 
     def end(self) -> list[AnswerPart]:
-        return self._parts(self._parser.finalize()[1])
+        """Return what the parser held back."""
+        return self._read_events(self._parser.finalize()[1])
 
-    def _parts(self, events: list[dict[str, Any]]) -> list[AnswerPart]:
+    def _read_events(self, events: list[JsonObject]) -> list[AnswerPart]:
         parts = []
         for event in events:
-            kind, field = event.get("type"), event.get("field", "content")
+            kind = event.get("type")
+            field = event.get("field", "content")
             if kind == "region_chunk" and field in ("content", *THOUGHTS) and event.get("text"):
                 parts.append(AnswerPart("content" if field == "content" else "reasoning", event["text"]))
             elif kind == "region_close" and field == "tool_calls":
-                values = event.get("value")
-                parts += [_call(v) for v in (values if isinstance(values, list) else [values]) if isinstance(v, dict)]
+                value = event.get("value")
+                calls = value if isinstance(value, list) else [value]
+                parts += [_read_call(call) for call in calls if isinstance(call, dict)]
         return parts
 
 
@@ -72,21 +84,24 @@ class ToolCallParts:
         self._text = ""
 
     def feed(self, text: str) -> list[AnswerPart]:
+        """Collect the text: JSON can be read only once it is complete."""
         self._text += text
         return []
 
     def end(self) -> list[AnswerPart]:
+        """Return the calls, or the text itself where it was cut off."""
         try:
-            written = json.loads(self._text)
+            decoded = json.loads(self._text)
         except ValueError:  # cut off in the middle: what is there is all that there is
             return [AnswerPart("content", self._text)] if self._text else []
-        return [_call({"function": call}) for call in (written if isinstance(written, list) else [written])]
+        calls = decoded if isinstance(decoded, list) else [decoded]
+        return [_read_call({"function": call}) for call in calls]
 
 
 Parts = PlainParts | MarkedParts | ToolCallParts
 
 
-def _call(value: dict[str, Any]) -> AnswerPart:
+def _read_call(value: JsonObject) -> AnswerPart:
     function = value.get("function", value)
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -94,8 +109,9 @@ def _call(value: dict[str, Any]) -> AnswerPart:
 
 
 @cache
-def marks_of(family: str) -> dict[str, Any] | None:
-    """The marks of a family, as transformers' own server knows them. A model's own would be patterns of anybody's."""
+def load_marks(family: str) -> JsonObject | None:
+    """Return the marks of a family, as transformers' own server knows them; None where it knows none."""
+    # A model's own marks are not taken: they would be patterns that anybody wrote.
     from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as known
 
     return next((dict(template) for families, template in known.items() if family in families), None)

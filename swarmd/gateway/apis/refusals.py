@@ -28,52 +28,60 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        """The JSON that a client reads, in OpenAI's form."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
-def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The request cannot be right, whoever asks and whenever."""
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Refuse a request that can never be right, for any client."""
     return ApiError(400, "invalid_request_error", message, param, code)
 
 
 def unknown_model(name: str, names: list[str]) -> ApiError:
+    """Refuse a name that is none of the swarm's, and list those."""
     listed = ", ".join(names) or "none yet"
     message = f"the swarm has no model {name[:100]!r}; it has: {listed}"
     return ApiError(404, "invalid_request_error", message, "model", "model_not_found")
 
 
 def too_long(n_prompt: int, n_more: int, limit: int) -> ApiError:
+    """Refuse what does not fit into the model's context; all are counts of tokens."""
     message = (
         f"this model's context is {limit} tokens; the prompt has {n_prompt}, and {n_more} more are asked for: "
         f"shorten it, or ask for at most {max(0, limit - n_prompt)}"
     )
-    return bad(message, "messages", "context_length_exceeded")
+    return bad_request(message, "messages", "context_length_exceeded")
 
 
 def queue_full(reason: Exception) -> ApiError:
+    """Refuse a request for now, because too many wait."""
     message = f"too many requests: {reason}; try again in {WAIT_S} s"
     return ApiError(429, "rate_limit_error", message, None, "rate_limit_exceeded", WAIT_S)
 
 
-def our_mistake() -> ApiError:
-    """What a client is told of a bug of ours."""
+def internal_error() -> ApiError:
+    """Answer for a bug of ours, without telling what it is."""
     return ApiError(500, "server_error", "the gateway made a mistake, which is in its log")
 
 
-def of(error: SwarmError) -> ApiError:
-    """What a client is told of an error of the swarm's."""
+def from_swarm_error(error: SwarmError) -> ApiError:
+    """Translate an error of the swarm's for the client."""
     if isinstance(error, CacheExhausted):
-        return bad(str(error), "messages", "context_length_exceeded")
+        return bad_request(str(error), "messages", "context_length_exceeded")
     if isinstance(error, ConfigError):
-        return bad(str(error))
+        return bad_request(str(error))
     code = "model_incomplete" if isinstance(error, NoRoute) else "swarm_unavailable"
     is_full = isinstance(error, Refused) and error.code is Code.NO_CAPACITY
     wait_s = error.retry_after_s if isinstance(error, Refused) and error.retry_after_s else WAIT_S
-    return ApiError(503, "server_error", str(error), None, "no_capacity" if is_full else code, max(1, round(wait_s)))
+    if is_full:
+        code = "no_capacity"
+    retry_after_s = max(1, round(wait_s))
+    return ApiError(503, "server_error", str(error), code=code, retry_after_s=retry_after_s)
 
 
-def of_decoding(error: msgspec.ValidationError) -> ApiError:
-    """What is wrong with a body, and where: msgspec names the place as a path."""
+def from_decoding_error(error: msgspec.ValidationError) -> ApiError:
+    """Tell what is wrong with a body, and where: msgspec names the place as a path."""
     message, _, path = str(error).partition(" - at `$")
     param = path.removesuffix("`").lstrip(".") or None
-    return bad(f"{param or 'the body'}: {message}", param)
+    return bad_request(f"{param or 'the body'}: {message}", param)

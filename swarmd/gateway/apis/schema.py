@@ -1,4 +1,4 @@
-"""What clients may send: every field with its bounds. What is not done is refused by name; see ``read``.
+"""What clients may send: every field with its bounds. What is not done is refused by name; see ``decode_request``.
 
 Source: OpenAI's API reference (chat completions, completions) and what vLLM and llama-server add to it.
 """
@@ -10,29 +10,31 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from swarmd.gateway.apis.refusals import bad, of_decoding
+from swarmd.gateway.apis.refusals import bad_request, from_decoding_error
 
 MAX_MESSAGES = 4_096  # of a conversation; agents send some hundred
 MAX_TOOLS = 256  # each with its schema
 MAX_STOPS = 16  # OpenAI takes 4
 MAX_N = 16  # answers to one prompt, each a session of its own
 
+JsonObject = dict[str, Any]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=2)]  # less makes a logit infinite
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 Length = Annotated[int, Meta(ge=-1, le=10_000_000)]  # -1 leaves it open, as llama.cpp and LM Studio have it
 Stop = Annotated[str, Meta(max_length=256)]
 Stops = Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-HARMLESS = {
+IGNORED_FIELDS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("verbosity", "reasoning_effort", "cache_prompt", "context_management", "cache_control"),
     *("client_metadata", "request_id", "session_id", "user_id", "trace_id", "tags"),
 }
 """Fields that change nothing that a user would miss: labels, and hints for billing and caching."""
-NEUTRAL: dict[str, Any] = {
+NEUTRAL_VALUES: JsonObject = {
     **dict.fromkeys(("typical_p", "tfs_z", "length_penalty", "top_n_sigma"), 1),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), True),
     "modalities": ["text"],
@@ -51,7 +53,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     repeat_penalty: RepetitionPenalty | None = None  # the same, as llama.cpp calls it
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] | None = None
     seed: Seed | None = None
     stop: Stops | None = None
     ignore_eos: bool = False
@@ -66,9 +68,9 @@ class ChatMessage(msgspec.Struct):
     """One turn. ``content`` is text, or parts of which only text is taken."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[JsonObject] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[JsonObject] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -76,7 +78,7 @@ class ChatMessage(msgspec.Struct):
 class Function(msgspec.Struct):
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -97,12 +99,12 @@ class ChatRequest(SamplingFields):
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = 1
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: JsonObject | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    thinking: JsonObject | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
@@ -125,28 +127,32 @@ class CompletionRequest(SamplingFields):
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def length_of(value: int | None, param: str) -> int | None:
-    """How long an answer may be; None where that is left open. Raises ApiError."""
+def read_length(value: int | None, param: str) -> int | None:
+    """Return how long an answer may be; None where that is left open. Raises ApiError."""
     if value == 0:
-        raise bad(f"{param} is at least 1, or -1 for as long as there is room", param)
+        raise bad_request(f"{param} is at least 1, or -1 for as long as there is room", param)
     return None if value == -1 else value
 
 
-def read(body: bytes, kind: type[T]) -> T:
+def decode_request(body: bytes, kind: type[T]) -> T:
     """Decode a request. Raises ApiError that names what is wrong, or which field is not done here."""
+    # A field that is unknown is refused, not ignored: a client that sets it counts on it. Two kinds are let through:
+    # those that change nothing a user would miss, and any whose value asks for nothing. null is as if left out.
     try:
-        written = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad(f"the body is no JSON: {error}") from None
-    if not isinstance(written, dict):
-        raise bad(f"the body is a JSON object, not {type(written).__name__}")
+        raise bad_request(f"the body is no JSON: {error}") from None
+    if not isinstance(decoded, dict):
+        raise bad_request(f"the body is a JSON object, not {type(decoded).__name__}")
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    said = {name: value for name, value in written.items() if value is not None}
-    for name, value in said.items():
-        is_neutral = value in (False, [], {}) or (name in NEUTRAL and value == NEUTRAL[name])
-        if name not in known | HARMLESS and not is_neutral:
-            raise bad(f"{name[:64]} is not supported here: leave it out", name[:64], "unsupported_parameter")
+    fields = {name: value for name, value in decoded.items() if value is not None}
+    for name, value in fields.items():
+        is_neutral = value in (False, [], {})
+        if name in NEUTRAL_VALUES and value == NEUTRAL_VALUES[name]:
+            is_neutral = True
+        if name not in known | IGNORED_FIELDS and not is_neutral:
+            raise bad_request(f"{name[:64]} is not supported here: leave it out", name[:64], "unsupported_parameter")
     try:
-        return msgspec.convert(said, kind)
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise of_decoding(error) from None
+        raise from_decoding_error(error) from None

@@ -1,4 +1,4 @@
-"""Answers over HTTP that end when whoever asked has gone, streamed or whole, and streams that never fall silent.
+"""Answers over HTTP, streamed or not, that end when the client has gone, and streams that never fall silent.
 
 hypercorn on trio cancels a streamed answer by itself, a plain one never, and ``request.is_disconnected`` is always
 False there (../shared/facts/gateway.md): both are done here alike, by a task that waits for the disconnect.
@@ -15,7 +15,7 @@ import trio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from swarmd.gateway.apis.refusals import ApiError, bad, our_mistake
+from swarmd.gateway.apis.refusals import ApiError, bad_request, internal_error
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +35,35 @@ class Emit:
         self._lock = trio.Lock()
         self.last_s = trio.current_time()
 
-    async def event(self, value: Any, name: str = "") -> None:
+    async def send_event(self, value: Any, name: str = "") -> None:
+        """Send one event; bytes go as they are."""
         data = value if isinstance(value, bytes) else msgspec.json.encode(value)
-        await self.raw((f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n")
+        head = f"event: {name}\n".encode() if name else b""
+        await self.send_raw(head + b"data: " + data + b"\n\n")
 
-    async def raw(self, data: bytes) -> None:
+    async def send_raw(self, data: bytes) -> None:
+        """Send bytes, one sender at a time: an event must not be cut by a sign of life."""
         async with self._lock:
             self.last_s = trio.current_time()
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+# Three tasks share a stream, in one nursery: whichever ends first ends the others.
+#
+#     produce       writes events, until the answer has ended
+#     keep alive    writes a comment after each silence, so that no proxy cuts the connection
+#     disconnect    waits until the client has gone, and cancels the answer, whose servers are free at once
+#
+# The status is sent before the answer begins: an error that comes later can only be an event of the stream.
 
 
 class EventStream(Response):
     """Server-sent events, written by ``produce``; ``fail`` puts an error into the API's form."""
 
     def __init__(
-        self, produce: Callable[[Emit], Awaitable[None]], fail: Callable[[Emit, ApiError], Awaitable[None]]
+        self,
+        produce: Callable[[Emit], Awaitable[None]],
+        fail: Callable[[Emit, ApiError], Awaitable[None]],
     ) -> None:
         super().__init__()
         self._produce = produce
@@ -61,14 +75,14 @@ class EventStream(Response):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
             nursery.start_soon(_keep_alive, emit)
-            await emit.raw(b": one moment\n\n")
+            await emit.send_raw(b": one moment\n\n")
             try:
                 await self._produce(emit)
             except ApiError as error:
                 await self._fail(emit, error)
             except Exception as mistake:
                 logger.error("a stream failed", exc_info=mistake)
-                await self._fail(emit, our_mistake())
+                await self._fail(emit, internal_error())
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             nursery.cancel_scope.cancel()
 
@@ -95,17 +109,18 @@ class WholeAnswer(Response):
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Answer with a value as JSON."""
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
-def refused(error: ApiError, body: dict[str, Any] | None = None) -> Response:
-    """An error as an answer; in OpenAI's form, unless another API's ``body`` is given."""
+def error_response(error: ApiError, body: dict[str, Any] | None = None) -> Response:
+    """Answer with an error; in OpenAI's form, unless another API's ``body`` is given."""
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     return json_response(error.body if body is None else body, error.status, headers)
 
 
-async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Do some work, once the body has come, as long as whoever asked is there. Raises ApiError when he has gone."""
+async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+    """Do some work, once the body has come, as long as the client is connected. Raises ApiError when it has gone."""
     failure: ApiError | None = None
     is_done = False
     async with trio.open_nursery() as nursery:
@@ -119,9 +134,10 @@ async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> 
     if failure is not None:
         raise failure
     if not is_done:
-        raise bad("the client has gone")
+        raise bad_request("the client has gone")
 
 
+# The body must have been read before: ``receive`` gives its parts first, which would be lost here.
 async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -132,4 +148,4 @@ async def _keep_alive(emit: Emit) -> None:
     while True:
         await trio.sleep_until(emit.last_s + KEEP_ALIVE_S)
         if trio.current_time() >= emit.last_s + KEEP_ALIVE_S:
-            await emit.raw(b": still there\n\n")
+            await emit.send_raw(b": still there\n\n")

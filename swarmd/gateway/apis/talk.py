@@ -1,6 +1,6 @@
-"""A request in one form, whoever's API it came by: a conversation or a text, how to go on, and what comes of it.
+"""Requests of all APIs in one form: a conversation or a text, how to go on, and the parts of the answer.
 
-``prepare`` refuses whatever can be refused before any work; ``PreparedRequest.run`` writes, part by part.
+``prepare_request`` refuses whatever can be refused before any work; ``PreparedRequest.run`` writes, part by part.
 """
 
 from __future__ import annotations
@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from swarmd.client.text.prompts import Prompt
 from swarmd.compute.model.ends import Ends
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.gateway.apis import refusals
-from swarmd.gateway.apis.parts import AnswerPart, MarkedParts, Parts, PlainParts, ToolCallParts, marks_of
-from swarmd.gateway.apis.refusals import bad
-from swarmd.gateway.apis.schema import SamplingFields
+from swarmd.gateway.apis.parts import AnswerPart, MarkedParts, Parts, PlainParts, ToolCallParts, load_marks
+from swarmd.gateway.apis.refusals import bad_request
+from swarmd.gateway.apis.schema import JsonObject, SamplingFields
 from swarmd.gateway.generation.answer import AnswerDelta, AnswerOptions
 from swarmd.gateway.generation.engine import GenerationEngine
 from swarmd.gateway.generation.grammar import Grammar
-from swarmd.gateway.generation.json_schema import BadSchema, calls_of
+from swarmd.gateway.generation.json_schema import BadSchema, schema_of_calls
 from swarmd.gateway.generation.metrics import Metrics
 from swarmd.gateway.generation.row import RowReport
 from swarmd.gateway.generation.sampling import SampledToken, Sampling
@@ -30,9 +29,22 @@ DEFAULT_TOKENS = 2_048  # of an answer whose length nobody named, if the context
 LEAST_PENALTY = 0.01  # for repetition, whatever a model's author wrote: less makes a logit infinite
 MOST_DIGITS = 9  # of a token's number, as text: Python reads no number of some thousands
 TEMPLATE_FIELDS = 32  # that a request may give a chat template
-CAUTIOUS = {"temperature": 0.8, "top_k": 40, "min_p": 0.05}  # as llama.cpp: small models at 1.0, uncut, write nonsense
+# As in llama.cpp: small models at temperature 1.0, uncut, write nonsense.
+CAUTIOUS_SAMPLING = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "min_p": 0.05,
+}
 ANY_JSON = {"type": "object"}
-OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "return_dict", "conversation")
+RESERVED_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "tokenize",
+    "chat_template",
+    "return_dict",
+    "conversation",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +53,16 @@ class GenerationRequest:
 
     model: str
     sampled: SamplingFields
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[JsonObject] = field(default_factory=list)
     prompt: str | tuple[int, ...] = ""
     max_tokens: int | None = None
-    tells: bool = False
+    wants_logprobs: bool = False
     n_top: int = 0
-    schema: dict[str, Any] | None = None  # {} is any JSON object
-    tools: tuple[dict[str, Any], ...] = ()
+    schema: JsonObject | None = None  # {} is any JSON object
+    tools: tuple[JsonObject, ...] = ()
     tool_choice: str = "auto"  # "none", "required", or the name of one after "="
     several_calls: bool = False  # where a call is forced: a small model would not stop
-    template: dict[str, Any] = field(default_factory=dict)
+    template: JsonObject = field(default_factory=dict)
     continues: bool = False  # the last message, an assistant's, instead of answering it
     begins_answer: bool = True  # the template writes what an answer begins with
     is_most: bool = False  # max_tokens is what it may come to, not what there has to be room for
@@ -68,7 +80,7 @@ class AnswerEvent:
     repairs: tuple[str, ...] = ()  # of the chain, since the event before
 
 
-Hear = Callable[[AnswerEvent], Awaitable[None]]
+OnEvent = Callable[[AnswerEvent], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -76,184 +88,203 @@ class PreparedRequest:
     """A request that is ready to run, once or several times."""
 
     engine: GenerationEngine
-    wanted: AnswerOptions
+    options: AnswerOptions
     tail: str
-    asked: GenerationRequest
+    request: GenerationRequest
     is_forced: bool
     metrics: Metrics
 
-    async def run(self, number: int, hear: Hear) -> RowReport:
-        """Write answer ``number`` of those asked for. Raises ApiError."""
-        told, parts, calls, ended, n_repairs = RowReport(len(self.wanted.prompt)), self._parts(), 0, "abort", 0
+    async def run(self, number: int, on_event: OnEvent) -> RowReport:
+        """Write answer ``number`` of those that the request wants. Raises ApiError."""
+        report = RowReport(len(self.options.prompt))
+        parts = self._make_parts()
+        n_calls = 0
+        n_repairs = 0  # told so far
+        outcome = "abort"
 
-        async def give(piece: AnswerDelta) -> None:
-            nonlocal calls, ended, n_repairs
-            found = [*parts.feed(piece.text), *(parts.end() if piece.finish else [])]
-            calls += sum(part.kind == "call" for part in found)
-            finish = "tool_calls" if piece.finish == "stop" and calls else piece.finish
-            ended = finish or ended
-            repairs, n_repairs = tuple(told.repairs[n_repairs:]), len(told.repairs)
-            await hear(AnswerEvent(tuple(found), piece.choices, finish, piece.stopped, repairs))
+        async def on_delta(delta: AnswerDelta) -> None:
+            nonlocal n_calls, outcome, n_repairs
+            new_parts = parts.feed(delta.text)
+            if delta.finish:
+                new_parts = [*new_parts, *parts.end()]
+            n_calls += sum(part.kind == "call" for part in new_parts)
+            finish = "tool_calls" if delta.finish == "stop" and n_calls else delta.finish
+            outcome = finish or outcome
+            repairs = tuple(report.repairs[n_repairs:])
+            n_repairs = len(report.repairs)
+            await on_event(AnswerEvent(tuple(new_parts), delta.choices, finish, delta.stopped, repairs))
 
         try:
-            await self.engine.write(self._numbered(number), give, told)
+            await self.engine.write(self._options_of(number), on_delta, report)
         except QueueFull as error:
-            ended = "error"
+            outcome = "error"
             raise refusals.queue_full(error) from None
         except SwarmError as error:
-            ended = "error"
-            raise refusals.of(error) from error
+            outcome = "error"
+            raise refusals.from_swarm_error(error) from error
         finally:
-            self.metrics.answered(self.asked.model, told, ended)
-        return told
+            self.metrics.count_answer(self.request.model, report, outcome)
+        return report
 
-    def _parts(self) -> Parts:
+    def _make_parts(self) -> Parts:
         if self.is_forced:
             return ToolCallParts()
-        marks = marks_of(self.engine.ends.family) if self.asked.messages else None
-        tools = list(self.asked.tools) or None
-        return PlainParts() if marks is None or self.wanted.grammar else MarkedParts(marks, self.tail, tools)
+        marks = load_marks(self.engine.ends.family) if self.request.messages else None
+        if marks is None or self.options.grammar:
+            return PlainParts()
+        return MarkedParts(marks, self.tail, list(self.request.tools) or None)
 
-    def _numbered(self, number: int) -> AnswerOptions:
-        """Several answers to one prompt draw differently, and each follows the grammar by itself."""
-        sampling, grammar = self.wanted.sampling, self.wanted.grammar
+    def _options_of(self, number: int) -> AnswerOptions:
+        """Give each answer its own seed, so that answers to one prompt differ, and its own place in the grammar."""
+        sampling = self.options.sampling
+        grammar = self.options.grammar
         seed = None if sampling.seed is None else (sampling.seed + number) % 2**63
-        own = None if grammar is None else grammar.copy()
-        return replace(self.wanted, sampling=replace(sampling, seed=seed), grammar=own)
+        grammar_copy = None if grammar is None else grammar.copy()
+        return replace(self.options, sampling=replace(sampling, seed=seed), grammar=grammar_copy)
 
 
-async def prepare(engine: GenerationEngine, asked: GenerationRequest, metrics: Metrics) -> PreparedRequest:
+async def prepare_request(engine: GenerationEngine, request: GenerationRequest, metrics: Metrics) -> PreparedRequest:
     """Make the prompt and check what can be checked. Raises ApiError."""
+    # In the order of cost: a full queue is seen at once, a template takes a child process, a grammar another one.
+    # Nothing here opens a session: what is refused has cost the swarm nothing.
     try:
-        engine.turns.require_room(asked.key)
+        engine.turns.require_room(request.key)
     except QueueFull as error:
         raise refusals.queue_full(error) from None
-    prompt = await prompt_of(engine, asked)
-    limit, n_prompt = engine.ends.max_tokens, len(prompt.ids)
+    prompt = await make_prompt(engine, request)
+    limit = engine.ends.max_tokens
+    n_prompt = len(prompt.ids)
     if not n_prompt:
-        raise bad("the prompt is empty", "prompt")
+        raise bad_request("the prompt is empty", "prompt")
     room = max(1, limit - n_prompt)
-    most = asked.max_tokens or min(DEFAULT_TOKENS, room)
-    if asked.is_most:
-        most = min(most, room)
-    if n_prompt + most > limit:
-        raise refusals.too_long(n_prompt, most, limit)
-    is_forced = bool(asked.tools) and asked.tool_choice not in ("auto", "none")
-    grammar = await _grammar(engine, asked, is_forced)
-    sampling = sampling_of(asked, engine.ends)
+    max_tokens = request.max_tokens or min(DEFAULT_TOKENS, room)
+    if request.is_most:
+        max_tokens = min(max_tokens, room)
+    if n_prompt + max_tokens > limit:
+        raise refusals.too_long(n_prompt, max_tokens, limit)
+    is_forced = bool(request.tools) and request.tool_choice not in ("auto", "none")
+    grammar = await _make_grammar(engine, request, is_forced)
+    sampling = choose_sampling(request, engine.ends)
     ids = tuple(prompt.ids)
     if not 0 <= min(ids) <= max(ids) < engine.ends.vocabulary:
-        raise bad(f"token ids are from 0 to {engine.ends.vocabulary - 1}", "prompt")
-    stop = asked.sampled.stop or []
-    wanted = AnswerOptions(
+        raise bad_request(f"token ids are from 0 to {engine.ends.vocabulary - 1}", "prompt")
+    stop = request.sampled.stop or []
+    stops = [stop] if isinstance(stop, str) else stop
+    has_marks = bool(request.messages) and load_marks(engine.ends.family) is not None
+    options = AnswerOptions(
         prompt=ids,
-        max_tokens=most,
+        max_tokens=max_tokens,
         sampling=sampling,
-        stops=tuple(s for s in ([stop] if isinstance(stop, str) else stop) if s),
-        eos=frozenset() if asked.sampled.ignore_eos else engine.eos | prompt.ends,
+        stops=tuple(text for text in stops if text),
+        eos=frozenset() if request.sampled.ignore_eos else engine.eos | prompt.ends,
         grammar=grammar,
-        keeps_special=bool(asked.messages) and marks_of(engine.ends.family) is not None and grammar is None,
+        keeps_special=has_marks and grammar is None,
         looks_up=engine.ends.can_crop,
-        key=asked.key,
+        key=request.key,
     )
-    return PreparedRequest(engine, wanted, prompt.tail, asked, is_forced, metrics)
+    return PreparedRequest(engine, options, prompt.tail, request, is_forced, metrics)
 
 
-async def prompt_of(engine: GenerationEngine, asked: GenerationRequest) -> Prompt:
-    """What the model is given, however long. Raises ApiError."""
+async def make_prompt(engine: GenerationEngine, request: GenerationRequest) -> Prompt:
+    """Turn messages or text into the model's tokens, however many. Raises ApiError."""
     try:
-        if not asked.messages:
-            if isinstance(asked.prompt, tuple):
-                return Prompt(asked.prompt)
-            return await engine.prompts.text(asked.prompt)
-        return await engine.prompts.chat(_with_tools(engine, asked), _shown(asked), _options(asked))
+        if not request.messages:
+            if isinstance(request.prompt, tuple):
+                return Prompt(request.prompt)
+            return await engine.prompts.text(request.prompt)
+        return await engine.prompts.chat(
+            _messages_with_tools(engine, request), _shown_tools(request), _template_options(request)
+        )
     except ConfigError as error:
-        raise bad(str(error), "messages" if asked.messages else "prompt") from None
+        raise bad_request(str(error), "messages" if request.messages else "prompt") from None
     except SwarmError as error:
-        raise refusals.of(error) from None
+        raise refusals.from_swarm_error(error) from None
 
 
-def _options(asked: GenerationRequest) -> dict[str, Any]:
-    """What the template is told beside the messages. Raises ApiError."""
-    wrong = [name for name in asked.template if name in OWN_FIELDS or not name.isidentifier()]
-    if wrong or len(asked.template) > TEMPLATE_FIELDS:
-        raise bad(f"a chat template cannot be told {', '.join(wrong) or 'so much'}", "chat_template_kwargs")
-    begins = asked.begins_answer and not asked.continues
-    return {**asked.template, "add_generation_prompt": begins, "continue_final_message": asked.continues}
+def _template_options(request: GenerationRequest) -> JsonObject:
+    """Return what the template is told beside the messages. Raises ApiError."""
+    refused_names = [name for name in request.template if name in RESERVED_FIELDS or not name.isidentifier()]
+    if refused_names or len(request.template) > TEMPLATE_FIELDS:
+        raise bad_request(
+            f"a chat template cannot be told {', '.join(refused_names) or 'so much'}", "chat_template_kwargs"
+        )
+    begins = request.begins_answer and not request.continues
+    return {**request.template, "add_generation_prompt": begins, "continue_final_message": request.continues}
 
 
-def _shown(asked: GenerationRequest) -> list[dict[str, Any]] | None:
-    return None if asked.tool_choice == "none" else list(asked.tools) or None
+def _shown_tools(request: GenerationRequest) -> list[JsonObject] | None:
+    return None if request.tool_choice == "none" else list(request.tools) or None
 
 
-def _with_tools(engine: GenerationEngine, asked: GenerationRequest) -> list[dict[str, Any]]:
-    """The messages; a template that knows no tools leaves them out, so they are told in the system's turn."""
-    tools = _shown(asked)
+def _messages_with_tools(engine: GenerationEngine, request: GenerationRequest) -> list[JsonObject]:
+    """Return the messages, with the tools in the system's turn where the template would leave them out."""
+    tools = _shown_tools(request)
     if tools is None or engine.prompts.shows_tools:
-        return asked.messages
+        return request.messages
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = f"You can call these functions, each described by a JSON schema:\n{listed}"
-    first, *rest = asked.messages
+    first, *rest = request.messages
     if first["role"] == "system":
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
-    return [{"role": "system", "content": text}, *asked.messages]
+    return [{"role": "system", "content": text}, *request.messages]
 
 
-async def _grammar(engine: GenerationEngine, asked: GenerationRequest, is_forced: bool) -> Grammar | None:
-    """What the answer has to fit. Raises ApiError."""
+async def _make_grammar(engine: GenerationEngine, request: GenerationRequest, is_forced: bool) -> Grammar | None:
+    """Compile what the answer has to fit. Raises ApiError."""
     try:
-        schema = _forced_calls(asked) if is_forced else asked.schema
+        schema = _forced_schema(request) if is_forced else request.schema
         if schema is None:
             return None
-        return await engine.grammars.of_schema(schema or ANY_JSON, asked.key)
+        return await engine.grammars.of_schema(schema or ANY_JSON, request.key)
     except BadSchema as error:
-        raise bad(f"the schema cannot be used: {error}", "tools" if is_forced else "response_format") from None
+        raise bad_request(f"the schema cannot be used: {error}", "tools" if is_forced else "response_format") from None
     except QueueFull as error:
         raise refusals.queue_full(error) from None
     except SwarmError as error:
-        raise refusals.of(error) from None
+        raise refusals.from_swarm_error(error) from None
 
 
-def _forced_calls(asked: GenerationRequest) -> dict[str, Any]:
-    """The schema of the calls that have to be made. Raises BadSchema."""
-    name = asked.tool_choice.removeprefix("=") if asked.tool_choice.startswith("=") else None
-    chosen = [tool for tool in asked.tools if name in (None, tool["function"]["name"])]
+def _forced_schema(request: GenerationRequest) -> JsonObject:
+    """Make the schema of the calls that have to be made. Raises BadSchema."""
+    name = request.tool_choice.removeprefix("=") if request.tool_choice.startswith("=") else None
+    chosen = [tool for tool in request.tools if name in (None, tool["function"]["name"])]
     if not chosen:
         raise BadSchema(f"tool_choice names {name!r}, which is none of the tools")
-    return calls_of(chosen, asked.several_calls and name is None)
+    return schema_of_calls(chosen, request.several_calls and name is None)
 
 
-def sampling_of(asked: GenerationRequest, ends: Ends) -> Sampling:
+def choose_sampling(request: GenerationRequest, ends: Ends) -> Sampling:
     """Decide how tokens are chosen. Raises ApiError.
 
-    For each number: what the request says, else what the model's author does (where he wants sampling). An author who
-    says nothing of it, as in most GGUF files, leaves cautious defaults.
+    The request decides each number. What it leaves open is as the model's author says, where he wants sampling at
+    all. Most GGUF files say nothing: cautious defaults count for them.
     """
-    said, author = asked.sampled, ends.generation
-    defaults = author if author.get("do_sample") else CAUTIOUS
+    fields = request.sampled
+    author = ends.generation
+    defaults = author if author.get("do_sample") else CAUTIOUS_SAMPLING
     bias: dict[int, float] = {}
-    for token, value in (said.logit_bias or {}).items():
+    for token, value in (fields.logit_bias or {}).items():
         if not token.isdecimal() or len(token) > MOST_DIGITS or int(token) >= ends.vocabulary:
-            raise bad(f"logit_bias has token ids up to {ends.vocabulary - 1}, not {token[:32]!r}", "logit_bias")
+            raise bad_request(f"logit_bias has token ids up to {ends.vocabulary - 1}, not {token[:32]!r}", "logit_bias")
         bias[int(token)] = value
 
-    def either(name: str, neutral: float) -> float:
-        value = getattr(said, name)
+    def choose(name: str, neutral: float) -> float:
+        value = getattr(fields, name)
         return float(defaults.get(name, neutral) if value is None else value)
 
-    penalty = said.repeat_penalty if said.repetition_penalty is None else said.repetition_penalty
+    penalty = fields.repeat_penalty if fields.repetition_penalty is None else fields.repetition_penalty
+    if penalty is None:
+        penalty = max(LEAST_PENALTY, float(author.get("repetition_penalty", 1.0)))
     return Sampling(
-        temperature=max(0.0, either("temperature", 1.0)),
-        top_p=min(max(0.0, either("top_p", 1.0)), 1.0),
-        top_k=max(0, int(either("top_k", 0))),
-        min_p=min(max(0.0, either("min_p", 0.0)), 1.0),
-        repetition_penalty=max(LEAST_PENALTY, float(author.get("repetition_penalty", 1.0)))
-        if penalty is None
-        else penalty,
-        presence_penalty=said.presence_penalty or 0.0,
-        frequency_penalty=said.frequency_penalty or 0.0,
+        temperature=max(0.0, choose("temperature", 1.0)),
+        top_p=min(max(0.0, choose("top_p", 1.0)), 1.0),
+        top_k=max(0, int(choose("top_k", 0))),
+        min_p=min(max(0.0, choose("min_p", 0.0)), 1.0),
+        repetition_penalty=penalty,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
         bias=bias,
-        seed=None if said.seed is None else said.seed % 2**63,
-        tells=asked.tells,
-        n_top=asked.n_top,
+        seed=None if fields.seed is None else fields.seed % 2**63,
+        wants_logprobs=request.wants_logprobs,
+        n_top=request.n_top,
     )

@@ -54,81 +54,93 @@ class AnswerDelta:
 class Answer:
     """The growing answer to one request. ``rejected`` of the tokens sent last are no part of it."""
 
-    def __init__(self, wanted: AnswerOptions, tokens: TokenBytes, costs: Costs) -> None:
-        self._wanted = wanted
-        self.speculation = Speculation(costs, [Lookup()] if wanted.looks_up and not wanted.grammar else [])
-        self._sampler = Sampler(wanted.sampling, wanted.prompt)
-        self._writer = Writer(tokens, wanted.stops, wanted.prompt[-N_BEFORE:], wanted.keeps_special)
-        self._tokens: list[int] = list(wanted.prompt)
-        self._ahead: list[int] = []
-        self._new: list[SampledToken] = []
+    def __init__(self, options: AnswerOptions, tokens: TokenBytes, costs: Costs) -> None:
+        self._options = options
+        drafters = [Lookup()] if options.looks_up and not options.grammar else []
+        self.speculation = Speculation(costs, drafters)
+        self._sampler = Sampler(options.sampling, options.prompt)
+        self._writer = Writer(tokens, options.stops, options.prompt[-N_BEFORE:], options.keeps_special)
+        self._tokens: list[int] = list(options.prompt)
+        self._draft: list[int] = []
+        self._unsent: list[SampledToken] = []
         self._text = ""
         self.rejected = 0
         self.finish: str | None = None
 
     @property
     def n_tokens(self) -> int:
-        return len(self._tokens) - len(self._wanted.prompt)
+        """Tokens of the answer so far, its end included."""
+        return len(self._tokens) - len(self._options.prompt)
 
     @property
-    def want(self) -> int:
-        """For how many of the tokens sent last logits are needed."""
-        return 1 + len(self._ahead)
+    def n_wanted(self) -> int:
+        """Of how many of the tokens sent last the logits are needed."""
+        return 1 + len(self._draft)
 
     def decide(self, logits: torch.Tensor) -> list[int]:
-        """Take what [want, vocabulary] logits say; returns the tokens to send next, none when it is finished."""
-        ahead, self._ahead, self.rejected = self._ahead, [], 0
+        """Take logits [n_wanted, vocabulary]; returns the tokens to send next, none when it is finished."""
+        # Row i holds what the model says after the token sent at place i. A draft token counts as long as each
+        # choice before it was the token sent:
+        #
+        #     sent    last  d0  d1  d2        (d: draft tokens)
+        #     rows     r0   r1  r2  r3
+        #     choice   d0   d1   x            x != d2: x counts, d2 and r3 do not, ``rejected`` is 1
+        draft = self._draft
+        self._draft = []
+        self.rejected = 0
         for index in range(len(logits)):
             self._take(self._choose(logits[index]))
             is_last = index == len(logits) - 1
-            if self.finish or is_last or ahead[index] != self._tokens[-1]:
+            if self.finish or is_last or draft[index] != self._tokens[-1]:
                 self.rejected = len(logits) - 1 - index
                 break
-        self.speculation.learn(len(ahead) - self.rejected)
+        self.speculation.learn(len(draft) - self.rejected)
         if self.finish:
             return []
-        sent = [self._tokens[-1], *self._forced()]
+        sent = [self._tokens[-1], *self._take_forced()]
         if self.finish:
             return []
-        self._ahead = self.speculation.ahead(self._tokens, self._wanted.max_tokens - self.n_tokens - 1)
-        return [*sent, *self._ahead]
+        n_more = self._options.max_tokens - self.n_tokens - 1
+        self._draft = self.speculation.ahead(self._tokens, n_more)
+        return [*sent, *self._draft]
 
     def piece(self) -> AnswerDelta:
-        """What is new since the last one."""
+        """Return what is new since the last call, and forget it."""
         text = self._text + (self._writer.finish() if self.finish else "")
-        piece = AnswerDelta(text, tuple(self._new), self.finish, self._writer.stopped)
-        self._new, self._text = [], ""
-        return piece
+        delta = AnswerDelta(text, tuple(self._unsent), self.finish, self._writer.stopped)
+        self._unsent = []
+        self._text = ""
+        return delta
 
     def _choose(self, logits: torch.Tensor) -> SampledToken:
-        grammar = self._wanted.grammar
-        return self._sampler.choose(logits, grammar.allowed() if grammar else None)
+        grammar = self._options.grammar
+        return self._sampler.choose(logits, grammar.allowed_tokens() if grammar else None)
 
     def _take(self, choice: SampledToken) -> None:
-        if choice.token in self._wanted.eos:
-            self._tokens.append(choice.token)
+        self._tokens.append(choice.token)
+        if choice.token in self._options.eos:
             self.finish = "stop"
             return
-        self._tokens.append(choice.token)
-        self._new.append(choice)
-        self._sampler.took(choice.token)
+        self._unsent.append(choice)
+        self._sampler.count_token(choice.token)
         self._text += self._writer.add(choice.token)
-        if self._wanted.grammar is not None:
-            self._wanted.grammar.took(choice.token)
-        is_whole = self._wanted.grammar is not None and self._wanted.grammar.is_done
-        if self._writer.stopped is not None or is_whole:
+        grammar = self._options.grammar
+        if grammar is not None:
+            grammar.accept_token(choice.token)
+        is_complete = grammar is not None and grammar.is_done
+        if self._writer.stopped is not None or is_complete:
             self.finish = "stop"
-        elif self.n_tokens >= self._wanted.max_tokens:
+        elif self.n_tokens >= self._options.max_tokens:
             self.finish = "length"
 
-    def _forced(self) -> list[int]:
-        """Tokens that the grammar leaves no choice for: they travel with the last one, as one op."""
-        if self._wanted.grammar is None or self._wanted.sampling.tells:
+    def _take_forced(self) -> list[int]:
+        """Take the tokens that the grammar leaves no choice for: they travel with the last one, as one op."""
+        if self._options.grammar is None or self._options.sampling.wants_logprobs:
             return []
-        taken = []
-        for token in self._wanted.grammar.forced():
+        tokens = []
+        for token in self._options.grammar.forced_tokens():
             self._take(SampledToken(token))
-            taken.append(token)
+            tokens.append(token)
             if self.finish:
                 break
-        return taken
+        return tokens

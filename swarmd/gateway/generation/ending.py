@@ -18,9 +18,9 @@ FILES = ("tokenizer_config.json", "special_tokens_map.json")
 WORDS = ("eos_token", "eot_token", "eom_token")  # end of sequence, of a turn, of a message: names of files' own
 
 
-def ends_named(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """The ends that a tokenizer's own files name."""
-    found: set[int] = set()
+def read_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ends that a tokenizer's own files name."""
+    ends: set[int] = set()
     for name in FILES:
         settings = _read(folder / name)
         for word in WORDS:
@@ -28,8 +28,8 @@ def ends_named(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
             text = text.get("content") if isinstance(text, dict) else text
             token = tokenizer.token_to_id(text) if isinstance(text, str) else None
             if token is not None:
-                found.add(token)
-    return frozenset(found)
+                ends.add(token)
+    return frozenset(ends)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from swarmd.client.text.prompts import Prompts
 from swarmd.errors import SwarmError
 from swarmd.gateway.generation import kept_sessions as keeping
 from swarmd.gateway.generation.answer import AnswerDelta, AnswerOptions
-from swarmd.gateway.generation.ending import ends_named
+from swarmd.gateway.generation.ending import read_end_tokens
 from swarmd.gateway.generation.grammars import Grammars
 from swarmd.gateway.generation.head import HeadThread
 from swarmd.gateway.generation.kept_sessions import KeptSession
@@ -37,7 +37,7 @@ SWEEP_INTERVAL_S = 15.0  # between two looks for sessions that were kept long en
 CLOSE_WITHIN_S = 2.0  # to tell the servers of a session that it is over, whatever happens
 
 
-Give = Callable[[AnswerDelta], Awaitable[None]]
+OnDelta = Callable[[AnswerDelta], Awaitable[None]]
 
 
 class GenerationEngine:
@@ -46,7 +46,7 @@ class GenerationEngine:
     def __init__(
         self,
         swarm: AsyncSwarm,
-        terms: SessionOptions,
+        options: SessionOptions,
         head: HeadThread,
         tokenizer: Tokenizer,
         prompts: Prompts,
@@ -58,21 +58,23 @@ class GenerationEngine:
         self.prompts = prompts
         self.turns = turns
         self._swarm = swarm
-        self._terms = terms
+        self._options = options
         self._kept: list[KeptSession] = []
         self._costs = Costs()
         self.token_bytes = TokenBytes(tokenizer)
-        ends = self.ends.eos | ends_named(prompts.folder, tokenizer)
+        ends = self.ends.eos | read_end_tokens(prompts.folder, tokenizer)
         self.eos = frozenset(token for token in ends if token < self.ends.vocabulary)
         eos = min(self.eos, default=0)
         self.grammars = Grammars(tokenizer, prompts.folder / "tokenizer.json", self.ends.vocabulary, eos)
 
     @property
     def model(self) -> ModelId:
-        return self._terms.model
+        """The model that it generates with."""
+        return self._options.model
 
     @property
     def n_kept(self) -> int:
+        """Sessions that wait for a next turn."""
         return len(self._kept)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -91,91 +93,107 @@ class GenerationEngine:
             finally:
                 await self._give_back(self._kept)
 
-    async def write(self, wanted: AnswerOptions, give: Give, told: RowReport) -> None:
-        """Generate; every piece goes to ``give`` as it comes, what becomes of it into ``told``.
+    async def write(self, options: AnswerOptions, on_delta: OnDelta, report: RowReport) -> None:
+        """Generate; every piece goes to ``on_delta`` as it comes, what becomes of it into ``report``.
 
         Cancelled, the servers have their room back at once. Raises SwarmError, QueueFull.
         """
         asked_at = trio.current_time()
-        async with self.turns.turn(wanted.key):
-            told.queued_s = trio.current_time() - asked_at
-            await self._in_turn(wanted, give, told)
+        async with self.turns.turn(options.key):
+            report.queued_s = trio.current_time() - asked_at
+            await self._answer(options, on_delta, report)
 
-    async def _in_turn(self, wanted: AnswerOptions, give: Give, told: RowReport) -> None:
-        begun = trio.current_time()
-        row = self._take_kept(wanted)
+    async def _answer(self, options: AnswerOptions, on_delta: OnDelta, report: RowReport) -> None:
+        # A kept session may have lost its servers meanwhile. As long as nothing was answered, the client does not
+        # know: the conversation begins anew on another chain.
+        began_at = trio.current_time()
+        row = self._take_kept(options)
         if row is not None:
-            told.n_cached = row.start
+            report.n_cached = row.start
             try:
-                await self._write(row, give, told, begun)
+                await self._write(row, on_delta, report, began_at)
                 return
             except SwarmError as error:
-                if told.n_generated or told.prefilled_s:
+                if report.n_generated or report.prefilled_s:
                     raise
                 logger.info("a conversation begins anew: %s", error)
-        told.n_cached = 0
-        await self._write(await self._open(wanted), give, told, begun)
+        report.n_cached = 0
+        await self._write(await self._open(options), on_delta, report, began_at)
 
-    async def _write(self, row: GenerationRow, give: Give, told: RowReport, begun: float) -> None:
-        is_whole = False
+    # One pass of a row, as often as it takes:
+    #
+    #     head: decide the next tokens, embed them    ->  session: the chain's hops    ->  hidden states back
+    #        ^------------------------------------------------------------------------------------'
+    #
+    # The head is shared by all rows (``HeadThread``), the session is the row's own. A row that ends well leaves its
+    # session to the next turn; one that was cancelled or failed does not, for its cache may hold half an op.
+    async def _write(self, row: GenerationRow, on_delta: OnDelta, report: RowReport, began_at: float) -> None:
+        is_complete = False
         try:
             work = await self.head(row)
             while work.embedded is not None:
                 hidden = await row.step(work.ids, work.embedded)
-                told.prefilled_s = told.prefilled_s or trio.current_time() - begun
-                work = await self.head(row, hidden, row.session.layer_arity, row.offer(self.head.checks))
-                row.tell(told)
-                await give(row.answer.piece())
-            is_whole = True
+                report.prefilled_s = report.prefilled_s or trio.current_time() - began_at
+                offer = row.offer(self.head.checks)
+                work = await self.head(row, hidden, row.session.layer_arity, offer)
+                row.tell(report)
+                await on_delta(row.answer.piece())
+            is_complete = True
         finally:
-            told.total_s = trio.current_time() - begun
-            if is_whole:
-                now = trio.current_time()
-                self._kept.append(KeptSession(row.session, tuple(row.tokens), row.max_tokens, now, row.key))
+            report.total_s = trio.current_time() - began_at
+            if is_complete:
+                ended_at = trio.current_time()
+                tokens = tuple(row.tokens)
+                self._kept.append(KeptSession(row.session, tokens, row.max_tokens, ended_at, row.key))
             else:
                 await self._close(row.session)
 
     # --- sessions that are kept --------------------------------------------------------------------------------
 
-    def _take_kept(self, wanted: AnswerOptions) -> GenerationRow | None:
-        found = keeping.best(self._kept, wanted.prompt, wanted.max_tokens, wanted.key)
-        if found is None or (len(found[0].tokens) > found[1] and not self.ends.can_crop):
+    def _take_kept(self, options: AnswerOptions) -> GenerationRow | None:
+        choice = keeping.choose_session(self._kept, options.prompt, options.max_tokens, options.key)
+        if choice is None:
             return None
-        chosen, n_shared = found
+        chosen, n_shared = choice
+        if len(chosen.tokens) > n_shared and not self.ends.can_crop:
+            return None
         self._kept.remove(chosen)
         assert isinstance(chosen.session, ChainSession)
-        row = self._row(chosen.session, chosen.max_tokens, wanted, chosen.tokens)
+        row = self._make_row(chosen.session, chosen.max_tokens, options, chosen.tokens)
         row.crop = len(chosen.tokens) - n_shared
         return row
 
-    async def _open(self, wanted: AnswerOptions) -> GenerationRow:
-        room = min(self.ends.max_tokens, len(wanted.prompt) + wanted.max_tokens + HEADROOM_TOKENS)
+    async def _open(self, options: AnswerOptions) -> GenerationRow:
+        """Open a session; where servers are full, once more without those that are kept."""
+        room = min(self.ends.max_tokens, len(options.prompt) + options.max_tokens + HEADROOM_TOKENS)
+        # Kept sessions hold cache that a new one may need. They are a courtesy; a request that waits is not.
         try:
-            session = await self._swarm.open_session(self._terms_of(room))
+            session = await self._swarm.open_session(self._options_for(room))
         except SwarmError:
             if not self._kept:
                 raise
             await self._give_back(self._kept)
-            session = await self._swarm.open_session(self._terms_of(room))
-        return self._row(session, room, wanted)
+            session = await self._swarm.open_session(self._options_for(room))
+        return self._make_row(session, room, options)
 
-    def _row(
-        self, session: ChainSession, room: int, wanted: AnswerOptions, tokens: tuple[int, ...] = ()
+    def _make_row(
+        self, session: ChainSession, room: int, options: AnswerOptions, tokens: tuple[int, ...] = ()
     ) -> GenerationRow:
         vocabulary = self.ends.vocabulary if self.head.checks is not None else 0
-        return GenerationRow(session, room, wanted, self.token_bytes, self._costs, tokens, vocabulary)
+        return GenerationRow(session, room, options, self.token_bytes, self._costs, tokens, vocabulary)
 
-    def _terms_of(self, max_tokens: int) -> SessionOptions:
-        kind = self._swarm.quantize(self._terms.model, self._terms.n_blocks)
-        return replace(self._terms, max_tokens=max_tokens, quantize=kind)
+    def _options_for(self, max_tokens: int) -> SessionOptions:
+        kind = self._swarm.quantize(self._options.model, self._options.n_blocks)
+        return replace(self._options, max_tokens=max_tokens, quantize=kind)
 
     async def _sweep(self) -> None:
-        await self._give_back(keeping.outdated(self._kept, trio.current_time()))
+        await self._give_back(keeping.choose_expired(self._kept, trio.current_time()))
 
-    async def _give_back(self, those: list[KeptSession]) -> None:
+    async def _give_back(self, expired: list[KeptSession]) -> None:
         """End sessions, all at once: one whose servers are gone takes as long as it takes to be sure."""
-        sessions = [one.session for one in those]
-        self._kept = [one for one in self._kept if one not in those]
+        sessions = [kept_session.session for kept_session in expired]
+        self._kept = [kept_session for kept_session in self._kept if kept_session not in expired]
+        # Shielded: servers are told also when this process ends, or they would hold the caches until they expire.
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
                 for session in sessions:

@@ -18,33 +18,36 @@ class Grammar:
 
     @property
     def is_done(self) -> bool:
-        """Nothing may follow. Raises ConfigError where the library has given up."""
+        """Whether nothing may follow. Raises ConfigError where the library has given up."""
         self._require_no_error()
         return bool(self._matcher.is_stopped())
 
-    def allowed(self) -> torch.Tensor:
-        """Which tokens may come next: bool [vocabulary]. Raises ConfigError where none can."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        mask = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocabulary].astype(bool))
+    def allowed_tokens(self) -> torch.Tensor:
+        """Return which tokens may come next: bool [vocabulary]. Raises ConfigError where none can."""
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.unpackbits(packed, bitorder="little")[: self._vocabulary]
+        mask = torch.from_numpy(bits.astype(bool))
         if not mask.any():
             self._require_no_error()
             raise ConfigError("no token of this model goes on with an answer that fits the schema: change the schema")
         return mask
 
-    def took(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
+        """Move on by a token of the answer."""
         self._matcher.consume_token(token)
 
-    def forced(self) -> list[int]:
-        """Tokens that have to come next, whatever the model says; none where there is a choice."""
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens that have to come next, whatever the model says; none where there is a choice."""
         forced = list(self._matcher.compute_ff_tokens())
         foreign = (place for place, token in enumerate(forced) if token >= self._vocabulary)
         return forced[: next(foreign, len(forced))]  # a tokenizer may have more tokens than its model
 
     def copy(self) -> Grammar:
-        """The same place in the same grammar, for another answer."""
+        """Return the same place in the same grammar, for another answer."""
         return Grammar(self._matcher.deep_copy(), self._vocabulary)
 
     def _require_no_error(self) -> None:
         if self._matcher.is_error():
-            error = " ".join(self._matcher.get_error().partition("<state>")[0].split())[:300]
+            message, _, _ = self._matcher.get_error().partition("<state>")
+            error = " ".join(message.split())[:300]
             raise ConfigError(f"the answer cannot be held to the schema any further ({error}): make the schema simpler")

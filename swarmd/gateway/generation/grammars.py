@@ -11,6 +11,7 @@ import json
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer
 from swarmd.client.text.child import Child, ChildFailed
 from swarmd.errors import SwarmUnavailable
 from swarmd.gateway.generation.grammar import Grammar
-from swarmd.gateway.generation.json_schema import BadSchema, prepared
+from swarmd.gateway.generation.json_schema import BadSchema, normalise_schema
 from swarmd.gateway.generation.schema_compiler import Compiler
 from swarmd.gateway.generation.turns import QueueFull
 
@@ -43,7 +44,8 @@ class Grammars:
         self._vocabulary = vocabulary
         self._eos = eos
         self._compiler: Compiler | None = None
-        self._idle = [Child(child, str(path), str(vocabulary), str(eos)) for _ in range(N_CHILDREN)]
+        make_child = partial(Child, child, str(path), str(vocabulary), str(eos))
+        self._idle = [make_child() for _ in range(N_CHILDREN)]
         self._all = tuple(self._idle)
         self._room = trio.Semaphore(N_CHILDREN)
         self._lines: dict[str, trio.Lock] = {}
@@ -59,46 +61,50 @@ class Grammars:
         for child in self._all:
             await child.end()
 
-    async def of_schema(self, schema: dict[str, Any], key: str = "", most_s: float = MOST_S) -> Grammar:
-        """The grammar of what fits a JSON schema.
+    async def of_schema(self, schema: dict[str, Any], key: str = "", timeout_s: float = MOST_S) -> Grammar:
+        """Make the grammar of what fits a JSON schema.
 
         Raises BadSchema, QueueFull, and SwarmUnavailable where this machine is too busy now. Cancelled, the child that
         tries the schema ends with it.
         """
         try:
-            text = json.dumps(prepared(schema))
+            text = json.dumps(normalise_schema(schema))
         except RecursionError:
             raise BadSchema("its values go too deep") from None
         if len(text) > MOST_SCHEMA_BYTES:
             raise BadSchema(f"it has {len(text)} characters, at most {MOST_SCHEMA_BYTES} are taken")
+        # What was found wrong is remembered as a text, "" where nothing was. Only then is it compiled here, where it
+        # takes the same time and room as in the child.
         digest = hashlib.sha256(text.encode()).digest()
         if digest not in self._remembered:
-            found = await self._tried(text, key, most_s)
-            self._remembered[digest] = found
+            error_text = await self._try_schema(text, key, timeout_s)
+            self._remembered[digest] = error_text
             if len(self._remembered) > MOST_REMEMBERED:
                 self._remembered.popitem(last=False)
         self._remembered.move_to_end(digest)
         if self._remembered[digest]:
             raise BadSchema(self._remembered[digest])
-        return await trio.to_thread.run_sync(self._compiled, text)
+        return await trio.to_thread.run_sync(self._compile, text)
 
-    def _compiled(self, text: str) -> Grammar:
+    def _compile(self, text: str) -> Grammar:
         if self._compiler is None:
             self._compiler = Compiler(self._tokenizer, self._vocabulary, self._eos)
         return Grammar(self._compiler.compile(text), self._vocabulary)
 
-    async def _tried(self, text: str, key: str, most_s: float) -> str:
-        """What is wrong with a schema, "" if nothing. Raises BadSchema where that depends on the moment."""
+    async def _try_schema(self, text: str, key: str, timeout_s: float) -> str:
+        """Return what is wrong with a schema, "" if nothing. Raises BadSchema where that depends on the moment."""
+        # A sender could send schemas that each hold a child for all of its time. His own turn bounds that: one child
+        # at most is his, and the other one goes on for everybody else.
         async with self._turn(key), self._room:
             child = self._idle.pop()
             try:
                 if not child.is_running:
                     await self._start(child)
-                answer = await child.ask({"schema": text}, most_s)
+                answer = await child.ask({"schema": text}, timeout_s)
             except ChildFailed as failure:
                 if failure.is_late:
                     raise BadSchema(
-                        f"compiling it took more than {most_s:g} s, and was given up: make it simpler"
+                        f"compiling it took more than {timeout_s:g} s, and was given up: make it simpler"
                     ) from None
                 raise BadSchema(
                     "compiling it ended the process that did it, most likely out of memory: make it simpler"

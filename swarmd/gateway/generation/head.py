@@ -33,7 +33,7 @@ class ServerLogits:
     """Logits that a server gave a session, and whether they are computed here again."""
 
     session: ChainSession
-    given: ServedLogits
+    served: ServedLogits
     is_checked: bool
 
 
@@ -56,15 +56,20 @@ class HeadWork:
 
 
 class HeadThread:
-    """Computes for whoever waits, as long as it runs. With ``checks`` servers' logits are taken, and looked at."""
+    """Computes for all rows that wait, as long as it runs. With ``checks`` it takes servers' logits and checks some."""
 
     def __init__(self, ends: Ends, checks: HeadChecks | None = None) -> None:
-        self.ends, self.checks = ends, checks
+        self.ends = ends
+        self.checks = checks
         self._waiting: list[HeadWork] = []
         self._wake = trio.Event()
 
     async def __call__(
-        self, row: HeadClient, hidden: torch.Tensor | None = None, arity: int = 0, offer: ServerLogits | None = None
+        self,
+        row: HeadClient,
+        hidden: torch.Tensor | None = None,
+        arity: int = 0,
+        offer: ServerLogits | None = None,
     ) -> HeadWork:
         """Have a row computed, with all others that wait by then; ``arity`` is what the model's layers return.
 
@@ -79,6 +84,9 @@ class HeadThread:
         return work
 
     async def run(self) -> None:
+        """Compute for all rows that wait, until cancelled."""
+        # Rows that come while a pass runs on the thread are the next one's: batches grow with the load, and no pass
+        # waits for more rows to come.
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
@@ -87,10 +95,11 @@ class HeadThread:
                 await trio.to_thread.run_sync(self._compute, batch)
                 for work in batch:
                     if work.offer is not None and work.wrong:  # whatever became of the request
-                        await work.offer.session.refute(work.offer.given, work.wrong)
+                        await work.offer.session.refute(work.offer.served, work.wrong)
                     work.done.set()
 
     def _next_batch(self) -> list[HeadWork]:
+        """Take the oldest of those that wait, as many as MOST_ROWS has room for, and at least one."""
         n_rows = 0
         for count, work in enumerate(self._waiting):
             n_rows += 0 if work.hidden is None else len(work.hidden)
@@ -98,7 +107,8 @@ class HeadThread:
                 break
         else:
             count = len(self._waiting)
-        batch, self._waiting = self._waiting[:count], self._waiting[count:]
+        batch = self._waiting[:count]
+        self._waiting = self._waiting[count:]
         return batch
 
     def _compute(self, batch: list[HeadWork]) -> None:
@@ -106,7 +116,8 @@ class HeadThread:
             with torch.inference_mode():
                 self._decide_all(batch)
                 rows = [work for work in batch if work.ids and work.error is None]
-                embedded = self.ends.embed([work.ids for work in rows], [work.row.start for work in rows])
+                starts = [work.row.start for work in rows]
+                embedded = self.ends.embed([work.ids for work in rows], starts)
                 for work, tensor in zip(rows, embedded, strict=True):
                     work.embedded = tensor
         except Exception as error:  # noqa: BLE001 - every row's own task raises it
@@ -114,25 +125,28 @@ class HeadThread:
                 work.error = work.error or error
 
     def _decide_all(self, batch: list[HeadWork]) -> None:
-        answered = []
+        """Give every row its logits: none at first, a server's as they are, or those computed here."""
+        # Servers may send any logits. Those that are due for a check are computed here again from the hidden states,
+        # and a row decides by what was computed here: a lie costs nothing then, and ``wrong`` tells of it.
+        computed = []
         for work in batch:
             if work.hidden is None:
                 _decide(work, None)
             elif work.offer is not None and not work.offer.is_checked:
-                _decide(work, work.offer.given.top.filled(self.ends.vocabulary))
+                _decide(work, work.offer.served.top.filled(self.ends.vocabulary))
             else:
-                answered.append(work)
-        for arity in {work.arity for work in answered}:
-            rows = [work for work in answered if work.arity == arity]
-            together = torch.cat([work.hidden for work in rows if work.hidden is not None])
-            logits = self.ends.logits(together, arity)
+                computed.append(work)
+        for arity in {work.arity for work in computed}:
+            rows = [work for work in computed if work.arity == arity]
+            hidden = torch.cat([work.hidden for work in rows if work.hidden is not None])
+            logits = self.ends.logits(hidden, arity)
             start = 0
             for work in rows:
                 assert work.hidden is not None
-                own = logits[start : start + len(work.hidden)]
+                row_logits = logits[start : start + len(work.hidden)]
                 if work.offer is not None and self.checks is not None:
-                    work.wrong = self.checks.wrong(work.offer.given, own, work.hidden.dtype)
-                _decide(work, own)
+                    work.wrong = self.checks.wrong(work.offer.served, row_logits, work.hidden.dtype)
+                _decide(work, row_logits)
                 start += len(work.hidden)
 
 

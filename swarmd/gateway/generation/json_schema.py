@@ -11,12 +11,12 @@ from typing import Any
 
 MAX_DEPTH = 100  # of schemas within schemas; what people write has ten
 MAX_CALLS = 8  # of tools, at once
-ONE = {
+SINGLE_SUBSCHEMAS = {
     *("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else"),
     *("unevaluatedProperties", "unevaluatedItems", "additionalItems", "contentSchema"),
 }
-LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
-NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+LISTED_SUBSCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
+NAMED_SUBSCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 FORMATS = {
     *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"),
     *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer"),
@@ -28,16 +28,16 @@ Schema = dict[str, Any]
 
 
 class BadSchema(Exception):
-    """Why a schema cannot be used, for whoever wrote it."""
+    """Why a schema cannot be used, said to its author."""
 
 
-def prepared(schema: Schema) -> Schema:
-    """The same schema in words that are known. Raises BadSchema."""
-    return _walked(schema, _in_known_words, 0)
+def normalise_schema(schema: Schema) -> Schema:
+    """Write a schema in words that the library knows. Raises BadSchema."""
+    return _transform_schema(schema, _replace_words, 0)
 
 
-def calls_of(tools: list[Schema], several: bool) -> Schema:
-    """The schema of calls of these tools: an object with name and arguments, or a list of such. Raises BadSchema.
+def schema_of_calls(tools: list[Schema], allows_several: bool) -> Schema:
+    """Make the schema of calls of these tools: an object with name and arguments, or a list. Raises BadSchema.
 
     Each tool's schema has a place of its own in ``$defs``, and what it refers to ("#" is the tool's own) goes there.
     """
@@ -45,7 +45,8 @@ def calls_of(tools: list[Schema], several: bool) -> Schema:
     places: dict[str, Schema] = {}
     for number, tool in enumerate(tools):
         place = f"tool{number}"
-        places[place] = _moved(_closed(tool["function"].get("parameters") or {"type": "object"}), f"#/$defs/{place}")
+        parameters = _close_object(tool["function"].get("parameters") or {"type": "object"})
+        places[place] = _move_root(parameters, f"#/$defs/{place}")
         calls.append(
             {
                 "type": "object",
@@ -57,19 +58,21 @@ def calls_of(tools: list[Schema], several: bool) -> Schema:
                 "additionalProperties": False,
             }
         )
-    one: Schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    listed: Schema = {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_CALLS}
-    return {**(listed if several else one), "$defs": places}
+    call: Schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    list_of_calls: Schema = {"type": "array", "items": call, "minItems": 1, "maxItems": MAX_CALLS}
+    return {**(list_of_calls if allows_several else call), "$defs": places}
 
 
-def _closed(schema: Schema) -> Schema:
-    """Arguments that a function names, and no others: a small model would go on making some up."""
+def _close_object(schema: Schema) -> Schema:
+    """Allow the arguments that a function names, and no others: a small model would go on making some up."""
     is_open = "properties" in schema and "additionalProperties" not in schema
     return {**schema, "additionalProperties": False} if is_open else schema
 
 
-def _moved(schema: Schema, place: str) -> Schema:
-    """A schema whose own root is at ``place`` of another one. Raises BadSchema."""
+def _move_root(schema: Schema, place: str) -> Schema:
+    """Rewrite references of a schema whose root will be at ``place`` of another one. Raises BadSchema."""
+    # "#/$defs/item" in a tool's schema means the tool's own definitions. Once it lies inside another schema, "#" is
+    # that one's root: each such reference gets the new place in front. Others' (by $id or URL) stay.
     names = tuple(name for name in (schema.get("$id"), "") if isinstance(name, str))
     plain = {word: value for word, value in schema.items() if word not in ("$id", "$schema")}
 
@@ -78,34 +81,41 @@ def _moved(schema: Schema, place: str) -> Schema:
         if not isinstance(ref, str):
             return part
         base, _, pointer = ref.partition("#")
-        return {**part, "$ref": place + pointer} if base in names and pointer[:1] in ("", "/") else part
+        is_own = base in names and pointer[:1] in ("", "/")
+        return {**part, "$ref": place + pointer} if is_own else part
 
-    return _walked(plain, point, 0)
-
-
-def _walk(schema: Any, change: Callable[[Schema], Schema], depth: int) -> Any:
-    """What is no schema stays."""
-    return _walked(schema, change, depth) if isinstance(schema, dict) else schema
+    return _transform_schema(plain, point, 0)
 
 
-def _walked(schema: Schema, change: Callable[[Schema], Schema], depth: int) -> Schema:
-    """``change`` every schema within a schema, the inner ones first. Raises BadSchema."""
+def _transform_schema(schema: Schema, change: Callable[[Schema], Schema], depth: int) -> Schema:
+    """Apply ``change`` to every schema within a schema, the inner ones first. Raises BadSchema."""
     if depth > MAX_DEPTH:
         raise BadSchema(f"schemas within schemas go {MAX_DEPTH} deep at most: name the inner ones in $defs")
+
+    def transform(value: Any) -> Any:
+        """Transform a value that is a schema; what is none stays."""
+        return _transform_schema(value, change, depth + 1) if isinstance(value, dict) else value
+
     walked: Schema = {}
     for word, value in schema.items():
-        if word in LISTS and isinstance(value, list):
-            walked[word] = [_walk(one, change, depth + 1) for one in value]
-        elif word in NAMED and isinstance(value, dict):
-            walked[word] = {name: _walk(one, change, depth + 1) for name, one in value.items()}
-        elif word in ONE:
-            walked[word] = _walk(value, change, depth + 1)
+        if word in LISTED_SUBSCHEMAS and isinstance(value, list):
+            walked[word] = [transform(inner) for inner in value]
+        elif word in NAMED_SUBSCHEMAS and isinstance(value, dict):
+            walked[word] = {name: transform(inner) for name, inner in value.items()}
+        elif word in SINGLE_SUBSCHEMAS:
+            walked[word] = transform(value)
         else:
             walked[word] = value
     return change(walked)
 
 
-def _in_known_words(schema: Schema) -> Schema:
+# Each word of a schema is one of these:
+#
+#     a remark only                          left out: a "format" that binds nothing
+#     said in other words that are known     translated: propertyNames as patternProperties or properties
+#     without another way to say it          refused by name: uniqueItems. Ignored, an answer could break it
+#     all else                               stays, and the library decides
+def _replace_words(schema: Schema) -> Schema:
     plain = dict(schema)
     if isinstance(plain.get("format"), str) and plain["format"] not in FORMATS:
         del plain["format"]
@@ -114,7 +124,7 @@ def _in_known_words(schema: Schema) -> Schema:
             raise BadSchema("uniqueItems cannot be kept here: leave it out, and take out what comes twice yourself")
         del plain["uniqueItems"]
     if "propertyNames" in plain:
-        return _with_names(plain, plain.pop("propertyNames"))
+        return _limit_names(plain, plain.pop("propertyNames"))
     return plain
 
 
@@ -122,16 +132,20 @@ def _is_at_most_one(value: Any) -> bool:
     return type(value) in (int, float) and value <= 1
 
 
-def _with_names(schema: Schema, names: Any) -> Schema:
-    """An object whose properties' names fit ``names``: said by pattern, or by naming them all. Raises BadSchema."""
-    if names in ({}, True) or (isinstance(names, dict) and set(names) <= {"type", "title", "description"}):
+def _limit_names(schema: Schema, names: Any) -> Schema:
+    """Let an object's property names fit ``names``, said by pattern or by naming them all. Raises BadSchema."""
+    if names in ({}, True):
+        return schema
+    words = set(names) if isinstance(names, dict) else set()
+    if isinstance(names, dict) and words <= {"type", "title", "description"}:
         return schema  # names are text anyhow
     pattern = names.get("pattern") if isinstance(names, dict) else None
     listed = names.get("enum") if isinstance(names, dict) else None
     if "properties" not in schema and "patternProperties" not in schema:
         value = schema.get("additionalProperties", True)
-        if isinstance(pattern, str) and set(names) <= {"type", "pattern"}:
+        if isinstance(pattern, str) and words <= {"type", "pattern"}:
             return {**schema, "patternProperties": {pattern: value}, "additionalProperties": False}
-        if isinstance(listed, list) and set(names) <= {"type", "enum"} and all(isinstance(n, str) for n in listed):
+        are_texts = isinstance(listed, list) and all(isinstance(name, str) for name in listed)
+        if isinstance(listed, list) and words <= {"type", "enum"} and are_texts:
             return {**schema, "properties": dict.fromkeys(listed, value), "additionalProperties": False}
     raise BadSchema("propertyNames cannot be kept here: say patternProperties, or name the properties")

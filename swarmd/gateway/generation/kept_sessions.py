@@ -15,6 +15,16 @@ LEAST_SHARED = 8  # tokens: fewer are prefilled as fast as a session is cropped
 LEAST_SHARE = 0.5  # of a kept session's tokens: cutting off more would rob another conversation of its cache
 
 
+# A prompt of a conversation's next turn begins with the tokens of the last one. A kept session has these in the KV
+# caches of its chain, so only the rest is sent:
+#
+#     session   s s s s s s s x x
+#     prompt    s s s s s s s p p p p
+#               n_shared ----->          x is cropped, p is prefilled
+#
+# Models that cannot crop a cache take only sessions without x (``GenerationEngine._take_kept``).
+
+
 @dataclass(frozen=True, slots=True)
 class KeptSession:
     """A session that waits: its tokens so far, how many it has room for, when it was put away, and whose it is."""
@@ -26,37 +36,43 @@ class KeptSession:
     key: str = ""
 
 
-def shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
+def count_shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """Count the tokens that two sequences begin with in common."""
     n = min(len(a), len(b))
     return next((i for i in range(n) if a[i] != b[i]), n)
 
 
-def best(
-    kept: Sequence[KeptSession], prompt: Sequence[int], n_more: int, key: str = ""
+def choose_session(
+    sessions: Sequence[KeptSession], prompt: Sequence[int], n_more: int, key: str = ""
 ) -> tuple[KeptSession, int] | None:
-    """The session to go on with, and how many of the prompt's tokens it has; None: begin anew.
+    """Choose the session to go on with, and say how many of the prompt's tokens it has; None: begin anew.
 
     At least one token is left to send, since an answer begins with what comes after it. A session that has no room
     for the prompt and ``n_more`` tokens is none. Nor is another key's: how many tokens it has in common with a prompt
     would tell what others wrote, and going on with it would take it away from them.
     """
-    own = [k for k in kept if k.key == key and k.max_tokens >= len(prompt) + n_more]
-    found = [(min(shared(k.tokens, prompt), len(prompt) - 1), k) for k in own]
-    found = [(n, k) for n, k in found if n >= LEAST_SHARED and n >= LEAST_SHARE * len(k.tokens)]
-    if not found:
+    n_needed = len(prompt) + n_more
+    matches: list[tuple[int, KeptSession]] = []
+    for session in sessions:
+        if session.key != key or session.max_tokens < n_needed:
+            continue
+        n_shared = min(count_shared(session.tokens, prompt), len(prompt) - 1)
+        if n_shared >= LEAST_SHARED and n_shared >= LEAST_SHARE * len(session.tokens):
+            matches.append((n_shared, session))
+    if not matches:
         return None
-    n, chosen = max(found, key=lambda pair: (pair[0], pair[1].since_s))
-    return chosen, n
+    n_shared, chosen = max(matches, key=lambda match: (match[0], match[1].since_s))
+    return chosen, n_shared
 
 
-def outdated(kept: Sequence[KeptSession], now: float) -> list[KeptSession]:
-    """Those to give back: too old, and of too many the oldest of the key that has most of them."""
-    given_back = [k for k in kept if now - k.since_s > KEPT_FOR_S]
-    young = sorted((k for k in kept if now - k.since_s <= KEPT_FOR_S), key=lambda k: k.since_s)
+def choose_expired(sessions: Sequence[KeptSession], now: float) -> list[KeptSession]:
+    """Choose those to give back: too old, and of too many the oldest of the key that has most of them."""
+    expired = [session for session in sessions if now - session.since_s > KEPT_FOR_S]
+    young = [session for session in sessions if now - session.since_s <= KEPT_FOR_S]
+    young.sort(key=lambda session: session.since_s)
     while len(young) > MOST_KEPT:
-        n_of = Counter(k.key for k in young)
-        oldest = max(young, key=lambda k: (n_of[k.key], -k.since_s))
+        n_of_key = Counter(session.key for session in young)
+        oldest = max(young, key=lambda session: (n_of_key[session.key], -session.since_s))
         young.remove(oldest)
-        given_back.append(oldest)
-    return given_back
+        expired.append(oldest)
+    return expired

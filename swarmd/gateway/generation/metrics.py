@@ -20,11 +20,14 @@ class Metrics:
         self.kept = self._gauge("num_sessions_kept", "Sessions that wait for a next turn.", "model_name")
         self.prompt = self._counter("prompt_tokens", "Tokens of prompts.")
         self.generated = self._counter("generation_tokens", "Tokens generated.")
+        # vLLM's prefix cache is a kept session here: its tokens are the hits, and all tokens of prompts the queries.
         self.queries = self._counter("prefix_cache_queries", "Tokens of prompts that a session was looked for.")
         self.hits = self._counter("prefix_cache_hits", "Tokens of prompts that such a session had.")
-        self.tried = self._counter("spec_decode_num_draft_tokens", "Tokens tried ahead.")
-        self.taken = self._counter("spec_decode_num_accepted_tokens", "Tokens tried ahead that were right.")
-        self.given = self._counter("tokens_with_given_logits", "Tokens, tried ones too, whose logits a server gave.")
+        self.drafted = self._counter("spec_decode_num_draft_tokens", "Tokens tried ahead.")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Tokens tried ahead that were right.")
+        self.served_logits = self._counter(
+            "tokens_with_given_logits", "Tokens, tried ones too, whose logits a server gave."
+        )
         self.repairs = self._counter("repairs", "Repairs of a chain during an answer.")
         self.ended = self._counter("request_success", "Answers, by how they ended.", "finished_reason")
         self.refused = Counter("swarmd_request_refused", "Refusals.", ["status"], registry=self._registry)
@@ -44,25 +47,27 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"swarmd_{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
 
-    def answered(self, model: str, told: RowReport, finish: str) -> None:
+    def count_answer(self, model: str, report: RowReport, finish: str) -> None:
         """Count one answer, however it ended ("stop", "length", "tool_calls", "abort", "error")."""
         self.ended.labels(model, finish).inc()
-        self.prompt.labels(model).inc(told.n_prompt)
-        self.generated.labels(model).inc(told.n_generated)
-        self.queries.labels(model).inc(told.n_prompt)
-        self.hits.labels(model).inc(told.n_cached)
-        self.tried.labels(model).inc(told.n_sent_ahead)
-        self.taken.labels(model).inc(told.n_taken_ahead)
-        self.given.labels(model).inc(told.n_logits)
-        self.repairs.labels(model).inc(len(told.repairs))
-        self.prompts.labels(model).observe(told.n_prompt)
-        self.answers.labels(model).observe(told.n_generated)
-        self.queued.labels(model).observe(told.queued_s)
-        if told.n_generated:
-            self.first.labels(model).observe(told.queued_s + told.prefilled_s)
-            self.total.labels(model).observe(told.queued_s + told.total_s)
-        if told.n_generated > 1:
-            self.between.labels(model).observe((told.total_s - told.prefilled_s) / (told.n_generated - 1))
+        self.prompt.labels(model).inc(report.n_prompt)
+        self.generated.labels(model).inc(report.n_generated)
+        self.queries.labels(model).inc(report.n_prompt)
+        self.hits.labels(model).inc(report.n_cached)
+        self.drafted.labels(model).inc(report.n_drafted)
+        self.accepted.labels(model).inc(report.n_accepted)
+        self.served_logits.labels(model).inc(report.n_logits)
+        self.repairs.labels(model).inc(len(report.repairs))
+        self.prompts.labels(model).observe(report.n_prompt)
+        self.answers.labels(model).observe(report.n_generated)
+        self.queued.labels(model).observe(report.queued_s)
+        if report.n_generated:
+            self.first.labels(model).observe(report.queued_s + report.prefilled_s)
+            self.total.labels(model).observe(report.queued_s + report.total_s)
+        if report.n_generated > 1:
+            decode_s = report.total_s - report.prefilled_s
+            self.between.labels(model).observe(decode_s / (report.n_generated - 1))
 
     def text(self) -> bytes:
+        """Write all of it as Prometheus reads it."""
         return generate_latest(self._registry)

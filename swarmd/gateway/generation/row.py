@@ -24,8 +24,8 @@ class RowReport:
     n_prompt: int
     n_cached: int = 0
     n_generated: int = 0
-    n_sent_ahead: int = 0
-    n_taken_ahead: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
     n_logits: int = 0
     queued_s: float = 0.0
     prefilled_s: float = 0.0
@@ -46,8 +46,8 @@ class GenerationRow:
         self,
         session: ChainSession,
         max_tokens: int,
-        wanted: AnswerOptions,
-        written: TokenBytes,
+        options: AnswerOptions,
+        token_bytes: TokenBytes,
         costs: Costs,
         tokens: tuple[int, ...] = (),
         vocabulary: int = 0,
@@ -56,11 +56,12 @@ class GenerationRow:
         self.max_tokens = max_tokens
         self.tokens = list(tokens)
         self.crop = 0
-        self.answer = Answer(wanted, written, costs)
-        self._vocabulary = vocabulary if are_enough(wanted.n_needed) else 0
-        self.key = wanted.key
-        self._prompt = wanted.prompt
-        self._n_repairs, self._n_logits = len(session.statistics.repairs), session.statistics.n_logits
+        self.answer = Answer(options, token_bytes, costs)
+        self._vocabulary = vocabulary if are_enough(options.n_needed) else 0
+        self.key = options.key
+        self._prompt = options.prompt
+        self._n_repairs = len(session.statistics.repairs)
+        self._n_logits = session.statistics.n_logits
         self._n_doubts = len(session.statistics.doubts)
 
     @property
@@ -69,7 +70,7 @@ class GenerationRow:
         return len(self.tokens) - self.crop
 
     def decide(self, logits: torch.Tensor | None) -> list[int]:
-        """What to send next: at first what the cache lacks of the prompt."""
+        """Return the tokens to send next: at first what the cache lacks of the prompt."""
         if logits is None:
             return list(self._prompt[self.start :])
         ids = self.answer.decide(logits)
@@ -77,32 +78,38 @@ class GenerationRow:
         return ids
 
     async def step(self, ids: list[int], embedded: torch.Tensor) -> torch.Tensor:
-        """Send tokens, [1, t, d]; returns what the last block gives where logits are needed, [want, d]."""
-        start, want = self.start, self.answer.want
+        """Send tokens, [1, t, d]; returns what the last block gives where logits are needed, [n_wanted, d]."""
+        start = self.start
+        n_wanted = self.answer.n_wanted
         edits = (Edit(crop=self.crop),) if self.crop else ()
-        positions = torch.arange(start, start + len(ids), dtype=torch.int32).unsqueeze(0)
-        begun = trio.current_time()
-        out = await self.session.step(edits, embedded, positions, None, False, want, self._vocabulary)
-        assert out is not None
-        if len(ids) == want and self.answer.n_tokens:  # no prompt among them, and nothing that a grammar forced
-            self.answer.speculation.costs.measured(want, trio.current_time() - begun)
-        self.tokens[start:], self.crop = ids, 0
-        return out[0, -want:]
+        end = start + len(ids)
+        positions = torch.arange(start, end, dtype=torch.int32).unsqueeze(0)
+        began_at = trio.current_time()
+        outputs = await self.session.step(edits, embedded, positions, None, False, n_wanted, self._vocabulary)
+        assert outputs is not None
+        if len(ids) == n_wanted and self.answer.n_tokens:  # no prompt among them, and nothing that a grammar forced
+            self.answer.speculation.costs.measured(n_wanted, trio.current_time() - began_at)
+        self.tokens[start:] = ids
+        self.crop = 0
+        return outputs[0, -n_wanted:]
 
     def offer(self, checks: HeadChecks | None) -> ServerLogits | None:
-        """The logits that came with the last step, and whether they are looked at."""
-        given = self.session.given
-        return None if given is None or checks is None else ServerLogits(self.session, given, checks.is_due(given))
+        """Return the logits that came with the last step, and whether they are checked; None without any."""
+        served = self.session.given
+        if served is None or checks is None:
+            return None
+        return ServerLogits(self.session, served, checks.is_due(served))
 
-    def tell(self, told: RowReport) -> None:
-        """Note what has happened so far."""
-        told.chain = self.session.chain
+    def tell(self, report: RowReport) -> None:
+        """Write into the report what has happened so far."""
+        report.chain = self.session.chain
         for repair in self.session.statistics.repairs[self._n_repairs :]:
-            told.repairs.append(repair.reason)
-            told.longest_stall_s = max(told.longest_stall_s, repair.stall_s)
+            report.repairs.append(repair.reason)
+            report.longest_stall_s = max(report.longest_stall_s, repair.stall_s)
         self._n_repairs = len(self.session.statistics.repairs)
-        told.doubts = self.session.statistics.doubts[self._n_doubts :]
-        told.n_generated = self.answer.n_tokens
-        tried = self.answer.speculation
-        told.n_sent_ahead, told.n_taken_ahead = tried.n_sent, tried.n_taken
-        told.n_logits = self.session.statistics.n_logits - self._n_logits
+        report.doubts = self.session.statistics.doubts[self._n_doubts :]
+        report.n_generated = self.answer.n_tokens
+        speculation = self.answer.speculation
+        report.n_drafted = speculation.n_sent
+        report.n_accepted = speculation.n_taken
+        report.n_logits = self.session.statistics.n_logits - self._n_logits

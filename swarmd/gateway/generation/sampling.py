@@ -36,7 +36,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     bias: dict[int, float] = field(default_factory=dict)
     seed: int | None = None
-    tells: bool = False
+    wants_logprobs: bool = False
     n_top: int = 0
 
     @property
@@ -69,10 +69,15 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed)
-        self._warpers = _warpers(sampling) if sampling.temperature > 0 else []
+        self._warpers = _make_warpers(sampling) if sampling.temperature > 0 else []
 
     def choose(self, logits: torch.Tensor, allowed: torch.Tensor | None = None) -> SampledToken:
-        """Choose from [vocabulary] logits, of the ``allowed`` ones (a mask) if given; ``took`` says that it counts."""
+        """Choose a token from logits [vocabulary], of the ``allowed`` ones (a mask) where a grammar says so.
+
+        A chosen token counts for penalties only once ``count_token`` has it.
+        """
+        # The grammar's mask comes before temperature and cuts: those keep the likeliest tokens, and would otherwise
+        # keep ones that the grammar forbids.
         scores = self._penalised(logits)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
@@ -82,38 +87,46 @@ class Sampler:
             row = (scores - scores.max()).unsqueeze(0)  # the best is 0 at any temperature: none becomes infinite
             for warper in self._warpers:
                 row = warper(None, row)
-            token = int(torch.multinomial(row[0].softmax(-1), 1, generator=self._generator))
-        return self._told(token, logits)
+            chances = row[0].softmax(-1)
+            token = int(torch.multinomial(chances, 1, generator=self._generator))
+        return self._report(token, logits)
 
-    def took(self, token: int) -> None:
+    def count_token(self, token: int) -> None:
         """Count a token that is part of the answer."""
         self._counts[token] += 1
         if self._ids:
             self._ids.append(token)
 
     def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
-        wanted, scores = self._sampling, logits
-        if wanted.repetition_penalty != 1 and self._ids:
-            processor = RepetitionPenaltyLogitsProcessor(wanted.repetition_penalty)
-            scores = processor(torch.tensor([self._ids]), scores.unsqueeze(0).clone())[0]
-        if (wanted.presence_penalty or wanted.frequency_penalty) and self._counts:
+        sampling = self._sampling
+        scores = logits
+        if sampling.repetition_penalty != 1 and self._ids:
+            processor = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+            ids = torch.tensor([self._ids])
+            scores = processor(ids, scores.unsqueeze(0).clone())[0]
+        if (sampling.presence_penalty or sampling.frequency_penalty) and self._counts:
             ids = torch.tensor(list(self._counts))
-            times = torch.tensor(list(self._counts.values()), dtype=scores.dtype)
-            scores = scores.index_add(0, ids, -wanted.presence_penalty - wanted.frequency_penalty * times)
-        if wanted.bias:
-            ids, values = torch.tensor(list(wanted.bias)), torch.tensor(list(wanted.bias.values()), dtype=scores.dtype)
-            scores = scores.index_add(0, ids, values)
+            counts = torch.tensor(list(self._counts.values()), dtype=scores.dtype)
+            penalties = -sampling.presence_penalty - sampling.frequency_penalty * counts
+            scores = scores.index_add(0, ids, penalties)
+        if sampling.bias:
+            ids = torch.tensor(list(sampling.bias))
+            biases = torch.tensor(list(sampling.bias.values()), dtype=scores.dtype)
+            scores = scores.index_add(0, ids, biases)
         return scores
 
-    def _told(self, token: int, logits: torch.Tensor) -> SampledToken:
-        if not self._sampling.tells:
+    def _report(self, token: int, logits: torch.Tensor) -> SampledToken:
+        """Add the model's own probabilities to a token, where the request wants them."""
+        if not self._sampling.wants_logprobs:
             return SampledToken(token)
         logprobs = logits.log_softmax(-1)
-        values, ids = logprobs.topk(min(self._sampling.n_top, logits.shape[0]))
-        return SampledToken(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+        n_top = min(self._sampling.n_top, logits.shape[0])
+        values, ids = logprobs.topk(n_top)
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return SampledToken(token, float(logprobs[token]), top)
 
 
-def _warpers(sampling: Sampling) -> list[TemperatureLogitsWarper]:
+def _make_warpers(sampling: Sampling) -> list[TemperatureLogitsWarper]:
     temperature = max(float(sampling.temperature), LEAST_TEMPERATURE)
     warpers = [TemperatureLogitsWarper(temperature)] if temperature != 1 else []
     if sampling.top_k > 0:

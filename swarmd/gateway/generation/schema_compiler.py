@@ -1,7 +1,7 @@
 """JSON schemas to matchers of one vocabulary (llguidance). As a program it is the child that tries a schema.
 
 The library may take for ever or gigabytes for a schema of a few words, and no one knows all of those: so each schema is
-compiled by a child with limits first (``schema_trial``), and here only once that went well. What it does for a schema
+compiled by a child with limits first (``grammars``), and here only once that went well. What it does for a schema
 does not depend on who asks or when, so what the child got done is done here in the same time and room.
 
 ``python -m swarmd.gateway.generation.schema_compiler TOKENIZER_JSON VOCABULARY EOS`` is the child. It needs no torch.
@@ -44,15 +44,14 @@ class Compiler:
             self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, eos)), n_vocab=n_vocab)
 
     def compile(self, schema: str) -> LLMatcher:
-        """Raises BadSchema."""
+        """Compile a schema, given as JSON. Raises BadSchema."""
         try:
-            matcher = LLMatcher(
-                self._tokenizer, LLMatcher.grammar_from_json_schema(schema, overrides=FORM), log_level=0
-            )
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=FORM)
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         except ValueError as error:
-            raise BadSchema(_in_words(str(error))) from None
+            raise BadSchema(_explain_error(str(error))) from None
         if matcher.is_error():
-            raise BadSchema(_in_words(matcher.get_error()))
+            raise BadSchema(_explain_error(matcher.get_error()))
         return matcher
 
 
@@ -60,42 +59,46 @@ class _Vocabulary:
     """A vocabulary as llguidance takes it where it cannot read the tokenizer's file by itself."""
 
     def __init__(self, tokenizer: Tokenizer, eos: int) -> None:
-        known = TokenBytes(tokenizer)
-        if not known.is_known:
+        token_bytes = TokenBytes(tokenizer)
+        if not token_bytes.is_known:
             raise BadSchema(
-                f"this model's tokenizer ({known.kind}) does not write its tokens one by one, so no answer of it can "
-                "be held to a schema: ask without one"
+                f"this model's tokenizer ({token_bytes.kind}) does not write its tokens one by one, so no answer of "
+                "it can be held to a schema: ask without one"
             )
         self.eos_token_id = eos
         self.bos_token_id = None
-        self.special_token_ids = sorted(known.special | {eos})
-        self.tokens = [known[token] for token in range(tokenizer.get_vocab_size())]
-        self._by_bytes = {written: token for token, written in enumerate(self.tokens) if token not in known.special}
+        self.special_token_ids = sorted(token_bytes.special | {eos})
+        self.tokens = [token_bytes[token] for token in range(tokenizer.get_vocab_size())]
+        special = token_bytes.special
+        self._by_bytes = {written: token for token, written in enumerate(self.tokens) if token not in special}
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens of a text, each the longest that fits: any that write it will do."""
-        left = text.encode() if isinstance(text, str) else text
+        """Split a text into tokens, each the longest that fits: any that write it will do."""
+        remaining = text.encode() if isinstance(text, str) else text
         ids: list[int] = []
-        while left:
-            sizes = range(min(self._longest, len(left)), 0, -1)
-            size = next((n for n in sizes if left[:n] in self._by_bytes), 0)
+        while remaining:
+            sizes = range(min(self._longest, len(remaining)), 0, -1)
+            size = next((n for n in sizes if remaining[:n] in self._by_bytes), 0)
             if not size:
                 return ids
-            ids.append(self._by_bytes[left[:size]])
-            left = left[size:]
+            ids.append(self._by_bytes[remaining[:size]])
+            remaining = remaining[size:]
         return ids
 
 
-def _in_words(error: str) -> str:
-    """What the library says of a schema, without what it tells of itself."""
-    said = " ".join(error.partition("<state>")[0].split())[:300]
-    missing, _, words = said.partition("Unimplemented keys: ")
-    return said if missing else f"it says {words.strip('[]')}, which cannot be kept here: leave it out"
+def _explain_error(error: str) -> str:
+    """Tell what the library says of a schema, without what it tells of itself."""
+    message = " ".join(error.partition("<state>")[0].split())[:300]
+    missing, _, words = message.partition("Unimplemented keys: ")
+    return message if missing else f"it says {words.strip('[]')}, which cannot be kept here: leave it out"
 
 
-def try_out(compiler: Compiler, schema: str) -> dict[str, Any]:
-    """Compile, and write the beginning of an answer; what is wrong with the schema, if anything."""
+def try_schema(compiler: Compiler, schema: str) -> dict[str, Any]:
+    """Compile a schema and write the beginning of an answer; returns what is wrong with it under "error"."""
+    # The library works rules out as it meets them, so a schema that compiles may still be too much for it. Tokens
+    # drawn by chance meet more of its rules than the likeliest ones would. The seed is fixed: a schema is judged
+    # alike whenever it comes.
     try:
         matcher = compiler.compile(schema)
     except BadSchema as error:
@@ -108,13 +111,13 @@ def try_out(compiler: Compiler, schema: str) -> dict[str, Any]:
             break
         matcher.compute_ff_tokens()
         matcher.consume_token(int(draw.choice(allowed)))
-    return {"error": _in_words(matcher.get_error())} if matcher.stop_reason() in TOO_MUCH else {}
+    return {"error": _explain_error(matcher.get_error())} if matcher.stop_reason() in TOO_MUCH else {}
 
 
 def main(path: Path, vocabulary: int, eos: int) -> None:
     """Try one schema a line until they end."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is none
+    os.dup2(2, 1)  # what libraries print is no answer
     try:
         compiler = Compiler(Tokenizer.from_file(str(path)), vocabulary, eos)
     except BadSchema as error:
@@ -123,8 +126,11 @@ def main(path: Path, vocabulary: int, eos: int) -> None:
     limit(MOST_MEMORY_BYTES)
     print(json.dumps({}), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(try_out(compiler, json.loads(line)["schema"])), file=answers, flush=True)
+        schema = json.loads(line)["schema"]
+        answer = try_schema(compiler, schema)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    _, tokenizer_path, vocabulary_size, eos_token = sys.argv
+    main(Path(tokenizer_path), int(vocabulary_size), int(eos_token))

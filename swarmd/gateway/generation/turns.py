@@ -1,6 +1,6 @@
 """Who is next: a bounded queue in which every key has the same share, however much it asks for.
 
-The choice is pure; ``Turns`` holds whoever waits, in one trio program.
+The choice is pure; ``Turns`` holds the requests that wait, in one trio program.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ class Waiting:
     called: trio.Event = field(default_factory=trio.Event, compare=False)
 
 
-def choose(waiting: Sequence[Waiting], running: Counter[str]) -> Waiting:
-    """The oldest of whoever has the fewest requests running."""
-    return min(waiting, key=lambda w: (running[w.key], w.number))
+# Fair by key, not by request: the next turn goes to the key with the fewest requests running, and to its oldest
+# request. A key that sends a hundred requests waits for itself; another key's first request overtakes them all.
+# One key may hold only a part of the queue, or it could fill it and have everybody else refused.
+
+
+def choose_next(waiting: Sequence[Waiting], running: Counter[str]) -> Waiting:
+    """Choose the oldest request of the key that has the fewest running."""
+    return min(waiting, key=lambda request: (running[request.key], request.number))
 
 
 class Turns:
@@ -44,18 +49,20 @@ class Turns:
 
     @property
     def n_waiting(self) -> int:
+        """Requests that wait now."""
         return len(self._waiting)
 
     @property
     def n_running(self) -> int:
+        """Requests that run now."""
         return self.running.total()
 
     def require_room(self, key: str) -> None:
-        """Raises QueueFull if one more of this key would not be let in."""
+        """Raise QueueFull if one more of this key would not be let in."""
         is_free = self.n_running < self._n_running and not self._waiting
-        of_key = sum(w.key == key for w in self._waiting)
-        if not is_free and (len(self._waiting) >= self._n_waiting or of_key >= self._n_of_key):
-            raise QueueFull(f"{len(self._waiting)} requests wait already, {of_key} of them with this key")
+        n_of_key = sum(request.key == key for request in self._waiting)
+        if not is_free and (len(self._waiting) >= self._n_waiting or n_of_key >= self._n_of_key):
+            raise QueueFull(f"{len(self._waiting)} requests wait already, {n_of_key} of them with this key")
 
     @asynccontextmanager
     async def turn(self, key: str) -> AsyncIterator[None]:
@@ -72,23 +79,24 @@ class Turns:
         if self.n_running < self._n_running and not self._waiting:
             self.running[key] += 1
             return
+        # The turn is counted by the one who calls, before the sleeper wakes: between the two nobody can take it.
         self._number += 1
-        mine = Waiting(key, self._number)
-        self._waiting.append(mine)
+        ticket = Waiting(key, self._number)
+        self._waiting.append(ticket)
         try:
-            await mine.called.wait()
+            await ticket.called.wait()
         except trio.Cancelled:
-            if mine.called.is_set():  # called and cancelled at once: the turn is for somebody else
+            if ticket.called.is_set():  # called and cancelled at once: the turn is for somebody else
                 self.running[key] -= 1
                 self._call_next()
             else:
-                self._waiting.remove(mine)
+                self._waiting.remove(ticket)
             raise
 
     def _call_next(self) -> None:
         self.running += Counter()  # forgets those that have none
         while self._waiting and self.n_running < self._n_running:
-            chosen = choose(self._waiting, self.running)
+            chosen = choose_next(self._waiting, self.running)
             self._waiting.remove(chosen)
             self.running[chosen.key] += 1
             chosen.called.set()

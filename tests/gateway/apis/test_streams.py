@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import trio
 
-from swarmd.gateway.apis.refusals import ApiError, bad
-from swarmd.gateway.apis.streams import while_there
+from swarmd.gateway.apis.refusals import ApiError, bad_request
+from swarmd.gateway.apis.streams import run_while_connected
 
 
 async def there() -> dict[str, Any]:
@@ -23,7 +23,7 @@ async def gone() -> dict[str, Any]:
 
 async def test_what_is_made_ready_for_somebody_ends_when_he_goes() -> None:
     with trio.fail_after(20), pytest.raises(ApiError, match="has gone"):
-        await while_there(gone, trio.sleep_forever)
+        await run_while_connected(gone, trio.sleep_forever)
 
 
 async def test_what_is_made_ready_is_done_and_a_refusal_comes_through() -> None:
@@ -35,9 +35,9 @@ async def test_what_is_made_ready_is_done_and_a_refusal_comes_through() -> None:
         n_done += 1
 
     async def refuse() -> None:
-        raise bad("no")
+        raise bad_request("no")
 
-    await while_there(there, work)
+    await run_while_connected(there, work)
     assert n_done == 1
     with pytest.raises(ApiError, match="no"):
-        await while_there(there, refuse)
+        await run_while_connected(there, refuse)

@@ -9,17 +9,17 @@ import msgspec
 import pytest
 
 from swarmd.client.links.link import Doubt
-from swarmd.gateway.apis.openai import extra
+from swarmd.gateway.apis.openai import format_extra
 from swarmd.gateway.apis.refusals import ApiError
 from swarmd.gateway.apis.schema import SamplingFields
-from swarmd.gateway.apis.talk import GenerationRequest, sampling_of
+from swarmd.gateway.apis.talk import GenerationRequest, choose_sampling
 from swarmd.gateway.generation.row import RowReport
 from swarmd.gateway.generation.sampling import Sampling
 
 
-def chosen(author: dict[str, Any], **said: Any) -> Sampling:
+def chosen(author: dict[str, Any], **fields: Any) -> Sampling:
     ends: Any = SimpleNamespace(generation=author, vocabulary=8)
-    return sampling_of(GenerationRequest("m", msgspec.convert(said, SamplingFields)), ends)
+    return choose_sampling(GenerationRequest("m", msgspec.convert(fields, SamplingFields)), ends)
 
 
 @pytest.mark.parametrize("author", [{}, {"eos_token_id": 0}, {"do_sample": False, "temperature": 1.0}])
@@ -46,7 +46,8 @@ def test_a_bias_of_what_is_no_token_is_refused(token: str) -> None:
 
 
 def test_a_doubt_names_the_token_of_the_answer_from_which_on_it_may_be_wrong() -> None:
-    told = RowReport(
-        n_prompt=5, doubts=[Doubt(first_token=1, hop="a", reason="r"), Doubt(first_token=6, hop="b", reason="r")]
-    )
-    assert [(doubt["token"], doubt["hop"]) for doubt in extra([told])["doubts"]] == [(0, "a"), (2, "b")]
+    in_prompt = Doubt(first_token=1, hop="a", reason="r")
+    in_answer = Doubt(first_token=6, hop="b", reason="r")
+    report = RowReport(n_prompt=5, doubts=[in_prompt, in_answer])
+    shown = format_extra([report])["doubts"]
+    assert [(doubt["token"], doubt["hop"]) for doubt in shown] == [(0, "a"), (2, "b")]

@@ -27,23 +27,26 @@ def cycle(tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-def run(wanted: AnswerOptions, tokenizer: Tokenizer, model: Model = cycle) -> tuple[list[int], str, Answer, int]:
+def run(options: AnswerOptions, tokenizer: Tokenizer, model: Model = cycle) -> tuple[list[int], str, Answer, int]:
     """Drive an answer as the engine does; returns its tokens, its text, itself, and how many passes it took."""
     costs = Costs()
-    answer, cache, n_passes, text = Answer(wanted, TokenBytes(tokenizer), costs), list(wanted.prompt), 0, ""
-    found: list[int] = []
-    sent = list(wanted.prompt)
+    answer = Answer(options, TokenBytes(tokenizer), costs)
+    cache = list(options.prompt)
+    n_passes = 0
+    text = ""
+    tokens: list[int] = []
+    sent = list(options.prompt)
     while True:
         n_passes += 1
-        costs.measured(answer.want, 1 + 0.05 * answer.want)
-        n_before = len(cache) - answer.want
-        logits = torch.stack([model(cache[: n_before + i + 1]) for i in range(answer.want)])
+        costs.measured(answer.n_wanted, 1 + 0.05 * answer.n_wanted)
+        n_before = len(cache) - answer.n_wanted
+        logits = torch.stack([model(cache[: n_before + i + 1]) for i in range(answer.n_wanted)])
         sent = answer.decide(logits)
         piece = answer.piece()
-        found += [choice.token for choice in piece.choices]
+        tokens += [choice.token for choice in piece.choices]
         text += piece.text
         if piece.finish:
-            return found, text, answer, n_passes
+            return tokens, text, answer, n_passes
         cache = cache[: len(cache) - answer.rejected] + sent
 
 
@@ -52,30 +55,33 @@ def test_what_is_tried_ahead_changes_no_token(tokenizer: Tokenizer, temperature:
     sampling = Sampling(temperature=temperature, seed=5)
     prompt = tuple(10 + i % 12 for i in range(30))
     plain = run(AnswerOptions(prompt, 60, sampling, looks_up=False), tokenizer)
-    ahead = run(AnswerOptions(prompt, 60, sampling), tokenizer)
-    assert ahead[0] == plain[0]
-    assert ahead[1] == plain[1]
+    with_draft = run(AnswerOptions(prompt, 60, sampling), tokenizer)
+    assert with_draft[0] == plain[0]
+    assert with_draft[1] == plain[1]
     assert plain[3] == 60, "one pass a token"
     assert plain[2].speculation.n_sent == 0
-    assert ahead[2].speculation.n_sent > 0
+    assert with_draft[2].speculation.n_sent > 0
     if temperature == 0:
-        assert ahead[3] < 12, "what was copied was right"
+        assert with_draft[3] < 12, "what was copied was right"
 
 
 def test_it_ends_at_the_length_and_at_the_end_token(tokenizer: Tokenizer) -> None:
-    tokens, _, answer, _ = run(AnswerOptions((10,), 5, Sampling(temperature=0)), tokenizer)
+    options = AnswerOptions((10,), 5, Sampling(temperature=0))
+    tokens, _, answer, _ = run(options, tokenizer)
     assert (len(tokens), answer.finish) == (5, "length")
-    tokens, _, answer, _ = run(AnswerOptions((10,), 50, Sampling(temperature=0), eos=frozenset({14})), tokenizer)
+    options = AnswerOptions((10,), 50, Sampling(temperature=0), eos=frozenset({14}))
+    tokens, _, answer, _ = run(options, tokenizer)
     assert tokens == [11, 12, 13], "the end token is none of the text's"
     assert answer.finish == "stop"
     assert answer.n_tokens == 4, "but it was generated"
 
 
 def test_a_stop_string_ends_it(tokenizer: Tokenizer) -> None:
-    whole = tokenizer.decode([11, 12, 13, 14, 15])
+    full_text = tokenizer.decode([11, 12, 13, 14, 15])
     stop = tokenizer.decode([13])
-    _, text, answer, _ = run(AnswerOptions((10,), 50, Sampling(temperature=0), stops=(stop,)), tokenizer)
-    assert text == whole[: whole.index(stop)]
+    options = AnswerOptions((10,), 50, Sampling(temperature=0), stops=(stop,))
+    _, text, answer, _ = run(options, tokenizer)
+    assert text == full_text[: full_text.index(stop)]
     assert answer.finish == "stop"
     assert answer.piece().stopped == stop
 
@@ -93,10 +99,10 @@ def test_whatever_the_model_says_it_fits_the_schema(tokenizer: Tokenizer, seed: 
     torch.manual_seed(seed)
     size = tokenizer.get_vocab_size()
     grammar = Grammar(Compiler(tokenizer, size, 0).compile(json.dumps(SCHEMA)), size)
-    wanted = AnswerOptions((10,), 200, Sampling(temperature=1, seed=seed), grammar=grammar)
-    _, text, answer, n_passes = run(wanted, tokenizer, lambda tokens: torch.randn(size))
-    found = json.loads(text)
-    assert found["answer"] in ("yes", "no")
-    assert found["sure"] in (True, False)
+    options = AnswerOptions((10,), 200, Sampling(temperature=1, seed=seed), grammar=grammar)
+    _, text, answer, n_passes = run(options, tokenizer, lambda tokens: torch.randn(size))
+    reply = json.loads(text)
+    assert reply["answer"] in ("yes", "no")
+    assert reply["sure"] in (True, False)
     assert answer.finish == "stop"
     assert n_passes < len(tokenizer.encode(text).ids), "what was forced travelled together"

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from swarmd.gateway.generation import grammars as module
 from swarmd.gateway.generation.grammars import Grammars
-from swarmd.gateway.generation.json_schema import BadSchema, calls_of
+from swarmd.gateway.generation.json_schema import BadSchema, schema_of_calls
 from swarmd.gateway.generation.turns import QueueFull
 from swarmd.home import bundled_folder
 from tests.gateway.vocabularies import spm, unigram, word_piece
@@ -29,13 +29,15 @@ def stumbling(tokenizer: Tokenizer) -> Grammars:
     return Grammars(tokenizer, bundled_folder() / "tokenizer.json", tokenizer.get_vocab_size(), 0, STAND_IN)
 
 
-@pytest.mark.parametrize(("how", "why"), [("hang", "took more than"), ("raise", "ended"), ("eat", "out of memory")])
+@pytest.mark.parametrize(
+    ("stumble", "reason"), [("hang", "took more than"), ("raise", "ended"), ("eat", "out of memory")]
+)
 async def test_a_schema_at_which_the_library_stumbles_is_refused_and_the_next_one_is_not(
-    tokenizer: Tokenizer, how: str, why: str
+    tokenizer: Tokenizer, stumble: str, reason: str
 ) -> None:
     async with stumbling(tokenizer) as grammars:
-        with pytest.raises(BadSchema, match=why):
-            await grammars.of_schema({"const": how}, "a", MOST_S)
+        with pytest.raises(BadSchema, match=reason):
+            await grammars.of_schema({"const": stumble}, "a", MOST_S)
         assert await grammars.of_schema(COLOUR, "a")
 
 
@@ -49,10 +51,10 @@ async def test_one_key_holds_one_child_and_the_others_go_on(tokenizer: Tokenizer
 
 
 async def test_who_goes_away_takes_the_child_along(tokenizer: Tokenizer) -> None:
-    others = set(psutil.Process().children())
+    other_children = set(psutil.Process().children())
     async with stumbling(tokenizer) as grammars:
         await grammars.of_schema(COLOUR, "a")
-        children = set(psutil.Process().children()) - others
+        children = set(psutil.Process().children()) - other_children
         with trio.move_on_after(MOST_S) as scope:
             await grammars.of_schema({"const": "hang"}, "a", 600.0)
         assert scope.cancelled_caught
@@ -101,9 +103,9 @@ def written(grammar: Any, tokenizer: Tokenizer) -> str:
     """The first answer that fits, by a model that always says the largest token that may be."""
     tokens: list[int] = []
     while not grammar.is_done:
-        for token in grammar.forced() or [int(grammar.allowed().nonzero()[-1])]:
+        for token in grammar.forced_tokens() or [int(grammar.allowed_tokens().nonzero()[-1])]:
             tokens.append(token)
-            grammar.took(token)
+            grammar.accept_token(token)
     return str(tokenizer.decode(tokens))
 
 
@@ -124,7 +126,7 @@ async def test_a_tokenizer_may_have_more_tokens_than_its_model(tokenizer: Tokeni
     n = tokenizer.get_vocab_size() - 100
     async with Grammars(tokenizer, bundled_folder() / "tokenizer.json", n, 0) as grammars:
         grammar = await grammars.of_schema(COLOUR)
-        assert len(grammar.allowed()) == n
+        assert len(grammar.allowed_tokens()) == n
         assert json.loads(written(grammar, tokenizer)) in COLOUR["enum"]
 
 
@@ -146,7 +148,9 @@ async def test_forced_calls_keep_what_their_schemas_refer_to(tokenizer: Tokenize
     async with Grammars(tokenizer, bundled_folder() / "tokenizer.json", 1024, 0) as grammars:
         for schema, right in ((place, {"at"}), (chain, {"v", "next"})):
             tool = {"type": "function", "function": {"name": "go", "parameters": schema}}
-            call = json.loads(written(await grammars.of_schema(calls_of([tool], several=False)), tokenizer))
+            call = json.loads(
+                written(await grammars.of_schema(schema_of_calls([tool], allows_several=False)), tokenizer)
+            )
             while call["arguments"] is not None:
                 assert set(call["arguments"]) == right, "a reference to # is the tool's own schema"
                 call["arguments"] = call["arguments"].get("next")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swarmd.gateway.generation.json_schema import MAX_DEPTH, BadSchema, calls_of, prepared
+from swarmd.gateway.generation.json_schema import MAX_DEPTH, BadSchema, normalise_schema, schema_of_calls
 
 ONE = {"enum": [1]}
 
@@ -34,7 +34,7 @@ ONE = {"enum": [1]}
     ],
 )
 def test_remarks_are_left_out_and_the_rest_is_said_otherwise(schema: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert prepared(schema) == expected
+    assert normalise_schema(schema) == expected
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_remarks_are_left_out_and_the_rest_is_said_otherwise(schema: dict[str, A
 )
 def test_what_would_be_lost_is_refused_with_what_to_change(schema: dict[str, Any], why: str) -> None:
     with pytest.raises(BadSchema, match=why):
-        prepared({"properties": {"x": schema}})
+        normalise_schema({"properties": {"x": schema}})
 
 
 def test_schemas_within_schemas_have_a_depth() -> None:
@@ -55,14 +55,14 @@ def test_schemas_within_schemas_have_a_depth() -> None:
     for _ in range(MAX_DEPTH + 2):
         schema = {"items": schema}
     with pytest.raises(BadSchema, match="deep at most"):
-        prepared(schema)
+        normalise_schema(schema)
 
 
 @pytest.mark.parametrize("ref", ["#/$defs/P", "http://example.com/tool#/$defs/P"])
 def test_a_tools_references_move_with_its_schema(ref: str) -> None:
-    own = {"$id": "http://example.com/tool", "properties": {"x": {"$ref": ref}}, "$defs": {"P": ONE}}
-    tools = [{"function": {"name": name, "parameters": own}} for name in ("a", "b")]
-    places = calls_of(tools, several=True)["$defs"]
+    own_schema = {"$id": "http://example.com/tool", "properties": {"x": {"$ref": ref}}, "$defs": {"P": ONE}}
+    tools = [{"function": {"name": name, "parameters": own_schema}} for name in ("a", "b")]
+    places = schema_of_calls(tools, allows_several=True)["$defs"]
     assert [places[f"tool{n}"]["properties"]["x"]["$ref"] for n in (0, 1)] == [
         "#/$defs/tool0/$defs/P",
         "#/$defs/tool1/$defs/P",

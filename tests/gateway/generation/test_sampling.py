@@ -53,7 +53,7 @@ def test_penalties_push_away_what_was_said() -> None:
     for sampling in (Sampling(temperature=0, presence_penalty=1.0), Sampling(temperature=0, frequency_penalty=1.0)):
         sampler = Sampler(sampling, (2,))
         assert sampler.choose(LOGITS).token == 2, "a prompt is not counted"
-        sampler.took(2)
+        sampler.count_token(2)
         assert sampler.choose(LOGITS).token == 3
 
 
@@ -63,7 +63,7 @@ def test_the_repetition_penalty_counts_the_prompt_as_transformers_does() -> None
 
 def test_a_mask_leaves_what_it_allows_and_probabilities_are_the_models_own() -> None:
     allowed = torch.tensor([True, False, False, False, False])
-    choice = Sampler(Sampling(temperature=0, tells=True, n_top=2), ()).choose(LOGITS, allowed)
+    choice = Sampler(Sampling(temperature=0, wants_logprobs=True, n_top=2), ()).choose(LOGITS, allowed)
     logprobs = LOGITS.log_softmax(-1)
     assert choice.token == 0
     assert choice.logprob == pytest.approx(float(logprobs[0]))
@@ -71,7 +71,7 @@ def test_a_mask_leaves_what_it_allows_and_probabilities_are_the_models_own() -> 
 
 
 @pytest.mark.parametrize(
-    ("how", "n"),
+    ("fields", "n"),
     [
         ({"temperature": 0}, 1),
         ({"temperature": 0, "top_k": 40}, 1),
@@ -84,7 +84,7 @@ def test_a_mask_leaves_what_it_allows_and_probabilities_are_the_models_own() -> 
         ({"top_k": 40, "repetition_penalty": 1.1}, None),
     ],
 )
-def test_it_is_known_how_many_of_the_largest_logits_decide(how: dict[str, Any], n: int | None) -> None:
-    assert Sampling(**how).n_needed == n
-    assert AnswerOptions((1,), 8, Sampling(**how, n_top=60)).n_needed == (n and 60)
-    assert AnswerOptions((1,), 8, Sampling(**how), grammar=object()).n_needed is None  # type: ignore[arg-type]
+def test_it_is_known_how_many_of_the_largest_logits_decide(fields: dict[str, Any], n: int | None) -> None:
+    assert Sampling(**fields).n_needed == n
+    assert AnswerOptions((1,), 8, Sampling(**fields, n_top=60)).n_needed == (n and 60)
+    assert AnswerOptions((1,), 8, Sampling(**fields), grammar=object()).n_needed is None  # type: ignore[arg-type]

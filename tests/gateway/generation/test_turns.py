@@ -8,13 +8,13 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from swarmd.gateway.generation.turns import QueueFull, Turns, Waiting, choose
+from swarmd.gateway.generation.turns import QueueFull, Turns, Waiting, choose_next
 
 
 def test_the_oldest_of_whoever_has_the_fewest_running_is_next() -> None:
     waiting = [Waiting("busy", 1), Waiting("calm", 2), Waiting("calm", 3)]
-    assert choose(waiting, Counter(busy=2, calm=1)) is waiting[1]
-    assert choose(waiting, Counter(busy=1, calm=1)) is waiting[0]
+    assert choose_next(waiting, Counter(busy=2, calm=1)) is waiting[1]
+    assert choose_next(waiting, Counter(busy=1, calm=1)) is waiting[0]
 
 
 async def hold(turns: Turns, key: str, order: list[str], release: trio.Event) -> None:
@@ -24,7 +24,10 @@ async def hold(turns: Turns, key: str, order: list[str], release: trio.Event) ->
 
 
 async def test_a_key_that_asks_for_much_waits_for_itself() -> None:
-    turns, order, first, rest = Turns(1, 10, 10), list[str](), trio.Event(), trio.Event()
+    turns = Turns(1, 10, 10)
+    order = list[str]()
+    first = trio.Event()
+    rest = trio.Event()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(hold, turns, "much", order, first)
         await wait_all_tasks_blocked()
@@ -40,7 +43,9 @@ async def test_a_key_that_asks_for_much_waits_for_itself() -> None:
 
 
 async def test_a_full_queue_refuses_and_a_key_has_its_share() -> None:
-    turns, order, release = Turns(1, 3, 2), list[str](), trio.Event()
+    turns = Turns(1, 3, 2)
+    order = list[str]()
+    release = trio.Event()
     async with trio.open_nursery() as nursery:
         for key in ("a", "a", "a"):
             nursery.start_soon(hold, turns, key, order, release)
@@ -57,7 +62,9 @@ async def test_a_full_queue_refuses_and_a_key_has_its_share() -> None:
 
 
 async def test_who_goes_away_while_waiting_gives_the_turn_on() -> None:
-    turns, order, release = Turns(1, 5, 5), list[str](), trio.Event()
+    turns = Turns(1, 5, 5)
+    order = list[str]()
+    release = trio.Event()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(hold, turns, "a", order, release)
         await wait_all_tasks_blocked()

@@ -37,17 +37,18 @@ def test_text_comes_as_it_is(text: str) -> None:
 @example("080", ["8", "080"])
 @example("080", ["80", "080"])
 def test_it_ends_before_the_stop_string_that_is_whole_first(text: str, stops: list[str]) -> None:
-    whole = TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False).ids)
-    found, writer = written(text, tuple(stops))
-    ends = [(at + len(stop), at) for stop in stops if (at := whole.find(stop)) >= 0]
-    assert found == (whole[: min(ends)[1]] if ends else whole)
+    full_text = TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False).ids)
+    shown, writer = written(text, tuple(stops))
+    starts = [(full_text.find(stop), stop) for stop in stops]
+    ends = [(start + len(stop), start) for start, stop in starts if start >= 0]
+    assert shown == (full_text[: min(ends)[1]] if ends else full_text)
     assert (writer.stopped is None) == (not ends)
 
 
 def test_what_began_like_a_stop_string_is_given_once_it_is_none() -> None:
     writer = Writer(TOKENS, ("END!",))
-    given = [writer.add(token) for token in TOKENIZER.encode("the END of it", add_special_tokens=False).ids]
-    assert "".join(given) + writer.finish() == "the END of it"
+    texts = [writer.add(token) for token in TOKENIZER.encode("the END of it", add_special_tokens=False).ids]
+    assert "".join(texts) + writer.finish() == "the END of it"
     assert writer.stopped is None
 
 
@@ -67,7 +68,8 @@ BYTES = tuple(3 + byte for byte in (0xF0, 0x9F, 0x98, 0x80, 0xC3, 0xA9, 0xE6, 0x
 
 def grown(tokens: TokenBytes, prompt: list[int], answer: list[int], special: bool = False) -> str:
     writer = Writer(tokens, (), prompt, special)
-    return "".join([*(writer.add(token) for token in answer), writer.finish()])
+    texts = [writer.add(token) for token in answer]
+    return "".join([*texts, writer.finish()])
 
 
 def drawn(data: st.DataObject, kind: str) -> tuple[list[int], list[int]]:
@@ -85,12 +87,13 @@ def test_any_tokens_have_the_text_that_the_decoder_gives_them(kind: str, special
     tokens = VOCABULARIES[kind]
     decode = tokens.tokenizer.decode
     prompt, answer = drawn(data, kind)
-    before, whole = (decode(ids, skip_special_tokens=not special) for ids in (prompt, prompt + answer))
-    found = grown(tokens, prompt, answer, special)
+    prompt_text, full_text = (decode(ids, skip_special_tokens=not special) for ids in (prompt, prompt + answer))
+    answer_text = grown(tokens, prompt, answer, special)
     visible = [token for token in prompt if special or token not in tokens.special]
-    ends_whole = not before.endswith("\ufffd") and (not visible or tokens.single_byte(visible[-1]) is None)
-    if whole.startswith(before) and ends_whole:  # else what follows changes what the prompt's last bytes are
-        assert before + found == whole
+    ends_in_byte = bool(visible) and tokens.single_byte(visible[-1]) is not None
+    ends_whole = not prompt_text.endswith("\ufffd") and not ends_in_byte
+    if full_text.startswith(prompt_text) and ends_whole:  # else what follows changes what the prompt's last bytes are
+        assert prompt_text + answer_text == full_text
     alone = decode(answer, skip_special_tokens=not special)
     assert grown(tokens, [], answer, special) == alone
 

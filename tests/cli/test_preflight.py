@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from swarmd_cli import beforehand
-from swarmd_cli.beforehand import require_answers
+from swarmd_cli import preflight
 from swarmd_cli.context import set_home
+from swarmd_cli.preflight import require_answers
 from swarmd_cli.verbs import chat
 from swarmd_cli.verbs.train import _require_data
 
@@ -51,8 +51,8 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "said"), WRONG)
-def test_what_is_wrong_is_refused_before_torch_is_imported(founded: Path, words: list[str], said: str) -> None:
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_what_is_wrong_is_refused_before_torch_is_imported(founded: Path, words: list[str], message: str) -> None:
     code = (
         f"import sys; sys.argv = ['swarmd', '--home', {str(founded)!r}, *{words!r}]\n"
         "from swarmd_cli.main import run\n"
@@ -62,8 +62,8 @@ def test_what_is_wrong_is_refused_before_torch_is_imported(founded: Path, words:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
-    assert done.returncode == (3 if "daemon" in said else 2), done.stderr
-    assert said in done.stderr
+    assert done.returncode == (3 if "daemon" in message else 2), done.stderr
+    assert message in done.stderr
     assert done.stdout.splitlines()[-1] == "HEAVY []"
 
 
@@ -94,7 +94,7 @@ def test_who_waits_for_a_founder_is_told_so(tmp_path: Path, monkeypatch: pytest.
     try:
         with pytest.raises(DaemonNotRunning, match="swarmd up; as far as is known here you wait for a founder"):
             require_answers("demo")
-        monkeypatch.setattr(beforehand, "is_running", lambda: True)
+        monkeypatch.setattr(preflight, "is_running", lambda: True)
         with pytest.raises(SwarmUnavailable, match=f"members approve {home.identity().peer_id}"):
             require_answers("demo")
     finally:
@@ -105,7 +105,7 @@ CHATS: dict[str, bool | None] = {"demo": False, "smol": True}
 
 
 def test_a_chat_without_a_name_is_with_the_model_that_can() -> None:
-    assert chat.Conversation(PlayedGateway(CHATS), "", "", {})._chosen() == "smol"
+    assert chat.Conversation(PlayedGateway(CHATS), "", "", {})._choose_model() == "smol"
 
 
 def test_a_chat_refuses_a_name_that_its_gateway_does_not_know() -> None:

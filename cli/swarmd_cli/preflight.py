@@ -26,26 +26,34 @@ def require_answers(*models: str, adapter: str = "") -> None:
     """
     from swarmd.errors import DaemonNotRunning
 
-    state = home()
-    state.swarm()
+    # Torch takes seconds to import: what can be told without it is told first. Who knows what:
+    #
+    #     daemon runs       its catalog is today's: a name that it lacks is none
+    #     down, others up   the catalog here may be old: the members that are asked know better
+    #     down, nobody up   the catalog here is all that there is, and the wait would be in vain
+    member_home = home()
+    member_home.swarm()
     has_daemon = is_running()
-    addresses = [] if has_daemon else [a for of_peer in state.bootstrap().values() for a in of_peer]
-    others_answer = bool(addresses) and _does_any_listen(addresses)
+    addresses: list[str] = []
+    if not has_daemon:
+        for peer_addresses in member_home.bootstrap().values():
+            addresses += peer_addresses
+    do_others_answer = bool(addresses) and _does_any_listen(addresses)
     if has_daemon:
         require_approved()
-    if has_daemon or not others_answer:
+    if has_daemon or not do_others_answer:
         _require_names([name for name in models if name], adapter)
     if has_daemon:
         return
-    if not others_answer and not state.catalog().version:
-        raise DaemonNotRunning(f"your daemon is down: swarmd up; as far as is known here {waits_for_founder()}")
-    if not others_answer:
+    if not do_others_answer and not member_home.catalog().version:
+        raise DaemonNotRunning(f"your daemon is down: swarmd up; as far as is known here {explain_waiting()}")
+    if not do_others_answer:
         raise DaemonNotRunning("your daemon is down, and no other member of the swarm is known to answer: swarmd up")
     print("your daemon is down (swarmd up): asking other members of the swarm", file=sys.stderr, flush=True)
 
 
-def waits_for_founder() -> str:
-    """What is said of a machine whose join was not approved yet, as far as is known here; "" of any other."""
+def explain_waiting() -> str:
+    """Tell what a machine waits for whose join was not approved yet, as far as is known here; "" for any other."""
     state = home()
     if state.catalog().version:  # which nobody is given before
         return ""
@@ -56,7 +64,7 @@ def require_approved() -> None:
     """Raise SwarmUnavailable where a founder has not let this machine in yet."""
     from swarmd.errors import SwarmUnavailable
 
-    if waiting := waits_for_founder():
+    if waiting := explain_waiting():
         raise SwarmUnavailable(waiting)
 
 
@@ -67,19 +75,24 @@ def _require_names(models: Iterable[str], adapter: str) -> None:
     catalog = home().catalog()
     if not catalog.version:
         return
-    for kind, listed, names in (
-        ("model", catalog.models, models),
-        ("adapter", catalog.adapters, [adapter] if adapter else []),
-    ):
-        for name in names:
-            if name not in listed and not is_model_hash(name):
-                known = ", ".join(sorted(listed)) or "none yet"
-                raise ConfigError(f"the catalog has no {kind} {name!r}; it has: {known}")
+
+    def require_listed(kind: str, name: str, listed: Iterable[str]) -> None:
+        if name not in listed and not is_model_hash(name):
+            known = ", ".join(sorted(listed)) or "none yet"
+            raise ConfigError(f"the catalog has no {kind} {name!r}; it has: {known}")
+
+    for name in models:
+        require_listed("model", name, catalog.models)
+    if adapter:
+        require_listed("adapter", adapter, catalog.adapters)
 
 
 def _does_any_listen(addresses: Iterable[str]) -> bool:
     """Does somebody take a TCP connection at one of these multiaddrs?"""
-    places = list(dict.fromkeys(found.groups() for a in addresses if (found := _TCP.match(a))))[:MAX_DIALLED]
+    # All are dialled at once, each by a thread of its own, and the first that answers is enough. The threads are
+    # daemons: those that still wait for a timeout keep nobody from going on.
+    matches = [_TCP.match(address) for address in addresses]
+    endpoints = list(dict.fromkeys(match.groups() for match in matches if match))[:MAX_DIALLED]
     is_answered = threading.Event()
     n_left = threading.Semaphore(0)
 
@@ -92,9 +105,9 @@ def _does_any_listen(addresses: Iterable[str]) -> bool:
         finally:
             n_left.release()
 
-    for host, port in places:
+    for host, port in endpoints:
         threading.Thread(target=dial, args=(host, port), daemon=True).start()
-    for _ in places:
+    for _ in endpoints:
         n_left.acquire(timeout=DIAL_S)
         if is_answered.is_set():
             return True
