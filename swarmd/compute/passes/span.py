@@ -25,7 +25,7 @@ from swarmd.compute.cache.kvcache import UNBOUNDED, SpanCache
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.compiled.build import NotFused, compiled_folder
 from swarmd.compute.cuda.availability import prepare, trouble
-from swarmd.compute.hardware.matrix_unit import has_tiles
+from swarmd.compute.hardware.matrix_unit import has_matrix_unit
 from swarmd.compute.hardware.measurements import Measurements
 from swarmd.compute.linear import few_bits, tiled
 from swarmd.compute.linear.kernels import NO_MORE, PROMPT_ROWS, ROWS, TIMED_BYTES, choose
@@ -308,7 +308,7 @@ class LoadedSpan:
             torch.__version__,
             transformers.__version__,
             device,
-            f"{torch.backends.cpu.get_cpu_capability()} {has_bfloat16()} {has_tiles()}",
+            f"{torch.backends.cpu.get_cpu_capability()} {has_bfloat16()} {has_matrix_unit()}",
             str(torch.get_num_threads()),
         )
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
