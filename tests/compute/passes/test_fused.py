@@ -299,13 +299,13 @@ def test_one_call_is_taken_for_as_many_tokens_as_it_is_right_for(
     assert known.n_fused == TIMED[-1]
     assert known.knows(TIMED[-1], LONGEST)
     assert not known.knows(TIMED[-1], LONGEST + 1), "a prompt's pass lets steps of others in"
-    right = BackendSelection._part
+    right = BackendSelection._fused_pass
 
     def wrong(quickening: BackendSelection, hop: Span) -> FusedPass:
         fused = right(quickening, hop)
         return WrongForSeveral(*(getattr(fused, field.name) for field in fields(fused)))
 
-    monkeypatch.setattr(BackendSelection, "_part", wrong)
+    monkeypatch.setattr(BackendSelection, "_fused_pass", wrong)
     span.quicken()
     assert span._quick is not None
     assert span._quick.n_fused == MAX_CAPTURED
