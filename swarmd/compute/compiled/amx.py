@@ -76,10 +76,12 @@ def store_transposed(builder: Any, rows: list[Any], out: Any) -> None:
     distance = 1
     while distance < SIDE:
         for i in (i for i in range(SIDE) if not i & distance):
-            pair = rows[i], rows[i + distance]
-            for k, row in enumerate((i, i + distance)):
+            first = rows[i]
+            second = rows[i + distance]
+            for k in range(2):
                 places = [(j & ~distance | k * distance) + (SIDE if j & distance else 0) for j in range(SIDE)]
-                rows[row] = builder.shuffle_vector(pair[0], pair[1], ir.Constant(int32_row, places))
+                mask = ir.Constant(int32_row, places)
+                rows[i + k * distance] = builder.shuffle_vector(first, second, mask)
         distance *= 2
     for i, row in enumerate(rows):
         builder.store(row, pointer_to(builder, out, ROW * i, int32_row), align=4)
@@ -87,7 +89,8 @@ def store_transposed(builder: Any, rows: list[Any], out: Any) -> None:
 
 def load_rows(builder: Any, address: Any) -> list[Any]:
     """Read SIDE rows of as many numbers of 32 bits."""
-    return [builder.load(pointer_to(builder, address, ROW * i, int32_row), align=4) for i in range(SIDE)]
+    places = [pointer_to(builder, address, ROW * i, int32_row) for i in range(SIDE)]
+    return [builder.load(place, align=4) for place in places]
 
 
 @instruction

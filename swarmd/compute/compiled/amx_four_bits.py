@@ -62,9 +62,8 @@ def _unpack(typingctx: Any, packed: Any, place: Any) -> Any:
         four = ir.Constant(row_vector, [4] * ROW)
         for row in range(GROUP // FOUR):
             begin = row * 2 * n_bytes
-            halves = [
-                builder.load(pointer_to(builder, args[0], begin + i * n_bytes, half_vector), align=1) for i in range(2)
-            ]
+            half_places = [pointer_to(builder, args[0], begin + i * n_bytes, half_vector) for i in range(2)]
+            halves = [builder.load(place, align=1) for place in half_places]
             for offset in range(0, 2 * n_bytes, CACHE_LINE):
                 emit_prefetch(builder, pointer_to(builder, args[0], begin + offset + AHEAD_BYTES))
             for part in range(PARTS // 2):
@@ -81,7 +80,14 @@ def _unpack(typingctx: Any, packed: Any, place: Any) -> Any:
 
 
 @instruction
-def _multiply_part(typingctx: Any, tokens: Any, token_stride: Any, lower: Any, weight: Any, sums: Any) -> Any:
+def _multiply_part(
+    typingctx: Any,
+    tokens: Any,
+    token_stride: Any,
+    lower: Any,
+    weight: Any,
+    sums: Any,
+) -> Any:
     """Multiply a group's values of SIDE tokens with one part of it, to sums of upper bytes and of lower ones.
 
     By addresses; with the bytes from token to token, and from the upper bytes to the lower ones.
@@ -95,7 +101,8 @@ def _multiply_part(typingctx: Any, tokens: Any, token_stride: Any, lower: Any, w
             call_unit(builder, "tilezero", int8(part))
             call_unit(builder, "tileloadd64", inputs, pointer_to(builder, tokens, offset), token_stride)
             call_unit(builder, name, int8(part), inputs, int8(WEIGHT))
-            call_unit(builder, "tilestored64", int8(part), pointer_to(builder, sums, part * TILE), int64(ROW))
+            out = pointer_to(builder, sums, part * TILE)
+            call_unit(builder, "tilestored64", int8(part), out, int64(ROW))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
@@ -105,7 +112,14 @@ def _multiply_part(typingctx: Any, tokens: Any, token_stride: Any, lower: Any, w
 #
 #     scale * (256 * upper + lower) + (zero - LEVEL_OF_ZERO * scale) * sum of the token's values
 @instruction
-def _add_group(typingctx: Any, sums: Any, scales: Any, token_sums: Any, n: Any, totals: Any) -> Any:
+def _add_group(
+    typingctx: Any,
+    sums: Any,
+    scales: Any,
+    token_sums: Any,
+    n: Any,
+    totals: Any,
+) -> Any:
     """Add a group's scaled sums of n tokens to totals [SIDE tokens, SIDE] float32.
 
     By addresses of the sums; of the scales of SIDE rows, with their zeros ROWS further on; and of the sum of each
@@ -114,9 +128,8 @@ def _add_group(typingctx: Any, sums: Any, scales: Any, token_sums: Any, n: Any, 
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums, scales, token_sums, n, totals = args
-        scale, zero = (
-            load_widened(builder, BFLOAT16, pointer_to(builder, scales, 2 * ROWS * i), SIDE) for i in range(2)
-        )
+        scale = load_widened(builder, BFLOAT16, pointer_to(builder, scales, 0), SIDE)
+        zero = load_widened(builder, BFLOAT16, pointer_to(builder, scales, 2 * ROWS), SIDE)
         minus_eight = ir.Constant(float32_row, [-float(LEVEL_OF_ZERO)] * SIDE)
         eight = ir.Constant(int32_row, [8] * SIDE)
         offset = multiply_add(builder, zero, scale, minus_eight)
@@ -128,7 +141,8 @@ def _add_group(typingctx: Any, sums: Any, scales: Any, token_sums: Any, n: Any, 
             ]
             upper, lower = (builder.load(place, align=ROW) for place in places)
             product = builder.sitofp(builder.add(builder.shl(upper, eight), lower), float32_row)
-            sum_place = pointer_to(builder, token_sums, builder.mul(loop.index, int64(4)), ir.FloatType())
+            sum_offset = builder.mul(loop.index, int64(4))
+            sum_place = pointer_to(builder, token_sums, sum_offset, ir.FloatType())
             token_sum = broadcast(builder, builder.load(sum_place, align=4), SIDE)
             total = pointer_to(builder, totals, row, float32_row)
             with_offset = multiply_add(builder, builder.load(total, align=ROW), offset, token_sum)
@@ -159,7 +173,15 @@ def _split_bytes(quantised: Any, tokens: Any, token_sums: Any) -> Any:
 
 @fast
 def _multiply_side(
-    tokens: Any, stride: Any, lower: Any, n: Any, tiles: Any, scales: Any, token_sums: Any, sums: Any, totals: Any
+    tokens: Any,
+    stride: Any,
+    lower: Any,
+    n: Any,
+    tiles: Any,
+    scales: Any,
+    token_sums: Any,
+    sums: Any,
+    totals: Any,
 ) -> Any:
     """Multiply a group's values of n tokens with those of ROWS rows: by addresses, as the instructions take them.
 
@@ -173,7 +195,15 @@ def _multiply_side(
 
 
 @fast
-def _put_totals(totals: Any, token_scales: Any, ones: Any, out: Any, first: Any, row: Any, adds: Any) -> Any:
+def _put_totals(
+    totals: Any,
+    token_scales: Any,
+    ones: Any,
+    out: Any,
+    first: Any,
+    row: Any,
+    adds: Any,
+) -> Any:
     """Write totals of SIDE tokens from the first on and ROWS rows of the weight to out [n, m], or add them to it."""
     n, m = out.shape
     for t in range(first, min(first + SIDE, n)):
@@ -205,7 +235,14 @@ def _shapes(n: Any) -> Any:
 # Addresses are taken in the loops: Numba frees an array after its last use by name.
 @fast
 def multiply_int4_tiles(
-    weight: Any, scales: Any, quantised: Any, token_scales: Any, out: Any, adds: Any, first: Any, last: Any
+    weight: Any,
+    scales: Any,
+    quantised: Any,
+    token_scales: Any,
+    out: Any,
+    adds: Any,
+    first: Any,
+    last: Any,
 ) -> Any:
     """Multiply quantised values [n, k] of 16 bits with rows ``first`` to ``last`` of a weight, to out, or add to it.
 

@@ -68,7 +68,7 @@ from swarmd.compute.compiled.machine import (
     number_bytes,
     wait_at_barrier,
 )
-from swarmd.compute.compiled.products import BYTES, broadcast, multiply_add
+from swarmd.compute.compiled.products import BYTES, broadcast, is_equal, multiply_add
 from swarmd.compute.compiled.split_parts import (
     copy_row,
     split_quantised,
@@ -127,7 +127,8 @@ def _with_sums(name: str) -> CompiledFunction:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for i in range(SUMS):
-            call_unit(builder, name, int8(i), pointer_to(builder, args[0], i * TILE), int64(ROW))
+            place = pointer_to(builder, args[0], i * TILE)
+            call_unit(builder, name, int8(i), place, int64(ROW))
         return context.get_dummy_value()
 
     def typed(typingctx: Any, sums: Any) -> Any:
@@ -180,7 +181,14 @@ def _write_step(builder: Any, stored: int, n_tiles: int, args: Any) -> None:
 
 @instruction
 def _add_step(
-    typingctx: Any, stored: Any, n_tiles: Any, x: Any, weight: Any, row_stride: Any, tile_stride: Any, ahead: Any
+    typingctx: Any,
+    stored: Any,
+    n_tiles: Any,
+    x: Any,
+    weight: Any,
+    row_stride: Any,
+    tile_stride: Any,
+    ahead: Any,
 ) -> Any:
     """Add products of a step's numbers to the sums of as many tiles of a weight as there are sums for.
 
@@ -190,9 +198,9 @@ def _add_step(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for variant in FORMATS:
-            with builder.if_then(builder.icmp_signed("==", args[0], int64(variant))):
+            with builder.if_then(is_equal(builder, args[0], variant)):
                 for n in range(1, _tiles_at_once(variant) + 1):
-                    with builder.if_then(builder.icmp_signed("==", args[1], int64(n))):
+                    with builder.if_then(is_equal(builder, args[1], n)):
                         _write_step(builder, variant, n, args[2:])
         return context.get_dummy_value()
 
@@ -204,13 +212,16 @@ def _join_and_transpose(typingctx: Any, rows: Any, columns: Any) -> Any:
     """Join two sums of whole numbers, of upper bytes and of lower ones, to float32, and write columns as rows."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        upper, lower = (
-            [builder.sitofp(row, float32_row) for row in load_rows(builder, builder.add(args[0], int64(part * TILE)))]
-            for part in range(N_BYTE_PARTS)
-        )
+        upper_rows = load_rows(builder, args[0])
+        lower_rows = load_rows(builder, builder.add(args[0], int64(TILE)))
         byte_worth = ir.Constant(float32_row, [256.0] * SIDE)
-        totals = [multiply_add(builder, low, high, byte_worth) for high, low in zip(upper, lower, strict=True)]
-        store_transposed(builder, [builder.bitcast(total, int32_row) for total in totals], args[1])
+        totals = []
+        for upper_row, lower_row in zip(upper_rows, lower_rows, strict=True):
+            upper = builder.sitofp(upper_row, float32_row)
+            lower = builder.sitofp(lower_row, float32_row)
+            total = multiply_add(builder, lower, upper, byte_worth)
+            totals.append(builder.bitcast(total, int32_row))
+        store_transposed(builder, totals, args[1])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
@@ -236,7 +247,14 @@ def _put_numbers(typingctx: Any, numbers: Any, out: Any, adds: Any) -> Any:
 
 
 @instruction
-def put_scaled(typingctx: Any, numbers: Any, out: Any, adds: Any, row_scales: Any, token_scale: Any) -> Any:
+def put_scaled(
+    typingctx: Any,
+    numbers: Any,
+    out: Any,
+    adds: Any,
+    row_scales: Any,
+    token_scale: Any,
+) -> Any:
     """Write SIDE sums of quantised values, or add them, times the scale of each row, at an address, and a token's."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -262,7 +280,13 @@ def room_for(stored: Any, n: Any, k: Any) -> Any:
 
 
 @fast
-def split_tokens_to_tiles(stored: Any, x: Any, room: Any, first: Any, last: Any) -> Any:
+def split_tokens_to_tiles(
+    stored: Any,
+    x: Any,
+    room: Any,
+    first: Any,
+    last: Any,
+) -> Any:
     """Split groups ``first`` to ``last`` of SIDE tokens to tiles, for a weight that is stored so.
 
     x [n, k]: float32, or quantised values of 16 bits for a weight of int8. Rows of missing tokens are 0.
@@ -275,7 +299,8 @@ def split_tokens_to_tiles(stored: Any, x: Any, room: Any, first: Any, last: Any)
     for group in range(first, last):
         for step in range(k // columns):
             for t in range(min(SIDE, n - group * SIDE)):
-                numbers = x.ctypes.data + x.itemsize * ((group * SIDE + t) * k + step * columns)
+                offset = (group * SIDE + t) * k + step * columns
+                numbers = x.ctypes.data + x.itemsize * offset
                 row = rows.ctypes.data + t * ROW
                 if stored == INT8:
                     split_quantised(numbers, row)
@@ -287,7 +312,13 @@ def split_tokens_to_tiles(stored: Any, x: Any, room: Any, first: Any, last: Any)
 
 
 @fast
-def _split_rows(stored: Any, weight: Any, row_stride: Any, n_tiles: Any, place: Any) -> Any:
+def _split_rows(
+    stored: Any,
+    weight: Any,
+    row_stride: Any,
+    n_tiles: Any,
+    place: Any,
+) -> Any:
     """Split a step's numbers of each row of so many tiles of a weight, to tiles of its parts."""
     for tile in range(n_tiles):
         out = place + tile * TILE * _n_weight_parts(stored)
@@ -315,7 +346,14 @@ def _split_rows(stored: Any, weight: Any, row_stride: Any, n_tiles: Any, place: 
 # A weight of one part and one group of tokens needs neither: the unit reads it where it lies.
 @fast
 def _multiply_block(
-    stored: Any, tokens: Any, n_groups: Any, k: Any, weight: Any, n_tiles: Any, split_tiles: Any, sums: Any
+    stored: Any,
+    tokens: Any,
+    n_groups: Any,
+    k: Any,
+    weight: Any,
+    n_tiles: Any,
+    split_tiles: Any,
+    sums: Any,
 ) -> Any:
     """Multiply groups of tokens with so many tiles of a weight, to sums [n_groups, SUMS, SIDE, SIDE]."""
     size = number_bytes(stored)
@@ -351,7 +389,15 @@ def _multiply_block(
 
 @fast
 def _put_sums(
-    stored: Any, sums: Any, transposed: Any, scales: Any, n_tiles: Any, out: Any, first: Any, row: Any, adds: Any
+    stored: Any,
+    sums: Any,
+    transposed: Any,
+    scales: Any,
+    n_tiles: Any,
+    out: Any,
+    first: Any,
+    row: Any,
+    adds: Any,
 ) -> Any:
     """Write sums [SUMS, SIDE, SIDE], by their address, to ``out`` [n, m] from a token and a row of the weight on.
 
@@ -376,7 +422,15 @@ def _put_sums(
 
 @fast
 def multiply_tiles(
-    stored: Any, room: Any, k: Any, weight: Any, scales: Any, out: Any, adds: Any, first: Any, last: Any
+    stored: Any,
+    room: Any,
+    k: Any,
+    weight: Any,
+    scales: Any,
+    out: Any,
+    adds: Any,
+    first: Any,
+    last: Any,
 ) -> Any:
     """Multiply split tokens with tiles ``first`` to ``last`` (of SIDE rows) of a weight, to out [n, m], or add to it.
 
@@ -403,7 +457,14 @@ def multiply_tiles(
 
 
 @fast_without_lock
-def multiply(stored: Any, x: Any, weight: Any, room: Any, out: Any, thread_share: Any) -> Any:
+def multiply(
+    stored: Any,
+    x: Any,
+    weight: Any,
+    room: Any,
+    out: Any,
+    thread_share: Any,
+) -> Any:
     """Multiply x [n, k] float32 with a weight [m, k] of numbers, to out [n, m]; k is a multiple of STEP, m of SIDE.
 
     ``room``: uint8 [room_for(stored, n, k)]. ``thread_share``: barrier, thread, n_threads, as of a step.

@@ -85,7 +85,13 @@ def _weigh(n_visible: Any, logits: Any, mixed: Any, state: Any) -> Any:
 
 
 @fast
-def _multiply_keys(stored: Any, keys: Any, n: Any, query: Any, logits: Any) -> Any:
+def _multiply_keys(
+    stored: Any,
+    keys: Any,
+    n: Any,
+    query: Any,
+    logits: Any,
+) -> Any:
     """Multiply queries [q, head] with the keys of n tokens, to logits [q, at least n]."""
     n_queries, head = query.shape
     row_bytes = _row_bytes(stored, head)
@@ -97,7 +103,13 @@ def _multiply_keys(stored: Any, keys: Any, n: Any, query: Any, logits: Any) -> A
 
 
 @fast
-def _mix_values(stored: Any, values: Any, n: Any, weights: Any, mixed: Any) -> Any:
+def _mix_values(
+    stored: Any,
+    values: Any,
+    n: Any,
+    weights: Any,
+    mixed: Any,
+) -> Any:
     """Add values of n tokens to ``mixed`` [q, head] by their weights."""
     n_queries, head = mixed.shape
     row_bytes = _row_bytes(stored, head)
@@ -110,7 +122,14 @@ def _mix_values(stored: Any, values: Any, n: Any, weights: Any, mixed: Any) -> A
 
 @fast
 def _attend_to(
-    stored: Any, keys: Any, values: Any, n_visible: Any, query: Any, logits: Any, mixed: Any, state: Any
+    stored: Any,
+    keys: Any,
+    values: Any,
+    n_visible: Any,
+    query: Any,
+    logits: Any,
+    mixed: Any,
+    state: Any,
 ) -> Any:
     """Let queries [q, head] attend to one head's tokens, of which each sees the first ``n_visible`` [q].
 
@@ -129,7 +148,15 @@ def _attend_to(
 #     query groups .. 2 groups - 1    heads of the second
 @fast
 def attend(
-    shape: Any, scale: Any, query: Any, kept: Any, counts: Any, logits: Any, out: Any, first: Any, last: Any
+    shape: Any,
+    scale: Any,
+    query: Any,
+    kept: Any,
+    counts: Any,
+    logits: Any,
+    out: Any,
+    first: Any,
+    last: Any,
 ) -> Any:
     """Compute attention of each new token by kept heads ``first`` to ``last``: query and out [n, heads * head].
 
@@ -181,7 +208,15 @@ def attend(
 
 
 @fast
-def store_keys_and_values(shape: Any, keys: Any, values: Any, kept: Any, counts: Any, first: Any, last: Any) -> Any:
+def store_keys_and_values(
+    shape: Any,
+    keys: Any,
+    values: Any,
+    kept: Any,
+    counts: Any,
+    first: Any,
+    last: Any,
+) -> Any:
     """Write new keys and values [n, kept heads * head] of these heads behind what is there."""
     head = shape[HEAD]
     stored = shape[KEPT]
@@ -190,5 +225,7 @@ def store_keys_and_values(shape: Any, keys: Any, values: Any, kept: Any, counts:
     for t in range(keys.shape[0]):
         for h in range(first, last):
             offset = h * kept[t, 5] * size + counts[t, 1] * row_bytes
-            _write(stored, keys[t, h * head : (h + 1) * head], kept[t, 3] + offset)
-            _write(stored, values[t, h * head : (h + 1) * head], kept[t, 4] + offset)
+            begin = h * head
+            end = begin + head
+            _write(stored, keys[t, begin:end], kept[t, 3] + offset)
+            _write(stored, values[t, begin:end], kept[t, 4] + offset)

@@ -37,7 +37,15 @@ from swarmd.compute.compiled.matrices import layer_of, multiply
 
 
 @fast
-def _normalise(x: Any, address: Any, epsilon: Any, width: Any, out: Any, first: Any, last: Any) -> Any:
+def _normalise(
+    x: Any,
+    address: Any,
+    epsilon: Any,
+    width: Any,
+    out: Any,
+    first: Any,
+    last: Any,
+) -> Any:
     """Apply the root mean square norm to each ``width`` columns from first to last (Zhang and Sennrich 2019)."""
     weight = carray(pointer(address), (width,), np.float32)
     for t in range(x.shape[0]):
@@ -57,7 +65,14 @@ def _normalise(x: Any, address: Any, epsilon: Any, width: Any, out: Any, first: 
 #     | a0 a1 .. | b0 b1 .. | rest |      a' = a cos - b sin,  b' = b cos + a sin
 #      <- half ->  <- half ->
 @fast
-def _rotate(x: Any, cosines: Any, sines: Any, head: Any, first: Any, last: Any) -> Any:
+def _rotate(
+    x: Any,
+    cosines: Any,
+    sines: Any,
+    head: Any,
+    first: Any,
+    last: Any,
+) -> Any:
     """Apply rotary positions, halves beside each other (Su et al. 2021, as GPT-NeoX lays them out)."""
     half = cosines.shape[1]
     for t in range(x.shape[0]):
@@ -72,7 +87,13 @@ def _rotate(x: Any, cosines: Any, sines: Any, head: Any, first: Any, last: Any) 
 
 
 @fast
-def _activate_gate(gate: Any, up: Any, curve: Any, first: Any, last: Any) -> Any:
+def _activate_gate(
+    gate: Any,
+    up: Any,
+    curve: Any,
+    first: Any,
+    last: Any,
+) -> Any:
     """Multiply the activation of the gate with ``up``, into the gate, for these columns.
 
     Both activations are x * sigmoid(y): SiLU with y = x; GELU, by its tanh, with y of the third degree.
@@ -90,17 +111,28 @@ def _activate_gate(gate: Any, up: Any, curve: Any, first: Any, last: Any) -> Any
 
 @fast
 def _position_heads(
-    shape: Any, floats: Any, addresses: Any, rotary: Any, query: Any, key: Any, first: Any, last: Any
+    shape: Any,
+    floats: Any,
+    addresses: Any,
+    rotary: Any,
+    query: Any,
+    key: Any,
+    first: Any,
+    last: Any,
 ) -> Any:
     """Apply norms and rotary positions to queries and keys, of kept heads ``first`` to ``last``."""
     head = shape[HEAD]
     groups = shape[HEADS] // shape[KEPT_HEADS]
     cosines, sines = rotary
+    first_key = first * head  # columns
+    last_key = last * head
+    first_query = first_key * groups
+    last_query = last_key * groups
     if addresses[QUERY_NORM] != 0:
-        _normalise(query, addresses[QUERY_NORM], floats[0], head, query, first * groups * head, last * groups * head)
-        _normalise(key, addresses[KEY_NORM], floats[0], head, key, first * head, last * head)
-    _rotate(query, cosines, sines, head, first * groups * head, last * groups * head)
-    _rotate(key, cosines, sines, head, first * head, last * head)
+        _normalise(query, addresses[QUERY_NORM], floats[0], head, query, first_query, last_query)
+        _normalise(key, addresses[KEY_NORM], floats[0], head, key, first_key, last_key)
+    _rotate(query, cosines, sines, head, first_query, last_query)
+    _rotate(key, cosines, sines, head, first_key, last_key)
 
 
 @fast
@@ -152,7 +184,15 @@ def _shared_arrays(room: Any, n: Any, widths: Any) -> Any:
 # ``adds_to`` and ``replaces`` are True and False, computed from n: for the plain names Numba would compile all of
 # ``multiply`` once for each.
 @fast_without_lock
-def run_blocks(shape: Any, floats: Any, table: Any, frequencies: Any, x: Any, of_pass: Any, thread_share: Any) -> Any:
+def run_blocks(
+    shape: Any,
+    floats: Any,
+    table: Any,
+    frequencies: Any,
+    x: Any,
+    of_pass: Any,
+    thread_share: Any,
+) -> Any:
     """Compute n new tokens through all blocks: x [n, d] float32 becomes the output of the last one.
 
     ``shape``: see ``layout``. ``floats``: epsilon of the norms, scale of the logits, factor of the rotary cosines

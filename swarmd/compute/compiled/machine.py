@@ -162,7 +162,9 @@ def quantisation_scale(numbers: Any, n_levels: Any) -> Any:
 def to_bfloat16(number: Any) -> Any:
     """Round a float32 to the bits of the nearest bfloat16, ties to even."""
     bits = _bits(number)
-    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+    last_bit = (bits >> np.uint32(16)) & np.uint32(1)  # of the result, if it was cut
+    rounded = bits + np.uint32(0x7FFF) + last_bit
+    return np.uint16(rounded >> np.uint32(16))
 
 
 # exp(x) = 2**n * exp(r) with x = n * ln 2 + r and |r| <= ln 2 / 2. The polynomial gives exp(r); 2**n is made by

@@ -70,7 +70,14 @@ def _biases(layer: Any, m: Any) -> Any:
 
 
 @fast
-def _put(biases: Any, number: Any, out: Any, t: Any, column: Any, adds: Any) -> Any:
+def _put(
+    biases: Any,
+    number: Any,
+    out: Any,
+    t: Any,
+    column: Any,
+    adds: Any,
+) -> Any:
     """Write one number of a layer's output, with its bias if there is one, or add it to the number there."""
     if len(biases):
         number += biases[column]
@@ -94,7 +101,14 @@ def _group_sums(quantised: Any) -> Any:
 #     weight    | rows 0..ROWS-1: group 0 | group 1 | ... | rows ROWS..: group 0 | ...     GROUP * ROWS / 2 bytes each
 #     scales    | ROWS scales, ROWS zeros | ...                                            4 * ROWS bytes each
 @fast
-def _multiply_int4(layer: Any, x: Any, out: Any, adds: Any, thread: Any, n_threads: Any) -> Any:
+def _multiply_int4(
+    layer: Any,
+    x: Any,
+    out: Any,
+    adds: Any,
+    thread: Any,
+    n_threads: Any,
+) -> Any:
     """``multiply`` for weights of 4 bits, ROWS rows at a time."""
     n, k = x.shape
     m = out.shape[1]
@@ -134,7 +148,14 @@ def _multiply_int4(layer: Any, x: Any, out: Any, adds: Any, thread: Any, n_threa
 
 
 @fast
-def _multiply_int8(layer: Any, x: Any, out: Any, adds: Any, thread: Any, n_threads: Any) -> Any:
+def _multiply_int8(
+    layer: Any,
+    x: Any,
+    out: Any,
+    adds: Any,
+    thread: Any,
+    n_threads: Any,
+) -> Any:
     """``multiply`` for weights of 8 bits, with a scale for each row."""
     n, k = x.shape
     m = out.shape[1]
@@ -167,7 +188,15 @@ def _multiply_int8(layer: Any, x: Any, out: Any, adds: Any, thread: Any, n_threa
 
 
 @fast
-def _multiply_floats(stored: Any, layer: Any, x: Any, out: Any, adds: Any, thread: Any, n_threads: Any) -> Any:
+def _multiply_floats(
+    stored: Any,
+    layer: Any,
+    x: Any,
+    out: Any,
+    adds: Any,
+    thread: Any,
+    n_threads: Any,
+) -> Any:
     """``multiply`` for weights of 16 or 32 bits."""
     n, k = x.shape
     m = out.shape[1]
@@ -192,7 +221,13 @@ if has_matrix_unit():
     # itself: that is little work, and sharing it would cost one more barrier.
     @fast
     def _multiply_on_matrix_unit(
-        stored: Any, layer: Any, x: Any, out: Any, adds: Any, thread: Any, n_threads: Any
+        stored: Any,
+        layer: Any,
+        x: Any,
+        out: Any,
+        adds: Any,
+        thread: Any,
+        n_threads: Any,
     ) -> Any:
         """``multiply`` by a matrix unit."""
         n, k = x.shape
@@ -234,7 +269,13 @@ else:  # a compiler for another CPU knows no such instructions
 
     @fast
     def _multiply_on_matrix_unit(
-        stored: Any, layer: Any, x: Any, out: Any, adds: Any, thread: Any, n_threads: Any
+        stored: Any,
+        layer: Any,
+        x: Any,
+        out: Any,
+        adds: Any,
+        thread: Any,
+        n_threads: Any,
     ) -> Any:
         """There is none."""
         raise NotImplementedError("matrix units are for CPUs with AMX")
@@ -246,7 +287,15 @@ else:  # a compiler for another CPU knows no such instructions
 
 
 @fast
-def multiply(stored: Any, layer: Any, x: Any, out: Any, adds: Any, thread: Any, n_threads: Any) -> Any:
+def multiply(
+    stored: Any,
+    layer: Any,
+    x: Any,
+    out: Any,
+    adds: Any,
+    thread: Any,
+    n_threads: Any,
+) -> Any:
     """Multiply x [n, in] with a weight [m, in], with its bias, to out [n, m], or add it to what is there.
 
     m is even, of 4 bits a multiple of ROWS. This thread computes its part of the weight's rows.
@@ -262,7 +311,15 @@ def multiply(stored: Any, layer: Any, x: Any, out: Any, adds: Any, thread: Any, 
 
 
 @fast_without_lock
-def multiply_together(stored: Any, layer: Any, x: Any, out: Any, barrier: Any, thread: Any, n_threads: Any) -> Any:
+def multiply_together(
+    stored: Any,
+    layer: Any,
+    x: Any,
+    out: Any,
+    barrier: Any,
+    thread: Any,
+    n_threads: Any,
+) -> Any:
     """Multiply to ``out`` by as many threads, which wait for each other."""
     multiply(stored, layer, x, out, len(x) < 0, thread, n_threads)  # len(x) < 0 is False: see ``blocks``
     wait_at_barrier(barrier.ctypes.data, 0, n_threads)

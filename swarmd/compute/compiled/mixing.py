@@ -24,6 +24,7 @@ from swarmd.compute.compiled.products import (
     IN_MEMORY,
     TOGETHER,
     broadcast,
+    constant_vector,
     dot_products,
     float32,
     for_each_variant,
@@ -36,7 +37,8 @@ from swarmd.compute.compiled.products import (
 )
 from swarmd.compute.compiled.registers import WIDTH
 
-VECTORS = {n: 4 if WIDTH == 16 else {1: 8, 2: 4, 3: 4, 4: 2}[n] for n in range(1, TOGETHER + 1)}  # of sums: registers
+# Registers for sums, by tokens: a CPU with registers of 16 numbers has 32 of them, others have 16.
+VECTORS = {1: 4, 2: 4, 3: 4, 4: 4} if WIDTH == 16 else {1: 8, 2: 4, 3: 4, 4: 2}
 ROWS_AT_ONCE = 128  # that stay in near caches, for more than TOGETHER queries
 LEAST = float(np.finfo(np.float32).min)
 
@@ -90,7 +92,8 @@ def _write_dot_products(builder: Any, stored: int, n: int, *addresses: Any) -> N
         second = builder.select(builder.icmp_signed("<", second, n_rows), second, last)
         pair = (loop.index, second)
         addresses_of_pair = [builder.add(rows, builder.mul(row_stride, row)) for row in pair]
-        with tools.for_range_slice(builder, one.type(0), row_stride, one.type(CACHE_LINE), inc=True) as (offset, _):
+        zero = one.type(0)
+        with tools.for_range_slice(builder, zero, row_stride, one.type(CACHE_LINE), inc=True) as (offset, _):
             for address in addresses_of_pair:
                 _prefetch_ahead(builder, builder.add(address, offset))
         pointers = [builder.inttoptr(address, IN_MEMORY[stored].as_pointer()) for address in addresses_of_pair]
@@ -109,7 +112,14 @@ _multiply_rows = _over_rows(_write_dot_products)
 #     queries 4-7     2                 5
 #     queries 8-11    3                 6
 @fast
-def multiply_rows(stored: Any, rows: Any, stride: Any, n_rows: Any, x: Any, sums: Any) -> Any:
+def multiply_rows(
+    stored: Any,
+    rows: Any,
+    stride: Any,
+    n_rows: Any,
+    x: Any,
+    sums: Any,
+) -> Any:
     """Multiply each row of k numbers, from an address on, with each query of x [n, k]: sums [n, at least n_rows]."""
     n, k = x.shape
     x_stride = 4 * k
@@ -133,11 +143,18 @@ def multiply_rows(stored: Any, rows: Any, stride: Any, n_rows: Any, x: Any, sums
 #     row 1       . . . . .|#############|. . .   * weight of row 1   + -> registers -> sums
 #     row 2       . . . . .|#############|. . .   * weight of row 2  /
 def _write_column_sums(
-    builder: Any, stored: int, index: Any, widths: list[int], rows: Any, weights: Any, sums: Any
+    builder: Any,
+    stored: int,
+    index: Any,
+    widths: list[int],
+    rows: Any,
+    weights: Any,
+    sums: Any,
 ) -> None:
     """Add up some columns of all rows, from column ``index`` on, in registers of these widths."""
     first, row_stride, n_rows = rows
-    offsets = [builder.add(index, index.type(offset)) for offset in itertools.accumulate(widths[:-1], initial=0)]
+    begins = itertools.accumulate(widths[:-1], initial=0)
+    offsets = [builder.add(index, index.type(begin)) for begin in begins]
 
     def pieces(row: Any) -> list[tuple[Any, int]]:
         """What these registers hold of a row: a pointer, and how many numbers."""
@@ -178,7 +195,14 @@ _add_weighted_rows = _over_rows(_write_weighted_sums)
 
 
 @fast
-def add_weighted_rows(stored: Any, rows: Any, stride: Any, n_rows: Any, weights: Any, sums: Any) -> Any:
+def add_weighted_rows(
+    stored: Any,
+    rows: Any,
+    stride: Any,
+    n_rows: Any,
+    weights: Any,
+    sums: Any,
+) -> Any:
     """Add rows of k numbers, from an address on, times weights [n, at least n_rows], to sums [n, k]."""
     n, k = sums.shape
     weight_stride = 4 * weights.shape[1]
@@ -204,8 +228,7 @@ def _largest(typingctx: Any, numbers: Any, n: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         numbers = builder.inttoptr(args[0], float32.as_pointer())
         n = args[1]
-        least = {width: ir.Constant(ir.VectorType(float32, width), [LEAST] * width) for width in (WIDTH, 1)}
-        best = {width: tools.alloca_once_value(builder, constant) for width, constant in least.items()}
+        best = {width: tools.alloca_once_value(builder, constant_vector(float32, LEAST, width)) for width in (WIDTH, 1)}
         for width, index in loop_in_steps(builder, n, best):
             vector = load_widened(builder, FLOAT32, builder.gep(numbers, [index]), width)
             builder.store(larger(builder, vector, builder.load(best[width])), best[width])
@@ -213,7 +236,8 @@ def _largest(typingctx: Any, numbers: Any, n: Any) -> Any:
         function_type = ir.FunctionType(float32, [vector.type])
         name = f"llvm.vector.reduce.fmax.v{WIDTH}f32"
         reduce_vector = tools.get_or_insert_function(builder.module, function_type, name)
-        return larger(builder, builder.call(reduce_vector, [vector]), builder.extract_element(single, int32(0)))
+        largest_of_vector = builder.call(reduce_vector, [vector])
+        return larger(builder, largest_of_vector, builder.extract_element(single, int32(0)))
 
     return types.float32(types.int64, types.int64), generate
 

@@ -21,10 +21,20 @@ from swarmd.compute.compiled.registers import WIDTH
 tools: Any = cgutils  # untyped
 SUMS = 8  # at the same time: an addition takes 4 cycles, and 2 begin in each
 TOGETHER = 4  # tokens at the same time, at most
-IN_MEMORY = {FLOAT32: ir.FloatType(), FLOAT16: ir.HalfType(), BFLOAT16: ir.IntType(16), INT8: ir.IntType(8)}
+IN_MEMORY = {
+    FLOAT32: ir.FloatType(),
+    FLOAT16: ir.HalfType(),
+    BFLOAT16: ir.IntType(16),
+    INT8: ir.IntType(8),
+}
 BYTES = {FLOAT32: 4, FLOAT16: 2, BFLOAT16: 2, INT8: 1}
 float32 = ir.FloatType()
 int32 = ir.IntType(32)
+
+
+def constant_vector(element: Any, value: float, n: int) -> Any:
+    """Make a constant vector of a value, n times."""
+    return ir.Constant(ir.VectorType(element, n), [value] * n)
 
 
 def load_widened(builder: Any, stored: int, address: Any, n: int) -> Any:
@@ -36,8 +46,8 @@ def load_widened(builder: Any, stored: int, address: Any, n: int) -> Any:
     if stored == FLOAT16:
         return builder.fpext(numbers, float32_vector)
     if stored == BFLOAT16:  # the upper half of a float32's bits
-        bits = builder.shl(builder.zext(numbers, int32_vector), ir.Constant(int32_vector, [16] * n))
-        return builder.bitcast(bits, float32_vector)
+        bits = builder.zext(numbers, int32_vector)
+        return builder.bitcast(builder.shl(bits, constant_vector(int32, 16, n)), float32_vector)
     if stored == INT8:
         return builder.sitofp(numbers, float32_vector)
     return numbers
@@ -53,14 +63,15 @@ def add_up(builder: Any, first: Any, numbers: Any) -> Any:
 
 def multiply_add(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the product of two vectors to a total."""
-    return builder.fadd(builder.fmul(left, right, flags=["contract"]), total, flags=["contract"])
+    product = builder.fmul(left, right, flags=["contract"])
+    return builder.fadd(product, total, flags=["contract"])
 
 
 def broadcast(builder: Any, number: Any, n: int) -> Any:
     """Make a vector of a number, n times."""
     vector = ir.Constant(ir.VectorType(number.type, n), ir.Undefined)
     first = builder.insert_element(vector, number, int32(0))
-    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(int32, n), [0] * n))
+    return builder.shuffle_vector(first, first, constant_vector(int32, 0, n))
 
 
 # A row's length k is no multiple of a vector's. So there is a loop for each step size, and each begins where the one
@@ -82,10 +93,22 @@ def loop_in_steps(builder: Any, k: Any, steps: Iterable[int]) -> Iterator[tuple[
         begin = end
 
 
-def row_pointer(builder: Any, rows: Any, stride: Any, index: Any, element: Any = float32) -> Any:
+def row_pointer(
+    builder: Any,
+    rows: Any,
+    stride: Any,
+    index: Any,
+    element: Any = float32,
+) -> Any:
     """Make a pointer to one of the rows that begin at an address, ``stride`` bytes apart; the index may be an int."""
     index = stride.type(index) if isinstance(index, int) else index
-    return builder.inttoptr(builder.add(rows, builder.mul(stride, index)), element.as_pointer())
+    address = builder.add(rows, builder.mul(stride, index))
+    return builder.inttoptr(address, element.as_pointer())
+
+
+def is_equal(builder: Any, number: Any, value: int) -> Any:
+    """Compare a whole number with a constant."""
+    return builder.icmp_signed("==", number, number.type(value))
 
 
 def for_each_variant(
@@ -98,9 +121,9 @@ def for_each_variant(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for stored in formats:
-            with builder.if_then(builder.icmp_signed("==", args[0], args[0].type(stored))):
+            with builder.if_then(is_equal(builder, args[0], stored)):
                 for n in range(1, TOGETHER + 1):
-                    with builder.if_then(builder.icmp_signed("==", args[1], args[1].type(n))):
+                    with builder.if_then(is_equal(builder, args[1], n)):
                         write(builder, stored, n, *args[2:])
         return context.get_dummy_value()
 
@@ -115,7 +138,13 @@ def for_each_variant(
 #     token 0..n-1  |##|##|..|
 #
 # Two rows and not one: two streams from memory are faster. Not more: registers are needed for the sums.
-def dot_products(builder: Any, stored: int, rows: Any, tokens: Any, k: Any) -> list[Any]:
+def dot_products(
+    builder: Any,
+    stored: int,
+    rows: Any,
+    tokens: Any,
+    k: Any,
+) -> list[Any]:
     """Multiply two rows of k numbers with those of a few tokens, all by pointers: two sums for each token."""
     n_sums = 2 * len(tokens)
     n_partials = SUMS // n_sums
@@ -130,7 +159,7 @@ def dot_products(builder: Any, stored: int, rows: Any, tokens: Any, k: Any) -> l
                 builder.store(multiply_add(builder, builder.load(total), weight, x), total)
 
     def new_sums(width: int) -> list[Any]:
-        zeros = ir.Constant(ir.VectorType(float32, width), [0.0] * width)
+        zeros = constant_vector(float32, 0.0, width)
         return [tools.alloca_once_value(builder, zeros) for _ in range(n_sums)]
 
     partials = [new_sums(WIDTH) for _ in range(n_partials)]
@@ -140,20 +169,31 @@ def dot_products(builder: Any, stored: int, rows: Any, tokens: Any, k: Any) -> l
             multiply(index, 1, single_sums)
         for i, sums in enumerate(partials[: step // WIDTH]):
             multiply(builder.add(index, k.type(i * WIDTH)), WIDTH, sums)
-    vectors = [reduce(builder.fadd, map(builder.load, column)) for column in zip(*partials, strict=True)]
+    vectors = []
+    for column in zip(*partials, strict=True):
+        vectors.append(reduce(builder.fadd, map(builder.load, column)))
     singles = [builder.extract_element(builder.load(place), int32(0)) for place in single_sums]
     return [add_up(builder, single, vector) for single, vector in zip(singles, vectors, strict=True)]
 
 
 @instruction
 def _multiply_row_pair(
-    typingctx: Any, stored: Any, n: Any, first: Any, second: Any, x: Any, stride: Any, k: Any, sums: Any
+    typingctx: Any,
+    stored: Any,
+    n: Any,
+    first: Any,
+    second: Any,
+    x: Any,
+    stride: Any,
+    k: Any,
+    sums: Any,
 ) -> Any:
     """Multiply two rows of k numbers with those of n tokens, ``stride`` bytes apart, to sums [n, 2]."""
 
     def write(builder: Any, stored: int, n: int, *addresses: Any) -> None:
         first, second, x, stride, k, sums = addresses
-        rows = [builder.inttoptr(row, IN_MEMORY[stored].as_pointer()) for row in (first, second)]
+        element = IN_MEMORY[stored].as_pointer()
+        rows = [builder.inttoptr(row, element) for row in (first, second)]
         tokens = [row_pointer(builder, x, stride, t) for t in range(n)]
         out = builder.inttoptr(sums, float32.as_pointer())
         for i, total in enumerate(dot_products(builder, stored, rows, tokens, k)):
@@ -163,7 +203,15 @@ def _multiply_row_pair(
 
 
 @fast
-def multiply_row_pair(stored: Any, first: Any, second: Any, x: Any, n: Any, k: Any, products: Any) -> Any:
+def multiply_row_pair(
+    stored: Any,
+    first: Any,
+    second: Any,
+    x: Any,
+    n: Any,
+    k: Any,
+    products: Any,
+) -> Any:
     """Multiply two rows with each of x [n, k] float32, to products [n, 2], all by their addresses."""
     stride = 4 * k
     for t in range(0, n, TOGETHER):

@@ -26,6 +26,7 @@ from swarmd.compute.compiled.machine import (
 from swarmd.compute.compiled.products import (
     add_up,
     broadcast,
+    constant_vector,
     float32,
     int32,
     load_widened,
@@ -57,7 +58,8 @@ def quantise_tokens(x: Any, quantised: Any, scales: Any) -> Any:
 
 def _load(builder: Any, element: Any, address: Any, n: int) -> Any:
     """Read n numbers as they lie in memory."""
-    return builder.load(builder.bitcast(address, ir.VectorType(element, n).as_pointer()), align=1)
+    place = builder.bitcast(address, ir.VectorType(element, n).as_pointer())
+    return builder.load(place, align=1)
 
 
 # One instruction of the CPU (pmaddwd, or vpdpwssd with the addition): 16 bits times 16 bits, neighbours added.
@@ -72,13 +74,14 @@ def _multiply_pairs(builder: Any, left: Any, right: Any) -> Any:
     n = left.type.count // 2
     wide = ir.VectorType(int32, 2 * n)
     places = ir.VectorType(int32, n)
-    products = builder.mul(builder.sext(left, wide), builder.sext(right, wide), flags=["nsw"])
-    even, odd = (
-        builder.shuffle_vector(
-            products, ir.Constant(wide, ir.Undefined), ir.Constant(places, list(range(side, 2 * n, 2)))
-        )
-        for side in range(2)
-    )
+    left = builder.sext(left, wide)
+    right = builder.sext(right, wide)
+    products = builder.mul(left, right, flags=["nsw"])
+    nothing = ir.Constant(wide, ir.Undefined)
+    even_places = ir.Constant(places, list(range(0, 2 * n, 2)))
+    odd_places = ir.Constant(places, list(range(1, 2 * n, 2)))
+    even = builder.shuffle_vector(products, nothing, even_places)
+    odd = builder.shuffle_vector(products, nothing, odd_places)
     return builder.add(even, odd)
 
 
@@ -87,11 +90,19 @@ def _token_pointers(builder: Any, first: Any, stride: Any, n: int) -> list[Any]:
     return [row_pointer(builder, first, stride, t, int16) for t in range(n)]
 
 
-def _add_products(builder: Any, rows: Any, tokens: Any, index: Any, width: int, sums: Any) -> None:
+def _add_products(
+    builder: Any,
+    rows: Any,
+    tokens: Any,
+    index: Any,
+    width: int,
+    sums: Any,
+) -> None:
     """Add products of ``width`` values of both rows with each token's to 2 sums a token: in pairs, or of one alone."""
     element = int32 if width == 1 else int16
     weight_vector = ir.VectorType(element, width)
-    weights = [builder.sext(_load(builder, int8, builder.gep(row, [index]), width), weight_vector) for row in rows]
+    places = [builder.gep(row, [index]) for row in rows]
+    weights = [builder.sext(_load(builder, int8, place, width), weight_vector) for place in places]
     for t, token in enumerate(tokens):
         x = _load(builder, int16, builder.gep(token, [index]), width)
         for side, weight in enumerate(weights):
@@ -116,24 +127,37 @@ def _multiply_row_pair_by(n: int) -> CompiledFunction:
         rows = [builder.inttoptr(address, int8.as_pointer()) for address in args[:2]]
         k = args[4]
         tokens = _token_pointers(builder, args[2], args[3], n)
-        zeros = ir.Constant(ir.VectorType(int32, WIDTH), [0] * WIDTH)
-        zero = ir.Constant(ir.VectorType(int32, 1), [0])
-        partials = [[tools.alloca_once_value(builder, zeros) for _ in range(2 * n)] for _ in range(n_partials)]
-        single_sums = [tools.alloca_once_value(builder, zero) for _ in range(2 * n)]
+
+        def new_sums(width: int) -> list[Any]:
+            zeros = constant_vector(int32, 0, width)
+            return [tools.alloca_once_value(builder, zeros) for _ in range(2 * n)]
+
+        partials = [new_sums(WIDTH) for _ in range(n_partials)]
+        single_sums = new_sums(1)
         for step, index in loop_in_steps(builder, k, (n_partials * width, width, 1)):
             if step == 1:
                 _add_products(builder, rows, tokens, index, 1, single_sums)
             for i, sums in enumerate(partials[: step // width]):
-                _add_products(builder, rows, tokens, builder.add(index, k.type(i * width)), width, sums)
+                begin = builder.add(index, k.type(i * width))
+                _add_products(builder, rows, tokens, begin, width, sums)
         out = builder.inttoptr(args[5], float32.as_pointer())
         for i, column in enumerate(zip(*partials, strict=True)):
             total = reduce(builder.add, map(builder.load, column))
             single = builder.extract_element(builder.load(single_sums[i]), int32(0))
             numbers = builder.sitofp(total, ir.VectorType(float32, WIDTH))
-            builder.store(add_up(builder, builder.sitofp(single, float32), numbers), builder.gep(out, [int32(i)]))
+            product = add_up(builder, builder.sitofp(single, float32), numbers)
+            builder.store(product, builder.gep(out, [int32(i)]))
         return context.get_dummy_value()
 
-    def multiply(typingctx: Any, first: Any, second: Any, x: Any, stride: Any, k: Any, sums: Any) -> Any:
+    def multiply(
+        typingctx: Any,
+        first: Any,
+        second: Any,
+        x: Any,
+        stride: Any,
+        k: Any,
+        sums: Any,
+    ) -> Any:
         return types.void(*[types.int64] * 6), generate
 
     return instruction(multiply)
@@ -156,7 +180,8 @@ def _interleave(builder: Any, left: Any, right: Any) -> list[Any]:
     vectors = []
     for side in (0, LANE // 2):
         indices = [lane + i for lane in range(side, n, LANE) for i in range(LANE // 2)]
-        vectors.append(_shuffle(builder, left, right, [index + i * n for index in indices for i in range(2)]))
+        places = [index + i * n for index in indices for i in range(2)]
+        vectors.append(_shuffle(builder, left, right, places))
     return vectors
 
 
@@ -164,7 +189,10 @@ def _restore_order(builder: Any, first: Any, second: Any) -> Any:
     """Put the sums of two interleaved vectors into the order of the rows."""
     n = first.type.count
     half_lane = LANE // 2
-    places = [i * n + lane + k for lane in range(0, n, half_lane) for i in range(2) for k in range(half_lane)]
+    places = []
+    for lane in range(0, n, half_lane):
+        for i in range(2):
+            places += [i * n + lane + k for k in range(half_lane)]
     return _shuffle(builder, first, second, places)
 
 
@@ -178,22 +206,25 @@ def _group_products(builder: Any, rows: Any, tokens: Any) -> list[list[Any]]:
     """Multiply ROWS rows of GROUP values of 4 bits with each token's: n times two vectors of whole numbers."""
     n_bytes = ROWS // 2
     wide = ir.VectorType(int16, n_bytes)
-    four = ir.Constant(wide, [4] * n_bytes)
-    sixteen = ir.Constant(ir.VectorType(int32, n_bytes), [16] * n_bytes)
-    zeros = ir.Constant(ir.VectorType(int32, n_bytes // 2), [0] * (n_bytes // 2))
+    four = constant_vector(int16, 4, n_bytes)
+    sixteen = constant_vector(int32, 16, n_bytes)
+    zeros = constant_vector(int32, 0, n_bytes // 2)
     sums = [[tools.alloca_once_value(builder, zeros) for _ in range(4)] for _ in tokens]  # both halves of each side
     with tools.for_range_slice(builder, int32(0), int32(GROUP), int32(2), inc=True) as (k, _):
         offsets = [builder.mul(builder.add(k, int32(i)), int32(n_bytes)) for i in range(2)]
         ahead = builder.gep(rows, [builder.add(offsets[0], int32(AHEAD_BYTES))])
         emit_prefetch(builder, ahead)  # all at once would have to queue
-        columns = [builder.zext(_load(builder, int8, builder.gep(rows, [i]), n_bytes), wide) for i in offsets]
+        column_bytes = [_load(builder, int8, builder.gep(rows, [offset]), n_bytes) for offset in offsets]
+        columns = [builder.zext(column, wide) for column in column_bytes]
         whole_bytes = _interleave(builder, *columns)
         sides = [*whole_bytes, *(builder.lshr(pairs, four) for pairs in whole_bytes)]
         for token, totals in zip(tokens, sums, strict=True):
             pair = builder.bitcast(builder.gep(token, [k]), int32.as_pointer())
-            x = builder.bitcast(broadcast(builder, builder.load(pair, align=1), n_bytes // 2), wide)
+            pair_vector = broadcast(builder, builder.load(pair, align=1), n_bytes // 2)
+            x = builder.bitcast(pair_vector, wide)
             for pairs, total in zip(sides, totals, strict=True):
-                builder.store(builder.add(builder.load(total), _multiply_pairs(builder, pairs, x)), total)
+                pair_sums = _multiply_pairs(builder, pairs, x)
+                builder.store(builder.add(builder.load(total), pair_sums), total)
     products = []
     for totals in sums:
         a, b, c, d = map(builder.load, totals)
@@ -221,7 +252,7 @@ def _multiply_group_by(n: int) -> CompiledFunction:
         products = _group_products(builder, rows, _token_pointers(builder, args[2], args[3], n))
         token_sums = builder.inttoptr(args[4], float32.as_pointer())
         totals = builder.inttoptr(args[5], half_vector.as_pointer())
-        minus_eight = ir.Constant(half_vector, [-float(LEVEL_OF_ZERO)] * n_bytes)
+        minus_eight = constant_vector(float32, -float(LEVEL_OF_ZERO), n_bytes)
         for side in range(2):
             scale_place = builder.gep(scales, [int32(side * n_bytes)])
             zero_place = builder.gep(scales, [int32(ROWS + side * n_bytes)])
@@ -230,13 +261,22 @@ def _multiply_group_by(n: int) -> CompiledFunction:
             offset = multiply_add(builder, zero, scale, minus_eight)
             for t in range(n):
                 total = builder.gep(totals, [int32(2 * t + side)])
-                token_sum = broadcast(builder, builder.load(builder.gep(token_sums, [int32(t)]), align=1), n_bytes)
+                sum_place = builder.gep(token_sums, [int32(t)])
+                token_sum = broadcast(builder, builder.load(sum_place, align=1), n_bytes)
                 with_offset = multiply_add(builder, builder.load(total, align=4), offset, token_sum)
                 product = builder.sitofp(products[t][side], half_vector)
                 builder.store(multiply_add(builder, with_offset, scale, product), total, align=4)
         return context.get_dummy_value()
 
-    def multiply(typingctx: Any, rows: Any, scales: Any, x: Any, stride: Any, sums: Any, totals: Any) -> Any:
+    def multiply(
+        typingctx: Any,
+        rows: Any,
+        scales: Any,
+        x: Any,
+        stride: Any,
+        sums: Any,
+        totals: Any,
+    ) -> Any:
         return types.void(*[types.int64] * 6), generate
 
     return instruction(multiply)
@@ -250,7 +290,15 @@ _multiply_row_pair_by_4 = _multiply_row_pair_by(4)
 
 
 @fast
-def multiply_quantised_pair(first: Any, second: Any, x: Any, stride: Any, n: Any, k: Any, products: Any) -> Any:
+def multiply_quantised_pair(
+    first: Any,
+    second: Any,
+    x: Any,
+    stride: Any,
+    n: Any,
+    k: Any,
+    products: Any,
+) -> Any:
     """Multiply two rows with each of x [n, k] int16, to products [n, 2] float32, all by their addresses.
 
     k is at most CHUNK; ``stride``: bytes from a token's values to the next one's.

@@ -39,7 +39,14 @@ def _round_bits(builder: Any, numbers: Any) -> Any:
 
 # A weight's parts are cut and not rounded: what remains then has the sign of the number, and three parts hold all of a
 # float32 (two of a float16) either way. Tokens are rounded, so that their first part alone is the nearest bfloat16.
-def _split_pairs(builder: Any, lower: Any, upper: Any, n_parts: int, is_cut: bool, place: Any) -> None:
+def _split_pairs(
+    builder: Any,
+    lower: Any,
+    upper: Any,
+    n_parts: int,
+    is_cut: bool,
+    place: Any,
+) -> None:
     """Write two vectors of SIDE numbers as ``n_parts`` rows of as many pairs, TILE bytes apart.
 
     Each part is what remains of a number, cut or rounded to bfloat16; the next part is of the rest.
@@ -63,11 +70,12 @@ def split_tokens(typingctx: Any, numbers: Any, is_in_order: Any, place: Any) -> 
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first, second = (load_widened(builder, FLOAT32, pointer_to(builder, args[0], ROW * i), SIDE) for i in range(2))
-        even, odd = (
-            builder.shuffle_vector(first, second, ir.Constant(int32_row, list(range(side, STEP, 2))))
-            for side in range(2)
-        )
+        first = load_widened(builder, FLOAT32, pointer_to(builder, args[0], 0), SIDE)
+        second = load_widened(builder, FLOAT32, pointer_to(builder, args[0], ROW), SIDE)
+        even_places = ir.Constant(int32_row, list(range(0, STEP, 2)))
+        odd_places = ir.Constant(int32_row, list(range(1, STEP, 2)))
+        even = builder.shuffle_vector(first, second, even_places)
+        odd = builder.shuffle_vector(first, second, odd_places)
         lower = builder.select(args[1], even, first)
         upper = builder.select(args[1], odd, second)
         _split_pairs(builder, lower, upper, N_SPLIT_PARTS, False, args[2])
@@ -86,7 +94,8 @@ def split_quantised(typingctx: Any, quantised: Any, place: Any) -> Any:
         values = builder.load(pointer_to(builder, args[0], 0, halves), align=2)
         upper = builder.lshr(values, ir.Constant(halves, [8] * LEVEL_STEP))
         for part, bits in enumerate((upper, values)):
-            builder.store(builder.trunc(bits, row), pointer_to(builder, args[1], part * TILE, row), align=4)
+            out = pointer_to(builder, args[1], part * TILE, row)
+            builder.store(builder.trunc(bits, row), out, align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
@@ -105,9 +114,8 @@ def _split_row_of(stored: int) -> CompiledFunction:
             builder.store(numbers, pointer_to(builder, args[1], 0, row), align=2)
             return context.get_dummy_value()
         n_bytes = SIDE * BYTES[stored]
-        lower, upper = (
-            load_widened(builder, stored, pointer_to(builder, args[0], n_bytes * i), SIDE) for i in range(2)
-        )
+        lower = load_widened(builder, stored, pointer_to(builder, args[0], 0), SIDE)
+        upper = load_widened(builder, stored, pointer_to(builder, args[0], n_bytes), SIDE)
         _split_pairs(builder, lower, upper, N_SPLIT_PARTS if stored == FLOAT32 else 2, True, args[1])
         return context.get_dummy_value()
 

@@ -24,7 +24,8 @@ def _compute_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = rows.shape[1]
-    _norm[(len(rows),)](rows, weight, out, rows.stride(0), width, eps, WIDE=triton.next_power_of_2(width))
+    wide = triton.next_power_of_2(width)
+    _norm[(len(rows),)](rows, weight, out, rows.stride(0), width, eps, WIDE=wide)
     return out
 
 
@@ -35,8 +36,8 @@ def _compute_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
     cos = cos.reshape(n, width).contiguous()
     sin = sin.reshape(n, width).contiguous()
     x = x if x.stride(3) == 1 else x.contiguous()
-    grid = n, heads
-    _rotate[grid](x, cos, sin, out, x.stride(1), x.stride(2), heads, width, WIDE=triton.next_power_of_2(width))
+    wide = triton.next_power_of_2(width)
+    _rotate[n, heads](x, cos, sin, out, x.stride(1), x.stride(2), heads, width, WIDE=wide)
     return out.transpose(1, 2)
 
 
@@ -46,7 +47,8 @@ def _compute_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gates = gate.reshape(-1, gate.shape[-1])
     ups = up.reshape(-1, gate.shape[-1])
     n, width = gates.shape
-    _gate[n, triton.cdiv(width, GATED)](gates, ups, out, gates.stride(0), ups.stride(0), width, EACH=GATED)
+    grid = n, triton.cdiv(width, GATED)
+    _gate[grid](gates, ups, out, gates.stride(0), ups.stride(0), width, EACH=GATED)
     return out
 
 

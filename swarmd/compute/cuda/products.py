@@ -91,18 +91,20 @@ def _int8(
     column = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     is_row = row < m
     is_column = column < n_out
-    row_begin = row[:, None].to(tl.int64)
-    column_begin = column[:, None].to(tl.int64)
+    row_offset = row[:, None].to(tl.int64) * n_in
+    column_offset = column[:, None].to(tl.int64) * n_in
     total = tl.zeros([ROWS, OUTS], tl.float32)
     for begin in range(0, n_in, INS):
         index = begin + tl.arange(0, INS)
-        is_in = index < n_in
-        x = tl.load(rows + row_begin * n_in + index[None], is_row[:, None] & is_in[None], 0.0)
-        w = tl.load(quantised + column_begin * n_in + index[None], is_column[:, None] & is_in[None], 0)
-        total += tl.dot(x, tl.trans(w.to(x.dtype)), input_precision=EXACT).to(tl.float32)
+        is_in = (index < n_in)[None]
+        x = tl.load(rows + row_offset + index[None], is_row[:, None] & is_in, 0.0)
+        w = tl.load(quantised + column_offset + index[None], is_column[:, None] & is_in, 0)
+        w_transposed = tl.trans(w.to(x.dtype))
+        total += tl.dot(x, w_transposed, input_precision=EXACT).to(tl.float32)
     total = total * tl.load(scales + column, is_column, 0.0).to(tl.float32)[None]
     is_inside = is_row[:, None] & is_column[None]
-    tl.store(out + row_begin * n_out + column[None], total.to(out.dtype.element_ty), is_inside)
+    place = out + row[:, None].to(tl.int64) * n_out + column[None]
+    tl.store(place, total.to(out.dtype.element_ty), is_inside)
 
 
 @triton.jit

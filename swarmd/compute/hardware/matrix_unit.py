@@ -10,7 +10,7 @@ import torch
 
 @functools.cache
 def has_matrix_unit() -> bool:
-    """Does this CPU have such a unit, may this process use it, and does the compiler know it?"""
+    """Does this CPU have a matrix unit, may this process use it, and does the compiler know it?"""
     if any(name in os.environ for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")):
         return False  # what is compiled is for another CPU
     if not getattr(torch.cpu, "_is_amx_tile_supported", bool)() or not torch.cpu._init_amx():

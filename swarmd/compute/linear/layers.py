@@ -254,7 +254,8 @@ def is_exact_in_float16(weight: torch.Tensor) -> bool:
 def _has_exact_rows(rows: torch.Tensor) -> bool:
     """Does each of these rows lose less in float16 than what float32 rounds?"""
     errors = (rows.half().float() - rows).norm(dim=1)
-    return bool((errors <= torch.finfo(torch.float32).eps / 2 * rows.norm(dim=1)).all())
+    rounding = torch.finfo(torch.float32).eps / 2
+    return bool((errors <= rounding * rows.norm(dim=1)).all())
 
 
 class FewBitsLinear(FrozenLinear):
@@ -295,8 +296,10 @@ class Int8Linear(FewBitsLinear):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
         weight = linear.weight.detach()
-        scales = (weight.float().abs().amax(1) / LEVELS).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
-        rounded = (weight.float() / scales.float()[:, None]).round().clamp(-LEVELS, LEVELS)
+        largest = weight.float().abs().amax(1)
+        scales = (largest / LEVELS).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
+        scaled = weight.float() / scales.float()[:, None]
+        rounded = scaled.round().clamp(-LEVELS, LEVELS)
         self.quantised = nn.Parameter(rounded.to(torch.int8), requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
 
@@ -313,7 +316,8 @@ class Int8Linear(FewBitsLinear):
         if len(rows) > FEW_ROWS and has_bfloat16():
             return functional.linear(rows, self.quantised.bfloat16()) * self.scales
         if len(rows) > FEW_ROWS:
-            return (functional.linear(rows.float(), self.quantised.float()) * self.scales).bfloat16()
+            out = functional.linear(rows.float(), self.quantised.float())
+            return (out * self.scales).bfloat16()
         return torch._weight_int8pack_mm(rows.contiguous(), self.quantised, self.scales)
 
 

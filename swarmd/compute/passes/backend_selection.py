@@ -184,7 +184,8 @@ class BackendSelection:
         self._refuse_wrong(self._trial.error(fused.run, hop))
 
     def _verify_far(self, hop: Span) -> None:
-        self._refuse_wrong(self._trial.error(self._fused_pass(hop).run, hop, self._trial.far, (BETWEEN,)))
+        fused = self._fused_pass(hop)
+        self._refuse_wrong(self._trial.error(fused.run, hop, self._trial.far, (BETWEEN,)))
 
     def _refuse_wrong(self, error: float) -> None:
         if not error <= self._fused_tolerance:
@@ -304,7 +305,8 @@ class BackendSelection:
         try:
             graph = self._subject.record(quick.captured)
             checked = (*graph.timed, BETWEEN)
-            error = max(trial.error(graph.run, span, 0, checked), trial.error(graph.run, span, trial.far))
+            near_error = trial.error(graph.run, span, 0, checked)
+            error = max(near_error, trial.error(graph.run, span, trial.far))
             if error <= self._fused_tolerance:
                 self._take_recorded(graph)
             else:

@@ -13,6 +13,7 @@ import torch
 
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.hardware.device import finish
+from swarmd.compute.linear.kernels import TIMED_BYTES
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes.backend import MAX_CAPTURED
 from swarmd.compute.passes.ragged import RaggedAttention
@@ -33,7 +34,13 @@ Forward = Callable[[torch.Tensor, torch.Tensor, Span], torch.Tensor]
 class Trial:
     """Compares backends on hops of one span with the family's own pass, which it times once for each size."""
 
-    def __init__(self, ragged: RaggedAttention, forward: Forward, examples: Examples, n_positions: int | None) -> None:
+    def __init__(
+        self,
+        ragged: RaggedAttention,
+        forward: Forward,
+        examples: Examples,
+        n_positions: int | None,
+    ) -> None:
         self._ragged = ragged
         self.forward = forward
         self.examples = examples
@@ -41,7 +48,13 @@ class Trial:
         self._pass_s: dict[tuple[int, Span], float] = {}
 
     @torch.inference_mode()
-    def error(self, run: Run, hop: Span, position: int = 0, checked: Sequence[int] = CHECKED) -> float:
+    def error(
+        self,
+        run: Run,
+        hop: Span,
+        position: int = 0,
+        checked: Sequence[int] = CHECKED,
+    ) -> float:
         """Return the largest error of some passes' outputs, and of the passes after them, which see what was kept."""
         errors = []
         for n_tokens in checked:
@@ -59,7 +72,13 @@ class Trial:
         pieces, reference = (_lengthen(self.examples(2, 0, hop), n_tokens // 2) for _ in range(2))
         return _worst(self._errors(run, pieces, reference, hop))
 
-    def _errors(self, run: Run, pieces: list[SessionTokens], reference: list[SessionTokens], hop: Span) -> list[float]:
+    def _errors(
+        self,
+        run: Run,
+        pieces: list[SessionTokens],
+        reference: list[SessionTokens],
+        hop: Span,
+    ) -> list[float]:
         pairs = zip(run(pieces), self.run_pass(reference, hop), strict=True)
         return [relative_error(out, expected) for out, expected in pairs]
 
@@ -77,9 +96,10 @@ class Trial:
 
     def pass_seconds(self, hop: Span, n_tokens: int) -> float:
         """Return the time of the family's own pass, measured once."""
-        if (n_tokens, hop) not in self._pass_s:
-            self._pass_s[n_tokens, hop] = self.seconds(lambda pieces: self.run_pass(pieces, hop), hop, n_tokens)
-        return self._pass_s[n_tokens, hop]
+        key = n_tokens, hop
+        if key not in self._pass_s:
+            self._pass_s[key] = self.seconds(lambda pieces: self.run_pass(pieces, hop), hop, n_tokens)
+        return self._pass_s[key]
 
     def run_pass(self, pieces: list[SessionTokens], hop: Span) -> list[torch.Tensor]:
         """Run the family's own pass."""
@@ -88,7 +108,11 @@ class Trial:
 
 def _continue(pieces: Sequence[SessionTokens]) -> list[SessionTokens]:
     """Take the same sessions with their new tokens in their caches, and the same tokens again."""
-    return [SessionTokens(p.hidden, p.positions + 1, p.cache, p.n_past + p.hidden.shape[1]) for p in pieces]
+    continued = []
+    for piece in pieces:
+        n_past = piece.n_past + piece.hidden.shape[1]
+        continued.append(SessionTokens(piece.hidden, piece.positions + 1, piece.cache, n_past))
+    return continued
 
 
 def _lengthen(pieces: Sequence[SessionTokens], n_tokens: int) -> list[SessionTokens]:
@@ -96,7 +120,8 @@ def _lengthen(pieces: Sequence[SessionTokens], n_tokens: int) -> list[SessionTok
     steps = torch.arange(n_tokens, device=pieces[0].hidden.device)
     lengthened = []
     for piece in pieces:
-        hidden = torch.stack([piece.hidden[:, 0].roll(i, -1) for i in range(n_tokens)], 1)
+        token = piece.hidden[:, 0]
+        hidden = torch.stack([token.roll(i, -1) for i in range(n_tokens)], 1)
         lengthened.append(SessionTokens(hidden, piece.positions + steps, piece.cache, piece.n_past))
     return lengthened
 
@@ -104,3 +129,13 @@ def _lengthen(pieces: Sequence[SessionTokens], n_tokens: int) -> list[SessionTok
 def _worst(errors: Sequence[float]) -> float:
     """Return the largest error; NaN is worse than any."""
     return max(error if error == error else math.inf for error in errors)
+
+
+def first_blocks(span: Span, block_bytes: Sequence[int]) -> Span:
+    """Return so many first blocks that no cache holds them."""
+    total = 0
+    for n, n_bytes in enumerate(block_bytes, 1):
+        total += n_bytes
+        if total >= TIMED_BYTES:
+            return Span(span.start, span.start + n)
+    return span

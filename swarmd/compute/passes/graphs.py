@@ -48,7 +48,11 @@ class GraphedPass:
     """
 
     def __init__(
-        self, ragged: RaggedAttention, traced: Pass, example: SessionTokens, on_pass: Callable[[], None] = lambda: None
+        self,
+        ragged: RaggedAttention,
+        traced: Pass,
+        example: SessionTokens,
+        on_pass: Callable[[], None] = lambda: None,
     ) -> None:
         self._ragged = ragged
         self._traced = traced
@@ -65,7 +69,8 @@ class GraphedPass:
         device = self._sample.device
         padding = torch.zeros(2, self._kept_heads, self._width, dtype=self._sample.dtype, device=device)
         self._padding_cache = padding  # kept alive: graphs write to it
-        self._padding_row = torch.tensor([padding[0].data_ptr(), padding[1].data_ptr(), self._width, 0])
+        addresses = padding[0].data_ptr(), padding[1].data_ptr()
+        self._padding_row = torch.tensor([*addresses, self._width, 0])
         self._pool = torch.cuda.graph_pool_handle() if self._sample.is_cuda else None
         self._recorded = {n: self._record(n) for n in SIZES}
 

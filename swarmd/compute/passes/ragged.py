@@ -77,7 +77,8 @@ class RaggedAttention:
     @property
     def is_plain(self) -> bool:
         """Do all layers that it has seen attend as the library does, so that sessions may share prefixes?"""
-        return bool(self._sites) and all(function is _attend_packed for _, function, _ in self._sites.values())
+        functions = [function for _, function, _ in self._sites.values()]
+        return bool(functions) and all(function is _attend_packed for function in functions)
 
     @property
     def sites(self) -> list[int]:
@@ -148,10 +149,22 @@ class RaggedAttention:
             raise RuntimeError("this family hands its attention tensors that change")
         return traced.attend(query, key, value, layer), None
 
-    def _attend_layer(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+    def _attend_layer(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+    ) -> torch.Tensor:
         return self._attend_by(query, key, value, layer)
 
-    def _attend_sessions(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+    def _attend_sessions(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+    ) -> torch.Tensor:
         """Compute attention of one layer for every session: [1, h, n, d] each, out [1, n, h, d].
 
         Sessions with a shared prefix, or several new tokens behind a long past, attend in two parts, all of them at
@@ -175,7 +188,9 @@ class RaggedAttention:
             keys, values = cache_layer.update(new_keys, new_values)
             mask = self._mask(piece, keys.shape[2], getattr(cache_layer, "sliding_window", None))
             out, _ = function(module, queries, keys, values, mask, **kwargs)
-            outs.append(out.reshape(1, cut.stop - cut.start, *out.shape[2:]) if len(out) > 1 else out)
+            if len(out) > 1:  # several rows of a session become one
+                out = out.reshape(1, cut.stop - cut.start, *out.shape[2:])
+            outs.append(out)
         attended = shared_prefix.attend(list(in_parts.values()), kwargs.get("scaling"))
         for index, out in zip(in_parts, attended, strict=True):
             outs[index] = out.reshape(1, -1, *out.shape[2:])
@@ -263,6 +278,9 @@ def _pays_in_parts(cache_layer: SlabLayer, query: torch.Tensor, key: torch.Tenso
 
 def _rows(states: torch.Tensor, piece: SessionTokens, cut: slice) -> torch.Tensor:
     """Cut one session's part out of [1, h, n, d]: [b, h, t, d]."""
-    rows = states if cut == slice(0, states.shape[2]) else states[:, :, cut]
+    is_only_session = cut == slice(0, states.shape[2])
+    rows = states if is_only_session else states[:, :, cut]
     b, t, _ = piece.hidden.shape
-    return rows if b == 1 else rows[0].view(rows.shape[1], b, t, rows.shape[3]).transpose(0, 1)
+    if b == 1:
+        return rows
+    return rows[0].view(rows.shape[1], b, t, rows.shape[3]).transpose(0, 1)

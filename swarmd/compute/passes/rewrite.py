@@ -59,8 +59,11 @@ def _norm(node: fx.Node) -> None:
     if weighted is None or weighted.target is not _aten.mul.Tensor:
         return
     weight = next((argument for argument in weighted.args if argument is not normed), None)
-    value = weight.meta["val"] if isinstance(weight, fx.Node) and weight.op == "get_attr" else None
-    if value is None or value.dtype != x.meta["val"].dtype or value.shape != x.meta["val"].shape[-1:]:
+    if not isinstance(weight, fx.Node) or weight.op != "get_attr":
+        return
+    value = weight.meta["val"]
+    rows = x.meta["val"]
+    if value.dtype != rows.dtype or value.shape != rows.shape[-1:]:
         return
     put(weighted, call(weighted, OPERATORS.norm.default, x, weight, float(names["eps"])))
 
@@ -73,8 +76,9 @@ def _rotate(node: fx.Node) -> None:
     cos = names["cos"]
     value = x.meta["val"]
     cosines = cos.meta["val"]
-    is_last_dimension = names["dim"] in (-1, value.ndim - 1) and value.shape[-1] == 2 * names["half"]
-    if not is_last_dimension or value.ndim != 4 or value.dtype != cosines.dtype:
+    if names["dim"] not in (-1, value.ndim - 1) or value.shape[-1] != 2 * names["half"]:
+        return
+    if value.ndim != 4 or value.dtype != cosines.dtype:
         return
     if cosines.shape == (1, 1, *value.shape[2:]):
         put(node, call(node, OPERATORS.rotate.default, x, cos, names["sin"]))
@@ -108,7 +112,9 @@ def _join(module: fx.GraphModule) -> None:
 
 def _rows_key(rows: fx.Node) -> tuple[Any, ...]:
     """Make a key that is equal for equal rows: each product has a view of its own of the same tensor."""
-    return (rows.args[0], repr(rows.args[1])) if rows.target is _aten.view.default else (rows, "")
+    if rows.target is _aten.view.default:
+        return (rows.args[0], repr(rows.args[1]))
+    return (rows, "")
 
 
 def _join_group(module: fx.GraphModule, group: list[tuple[fx.Node, fx.Node]]) -> None:
@@ -118,7 +124,8 @@ def _join_group(module: fx.GraphModule, group: list[tuple[fx.Node, fx.Node]]) ->
     module.register_buffer(name, _joined_weight(parameters))
     with module.graph.inserting_before(first):
         joined = module.graph.get_attr(name)
-    out = call(first, _aten.mm.default, first.args[0], call(first, _aten.t.default, joined))
+    transposed = call(first, _aten.t.default, joined)
+    out = call(first, _aten.mm.default, first.args[0], transposed)
     ends = list(accumulate(map(len, parameters)))
     columns = []
     for parameter, end in zip(parameters, ends, strict=True):

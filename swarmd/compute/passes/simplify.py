@@ -135,10 +135,11 @@ def _norm(module: fx.GraphModule, node: fx.Node) -> None:
     eps = names["eps"]
     value = x.meta["val"]
     width = value.shape[-1]
-    least = torch.tensor(math.sqrt(width * eps), dtype=value.dtype, device=value.device)
-    floor = _constant(module, node, f"floor_{width}_{eps}", least)
+    shortest = torch.tensor(math.sqrt(width * eps), dtype=value.dtype, device=value.device)
+    floor = _constant(module, node, f"floor_{width}_{eps}", shortest)
     length = call(node, torch.linalg.vector_norm, x, 2, -1, True)
-    unit_vector = call(node, _aten.div.Tensor, x, call(node, torch.hypot, length, floor))
+    divisor = call(node, torch.hypot, length, floor)
+    unit_vector = call(node, _aten.div.Tensor, x, divisor)
     unit_vector.meta = x.meta
     put(node, call(node, _aten.mul.Tensor, unit_vector, math.sqrt(width)))
 
@@ -172,7 +173,8 @@ def _rotary(module: fx.GraphModule, node: fx.Node) -> None:
         return
     signs = torch.ones(2 * half, dtype=value.dtype, device=value.device)
     signs[:half] = -1.0
-    sine = call(node, _aten.mul.Tensor, names["sin"], _constant(module, node, f"signs_{half}", signs))
+    signs_node = _constant(module, node, f"signs_{half}", signs)
+    sine = call(node, _aten.mul.Tensor, names["sin"], signs_node)
     rolled = call(node, torch.roll, x, half, -1)
     by_sine = call(node, _aten.mul.Tensor, rolled, sine)
     by_cosine = call(node, _aten.mul.Tensor, x, names["cos"])

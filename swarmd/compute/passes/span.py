@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,13 @@ from swarmd.compute.cuda.availability import prepare, trouble
 from swarmd.compute.hardware.matrix_unit import has_matrix_unit
 from swarmd.compute.hardware.measurements import Measurements
 from swarmd.compute.linear import few_bits, tiled
-from swarmd.compute.linear.kernels import NO_MORE, PROMPT_ROWS, ROWS, TIMED_BYTES, choose
+from swarmd.compute.linear.kernels import NO_MORE, PROMPT_ROWS, ROWS, choose
 from swarmd.compute.linear.layers import has_bfloat16
 from swarmd.compute.model import skeleton
 from swarmd.compute.passes import precompile
 from swarmd.compute.passes.backend import Backends, FusedBackend
 from swarmd.compute.passes.backend_selection import BackendSelection, TrialSubject
-from swarmd.compute.passes.backend_trial import Trial
+from swarmd.compute.passes.backend_trial import Trial, first_blocks
 from swarmd.compute.passes.family import accepted_arguments, kind_of
 from swarmd.compute.passes.fused import FusedShape, describe
 from swarmd.compute.passes.ragged import RaggedAttention, can_batch
@@ -100,7 +100,7 @@ class LoadedSpan:
         self._fused_shape: FusedShape | None = None  # if a fused kernel may compute these blocks
         self._shapes = [tuple(p.shape) for p in self._layers[span.start].parameters()]
         block_bytes = [sum(p.nbytes for p in self._layers[b].parameters()) for b in span.blocks()]
-        self.sample = _first_blocks(span, block_bytes)
+        self.sample = first_blocks(span, block_bytes)
         self.kernels = Decision("plain", "no other was looked for")
         self._layer_kernel = "plain"
         if is_quick:
@@ -269,7 +269,7 @@ class LoadedSpan:
         rng = torch.Generator().manual_seed(0)
         examples = []
         for n_past in range(2, 2 + n_sessions):
-            hidden = torch.randn(1, n_past + 1, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
+            hidden = self._random_hidden(1, n_past + 1, rng)
             positions = position + torch.arange(n_past + 1, device=self.device).unsqueeze(0)
             cache = self.new_cache(hop)
             self.forward(hidden[:, :-1], positions[:, :-1], None, cache, 0, hop)
@@ -393,7 +393,13 @@ class LoadedSpan:
             outs.append(self.forward(hidden[:, 3:], positions[:, 3:], None, cache, 3, hop))
         return torch.equal(outs[0], outs[1])
 
-    def _cached_error(self, hidden: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor, hop: Span) -> float:
+    def _cached_error(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        expected: torch.Tensor,
+        hop: Span,
+    ) -> float:
         """Return how far a session's passes are from ``expected``, all at once.
 
         Another session's tokens come between them: a family that keeps a state outside its cache would mix them up.
@@ -408,7 +414,13 @@ class LoadedSpan:
         return _largest_error(torch.cat(outs, 1), expected)
 
     @torch.inference_mode()
-    def _test_embedding(self, hidden: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor, hop: Span) -> None:
+    def _test_embedding(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        expected: torch.Tensor,
+        hop: Span,
+    ) -> None:
         """Refuse a family whose blocks look at the embedding too, which only the first hop has. Raises ConfigError."""
         out = self._decode(hidden, positions, None, None, hop, torch.randn_like(hidden))
         error = _largest_error(out, expected)
@@ -484,13 +496,15 @@ class LoadedSpan:
         expected = []
         pieces = []
         for b, n_past, t in ((1, 5, 1), (2, 3, 1), (1, 4, 3), (1, 0, 2)):
-            hidden = torch.randn(b, n_past + t, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
+            hidden = self._random_hidden(b, n_past + t, rng)
             positions = torch.arange(n_past + t, device=self.device).expand(b, -1)
             caches = self.new_cache(hop), self.new_cache(hop)
             for cache in caches if n_past else ():
                 self.forward(hidden[:, :n_past], positions[:, :n_past], None, cache, 0, hop)
-            expected.append(self.forward(hidden[:, n_past:], positions[:, n_past:], None, caches[0], n_past, hop))
-            pieces.append(SessionTokens(hidden[:, n_past:], positions[:, n_past:], caches[1], n_past))
+            new_hidden = hidden[:, n_past:]
+            new_positions = positions[:, n_past:]
+            expected.append(self.forward(new_hidden, new_positions, None, caches[0], n_past, hop))
+            pieces.append(SessionTokens(new_hidden, new_positions, caches[1], n_past))
         outs = self.forward_ragged(pieces, hop)
         errors = [_largest_error(out, alone) for out, alone in zip(outs, expected, strict=True)]
         return max(error if error == error else math.inf for error in errors)
@@ -498,8 +512,11 @@ class LoadedSpan:
     def _probe(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Make random hidden states [1, 6, d] and their positions."""
         rng = torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, 6, self.hidden_size, generator=rng).to(self.dtype).to(self.device)
-        return hidden, torch.arange(6, device=self.device).unsqueeze(0)
+        return self._random_hidden(1, 6, rng), torch.arange(6, device=self.device).unsqueeze(0)
+
+    def _random_hidden(self, b: int, t: int, rng: torch.Generator) -> torch.Tensor:
+        hidden = torch.randn(b, t, self.hidden_size, generator=rng)
+        return hidden.to(self.dtype).to(self.device)
 
     def example_cache(self, hop: Span) -> SpanCache:
         """Make a cache of ``hop`` with one token in it, to compare shapes with."""
@@ -572,14 +589,5 @@ class LoadedSpan:
 
 def _largest_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest error, relative to the largest expected number where that is above 1."""
-    return (out - expected).abs().max().item() / max(1.0, expected.abs().max().item())
-
-
-def _first_blocks(span: Span, block_bytes: Sequence[int]) -> Span:
-    """Return so many first blocks that no cache holds them."""
-    total = 0
-    for n, n_bytes in enumerate(block_bytes, 1):
-        total += n_bytes
-        if total >= TIMED_BYTES:
-            return Span(span.start, span.start + n)
-    return span
+    error: float = (out - expected).abs().max().item()
+    return error / max(1.0, expected.abs().max().item())

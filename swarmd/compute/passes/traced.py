@@ -120,7 +120,8 @@ def capture(two: fx.GraphModule, three: fx.GraphModule, calls: Mapping[Any, Call
 def _insert_n_tokens(two: fx.GraphModule, three: fx.GraphModule) -> None:
     """Make the number of tokens a leading argument of the first graph, wherever the second says that it counts."""
     pairs = list(zip(two.graph.nodes, three.graph.nodes, strict=False))
-    if len(two.graph.nodes) != len(three.graph.nodes) or any(p.target != q.target for p, q in pairs):
+    has_same_length = len(two.graph.nodes) == len(three.graph.nodes)
+    if not has_same_length or any(p.target != q.target for p, q in pairs):
         raise RuntimeError("a pass over 3 tokens does other things than one over 2")
     with two.graph.inserting_before(pairs[0][0]):
         n = two.graph.placeholder("n_tokens")
