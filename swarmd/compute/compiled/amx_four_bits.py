@@ -185,7 +185,7 @@ def _multiply_side(
 ) -> Any:
     """Multiply a group's values of n tokens with those of ROWS rows: by addresses, as the instructions take them.
 
-    All products come before all additions, so that the unit and the vector registers work at the same time.
+    All products come first, then all additions: the unit writes sums to memory, and vector registers read them there.
     """
     for part in range(PARTS):
         _multiply_part(tokens, stride, lower, tiles + part * PART, sums + part * N_BYTE_PARTS * TILE)

@@ -158,7 +158,7 @@ def _products(stored: int, part: int) -> list[tuple[str, int]]:
 #             a few hints
 def _write_step(builder: Any, stored: int, n_tiles: int, args: Any) -> None:
     """Write the products of a step of SIDE tokens and so many tiles of a weight: see ``_add_step``."""
-    x, weight, row_stride, tile_stride, ahead = args
+    x, weight, row_stride, tile_stride, soon_read = args
     n_parts = _n_weight_parts(stored)
     n_sums = SUMS // _tiles_at_once(stored)
     n_lines = SIDE * _step_columns(stored) * BYTES[stored] // ROW
@@ -173,10 +173,10 @@ def _write_step(builder: Any, stored: int, n_tiles: int, args: Any) -> None:
             for token_part, (name, i_sum) in enumerate(_products(stored, part)):
                 total = int8(n_sums * tile + i_sum)
                 call_unit(builder, name, total, int8(WEIGHT), int8(INPUTS + token_part))
-            with builder.if_then(builder.icmp_signed("!=", ahead, int64(0))):
+            with builder.if_then(builder.icmp_signed("!=", soon_read, int64(0))):
                 first_hint = (part * n_tiles + tile) * hints
                 for hint in range(first_hint, first_hint + hints):
-                    emit_prefetch(builder, pointer_to(builder, ahead, hint * ROW), cache=2)
+                    emit_prefetch(builder, pointer_to(builder, soon_read, hint * ROW), cache=2)
 
 
 @instruction
@@ -188,7 +188,7 @@ def _add_step(
     weight: Any,
     row_stride: Any,
     tile_stride: Any,
-    ahead: Any,
+    soon_read: Any,
 ) -> Any:
     """Add products of a step's numbers to the sums of as many tiles of a weight as there are sums for.
 
@@ -338,7 +338,7 @@ def _split_rows(
 # first cache (SPLIT_TILES), and all groups are multiplied with them before the next steps; their sums wait in memory
 # meanwhile:
 #
-#                 steps 0..7       steps 8..15      ...
+#                 first steps      next steps       ...     (2 steps of float32, 12 of int8)
 #     group 0     split, multiply  split, multiply          sums of group 0 are stored and loaded again
 #     group 1     multiply         multiply                 sums of group 1
 #     group 2     multiply         multiply
@@ -376,13 +376,13 @@ def _multiply_block(
                 x = tokens + (group * n_steps + step) * _n_token_parts(stored) * TILE
                 rows = weight + step * columns * size
                 place = split_tiles + (step - first) * tiles_at_once * n_parts * TILE
-                ahead = next_block + step * columns * size * SIDE * n_tiles if group == 0 else 0
+                soon_read = next_block + step * columns * size * SIDE * n_tiles if group == 0 else 0
                 if is_in_place:
-                    _add_step(stored, n_tiles, x, rows, row_stride, SIDE * row_stride, ahead)
+                    _add_step(stored, n_tiles, x, rows, row_stride, SIDE * row_stride, soon_read)
                     continue
                 if group == 0:
                     _split_rows(stored, rows, row_stride, n_tiles, place)
-                _add_step(stored, n_tiles, x, place, ROW, n_parts * TILE, ahead)
+                _add_step(stored, n_tiles, x, place, ROW, n_parts * TILE, soon_read)
             if n_groups > 1 or last == n_steps:
                 _store_sums(sums + group * SUMS * TILE)
 

@@ -3,8 +3,8 @@
 Keys and values of a session lie in two places: shared tokens (a prefix that sessions have in common) and its own. A
 table row tells for each new token where both begin, and how far a head is from the next one:
 
-    kept [n, 6] int64:   shared keys | shared values | next head | own keys | own values | next head
-    counts [n, 2] int64: shared tokens | own tokens before this one
+    kv_places [n, 6] int64: shared keys | shared values | next head | own keys | own values | next head
+    counts [n, 2] int64:    shared tokens | own tokens before this one
 
     head 0 of one place:   | token 0: HEAD numbers | token 1 | token 2 | ...
     head 1, "next head" numbers further on: | token 0 | token 1 | ...
@@ -71,16 +71,16 @@ def _weigh(n_visible: Any, logits: Any, mixed: Any, state: Any) -> Any:
     for q in range(len(n_visible)):
         row = logits[q, : n_visible[q]]  # indices from 0: with others Numba makes no vectors
         total = np.float32(0)
-        most = max(state[q, 0], largest(row))
+        peak = max(state[q, 0], largest(row))
         for t in range(len(row)):
-            row[t] = exp(row[t] - most)
+            row[t] = exp(row[t] - peak)
             total += row[t]
-        shrink = exp(state[q, 0] - most)
+        shrink = exp(state[q, 0] - peak)
         for t in range(n_visible[q], n):
             logits[q, t] = np.float32(0)
         for i in range(mixed.shape[1]):
             mixed[q, i] *= shrink
-        state[q, 0] = most
+        state[q, 0] = peak
         state[q, 1] = state[q, 1] * shrink + total
 
 
@@ -151,7 +151,7 @@ def attend(
     shape: Any,
     scale: Any,
     query: Any,
-    kept: Any,
+    kv_places: Any,
     counts: Any,
     logits: Any,
     out: Any,
@@ -160,7 +160,8 @@ def attend(
 ) -> Any:
     """Compute attention of each new token by kept heads ``first`` to ``last``: query and out [n, heads * head].
 
-    See the module for kept and counts. ``logits`` has a row for each query of a kept head and a column for each token.
+    See the module for kv_places and counts. ``logits`` has a row for each query of a kept head and a column for each
+    token.
     """
     kept_heads = shape[KEPT_HEADS]
     head = shape[HEAD]
@@ -176,7 +177,7 @@ def attend(
     begin = 0
     while begin < query.shape[0]:
         end = begin + 1
-        while end < query.shape[0] and kept[end, 3] == kept[begin, 3]:
+        while end < query.shape[0] and kv_places[end, 3] == kv_places[begin, 3]:
             end += 1
         q = (end - begin) * groups
         for h in range(first, last):
@@ -191,13 +192,13 @@ def attend(
                         queries[i_query, i] = scale * query[t, (h * groups + g) * head + i]
                         mixed[i_query, i] = np.float32(0)
             if counts[begin, 0]:
-                offset = h * kept[begin, 2] * size
-                keys = kept[begin, 0] + offset
-                values = kept[begin, 1] + offset
+                offset = h * kv_places[begin, 2] * size
+                keys = kv_places[begin, 0] + offset
+                values = kv_places[begin, 1] + offset
                 _attend_to(stored, keys, values, n_shared[:q], queries[:q], logits, mixed[:q], state)
-            offset = h * kept[begin, 5] * size
-            keys = kept[begin, 3] + offset
-            values = kept[begin, 4] + offset
+            offset = h * kv_places[begin, 5] * size
+            keys = kv_places[begin, 3] + offset
+            values = kv_places[begin, 4] + offset
             _attend_to(stored, keys, values, n_own[:q], queries[:q], logits, mixed[:q], state)
             for t in range(begin, end):
                 for g in range(groups):
@@ -212,7 +213,7 @@ def store_keys_and_values(
     shape: Any,
     keys: Any,
     values: Any,
-    kept: Any,
+    kv_places: Any,
     counts: Any,
     first: Any,
     last: Any,
@@ -224,8 +225,8 @@ def store_keys_and_values(
     row_bytes = _row_bytes(stored, head)
     for t in range(keys.shape[0]):
         for h in range(first, last):
-            offset = h * kept[t, 5] * size + counts[t, 1] * row_bytes
+            offset = h * kv_places[t, 5] * size + counts[t, 1] * row_bytes
             begin = h * head
             end = begin + head
-            _write(stored, keys[t, begin:end], kept[t, 3] + offset)
-            _write(stored, values[t, begin:end], kept[t, 4] + offset)
+            _write(stored, keys[t, begin:end], kv_places[t, 3] + offset)
+            _write(stored, values[t, begin:end], kv_places[t, 4] + offset)

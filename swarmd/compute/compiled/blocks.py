@@ -161,7 +161,8 @@ def _shared_arrays(room: Any, n: Any, widths: Any) -> Any:
     c = 2 * n * widths[2]
     queries = room[:a].reshape(2, n, widths[0])
     keys = room[a : a + b].reshape(2, n, widths[1])
-    gates = room[a + b : a + b + c].reshape(2, n, widths[2])
+    end = a + b
+    gates = room[end : end + c].reshape(2, n, widths[2])
     return queries[0], queries[1], keys[0], keys[1], gates[0], gates[1]
 
 
@@ -197,14 +198,14 @@ def run_blocks(
 
     ``shape``: see ``layout``. ``floats``: epsilon of the norms, scale of the logits, factor of the rotary cosines
     and sines. ``table``: int64 addresses [blocks, N_ADDRESSES]. ``frequencies``: float32, of half of the turned numbers
-    of a head. ``of_pass``: positions, int64 [n]; ``kept``, int64 [blocks, n, 6], and ``counts``, int64 [n, 2], tell
-    where keys and values are (see ``attention``).
+    of a head. ``of_pass``: positions, int64 [n]; ``kv_places``, int64 [blocks, n, 6], and ``counts``, int64 [n, 2],
+    tell where keys and values are (see ``attention``).
 
     ``thread_share``: room, barrier, thread, n_threads. So many threads make this call at once, with the same arguments
     but their number. They share the room, float32 [n * layout.n_shared], and a barrier, an int64 [1], 0 at first.
     """
     n, d = x.shape
-    positions, kept, counts = of_pass
+    positions, kv_places, counts = of_pass
     room, barrier, thread, n_threads = thread_share
     kept_heads = shape[KEPT_HEADS]
     inner = shape[INNER]
@@ -231,8 +232,8 @@ def run_blocks(
         multiply(stored, layer_of(addresses, VALUE), normed, value, replaces, thread, n_threads)
         n_passed = wait_at_barrier(counter, n_passed, n_threads)
         _position_heads(shape, floats, addresses, rotary, query, key, first_head, last_head)
-        store_keys_and_values(shape, key, value, kept[block], counts, first_head, last_head)
-        attend(shape, floats[1], query, kept[block], counts, logits, mixed, first_head, last_head)
+        store_keys_and_values(shape, key, value, kv_places[block], counts, first_head, last_head)
+        attend(shape, floats[1], query, kv_places[block], counts, logits, mixed, first_head, last_head)
         n_passed = wait_at_barrier(counter, n_passed, n_threads)
         multiply(stored, layer_of(addresses, OUT), mixed, x, adds_to, thread, n_threads)
         n_passed = wait_at_barrier(counter, n_passed, n_threads)

@@ -17,7 +17,7 @@ from swarmd.compute.hardware.packing import rows_together
 
 
 class NotFused(RuntimeError):
-    """Why a span is not computed by one call."""
+    """Why a span is not computed by a fused kernel."""
 
 
 @cache
@@ -28,7 +28,8 @@ def compiled_folder(cache_folder: Path) -> Path:
     # Numba looks at the file of one function only, and would go on with old machine code where another file changed.
     # So the folder's name is a hash of all files, and of the numbers that they take from this machine.
     texts = b"".join(path.read_bytes() for path in sorted(source.glob("*.py")))
-    constants = bytes([rows_together(), layout.GROUP, layout.LEVEL_OF_ZERO, layout.LEVELS, has_matrix_unit()])
+    numbers = [rows_together(), layout.GROUP, layout.LEVEL_OF_ZERO, layout.LEVELS]
+    constants = bytes([*numbers, has_matrix_unit()])
     return parent / "__pycache__" / f"numba-{hashlib.sha256(texts + constants).hexdigest()[:12]}"
 
 

@@ -43,7 +43,8 @@ def fast(function: CompiledFunction) -> CompiledFunction:
 
 def fast_without_lock(function: CompiledFunction) -> CompiledFunction:
     """Compile as ``fast`` does; other threads of Python run meanwhile."""
-    return cast(CompiledFunction, njit(cache=True, error_model="numpy", fastmath=ANY_ORDER, nogil=True)(function))
+    compiled = njit(cache=True, error_model="numpy", fastmath=ANY_ORDER, nogil=True)(function)
+    return cast(CompiledFunction, compiled)
 
 
 def instruction(function: CompiledFunction) -> CompiledFunction:
@@ -141,17 +142,17 @@ def largest_magnitude(numbers: Any) -> Any:
     maximum of whole numbers, and none of one of float32.
     """
     bits = numbers.view(np.int32)
-    most = np.int32(0)
+    largest_bits = np.int32(0)
     for i in range(len(bits)):
-        most = max(most, bits[i] & np.int32(0x7FFF_FFFF))
-    return _of_bits(most)
+        largest_bits = max(largest_bits, bits[i] & np.int32(0x7FFF_FFFF))
+    return _of_bits(largest_bits)
 
 
 @fast
 def quantisation_scale(numbers: Any, n_levels: Any) -> Any:
     """Return the scale at which ``n_levels`` stands for the largest number, twice: to divide by, and to keep.
 
-    The one to keep is NaN where a number is NaN or infinite, so that whoever multiplies by it sees that.
+    The one to keep is NaN where a number is NaN or infinite, so that every product with it shows that.
     """
     largest = largest_magnitude(numbers)
     scale = max(largest, np.float32(TINIEST)) / np.float32(n_levels)
@@ -190,7 +191,8 @@ def exp(x: Any) -> Any:
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1.0)
-    return p * _of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+    exponent = np.int32(n) + np.int32(127)
+    return p * _of_bits(exponent << np.int32(23))
 
 
 @fast

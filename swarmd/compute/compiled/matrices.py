@@ -66,7 +66,8 @@ def layer_of(table: Any, i_layer: Any) -> Any:
 @fast
 def _biases(layer: Any, m: Any) -> Any:
     """Return the bias [m] of a layer; an empty one where it has none."""
-    return carray(pointer(layer[2]), (m if layer[2] != 0 else 0,), np.float32)
+    n = m if layer[2] != 0 else 0
+    return carray(pointer(layer[2]), (n,), np.float32)
 
 
 @fast
@@ -184,7 +185,8 @@ def _multiply_int8(
         for side in range(2):
             column = r + side * half
             for t in range(n):
-                _put(biases, scales[column] * token_scales[t] * totals[t, side], out, t, column, adds)
+                number = scales[column] * token_scales[t] * totals[t, side]
+                _put(biases, number, out, t, column, adds)
 
 
 @fast
@@ -207,7 +209,8 @@ def _multiply_floats(
     weight = layer[0]
     for r in range(half * thread // n_threads, half * (thread + 1) // n_threads):
         first = weight + r * n_bytes  # no hints to read ahead: they cost on some machines what they bring on others
-        multiply_row_pair(stored, first, first + half * n_bytes, x.ctypes.data, n, k, products.ctypes.data)
+        second = first + half * n_bytes
+        multiply_row_pair(stored, first, second, x.ctypes.data, n, k, products.ctypes.data)
         for side in range(2):
             for t in range(n):
                 _put(biases, products[t, side], out, t, r + side * half, adds)

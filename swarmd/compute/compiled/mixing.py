@@ -37,7 +37,7 @@ from swarmd.compute.compiled.products import (
 )
 from swarmd.compute.compiled.registers import WIDTH
 
-# Registers for sums, by tokens: a CPU with registers of 16 numbers has 32 of them, others have 16.
+# Registers for sums, by tokens: AVX-512 has 32 registers of 16 numbers, AVX2 has 16 of 8.
 VECTORS = {1: 4, 2: 4, 3: 4, 4: 4} if WIDTH == 16 else {1: 8, 2: 4, 3: 4, 4: 2}
 ROWS_AT_ONCE = 128  # that stay in near caches, for more than TOGETHER queries
 LEAST = float(np.finfo(np.float32).min)
@@ -45,8 +45,8 @@ LEAST = float(np.finfo(np.float32).min)
 
 def _prefetch_ahead(builder: Any, address: Any) -> None:
     """Ask for what comes a page after an address: what the machine guesses by itself ends with the page."""
-    ahead = builder.add(address, address.type(AHEAD_BYTES))
-    emit_prefetch(builder, builder.inttoptr(ahead, ir.IntType(8).as_pointer()))
+    soon_read = builder.add(address, address.type(AHEAD_BYTES))
+    emit_prefetch(builder, builder.inttoptr(soon_read, ir.IntType(8).as_pointer()))
 
 
 def _over_rows(write: Callable[..., None]) -> CompiledFunction:

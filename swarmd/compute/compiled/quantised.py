@@ -212,8 +212,8 @@ def _group_products(builder: Any, rows: Any, tokens: Any) -> list[list[Any]]:
     sums = [[tools.alloca_once_value(builder, zeros) for _ in range(4)] for _ in tokens]  # both halves of each side
     with tools.for_range_slice(builder, int32(0), int32(GROUP), int32(2), inc=True) as (k, _):
         offsets = [builder.mul(builder.add(k, int32(i)), int32(n_bytes)) for i in range(2)]
-        ahead = builder.gep(rows, [builder.add(offsets[0], int32(AHEAD_BYTES))])
-        emit_prefetch(builder, ahead)  # all at once would have to queue
+        soon_read = builder.gep(rows, [builder.add(offsets[0], int32(AHEAD_BYTES))])
+        emit_prefetch(builder, soon_read)  # all at once would have to queue
         column_bytes = [_load(builder, int8, builder.gep(rows, [offset]), n_bytes) for offset in offsets]
         columns = [builder.zext(column, wide) for column in column_bytes]
         whole_bytes = _interleave(builder, *columns)

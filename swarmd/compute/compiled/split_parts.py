@@ -38,7 +38,7 @@ def _round_bits(builder: Any, numbers: Any) -> Any:
 
 
 # A weight's parts are cut and not rounded: what remains then has the sign of the number, and three parts hold all of a
-# float32 (two of a float16) either way. Tokens are rounded, so that their first part alone is the nearest bfloat16.
+# float32 (two of a float16) either way. Tokens are rounded: their first part alone is the nearest bfloat16.
 def _split_pairs(
     builder: Any,
     lower: Any,

@@ -94,14 +94,14 @@ def _store(
 
 # One program attends to one part of a token's keys, for the GROUP heads that share them. Tensor cores want ROWS rows at
 # least, so some rows are empty. It walks along its part KEYS keys at a time, with a softmax that is computed online:
-# ``most`` is the largest score so far, and what was added up before shrinks where a larger one comes.
+# ``peak`` is the largest score so far, and what was added up before shrinks where a larger one comes.
 #
 #     keys     | part 0          | part 1          | ... | part PARTS - 1 |      n_keys, its own among them
 #                                  KEYS | KEYS | KEYS
 #     rows     GROUP heads         scores [ROWS, KEYS] -> weights -> mixed [ROWS, WIDE], total [ROWS]
 #
 #     parts    mixed / total: the average of this part's values
-#     logs     most + log(total): what the part weighs among all; -inf where it has no keys
+#     logs     peak + log(total): what the part weighs among all; -inf where it has no keys
 @triton.jit
 def _attend(
     query, table, parts, logs, scale,
@@ -119,7 +119,8 @@ def _attend(
     is_column = columns < width
     head = kept_head * GROUP + rows
     is_inside = is_row[:, None] & is_column[None]
-    q = tl.load(query + head[:, None] * query_head + token * query_token + columns[None], is_inside, 0.0)
+    query_offsets = head[:, None] * query_head + token * query_token + columns[None]
+    q = tl.load(query + query_offsets, is_inside, 0.0)
 
     row = table + 4 * token
     n_keys = tl.load(row + 3) + 1
@@ -130,7 +131,7 @@ def _attend(
     keys = tl.load(row).to(tl.pointer_type(query.dtype.element_ty)) + head_offset
     values = tl.load(row + 1).to(tl.pointer_type(query.dtype.element_ty)) + head_offset
 
-    most = tl.full([ROWS], float("-inf"), tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDE], tl.float32)
     for first in range(begin, end, KEYS):
@@ -141,18 +142,19 @@ def _attend(
         k = tl.load(keys + offsets, is_loaded, 0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=EXACT).to(tl.float32) * scale
         scores = tl.where(is_key[None], scores, float("-inf"))
-        new_most = tl.maximum(most, tl.max(scores, 1))
-        weights = tl.exp(scores - new_most[:, None])
-        shrink = tl.exp(most - new_most)
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp(scores - new_peak[:, None])
+        shrink = tl.exp(peak - new_peak)
         v = tl.load(values + offsets, is_loaded, 0.0)
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=EXACT)
         total = total * shrink + tl.sum(weights, 1)
-        most = new_most
+        peak = new_peak
     slot = (token * heads + head) * PARTS + part
     is_empty = total == 0.0
     mixed = mixed / tl.where(is_empty, 1.0, total)[:, None]
     tl.store(parts + slot[:, None] * width + columns[None], mixed, is_inside)
-    tl.store(logs + slot, tl.where(is_empty, float("-inf"), most + tl.log(total)), is_row)
+    log = tl.where(is_empty, float("-inf"), peak + tl.log(total))
+    tl.store(logs + slot, log, is_row)
 
 
 # The first part of a token is never empty, since a token sees itself: so the largest log is a number.
@@ -166,6 +168,8 @@ def _merge(parts, logs, out, width, heads, WIDE: tl.constexpr, PARTS: tl.constex
     slots = (token * heads + head) * PARTS + tl.arange(0, PARTS)
     log = tl.load(logs + slots)
     weights = tl.exp(log - tl.max(log, 0))
-    mixed = tl.load(parts + slots[:, None] * width + columns[None], is_inside[None], 0.0)
+    offsets = slots[:, None] * width + columns[None]
+    mixed = tl.load(parts + offsets, is_inside[None], 0.0)
     average = tl.sum(mixed * weights[:, None], 0) / tl.sum(weights, 0)
-    tl.store(out + (token * heads + head) * width + columns, average.to(out.dtype.element_ty), is_inside)
+    place = out + (token * heads + head) * width + columns
+    tl.store(place, average.to(out.dtype.element_ty), is_inside)

@@ -101,7 +101,8 @@ def _rotate(x, cos, sin, out, head_stride, token_stride, heads, width, WIDE: tl.
     cosine = tl.load(cos + token * width + columns, is_inside, 0.0).to(tl.float32)
     sine = tl.load(sin + token * width + columns, is_inside, 0.0).to(tl.float32)
     turned = number * cosine + tl.where(is_first, -partner, partner) * sine
-    tl.store(out + (token * heads + head) * width + columns, turned.to(out.dtype.element_ty), is_inside)
+    place = out + (token * heads + head) * width + columns
+    tl.store(place, turned.to(out.dtype.element_ty), is_inside)
 
 
 @triton.jit

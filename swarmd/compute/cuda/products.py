@@ -81,7 +81,7 @@ def int4_numbers(quantised: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
 #     rows      |#######|.......|      quantised     |#######|.......|       out  [ROWS, OUTS], once scaled
 #     ROWS      |#######|.......|      OUTS          |#######|.......|
 #
-# So each program reads its part of the weight once, in 8 bits, for all rows that there are when few are.
+# So the weight is read in 8 bits, once for each ROWS rows of the input.
 @triton.jit
 def _int8(
     rows, quantised, scales, out, m, n_out, n_in,

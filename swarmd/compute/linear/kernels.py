@@ -72,17 +72,17 @@ KERNELS: Kernels = {  # by what the weights are
 def choose(
     model: nn.Module,
     rows: Sequence[int] = ROWS,
-    more: Kernels = NO_MORE,
+    extra_kernels: Kernels = NO_MORE,
     known: str | None = None,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> Decision[str]:
     """Replace the model's linear layers by the fastest kernel that is right here; says which and why.
 
-    ``rows``: of the passes that count; others are computed by other means. ``more``: kernels beside KERNELS.
+    ``rows``: of the passes that count; others are computed by other means. ``extra_kernels``: kernels beside KERNELS.
     ``known``: the kernel that was the fastest before; it is verified only.
     """
     kinds = (Int4Linear,) if layers(model, Int4Linear) else REPLACED  # beside 4 bits, others are few
-    decision, kernel = _decide(list(layers(model, *kinds).values()), rows, more, known)
+    decision, kernel = _decide(list(layers(model, *kinds).values()), rows, extra_kernels, known)
     if kernel is not None:
 
         def make(layer: Any) -> nn.Module:
@@ -155,14 +155,16 @@ class QuickLinear(nn.Linear):
 #                    v
 #                  time all layers of the sample, for each number of rows    --> the fastest, if by WORTH at least
 def _decide(
-    found_layers: Sequence[Any], rows: Sequence[int], more: Kernels = NO_MORE, known: str | None = None
+    found_layers: Sequence[Any], rows: Sequence[int], extra_kernels: Kernels = NO_MORE, known: str | None = None
 ) -> tuple[Decision[str], Kernel | None]:
     weights = [_weight_in_memory(layer) for layer in found_layers]
     kinds = {(weight.dtype, weight.device.type) for weight in weights}
     if len(kinds) > 1:
         return Decision("plain", "layers of several types"), None
     offers = [
-        {**KERNELS[dtype], **more.get(dtype, {})} for dtype, device in kinds if dtype in KERNELS and device == "cpu"
+        {**KERNELS[dtype], **extra_kernels.get(dtype, {})}
+        for dtype, device in kinds
+        if dtype in KERNELS and device == "cpu"
     ]
     if not offers:
         return Decision("plain", "not float32, bfloat16, int8 or int4 on a CPU"), None

@@ -219,7 +219,8 @@ class HalfLinear(PackedOnce):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), None)
+        weight = linear.weight.detach().float()
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
 
     @staticmethod
     def fits(linear: nn.Linear) -> bool:

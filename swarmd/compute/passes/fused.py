@@ -98,10 +98,10 @@ class FusedPass:
         """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
         hidden, positions = in_one_row(pieces)
         x = hidden[0].float()
-        kept, counts = make_room(pieces)
+        kv_places, counts = make_room(pieces)
         room = torch.empty(len(x) * layout.n_shared(self.shape)).numpy()
         barrier = np.zeros(1, np.int64)
-        of_pass = positions[0].numpy(), kept, counts
+        of_pass = positions[0].numpy(), kv_places, counts
 
         def run_share(thread: int, n_threads: int) -> None:
             share = room, barrier, thread, n_threads
@@ -115,7 +115,7 @@ class FusedPass:
 
 @dataclass(frozen=True, slots=True)
 class FusedShape:
-    """What all blocks of a span have in common that one call computes; ``shape`` lacks how weights are stored."""
+    """What the blocks of a fused kernel have in common; ``shape`` lacks the format of weights."""
 
     shape: Numbers
     floats: Numbers
@@ -133,7 +133,7 @@ class BlockLayout:
 
 
 def describe(decoder: Any, blocks: Sequence[nn.Module], dtype: torch.dtype, keeps_8_bits: bool = False) -> FusedShape:
-    """Find out whether one call can compute these blocks, with caches in 8 bits or in ``dtype``; moves no weight.
+    """Find out whether a fused kernel can compute these blocks, with caches in 8 bits or in ``dtype``; moves no weight.
 
     Raises NotFused.
     """
@@ -157,8 +157,8 @@ def describe(decoder: Any, blocks: Sequence[nn.Module], dtype: torch.dtype, keep
         raise NotFused("it clips queries, keys and values")
     if len(epsilon) > 1 or 2 * len(frequencies) > head or dtype not in STORED:
         raise NotFused("its blocks are of another kind")
-    kept = layout.INT8 if keeps_8_bits else STORED[dtype]
-    shape = np.array([heads, kept_heads, head, inner, layout.FLOAT32, kept, curve], np.int64)
+    cache_format = layout.INT8 if keeps_8_bits else STORED[dtype]
+    shape = np.array([heads, kept_heads, head, inner, layout.FLOAT32, cache_format, curve], np.int64)
     floats = np.array([epsilon.pop(), scale, factor], np.float32)
     return FusedShape(shape, floats, frequencies, head, dtype)
 
@@ -219,11 +219,11 @@ def _no_blocks() -> tuple[Any, ...]:
     floats = np.ones(3, np.float32)
     x = np.ones((1, 1), np.float32)
     positions = np.zeros(1, np.int64)
-    kept = np.zeros((0, 1, 6), np.int64)
+    kv_places = np.zeros((0, 1, 6), np.int64)
     counts = np.zeros((1, 2), np.int64)
     room = np.empty(6, np.float32)
     barrier = np.zeros(1, np.int64)
-    return shape, floats, table, floats, x, (positions, kept, counts), (room, barrier, 0, 1)
+    return shape, floats, table, floats, x, (positions, kv_places, counts), (room, barrier, 0, 1)
 
 
 def _matrices_of(block: nn.Module) -> dict[str, Any]:
@@ -256,7 +256,8 @@ def _norm_weight(norm: Any) -> torch.Tensor:
 
     Ones have a mean square of 1, so the norm gives weight / sqrt(1 + epsilon).
     """
-    normed: torch.Tensor = norm(torch.ones_like(norm.weight).unsqueeze(0))[0].float()
+    ones = torch.ones_like(norm.weight).unsqueeze(0)
+    normed: torch.Tensor = norm(ones)[0].float()
     return (normed * math.sqrt(1 + _epsilon(norm))).contiguous()
 
 
@@ -302,7 +303,8 @@ def lay_out(block: nn.Module, shape: FusedShape, stored_in: torch.dtype) -> Bloc
     #     tensors    arena, and beside it scales, biases and norms, which are small
     #     row        their addresses (``layout``)
     matrices = _matrices_of(block)
-    n_bytes = sum(_padded(m.in_features * m.out_features * _bytes_of(stored_in)) for m in matrices.values())
+    sizes = [layer.in_features * layer.out_features for layer in matrices.values()]
+    n_bytes = sum(_padded(size * _bytes_of(stored_in)) for size in sizes)
     if free_memory_bytes("cpu") < ROOM * n_bytes:
         raise NotFused("not enough memory to move its weights")
     arena = torch.from_numpy(np.empty(n_bytes, np.uint8))  # numpy asks for large pages, torch does not
@@ -317,7 +319,8 @@ def lay_out(block: nn.Module, shape: FusedShape, stored_in: torch.dtype) -> Bloc
     for name, layer in matrices.items():
         column = MATRICES[name]
         weight = stored_weight(layer)
-        place = arena[offset : offset + weight.numel() * stored_in.itemsize].view(stored_in).view(weight.shape)
+        end = offset + weight.numel() * stored_in.itemsize
+        place = arena[offset:end].view(stored_in).view(weight.shape)
         offset += _padded(place.nbytes)
         place.copy_(weight)
         if place.dtype == weight.dtype:

@@ -99,9 +99,9 @@ class GraphedPass:
         n = hidden.shape[1]
         size = next(size for size in SIZES if size >= n)
         recorded = self._recorded[size]
-        kept, counts = make_room(pieces)
+        kv_places, counts = make_room(pieces)
         table = self._padding_row.repeat(len(self._layers), size, 1)
-        table[:, :n, :OWN_PLACES] = torch.from_numpy(kept[:, :, -OWN_PLACES:])
+        table[:, :n, :OWN_PLACES] = torch.from_numpy(kv_places[:, :, -OWN_PLACES:])
         table[:, :n, OWN_PLACES] = torch.from_numpy(counts[:, 1])
         recorded.table.copy_(table)
         recorded.hidden[:, :n] = hidden

@@ -1,7 +1,7 @@
-"""Compile once, in a process of its own, what computes blocks and layers here: a worker serves meanwhile.
+"""Compile the kernels of blocks and layers once, in a process of its own: a worker serves meanwhile.
 
 Numba compiles for 20 s where nothing is on disk, and holds Python's lock while it does. ``is_compiled`` tells whether
-all of it is there; ``start`` has it made by a process of the lowest priority that ends with whoever started it.
+all of it is there; ``start`` begins a process of the lowest priority that compiles, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from swarmd.compute.passes.fused import compiled_blocks
 
 logger = logging.getLogger(__name__)
 
-LOWEST_PRIORITY = 19  # nice(2): whoever serves goes first
+LOWEST_PRIORITY = 19  # nice(2): a worker that serves goes first
 _PR_SET_PDEATHSIG = 1  # prctl(2): a signal for this process when its parent ends
 
 
@@ -54,6 +54,7 @@ def _mark(cache_folder: Path) -> Path:
 
 
 def main() -> int:
+    """Compile all; the exit status is 1 where nothing can be compiled."""
     os.nice(LOWEST_PRIORITY)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -86,7 +86,9 @@ def _rotate(node: fx.Node) -> None:
 
 def _gate(node: fx.Node) -> None:
     names = match(GATE, node)
-    if names is not None and names["gate"].meta["val"].shape == names["up"].meta["val"].shape:
+    if names is None:
+        return
+    if names["gate"].meta["val"].shape == names["up"].meta["val"].shape:
         put(node, call(node, OPERATORS.gate.default, names["gate"], names["up"]))
 
 

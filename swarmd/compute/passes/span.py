@@ -139,7 +139,7 @@ class LoadedSpan:
             return torch.cat(outs, 1)
         if cache is not None:
             cache.see(n_past)
-        with self.adapters.using([(hidden.shape[0] * hidden.shape[1], lora)]):
+        with self.adapters.using([(hidden.shape[0] * n_tokens, lora)]):
             return self._decode(hidden, positions, mask, cache.cache if cache else None, hop or self.span)
 
     def forward_with_grad(
