@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from swarmd.compute.cache.pieces import SessionTokens
-from swarmd.compute.hardware.thread_pool import ThreadTeam
+from swarmd.compute.hardware.thread_pool import ThreadPool
 from swarmd.compute.passes.fused import fuse
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.values import Span
@@ -63,10 +63,10 @@ def measure(kind: str, threads: list[int]) -> None:
     def plain(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return span._decode(hidden, positions, None, ragged.cache, span.span)
 
-    teams = {n: replace(fused, team=ThreadTeam(n)) for n in threads}
+    pools = {n: replace(fused, pool=ThreadPool(n)) for n in threads}
     for n_sessions in (1, 4, 8):
         pieces = sessions(span, n_sessions)
-        told = [f"{n}: {median_ms(partial(by.run, pieces)):6.2f}" for n, by in teams.items()]
+        told = [f"{n}: {median_ms(partial(by.run, pieces)):6.2f}" for n, by in pools.items()]
         torch.set_num_threads(max(threads))
         by_torch = median_ms(partial(ragged.run, pieces, plain), 11)
         torch.set_num_threads(1)

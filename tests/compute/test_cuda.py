@@ -74,8 +74,8 @@ def test_weights_in_few_bits_meet_rows_as_the_numbers_they_stand_for(
     levels, scales, zeros = in_4_bits(linear.weight.detach())
     numbers = (levels.view(n_out, -1, 32) - 8) * scales.float()[..., None] + zeros.float()[..., None]
     for got, weight in (
-        (products.int8(rows, eight.levels, eight.scales), eight.levels.float() * eight.scales.float()[:, None]),
-        (products.int4(rows, four.levels, four.scales), numbers.view(n_out, n_in).to(DEVICE)),
+        (products.int8(rows, eight.quantised, eight.scales), eight.quantised.float() * eight.scales.float()[:, None]),
+        (products.int4(rows, four.quantised, four.scales), numbers.view(n_out, n_in).to(DEVICE)),
     ):
         assert relative_error(got, rows.float() @ weight.T) < DTYPES[dtype]
 

@@ -1,4 +1,4 @@
-"""A decode step in machine code: all blocks of a span for a few new tokens, in one call, compiled where it runs.
+"""A decode step in machine code: all blocks of a span for a few new tokens, in one fused kernel.
 
 Numba compiles these functions when they are first needed and keeps the result on disk. Everything is float32 once it
 is read; weights, keys and values are widened on the way, so that a step takes about the time of reading them. What
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from swarmd.compute.compiled.attention import attend, keep
+from swarmd.compute.compiled.attention import attend, store_keys_and_values
 from swarmd.compute.compiled.layout import (
     CURVE,
     DOWN,
@@ -32,42 +32,75 @@ from swarmd.compute.compiled.layout import (
     UP,
     VALUE,
 )
-from swarmd.compute.compiled.machine import alone, carray, exp, fast, meet, pointer
+from swarmd.compute.compiled.machine import carray, exp, fast, fast_without_lock, pointer, wait_at_barrier
 from swarmd.compute.compiled.matrices import layer_of, multiply
 
 
 @fast
-def _normalise(x: Any, address: Any, epsilon: Any, width: Any, out: Any, first: Any, last: Any) -> Any:
-    """Root mean square norm of each ``width`` numbers of a row, from one to another (Zhang and Sennrich 2019)."""
+def _normalise(
+    x: Any,
+    address: Any,
+    epsilon: Any,
+    width: Any,
+    out: Any,
+    first: Any,
+    last: Any,
+) -> Any:
+    """Apply the root mean square norm to each ``width`` columns from first to last (Zhang and Sennrich 2019)."""
     weight = carray(pointer(address), (width,), np.float32)
     for t in range(x.shape[0]):
-        for at in range(first, last, width):
-            row, to, total = x[t, at : at + width], out[t, at : at + width], np.float32(0)
+        for begin in range(first, last, width):
+            row = x[t, begin : begin + width]
+            out_row = out[t, begin : begin + width]
+            total = np.float32(0)
             for i in range(width):
                 total += row[i] * row[i]
             scale = np.float32(1) / np.sqrt(total / np.float32(width) + epsilon)
             for i in range(width):
-                to[i] = row[i] * scale * weight[i]
+                out_row[i] = row[i] * scale * weight[i]
 
 
+# The first half of a head is turned against the second, number by number; the rest of a head, if any, stays:
+#
+#     | a0 a1 .. | b0 b1 .. | rest |      a' = a cos - b sin,  b' = b cos + a sin
+#      <- half ->  <- half ->
 @fast
-def _turn(x: Any, cosines: Any, sines: Any, head: Any, first: Any, last: Any) -> Any:
-    """Rotary positions, halves beside each other (Su et al. 2021, as GPT-NeoX lays them out)."""
+def _rotate(
+    x: Any,
+    cosines: Any,
+    sines: Any,
+    head: Any,
+    first: Any,
+    last: Any,
+) -> Any:
+    """Apply rotary positions, halves beside each other (Su et al. 2021, as GPT-NeoX lays them out)."""
     half = cosines.shape[1]
     for t in range(x.shape[0]):
-        for at in range(first, last, head):
-            one, other = x[t, at : at + half], x[t, at + half : at + 2 * half]
+        for begin in range(first, last, head):
+            left = x[t, begin : begin + half]
+            right = x[t, begin + half : begin + 2 * half]
             for i in range(half):
-                a, b = one[i], other[i]
-                one[i] = a * cosines[t, i] - b * sines[t, i]
-                other[i] = b * cosines[t, i] + a * sines[t, i]
+                a = left[i]
+                b = right[i]
+                left[i] = a * cosines[t, i] - b * sines[t, i]
+                right[i] = b * cosines[t, i] + a * sines[t, i]
 
 
 @fast
-def _gated(gate: Any, up: Any, curve: Any, first: Any, last: Any) -> Any:
-    """The activation of the gate, times what goes up, into the gate."""
+def _activate_gate(
+    gate: Any,
+    up: Any,
+    curve: Any,
+    first: Any,
+    last: Any,
+) -> Any:
+    """Multiply the activation of the gate with ``up``, into the gate, for these columns.
+
+    Both activations are x * sigmoid(y): SiLU with y = x; GELU, by its tanh, with y of the third degree.
+    """
     for t in range(gate.shape[0]):
-        gates, ups = gate[t, first:last], up[t, first:last]  # indices from 0: with others Numba makes no vectors
+        gates = gate[t, first:last]  # indices from 0: with others Numba makes no vectors
+        ups = up[t, first:last]
         for i in range(len(gates)):
             x = gates[i]
             y = x
@@ -77,81 +110,138 @@ def _gated(gate: Any, up: Any, curve: Any, first: Any, last: Any) -> Any:
 
 
 @fast
-def _prepare(shape: Any, floats: Any, at: Any, rotary: Any, query: Any, key: Any, first: Any, last: Any) -> Any:
-    """Norms and positions of queries and keys, of kept heads ``first`` to ``last``."""
-    head, groups = shape[HEAD], shape[HEADS] // shape[KEPT_HEADS]
+def _position_heads(
+    shape: Any,
+    floats: Any,
+    addresses: Any,
+    rotary: Any,
+    query: Any,
+    key: Any,
+    first: Any,
+    last: Any,
+) -> Any:
+    """Apply norms and rotary positions to queries and keys, of kept heads ``first`` to ``last``."""
+    head = shape[HEAD]
+    groups = shape[HEADS] // shape[KEPT_HEADS]
     cosines, sines = rotary
-    if at[QUERY_NORM] != 0:
-        _normalise(query, at[QUERY_NORM], floats[0], head, query, first * groups * head, last * groups * head)
-        _normalise(key, at[KEY_NORM], floats[0], head, key, first * head, last * head)
-    _turn(query, cosines, sines, head, first * groups * head, last * groups * head)
-    _turn(key, cosines, sines, head, first * head, last * head)
+    first_key = first * head  # columns
+    last_key = last * head
+    first_query = first_key * groups
+    last_query = last_key * groups
+    if addresses[QUERY_NORM] != 0:
+        _normalise(query, addresses[QUERY_NORM], floats[0], head, query, first_query, last_query)
+        _normalise(key, addresses[KEY_NORM], floats[0], head, key, first_key, last_key)
+    _rotate(query, cosines, sines, head, first_query, last_query)
+    _rotate(key, cosines, sines, head, first_key, last_key)
 
 
 @fast
 def _angles(positions: Any, frequencies: Any, factor: Any) -> Any:
-    """Cosines and sines [n, half] of rotary positions."""
-    n, half = len(positions), len(frequencies)
-    cosines, sines = np.empty((n, half), np.float32), np.empty((n, half), np.float32)
+    """Return cosines and sines [n, half] of rotary positions."""
+    n = len(positions)
+    half = len(frequencies)
+    cosines = np.empty((n, half), np.float32)
+    sines = np.empty((n, half), np.float32)
     for t in range(n):
         for i in range(half):
             angle = np.float32(positions[t]) * frequencies[i]
-            cosines[t, i], sines[t, i] = np.cos(angle) * factor, np.sin(angle) * factor
+            cosines[t, i] = np.cos(angle) * factor
+            sines[t, i] = np.sin(angle) * factor
     return cosines, sines
 
 
+# Threads share one allocation, which the caller makes (``layout.n_shared`` numbers a token):
+#
+#     | query [n, a] | mixed [n, a] | key [n, b] | value [n, b] | gate [n, c] | up [n, c] |
 @fast
-def _room_for(room: Any, n: Any, widths: Any) -> Any:
-    """Two arrays [n, width] beside each other for each of three widths."""
-    a, b, c = 2 * n * widths[0], 2 * n * widths[1], 2 * n * widths[2]
+def _shared_arrays(room: Any, n: Any, widths: Any) -> Any:
+    """Cut room into two arrays [n, width] for each of three widths."""
+    a = 2 * n * widths[0]
+    b = 2 * n * widths[1]
+    c = 2 * n * widths[2]
     queries = room[:a].reshape(2, n, widths[0])
     keys = room[a : a + b].reshape(2, n, widths[1])
-    gates = room[a + b : a + b + c].reshape(2, n, widths[2])
+    end = a + b
+    gates = room[end : end + c].reshape(2, n, widths[2])
     return queries[0], queries[1], keys[0], keys[1], gates[0], gates[1]
 
 
-@alone
-def run(shape: Any, floats: Any, table: Any, frequencies: Any, x: Any, of_pass: Any, team: Any) -> Any:
-    """Compute n new tokens through all blocks: x [n, d] float32 becomes what leaves the last one.
+# One block, and what threads share of it. Each thread computes the norms for itself, into an array of its own: they
+# cost less than a barrier. Barriers stand where a thread reads what others have written:
+#
+#     x --norm--> query, key, value          threads share rows of weights
+#     == barrier ==
+#     norms and positions of heads, keys and values to the cache, attention -> mixed     threads share kept heads
+#     == barrier ==
+#     x += out(mixed)                        rows
+#     == barrier ==
+#     x --norm--> gate, up                   rows
+#     == barrier ==
+#     gate = activation(gate) * up           columns
+#     == barrier ==
+#     x += down(gate)                        rows
+#     == barrier ==
+#
+# ``adds_to`` and ``replaces`` are True and False, computed from n: for the plain names Numba would compile all of
+# ``multiply`` once for each.
+@fast_without_lock
+def run_blocks(
+    shape: Any,
+    floats: Any,
+    table: Any,
+    frequencies: Any,
+    x: Any,
+    of_pass: Any,
+    thread_share: Any,
+) -> Any:
+    """Compute n new tokens through all blocks: x [n, d] float32 becomes the output of the last one.
 
     ``shape``: see ``layout``. ``floats``: epsilon of the norms, scale of the logits, factor of the rotary cosines
     and sines. ``table``: int64 addresses [blocks, N_ADDRESSES]. ``frequencies``: float32, of half of the turned numbers
-    of a head. ``of_pass``: positions, int64 [n]; ``kept``, int64 [blocks, n, 6], for each token where its session's
-    keys and values are: addresses of the shared ones, and how many numbers a head's begin after those before it; then
-    the same for its own; ``counts``, int64 [n, 2], shared tokens, and its own ones before this: this one is put there.
+    of a head. ``of_pass``: positions, int64 [n]; ``kv_places``, int64 [blocks, n, 6], and ``counts``, int64 [n, 2],
+    tell where keys and values are (see ``attention``).
 
-    ``team``: room, meeting, part, parts. So many parts are computed by threads that make this call at once, with the
-    same but their number. They share the room, float32 [n * layout.n_shared], and meet at an int64 [1], of 0 at first.
+    ``thread_share``: room, barrier, thread, n_threads. So many threads make this call at once, with the same arguments
+    but their number. They share the room, float32 [n * layout.n_shared], and a barrier, an int64 [1], 0 at first.
     """
-    (n, d), (positions, kept, counts), (room, meeting, part, parts) = x.shape, of_pass, team
-    kept_heads, inner, stored = shape[KEPT_HEADS], shape[INNER], shape[STORED]
+    n, d = x.shape
+    positions, kv_places, counts = of_pass
+    room, barrier, thread, n_threads = thread_share
+    kept_heads = shape[KEPT_HEADS]
+    inner = shape[INNER]
+    stored = shape[STORED]
     widths = shape[HEADS] * shape[HEAD], kept_heads * shape[HEAD], inner
-    query, mixed, key, value, gate, up = _room_for(room, n, widths)
-    normed, rotary, most = np.empty((n, d), np.float32), _angles(positions, frequencies, floats[2]), 1
+    query, mixed, key, value, gate, up = _shared_arrays(room, n, widths)
+    normed = np.empty((n, d), np.float32)
+    rotary = _angles(positions, frequencies, floats[2])
+    most_tokens = 1
     for t in range(n):
-        most = max(most, counts[t, 0], counts[t, 1] + 1)
-    logits = np.empty((n * shape[HEADS] // kept_heads, most), np.float32)
-    heads = kept_heads * part // parts, kept_heads * (part + 1) // parts
-    n_met, place = 0, meeting.ctypes.data
-    onto, anew = n >= 0, n < 0  # True and False, which Numba would compile all of it for by their names
+        most_tokens = max(most_tokens, counts[t, 0], counts[t, 1] + 1)
+    logits = np.empty((n * shape[HEADS] // kept_heads, most_tokens), np.float32)
+    first_head = kept_heads * thread // n_threads
+    last_head = kept_heads * (thread + 1) // n_threads
+    n_passed = 0
+    counter = barrier.ctypes.data
+    adds_to = n >= 0
+    replaces = n < 0
     for block in range(len(table)):
-        at = table[block]
-        _normalise(x, at[NORM], floats[0], d, normed, 0, d)
-        multiply(stored, layer_of(at, QUERY), normed, query, anew, part, parts)
-        multiply(stored, layer_of(at, KEY), normed, key, anew, part, parts)
-        multiply(stored, layer_of(at, VALUE), normed, value, anew, part, parts)
-        n_met = meet(place, n_met, parts)
-        _prepare(shape, floats, at, rotary, query, key, heads[0], heads[1])
-        keep(shape, key, value, kept[block], counts, heads[0], heads[1])
-        attend(shape, floats[1], query, kept[block], counts, logits, mixed, heads[0], heads[1])
-        n_met = meet(place, n_met, parts)
-        multiply(stored, layer_of(at, OUT), mixed, x, onto, part, parts)
-        n_met = meet(place, n_met, parts)
-        _normalise(x, at[MLP_NORM], floats[0], d, normed, 0, d)
-        multiply(stored, layer_of(at, GATE), normed, gate, anew, part, parts)
-        multiply(stored, layer_of(at, UP), normed, up, anew, part, parts)
-        n_met = meet(place, n_met, parts)
-        _gated(gate, up, shape[CURVE], inner * part // parts, inner * (part + 1) // parts)
-        n_met = meet(place, n_met, parts)
-        multiply(stored, layer_of(at, DOWN), gate, x, onto, part, parts)
-        n_met = meet(place, n_met, parts)
+        addresses = table[block]
+        _normalise(x, addresses[NORM], floats[0], d, normed, 0, d)
+        multiply(stored, layer_of(addresses, QUERY), normed, query, replaces, thread, n_threads)
+        multiply(stored, layer_of(addresses, KEY), normed, key, replaces, thread, n_threads)
+        multiply(stored, layer_of(addresses, VALUE), normed, value, replaces, thread, n_threads)
+        n_passed = wait_at_barrier(counter, n_passed, n_threads)
+        _position_heads(shape, floats, addresses, rotary, query, key, first_head, last_head)
+        store_keys_and_values(shape, key, value, kv_places[block], counts, first_head, last_head)
+        attend(shape, floats[1], query, kv_places[block], counts, logits, mixed, first_head, last_head)
+        n_passed = wait_at_barrier(counter, n_passed, n_threads)
+        multiply(stored, layer_of(addresses, OUT), mixed, x, adds_to, thread, n_threads)
+        n_passed = wait_at_barrier(counter, n_passed, n_threads)
+        _normalise(x, addresses[MLP_NORM], floats[0], d, normed, 0, d)
+        multiply(stored, layer_of(addresses, GATE), normed, gate, replaces, thread, n_threads)
+        multiply(stored, layer_of(addresses, UP), normed, up, replaces, thread, n_threads)
+        n_passed = wait_at_barrier(counter, n_passed, n_threads)
+        _activate_gate(gate, up, shape[CURVE], inner * thread // n_threads, inner * (thread + 1) // n_threads)
+        n_passed = wait_at_barrier(counter, n_passed, n_threads)
+        multiply(stored, layer_of(addresses, DOWN), gate, x, adds_to, thread, n_threads)
+        n_passed = wait_at_barrier(counter, n_passed, n_threads)

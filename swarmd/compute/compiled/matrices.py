@@ -1,4 +1,4 @@
-"""Tokens times a weight: read once, widened on the way; of several by a unit for matrices, where there is one."""
+"""Tokens times a weight: read once, widened on the way; of several by a matrix unit, where there is one."""
 
 from __future__ import annotations
 
@@ -19,150 +19,249 @@ from swarmd.compute.compiled.layout import (
     SIDE,
     STEP,
 )
-from swarmd.compute.compiled.machine import alone, carray, fast, look_ahead, meet, number_bytes, pointer
-from swarmd.compute.compiled.products import times_pair
+from swarmd.compute.compiled.machine import (
+    carray,
+    fast,
+    fast_without_lock,
+    number_bytes,
+    pointer,
+    prefetch_ahead,
+    wait_at_barrier,
+)
+from swarmd.compute.compiled.products import multiply_row_pair
 from swarmd.compute.compiled.quantised import (
     CHUNK,
-    round_to_levels,
-    times_group,
-    times_group_of_two,
-    times_pair_of_levels,
+    multiply_group,
+    multiply_group_by_two,
+    multiply_quantised_pair,
+    quantise_tokens,
 )
 from swarmd.compute.compiled.registers import ROWS
-from swarmd.compute.hardware.matrix_unit import has_tiles
+from swarmd.compute.hardware.matrix_unit import has_matrix_unit
 
-FEWEST_TO_SPLIT, FEWEST, FEWEST_LEVELS = 8, 6, 4  # tokens for which a unit for matrices takes less time
+FEWEST_TO_SPLIT, FEWEST, FEWEST_LEVELS = 8, 6, 4  # tokens for which a matrix unit takes less time
+
+# A layer is three addresses: (weight, scales, bias). Threads share the rows of its weight, each a part of consecutive
+# rows; each row becomes one column of ``out``. Without a matrix unit a thread reads two rows at a time, one of each
+# half of the weight, since two streams from memory are faster than one:
+#
+#     weight [m, k]                     out [n, m]
+#     +-----------+                     t0  | t0 ... |     | t1 ... |
+#     | thread 0  |  \ row r            t1  |        |     |        |
+#     | thread 1  |   |                 ...
+#     +- m / 2 ---+   | two streams         column r     column r + m / 2
+#     | thread 0  |  / row r + m / 2
+#     | thread 1  |
+#     +-----------+
+#
+# No two threads write the same column, so nothing is locked; the barrier afterwards is the caller's.
 
 
 @fast
-def layer_of(table: Any, which: Any) -> Any:
-    """Where a layer's weight lies, its scales and its bias; 0 is nothing."""
-    return table[which], table[SCALES + which], table[BIAS + which]
+def layer_of(table: Any, i_layer: Any) -> Any:
+    """Return the addresses of a layer's weight, its scales and its bias; 0 where there is none."""
+    return table[i_layer], table[SCALES + i_layer], table[BIAS + i_layer]
 
 
 @fast
 def _biases(layer: Any, m: Any) -> Any:
-    """The bias of a layer; none where it has none."""
-    return carray(pointer(layer[2]), (m if layer[2] != 0 else 0,), np.float32)
+    """Return the bias [m] of a layer; an empty one where it has none."""
+    n = m if layer[2] != 0 else 0
+    return carray(pointer(layer[2]), (n,), np.float32)
 
 
 @fast
-def _put(biases: Any, number: Any, out: Any, t: Any, at: Any, adds: Any) -> Any:
-    """One number of what a layer gives, with its bias if there are any, to or onto what is there."""
+def _put(
+    biases: Any,
+    number: Any,
+    out: Any,
+    t: Any,
+    column: Any,
+    adds: Any,
+) -> Any:
+    """Write one number of a layer's output, with its bias if there is one, or add it to the number there."""
     if len(biases):
-        number += biases[at]
-    out[t, at] = number + out[t, at] if adds else number
+        number += biases[column]
+    out[t, column] = number + out[t, column] if adds else number
 
 
 @fast
-def _times_4_bits(layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
-    """``multiply`` for weights of 4 bits, ROWS rows at a time: a level of 8 is nothing but its zero."""
-    n, k = x.shape
-    m, groups = out.shape[1], k // GROUP
-    biases = _biases(layer, m)
-    levels, units = np.empty((n, k), np.int16), np.empty(n, np.float32)
-    round_to_levels(x, levels, units)
-    sums, totals = np.zeros((groups, n), np.float32), np.empty((n, ROWS), np.float32)
+def _group_sums(quantised: Any) -> Any:
+    """Add up each group of a token's quantised values [n, k]: [groups, n] float32, for the zeros of a weight."""
+    n, k = quantised.shape
+    sums = np.zeros((k // GROUP, n), np.float32)
     for t in range(n):
-        for group in range(groups):
+        for group in range(k // GROUP):
             for i in range(GROUP):
-                sums[group, t] += levels[t, group * GROUP + i]
-    step, weight, units_at = 2 * k, layer[0], layer[1]  # before what is written may be any of these
-    for r in range(m // ROWS * part // parts * ROWS, m // ROWS * (part + 1) // parts * ROWS, ROWS):
+                sums[group, t] += quantised[t, group * GROUP + i]
+    return sums
+
+
+# ROWS rows lie beside each other, GROUP columns after the other, with ROWS scales and ROWS zeros of 16 bits each:
+#
+#     weight    | rows 0..ROWS-1: group 0 | group 1 | ... | rows ROWS..: group 0 | ...     GROUP * ROWS / 2 bytes each
+#     scales    | ROWS scales, ROWS zeros | ...                                            4 * ROWS bytes each
+@fast
+def _multiply_int4(
+    layer: Any,
+    x: Any,
+    out: Any,
+    adds: Any,
+    thread: Any,
+    n_threads: Any,
+) -> Any:
+    """``multiply`` for weights of 4 bits, ROWS rows at a time."""
+    n, k = x.shape
+    m = out.shape[1]
+    groups = k // GROUP
+    biases = _biases(layer, m)
+    quantised = np.empty((n, k), np.int16)
+    token_scales = np.empty(n, np.float32)
+    quantise_tokens(x, quantised, token_scales)
+    sums = _group_sums(quantised)
+    totals = np.empty((n, ROWS), np.float32)
+    stride = 2 * k
+    weight = layer[0]  # read before the loop: what is written in it may be any of these
+    scales_address = layer[1]
+    first = m // ROWS * thread // n_threads * ROWS
+    last = m // ROWS * (thread + 1) // n_threads * ROWS
+    for r in range(first, last, ROWS):
         totals[:] = np.float32(0)
-        # here, not before: an array that is not used any more is given back, whoever has its address
-        at, sums_at, totals_at = levels.ctypes.data, sums.ctypes.data, totals.ctypes.data
+        # Addresses are taken here, not before the loop: Numba frees an array after its last use by name, and does not
+        # know that somebody has its address.
+        x_address = quantised.ctypes.data
+        sums_address = sums.ctypes.data
+        totals_address = totals.ctypes.data
         for group in range(groups):
             rows = weight + (r * k + group * GROUP * ROWS) // 2
-            scales = units_at + 4 * (r * groups + group * ROWS)
+            scales = scales_address + 4 * (r * groups + group * ROWS)
             for t in range(0, n, 2):
-                numbers = at + t * step + 2 * group * GROUP
-                sum_at, total_at = sums_at + 4 * (group * n + t), totals_at + 4 * ROWS * t
+                token = x_address + t * stride + 2 * group * GROUP
+                token_sum = sums_address + 4 * (group * n + t)
+                total = totals_address + 4 * ROWS * t
                 if t + 1 < n:
-                    times_group_of_two(rows, scales, numbers, step, sum_at, total_at)
+                    multiply_group_by_two(rows, scales, token, stride, token_sum, total)
                 else:
-                    times_group(rows, scales, numbers, step, sum_at, total_at)
+                    multiply_group(rows, scales, token, stride, token_sum, total)
         for t in range(n):
             for i in range(ROWS):
-                _put(biases, units[t] * totals[t, i], out, t, r + i, adds)
+                _put(biases, token_scales[t] * totals[t, i], out, t, r + i, adds)
 
 
 @fast
-def _times_8_bits(layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
+def _multiply_int8(
+    layer: Any,
+    x: Any,
+    out: Any,
+    adds: Any,
+    thread: Any,
+    n_threads: Any,
+) -> Any:
     """``multiply`` for weights of 8 bits, with a scale for each row."""
     n, k = x.shape
     m = out.shape[1]
     half = m // 2
-    scales, biases = carray(pointer(layer[1]), (m,), np.float32), _biases(layer, m)
-    levels, units = np.empty((n, k), np.int16), np.empty(n, np.float32)
-    round_to_levels(x, levels, units)
-    totals, more, weight = np.empty((n, 2), np.float32), np.empty((n, 2), np.float32), layer[0]
-    for r in range(half * part // parts, half * (part + 1) // parts):
+    scales = carray(pointer(layer[1]), (m,), np.float32)
+    biases = _biases(layer, m)
+    quantised = np.empty((n, k), np.int16)
+    token_scales = np.empty(n, np.float32)
+    quantise_tokens(x, quantised, token_scales)
+    totals = np.empty((n, 2), np.float32)
+    chunk_totals = np.empty((n, 2), np.float32)
+    weight = layer[0]
+    for r in range(half * thread // n_threads, half * (thread + 1) // n_threads):
         first = weight + r * k
         second = first + half * k
-        look_ahead(first, k)
-        look_ahead(second, k)
-        numbers = levels.ctypes.data
-        times_pair_of_levels(first, second, numbers, 2 * k, n, min(CHUNK, k), totals.ctypes.data)
-        for at in range(CHUNK, k, CHUNK):
-            width = min(CHUNK, k - at)
-            times_pair_of_levels(first + at, second + at, numbers + 2 * at, 2 * k, n, width, more.ctypes.data)
-            totals += more
+        prefetch_ahead(first, k)
+        prefetch_ahead(second, k)
+        token = quantised.ctypes.data
+        # Sums of more than CHUNK products might not fit in 32 bits: they are added up as float32 from chunk to chunk.
+        multiply_quantised_pair(first, second, token, 2 * k, n, min(CHUNK, k), totals.ctypes.data)
+        for begin in range(CHUNK, k, CHUNK):
+            width = min(CHUNK, k - begin)
+            chunk = token + 2 * begin
+            multiply_quantised_pair(first + begin, second + begin, chunk, 2 * k, n, width, chunk_totals.ctypes.data)
+            totals += chunk_totals
         for side in range(2):
-            at = r + side * half
+            column = r + side * half
             for t in range(n):
-                _put(biases, scales[at] * units[t] * totals[t, side], out, t, at, adds)
+                number = scales[column] * token_scales[t] * totals[t, side]
+                _put(biases, number, out, t, column, adds)
 
 
 @fast
-def _times_numbers(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
+def _multiply_floats(
+    stored: Any,
+    layer: Any,
+    x: Any,
+    out: Any,
+    adds: Any,
+    thread: Any,
+    n_threads: Any,
+) -> Any:
     """``multiply`` for weights of 16 or 32 bits."""
     n, k = x.shape
     m = out.shape[1]
     half = m // 2
     biases = _biases(layer, m)
     n_bytes = number_bytes(stored) * k
-    products, weight = np.empty((n, 2), np.float32), layer[0]
-    for r in range(half * part // parts, half * (part + 1) // parts):
+    products = np.empty((n, 2), np.float32)
+    weight = layer[0]
+    for r in range(half * thread // n_threads, half * (thread + 1) // n_threads):
         first = weight + r * n_bytes  # no hints to read ahead: they cost on some machines what they bring on others
-        times_pair(stored, first, first + half * n_bytes, x.ctypes.data, n, k, products.ctypes.data)
+        second = first + half * n_bytes
+        multiply_row_pair(stored, first, second, x.ctypes.data, n, k, products.ctypes.data)
         for side in range(2):
             for t in range(n):
                 _put(biases, products[t, side], out, t, r + side * half, adds)
 
 
-if has_tiles():
-    from swarmd.compute.compiled.amx_four_bits import times_groups
-    from swarmd.compute.compiled.amx_products import enter, room_for, times_rows
+if has_matrix_unit():
+    from swarmd.compute.compiled.amx_four_bits import multiply_int4_tiles
+    from swarmd.compute.compiled.amx_products import multiply_tiles, room_for, split_tokens_to_tiles
 
+    # Threads share tiles here, of SIDE rows of the weight (of ROWS rows in 4 bits). Each thread splits all tokens for
+    # itself: that is little work, and sharing it would cost one more barrier.
     @fast
-    def _times_tiles(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
-        """``multiply`` by a unit for matrices."""
+    def _multiply_on_matrix_unit(
+        stored: Any,
+        layer: Any,
+        x: Any,
+        out: Any,
+        adds: Any,
+        thread: Any,
+        n_threads: Any,
+    ) -> Any:
+        """``multiply`` by a matrix unit."""
         n, k = x.shape
-        m, is_level = out.shape[1], stored in (INT4, INT8)
-        biases, side = _biases(layer, m), ROWS if stored == INT4 else SIDE
-        first, last = m // side * part // parts, m // side * (part + 1) // parts
-        levels, units = np.empty((n, k if is_level else 0), np.int16), np.empty(n, np.float32)
-        if is_level:
-            round_to_levels(x, levels, units)
+        m = out.shape[1]
+        is_quantised = stored in (INT4, INT8)
+        biases = _biases(layer, m)
+        side = ROWS if stored == INT4 else SIDE
+        first = m // side * thread // n_threads
+        last = m // side * (thread + 1) // n_threads
+        quantised = np.empty((n, k if is_quantised else 0), np.int16)
+        token_scales = np.empty(n, np.float32)
+        if is_quantised:
+            quantise_tokens(x, quantised, token_scales)
         if stored == INT4:
-            times_groups(layer[0], layer[1], levels, units, out, adds, first * side, last * side)
+            multiply_int4_tiles(layer[0], layer[1], quantised, token_scales, out, adds, first * side, last * side)
         else:
             room = np.empty(room_for(stored, n, k), np.uint8)
-            scales = carray(pointer(layer[1]), (m if is_level else 0,), np.float32)
-            if is_level:
-                enter(stored, levels, room, 0, -(-n // SIDE))
+            row_scales = carray(pointer(layer[1]), (m if is_quantised else 0,), np.float32)
+            if is_quantised:
+                split_tokens_to_tiles(stored, quantised, room, 0, -(-n // SIDE))
             else:
-                enter(stored, x, room, 0, -(-n // SIDE))
-            times_rows(stored, room, k, layer[0], (scales, units), out, adds, first, last)
+                split_tokens_to_tiles(stored, x, room, 0, -(-n // SIDE))
+            multiply_tiles(stored, room, k, layer[0], (row_scales, token_scales), out, adds, first, last)
         if len(biases):
             for t in range(n):
                 for i in range(first * side, last * side):
                     out[t, i] += biases[i]
 
     @fast
-    def by_tiles(stored: Any, n: Any, k: Any, m: Any) -> Any:
-        """Does the unit take less time?"""
+    def is_for_matrix_unit(stored: Any, n: Any, k: Any, m: Any) -> Any:
+        """Does the unit take a weight [m, k] of this format, and less time for n tokens?"""
         if stored == INT4:
             return n >= FEWEST
         if stored == INT8:
@@ -172,34 +271,58 @@ if has_tiles():
 else:  # a compiler for another CPU knows no such instructions
 
     @fast
-    def _times_tiles(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
-        """There are none."""
-        raise NotImplementedError("tiles are for CPUs with AMX")
+    def _multiply_on_matrix_unit(
+        stored: Any,
+        layer: Any,
+        x: Any,
+        out: Any,
+        adds: Any,
+        thread: Any,
+        n_threads: Any,
+    ) -> Any:
+        """There is none."""
+        raise NotImplementedError("matrix units are for CPUs with AMX")
 
     @fast
-    def by_tiles(stored: Any, n: Any, k: Any, m: Any) -> Any:
+    def is_for_matrix_unit(stored: Any, n: Any, k: Any, m: Any) -> Any:
+        """There is none."""
         return False
 
 
 @fast
-def multiply(stored: Any, layer: Any, x: Any, out: Any, adds: Any, part: Any, parts: Any) -> Any:
-    """x [n, in] times a weight [m, in], with its bias, to or onto out [n, m].
+def multiply(
+    stored: Any,
+    layer: Any,
+    x: Any,
+    out: Any,
+    adds: Any,
+    thread: Any,
+    n_threads: Any,
+) -> Any:
+    """Multiply x [n, in] with a weight [m, in], with its bias, to out [n, m], or add it to what is there.
 
-    m is even, of 4 bits a multiple of ROWS. Two rows at a time, but by tiles, from both halves: two streams from memory
-    are faster than one. Of the rows of the weight one ``part`` of so many is computed: threads share them.
+    m is even, of 4 bits a multiple of ROWS. This thread computes its part of the weight's rows.
     """
-    if by_tiles(stored, len(x), x.shape[1], out.shape[1]):
-        _times_tiles(stored, layer, x, out, adds, part, parts)
+    if is_for_matrix_unit(stored, len(x), x.shape[1], out.shape[1]):
+        _multiply_on_matrix_unit(stored, layer, x, out, adds, thread, n_threads)
     elif stored == INT4:
-        _times_4_bits(layer, x, out, adds, part, parts)
+        _multiply_int4(layer, x, out, adds, thread, n_threads)
     elif stored == INT8:
-        _times_8_bits(layer, x, out, adds, part, parts)
+        _multiply_int8(layer, x, out, adds, thread, n_threads)
     else:
-        _times_numbers(stored, layer, x, out, adds, part, parts)
+        _multiply_floats(stored, layer, x, out, adds, thread, n_threads)
 
 
-@alone
-def multiply_together(stored: Any, layer: Any, x: Any, out: Any, meeting: Any, part: Any, parts: Any) -> Any:
-    """The same to ``out``, by as many threads, which wait for each other."""
-    multiply(stored, layer, x, out, len(x) < 0, part, parts)  # False: see ``blocks``
-    meet(meeting.ctypes.data, 0, parts)
+@fast_without_lock
+def multiply_together(
+    stored: Any,
+    layer: Any,
+    x: Any,
+    out: Any,
+    barrier: Any,
+    thread: Any,
+    n_threads: Any,
+) -> Any:
+    """Multiply to ``out`` by as many threads, which wait for each other."""
+    multiply(stored, layer, x, out, len(x) < 0, thread, n_threads)  # len(x) < 0 is False: see ``blocks``
+    wait_at_barrier(barrier.ctypes.data, 0, n_threads)

@@ -15,126 +15,205 @@ from numba import types
 from numba.core import cgutils
 
 from swarmd.compute.compiled.layout import BFLOAT16, FLOAT16, FLOAT32, INT8
-from swarmd.compute.compiled.machine import Made, fast, instruction
+from swarmd.compute.compiled.machine import fast, instruction
 from swarmd.compute.compiled.registers import WIDTH
 
 tools: Any = cgutils  # untyped
 SUMS = 8  # at the same time: an addition takes 4 cycles, and 2 begin in each
 TOGETHER = 4  # tokens at the same time, at most
-IN_MEMORY = {FLOAT32: ir.FloatType(), FLOAT16: ir.HalfType(), BFLOAT16: ir.IntType(16), INT8: ir.IntType(8)}
+IN_MEMORY = {
+    FLOAT32: ir.FloatType(),
+    FLOAT16: ir.HalfType(),
+    BFLOAT16: ir.IntType(16),
+    INT8: ir.IntType(8),
+}
 BYTES = {FLOAT32: 4, FLOAT16: 2, BFLOAT16: 2, INT8: 1}
-number, word = ir.FloatType(), ir.IntType(32)
+float32 = ir.FloatType()
+int32 = ir.IntType(32)
 
 
-def widened(builder: Any, stored: int, address: Any, n: int) -> Any:
-    """Read n numbers as float32; of 8 bits without their scale."""
-    words, numbers = ir.VectorType(word, n), ir.VectorType(number, n)
-    kept = builder.load(builder.bitcast(address, ir.VectorType(IN_MEMORY[stored], n).as_pointer()), align=1)
+def constant_vector(element: Any, value: float, n: int) -> Any:
+    """Make a constant vector of a value, n times."""
+    return ir.Constant(ir.VectorType(element, n), [value] * n)
+
+
+def load_widened(builder: Any, stored: int, address: Any, n: int) -> Any:
+    """Read n numbers as float32; int8 without its scale."""
+    int32_vector = ir.VectorType(int32, n)
+    float32_vector = ir.VectorType(float32, n)
+    stored_vector = ir.VectorType(IN_MEMORY[stored], n)
+    numbers = builder.load(builder.bitcast(address, stored_vector.as_pointer()), align=1)
     if stored == FLOAT16:
-        return builder.fpext(kept, numbers)
-    if stored == BFLOAT16:
-        return builder.bitcast(builder.shl(builder.zext(kept, words), ir.Constant(words, [16] * n)), numbers)
+        return builder.fpext(numbers, float32_vector)
+    if stored == BFLOAT16:  # the upper half of a float32's bits
+        bits = builder.zext(numbers, int32_vector)
+        return builder.bitcast(builder.shl(bits, constant_vector(int32, 16, n)), float32_vector)
     if stored == INT8:
-        return builder.sitofp(kept, numbers)
-    return kept
+        return builder.sitofp(numbers, float32_vector)
+    return numbers
 
 
-def total_of(builder: Any, first: Any, numbers: Any) -> Any:
-    """A number and all of a vector, in any order."""
-    kind = ir.FunctionType(number, [number, numbers.type])
-    add = tools.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{numbers.type.count}f32")
+def add_up(builder: Any, first: Any, numbers: Any) -> Any:
+    """Add a number and all of a vector, in any order."""
+    function_type = ir.FunctionType(float32, [float32, numbers.type])
+    name = f"llvm.vector.reduce.fadd.v{numbers.type.count}f32"
+    add = tools.get_or_insert_function(builder.module, function_type, name)
     return builder.call(add, [first, numbers], fastmath=("reassoc",))
 
 
-def plus(builder: Any, total: Any, one: Any, other: Any) -> Any:
-    """Vectors: a total, and one times the other."""
-    return builder.fadd(builder.fmul(one, other, flags=["contract"]), total, flags=["contract"])
+def multiply_add(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    """Add the product of two vectors to a total."""
+    product = builder.fmul(left, right, flags=["contract"])
+    return builder.fadd(product, total, flags=["contract"])
 
 
-def everywhere(builder: Any, one: Any, n: int) -> Any:
-    """A number, n times."""
-    wide = builder.insert_element(ir.Constant(ir.VectorType(one.type, n), ir.Undefined), one, word(0))
-    return builder.shuffle_vector(wide, wide, ir.Constant(ir.VectorType(word, n), [0] * n))
+def broadcast(builder: Any, number: Any, n: int) -> Any:
+    """Make a vector of a number, n times."""
+    vector = ir.Constant(ir.VectorType(number.type, n), ir.Undefined)
+    first = builder.insert_element(vector, number, int32(0))
+    return builder.shuffle_vector(first, first, constant_vector(int32, 0, n))
 
 
-def in_steps(builder: Any, k: Any, steps: Iterable[int]) -> Iterator[tuple[int, Any]]:
-    """Write loops from 0 to k, each with the next of these steps over what is left: yields the step, and where it is.
+# A row's length k is no multiple of a vector's. So there is a loop for each step size, and each begins where the one
+# before it had too little left:
+#
+#     0                                             k
+#     |-- 4 vectors --|-- 4 vectors --|-- 1 --|-- 1 --|.|.|
+#      loop of the largest step        smaller          single numbers
+def loop_in_steps(builder: Any, k: Any, steps: Iterable[int]) -> Iterator[tuple[int, Any]]:
+    """Write loops from 0 to k, each with the next of these steps over what remains: yields the step and the index.
 
     Steps become smaller, and the last is 1.
     """
-    done = k.type(0)
+    begin = k.type(0)
     for step in dict.fromkeys(steps):
         end = builder.sub(k, builder.srem(k, k.type(step)))
-        with tools.for_range_slice(builder, done, end, k.type(step), inc=True) as (at, _):
-            yield step, at
-        done = end
+        with tools.for_range_slice(builder, begin, end, k.type(step), inc=True) as (index, _):
+            yield step, index
+        begin = end
 
 
-def row_of(builder: Any, rows: Any, below: Any, which: Any, kind: Any = number) -> Any:
-    """A pointer to one of the rows that begin at an address, so many bytes apart; ``which`` may be a plain number."""
-    which = below.type(which) if isinstance(which, int) else which
-    return builder.inttoptr(builder.add(rows, builder.mul(below, which)), kind.as_pointer())
+def row_pointer(
+    builder: Any,
+    rows: Any,
+    stride: Any,
+    index: Any,
+    element: Any = float32,
+) -> Any:
+    """Make a pointer to one of the rows that begin at an address, ``stride`` bytes apart; the index may be an int."""
+    index = stride.type(index) if isinstance(index, int) else index
+    address = builder.add(rows, builder.mul(stride, index))
+    return builder.inttoptr(address, element.as_pointer())
 
 
-def in_each_way(write: Callable[..., None], formats: Iterable[int] = tuple(IN_MEMORY)) -> Made:
-    """What an instruction stands for that is told how rows are stored and for how many tokens it is, up to TOGETHER."""
+def is_equal(builder: Any, number: Any, value: int) -> Any:
+    """Compare a whole number with a constant."""
+    return builder.icmp_signed("==", number, number.type(value))
+
+
+def for_each_variant(
+    write: Callable[..., None], formats: Iterable[int] = tuple(IN_MEMORY)
+) -> Callable[[Any, Any, Any, Any], Any]:
+    """Make the generator of an instruction whose first arguments are a format and a number of tokens, up to TOGETHER.
+
+    Which variant runs is decided when it is called; each is written with both as constants.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for stored in formats:
-            with builder.if_then(builder.icmp_signed("==", args[0], args[0].type(stored))):
+            with builder.if_then(is_equal(builder, args[0], stored)):
                 for n in range(1, TOGETHER + 1):
-                    with builder.if_then(builder.icmp_signed("==", args[1], args[1].type(n))):
+                    with builder.if_then(is_equal(builder, args[1], n)):
                         write(builder, stored, n, *args[2:])
         return context.get_dummy_value()
 
     return generate
 
 
-def products_of(builder: Any, stored: int, rows: Any, tokens: Any, k: Any) -> list[Any]:
-    """Two rows of k numbers times those of a few tokens, by pointers: two sums for each token."""
+# Memory is read once: a vector of each of two rows, and all products with it are added up while it is in a register.
+#
+#     row 0  |##|##|..|       n_sums = 2 rows * n tokens; each has SUMS / n_sums partial sums beside each other, since
+#     row 1  |##|##|..|       an addition ends 4 cycles after it began and would wait for the one before it
+#              x
+#     token 0..n-1  |##|##|..|
+#
+# Two rows and not one: two streams from memory are faster. Not more: registers are needed for the sums.
+def dot_products(
+    builder: Any,
+    stored: int,
+    rows: Any,
+    tokens: Any,
+    k: Any,
+) -> list[Any]:
+    """Multiply two rows of k numbers with those of a few tokens, all by pointers: two sums for each token."""
     n_sums = 2 * len(tokens)
-    n_parts = SUMS // n_sums
+    n_partials = SUMS // n_sums
 
-    def multiply(at: Any, width: int, sums: Any) -> None:
+    def multiply(index: Any, width: int, sums: Any) -> None:
         """Add products of ``width`` numbers to the sums of all."""
-        weights = [widened(builder, stored, builder.gep(row, [at]), width) for row in rows]
+        weights = [load_widened(builder, stored, builder.gep(row, [index]), width) for row in rows]
         for t, token in enumerate(tokens):
-            x = widened(builder, FLOAT32, builder.gep(token, [at]), width)
+            x = load_widened(builder, FLOAT32, builder.gep(token, [index]), width)
             for side, weight in enumerate(weights):
                 total = sums[2 * t + side]
-                builder.store(plus(builder, builder.load(total), weight, x), total)
+                builder.store(multiply_add(builder, builder.load(total), weight, x), total)
 
-    nothing, none = (ir.Constant(ir.VectorType(number, n), [0.0] * n) for n in (WIDTH, 1))
-    wide = [[tools.alloca_once_value(builder, nothing) for _ in range(n_sums)] for _ in range(n_parts)]
-    left = [tools.alloca_once_value(builder, none) for _ in range(n_sums)]
-    for step, at in in_steps(builder, k, (n_parts * WIDTH, WIDTH, 1)):
+    def new_sums(width: int) -> list[Any]:
+        zeros = constant_vector(float32, 0.0, width)
+        return [tools.alloca_once_value(builder, zeros) for _ in range(n_sums)]
+
+    partials = [new_sums(WIDTH) for _ in range(n_partials)]
+    single_sums = new_sums(1)
+    for step, index in loop_in_steps(builder, k, (n_partials * WIDTH, WIDTH, 1)):
         if step == 1:
-            multiply(at, 1, left)
-        for part, sums in enumerate(wide[: step // WIDTH]):
-            multiply(builder.add(at, k.type(part * WIDTH)), WIDTH, sums)
-    totals = [reduce(builder.fadd, map(builder.load, parts)) for parts in zip(*wide, strict=True)]
-    rest = [builder.extract_element(builder.load(one), word(0)) for one in left]
-    return [total_of(builder, first, total) for first, total in zip(rest, totals, strict=True)]
+            multiply(index, 1, single_sums)
+        for i, sums in enumerate(partials[: step // WIDTH]):
+            multiply(builder.add(index, k.type(i * WIDTH)), WIDTH, sums)
+    vectors = []
+    for column in zip(*partials, strict=True):
+        vectors.append(reduce(builder.fadd, map(builder.load, column)))
+    singles = [builder.extract_element(builder.load(place), int32(0)) for place in single_sums]
+    return [add_up(builder, single, vector) for single, vector in zip(singles, vectors, strict=True)]
 
 
 @instruction
-def _times_pair(
-    typingctx: Any, stored: Any, n: Any, first: Any, second: Any, x: Any, step: Any, k: Any, sums: Any
+def _multiply_row_pair(
+    typingctx: Any,
+    stored: Any,
+    n: Any,
+    first: Any,
+    second: Any,
+    x: Any,
+    stride: Any,
+    k: Any,
+    sums: Any,
 ) -> Any:
-    """Two rows of k numbers times those of n tokens, ``step`` bytes apart, to sums [n, 2]."""
+    """Multiply two rows of k numbers with those of n tokens, ``stride`` bytes apart, to sums [n, 2]."""
 
-    def write(builder: Any, stored: int, n: int, first: Any, second: Any, x: Any, step: Any, k: Any, sums: Any) -> None:
-        rows = [builder.inttoptr(row, IN_MEMORY[stored].as_pointer()) for row in (first, second)]
-        tokens = [row_of(builder, x, step, t) for t in range(n)]
-        out = builder.inttoptr(sums, number.as_pointer())
-        for which, total in enumerate(products_of(builder, stored, rows, tokens, k)):
-            builder.store(total, builder.gep(out, [word(which)]))
+    def write(builder: Any, stored: int, n: int, *addresses: Any) -> None:
+        first, second, x, stride, k, sums = addresses
+        element = IN_MEMORY[stored].as_pointer()
+        rows = [builder.inttoptr(row, element) for row in (first, second)]
+        tokens = [row_pointer(builder, x, stride, t) for t in range(n)]
+        out = builder.inttoptr(sums, float32.as_pointer())
+        for i, total in enumerate(dot_products(builder, stored, rows, tokens, k)):
+            builder.store(total, builder.gep(out, [int32(i)]))
 
-    return types.void(*[types.int64] * 8), in_each_way(write, (FLOAT32, FLOAT16, BFLOAT16))
+    return types.void(*[types.int64] * 8), for_each_variant(write, (FLOAT32, FLOAT16, BFLOAT16))
 
 
 @fast
-def times_pair(stored: Any, first: Any, second: Any, x: Any, n: Any, k: Any, products: Any) -> Any:
-    """Two rows at these addresses times each of x [n, k] float32 to products [n, 2], all by their addresses."""
+def multiply_row_pair(
+    stored: Any,
+    first: Any,
+    second: Any,
+    x: Any,
+    n: Any,
+    k: Any,
+    products: Any,
+) -> Any:
+    """Multiply two rows with each of x [n, k] float32, to products [n, 2], all by their addresses."""
+    stride = 4 * k
     for t in range(0, n, TOGETHER):
-        _times_pair(stored, min(TOGETHER, n - t), first, second, x + 4 * t * k, 4 * k, k, products + 8 * t)
+        n_tokens = min(TOGETHER, n - t)
+        _multiply_row_pair(stored, n_tokens, first, second, x + t * stride, stride, k, products + 8 * t)

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from swarmd.compute.hardware.packing import rows_together
 
-ROWS = rows_together()  # of 4 bits; what is packed in another way gives other results, which is seen at load
+ROWS = rows_together()  # of 4 bits; other packings give other results, which the comparison at load notices
 WIDTH = ROWS // 4  # numbers of 32 bits in a register

@@ -4,6 +4,15 @@ A CUDA graph repeats launches with the same arguments, and caches grow and come 
 table on the device: where a token's keys and values lie, and how many there are. Keys are cut into ``SPLITS`` parts
 that are computed at the same time and merged by their log-sums (Flash-Decoding, Dao et al. 2023), so that one session
 with a long past keeps the whole device busy. Sums are in float32.
+
+    table [n, 4] int64, a row for each new token:
+        address of keys | address of values | numbers from head to head | keys before its own
+
+    keys of one session:    head 0: | token 0 | token 1 | ... |    head 1: | token 0 | ...
+
+    launches:   store      new keys and values to their places
+                attend     (token, kept head, part) -> parts, logs
+                merge      (token, head): parts by their logs -> out
 """
 
 from __future__ import annotations
@@ -12,42 +21,42 @@ import torch
 import triton
 import triton.language as tl
 
-SPLITS = 16  # parts of what a token sees
+SPLITS = 16  # parts of the keys that a token sees
 BLOCK_BYTES = 8_192  # of keys at a time
 LEAST_ROWS = 16  # of a product on tensor cores
 PRECISION = "ieee" if torch.version.hip else "tf32x3"  # of products of float32 numbers
 
 
 class Attention:
-    """Of one layer's shapes: ``heads`` queries share ``kept_heads`` keys, each ``width`` numbers of ``dtype``."""
+    """Attention of one layer's shapes: ``heads`` queries share ``kept_heads`` keys, each of ``width`` numbers."""
 
-    def __init__(self, n_tokens: int, heads: int, kept_heads: int, width: int, like: torch.Tensor) -> None:
+    def __init__(self, n_tokens: int, heads: int, kept_heads: int, width: int, sample: torch.Tensor) -> None:
         self._shape = n_tokens, heads, kept_heads, width
-        numbers = {"dtype": torch.float32, "device": like.device}
-        self._parts = torch.empty(n_tokens, heads, SPLITS, width, **numbers)  # type: ignore[call-overload]
-        self._logs = torch.empty(n_tokens, heads, SPLITS, **numbers)  # type: ignore[call-overload]
+        device = sample.device
+        self._parts = torch.empty(n_tokens, heads, SPLITS, width, dtype=torch.float32, device=device)
+        self._logs = torch.empty(n_tokens, heads, SPLITS, dtype=torch.float32, device=device)
 
     def compute(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        where: torch.Tensor,
+        table: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Keep keys and values, then attend: query [1, h, n, d], key and value [1, g, n, d] to [1, n, h, d].
+        """Store keys and values, then attend: query [1, h, n, d], key and value [1, g, n, d] to [1, n, h, d].
 
-        ``where`` [n, 4] int64: a token's addresses of keys and values, numbers to the next head, keys before its own.
+        ``table`` [n, 4] int64: see the module.
         """
         n, heads, kept_heads, width = self._shape
         if query.shape[1] != heads:
             raise RuntimeError(f"a layer of {query.shape[1]} heads, and one of {heads}")
         wide = triton.next_power_of_2(width)
         group = heads // kept_heads
-        _keep[n, kept_heads](key, value, where, *_strides(key), *_strides(value), width, WIDE=wide)
+        _store[n, kept_heads](key, value, table, *_strides(key), *_strides(value), width, WIDE=wide)
         at_once = max(LEAST_ROWS, BLOCK_BYTES // (wide * query.element_size()))
         _attend[n, kept_heads, SPLITS](
-            query, where, self._parts, self._logs, scale, *_strides(query), width, heads, GROUP=group,
+            query, table, self._parts, self._logs, scale, *_strides(query), width, heads, GROUP=group,
             ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)), WIDE=wide, KEYS=at_once, PARTS=SPLITS,
             EXACT=PRECISION, num_stages=2,
         )  # fmt: skip
@@ -57,83 +66,110 @@ class Attention:
 
 
 def _strides(states: torch.Tensor) -> tuple[int, int]:
-    """Of heads and of tokens; what a token's head has lies together. Raises ValueError where it does not."""
+    """Return the strides of heads and of tokens. Raises ValueError where numbers of a head do not lie together."""
     if states.stride(3) != 1:
         raise ValueError(f"numbers of one head that do not lie together: {states.stride()}")
     return states.stride(1), states.stride(2)
 
 
 @triton.jit
-def _keep(
-    key, value, where,
+def _store(
+    key, value, table,
     key_head, key_token, value_head, value_token, width, WIDE: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    """Write one head of a new token's key and value behind those of its session."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, WIDE)
-    is_there = columns < width
-    at = tl.load(where + 4 * token + 2) * head + tl.load(where + 4 * token + 3) * width + columns
-    keys = tl.load(where + 4 * token).to(tl.pointer_type(key.dtype.element_ty))
-    values = tl.load(where + 4 * token + 1).to(tl.pointer_type(key.dtype.element_ty))
-    tl.store(keys + at, tl.load(key + head * key_head + token * key_token + columns, is_there), is_there)
-    tl.store(values + at, tl.load(value + head * value_head + token * value_token + columns, is_there), is_there)
+    is_inside = columns < width
+    row = table + 4 * token
+    offset = tl.load(row + 2) * head + tl.load(row + 3) * width + columns
+    keys = tl.load(row).to(tl.pointer_type(key.dtype.element_ty))
+    values = tl.load(row + 1).to(tl.pointer_type(key.dtype.element_ty))
+    new_key = tl.load(key + head * key_head + token * key_token + columns, is_inside)
+    new_value = tl.load(value + head * value_head + token * value_token + columns, is_inside)
+    tl.store(keys + offset, new_key, is_inside)
+    tl.store(values + offset, new_value, is_inside)
 
 
+# One program attends to one part of a token's keys, for the GROUP heads that share them. Tensor cores want ROWS rows at
+# least, so some rows are empty. It walks along its part KEYS keys at a time, with a softmax that is computed online:
+# ``peak`` is the largest score so far, and what was added up before shrinks where a larger one comes.
+#
+#     keys     | part 0          | part 1          | ... | part PARTS - 1 |      n_keys, its own among them
+#                                  KEYS | KEYS | KEYS
+#     rows     GROUP heads         scores [ROWS, KEYS] -> weights -> mixed [ROWS, WIDE], total [ROWS]
+#
+#     parts    mixed / total: the average of this part's values
+#     logs     peak + log(total): what the part weighs among all; -inf where it has no keys
 @triton.jit
 def _attend(
-    query, where, parts, logs, scale,
+    query, table, parts, logs, scale,
     query_head, query_token, width, heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys, for one token and the heads that share them."""
-    token, kept, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    columns, rows = tl.arange(0, WIDE), tl.arange(0, ROWS)
-    is_row, is_column = rows < GROUP, columns < width
-    head = kept * GROUP + rows
-    there = is_row[:, None] & is_column[None]
-    asked = tl.load(query + head[:, None] * query_head + token * query_token + columns[None], there, 0.0)
+    """Attend to one part of the keys, for one token and the heads that share them."""
+    token = tl.program_id(0).to(tl.int64)
+    kept_head = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    columns = tl.arange(0, WIDE)
+    rows = tl.arange(0, ROWS)
+    is_row = rows < GROUP
+    is_column = columns < width
+    head = kept_head * GROUP + rows
+    is_inside = is_row[:, None] & is_column[None]
+    query_offsets = head[:, None] * query_head + token * query_token + columns[None]
+    q = tl.load(query + query_offsets, is_inside, 0.0)
 
-    n_keys = tl.load(where + 4 * token + 3) + 1
-    n_each = tl.cdiv(tl.cdiv(n_keys, PARTS), KEYS) * KEYS
-    begin = part * n_each
-    end = tl.minimum(begin + n_each, n_keys)
-    at_head = tl.load(where + 4 * token + 2) * kept
-    keys = tl.load(where + 4 * token).to(tl.pointer_type(query.dtype.element_ty)) + at_head
-    values = tl.load(where + 4 * token + 1).to(tl.pointer_type(query.dtype.element_ty)) + at_head
+    row = table + 4 * token
+    n_keys = tl.load(row + 3) + 1
+    part_keys = tl.cdiv(tl.cdiv(n_keys, PARTS), KEYS) * KEYS
+    begin = part * part_keys
+    end = tl.minimum(begin + part_keys, n_keys)
+    head_offset = tl.load(row + 2) * kept_head
+    keys = tl.load(row).to(tl.pointer_type(query.dtype.element_ty)) + head_offset
+    values = tl.load(row + 1).to(tl.pointer_type(query.dtype.element_ty)) + head_offset
 
-    most = tl.full([ROWS], float("-inf"), tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDE], tl.float32)
     for first in range(begin, end, KEYS):
-        at = first + tl.arange(0, KEYS)
-        is_key = at < end
-        those = is_key[:, None] & is_column[None]
-        k = tl.load(keys + at[:, None] * width + columns[None], those, 0.0)
-        scores = tl.dot(asked, tl.trans(k), input_precision=EXACT).to(tl.float32) * scale
+        index = first + tl.arange(0, KEYS)
+        is_key = index < end
+        is_loaded = is_key[:, None] & is_column[None]
+        offsets = index[:, None] * width + columns[None]
+        k = tl.load(keys + offsets, is_loaded, 0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=EXACT).to(tl.float32) * scale
         scores = tl.where(is_key[None], scores, float("-inf"))
-        higher = tl.maximum(most, tl.max(scores, 1))
-        weights = tl.exp(scores - higher[:, None])
-        fading = tl.exp(most - higher)
-        v = tl.load(values + at[:, None] * width + columns[None], those, 0.0)
-        mixed = mixed * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=EXACT)
-        total = total * fading + tl.sum(weights, 1)
-        most = higher
-    at_parts = (token * heads + head) * PARTS + part
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp(scores - new_peak[:, None])
+        shrink = tl.exp(peak - new_peak)
+        v = tl.load(values + offsets, is_loaded, 0.0)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=EXACT)
+        total = total * shrink + tl.sum(weights, 1)
+        peak = new_peak
+    slot = (token * heads + head) * PARTS + part
     is_empty = total == 0.0
     mixed = mixed / tl.where(is_empty, 1.0, total)[:, None]
-    tl.store(parts + at_parts[:, None] * width + columns[None], mixed, there)
-    tl.store(logs + at_parts, tl.where(is_empty, float("-inf"), most + tl.log(total)), is_row)
+    tl.store(parts + slot[:, None] * width + columns[None], mixed, is_inside)
+    log = tl.where(is_empty, float("-inf"), peak + tl.log(total))
+    tl.store(logs + slot, log, is_row)
 
 
+# The first part of a token is never empty, since a token sees itself: so the largest log is a number.
 @triton.jit
 def _merge(parts, logs, out, width, heads, WIDE: tl.constexpr, PARTS: tl.constexpr):
-    """Parts weigh what their keys weigh."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns, each = tl.arange(0, WIDE), tl.arange(0, PARTS)
-    is_there = columns < width
-    at = (token * heads + head) * PARTS + each
-    log = tl.load(logs + at)
+    """Average the parts of one head of one token, weighted by e to their logs."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    columns = tl.arange(0, WIDE)
+    is_inside = columns < width
+    slots = (token * heads + head) * PARTS + tl.arange(0, PARTS)
+    log = tl.load(logs + slots)
     weights = tl.exp(log - tl.max(log, 0))
-    mixed = tl.load(parts + at[:, None] * width + columns[None], is_there[None], 0.0)
-    whole = tl.sum(mixed * weights[:, None], 0) / tl.sum(weights, 0)
-    tl.store(out + (token * heads + head) * width + columns, whole.to(out.dtype.element_ty), is_there)
+    offsets = slots[:, None] * width + columns[None]
+    mixed = tl.load(parts + offsets, is_inside[None], 0.0)
+    average = tl.sum(mixed * weights[:, None], 0) / tl.sum(weights, 0)
+    place = out + (token * heads + head) * width + columns
+    tl.store(place, average.to(out.dtype.element_ty), is_inside)

@@ -1,7 +1,8 @@
 """Products of rows with weights in 8 or 4 bits.
 
-A few rows meet 8 bits as they lie in memory; else numbers are made first, and cuBLAS multiplies. torch's own int8
-kernel for CUDA is a plain loop, and its int4 one slower than bfloat16 from 16 rows on (docs/performance.md, "Cards").
+A few rows are multiplied with 8 bits as they lie in memory; else numbers are made first, and cuBLAS multiplies. torch's
+own int8 kernel for CUDA is a plain loop, and its int4 one slower than bfloat16 from 16 rows on (docs/performance.md,
+"Cards").
 
 Weights in 4 bits lie as [out, in / 2] bytes: the low half of byte j is column j, the high half column in / 2 + j.
 """
@@ -15,97 +16,123 @@ import triton.language as tl
 from swarmd.compute.compiled.layout import GROUP, LEVEL_OF_ZERO
 from swarmd.compute.cuda.attention import PRECISION
 
-FEW_ROWS = 32  # that meet 8 bits themselves
-OUTS, INS, ROWS = 16, 256, 16  # of a weight that one program looks at, and of what meets it
+FEW_ROWS = 32  # that are multiplied with 8 bits themselves
+OUTS = 16  # rows of a weight that one program reads: columns of its output
+INS = 256  # columns of a weight that it reads at a time
+ROWS = 16  # of the input that one program multiplies
 WIDE = 1_024  # of a row that one program makes numbers of
 
 _library = torch.library.Library("swarmd_cuda", "FRAGMENT")  # as operators, passes that hold them can be captured
-_library.define("int8(Tensor rows, Tensor levels, Tensor scales) -> Tensor")
-_library.define("int4(Tensor rows, Tensor levels, Tensor scales) -> Tensor")
+_library.define("int8(Tensor rows, Tensor quantised, Tensor scales) -> Tensor")
+_library.define("int4(Tensor rows, Tensor quantised, Tensor scales) -> Tensor")
 
 
-def _int8_now(rows: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _compute_int8(rows: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     m, n_in = rows.shape
-    n_out = len(levels)
+    n_out = len(quantised)
     if m > FEW_ROWS:
-        return torch.nn.functional.linear(rows, _numbers(levels, rows.dtype)) * scales
+        return torch.nn.functional.linear(rows, _int8_numbers(quantised, rows.dtype)) * scales
     out = torch.empty(m, n_out, dtype=rows.dtype, device=rows.device)
     grid = triton.cdiv(n_out, OUTS), triton.cdiv(m, ROWS)
     sizes = {"ROWS": ROWS, "OUTS": OUTS, "INS": INS, "EXACT": PRECISION}
-    _int8[grid](rows.contiguous(), levels, scales, out, m, n_out, n_in, **sizes)
+    _int8[grid](rows.contiguous(), quantised, scales, out, m, n_out, n_in, **sizes)
     return out
 
 
-def _int4_now(rows: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.linear(rows, numbers_of_int4(levels, scales, rows.dtype))
+def _compute_int4(rows: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(rows, int4_numbers(quantised, scales, rows.dtype))
 
 
-_library.impl("int8", _int8_now, "CompositeExplicitAutograd")
-_library.impl("int4", _int4_now, "CompositeExplicitAutograd")
+_library.impl("int8", _compute_int8, "CompositeExplicitAutograd")
+_library.impl("int4", _compute_int4, "CompositeExplicitAutograd")
 
 
-def int8(rows: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """rows [m, in] times levels [out, in] int8 with scales [out]: [m, out] of the rows' type."""
-    return torch.ops.swarmd_cuda.int8(rows, levels, scales)  # type: ignore[no-any-return]
+def int8(rows: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply rows [m, in] with values [out, in] int8 and scales [out]: [m, out] of the rows' type."""
+    return torch.ops.swarmd_cuda.int8(rows, quantised, scales)  # type: ignore[no-any-return]
 
 
-def int4(rows: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """rows [m, in] times levels [out, in / 2] with scales and zeros [out, in / 32, 2]: [m, out] of the rows' type."""
-    return torch.ops.swarmd_cuda.int4(rows, levels, scales)  # type: ignore[no-any-return]
+def int4(rows: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply rows [m, in] with pairs of values [out, in / 2], scales and zeros [out, in / 32, 2]: [m, out]."""
+    return torch.ops.swarmd_cuda.int4(rows, quantised, scales)  # type: ignore[no-any-return]
 
 
-def _numbers(levels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Levels [out, in] in another type, which torch itself takes three times as long for."""
-    n_out, n_in = levels.shape
-    numbers = torch.empty(n_out, n_in, dtype=dtype, device=levels.device)
-    _convert[n_out, triton.cdiv(n_in, WIDE)](levels, numbers, n_in, INS=WIDE)
+def _int8_numbers(quantised: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert values [out, in] to another type, which torch itself takes three times as long for."""
+    n_out, n_in = quantised.shape
+    numbers = torch.empty(n_out, n_in, dtype=dtype, device=quantised.device)
+    _convert[n_out, triton.cdiv(n_in, WIDE)](quantised, numbers, n_in, INS=WIDE)
     return numbers
 
 
-def numbers_of_int4(levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [out, in] as plain numbers."""
-    n_out, half = levels.shape
-    weight = torch.empty(n_out, 2 * half, dtype=dtype, device=levels.device)
-    _numbers_of_int4[n_out, triton.cdiv(half, WIDE)](
-        levels, scales, weight, half, INS=WIDE, EACH=GROUP, ZERO=LEVEL_OF_ZERO
+def int4_numbers(quantised: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Make the weight [out, in] as plain numbers."""
+    n_out, half = quantised.shape
+    weight = torch.empty(n_out, 2 * half, dtype=dtype, device=quantised.device)
+    _int4_numbers[n_out, triton.cdiv(half, WIDE)](
+        quantised, scales, weight, half, INS=WIDE, EACH=GROUP, ZERO=LEVEL_OF_ZERO
     )
     return weight
 
 
+# One program computes ROWS rows of the input by OUTS rows of the weight. It walks along both, INS columns at a time:
+#
+#               INS columns ->                       INS columns ->
+#     rows      |#######|.......|      quantised     |#######|.......|       out  [ROWS, OUTS], once scaled
+#     ROWS      |#######|.......|      OUTS          |#######|.......|
+#
+# So the weight is read in 8 bits, once for each ROWS rows of the input.
 @triton.jit
 def _int8(
-    rows, levels, scales, out, m, n_out, n_in,
+    rows, quantised, scales, out, m, n_out, n_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    is_row, is_column = row < m, column < n_out
+    is_row = row < m
+    is_column = column < n_out
+    row_offset = row[:, None].to(tl.int64) * n_in
+    column_offset = column[:, None].to(tl.int64) * n_in
     total = tl.zeros([ROWS, OUTS], tl.float32)
     for begin in range(0, n_in, INS):
-        at = begin + tl.arange(0, INS)
-        is_in = at < n_in
-        x = tl.load(rows + row[:, None].to(tl.int64) * n_in + at[None], is_row[:, None] & is_in[None], 0.0)
-        w = tl.load(levels + column[:, None].to(tl.int64) * n_in + at[None], is_column[:, None] & is_in[None], 0)
-        total += tl.dot(x, tl.trans(w.to(x.dtype)), input_precision=EXACT).to(tl.float32)
+        index = begin + tl.arange(0, INS)
+        is_in = (index < n_in)[None]
+        x = tl.load(rows + row_offset + index[None], is_row[:, None] & is_in, 0.0)
+        w = tl.load(quantised + column_offset + index[None], is_column[:, None] & is_in, 0)
+        w_transposed = tl.trans(w.to(x.dtype))
+        total += tl.dot(x, w_transposed, input_precision=EXACT).to(tl.float32)
     total = total * tl.load(scales + column, is_column, 0.0).to(tl.float32)[None]
-    there = is_row[:, None] & is_column[None]
-    tl.store(out + row[:, None].to(tl.int64) * n_out + column[None], total.to(out.dtype.element_ty), there)
+    is_inside = is_row[:, None] & is_column[None]
+    place = out + row[:, None].to(tl.int64) * n_out + column[None]
+    tl.store(place, total.to(out.dtype.element_ty), is_inside)
 
 
 @triton.jit
-def _convert(levels, numbers, n_in, INS: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * INS + tl.arange(0, INS)
-    level = tl.load(levels + row * n_in + at, at < n_in, 0).to(tl.float32)
-    tl.store(numbers + row * n_in + at, level.to(numbers.dtype.element_ty), at < n_in)
+def _convert(quantised, numbers, n_in, INS: tl.constexpr):
+    """Convert INS values of one row; their scale comes after the product."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * INS + tl.arange(0, INS)
+    value = tl.load(quantised + row * n_in + column, column < n_in, 0).to(tl.float32)
+    tl.store(numbers + row * n_in + column, value.to(numbers.dtype.element_ty), column < n_in)
 
 
+# A row of bytes becomes two halves of a row of numbers, so that both loads and stores are of neighbours:
+#
+#     quantised  | low 0, high 0 | low 1, high 1 | ...               half bytes
+#     weight     | low 0 | low 1 | ...  | high 0 | high 1 | ...      2 * half numbers
+#                 side 0                 side 1
+#     scales     | scale, zero | scale, zero | ...                   one pair for EACH columns
 @triton.jit
-def _numbers_of_int4(levels, scales, weight, half, INS: tl.constexpr, EACH: tl.constexpr, ZERO: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * INS + tl.arange(0, INS)
-    is_in = at < half
-    pairs = tl.load(levels + row * half + at, is_in, 0)
+def _int4_numbers(quantised, scales, weight, half, INS: tl.constexpr, EACH: tl.constexpr, ZERO: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * INS + tl.arange(0, INS)
+    is_in = column < half
+    pairs = tl.load(quantised + row * half + column, is_in, 0)
     for side in tl.static_range(2):
-        level = ((pairs & 15) if side == 0 else (pairs >> 4)).to(tl.float32) - ZERO
-        pair = scales + ((2 * row + side) * (half // EACH) + at // EACH) * 2
-        number = level * tl.load(pair, is_in, 0.0).to(tl.float32) + tl.load(pair + 1, is_in, 0.0).to(tl.float32)
-        tl.store(weight + (2 * row + side) * half + at, number.to(weight.dtype.element_ty), is_in)
+        value = ((pairs & 15) if side == 0 else (pairs >> 4)).to(tl.float32) - ZERO
+        half_row = 2 * row + side
+        place = scales + (half_row * (half // EACH) + column // EACH) * 2
+        scale = tl.load(place, is_in, 0.0).to(tl.float32)
+        zero = tl.load(place + 1, is_in, 0.0).to(tl.float32)
+        number = value * scale + zero
+        tl.store(weight + half_row * half + column, number.to(weight.dtype.element_ty), is_in)

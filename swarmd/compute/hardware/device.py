@@ -1,4 +1,4 @@
-"""What is computed on, and what it is called."""
+"""Devices to compute on: their choice, names and free memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from swarmd.errors import ConfigError
 
 
-def pick_device(wanted: str = "") -> str:
-    """The device that was asked for, as torch names it; else CUDA, then MPS, then the CPU. Raises ConfigError."""
-    if wanted:
+def pick_device(requested: str = "") -> str:
+    """Return the requested device, as torch names it; else CUDA, then MPS, then the CPU. Raises ConfigError."""
+    if requested:
         try:
-            torch.empty(0, device=wanted)
+            torch.empty(0, device=requested)
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"the device {wanted!r} cannot be used here: {reason}") from None
-        return wanted
+            raise ConfigError(f"the device {requested!r} cannot be used here: {reason}") from None
+        return requested
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
@@ -31,7 +31,7 @@ def device_description(device: str) -> tuple[str, int | None]:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until a device has computed what it was asked to; until then nobody knows how long that takes."""
+    """Wait until a device has computed what was launched; only then is a measured time that of the computation."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -39,16 +39,17 @@ def finish(device: torch.device) -> None:
 
 
 class OwnerReserve:
-    """Memory that this process leaves to the machine's owner, in bytes; of all that it computes on."""
+    """Memory that this process leaves to the machine's owner, in bytes, on each device."""
 
     n_bytes = 0
 
 
 def free_memory_bytes(device: str) -> int:
-    """What this process may still allocate on a device."""
+    """Return how many bytes this process may still allocate on a device."""
     if device.startswith("cuda"):
-        kept_for_itself = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = int(torch.cuda.mem_get_info(device)[0]) + kept_for_itself
+        # torch keeps what was freed for its next allocation; the driver counts it as used.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = int(torch.cuda.mem_get_info(device)[0]) + unused
     else:
         free = int(psutil.virtual_memory().available)
     return max(0, free - OwnerReserve.n_bytes)

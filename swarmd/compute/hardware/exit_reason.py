@@ -1,4 +1,4 @@
-"""What a worker says when it ends, to the daemon that will start it again: else nobody knows why it did."""
+"""The reason that a worker gives when it ends, to the daemon that will start it again: else nobody would know it."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ import torch
 
 
 @functools.cache
-def has_tiles() -> bool:
-    """Does this CPU have such a unit, may this process use it, and does the compiler know it?"""
+def has_matrix_unit() -> bool:
+    """Does this CPU have a matrix unit, may this process use it, and does the compiler know it?"""
     if any(name in os.environ for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")):
         return False  # what is compiled is for another CPU
     if not getattr(torch.cpu, "_is_amx_tile_supported", bool)() or not torch.cpu._init_amx():

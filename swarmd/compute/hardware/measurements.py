@@ -1,7 +1,7 @@
-"""What was measured on this machine before, kept on disk: the next start need not measure it again.
+"""Measurements of this machine, kept on disk: the next start need not take them again.
 
-A key names all that the result depends on: the machine, its threads, versions, and what was measured. A file that
-cannot be read is as good as none; nothing here is ever needed.
+A key names all that the result depends on: the machine, its threads, versions, and the subject of the measurement. A
+file that cannot be read is as good as none; nothing here is ever needed.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ MOST_BYTES = 2**20  # of the file
 
 
 class Measurements:
-    """Results by what they are of, in ``folder``; without one nothing is kept."""
+    """Results by their subjects, in ``folder``; without one nothing is kept."""
 
     def __init__(self, folder: Path | None) -> None:
         self._path = folder / FILE if folder is not None else None
 
-    def find(self, *about: object) -> dict[str, Any] | None:
-        """What was kept of this, if anything was."""
-        found = self._read().get(_key(about))
-        return found if isinstance(found, dict) else None
+    def find(self, *subject: object) -> dict[str, Any] | None:
+        """Return the result that was kept of a subject, if there is one."""
+        result = self._read().get(_key(subject))
+        return result if isinstance(result, dict) else None
 
-    def keep(self, result: dict[str, Any], *about: object) -> None:
+    def keep(self, result: dict[str, Any], *subject: object) -> None:
         """Keep a result, of plain JSON, in place of an older one."""
         if self._path is None:
             return
         results = self._read()
-        results.pop(_key(about), None)
-        results[_key(about)] = result
+        # A key that is written again goes to the end, since the file keeps the newest, in their order.
+        results.pop(_key(subject), None)
+        results[_key(subject)] = result
         newest = dict(list(results.items())[-MOST_KEPT:])
         try:
             with tempfile.NamedTemporaryFile("w", dir=self._path.parent, prefix=FILE, delete=False) as file:
@@ -54,22 +55,23 @@ class Measurements:
         try:
             if self._path is None or self._path.stat().st_size > MOST_BYTES:
                 return {}
-            found = json.loads(self._path.read_text())
+            results = json.loads(self._path.read_text())
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return results if isinstance(results, dict) else {}
 
 
-def _key(about: tuple[object, ...]) -> str:
+def _key(subject: tuple[object, ...]) -> str:
     machine = (processor_name(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
     versions = importlib.metadata.version("swarmd"), torch.__version__
-    return hashlib.sha256(repr((machine, versions, about)).encode()).hexdigest()[:24]
+    return hashlib.sha256(repr((machine, versions, subject)).encode()).hexdigest()[:24]
 
 
 def processor_name() -> str:
-    """The processor, as its maker calls it."""
+    """Return the processor's name, as its maker calls it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

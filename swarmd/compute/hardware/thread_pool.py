@@ -1,7 +1,7 @@
-"""Threads that compute one call together with whoever makes it: compiled code, in which Python's lock is not held.
+"""Threads that compute one call together with its caller: compiled code, in which Python's lock is not held.
 
-Whoever shares a call waits for the slowest, and a thread whose processor somebody else uses is slow: then one thread is
-faster alone. Which it is now, is measured all the time.
+All threads of a call wait for the slowest, and a thread whose processor another program uses is slow: then one thread
+alone is faster. Which of both is faster now, is measured all the time.
 """
 
 from __future__ import annotations
@@ -16,46 +16,50 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-MOST_THREADS = 8  # of one call: as many read what memory gives, and more have to meet six times a block
+MOST_THREADS = 8  # of one call: as many read what memory gives, and more would wait at six barriers a block
 FIRST_INTERVAL = 8  # calls, after which the other way is tried again; doubled up to LOOK_INTERVAL
 LOOK_INTERVAL = 128  # a second or so of decoding
 N_LOOKS = 3  # calls by the other way then; the median of the last ones is what a way takes
 Call = Callable[[int, int], Any]
-"""Part ``part`` of ``parts`` of the work."""
+"""Compute the share of one thread: its number, and the number of threads."""
 
 
-class TeamTiming:
-    """Is it faster together or alone? Of calls of one size; the other way is tried at times, at first more often."""
+# Calls of one size, in their order: T together, A alone. Here threads together are faster. After each interval the
+# other way is measured again, since another program may have ended meanwhile.
+#
+#     T T T A A A | T T T T T T T T  A A A | T ... (16)  A A A | T ... (32)  A A A | ...
+#     first looks   FIRST_INTERVAL   looks   doubled
+class PoolTiming:
+    """Is a call of one size faster together or alone? The slower way is tried at times, at first more often."""
 
     def __init__(self) -> None:
-        self._took_s: dict[bool, deque[float]] = {way: deque(maxlen=N_LOOKS) for way in (True, False)}
+        self._seconds: dict[bool, deque[float]] = {is_together: deque(maxlen=N_LOOKS) for is_together in (True, False)}
         self._plan = deque([True] * N_LOOKS + [False] * N_LOOKS)
         self._interval = FIRST_INTERVAL
 
-    def is_together(self) -> bool:
-        """How the next call is to be made."""
+    def choose_together(self) -> bool:
+        """Decide whether the next call is made together."""
         if not self._plan:
-            together, alone = (statistics.median(self._took_s[way]) for way in (True, False))
-            is_worth = together <= alone
-            self._plan.extend([is_worth] * self._interval + [not is_worth] * N_LOOKS)
+            is_faster = statistics.median(self._seconds[True]) <= statistics.median(self._seconds[False])
+            self._plan.extend([is_faster] * self._interval + [not is_faster] * N_LOOKS)
             self._interval = min(2 * self._interval, LOOK_INTERVAL)
         return self._plan.popleft()
 
-    def took(self, is_together: bool, seconds: float) -> None:
-        """A call took so long."""
-        self._took_s[is_together].append(seconds)
+    def record(self, is_together: bool, seconds: float) -> None:
+        """Record how long a call took."""
+        self._seconds[is_together].append(seconds)
 
 
-class ThreadTeam:
+class ThreadPool:
     """``n`` threads, that of the caller among them. The others wait, and end with the process."""
 
     def __init__(self, n: int) -> None:
         self.n = n
         self._is_taken = threading.Lock()
-        self._worth: defaultdict[int, TeamTiming] = defaultdict(TeamTiming)
+        self._timings: defaultdict[int, PoolTiming] = defaultdict(PoolTiming)
         self._calls: list[queue.SimpleQueue[Call]] = [queue.SimpleQueue() for _ in range(1, n)]
-        for part, calls in enumerate(self._calls, 1):
-            threading.Thread(target=_serve, args=(calls, part, n), name=f"part {part}", daemon=True).start()
+        for thread, calls in enumerate(self._calls, 1):
+            threading.Thread(target=_serve, args=(calls, thread, n), name=f"part {thread}", daemon=True).start()
 
     def run(self, size: int, call: Call) -> None:
         """Have a call made by all threads at once, which wait for each other in there, or by this one alone.
@@ -66,13 +70,15 @@ class ThreadTeam:
             call(0, 1)
             return
         try:
-            is_together = self._worth[size].is_together()
-            begun = time.perf_counter()
+            timing = self._timings[size]
+            is_together = timing.choose_together()
+            begin = time.perf_counter()
             for calls in self._calls if is_together else ():
                 calls.put(call)
             call(0, self.n if is_together else 1)
-            self._worth[size].took(is_together, time.perf_counter() - begun)
-        except BaseException:  # interrupted, or out of memory: nobody knows where the others are
+            timing.record(is_together, time.perf_counter() - begin)
+        except BaseException:
+            # Interrupted, or out of memory: the others may still wait at a barrier. They get no call any more.
             self.n = 1
             raise
         finally:
@@ -80,14 +86,14 @@ class ThreadTeam:
 
 
 @functools.cache
-def common_team(n: int) -> ThreadTeam:
-    """Threads that all layers of a process share."""
-    return ThreadTeam(n)
+def shared_thread_pool(n: int) -> ThreadPool:
+    """Return the threads that all layers of a process share."""
+    return ThreadPool(n)
 
 
-os.register_at_fork(after_in_child=common_team.cache_clear)  # which has no threads but one
+os.register_at_fork(after_in_child=shared_thread_pool.cache_clear)  # a child has no threads but one
 
 
-def _serve(calls: queue.SimpleQueue[Call], part: int, parts: int) -> None:
+def _serve(calls: queue.SimpleQueue[Call], thread: int, n_threads: int) -> None:
     while True:
-        calls.get()(part, parts)
+        calls.get()(thread, n_threads)

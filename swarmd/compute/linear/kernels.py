@@ -45,7 +45,7 @@ WORTH = 0.9  # of the time that torch's own layer takes: servers on equal machin
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Another way to compute a kind of layers; ``tolerance`` of its results is relative to the largest."""
+    """A way to compute a kind of layers; ``tolerance`` of its results is relative to the largest."""
 
     make: Callable[[Any], FrozenLinear]
     fits: Callable[[Any], bool]
@@ -72,24 +72,28 @@ KERNELS: Kernels = {  # by what the weights are
 def choose(
     model: nn.Module,
     rows: Sequence[int] = ROWS,
-    more: Kernels = NO_MORE,
+    extra_kernels: Kernels = NO_MORE,
     known: str | None = None,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> Decision[str]:
-    """Have the model's linear layers computed by the fastest kernel that is right here; says which and why.
+    """Replace the model's linear layers by the fastest kernel that is right here; says which and why.
 
-    ``rows``: of the passes that count; others are computed by other means. ``more``: kernels beside KERNELS.
-    ``known``: what was found to be the fastest before; it is verified only.
+    ``rows``: of the passes that count; others are computed by other means. ``extra_kernels``: kernels beside KERNELS.
+    ``known``: the kernel that was the fastest before; it is verified only.
     """
     kinds = (Int4Linear,) if layers(model, Int4Linear) else REPLACED  # beside 4 bits, others are few
-    decision, kernel = _decide(list(layers(model, *kinds).values()), rows, more, known)
+    decision, kernel = _decide(list(layers(model, *kinds).values()), rows, extra_kernels, known)
     if kernel is not None:
-        replace(model, lambda layer: kernel.make(layer) if kernel.fits(layer) else layer, *kinds, on_layer=on_layer)
+
+        def make(layer: Any) -> nn.Module:
+            return kernel.make(layer) if kernel.fits(layer) else layer
+
+        replace(model, make, *kinds, on_layer=on_layer)
     return decision
 
 
 def quicken(layer: nn.Linear) -> Decision[str]:
-    """The same for one layer that stays what it is, which others may train: ``QuickLinear``."""
+    """Do the same for one layer that stays torch's own, which its user may train: ``QuickLinear``."""
     if layer.weight.device.type == "cpu" and free_memory_bytes("cpu") < ROOM * 4 * layer.weight.numel():
         return Decision("plain", "not enough memory for another copy of its weight")
     n_rows = -(-2 * TIMED_BYTES // (layer.in_features * layer.weight.element_size()))
@@ -104,31 +108,32 @@ def quicken(layer: nn.Linear) -> Decision[str]:
 
 
 class _FastestKernel:
-    """Another layer for the same weight, as long as nobody has changed that."""
+    """A frozen layer with the same weight, as long as nobody has changed that."""
 
-    def __init__(self, other: FrozenLinear, weight: torch.Tensor) -> None:
-        other.bias = None
-        self._other = other
-        self._known = self._look(weight)
+    def __init__(self, frozen: FrozenLinear, weight: torch.Tensor) -> None:
+        frozen.bias = None
+        self._frozen = frozen
+        self._fingerprint = self._fingerprint_of(weight)
 
     @staticmethod
-    def _look(weight: torch.Tensor) -> tuple[object, ...]:
-        """Where it lies, how often it was changed, and, for changes that do not count, some of its numbers."""
+    def _fingerprint_of(weight: torch.Tensor) -> tuple[object, ...]:
+        """Where it lies, how often it was changed, and, for changes that torch does not count, some of its numbers."""
         version = -1 if weight.is_inference() else weight._version
-        some = weight.detach().flatten()[:: max(1, weight.numel() // LOOKED_AT)]
-        return weight.data_ptr(), version, weight.dtype, some.sum().item()
+        sample = weight.detach().flatten()[:: max(1, weight.numel() // LOOKED_AT)]
+        return weight.data_ptr(), version, weight.dtype, sample.sum().item()
 
     def compute(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """None when it cannot stand for the weight."""
-        if torch.is_grad_enabled() or hidden.dtype != weight.dtype or self._look(weight) != self._known:
+        """Compute without the bias; None when it cannot stand for the weight."""
+        if torch.is_grad_enabled() or hidden.dtype != weight.dtype:
             return None
-        return self._other.compute(hidden)
+        return self._frozen.compute(hidden) if self._fingerprint_of(weight) == self._fingerprint else None
 
 
 class QuickLinear(nn.Linear):
     """A layer of torch's that is computed by another kernel while nobody asks for gradients; a copy is plain again."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute by the other kernel where that is right, else as torch does."""
         out: torch.Tensor | None = self.__dict__["quick"].compute(hidden, self.weight)
         if out is None:
             return super().forward(hidden)
@@ -140,75 +145,90 @@ class QuickLinear(nn.Linear):
         return nn.Linear.__new__, (nn.Linear,), state
 
 
+# A kernel is chosen in three steps, each on a sample of the layers and not on all of them:
+#
+#     layers  -->  sample: one of each shape, and more until no cache holds them; of a large layer its first rows
+#                    |
+#                    v   for each kernel that is offered for the weights' type
+#                  make it, compare it with the plain layer for CHECKED_ROWS  --> wrong or impossible: not taken
+#                    |
+#                    v
+#                  time all layers of the sample, for each number of rows    --> the fastest, if by WORTH at least
 def _decide(
-    found: Sequence[Any], rows: Sequence[int], more: Kernels = NO_MORE, known: str | None = None
+    found_layers: Sequence[Any], rows: Sequence[int], extra_kernels: Kernels = NO_MORE, known: str | None = None
 ) -> tuple[Decision[str], Kernel | None]:
-    kinds = {(weight.dtype, weight.device.type) for weight in map(_kept, found)}
+    weights = [_weight_in_memory(layer) for layer in found_layers]
+    kinds = {(weight.dtype, weight.device.type) for weight in weights}
     if len(kinds) > 1:
         return Decision("plain", "layers of several types"), None
     offers = [
-        {**KERNELS[dtype], **more.get(dtype, {})} for dtype, device in kinds if dtype in KERNELS and device == "cpu"
+        {**KERNELS[dtype], **extra_kernels.get(dtype, {})}
+        for dtype, device in kinds
+        if dtype in KERNELS and device == "cpu"
     ]
     if not offers:
         return Decision("plain", "not float32, bfloat16, int8 or int4 on a CPU"), None
-    sample = _sample(found)
+    sample = _sample(found_layers)
     parts = [part for _, part in sample]
-    if sum(_kept(part).nbytes for part in parts) < TIMED_BYTES:
+    if sum(_weight_in_memory(part).nbytes for part in parts) < TIMED_BYTES:
         return Decision("plain", "so small that caches hold it"), None
     dtype = torch.bfloat16 if isinstance(parts[0], Int8Linear | Int4Linear) else parts[0].weight.dtype
     if known is not None:
-        return _verified(known, sample, offers[0])
-    times, missing = {"plain": _times(parts, dtype, rows)}, ""
+        return _verify(known, sample, offers[0])
+    times = {"plain": _times(parts, dtype, rows)}
+    missing = ""
     for name, kernel in offers[0].items():
         try:
-            times[name] = _times(_made(sample, kernel), dtype, rows)
+            times[name] = _times(_make_verified(sample, kernel), dtype, rows)
         except (RuntimeError, NotImplementedError, AttributeError) as error:
             missing += f"; not {name}: {str(error)[:200]}"
     decision = fastest(times, rows)
     return Decision(decision.action, decision.reason + missing), offers[0].get(decision.action)
 
 
-def _verified(known: str, sample: Sample, offered: Mapping[str, Kernel]) -> tuple[Decision[str], Kernel | None]:
-    """What was the fastest before, if it still gives the right results."""
+def _verify(known: str, sample: Sample, offered: Mapping[str, Kernel]) -> tuple[Decision[str], Kernel | None]:
+    """Take the kernel that was the fastest before, if it still gives the right results."""
     kernel = offered.get(known)
     if kernel is None:
         return Decision("plain", "remembered: nothing else was faster"), None
     try:
-        _made(sample, kernel)
+        _make_verified(sample, kernel)
     except (RuntimeError, NotImplementedError, AttributeError) as error:
         return Decision("plain", f"{known} was the fastest, and {str(error)[:200]}"), None
     return Decision(known, "remembered: it was the fastest"), kernel
 
 
-def _kept(layer: nn.Linear | Int8Linear | Int4Linear) -> torch.Tensor:
-    """The weight as it lies in memory."""
-    return layer.levels if isinstance(layer, Int8Linear | Int4Linear) else layer.weight
+def _weight_in_memory(layer: nn.Linear | Int8Linear | Int4Linear) -> torch.Tensor:
+    """Return the weight as it lies in memory."""
+    return layer.quantised if isinstance(layer, Int8Linear | Int4Linear) else layer.weight
 
 
-def _sample(found: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """A layer of each shape, then others, so many that no cache holds their first rows."""
-    one_each = {(layer.out_features, layer.in_features): layer for layer in reversed(found)}
-    chosen = [(layer, _first_rows(layer)) for layer in one_each.values()]
-    n_bytes = sum(_kept(part).nbytes for _, part in chosen)
-    for layer in found:
+def _sample(found_layers: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Choose a layer of each shape, then others, so many that no cache holds their first rows."""
+    first_of_shape = {(layer.out_features, layer.in_features): layer for layer in reversed(found_layers)}
+    sample = [(layer, _first_rows(layer)) for layer in first_of_shape.values()]
+    n_bytes = sum(_weight_in_memory(part).nbytes for _, part in sample)
+    for layer in found_layers:
         if n_bytes >= TIMED_BYTES:
             break
-        if not any(layer is other for other in one_each.values()):
-            chosen.append((layer, _first_rows(layer)))
-            n_bytes += _kept(chosen[-1][1]).nbytes
-    return chosen
+        if not any(layer is first for first in first_of_shape.values()):
+            part = _first_rows(layer)
+            sample.append((layer, part))
+            n_bytes += _weight_in_memory(part).nbytes
+    return sample
 
 
 def _first_rows(layer: Any) -> Any:
-    """The layer, or one of so many of its rows that it is quick to try."""
-    n_rows = PART_BYTES * layer.out_features // max(1, _kept(layer).nbytes) // ROWS_TOGETHER * ROWS_TOGETHER
+    """Return the layer, or one of so many of its rows that it is quick to try."""
+    n_rows = PART_BYTES * layer.out_features // max(1, _weight_in_memory(layer).nbytes)
+    n_rows = n_rows // ROWS_TOGETHER * ROWS_TOGETHER
     if not 0 < n_rows < layer.out_features:
         return layer
     part = copy.copy(layer)
     part._parameters = dict(layer._parameters)
     part.out_features = n_rows
     if isinstance(layer, Int8Linear | Int4Linear):
-        part.levels = nn.Parameter(layer.levels.detach()[:n_rows], requires_grad=False)
+        part.quantised = nn.Parameter(layer.quantised.detach()[:n_rows], requires_grad=False)
         scales = layer.scales.detach()
         scales = scales[:, :n_rows].contiguous() if isinstance(layer, Int4Linear) else scales[:n_rows]
         part.scales = nn.Parameter(scales, requires_grad=False)
@@ -220,20 +240,24 @@ def _first_rows(layer: Any) -> Any:
 
 
 @torch.inference_mode()
-def _made(sample: Sample, kernel: Kernel) -> list[Any]:
-    """The layers by another kernel, where it fits. Raises RuntimeError when it fits none, or gives other results."""
+def _make_verified(sample: Sample, kernel: Kernel) -> list[Any]:
+    """Make the layers by a kernel, where it fits. Raises RuntimeError when it fits none, or gives other results."""
     parts = [part for _, part in sample]
-    made = [kernel.make(part) if kernel.fits(layer) else part for layer, part in sample]
-    one_each = {(p.out_features, p.in_features): (p, q) for p, q in zip(parts, made, strict=True) if p is not q}
-    if not one_each:
+    candidates = [kernel.make(part) if kernel.fits(layer) else part for layer, part in sample]
+    pair_of_shape = {
+        (plain.out_features, plain.in_features): (plain, candidate)
+        for plain, candidate in zip(parts, candidates, strict=True)
+        if plain is not candidate
+    }
+    if not pair_of_shape:
         raise RuntimeError("it is not for these weights on this CPU")
-    if not all(works(plain, other, kernel.tolerance) for plain, other in one_each.values()):
+    if not all(works(plain, candidate, kernel.tolerance) for plain, candidate in pair_of_shape.values()):
         raise RuntimeError("it gives other results here")
-    return made
+    return candidates
 
 
 @torch.inference_mode()
-def works(plain: nn.Linear | FrozenLinear, other: FrozenLinear, tolerance: float) -> bool:
+def works(plain: nn.Linear | FrozenLinear, candidate: FrozenLinear, tolerance: float) -> bool:
     """Do both give the same, whatever the number of rows?"""
     rng = torch.Generator().manual_seed(0)
     weight = plain.weight
@@ -241,37 +265,37 @@ def works(plain: nn.Linear | FrozenLinear, other: FrozenLinear, tolerance: float
         hidden = torch.randn(n_rows, plain.in_features, generator=rng)
         hidden[0] = weight[0] > 0  # all of it adds up: a kernel that sums in 16 bits shows
         expected = plain(hidden.to(weight.dtype))
-        error = (other.compute(hidden.to(weight.dtype)) - expected).abs().max()
-        if not error <= tolerance * expected.abs().max():
+        error = (candidate.compute(hidden.to(weight.dtype)) - expected).abs().max()
+        if not error <= tolerance * expected.abs().max():  # NaN is not small either
             return False
     return True
 
 
 def fastest(seconds: dict[str, list[float]], rows: Sequence[int]) -> Decision[str]:
     """Choose by the sum over these numbers of rows; the first is taken unless another is surely faster."""
-    first, *others = seconds
-    if not others:
+    first, *alternatives = seconds
+    if not alternatives:
         return Decision(first, "no other kernel works here")
-    best = min(others, key=lambda kind: sum(seconds[kind]))
-    ratios = [a / b for a, b in zip(seconds[best], seconds[first], strict=True)]
-    told = ", ".join(f"{ratio:.2f} for {n}" for n, ratio in zip(rows, ratios, strict=True))
-    why = f"time by rows, {best} against {first}: {told}"
+    best = min(alternatives, key=lambda kind: sum(seconds[kind]))
+    ratios = [best_s / first_s for best_s, first_s in zip(seconds[best], seconds[first], strict=True)]
+    by_rows = ", ".join(f"{ratio:.2f} for {n}" for n, ratio in zip(rows, ratios, strict=True))
+    why = f"time by rows, {best} against {first}: {by_rows}"
     is_worth_it = sum(seconds[best]) < WORTH * sum(seconds[first])
     return Decision(best if is_worth_it else first, why)
 
 
 @torch.inference_mode()
-def _times(those: Sequence[Any], dtype: torch.dtype, rows: Sequence[int]) -> list[float]:
-    """Seconds of a pass through all, for each number of rows."""
-    return [_time(those, n, dtype) for n in rows]
+def _times(timed_layers: Sequence[Any], dtype: torch.dtype, rows: Sequence[int]) -> list[float]:
+    """Measure the seconds of a pass through all layers, for each number of rows."""
+    return [_time(timed_layers, n, dtype) for n in rows]
 
 
-def _time(those: Sequence[Any], n_rows: int, dtype: torch.dtype) -> float:
-    inputs = [torch.randn(n_rows, layer.in_features).to(dtype) for layer in those]
-    taken = []
+def _time(timed_layers: Sequence[Any], n_rows: int, dtype: torch.dtype) -> float:
+    inputs = [torch.randn(n_rows, layer.in_features).to(dtype) for layer in timed_layers]
+    seconds = []
     for _ in range(TIMED_PASSES):
-        begun = time.perf_counter()
-        for layer, hidden in zip(those, inputs, strict=True):
+        begin = time.perf_counter()
+        for layer, hidden in zip(timed_layers, inputs, strict=True):
             layer(hidden)
-        taken.append(time.perf_counter() - begun)
-    return min(taken)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)

@@ -15,7 +15,7 @@ from swarmd.errors import ConfigError
 
 
 def library_config(kind: str) -> Any:
-    """The library's own description of a kind; None for unquantised. Raises ConfigError without bitsandbytes."""
+    """Make the library's own description of a kind; None for unquantised. Raises ConfigError without bitsandbytes."""
     if kind == "none":
         return None
     if kind != "nf4":
@@ -30,6 +30,7 @@ def library_config(kind: str) -> Any:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The error's norm over the norm of what is expected."""
-    return float((got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-9))
+def relative_error(computed: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of the error over the norm of the expected tensor."""
+    error = computed.float() - expected.float()
+    return float(error.norm() / expected.float().norm().clamp(min=1e-9))

@@ -1,8 +1,8 @@
-"""A span whose blocks are those that most models have, computed for a few new tokens by one call (``compiled``).
+"""A span whose blocks are those that most models have, computed for a few new tokens by a fused kernel (``compiled``).
 
-Which blocks these are is seen by what they consist of: norms before attention and before a gated MLP, heads that
-share keys, rotary positions. What else a family may do with the same parts shows when results are compared, which the
-caller does before it relies on this. A step takes about the time of reading the weights; torch's own operators take 1
+Blocks are recognised by their parts: norms before attention and before a gated MLP, heads that share keys, rotary
+positions. A family may put the same parts together otherwise. So the caller compares results before it relies on this.
+A step takes about the time of reading the weights; torch's own operators take 1
 to 15 microseconds each before they compute anything, and there are 43 in a block (docs/performance.md, "Kernels").
 """
 
@@ -26,7 +26,7 @@ from swarmd.compute.cache.positions import Numbers, keep, make_room
 from swarmd.compute.compiled import layout
 from swarmd.compute.compiled.build import NotFused, compiling
 from swarmd.compute.hardware.device import free_memory_bytes
-from swarmd.compute.hardware.thread_pool import MOST_THREADS, ThreadTeam
+from swarmd.compute.hardware.thread_pool import MOST_THREADS, ThreadPool
 from swarmd.compute.linear.layers import (
     ROOM,
     STORED,
@@ -34,9 +34,9 @@ from swarmd.compute.linear.layers import (
     exact_dtype,
     is_exact_in_float16,
     rows_together,
-    scales_of,
     share_weight,
     stored_dtype,
+    stored_scales,
     stored_weight,
 )
 
@@ -64,7 +64,7 @@ CURVES: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class FusedPass:
-    """See the module. ``held`` keeps what the table has addresses of; the threads of ``team`` share the work."""
+    """See the module. ``tensors`` keeps alive what the table has addresses of; the threads of ``pool`` share work."""
 
     run_blocks: Callable[..., None]
     shape: Numbers
@@ -72,9 +72,9 @@ class FusedPass:
     table: Numbers
     frequencies: Numbers
     dtype: torch.dtype
-    held: Sequence[Any]
+    tensors: Sequence[Any]
     on_pass: Callable[[], None]
-    team: ThreadTeam
+    pool: ThreadPool
 
     @property
     def timed(self) -> Sequence[int]:
@@ -88,21 +88,26 @@ class FusedPass:
 
     def takes(self, caches: Sequence[SpanCache]) -> bool:
         """Do all sessions keep plain keys and values as this reads them, and have some?"""
-        kept = torch.int8 if self.shape[layout.KEPT] == layout.INT8 else self.dtype
-        return all(
-            cache.is_plain and all(layer.has_shape and layer.dtype == kept for layer in cache.owned) for cache in caches
+        dtype = torch.int8 if self.shape[layout.KEPT] == layout.INT8 else self.dtype
+        layers = [layer for cache in caches for layer in cache.owned]
+        return all(cache.is_plain for cache in caches) and all(
+            layer.has_shape and layer.dtype == dtype for layer in layers
         )
 
     def run(self, pieces: Sequence[SessionTokens]) -> list[torch.Tensor]:
         """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
         hidden, positions = in_one_row(pieces)
-        x, (kept, counts) = hidden[0].float(), make_room(pieces)
-        shared, met = torch.empty(len(x) * layout.n_shared(self.shape)).numpy(), np.zeros(1, np.int64)
-        about = self.shape, self.floats, self.table, self.frequencies
-        of_pass = positions[0].numpy(), kept, counts
-        self.team.run(
-            len(x), lambda part, parts: self.run_blocks(*about, x.numpy(), of_pass, (shared, met, part, parts))
-        )
+        x = hidden[0].float()
+        kv_places, counts = make_room(pieces)
+        room = torch.empty(len(x) * layout.n_shared(self.shape)).numpy()
+        barrier = np.zeros(1, np.int64)
+        of_pass = positions[0].numpy(), kv_places, counts
+
+        def run_share(thread: int, n_threads: int) -> None:
+            share = room, barrier, thread, n_threads
+            self.run_blocks(self.shape, self.floats, self.table, self.frequencies, x.numpy(), of_pass, share)
+
+        self.pool.run(len(x), run_share)
         keep(pieces)
         self.on_pass()
         return of_each(x.to(self.dtype), pieces)
@@ -110,7 +115,7 @@ class FusedPass:
 
 @dataclass(frozen=True, slots=True)
 class FusedShape:
-    """What all blocks of a span have in common that one call computes; ``shape`` lacks how weights are stored."""
+    """What the blocks of a fused kernel have in common; ``shape`` lacks the format of weights."""
 
     shape: Numbers
     floats: Numbers
@@ -121,14 +126,14 @@ class FusedShape:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The weights of one block as compiled code reads them: a row of addresses, and what keeps the memory there."""
+    """The weights of one block as compiled code reads them: a row of addresses, and the tensors that they are of."""
 
     row: Numbers
-    held: Sequence[Any]
+    tensors: Sequence[Any]
 
 
 def describe(decoder: Any, blocks: Sequence[nn.Module], dtype: torch.dtype, keeps_8_bits: bool = False) -> FusedShape:
-    """Find out whether one call can compute these blocks, with caches in 8 bits or in ``dtype``; moves no weight.
+    """Find out whether a fused kernel can compute these blocks, with caches in 8 bits or in ``dtype``; moves no weight.
 
     Raises NotFused.
     """
@@ -136,22 +141,24 @@ def describe(decoder: Any, blocks: Sequence[nn.Module], dtype: torch.dtype, keep
         first: Any = blocks[0]
         attention = first.self_attn
         rotary = decoder.rotary_emb
-        matrices = [_parts(block) for block in blocks]
-        head, scale = int(attention.head_dim), float(attention.scaling)
-        frequencies, factor = rotary.inv_freq.float().numpy(), float(rotary.attention_scaling)
+        matrices = [_matrices_of(block) for block in blocks]
+        head = int(attention.head_dim)
+        scale = float(attention.scaling)
+        frequencies = rotary.inv_freq.float().numpy()
+        factor = float(rotary.attention_scaling)
         epsilon = {_epsilon(block.get_submodule(name)) for block in blocks for name in NORMS}
         curve = _curve(first.mlp.act_fn)
     except AttributeError as error:
         raise NotFused(f"its blocks are of another kind: {error}") from None
-    one = matrices[0]
-    heads, kept_heads = (one[name].out_features // head for name in ("self_attn.q_proj", "self_attn.k_proj"))
-    inner = one["mlp.gate_proj"].out_features
+    heads = matrices[0]["self_attn.q_proj"].out_features // head
+    kept_heads = matrices[0]["self_attn.k_proj"].out_features // head
+    inner = matrices[0]["mlp.gate_proj"].out_features
     if getattr(getattr(decoder, "config", None), "clip_qkv", None) is not None:
         raise NotFused("it clips queries, keys and values")
     if len(epsilon) > 1 or 2 * len(frequencies) > head or dtype not in STORED:
         raise NotFused("its blocks are of another kind")
-    kept = layout.INT8 if keeps_8_bits else STORED[dtype]
-    shape = np.array([heads, kept_heads, head, inner, layout.FLOAT32, kept, curve], np.int64)
+    cache_format = layout.INT8 if keeps_8_bits else STORED[dtype]
+    shape = np.array([heads, kept_heads, head, inner, layout.FLOAT32, cache_format, curve], np.int64)
     floats = np.array([epsilon.pop(), scale, factor], np.float32)
     return FusedShape(shape, floats, frequencies, head, dtype)
 
@@ -163,13 +170,22 @@ def assemble(
     cache_folder: Path,
     on_pass: Callable[[], None] = lambda: None,
 ) -> FusedPass:
-    """One call for these blocks, in their order. Raises NotFused where nothing can be compiled."""
+    """Make the fused kernel of these blocks, in their order. Raises NotFused where nothing can be compiled."""
     numbers = shape.shape.copy()
     numbers[layout.STORED] = STORED[stored_in]
-    table, held = np.stack([block.row for block in blocks]), [block.held for block in blocks]
-    team = ThreadTeam(min(torch.get_num_threads(), MOST_THREADS))
-    run_blocks = compiled_blocks(cache_folder)
-    return FusedPass(run_blocks, numbers, shape.floats, table, shape.frequencies, shape.dtype, held, on_pass, team)
+    table = np.stack([block.row for block in blocks])
+    pool = ThreadPool(min(torch.get_num_threads(), MOST_THREADS))
+    return FusedPass(
+        run_blocks=compiled_blocks(cache_folder),
+        shape=numbers,
+        floats=shape.floats,
+        table=table,
+        frequencies=shape.frequencies,
+        dtype=shape.dtype,
+        tensors=[block.tensors for block in blocks],
+        on_pass=on_pass,
+        pool=pool,
+    )
 
 
 def fuse(
@@ -188,42 +204,44 @@ def fuse(
 
 
 def compiled_blocks(cache_folder: Path) -> Callable[..., None]:
-    """The function that computes blocks, compiled. Raises NotFused."""
+    """Compile the function that computes blocks. Raises NotFused."""
     with compiling(cache_folder):
-        from swarmd.compute.compiled.blocks import run
+        from swarmd.compute.compiled.blocks import run_blocks
 
-        run(*_nothing())
-    return run
-
-
-def _nothing() -> tuple[Any, ...]:
-    """Arguments of the compiled function that have it compute nothing, but be there."""
-    shape, table, kept = (
-        np.ones(7, np.int64),
-        np.zeros((0, layout.N_ADDRESSES), np.int64),
-        np.zeros((0, 1, 6), np.int64),
-    )
-    numbers, x, room = np.ones(3, np.float32), np.ones((1, 1), np.float32), np.empty(6, np.float32)
-    of_pass = np.zeros(1, np.int64), kept, np.zeros((1, 2), np.int64)
-    return shape, numbers, table, numbers, x, of_pass, (room, np.zeros(1, np.int64), 0, 1)
+        run_blocks(*_no_blocks())
+    return run_blocks
 
 
-def _parts(block: nn.Module) -> dict[str, Any]:
-    """A block's matrices by name, when there is nothing else with weights than these and norms. Raises NotFused."""
-    found = {
-        name: part
-        for name, part in block.named_modules()
-        if isinstance(part, FrozenLinear) or [*part.parameters(recurse=False)]
+def _no_blocks() -> tuple[Any, ...]:
+    """Make arguments with which the compiled function computes no block, but is compiled."""
+    shape = np.ones(7, np.int64)
+    table = np.zeros((0, layout.N_ADDRESSES), np.int64)
+    floats = np.ones(3, np.float32)
+    x = np.ones((1, 1), np.float32)
+    positions = np.zeros(1, np.int64)
+    kv_places = np.zeros((0, 1, 6), np.int64)
+    counts = np.zeros((1, 2), np.int64)
+    room = np.empty(6, np.float32)
+    barrier = np.zeros(1, np.int64)
+    return shape, floats, table, floats, x, (positions, kv_places, counts), (room, barrier, 0, 1)
+
+
+def _matrices_of(block: nn.Module) -> dict[str, Any]:
+    """Return a block's matrices by name, if nothing else has weights but these and norms. Raises NotFused."""
+    modules = {
+        name: module
+        for name, module in block.named_modules()
+        if isinstance(module, FrozenLinear) or [*module.parameters(recurse=False)]
     }
-    matrices = {name: part for name, part in found.items() if name in MATRICES}
-    others = found.keys() - MATRICES.keys() - NORMS.keys() - HEAD_NORMS.keys()
-    missing = (MATRICES.keys() | NORMS.keys()) - found.keys()
-    if others or missing:
-        raise NotFused(f"its blocks are of another kind: {', '.join(sorted(others | missing))}")
-    for name, part in matrices.items():
-        if part.out_features % rows_together(part):
-            raise NotFused(f"{name} is a {type(part).__name__} of {getattr(part, 'out_features', '?')}")
-        if any(parameter.device.type != "cpu" for parameter in part.parameters()):
+    matrices = {name: module for name, module in modules.items() if name in MATRICES}
+    unknown = modules.keys() - MATRICES.keys() - NORMS.keys() - HEAD_NORMS.keys()
+    missing = (MATRICES.keys() | NORMS.keys()) - modules.keys()
+    if unknown or missing:
+        raise NotFused(f"its blocks are of another kind: {', '.join(sorted(unknown | missing))}")
+    for name, layer in matrices.items():
+        if layer.out_features % rows_together(layer):
+            raise NotFused(f"{name} is a {type(layer).__name__} of {getattr(layer, 'out_features', '?')}")
+        if any(parameter.device.type != "cpu" for parameter in layer.parameters()):
             raise NotFused("it is not on a CPU")
     return matrices
 
@@ -234,14 +252,18 @@ def _epsilon(norm: Any) -> float:
 
 @torch.no_grad()
 def _norm_weight(norm: Any) -> torch.Tensor:
-    """What a norm multiplies with: some families' is one more than their parameter."""
-    unit: torch.Tensor = norm(torch.ones_like(norm.weight).unsqueeze(0))[0].float()
-    return (unit * math.sqrt(1 + _epsilon(norm))).contiguous()
+    """Find out what a norm multiplies with: some families' is one more than their parameter.
+
+    Ones have a mean square of 1, so the norm gives weight / sqrt(1 + epsilon).
+    """
+    ones = torch.ones_like(norm.weight).unsqueeze(0)
+    normed: torch.Tensor = norm(ones)[0].float()
+    return (normed * math.sqrt(1 + _epsilon(norm))).contiguous()
 
 
 @torch.no_grad()
 def _curve(function: Callable[[torch.Tensor], torch.Tensor]) -> int:
-    """The number of an activation, by what it gives. Raises NotFused."""
+    """Find out the number of an activation, by its values. Raises NotFused."""
     x = torch.linspace(-6, 6, 64)
     for curve, known in CURVES.items():
         if torch.allclose(function(x), known(x), atol=1e-6):
@@ -250,8 +272,8 @@ def _curve(function: Callable[[torch.Tensor], torch.Tensor]) -> int:
 
 
 def format_of(block: nn.Module) -> torch.dtype:
-    """In what all weights of a block can be kept: as few bits as lose nothing. Raises NotFused."""
-    layers = list(_parts(block).values())
+    """Choose what all weights of a block can be kept in: as few bits as lose nothing. Raises NotFused."""
+    layers = list(_matrices_of(block).values())
     common = common_format([stored_dtype(layer) for layer in layers])
     if common != torch.float32:
         return common
@@ -262,7 +284,7 @@ def format_of(block: nn.Module) -> torch.dtype:
 
 
 def common_format(formats: Sequence[torch.dtype]) -> torch.dtype:
-    """What several can all be kept in, by what each can be kept in. Raises NotFused."""
+    """Choose what several weights can all be kept in, by what each can be kept in. Raises NotFused."""
     if len(set(formats)) == 1 and formats[0] in STORED:
         return formats[0]
     if not set(formats) <= {torch.float32, torch.bfloat16, torch.float16}:
@@ -275,37 +297,50 @@ def lay_out(block: nn.Module, shape: FusedShape, stored_in: torch.dtype) -> Bloc
 
     Layers that can read them there share that memory, so that no weight is kept twice.
     """
-    parts = _parts(block)
-    n_bytes = sum(_padded(part.in_features * part.out_features * _bytes_of(stored_in)) for part in parts.values())
+    # One block's weights, one after the other, each from a multiple of ALIGNED bytes on:
+    #
+    #     arena    | q_proj | k_proj | v_proj | o_proj | gate_proj | up_proj | down_proj |
+    #     tensors    arena, and beside it scales, biases and norms, which are small
+    #     row        their addresses (``layout``)
+    matrices = _matrices_of(block)
+    sizes = [layer.in_features * layer.out_features for layer in matrices.values()]
+    n_bytes = sum(_padded(size * _bytes_of(stored_in)) for size in sizes)
     if free_memory_bytes("cpu") < ROOM * n_bytes:
         raise NotFused("not enough memory to move its weights")
     arena = torch.from_numpy(np.empty(n_bytes, np.uint8))  # numpy asks for large pages, torch does not
-    row, held, at = np.zeros(layout.N_ADDRESSES, np.int64), [arena], 0
+    row = np.zeros(layout.N_ADDRESSES, np.int64)
+    tensors = [arena]
+    offset = 0
 
-    def keep(tensor: torch.Tensor) -> int:
-        held.append(tensor)
+    def address_of(tensor: torch.Tensor) -> int:
+        tensors.append(tensor)
         return tensor.data_ptr()
 
-    for name, layer in parts.items():
-        which, weight = MATRICES[name], stored_weight(layer)
-        place = arena[at : at + weight.numel() * stored_in.itemsize].view(stored_in).view(weight.shape)
-        at += _padded(place.nbytes)
+    for name, layer in matrices.items():
+        column = MATRICES[name]
+        weight = stored_weight(layer)
+        end = offset + weight.numel() * stored_in.itemsize
+        place = arena[offset:end].view(stored_in).view(weight.shape)
+        offset += _padded(place.nbytes)
         place.copy_(weight)
         if place.dtype == weight.dtype:
             share_weight(layer, place)
-        row[which] = place.data_ptr()
+        row[column] = place.data_ptr()
         if stored_in in (torch.int8, torch.uint8):
-            row[layout.SCALES + which] = keep(scales_of(layer))
+            row[layout.SCALES + column] = address_of(stored_scales(layer))
         if layer.bias is not None:
-            row[layout.BIAS + which] = keep(layer.bias.detach().float())
-    width, modules = parts["self_attn.q_proj"].in_features, dict[str, Any](block.named_modules())
-    for name, which in (NORMS | HEAD_NORMS).items():
-        if (norm := modules.get(name)) is not None:
-            n = shape.head if name in HEAD_NORMS else width
-            if norm.weight.numel() != n:
-                raise NotFused(f"{name} has {norm.weight.numel()} weights")
-            row[which] = keep(_norm_weight(norm))
-    return BlockLayout(row, held)
+            row[layout.BIAS + column] = address_of(layer.bias.detach().float())
+    width = matrices["self_attn.q_proj"].in_features
+    modules = dict[str, Any](block.named_modules())
+    for name, column in (NORMS | HEAD_NORMS).items():
+        norm = modules.get(name)
+        if norm is None:
+            continue
+        n_weights = shape.head if name in HEAD_NORMS else width
+        if norm.weight.numel() != n_weights:
+            raise NotFused(f"{name} has {norm.weight.numel()} weights")
+        row[column] = address_of(_norm_weight(norm))
+    return BlockLayout(row, tensors)
 
 
 def _bytes_of(stored_in: torch.dtype) -> float:
@@ -313,5 +348,5 @@ def _bytes_of(stored_in: torch.dtype) -> float:
 
 
 def _padded(n_bytes: float) -> int:
-    """As many that what follows begins where a weight may."""
+    """Round up, so that the next weight begins where one may."""
     return -(-int(n_bytes) // ALIGNED) * ALIGNED

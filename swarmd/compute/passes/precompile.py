@@ -1,7 +1,7 @@
-"""Compile once, in a process of its own, what computes blocks and layers here: a worker serves meanwhile.
+"""Compile the kernels of blocks and layers once, in a process of its own: a worker serves meanwhile.
 
 Numba compiles for 20 s where nothing is on disk, and holds Python's lock while it does. ``is_compiled`` tells whether
-all of it is there; ``start`` has it made by a process of the lowest priority that ends with whoever started it.
+all of it is there; ``start`` begins a process of the lowest priority that compiles, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from torch import nn
 
 from swarmd.compute.compiled.build import NotFused, compiled_folder
-from swarmd.compute.hardware.matrix_unit import has_tiles
+from swarmd.compute.hardware.matrix_unit import has_matrix_unit
 from swarmd.compute.linear.few_bits import Int8Head
 from swarmd.compute.linear.tiled import TiledLinear
 from swarmd.compute.passes.fused import compiled_blocks
 
 logger = logging.getLogger(__name__)
 
-LOWEST_PRIORITY = 19  # nice(2): whoever serves goes first
+LOWEST_PRIORITY = 19  # nice(2): a worker that serves goes first
 _PR_SET_PDEATHSIG = 1  # prctl(2): a signal for this process when its parent ends
 
 
@@ -37,7 +37,7 @@ def compile_all(cache_folder: Path) -> None:
     """Compile what is not on disk yet. Raises NotFused."""
     compiled_blocks(cache_folder)
     Int8Head(nn.Linear(64, 64, bias=False), cache_folder)
-    if has_tiles():
+    if has_matrix_unit():
         TiledLinear(nn.Linear(64, 64, bias=False), cache_folder)
     _mark(cache_folder).touch()
 
@@ -54,6 +54,7 @@ def _mark(cache_folder: Path) -> Path:
 
 
 def main() -> int:
+    """Compile all; the exit status is 1 where nothing can be compiled."""
     os.nice(LOWEST_PRIORITY)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

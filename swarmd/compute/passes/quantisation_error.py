@@ -1,4 +1,4 @@
-"""What few bits cost: the error of what a span computes, measured where it is loaded."""
+"""The error of few bits: how far the output of a span is from that of the same blocks unquantised, measured here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 def quantization_error(span: LoadedSpan, folder: Path) -> float | None:
-    """The error of a span's output on a probe, relative to the same blocks unquantised; None: it cannot be measured."""
+    """Return the relative error of a span's output on a probe, against unquantised blocks; None if not measurable.
+
+    Only the last value that ``measure_quantization`` yields is the error.
+    """
     return deque(measure_quantization(span, folder), maxlen=1)[0]
 
 
@@ -28,19 +31,24 @@ def measure_quantization(span: LoadedSpan, folder: Path) -> Iterator[float | Non
     Half of the probe's tokens are in the caches when the others come, so that caches in 8 bits have their part in it.
     Ends with None when not even one block fits into memory unquantised.
     """
-    rng, (zeros, positions) = torch.Generator().manual_seed(2), span.example(16)
+    rng = torch.Generator().manual_seed(2)
+    zeros, positions = span.example(16)
     hidden = torch.randn(zeros.shape, generator=rng).to(zeros)
-    cache, half = span.new_cache(), hidden.shape[1] // 2
+    cache = span.new_cache()
+    half = hidden.shape[1] // 2
     first = span.forward(hidden[:, :half], positions[:, :half], None, cache, 0)
     second = span.forward(hidden[:, half:], positions[:, half:], None, cache, half)
-    got, expected = torch.cat([first, second], 1), hidden
+    out = torch.cat([first, second], 1)
+    expected = hidden
+    # The probe passes through one unquantised block after the other; each is freed before the next is loaded, since
+    # the whole span unquantised may not fit into memory.
     for block in span.span.blocks():
         yield None
         try:
-            one = LoadedSpan(folder, Span(block, block + 1), span.dtype, str(span.device), is_quick=False)
+            unquantised = LoadedSpan(folder, Span(block, block + 1), span.dtype, str(span.device), is_quick=False)
         except ConfigError as error:
             logger.info("the loss of quantising is not measured: %s", error)
             yield None
             return
-        expected = one.forward(expected, positions)
-    yield relative_error(got, expected)
+        expected = unquantised.forward(expected, positions)
+    yield relative_error(out, expected)

@@ -1,4 +1,4 @@
-"""How fast a loaded span computes, measured pass by pass, so that whoever measures can stop."""
+"""How fast a loaded span computes, measured pass by pass, so that the caller can stop in between."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from swarmd.values import Span
 
 def first_rates(span: LoadedSpan, budget_s: float) -> tuple[float, float]:
     """Measure tokens/s of one stream and of prefill in a part of a span, in about ``budget_s`` each: a first guess."""
-    hop, share = span.sample, len(span.sample) / len(span.span)
-    return share * last(decode_rates(span, 1, budget_s, hop)), share * last(prefill_rates(span, budget_s, hop))
+    share = len(span.sample) / len(span.span)
+    decode_rate = last(decode_rates(span, 1, budget_s, span.sample))
+    prefill_rate = last(prefill_rates(span, budget_s, span.sample))
+    return share * decode_rate, share * prefill_rate
 
 
 def decode_rates(span: LoadedSpan, n_streams: int, budget_s: float, hop: Span | None = None) -> Iterator[float]:
     """Measure tokens/s of so many decoding streams in one pass, in about ``budget_s``: after each pass the mean."""
-    caches, n_past = [span.new_cache(hop) for _ in range(n_streams)], 16
+    n_past = 16
+    caches = [span.new_cache(hop) for _ in range(n_streams)]
     for cache in caches:
         span.forward(*span.example(n_past), None, cache, 0, hop)
         yield 0.0
     hidden, positions = span.example(1)
 
     def decode(step: int) -> int:
-        at = n_past + step
+        position = n_past + step
         if span.can_batch:
-            span.forward_ragged([SessionTokens(hidden, positions + at, cache, at) for cache in caches], hop)
+            pieces = [SessionTokens(hidden, positions + position, cache, position) for cache in caches]
+            span.forward_ragged(pieces, hop)
         else:
             for cache in caches:
-                span.forward(hidden, positions + at, None, cache, at, hop)
+                span.forward(hidden, positions + position, None, cache, position, hop)
         finish(span.device)
         return n_streams
 
@@ -53,15 +57,17 @@ def prefill_rates(span: LoadedSpan, budget_s: float, hop: Span | None = None) ->
 def _rates(step: Callable[[int], int], budget_s: float) -> Iterator[float]:
     step(0)
     yield 0.0  # the first one is slow
-    done, n, spent_s = 0, 1, 0.0
-    while spent_s < budget_s and n < 64:
-        begun = time.perf_counter()
-        done += step(n)
-        spent_s += time.perf_counter() - begun
-        n += 1
-        yield done / max(spent_s, 1e-9)
+    n_tokens = 0
+    n_steps = 1
+    spent_s = 0.0
+    while spent_s < budget_s and n_steps < 64:
+        begin = time.perf_counter()
+        n_tokens += step(n_steps)
+        spent_s += time.perf_counter() - begin
+        n_steps += 1
+        yield n_tokens / max(spent_s, 1e-9)
 
 
 def last(rates: Iterable[float]) -> float:
-    """What was measured when the time was over."""
+    """Return the rate that was measured when the time was over."""
     return deque(rates, maxlen=1)[0]

@@ -1,4 +1,4 @@
-"""Fewer launches in a pass that was written down: what ``cuda.pointwise`` computes at once, and products of the same.
+"""Fewer launches in a traced pass: what ``cuda.pointwise`` computes at once, and products of the same rows.
 
 As ``simplify``, these are peepholes on a graph of ATen operators, and know no family.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from swarmd.compute.cuda.pointwise import OPERATORS
-from swarmd.compute.passes.simplify import NORM, ROTARY, call, is_pure, matched, put
+from swarmd.compute.passes.simplify import NORM, ROTARY, call, is_pure, match, put
 
 _aten = torch.ops.aten
 GATE = (_aten.mul.Tensor, (_aten.silu.default, "gate"), "up")
@@ -33,88 +33,120 @@ def rewrite(module: fx.GraphModule) -> None:
     graph.eliminate_dead_code()
 
 
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+# Families write a norm in two ways, and both give the one operator:
+#
+#     float32:    x ----------------------> norm ----------------> * weight
+#     16 bits:    source -- to float32 ---> norm -- to 16 bits --> * weight
 def _norm(node: fx.Node) -> None:
-    """A norm with its weight, computed in float32 and rounded before it meets the weight."""
-    found = matched(NORM, node)
-    if found is None:
+    """Join a norm with its weight; it is computed in float32 and rounded before the weight comes."""
+    names = match(NORM, node)
+    if names is None:
         return
-    x, unit = found["x"], node
-    dtype = x.meta["val"].dtype
+    x = names["x"]
+    normed = node
     source = x.args[0] if x.target is _aten._to_copy.default else None
-    rounded = next(iter(node.users)) if len(node.users) == 1 else None
+    rounded = _only_user(node)
     if source is not None and rounded is not None and rounded.target is _aten._to_copy.default:
         if rounded.meta["val"].dtype != source.meta["val"].dtype:
             return
-        x, unit, dtype = source, rounded, source.meta["val"].dtype
-    scaled = next(iter(unit.users)) if len(unit.users) == 1 else None
-    if scaled is None or scaled.target is not _aten.mul.Tensor:
+        x = source
+        normed = rounded
+    weighted = _only_user(normed)
+    if weighted is None or weighted.target is not _aten.mul.Tensor:
         return
-    weight = next((part for part in scaled.args if part is not unit), None)
-    value = weight.meta["val"] if isinstance(weight, fx.Node) and weight.op == "get_attr" else None
-    if value is None or value.dtype != dtype or value.shape != x.meta["val"].shape[-1:]:
+    weight = next((argument for argument in weighted.args if argument is not normed), None)
+    if not isinstance(weight, fx.Node) or weight.op != "get_attr":
         return
-    put(scaled, call(scaled, OPERATORS.norm.default, x, weight, float(found["eps"])))
+    value = weight.meta["val"]
+    rows = x.meta["val"]
+    if value.dtype != rows.dtype or value.shape != rows.shape[-1:]:
+        return
+    put(weighted, call(weighted, OPERATORS.norm.default, x, weight, float(names["eps"])))
 
 
 def _rotate(node: fx.Node) -> None:
-    found = matched(ROTARY, node)
-    if found is None:
+    names = match(ROTARY, node)
+    if names is None:
         return
-    x, half, cos = found["x"], found["half"], found["cos"]
-    value, turns = x.meta["val"], cos.meta["val"]
-    is_last = found["dim"] in (-1, value.ndim - 1) and value.shape[-1] == 2 * half
-    if is_last and value.ndim == 4 and turns.shape == (1, 1, *value.shape[2:]) and value.dtype == turns.dtype:
-        put(node, call(node, OPERATORS.rotate.default, x, cos, found["sin"]))
+    x = names["x"]
+    cos = names["cos"]
+    value = x.meta["val"]
+    cosines = cos.meta["val"]
+    if names["dim"] not in (-1, value.ndim - 1) or value.shape[-1] != 2 * names["half"]:
+        return
+    if value.ndim != 4 or value.dtype != cosines.dtype:
+        return
+    if cosines.shape == (1, 1, *value.shape[2:]):
+        put(node, call(node, OPERATORS.rotate.default, x, cos, names["sin"]))
 
 
 def _gate(node: fx.Node) -> None:
-    found = matched(GATE, node)
-    if found is not None and found["gate"].meta["val"].shape == found["up"].meta["val"].shape:
-        put(node, call(node, OPERATORS.gate.default, found["gate"], found["up"]))
+    names = match(GATE, node)
+    if names is None:
+        return
+    if names["gate"].meta["val"].shape == names["up"].meta["val"].shape:
+        put(node, call(node, OPERATORS.gate.default, names["gate"], names["up"]))
 
 
+# Queries, keys and values are products of the same rows, and so are gate and up:
+#
+#     rows * Wq, rows * Wk, rows * Wv    ->    out = rows * | Wq |      out[:, :q], out[:, q : q + k], ...
+#                                                           | Wk |
+#                                                           | Wv |
+#
+# One product of more rows fills a card better than three. The joined weight takes no more memory, since the three
+# become views of it.
 def _join(module: fx.GraphModule) -> None:
-    """Products of the same rows are one, with a weight that is all of theirs; theirs are parts of it from now on."""
-    alike: dict[Any, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
+    """Join products of the same rows to one, with a joined weight of which theirs are parts from now on."""
+    groups: dict[Any, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
     for node in module.graph.nodes:
-        found = matched(PRODUCT, node)
-        if found is not None and getattr(found["weight"], "op", "") == "get_attr":
-            alike[_origin(found["rows"])].append((node, found["weight"]))
-    for group in alike.values():
+        names = match(PRODUCT, node)
+        if names is not None and getattr(names["weight"], "op", "") == "get_attr":
+            groups[_rows_key(names["rows"])].append((node, names["weight"]))
+    for group in groups.values():
         if len(group) > 1:
-            _join_these(module, group)
+            _join_group(module, group)
 
 
-def _origin(rows: fx.Node) -> tuple[Any, ...]:
-    """The same for rows that are the same."""
-    return (rows.args[0], repr(rows.args[1])) if rows.target is _aten.view.default else (rows, "")
+def _rows_key(rows: fx.Node) -> tuple[Any, ...]:
+    """Make a key that is equal for equal rows: each product has a view of its own of the same tensor."""
+    if rows.target is _aten.view.default:
+        return (rows.args[0], repr(rows.args[1]))
+    return (rows, "")
 
 
-def _join_these(module: fx.GraphModule, group: list[tuple[fx.Node, fx.Node]]) -> None:
-    first, parameters = group[0][0], [getattr(module, str(weight.target)) for _, weight in group]
-    whole = _whole(parameters)
-    name = f"_joined_{group[0][1].target}"
-    module.register_buffer(name, whole)
+def _join_group(module: fx.GraphModule, group: list[tuple[fx.Node, fx.Node]]) -> None:
+    first, first_weight = group[0]
+    parameters = [getattr(module, str(weight.target)) for _, weight in group]
+    name = f"_joined_{first_weight.target}"
+    module.register_buffer(name, _joined_weight(parameters))
     with module.graph.inserting_before(first):
         joined = module.graph.get_attr(name)
-    out = call(first, _aten.mm.default, first.args[0], call(first, _aten.t.default, joined))
+    transposed = call(first, _aten.t.default, joined)
+    out = call(first, _aten.mm.default, first.args[0], transposed)
     ends = list(accumulate(map(len, parameters)))
-    parts = [
-        call(first, _aten.slice.Tensor, out, 1, end - len(p), end) for p, end in zip(parameters, ends, strict=True)
-    ]
-    for (node, _), part in zip(group, parts, strict=True):
+    columns = []
+    for parameter, end in zip(parameters, ends, strict=True):
+        columns.append(call(first, _aten.slice.Tensor, out, 1, end - len(parameter), end))
+    for (node, _), part in zip(group, columns, strict=True):
         put(node, part)
 
 
-def _whole(parameters: list[torch.Tensor]) -> torch.Tensor:
-    """One tensor [sum of out, in] that these are parts of from now on, if they were not before."""
-    first, n_in = parameters[0], parameters[0].shape[1]
+def _joined_weight(parameters: list[torch.Tensor]) -> torch.Tensor:
+    """Make one tensor [sum of out, in] of which these are parts from now on, if they were not before."""
+    first = parameters[0]
+    n_in = first.shape[1]
     starts = [0, *accumulate(map(len, parameters))]
     places = [(p.untyped_storage().data_ptr(), p.data_ptr() - first.data_ptr()) for p in parameters]
-    there = [(first.untyped_storage().data_ptr(), start * n_in * first.element_size()) for start in starts[:-1]]
-    if places == there:
+    storage = first.untyped_storage().data_ptr()
+    joined_places = [(storage, start * n_in * first.element_size()) for start in starts[:-1]]
+    if places == joined_places:
         return first.detach().as_strided((starts[-1], n_in), (n_in, 1))
-    whole = torch.cat([p.detach() for p in parameters])
+    joined = torch.cat([p.detach() for p in parameters])
     for parameter, start in zip(parameters, starts, strict=False):
-        parameter.data = whole[start : start + len(parameter)]
-    return whole
+        parameter.data = joined[start : start + len(parameter)]
+    return joined

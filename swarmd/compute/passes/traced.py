@@ -1,10 +1,14 @@
-"""A pass written down as a straight line of tensor calls, without the modules around them, for any number of tokens.
+"""A traced pass: a straight line of tensor calls, without the modules around them, for any number of tokens.
 
 A decode step of a small span spends a third of its time between kernels, in Python that decides the same thing every
-time. ``trace`` records one pass with torch's own tracer; of two passes over different numbers of tokens ``capture``
-learns where the number enters, folds what depends on weights only, and gives back a plain function. What the tracer
-cannot follow (control flow that depends on values) it refuses, and the span goes on as
-before; the caller compares results before it relies on a captured pass.
+time. ``trace`` records one pass with torch's own tracer. From two passes over different numbers of tokens ``capture``
+learns where the number enters, folds what depends on weights only, and returns a plain function. The tracer refuses
+what it cannot follow (control flow that depends on values), and the span goes on as before. The caller compares results
+before it relies on a captured pass.
+
+    trace of 2 tokens   view(x, [1, 2, 9, 64])   slice(y, 0, 6)  ...
+    trace of 3 tokens   view(x, [1, 3, 9, 64])   slice(y, 0, 9)  ...
+    captured            view(x, [1, n, 9, 64])   slice(y, 0, n * 3)
 """
 
 from __future__ import annotations
@@ -24,11 +28,11 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 _library: Any = torch.library.Library("swarmd", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("attend(Tensor query, Tensor key, Tensor value, int layer) -> Tensor")
-_attend_now: list[Attend] = []  # the one that is being captured
+_captured_attention: list[Attend] = []  # that of the pass that is being captured
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
-    return _attend_now[-1](query, key, value, layer)
+    return _captured_attention[-1](query, key, value, layer)
 
 
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
@@ -58,15 +62,15 @@ ATTEND = torch.ops.swarmd.attend.default
 
 
 def trace(run: Pass, hidden: torch.Tensor, positions: torch.Tensor, attention: Attend) -> fx.GraphModule:
-    """Write down what ``run`` does with tensors of these shapes; ``attention`` computes what ``attend`` stands for.
+    """Record the operators of ``run`` for tensors of these shapes; ``attention`` computes what ``attend`` stands for.
 
     Raises RuntimeError or another exception of the tracer when ``run`` cannot be followed.
     """
-    _attend_now.append(attention)
+    _captured_attention.append(attention)
     try:
         module = written_down(run, hidden, positions)
     finally:
-        _attend_now.pop()
+        _captured_attention.pop()
     if hidden.is_cuda and not trouble(hidden.device):
         from swarmd.compute.passes.rewrite import rewrite  # late: Triton comes with torch where CUDA does
 
@@ -76,7 +80,7 @@ def trace(run: Pass, hidden: torch.Tensor, positions: torch.Tensor, attention: A
 
 
 def written_down(run: Pass, first: torch.Tensor, positions: torch.Tensor) -> fx.GraphModule:
-    """What ``run`` does, operator by operator. Raises RuntimeError or another exception of the tracer."""
+    """Record ``run``, operator by operator. Raises RuntimeError or another exception of the tracer."""
     from torch.fx.experimental.proxy_tensor import make_fx  # late: its import takes long
 
     with torch.no_grad():
@@ -85,87 +89,102 @@ def written_down(run: Pass, first: torch.Tensor, positions: torch.Tensor) -> fx.
 
 
 def capture(two: fx.GraphModule, three: fx.GraphModule, calls: Mapping[Any, Callable[..., Any]]) -> Pass:
-    """Of a pass over 2 tokens and one over 3, hidden [1, n, d] each, make one for any n.
+    """Make a pass for any n from one over 2 tokens and one over 3, hidden [1, n, d] each.
 
-    Operators in ``calls`` become calls of what these say. Raises RuntimeError when they differ by more than numbers
-    that are multiples of n.
+    Operators in ``calls`` are replaced by these functions. Raises RuntimeError when both passes differ by more than
+    numbers that are multiples of n.
     """
-    _let_n_enter(two, three)
-    constants = _fold(two)
+    _insert_n_tokens(two, three)
+    constants = _fold_constants(two)
     for node in two.graph.nodes:
         if node.op == "call_function":
-            node.target = calls.get(node.target) or _plain(node)
-    straight = type(fx.GraphModule(torch.nn.Module(), two.graph)).forward
+            node.target = calls.get(node.target) or _plain_function(node)
+    forward = type(fx.GraphModule(torch.nn.Module(), two.graph)).forward
 
     def run(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = straight(None, *constants, hidden.shape[1], hidden, positions)
+        out: torch.Tensor = forward(None, *constants, hidden.shape[1], hidden, positions)
         return out
 
     return run
 
 
-def _let_n_enter(two: fx.GraphModule, three: fx.GraphModule) -> None:
+# Both graphs must have the same operators in the same order. Then each argument is looked at:
+#
+#     the same node, or the same value           stays
+#     2 and 3                                    is n
+#     2 m and 3 m                                is n * m
+#     anything else                              cannot be captured
+#
+# A number that does not depend on n, but is 2 in one pass and 3 in the other by chance, would be taken for n. That is
+# why the caller compares results for other numbers of tokens.
+def _insert_n_tokens(two: fx.GraphModule, three: fx.GraphModule) -> None:
     """Make the number of tokens a leading argument of the first graph, wherever the second says that it counts."""
     pairs = list(zip(two.graph.nodes, three.graph.nodes, strict=False))
-    if len(two.graph.nodes) != len(three.graph.nodes) or any(p.target != q.target for p, q in pairs):
+    has_same_length = len(two.graph.nodes) == len(three.graph.nodes)
+    if not has_same_length or any(p.target != q.target for p, q in pairs):
         raise RuntimeError("a pass over 3 tokens does other things than one over 2")
     with two.graph.inserting_before(pairs[0][0]):
         n = two.graph.placeholder("n_tokens")
+    nodes_of_two: dict[fx.Node, fx.Node] = {}  # by those of three
 
-    def merged(first: Any, second: Any, at: fx.Node) -> Any:
+    def merge(first: Any, second: Any, user: fx.Node) -> Any:
         if isinstance(first, (list, tuple)) and len(first) == len(second):
-            return type(first)(merged(a, b, at) for a, b in zip(first, second, strict=True))
+            return type(first)(merge(a, b, user) for a, b in zip(first, second, strict=True))
         if isinstance(first, fx.Node) and isinstance(second, fx.Node):
-            if twins.get(second) is not first:
+            if nodes_of_two.get(second) is not first:
                 raise RuntimeError("a pass over 3 tokens takes other results than one over 2")
             return first
         if type(first) is type(second) and first == second:
             return first
         if not (isinstance(first, int) and isinstance(second, int) and 3 * first == 2 * second):
-            raise RuntimeError(f"{at.target} takes {first} for 2 tokens and {second} for 3")
+            raise RuntimeError(f"{user.target} takes {first} for 2 tokens and {second} for 3")
         if first == 2:
             return n
-        with two.graph.inserting_before(at):
+        with two.graph.inserting_before(user):
             return two.graph.call_function(operator.mul, (n, first // 2))
 
-    twins: dict[fx.Node, fx.Node] = {}
-    for node, other in pairs:
-        twins[other] = node
+    for node, node_of_three in pairs:
+        nodes_of_two[node_of_three] = node
         if node.op == "get_attr":
-            if not _same(getattr(two, node.target), getattr(three, node.target)):
+            if not _is_same_constant(getattr(two, node.target), getattr(three, node.target)):
                 raise RuntimeError("a pass uses constants that depend on the number of tokens")
         else:
-            node.args = merged(node.args, other.args, node)
-            node.kwargs = {k: merged(v, other.kwargs[k], node) for k, v in node.kwargs.items()}
+            node.args = merge(node.args, node_of_three.args, node)
+            node.kwargs = {k: merge(v, node_of_three.kwargs[k], node) for k, v in node.kwargs.items()}
 
 
-def _same(first: Any, second: Any) -> bool:
+def _is_same_constant(first: Any, second: Any) -> bool:
     if first is second or isinstance(first, torch.ScriptObject):  # packed weights, which do not compare
         return type(first) is type(second)
-    both = torch.is_tensor(first) and torch.is_tensor(second) and first.shape == second.shape
-    return bool(both and first.dtype == second.dtype and torch.equal(first, second))
+    if not (torch.is_tensor(first) and torch.is_tensor(second)):
+        return False
+    return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
 
 
-def _plain(node: fx.Node) -> Any:
-    plain = _PLAIN.get(node.target, node.target)
-    return node.target if {"out", "layout"} & node.kwargs.keys() else plain  # which plain functions do not take
+def _plain_function(node: fx.Node) -> Any:
+    if {"out", "layout"} & node.kwargs.keys():  # plain functions do not take them
+        return node.target
+    return _PLAIN.get(node.target, node.target)
 
 
-def _fold(module: fx.GraphModule) -> list[Any]:
+def _fold_constants(module: fx.GraphModule) -> list[Any]:
     """Compute what depends on weights only, and make it leading arguments of the graph. Returns their values."""
-    graph, known = module.graph, dict[fx.Node, Any]()
+    graph = module.graph
+    values: dict[fx.Node, Any] = {}
     for node in graph.nodes:
+        inputs = node.all_input_nodes
         if node.op == "get_attr":
-            known[node] = getattr(module, str(node.target))
-        elif node.op == "call_function" and node.all_input_nodes and all(n in known for n in node.all_input_nodes):
+            values[node] = getattr(module, str(node.target))
+        elif node.op == "call_function" and inputs and all(n in values for n in inputs):
             with torch.no_grad():
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-                known[node] = node.target(*args, **kwargs)
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)
     first = next(iter(graph.nodes))
     constants: list[Any] = []
-    for node in [n for n in known if any(user not in known for user in n.users)]:
+    # Only values with a user that is no constant itself are arguments; the others were on the way to these.
+    for node in [n for n in values if any(user not in values for user in n.users)]:
         with graph.inserting_before(first):
             node.replace_all_uses_with(graph.placeholder(f"constant_{len(constants)}"))
-        constants.append(known[node])
+        constants.append(values[node])
     graph.eliminate_dead_code()
     return constants

@@ -22,7 +22,7 @@ from torch import nn
 from swarmd.compute.compiled import layout
 from swarmd.compute.compiled.build import compiling
 from swarmd.compute.compiled.registers import ROWS
-from swarmd.compute.linear.layers import STORED, Int4Linear, Int8Linear, scales_of
+from swarmd.compute.linear.layers import STORED, Int4Linear, Int8Linear, stored_scales
 
 TOKENS = (1, 2, 3, 4, 5, 8, 13, 16, 32)
 WIDTHS = {layout.INT4: (32, 96, 576)}
@@ -83,8 +83,8 @@ def weight_of(stored: int, width: int) -> tuple[np.ndarray[Any, Any], np.ndarray
     linear = nn.Linear(width, N_OUT, bias=False)
     if stored in (layout.INT8, layout.INT4):
         layer = Int8Linear(linear) if stored == layout.INT8 else Int4Linear(linear)
-        scales = scales_of(layer).contiguous().view(torch.uint8).numpy()  # of int4 in bfloat16
-        return layer.levels.detach().numpy().view(np.uint8), scales
+        scales = stored_scales(layer).contiguous().view(torch.uint8).numpy()  # of int4 in bfloat16
+        return layer.quantised.detach().numpy().view(np.uint8), scales
     dtype = next(dtype for dtype, format_ in STORED.items() if format_ == stored)
     raw = linear.weight.detach().to(dtype).contiguous().view(torch.uint8)
     return raw.numpy(), np.zeros(1, np.float32)

@@ -11,7 +11,7 @@ from torch import nn
 
 from swarmd.compute.compiled import layout, registers
 from swarmd.compute.compiled.build import compiling
-from swarmd.compute.linear.layers import Int4Linear, Int8Linear, scales_of
+from swarmd.compute.linear.layers import Int4Linear, Int8Linear, stored_scales
 
 with compiling(Path(tempfile.gettempdir())):  # else numba looks at one file only, and would go on with what it has
     from swarmd.compute.compiled import matrices, quantised
@@ -21,17 +21,17 @@ N_ROWS = 2 * registers.ROWS
 
 
 def multiplied(layer: Int8Linear | Int4Linear, x: torch.Tensor) -> torch.Tensor:
-    scales, out = scales_of(layer), torch.zeros(len(x), N_ROWS)
+    scales, out = stored_scales(layer), torch.zeros(len(x), N_ROWS)
     stored = layout.INT8 if isinstance(layer, Int8Linear) else layout.INT4
-    addresses = layer.levels.data_ptr(), scales.data_ptr(), 0
+    addresses = layer.quantised.data_ptr(), scales.data_ptr(), 0
     matrices.multiply(stored, addresses, x.numpy(), out.numpy(), False, 0, 1)
     return out
 
 
 def exact(layer: Int8Linear | Int4Linear, x: torch.Tensor) -> torch.Tensor:
     if isinstance(layer, Int4Linear):  # its own kernel rounds to bfloat16
-        return x.double() @ layer._by_plain_numbers(torch.eye(layer.in_features)).double()
-    return x.double() @ (layer.levels.double() * layer.scales.double()[:, None]).t()
+        return x.double() @ layer._multiply_unpacked(torch.eye(layer.in_features)).double()
+    return x.double() @ (layer.quantised.double() * layer.scales.double()[:, None]).t()
 
 
 def text(n_tokens: int, k: int) -> torch.Tensor:
@@ -76,9 +76,9 @@ def test_products_of_many_tokens_are_right(kind: type[Int8Linear | Int4Linear], 
 @pytest.mark.parametrize("n", [2, 20])
 def test_threads_share_rows_and_add_them_to_what_is_there(n: int, kind: type[Int8Linear | Int4Linear]) -> None:
     layer, x, bias, there = layer_of(kind, 128), text(n, 128), torch.randn(N_ROWS), torch.randn(n, N_ROWS)
-    scales, out = scales_of(layer), there.clone()
+    scales, out = stored_scales(layer), there.clone()
     stored = layout.INT8 if kind is Int8Linear else layout.INT4
-    addresses = layer.levels.data_ptr(), scales.data_ptr(), bias.data_ptr()
+    addresses = layer.quantised.data_ptr(), scales.data_ptr(), bias.data_ptr()
     for part in range(3):
         matrices.multiply(stored, addresses, x.numpy(), out.numpy(), True, part, 3)
     assert torch.allclose(out, multiplied(layer, x) + bias + there, rtol=1e-5, atol=1e-4)
@@ -101,7 +101,7 @@ def test_sums_fit(k: int, n: int, sign: int) -> None:
     """Every level the largest one, in weights and in what enters, or the one whose lower byte is the largest."""
     assert quantised.CHUNK // registers.WIDTH * 127 * quantised.MOST < 2**31
     layer = layer_of(Int8Linear, k)
-    layer.levels.fill_(127)
+    layer.quantised.fill_(127)
     x = torch.full((n, k), float(sign))
     x[n // 2 :, 1:] *= 255 / quantised.MOST
     assert torch.allclose(multiplied(layer, x).double(), exact(layer, x), rtol=1e-5)

@@ -59,7 +59,7 @@ def test_a_layer_is_what_torchs_kernel_computes_but_for_its_rounding(
     kind: type[Int8Linear | Int4Linear], tmp_path: Path
 ) -> None:
     plain = kind(head_of(256, bias=True))
-    offer = kernels(tmp_path)[plain.levels.dtype]["levels"]
+    offer = kernels(tmp_path)[plain.quantised.dtype]["levels"]
     layer = offer.make(plain)
     assert offer.fits(plain)
     assert works(plain, layer, offer.tolerance)
@@ -72,4 +72,4 @@ def test_a_layer_is_what_torchs_kernel_computes_but_for_its_rounding(
 
 def test_rows_that_do_not_come_out_even_are_not_for_it(tmp_path: Path) -> None:
     for plain in (Int8Linear(head_of(63)), Int4Linear(head_of(48))):
-        assert not kernels(tmp_path)[plain.levels.dtype]["levels"].fits(plain)
+        assert not kernels(tmp_path)[plain.quantised.dtype]["levels"].fits(plain)

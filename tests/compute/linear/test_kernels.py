@@ -224,7 +224,7 @@ class TestFewBits:
         assert got.shape == expected.shape
         assert got.dtype == dtype
         assert (got - expected).float().norm() < error * expected.float().norm()
-        assert layer.levels.nbytes + layer.scales.nbytes < share * 4 * 256 * 512
+        assert layer.quantised.nbytes + layer.scales.nbytes < share * 4 * 256 * 512
 
     def test_rows_of_zeros_and_one_large_value_stay_what_they_are(
         self, kind: type[FrozenLinear], error: float, share: float

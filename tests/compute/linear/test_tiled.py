@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from swarmd.compute.hardware.matrix_unit import has_tiles
-from swarmd.compute.hardware.thread_pool import ThreadTeam
+from swarmd.compute.hardware.matrix_unit import has_matrix_unit
+from swarmd.compute.hardware.thread_pool import ThreadPool
 from swarmd.compute.linear import tiled
 from swarmd.compute.linear.kernels import works
 from swarmd.compute.linear.layers import exact_dtype
@@ -19,7 +19,7 @@ from swarmd.compute.linear.tiled import TOLERANCE, TiledLinear, fits
 from swarmd.compute.passes import fused
 
 LOSS = 1e-6  # of products, relative to float64's
-needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this CPU has no AMX")
+needs_tiles = pytest.mark.skipif(not has_matrix_unit(), reason="this CPU has no AMX")
 
 
 def layer_of(n_in: int = 96, n_out: int = 64, bias: bool = False, written_in: torch.dtype | None = None) -> nn.Linear:
@@ -67,8 +67,8 @@ def test_a_row_gives_the_same_whoever_is_beside_it_and_in_however_many_threads(
     layer, hidden = TiledLinear(layer_of(320, 208), tmp_path), torch.randn(40, 320)
     whole = layer(hidden)
     assert torch.equal(torch.cat([layer(row[None]) for row in hidden]), whole)
-    team = ThreadTeam(3)
-    monkeypatch.setattr(tiled, "common_team", lambda n: team)
+    pool = ThreadPool(3)
+    monkeypatch.setattr(tiled, "shared_thread_pool", lambda n: pool)
     assert all(torch.equal(layer(hidden), whole) for _ in range(10)), "together and alone"
 
 
@@ -84,7 +84,7 @@ def test_what_is_no_number_is_told_and_stays_where_it_is(tmp_path: Path) -> None
 @needs_tiles
 def test_it_is_not_for_what_is_compiled_for_another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
-    assert not has_tiles.__wrapped__()
+    assert not has_matrix_unit.__wrapped__()
 
 
 @needs_tiles
@@ -113,8 +113,8 @@ def test_a_weight_that_lies_there_for_one_call_is_not_kept_twice(tmp_path: Path)
     expected, there = linear(torch.ones(9, 64)), torch.empty(2 * linear.weight.numel(), dtype=torch.uint8)
     fused._lay_out(linear.weight, torch.float16, there)
     layer = TiledLinear(linear, tmp_path)
-    assert layer._kept.data_ptr() == there.data_ptr()
+    assert layer._stored_weight.data_ptr() == there.data_ptr()
     assert torch.allclose(layer(torch.ones(9, 64)), expected, atol=1e-5)
     assert torch.equal(layer.weight, linear.weight)
     linear.weight.laid_out = linear.weight.bfloat16()  # type: ignore[attr-defined]  # which loses something
-    assert layer._kept.dtype == TiledLinear(linear, tmp_path)._kept.dtype == torch.float16
+    assert layer._stored_weight.dtype == TiledLinear(linear, tmp_path)._stored_weight.dtype == torch.float16

@@ -87,7 +87,7 @@ def test_what_few_bits_cost_is_told_though_its_measurement_gave_way(folder: Path
 
     def disturb() -> None:
         nonlocal is_disturbed
-        if not improving._is_quickening and not is_disturbed:
+        if not improving._is_selecting and not is_disturbed:
             is_disturbed = True
             raise Preempted
 

@@ -15,8 +15,8 @@ from swarmd.compute.cache.kvcache import SHARED_TOKENS
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.compiled import layout
 from swarmd.compute.compiled.build import NotFused, compiling
-from swarmd.compute.hardware.matrix_unit import has_tiles
-from swarmd.compute.hardware.thread_pool import TeamTiming, ThreadTeam
+from swarmd.compute.hardware.matrix_unit import has_matrix_unit
+from swarmd.compute.hardware.thread_pool import PoolTiming, ThreadPool
 from swarmd.compute.linear.layers import STORED
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes.backend import MAX_CAPTURED
@@ -99,10 +99,11 @@ def test_several_threads_give_the_same_to_the_bit(
     quantize: str, n_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them than heads that are kept, and than processors: they wait for each other all the time."""
-    monkeypatch.setattr(TeamTiming, "is_together", lambda worth: True)
+    monkeypatch.setattr(PoolTiming, "choose_together", lambda timing: True)
     span = load("qwen3", tmp_path, quantize=quantize, hidden_size=128, intermediate_size=192, head_dim=64)
-    alone, team = fused_of(span), ThreadTeam(n_threads)
-    together = replace(alone, team=team)
+    alone = fused_of(span)
+    pool = ThreadPool(n_threads)
+    together = replace(alone, pool=pool)
     ours, theirs = ([Session(span, n_past) for n_past in (1, 9, 70)] for _ in range(2))
     for n_tokens in (1, 3, 1, 2) * 3:
         pieces = [[session.step(n_tokens)[0] for session in sessions] for sessions in (ours, theirs)]
@@ -165,13 +166,13 @@ def test_weights_that_lose_nothing_are_read_in_16_bits(tmp_path: Path) -> None:
     assert worst(half, session.step(), Session(span, 3, seed=1).step()) < EXACT
 
 
-@pytest.mark.skipif(not has_tiles(), reason="this CPU has no AMX")
+@pytest.mark.skipif(not has_matrix_unit(), reason="this CPU has no AMX")
 @pytest.mark.parametrize("written_in", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_tokens_by_a_unit_for_matrices(
     dtype: torch.dtype, written_in: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TeamTiming, "is_together", lambda worth: True)
+    monkeypatch.setattr(PoolTiming, "choose_together", lambda timing: True)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     span = load("qwen2", tmp_path, dtype, hidden_size=256, intermediate_size=192, **heads)
     with torch.no_grad():
@@ -188,7 +189,7 @@ def test_many_tokens_by_a_unit_for_matrices(
     for n_tokens in (1, 3, 1, 16) * 2:
         (alone,), (together,) = (
             by.run([session.step(n_tokens)[0]])
-            for by, session in ((fused, ours), (replace(fused, team=ThreadTeam(3)), theirs))
+            for by, session in ((fused, ours), (replace(fused, pool=ThreadPool(3)), theirs))
         )
         assert torch.equal(alone, together)
 
@@ -298,13 +299,13 @@ def test_one_call_is_taken_for_as_many_tokens_as_it_is_right_for(
     assert known.n_fused == TIMED[-1]
     assert known.knows(TIMED[-1], LONGEST)
     assert not known.knows(TIMED[-1], LONGEST + 1), "a prompt's pass lets steps of others in"
-    right = BackendSelection._part
+    right = BackendSelection._fused_pass
 
     def wrong(quickening: BackendSelection, hop: Span) -> FusedPass:
         fused = right(quickening, hop)
         return WrongForSeveral(*(getattr(fused, field.name) for field in fields(fused)))
 
-    monkeypatch.setattr(BackendSelection, "_part", wrong)
+    monkeypatch.setattr(BackendSelection, "_fused_pass", wrong)
     span.quicken()
     assert span._quick is not None
     assert span._quick.n_fused == MAX_CAPTURED
@@ -322,10 +323,10 @@ def test_rows_of_keys_and_values(stored: int, n_rows: int) -> None:
     for n in range(1, 8):
         queries, before = torch.randn(n, 87, generator=rng), torch.randn(n, 87, generator=rng)
         products, sums = torch.zeros(n, n_rows + 1), before.clone()
-        mixing.look_at(stored, rows.data_ptr(), below, n_rows, queries.numpy(), products.numpy())
+        mixing.multiply_rows(stored, rows.data_ptr(), below, n_rows, queries.numpy(), products.numpy())
         assert relative_error(products[:, :n_rows], queries.double() @ kept.T) < EXACT
         assert not products[:, n_rows].any(), "what is beside them stays"
-        mixing.mix(stored, rows.data_ptr(), below, n_rows, products.numpy(), sums.numpy())
+        mixing.add_weighted_rows(stored, rows.data_ptr(), below, n_rows, products.numpy(), sums.numpy())
         assert relative_error(sums, before + products[:, :n_rows].double() @ kept) < EXACT
 
 
