@@ -47,19 +47,22 @@ def outliers(
     limit_of: Callable[[int], float] = lambda n_samples: math.inf,
 ) -> dict[PeerId, str]:
     """Who must be left out, each with the reason. ``limit_of`` so many samples: their radius, where that is a limit."""
-    found = {p: "its gradient is not finite" for p, m in members.items() if not math.isfinite(m.norm)}
-    finite = {p: m for p, m in members.items() if p not in found}
+    rejected = {p: "its gradient is not finite" for p, m in members.items() if not math.isfinite(m.norm)}
+    finite = {p: m for p, m in members.items() if p not in rejected}
+    # This round's own members are compared with each other where they can outvote a liar. Below that the ledger's
+    # history stands in: an attacker would have to be counted many times to move the median of that.
     usual = list(finite.values()) if len(finite) >= LEAST_MEMBERS else list(history[:N_HISTORY])
     if not usual:
-        return found
+        return rejected
     median = statistics.median(m.norm for m in usual)
     n_median = statistics.median(m.n_samples for m in usual)
     far: dict[PeerId, str] = {}
     for peer, member in finite.items():
-        limit = FACTOR * median * math.sqrt(max(1.0, n_median / max(1, member.n_samples)))
-        limit = min(limit, CLIPPED_AT_MOST * limit_of(max(1, member.n_samples)))
+        n_samples = max(1, member.n_samples)
+        noise = math.sqrt(max(1.0, n_median / n_samples))  # of a mean of fewer samples
+        limit = min(FACTOR * median * noise, CLIPPED_AT_MOST * limit_of(n_samples))
         if member.norm > limit > 0:
             far[peer] = f"its gradient's norm is {member.norm:.3g}, the limit here is {limit:.3g}"
         elif member.norm < LEAST * median:
             far[peer] = f"its gradient's norm is {member.norm:.3g}, the least here is {LEAST * median:.3g}"
-    return found if len(far) == len(finite) else {**found, **far}
+    return rejected if len(far) == len(finite) else {**rejected, **far}

@@ -38,19 +38,18 @@ def choose_way(
     if missed is not None and missed * average_bytes <= state_bytes:
         able = tuple(sorted(p for p, o in offers.items() if o.epoch >= newest and o.n_averages >= missed))
         if able:
-            return Decision(
-                RecoveryPath(newest, able),
-                f"{count(missed, 'update')} behind, of which {count(len(able), 'peer')} can give the averages",
-            )
-    known = [o for o in offers.values() if o.state and o.epoch <= newest and (mine is None or o.epoch > mine)]
+            why = f"{count(missed, 'update')} behind, of which {count(len(able), 'peer')} can give the averages"
+            return Decision(RecoveryPath(newest, able), why)
+    known = [o for o in offers.values() if o.state and o.epoch <= newest]
+    known = [o for o in known if mine is None or o.epoch > mine]
     if not known:
         return Decision(None, "nobody who is up to date offers its state yet")
+    # Only digests of the newest update are compared: donors of different updates have different states by right.
     best = max(o.epoch for o in known)
     state, votes = Counter(o.state for o in known if o.epoch == best).most_common(1)[0]
     donors = tuple(sorted(p for p, o in offers.items() if o.epoch == best and o.state == state))
-    return Decision(
-        RecoveryPath(best, donors, state), f"the state of update {best} on which {count(votes, 'peer')} agreed"
-    )
+    why = f"the state of update {best} on which {count(votes, 'peer')} agreed"
+    return Decision(RecoveryPath(best, donors, state), why)
 
 
 def restorable(newest: int, states: Sequence[int]) -> int | None:

@@ -30,7 +30,8 @@ def shard_of(row: int, shard_rows: tuple[int, ...]) -> tuple[int, int]:
 
 def seed_of(seed: int, peer: str, draw: int) -> int:
     """The seed of whatever is random in computing a draw (dropout), below 2**53."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{peer}/{draw}".encode()).digest()[:8], "big") >> 11
+    digest = hashlib.sha256(f"{seed}/{peer}/{draw}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 11
 
 
 def permuted(key: str, index: int, n: int) -> int:
@@ -38,14 +39,20 @@ def permuted(key: str, index: int, n: int) -> int:
 
     Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", sections 4 and 5.
     """
+    # A Feistel network permutes all numbers of 2 * half bits; walking on from what lies outside range(n) until one
+    # lies inside makes it a permutation of range(n). It ends: the walk is a cycle that holds ``index``. At most four
+    # times as many numbers lie in the network's domain, so that a few turns do on average.
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
-        left, right = index >> half, index & mask
+        high = index >> half
+        low = index & mask
         for turn in range(4):
-            word = hashlib.blake2b(f"{key}/{turn}/{right}".encode(), digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(word, "big") & mask)
-        index = left << half | right
+            word = hashlib.blake2b(f"{key}/{turn}/{low}".encode(), digest_size=8).digest()
+            mixed = high ^ (int.from_bytes(word, "big") & mask)
+            high = low
+            low = mixed
+        index = high << half | low
         if index < n:
             return index
 

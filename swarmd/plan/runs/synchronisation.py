@@ -67,8 +67,8 @@ class Setting:
 
     def __str__(self) -> str:
         streamed = f", {self.fragments} fragments" if self.fragments > 1 else ""
-        way = f", {self.topology}" if self.topology != "auto" else ""
-        return f"{self.synchronisation}{streamed}, {self.codec.codec}{way}"
+        layout = f", {self.topology}" if self.topology != "auto" else ""
+        return f"{self.synchronisation}{streamed}, {self.codec.codec}{layout}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +97,27 @@ def predict(swarm: RunConditions, setting: Setting) -> Prediction:
     unbroken_s = swarm.micro_batch_s
     if setting.n_steps:
         unbroken_s = swarm.inner_batch / min(r for r in swarm.samples_per_s if r > 0)
-    asked = max(1, target // setting.fragments)
-    compute_s = asked / rate + NEWS_S + unbroken_s / 2  # who is at a micro-batch ends it
-    laid = topology.lay_out(setting.topology, swarm.members, swarm.sites or range(len(swarm.members))).action
-    plan = partition.divide(laid.members, _sizes(swarm, setting), laid.ways).action
-    trips = ROUND_TRIPS + _depth(laid.ways) - 1
+    n_asked = max(1, target // setting.fragments)
+    compute_s = n_asked / rate + NEWS_S + unbroken_s / 2  # who is at a micro-batch ends it
+    layout = topology.lay_out(setting.topology, swarm.members, swarm.sites or range(len(swarm.members))).action
+    plan = partition.divide(layout.members, _sizes(swarm, setting), layout.ways).action
+    trips = ROUND_TRIPS + _depth(layout.ways) - 1
     round_s = plan.expected_s / LINK_SHARE + trips * swarm.round_trip_s + unbroken_s / 2  # for which others wait
     if setting.synchronisation == "delayed" or setting.fragments > 1:
         update_s = compute_s = max(compute_s, round_s)
     else:
         update_s = compute_s + round_s
     n_samples = compute_s * rate
-    excess = max(1.0, round_s * rate / asked) if update_s == compute_s else 1.0
-    utilisation, speed = compute_s / update_s, n_samples / update_s
-    return Prediction(setting, update_s, n_samples, excess, utilisation, speed, plan.moved_bytes / n_samples)
+    excess = max(1.0, round_s * rate / n_asked) if update_s == compute_s else 1.0
+    return Prediction(
+        setting,
+        update_s,
+        n_samples,
+        excess,
+        utilisation=compute_s / update_s,
+        samples_per_s=n_samples / update_s,
+        bytes_per_sample=plan.moved_bytes / n_samples,
+    )
 
 
 def choose(predictions: Sequence[Prediction]) -> Decision[Prediction]:
@@ -133,33 +140,36 @@ def _short_of(near: Prediction) -> str:
     return f"{near.setting}, which moves more, would put {near.excess:.1f} times the samples into an update"
 
 
-def settings(ways: Sequence[CodecTraffic], n_steps: int = INNER_STEPS, fragments: int = FRAGMENTS) -> list[Setting]:
+def settings(codecs: Sequence[CodecTraffic], n_steps: int = INNER_STEPS, fragments: int = FRAGMENTS) -> list[Setting]:
     """What there is to choose from; what changes the mathematics least comes first."""
-    near, far = [w for w in ways if not w.forwards], [w for w in ways if w.forwards]
-    found = [Setting("step", way) for way in near]
-    found += [Setting("delayed", way) for way in near]
-    found += [Setting("diloco", way, n_steps) for way in [*near, *far]]
-    found += [Setting("diloco", way, n_steps, fragments) for way in [*near, *far]]
-    found += [Setting("step", way) for way in far]
-    return [*found, *(Setting("delayed", way) for way in far)]
+    exact = [w for w in codecs if not w.forwards]
+    forwarding = [w for w in codecs if w.forwards]
+    candidates = [Setting("step", codec) for codec in exact]
+    candidates += [Setting("delayed", codec) for codec in exact]
+    candidates += [Setting("diloco", codec, n_steps) for codec in [*exact, *forwarding]]
+    candidates += [Setting("diloco", codec, n_steps, fragments) for codec in [*exact, *forwarding]]
+    candidates += [Setting("step", codec) for codec in forwarding]
+    return [*candidates, *(Setting("delayed", codec) for codec in forwarding)]
 
 
 def _sizes(swarm: RunConditions, setting: Setting) -> Sizes:
     """What travels in a round."""
-    way, n_elements = setting.codec, swarm.n_elements / setting.fragments
-    n_bytes = max(1, round(n_elements * way.bytes_per_element))
-    n_contributors = float(sum(m.contributes for m in swarm.members)) if way.forwards else 1.0
-    return Sizes(n_bytes, n_contributors, way.plain_bytes / way.bytes_per_element, way.forwards)
+    codec = setting.codec
+    n_elements = swarm.n_elements / setting.fragments
+    n_bytes = max(1, round(n_elements * codec.bytes_per_element))
+    n_contributors = float(sum(m.contributes for m in swarm.members)) if codec.forwards else 1.0
+    return Sizes(n_bytes, n_contributors, codec.plain_bytes / codec.bytes_per_element, codec.forwards)
 
 
-def _depth(ways: ReductionTrees) -> int:
+def _depth(trees: ReductionTrees) -> int:
     """How many hops lie between a member and a root at most."""
 
     def hops(place: int, root: int, parents: Sequence[int]) -> int:
         n = 0
         while place != root:
-            place, n = parents[place], n + 1
+            place = parents[place]
+            n += 1
         return n
 
-    root, parents = next(iter(ways.parents.items()))
+    root, parents = next(iter(trees.parents.items()))
     return max(1, *(hops(place, root, parents) for place in range(len(parents))))

@@ -382,7 +382,7 @@ class Joining:
         self.end_round()
         digest = partial(average_digest, self._chronicle.run.id, group.parent)
         sign = partial(self.signer.share, group.parent, state.root if state is not None else b"", offered)
-        self.round = Round(self._world.rpc, group, recipe, offered.given, digest, sign, self._world.off_loop)
+        self.round = Round(self._world.rpc, group, recipe, offered.coded, digest, sign, self._world.off_loop)
         self._begun.append(group.round)
         self._scope = self._tasks.start_soon(self._live, self.round, peer)
         self._news.notify()

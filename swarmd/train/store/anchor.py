@@ -49,6 +49,17 @@ class AnchorView:
     intervals_s: Callable[[], Sequence[float]]
 
 
+# What an anchor must not do, whoever asks, and whatever crashes in between:
+#
+# - sign two commits with one parent: the acceptor's promises, on the disk before they are told (plan.runs.ballot);
+# - sign what its ledger cannot take next: it asks the proposer for the commits in between first;
+# - sign numbers that no round made: most contributors must have signed the same sums (plan.runs.quorum);
+# - go back to an old state while somebody has the newest, unless the run's owner orders it.
+#
+# A proposer may be any member, and may lie. It can make an anchor promise at most MOST_ASKED times in ASKED_WITHIN_S,
+# with ballots of its own name, and not far above those that were promised.
+
+
 class Anchor:
     """See the module. ``acceptor`` is what an earlier life of this anchor promised."""
 
@@ -114,7 +125,7 @@ class Anchor:
         """Nobody takes back others' promises all the time. Raises Refused."""
         now = trio.current_time()
         self._asked = {p: times for p, times in self._asked.items() if now - times[-1] < ASKED_WITHIN_S}
-        times = [at for at in self._asked.get(peer, []) if now - at < ASKED_WITHIN_S]
+        times = [asked_at for asked_at in self._asked.get(peer, []) if now - asked_at < ASKED_WITHIN_S]
         if len(times) >= MOST_ASKED:
             raise Refused(Code.NO_CAPACITY, "this proposer has had its promises, and made nothing of them", 1.0)
         self._asked[peer] = [*times, now]
@@ -126,18 +137,20 @@ class Anchor:
         if backed.witness is not None and self._is_witnessed(backed, backed.witness):
             return  # it saw the same, and a proposer that is bound to it must be free to go on
         if commit.restores:
-            if (self.order.back_from, self.order.back_to) != (commit.parent, commit.restores):
+            ordered = (self.order.back_from, self.order.back_to)
+            if ordered != (commit.parent, commit.restores):
                 known_for_s = self._sight.known_for_s()
                 _require(quorum.may_go_back(self._ledger.epoch, self._sight.states(), known_for_s))
             return
         contributors = {PeerId(c.peer): WeighedContributions(c.n, c.norm) for c in commit.contributors}
         assenting = {PeerId(commit.contributors[place].peer) for place, _ in backed.assents}
-        _require(quorum.may_count(contributors, assenting, self._ledger.contributions(N_HISTORY), self._ledger.radius))
-        others = self._sight.computing(commit.parent) - contributors.keys()
-        if len(contributors) == 1 and others and await self._sight.answers(others):
-            left = quorum.may_be_alone(self._sight.known_for_s(), self._sight.intervals_s())
-            if left.action:
-                raise Refused(Code.REFUSED, left.reason, left.action)
+        history = self._ledger.contributions(N_HISTORY)
+        _require(quorum.may_count(contributors, assenting, history, self._ledger.radius))
+        other_members = self._sight.computing(commit.parent) - contributors.keys()
+        if len(contributors) == 1 and other_members and await self._sight.answers(other_members):
+            wait = quorum.may_be_alone(self._sight.known_for_s(), self._sight.intervals_s())
+            if wait.action:
+                raise Refused(Code.REFUSED, wait.reason, wait.action)
 
     def _for(self, parent: bytes) -> Acceptor:
         """What was promised after a parent. Raises Refused unless that is the newest commit known here."""
@@ -147,11 +160,15 @@ class Anchor:
             if self._ledger.knows(parent):
                 raise Refused(Code.STALE_EPOCH, f"commit {self._ledger.epoch} is known here: ask for it")
             raise Refused(Code.NOT_HELD, f"the parent is not known here, only {self._ledger.epoch} commits are")
-        kept = self._acceptor
-        if kept.parent == parent:
-            is_old = kept.body and commits.read_body_untrusted(_body_of(kept)).generation != self.order.generation
-            return Acceptor(parent, kept.promised) if is_old else kept
-        if kept.accepted > NO_BALLOT and not self._ledger.knows(kept.parent):  # the disk lost what came between
+        acceptor = self._acceptor
+        if acceptor.parent == parent:
+            if not acceptor.body:
+                return acceptor
+            accepted = commits.read_body_untrusted(_body_of(acceptor))
+            is_old = accepted.generation != self.order.generation
+            return Acceptor(parent, acceptor.promised) if is_old else acceptor
+        if acceptor.accepted > NO_BALLOT and not self._ledger.knows(acceptor.parent):
+            # The disk lost what came in between.
             raise Refused(Code.NOT_HELD, "this anchor has promised more than its ledger knows")
         return Acceptor(parent)
 
@@ -178,10 +195,10 @@ def _require(decision: Decision[bool]) -> None:
         raise Refused(Code.REFUSED, decision.reason, RETRY_AFTER_S)
 
 
-def _body_of(kept: Acceptor) -> bytes:
+def _body_of(acceptor: Acceptor) -> bytes:
     """What this anchor accepted. Raises Refused for what an older version wrote: such runs go on with other anchors."""
     try:
-        return backing.body_of(kept.body)
+        return backing.body_of(acceptor.body)
     except IntegrityError as error:
         raise Refused(Code.REFUSED, f"what this anchor accepted last is of another version: {error}") from None
 

@@ -75,6 +75,7 @@ class CatchingUp:
 
     @property
     def is_due(self) -> bool:
+        """Is the state here behind the ledger, or another than that of the others?"""
         return self._state.epoch < self._ledger.epoch or self._is_mistrusted
 
     async def advance(self) -> None:
@@ -97,8 +98,8 @@ class CatchingUp:
     async def _apply_next(self) -> bool:
         """Apply the commit after the state's, if its average is here; or go on from where a later one goes back to."""
         missed = [s.commit for s in self._ledger.sealed[self._state.epoch :]]
-        back = next((c for c in reversed(missed) if c.restores), None)
-        if back is not None and await self._restore(back):
+        restoring = next((c for c in reversed(missed) if c.restores), None)
+        if restoring is not None and await self._restore(restoring):
             return True
         commit = missed[0]
         if commit.restores:
@@ -113,7 +114,8 @@ class CatchingUp:
             self._is_mistrusted = True
             return False
         self._settle(commit)
-        digest, steps = self._ledger.digest_at(commit.epoch), self._ledger.steps_at(commit.epoch)
+        digest = self._ledger.digest_at(commit.epoch)
+        steps = self._ledger.steps_at(commit.epoch)
         await self._change(self._state.apply, commit, digest, average, steps)
         return True
 
@@ -134,28 +136,48 @@ class CatchingUp:
         await self._change(self._state.move_to, commit.epoch, digest, self._state.steps)
         return True
 
+    # Which way a peer that is behind takes, in this order:
+    #
+    #     the owner orders to go back to the state here        propose it
+    #     the averages that were missed cost fewer bytes       fetch and apply them, one by one
+    #     else                                                 fetch the newest snapshot that most donors name
+    #     nobody has the newest state, for RESTORE_AFTER_S     one of those with the newest one left proposes it
+    #
+    # Averages are named by signed commits: no donor can forge one. A snapshot is believed because most donors name
+    # it, and is checked by the next commit, which names the digest of the state it was made of.
+
     async def _catch_up(self) -> bool:
         """Fetch what is missing; False while nobody gives it. Raises SwarmUnavailable."""
-        state, newest = self._state, self._ledger.epoch
-        others = self._members.look(trio.current_time())
-        offers = {
-            p: DonorOffer(r.state_epoch, r.state, r.n_averages) for p, r in others.items() if r.state_epoch is not None
-        }
-        mine = None if self._is_mistrusted else state.epoch
+        state = self._state
+        newest = self._ledger.epoch
+        records = self._members.look(trio.current_time())
+        offers = {}
+        for peer, record in records.items():
+            if record.state_epoch is not None:
+                offers[peer] = DonorOffer(record.state_epoch, record.state, record.n_averages)
+        held_epoch = None if self._is_mistrusted else state.epoch
         order = self._chronicle.order
-        if (order.back_from, order.back_to) == (self._ledger.head, state.head) and not self._is_mistrusted:
+        ordered = (order.back_from, order.back_to)
+        if ordered == (self._ledger.head, state.head) and not self._is_mistrusted:
             return await self._go_back("its owner orders it")
         average_bytes = math.inf if self._averages_gone == newest else state.averaged_bytes
-        way = choose_way(mine, newest, offers, average_bytes, state.n_bytes)
-        self.why = way.reason
-        if way.action is None:
+        path = choose_way(held_epoch, newest, offers, average_bytes, state.n_bytes)
+        self.why = path.reason
+        if path.action is None:
             return await self._restore_if_lost()
         self._behind_since = None
-        if not way.action.state:
-            return await self._replay(way.action.donors, way.action.epoch)
-        asked = await recovery.ask_states(self._world.rpc, way.action.donors, self._chronicle.run.id)
-        self._leave_out_unreachable(way.action.donors)
-        chosen = choose_way(mine, newest, {p: o for p, o in asked.items() if o.epoch <= newest}, 1, 0)
+        if not path.action.state:
+            return await self._replay(path.action.donors, path.action.epoch)
+        return await self._fetch_snapshot(held_epoch, path.action.donors)
+
+    async def _fetch_snapshot(self, held_epoch: int | None, donors: tuple[PeerId, ...]) -> bool:
+        """Have donors keep their states, and fetch the one that most name; False while they do not agree on any."""
+        state = self._state
+        newest = self._ledger.epoch
+        offers = await recovery.ask_states(self._world.rpc, donors, self._chronicle.run.id)
+        self._leave_out_unreachable(donors)
+        eligible = {p: o for p, o in offers.items() if o.epoch <= newest}
+        chosen = choose_way(held_epoch, newest, eligible, average_bytes=1, state_bytes=0)
         if chosen.action is None:
             self.why = chosen.reason
             return False
@@ -206,11 +228,11 @@ class CatchingUp:
         """
         now = trio.current_time()
         self._behind_since = self._behind_since or now
-        held = {**self._members.states(), self._me: self._state.epoch}
-        best = restorable(self._ledger.epoch, list(held.values()))
+        states = {**self._members.states(), self._me: self._state.epoch}
+        best = restorable(self._ledger.epoch, list(states.values()))
         if best is None or now - self._behind_since < RESTORE_AFTER_S:
             return False
-        holders = [p for p, epoch in held.items() if epoch == best]
+        holders = [p for p, epoch in states.items() if epoch == best]
         if progress.leader_order(self._ledger.head, holders)[0] != self._me:
             return False
         return await self._go_back(f"nobody has the state of update {self._ledger.epoch}")

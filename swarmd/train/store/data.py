@@ -52,13 +52,14 @@ class Data:
         """The rows of draws ``first`` to ``first + n`` of a peer, int32 [n, tokens + 1]. Raises SwarmError."""
         seed = self._run.recipe.seed
         rows = [row_of(seed, peer, draw, self.shard_rows) for draw in range(first, first + n)]
-        found = []
+        tokens = []
         for row in rows:
             shard, place = shard_of(row, self.shard_rows)
-            found.append((await self._shard(shard))[place])
-        return np.stack(found)
+            tokens.append((await self._shard(shard))[place])
+        return np.stack(tokens)
 
     def seed(self, peer: str, first: int) -> int:
+        """What dropout of a micro-batch is seeded with, by its first draw."""
         return seed_of(self._run.recipe.seed, peer, first)
 
     async def _shard(self, shard: int) -> Rows:
@@ -74,12 +75,13 @@ class Data:
 def rows_of_shards(manifest: Manifest, tokens: int) -> tuple[int, ...]:
     """How many rows each shard has. Raises IntegrityError when this is no data of such rows."""
     config = json.loads(manifest.config)
-    wanted = {f"shards.{i}.tokens" for i in range(manifest.n_blocks)}
+    expected = {f"shards.{i}.tokens" for i in range(manifest.n_blocks)}
     by_name = {t.name: t for t in manifest.tensors}
-    if config.get("model_type") != DATA or set(by_name) != wanted or not wanted or manifest.files:
+    if config.get("model_type") != DATA or set(by_name) != expected or not expected or manifest.files:
         raise IntegrityError("what the run names as its data is no packed data set")
     for tensor in by_name.values():
-        if tensor.dtype not in KINDS or len(tensor.shape) != 2 or tensor.shape[1] != tokens + 1 or not tensor.shape[0]:
+        is_matrix = tensor.dtype in KINDS and len(tensor.shape) == 2
+        if not is_matrix or tensor.shape[1] != tokens + 1 or not tensor.shape[0]:
             raise IntegrityError(f"a shard of {tensor.dtype} {tensor.shape}; expected rows of {tokens + 1} tokens")
     return tuple(by_name[f"shards.{i}.tokens"].shape[0] for i in range(manifest.n_blocks))
 
@@ -123,11 +125,14 @@ def pack(texts: Iterable[Sequence[int]], tokens: int, vocabulary: int, folder: P
     require_known(int(flat.max()), vocabulary)
     order = list(range(n_rows))
     random.Random(seed).shuffle(order)
+    # Rows overlap by one token: the last target of a row is the first input of the next, so that each token is a
+    # target once.
     starts = np.array(order, np.int64)[:, None] * tokens
     rows = flat[starts + np.arange(tokens + 1)]
     kind = "U16" if vocabulary <= 65_536 else "I32"
-    per_shard = max(1, SHARD_BYTES // (KINDS[kind].itemsize * (tokens + 1)), -(-n_rows // MAX_SHARDS))
-    cut = [rows[at : at + per_shard].astype(KINDS[kind]) for at in range(0, n_rows, per_shard)]
+    row_bytes = KINDS[kind].itemsize * (tokens + 1)
+    per_shard = max(1, SHARD_BYTES // row_bytes, -(-n_rows // MAX_SHARDS))
+    cut = [rows[first : first + per_shard].astype(KINDS[kind]) for first in range(0, n_rows, per_shard)]
     prefix, _ = shards.make_header((f"shards.{i}.tokens", kind, part.shape) for i, part in enumerate(cut))
     make_folder(folder)
     config = {"model_type": DATA, "num_hidden_layers": len(cut), "tokens": tokens}

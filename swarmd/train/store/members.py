@@ -52,7 +52,7 @@ class Members:
     view: Callable[[], SwarmView]
     learn: Callable[[PeerId, tuple[str, ...]], None]
     standing: Standing
-    _heard: dict[PeerId, _MemberNews] = field(default_factory=dict)
+    _last_news: dict[PeerId, _MemberNews] = field(default_factory=dict)
     _suspects: dict[PeerId, _Suspicion] = field(default_factory=dict)
     _distrusted: dict[PeerId, bytes] = field(default_factory=dict)
     _leading: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
@@ -64,30 +64,32 @@ class Members:
 
         ``with_suspects``: those, too, that did not answer: others may hear them.
         """
-        found = {}
+        records = {}
         for record in self.view().in_run(self.run):
             peer = PeerId(record.peer)
             if peer == self.me:
                 continue
-            heard = self._heard.get(peer)
-            if heard is None or heard.sequence != record.sequence:
-                self._heard[peer] = _MemberNews(record.sequence, now)
-                if (known := self.view().peers.get(peer)) is not None:
+            last_news = self._last_news.get(peer)
+            if last_news is None or last_news.sequence != record.sequence:
+                self._last_news[peer] = _MemberNews(record.sequence, now)
+                known = self.view().peers.get(peer)
+                if known is not None:
                     self.learn(peer, known.addresses)
-            is_left_out = (not with_suspects and self._is_suspect(record, now)) or self._distrusted.get(
-                peer
-            ) == record.head
-            if not is_left_out and not self.standing.is_shunned(peer):
-                found[peer] = record
-        return found
+            is_silent = not with_suspects and self._is_suspect(record, now)
+            is_distrusted = self._distrusted.get(peer) == record.head
+            if is_silent or is_distrusted or self.standing.is_shunned(peer):
+                continue
+            records[peer] = record
+        return records
 
     def suspect(self, peer: PeerId, now: float) -> None:
         """A peer does not answer: do without it until it says something.
 
         What it wrote before and what others pass on late says nothing: a record counts that it wrote afterwards.
         """
-        heard = self._heard.get(peer)
-        self._suspects[peer] = _Suspicion(now + SUSPECT_FOR_S, heard.written_by(now) if heard is not None else 0)
+        last_news = self._last_news.get(peer)
+        sequence = last_news.written_by(now) if last_news is not None else 0
+        self._suspects[peer] = _Suspicion(now + SUSPECT_FOR_S, sequence)
 
     def _is_suspect(self, record: RunRecord, now: float) -> bool:
         suspicion = self._suspects.get(PeerId(record.peer))
@@ -105,12 +107,16 @@ class Members:
         self._passed_over[peer] = head, now + PASSED_OVER_S
 
     def _is_passed_over(self, peer: PeerId, head: bytes, now: float) -> bool:
-        after, until = self._passed_over.get(peer, (b"", 0.0))
-        return after == head and now < until
+        parent, until = self._passed_over.get(peer, (b"", 0.0))
+        return parent == head and now < until
 
     def leads(self, peer: PeerId, head: bytes, now: float) -> None:
         """A peer leads the round after ``head``, though its record may not say yet that it has come so far."""
-        self._leading = {p: (h, at) for p, (h, at) in self._leading.items() if now - at < LEADS_FOR_S}
+        self._leading = {
+            leader: (parent, last_sign)
+            for leader, (parent, last_sign) in self._leading.items()
+            if now - last_sign < LEADS_FOR_S
+        }
         if peer in self.look(now):
             self._leading[peer] = head, now
 
@@ -149,26 +155,42 @@ class Members:
 
     def progress(self, now: float, with_suspects: bool = False) -> list[MemberProgress]:
         """How far the others are that compute."""
-        found = []
-        for peer, r in self.look(now, with_suspects).items():
-            if r.role == "train" and self._is_moving_on(peer, r):
-                age_s = now - self._last.at
-                found.append(MemberProgress(peer, self._last.epoch, self._last.head, 0, r.samples_per_s, age_s))
-            elif r.role == "train":
-                age_s = now - self._heard[peer].at
-                found.append(MemberProgress(peer, r.epoch, r.head, r.n_samples, r.samples_per_s, age_s, r.audit_left))
-        return found
+        members = []
+        for peer, record in self.look(now, with_suspects).items():
+            if record.role != "train":
+                continue
+            if self._is_moving_on(peer, record):
+                progress = MemberProgress(
+                    peer,
+                    epoch=self._last.epoch,
+                    head=self._last.head,
+                    n_samples=0,
+                    samples_per_s=record.samples_per_s,
+                    age_s=now - self._last.at,
+                )
+            else:
+                progress = MemberProgress(
+                    peer,
+                    epoch=record.epoch,
+                    head=record.head,
+                    n_samples=record.n_samples,
+                    samples_per_s=record.samples_per_s,
+                    age_s=now - self._last_news[peer].at,
+                    audit_left=record.audit_left,
+                )
+            members.append(progress)
+        return members
 
     def states(self) -> dict[PeerId, int]:
         """Of which update the others say that they have the state, whether they answer or not."""
-        records = self.view().in_run(self.run)
-        return {PeerId(r.peer): r.state_epoch for r in records if r.state_epoch is not None and r.peer != self.me}
+        records = [r for r in self.view().in_run(self.run) if r.peer != self.me]
+        return {PeerId(r.peer): r.state_epoch for r in records if r.state_epoch is not None}
 
     def at(self, head: bytes, now: float) -> list[PeerId]:
         """Who takes part in the round after ``head``: those who compute on it, and those who only reduce."""
-        return self.computing(head, now) + [
-            p for p, r in self.look(now).items() if r.role == "reduce" and r.head == head
-        ]
+        records = self.look(now)
+        reducing = [p for p, r in records.items() if r.role == "reduce" and r.head == head]
+        return self.computing(head, now) + reducing
 
     def leaders(self, head: bytes, now: float) -> list[PeerId]:
         """Who may lead that round: those who compute on it and can be dialled, and those who do lead it."""
@@ -185,8 +207,11 @@ class Members:
     def leading(self, head: bytes, now: float) -> list[PeerId]:
         """Members that lead that round, as their latest signs of life say."""
         records = self.look(now)
-        said = [p for p, (parent, at) in self._leading.items() if parent == head and now - at < LEADS_FOR_S]
-        able = [p for p in said if p in records and records[p].role == "train"]
+        recent = []
+        for peer, (parent, last_sign) in self._leading.items():
+            if parent == head and now - last_sign < LEADS_FOR_S:
+                recent.append(peer)
+        able = [p for p in recent if p in records and records[p].role == "train"]
         return [p for p in able if not self._is_passed_over(p, head, now)]
 
     def computing(self, head: bytes, now: float) -> list[PeerId]:

@@ -70,13 +70,13 @@ class Proposer:
             self._ballot = (self._highest + 1, self._name)
             request = partial(_prepare, self._run, self._parent, self._ballot)
             answers = await self._ask_anchors(request, b"")
-            yes = [
-                (m.accepted, self._witnessed(place, m, body))
-                for place, m, body in answers
-                if isinstance(m, Promised) and m.promised == self._ballot
-            ]
+            yes = []
+            for place, message, body in answers:
+                if isinstance(message, Promised) and message.promised == self._ballot:
+                    yes.append((message.accepted, self._witnessed(place, message, body)))
             if is_majority(len(yes), len(self._anchors)):
                 self.waits_for = ""
+                # An anchor that accepted something it cannot prove binds nobody: it would stop the run by a lie.
                 return bound_to([(ballot, body) for ballot, body in yes if ballot == NO_BALLOT or body])
             await self._back_off("a majority of the anchors", len(yes), attempt)
             attempt += 1
@@ -89,12 +89,14 @@ class Proposer:
             request = partial(_propose, self._run, self._ballot)
             signatures: dict[int, bytes] = {}
             for place, message, _ in await self._ask_anchors(request, proposed):
-                if isinstance(message, Accepted) and message.signature:
-                    try:
-                        commits.verify_signature_untrusted(body, self._ballot, self._anchors[place], message.signature)
-                        signatures[place] = message.signature
-                    except IntegrityError as error:
-                        logger.warning("an anchor's signature does not count: %s", error)
+                if not isinstance(message, Accepted) or not message.signature:
+                    continue
+                anchor = self._anchors[place]
+                try:
+                    commits.verify_signature_untrusted(body, self._ballot, anchor, message.signature)
+                    signatures[place] = message.signature
+                except IntegrityError as error:
+                    logger.warning("an anchor's signature does not count: %s", error)
             if is_majority(len(signatures), len(self._anchors)):
                 self.waits_for = ""
                 return commits.seal(body, self._ballot, signatures)
@@ -109,7 +111,8 @@ class Proposer:
         try:
             commit, backed = backing.read_untrusted(accepted)
             self._ledger.check_next(commit)
-            anchor, signature = self._anchors[place], promised.signature
+            anchor = self._anchors[place]
+            signature = promised.signature
             commits.verify_signature_untrusted(backed.body, promised.accepted, anchor, signature)
         except IntegrityError as error:
             logger.warning("an anchor names a commit that cannot follow: %s", error)
@@ -119,16 +122,22 @@ class Proposer:
         witness = Witness(place, promised.accepted, signature)
         return backing.encode(msgspec.structs.replace(backed, witness=witness))
 
-    async def _back_off(self, wanted: str, n: int, attempt: int) -> None:
+    async def _back_off(self, lacking: str, n: int, attempt: int) -> None:
         """Let another proposer finish, longer after each attempt."""
-        self.waits_for = f"{wanted}: {n} of {len(self._anchors)} answer"
-        await trio.sleep(self._rng.uniform(0.0, min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2**attempt)))
+        self.waits_for = f"{lacking}: {n} of {len(self._anchors)} answer"
+        longest_s = min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2**attempt)
+        await trio.sleep(self._rng.uniform(0.0, longest_s))
+
+    # All anchors are asked at once, and a majority's word is enough: slow ones cost nothing. Asking ends early, too,
+    # where a majority can no longer be reached, or one anchor knows a commit after this parent (STALE_EPOCH): then
+    # this proposal is for nothing. One lying anchor can cost an attempt so, and no more: its word is checked when the
+    # commits that it claims to have are fetched.
 
     async def _ask_anchors(self, request: Callable[[int], Message], payload: bytes) -> list[tuple[int, Message, bytes]]:
         """Ask all anchors at once; returns as soon as a majority has said yes, or can no longer say it."""
         answers: list[tuple[int, Message, bytes]] = []
         said_yes: set[int] = set()
-        asked: set[int] = set()
+        answered: set[int] = set()
         newer: list[Refused] = []
         final: list[Refused] = []
         n = len(self._anchors)
@@ -149,8 +158,8 @@ class Proposer:
                 logger.info("the anchor %s: %s", anchor[-8:], error)
             except PeerError as error:
                 logger.info("the anchor %s: %s", anchor[-8:], error)
-            asked.add(place)
-            can_be = is_majority(n - len(asked - said_yes), n)
+            answered.add(place)
+            can_be = is_majority(n - len(answered - said_yes), n)
             if newer or is_majority(len(said_yes), n) or not can_be:
                 scope.cancel()
 

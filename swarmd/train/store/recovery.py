@@ -53,8 +53,8 @@ def getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
     """The real ``Get``: through a folder, so that a restart goes on where it was."""
 
     async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...], n_elements: int) -> Vectors:
-        wanted = ModelId(digest.hex())
-        manifest = await fetch_manifest(rpc, wanted, donors)
+        name = ModelId(digest.hex())
+        manifest = await fetch_manifest(rpc, name, donors)
         _check(manifest, dtype, n_elements, names)
         target = await trio.to_thread.run_sync(folders.create, folder, manifest)
         if 0 not in target.held:
@@ -72,8 +72,9 @@ def getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
 
 def _check(manifest: Manifest, dtype: str, n_elements: int, names: tuple[str, ...]) -> None:
     """Refuse what is no state of this run before a byte of it is fetched. Raises SwarmUnavailable."""
-    wanted = [(name, DTYPES[dtype], (n_elements,)) for name in sorted(names)]
-    if [(t.name, t.dtype, t.shape) for t in manifest.tensors] != wanted or manifest.files:
+    expected = [(name, DTYPES[dtype], (n_elements,)) for name in sorted(names)]
+    offered = [(t.name, t.dtype, t.shape) for t in manifest.tensors]
+    if offered != expected or manifest.files:
         raise SwarmUnavailable("what the donors offer is no state of this run")
 
 
@@ -120,11 +121,11 @@ async def _ask_run(rpc: Rpc, peer: PeerId, run_id: RunId) -> tuple[Run, bytes]:
     return run, order
 
 
-async def fetch_commits(rpc: Rpc, peer: PeerId, run: str, after: int) -> list[bytes]:
+async def fetch_commits(rpc: Rpc, peer: PeerId, run: str, epoch: int) -> list[bytes]:
     """Ask a peer for the commits after an update, not verified yet. Raises PeerError."""
 
     def request(call_id: int) -> Message:
-        return WantCommits(id=call_id, run=run, after=after)
+        return WantCommits(id=call_id, run=run, after=epoch)
 
     reply, frame = await rpc.call(peer, request, timeout_s=COMMITS_TIMEOUT_S, purpose="bulk")
     if not isinstance(reply, Commits):
@@ -166,7 +167,8 @@ class StateDonors:
 
     def freeze(self, state: RunState, now: float) -> DonorOffer:
         """Keep the present state for somebody. Raises Refused when too many are fetched at the moment."""
-        self.expire(state, now, SNAPSHOT_LEASE_S if len(state.snapshots) < MAX_SNAPSHOTS else SHORT_LEASE_S)
+        lease_s = SNAPSHOT_LEASE_S if len(state.snapshots) < MAX_SNAPSHOTS else SHORT_LEASE_S
+        self.expire(state, now, lease_s)
         if state.root not in state.snapshots and len(state.snapshots) >= MAX_SNAPSHOTS:
             raise Refused(Code.NO_CAPACITY, f"{MAX_SNAPSHOTS} snapshots are being fetched already", SHORT_LEASE_S)
         snapshot = state.freeze()

@@ -52,6 +52,7 @@ class Wakeups:
     _event: trio.Event = field(default_factory=trio.Event)
 
     def notify(self) -> None:
+        """Wake all that wait, and begin anew."""
         self._event.set()
         self._event = trio.Event()
 

@@ -67,8 +67,8 @@ class Codec:
         plain = n_elements * self.dtype.itemsize / n_bytes
         return Sizes(n_bytes, float(self.weight(n_contributors)), plain, self.forwards)
 
-    def code(self, values: Vector, least: Vector | None = None) -> CodedVector:
-        """Code a vector of finite numbers. ``least``: what each element must exceed to matter, for who asks for it."""
+    def code(self, values: Vector, thresholds: Vector | None = None) -> CodedVector:
+        """Code a vector of finite numbers. ``thresholds``: what each element must exceed."""
         return CodedVector(values, lambda start, end: values[start:end].view(np.uint8).data)
 
     def read(self, payload: Buffer, n_elements: int, n_vectors: int = 1) -> list[Vector]:
@@ -90,15 +90,20 @@ class Blocks(Codec):
     def n_bytes(self, n_elements: int) -> int:
         return -(-n_elements // self.block) * self.size
 
-    def code(self, values: Vector, least: Vector | None = None) -> CodedVector:
+    def code(self, values: Vector, thresholds: Vector | None = None) -> CodedVector:
         coded = self._pack(_rows(values, self.block))
         stands_for = self._unpack(coded).reshape(-1)[: len(values)].astype(self.dtype)
-        return CodedVector(stands_for, lambda start, end: coded[start // self.block : -(-end // self.block)].tobytes())
+
+        def payload(start: int, end: int) -> bytes:
+            last = -(-end // self.block)
+            return coded[start // self.block : last].tobytes()
+
+        return CodedVector(stands_for, payload)
 
     def read(self, payload: Buffer, n_elements: int, n_vectors: int = 1) -> list[Vector]:
-        each = _whole(payload, n_vectors, self.n_bytes(n_elements)).reshape(n_vectors, -1, self.size)
+        vectors = _whole(payload, n_vectors, self.n_bytes(n_elements)).reshape(n_vectors, -1, self.size)
         with _anything():
-            return [self._unpack(coded).reshape(-1)[:n_elements].astype(self.dtype) for coded in each]
+            return [self._unpack(coded).reshape(-1)[:n_elements].astype(self.dtype) for coded in vectors]
 
     def _pack(self, rows: Rows) -> Bytes:
         """[n, block] numbers to [n, size] bytes."""
@@ -115,7 +120,8 @@ class Float16(Blocks):
     size = 2 + 2 * BLOCK
 
     def _pack(self, rows: Rows) -> Bytes:
-        return _join(*_halves(rows))
+        exponents, halves = _halves(rows)
+        return _join(exponents, halves)
 
     def _unpack(self, coded: Bytes) -> Rows:
         return _from_halves(coded[:, :2], coded[:, 2:])
@@ -155,12 +161,22 @@ class TopK(Blocks):
     forwards = True
     leaves_out = True
 
+    # One block, in bits; ``keep`` places of BLOCK, of which each has ``_low`` low bits:
+    #
+    #     | small, large    | signs, is_large | low bits of each place | high bits of all places |
+    #     | 2 float32: 64 b | 2 * keep        | _low * keep            | _n_high                 |
+    #
+    # High bits never fall from one place to the next. Place number i with high bits h sets bit h + i of the last
+    # field: exactly ``keep`` ones. So the field costs less than 2 bits a place, and log2(BLOCK / keep) more for the
+    # low bits, near what any code needs. A peer can write any bits: both checks in ``_unpack`` are for that.
+
     def __init__(self, dtype: str, keep: int) -> None:
         super().__init__(dtype)
         self._keep = keep
         self._low = int(math.log2(BLOCK // keep))
         self._n_high = keep + (BLOCK >> self._low)
-        self._cuts = np.cumsum([8, *(-(-n // 8) for n in (2 * keep, self._low * keep, self._n_high))])
+        n_bits = (2 * keep, self._low * keep, self._n_high)
+        self._cuts = np.cumsum([8, *(-(-n // 8) for n in n_bits)])
         self.size = int(self._cuts[-1])
 
     def _pack(self, rows: Rows) -> Bytes:
@@ -171,29 +187,38 @@ class TopK(Blocks):
         n_large = is_large.sum(axis=1)
         large = (sizes * is_large).sum(axis=1) / np.maximum(1, n_large)
         small = (sizes * ~is_large).sum(axis=1) / np.maximum(1, self._keep - n_large)
-        high = np.zeros((len(rows), self._n_high), np.uint8)
-        np.put_along_axis(high, (places >> self._low) + np.arange(self._keep), 1, axis=1)
-        low = (places[:, :, None] >> np.arange(self._low)) & 1
-        said = np.concatenate([chosen < 0, is_large], axis=1)
+        high_bits = np.zeros((len(rows), self._n_high), np.uint8)
+        np.put_along_axis(high_bits, (places >> self._low) + np.arange(self._keep), 1, axis=1)
+        low_bits = (places[:, :, None] >> np.arange(self._low)) & 1
+        flags = np.concatenate([chosen < 0, is_large], axis=1)
         levels = np.stack([small, large], axis=1).astype(np.float32)
-        return _join(levels, _bits(said), _bits(low.reshape(len(rows), -1)), _bits(high))
+        return _join(levels, _bits(flags), _bits(low_bits.reshape(len(rows), -1)), _bits(high_bits))
 
     def _unpack(self, coded: Bytes) -> Rows:
-        levels, said, low, high = np.split(coded, self._cuts[:-1], axis=1)
-        ones = np.unpackbits(high, axis=1, count=self._n_high)
-        if not (ones.sum(axis=1) == self._keep).all():
-            raise RemoteProtocolError(f"a block that names other than {self._keep} elements")
-        gaps = np.nonzero(ones)[1].reshape(-1, self._keep) - np.arange(self._keep)
-        bits = np.unpackbits(low, axis=1, count=self._low * self._keep).reshape(len(coded), self._keep, self._low)
-        places = (gaps << self._low) + (bits.astype(np.int64) << np.arange(self._low)).sum(axis=2)
-        if not (places < BLOCK).all():
-            raise RemoteProtocolError(f"a block that names elements beyond its {BLOCK}")
-        signs, larges = np.split(np.unpackbits(said, axis=1, count=2 * self._keep), 2, axis=1)
+        levels, packed_flags, low_bits, high_bits = np.split(coded, self._cuts[:-1], axis=1)
+        places = self._read_places(low_bits, high_bits)
+        flags = np.unpackbits(packed_flags, axis=1, count=2 * self._keep)
+        signs, larges = np.split(flags, 2, axis=1)
         sizes = np.ascontiguousarray(levels).view(np.float32)
-        chosen = np.where(larges, sizes[:, 1:], sizes[:, :1]) * np.where(signs, np.float32(-1), np.float32(1))
+        signed = np.where(signs, np.float32(-1), np.float32(1))
+        chosen = np.where(larges, sizes[:, 1:], sizes[:, :1]) * signed
         rows = np.zeros((len(coded), BLOCK), np.float32)
         np.put_along_axis(rows, places, chosen, axis=1)
         return rows
+
+    def _read_places(self, low_bits: Bytes, high_bits: Bytes) -> npt.NDArray[np.int64]:
+        """[n, keep] places of elements, below ``BLOCK``. Raises RemoteProtocolError."""
+        ones = np.unpackbits(high_bits, axis=1, count=self._n_high)
+        if not (ones.sum(axis=1) == self._keep).all():
+            raise RemoteProtocolError(f"a block that names other than {self._keep} elements")
+        gaps = np.nonzero(ones)[1].reshape(-1, self._keep) - np.arange(self._keep)
+        bits = np.unpackbits(low_bits, axis=1, count=self._low * self._keep)
+        bits = bits.reshape(len(low_bits), self._keep, self._low)
+        low_parts = (bits.astype(np.int64) << np.arange(self._low)).sum(axis=2)
+        places: npt.NDArray[np.int64] = (gaps << self._low) + low_parts
+        if not (places < BLOCK).all():
+            raise RemoteProtocolError(f"a block that names elements beyond its {BLOCK}")
+        return places
 
 
 class LowRank(Blocks):
@@ -212,26 +237,35 @@ class LowRank(Blocks):
         self._rank = rank
         self.size = 2 * (2 + 2 * SIDE * rank)
         raw = np.random.Philox(key=0).random_raw(SIDE * rank).reshape(SIDE, rank)
-        self._start = ((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5).astype(np.float32)
+        uniform = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        self._start = (uniform - 0.5).astype(np.float32)
 
     def _pack(self, rows: Rows) -> Bytes:
+        # Power iteration: squares @ right spans nearly the largest singular vectors, and qr makes them orthonormal.
+        # Then left @ (squares.T @ left).T is the closest matrix in that span. Bits may differ between machines here:
+        # what counts is what the written factors stand for.
         squares = rows.reshape(-1, SIDE, SIDE)
         right = np.broadcast_to(self._start, (len(rows), SIDE, self._rank))
         for _ in range(N_POWER):
             left = np.linalg.qr(squares @ right)[0].astype(np.float32)
             right = squares.transpose(0, 2, 1) @ left
-        return _join(*_halves(left.reshape(len(rows), -1)), *_halves(right.reshape(len(rows), -1)))
+        left_exponents, left_halves = _halves(left.reshape(len(rows), -1))
+        right_exponents, right_halves = _halves(right.reshape(len(rows), -1))
+        return _join(left_exponents, left_halves, right_exponents, right_halves)
 
     def _unpack(self, coded: Bytes) -> Rows:
         half = self.size // 2
-        left, right = (
-            _from_halves(side[:, :2], side[:, 2:]).reshape(-1, SIDE, self._rank)
-            for side in (coded[:, :half], coded[:, half:])
-        )
+        left = self._read_factor(coded[:, :half])
+        right = self._read_factor(coded[:, half:])
+        # Summed rank by rank, not by a matrix product, whose order of sums depends on the machine.
         squares = np.zeros((len(coded), SIDE, SIDE), np.float32)
         for k in range(self._rank):
             squares += left[:, :, None, k] * right[:, None, :, k]
         return squares.reshape(len(coded), -1)
+
+    def _read_factor(self, coded: Bytes) -> Rows:
+        """[n, SIDE, rank] numbers from one half of each block."""
+        return _from_halves(coded[:, :2], coded[:, 2:]).reshape(-1, SIDE, self._rank)
 
 
 class Significance(Codec):
@@ -248,30 +282,38 @@ class Significance(Codec):
     def n_bytes(self, n_elements: int) -> int:
         return n_elements // 2  # depends on the numbers; about a quarter of them
 
-    def code(self, values: Vector, least: Vector | None = None) -> CodedVector:
+    def code(self, values: Vector, thresholds: Vector | None = None) -> CodedVector:
         rows = _rows(values, BLOCK)
         sizes = np.abs(rows)
-        chosen = sizes > _rows(least if least is not None else np.zeros_like(values), BLOCK)
+        limits = _rows(thresholds if thresholds is not None else np.zeros_like(values), BLOCK)
+        chosen = sizes > limits
         chosen |= (sizes == sizes.max(axis=1, keepdims=True)) & (sizes > 0)
         exponents, halves = _halves(np.where(chosen, rows, 0))
-        there = _bits(chosen)
-        pieces = [
-            exponents[i].tobytes() + there[i].tobytes() + halves[i][chosen[i]].tobytes() for i in range(len(rows))
-        ]
+        mask = _bits(chosen)
+        pieces = []
+        for i in range(len(rows)):
+            head = exponents[i].tobytes() + mask[i].tobytes()
+            pieces.append(head + halves[i][chosen[i]].tobytes())
         stands_for = self.read(b"".join(pieces), len(values))[0]
-        return CodedVector(stands_for, lambda start, end: b"".join(pieces[start // BLOCK : -(-end // BLOCK)]))
+
+        def payload(start: int, end: int) -> bytes:
+            last = -(-end // BLOCK)
+            return b"".join(pieces[start // BLOCK : last])
+
+        return CodedVector(stands_for, payload)
 
     def read(self, payload: Buffer, n_elements: int, n_vectors: int = 1) -> list[Vector]:
-        found, at = [], 0
+        vectors = []
+        offset = 0
         for _ in range(n_vectors):
             rows = np.zeros((-(-n_elements // BLOCK), BLOCK), np.float32)
             for row in rows:
                 with _anything():
-                    at = _read_chosen(payload, at, row)
-            found.append(rows.reshape(-1)[:n_elements].astype(self.dtype))
-        if at != len(payload):
-            raise RemoteProtocolError(f"{len(payload)} B of coded numbers, of which {at} say something")
-        return found
+                    offset = _read_chosen(payload, offset, row)
+            vectors.append(rows.reshape(-1)[:n_elements].astype(self.dtype))
+        if offset != len(payload):
+            raise RemoteProtocolError(f"{len(payload)} B of coded numbers, of which {offset} say something")
+        return vectors
 
 
 def codec_of(recipe: Recipe) -> Codec:
@@ -344,17 +386,20 @@ def _largest(sizes: Rows, n: int) -> npt.NDArray[np.int64]:
     chosen = sizes >= limit
     for row in np.nonzero(chosen.sum(axis=1) > n)[0]:
         equal = np.nonzero(sizes[row] == limit[row])[0]
-        chosen[row, equal[n - int((sizes[row] > limit[row]).sum()) :]] = False
+        n_equal = n - int((sizes[row] > limit[row]).sum())
+        chosen[row, equal[n_equal:]] = False
     return np.nonzero(chosen)[1].reshape(-1, n)
 
 
-def _read_chosen(payload: Buffer, at: int, row: Rows) -> int:
+def _read_chosen(payload: Buffer, offset: int, row: Rows) -> int:
     """Read one block of ``Significance`` into ``row``; returns where the next one begins."""
-    values_at = at + 2 + BLOCK // 8
-    chosen = np.unpackbits(np.frombuffer(payload[at + 2 : values_at], np.uint8)).astype(bool)
+    bits_at = offset + 2
+    values_at = bits_at + BLOCK // 8
+    chosen = np.unpackbits(np.frombuffer(payload[bits_at:values_at], np.uint8)).astype(bool)
     end = values_at + 2 * int(chosen.sum())
     if len(chosen) != BLOCK or end > len(payload):
         raise RemoteProtocolError("a block of coded numbers that is cut off")
-    exponent, halves = (np.frombuffer(payload[a:z], np.uint8)[None] for a, z in ((at, at + 2), (values_at, end)))
+    exponent = np.frombuffer(payload[offset:bits_at], np.uint8)[None]
+    halves = np.frombuffer(payload[values_at:end], np.uint8)[None]
     row[chosen] = _from_halves(exponent, halves)[0]
     return end

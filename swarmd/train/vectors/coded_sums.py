@@ -15,24 +15,24 @@ from swarmd.train.vectors.state import Vector
 from swarmd.train.vectors.sums import average_of
 
 
-def reduce(codec: Codec, given: Sequence[tuple[Vector, Buffer]], n_samples: int, out: Vector) -> Buffer:
+def reduce(codec: Codec, contributions: Sequence[tuple[Vector, Buffer]], n_samples: int, out: Vector) -> Buffer:
     """Average what contributors gave, in their order, into ``out``; returns the form in which that travels.
 
-    ``given``: what each one's numbers stand for, and how they came.
+    ``contributions``: what each one's numbers stand for, and how they came.
     """
-    average_of([values for values, _ in given], out, n_samples)
+    average_of([values for values, _ in contributions], out, n_samples)
     if codec.forwards:
-        return b"".join(payload for _, payload in given)
+        return b"".join(payload for _, payload in contributions)
     coded = codec.code(out)
     out[:] = coded.values
     return coded.payload(0, len(out))
 
 
-def add_up(codec: Codec, given: Sequence[tuple[Vector, Buffer]], out: Vector) -> Buffer:
+def add_up(codec: Codec, contributions: Sequence[tuple[Vector, Buffer]], out: Vector) -> Buffer:
     """Add up what contributors gave, in their order, into ``out``; returns the form in which that travels on."""
-    average_of([values for values, _ in given], out, 1)
+    average_of([values for values, _ in contributions], out, 1)
     if codec.forwards:
-        return b"".join(payload for _, payload in given)
+        return b"".join(payload for _, payload in contributions)
     return bytes(out.view(np.uint8).data)
 
 

@@ -38,15 +38,21 @@ class Directions:
     def of(self, values: Vector, start: int) -> Sums:
         """What elements ``start`` to ``start + len(values)`` of a vector come to along each direction."""
         totals = np.zeros(N_DIRECTIONS)
-        within = self._within.astype(values.dtype)
-        at = 0
-        while at < len(values):
-            block, first = divmod(start + at, self._block)
-            piece = values[at : at + self._block - first]
+        # A direction of a whole vector would be as long as N_DIRECTIONS vectors. It is made of one block instead:
+        #
+        #     direction = [ w[0] * d | w[1] * d | w[2] * d | ... ]      d: _within, w: _between
+        #
+        # ``values`` may begin anywhere, so that its first and last pieces are parts of blocks.
+        block_weights = self._within.astype(values.dtype)
+        offset = 0
+        while offset < len(values):
+            block, first = divmod(start + offset, self._block)
+            piece = values[offset : offset + self._block - first]
             with np.errstate(all="ignore"):  # what is no number comes to none
-                totals += (piece @ within[first : first + len(piece)]).astype(np.float64) * self._between[block]
-            at += len(piece)
-        return tuple(float(x) for x in totals)
+                along = piece @ block_weights[first : first + len(piece)]
+                totals += along.astype(np.float64) * self._between[block]
+            offset += len(piece)
+        return tuple(float(total) for total in totals)
 
 
 def directions_of(recipe: Recipe, parent: bytes, n_elements: int, average: bytes) -> Directions:
@@ -57,4 +63,5 @@ def directions_of(recipe: Recipe, parent: bytes, n_elements: int, average: bytes
 def _uniform(bits: np.random.Philox, n: int) -> npt.NDArray[np.float64]:
     """[n, N_DIRECTIONS] numbers of variance 1, from raw bits: those are the same in every version of numpy."""
     raw = bits.random_raw(n * N_DIRECTIONS).reshape(n, N_DIRECTIONS)
-    return ((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5) * 12**0.5
+    uniform = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (uniform - 0.5) * 12**0.5

@@ -17,13 +17,24 @@ from swarmd.train.vectors.codecs import codec_of
 from swarmd.train.vectors.state import RunState, Vector
 from swarmd.train.vectors.work import GatheredWork
 
+# One contribution of a codec that leaves most out (TopK, LowRank, Significance):
+#
+#     gathered (+ clipping) --> + residual --> code --> what travels, and what everybody sums
+#                                  ^             |
+#                                  |             v
+#                                  +--- decay * (total - coded), once the ledger has counted it
+#
+# The residual changes when a commit counts the contribution, and never when a round fails. So it can be computed
+# again from the ledger, and a member that offers the same draws again gives the same bits.
+
 
 class Feedback:
     """See the module. ``residual`` is what was left out until draw ``upto``; it is replaced, never changed."""
 
     def __init__(self, recipe: Recipe, state: RunState) -> None:
         self.codec = codec_of(recipe)
-        self.residual: Vector = np.zeros(state.layout.n_elements if self.codec.leaves_out else 0, state.layout.dtype)
+        n_elements = state.layout.n_elements if self.codec.leaves_out else 0
+        self.residual: Vector = np.zeros(n_elements, state.layout.dtype)
         self.upto = 0
         self._recipe = recipe
         self._state = state
@@ -31,39 +42,41 @@ class Feedback:
 
     def remember(self, upto: int, residual: Vector) -> None:
         """Go on from what this peer wrote to its disk."""
-        self.upto, self.residual = upto, residual
+        self.upto = upto
+        self.residual = residual
 
     def code(self, offered: GatheredWork, limit: float) -> GatheredWork:
         """What is offered, as it is given to the round. Raises ValueError when it is not finite.
 
         ``limit``: how far a mean may be from the momentum, where the recipe has contributions clipped.
         """
-        if offered.vector is None or offered.given is not None:
+        if offered.vector is None or offered.coded is not None:
             return offered
-        whole = offered.vector
+        total = offered.vector
         if self._recipe.robust == "clip":
-            whole = clipped(whole, offered.n, self._state.centre, limit)
+            total = clipped(total, offered.n, self._state.centre, limit)
         if self.codec.is_plain:
-            return replace(offered, given=self.codec.code(whole))
+            return replace(offered, coded=self.codec.code(total))
         is_anew = offered.anew or offered.first != self.upto
         low, high = self._state.fragment
         if self.codec.leaves_out:
             if is_anew:
                 self.residual = np.zeros_like(self.residual)
-            whole = whole + self.residual[low:high]
-        if not np.isfinite(whole).all():
+            total = total + self.residual[low:high]
+        if not np.isfinite(total).all():
             raise ValueError("what was gathered is not finite")
-        given = self.codec.code(whole, self._least(offered.n))
+        coded = self.codec.code(total, self._least(offered.n))
         if not self.codec.leaves_out:
-            return replace(offered, given=given)
-        self._left = low, (whole - given.values) * whole.dtype.type(self._recipe.parts.decay)
-        return replace(offered, given=given, anew=is_anew)
+            return replace(offered, coded=coded)
+        self._left = low, (total - coded.values) * total.dtype.type(self._recipe.parts.decay)
+        return replace(offered, coded=coded, anew=is_anew)
 
     def settle(self, offered: GatheredWork, is_counted: bool) -> None:
         """A round is over; what was offered to it was counted, or not."""
-        left, self._left = self._left, None
-        if left is not None and is_counted:
-            low, rest = left
+        left_out = self._left
+        self._left = None
+        if left_out is not None and is_counted:
+            low, rest = left_out
             self.residual = self.residual.copy()
             self.residual[low : low + len(rest)] = rest
             self.upto = offered.end
@@ -72,10 +85,10 @@ class Feedback:
         """What each element of a contribution must exceed to change its parameter by the recipe's threshold."""
         if self._recipe.parts.codec != "significance":
             return None
-        state, recipe = self._state, self._recipe
+        state = self._state
+        recipe = self._recipe
         low, high = state.fragment
         rate = recipe.diloco.learning_rate if recipe.steps_inside else recipe.learning_rate(state.steps + 1)
-        least: Vector = np.abs(state.parameters[low:high]) * state.parameters.dtype.type(
-            recipe.parts.threshold * n / rate
-        )
-        return least
+        relative = state.parameters.dtype.type(recipe.parts.threshold * n / rate)
+        thresholds: Vector = np.abs(state.parameters[low:high]) * relative
+        return thresholds

@@ -29,6 +29,17 @@ Vector = npt.NDArray[np.floating]
 DTYPES = {"float32": "F32", "float64": "F64"}
 BLOCK_ELEMENTS = 1 << 16  # what fits a processor's cache together with its moments
 
+# A snapshot while an update goes over the vectors, chunk by chunk (4 MiB):
+#
+#     vectors    [new][new][ being changed ][old][old]
+#     snapshot   [copy][copy][copy]            |    |
+#     a reader gets copies of what has changed,  and reads the rest from the vectors themselves
+#
+# ``keep`` copies a chunk before ``apply`` changes it. A reader reads the vectors first and looks for a copy after:
+# if there is one, what it read may be half old and half new, and the copy is right. If there is none, the change
+# had not begun when it read. So readers never wait, and an update waits for no reader. A copy of the whole state
+# before each update would cost as much memory again, and time in which nothing is computed.
+
 
 @dataclass(frozen=True, slots=True)
 class VectorLayout:
@@ -39,19 +50,21 @@ class VectorLayout:
 
     @property
     def n_elements(self) -> int:
+        """How many numbers all tensors hold together."""
         return sum(math.prod(shape) for _, shape in self.tensors)
 
     @property
     def n_bytes(self) -> int:
+        """How many bytes the vector takes."""
         return self.n_elements * np.dtype(self.dtype).itemsize
 
     def places(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
         """Each tensor with its range [start, end)."""
-        at = 0
+        start = 0
         for name, shape in self.tensors:
             size = math.prod(shape)
-            yield name, shape, at, at + size
-            at += size
+            yield name, shape, start, start + size
+            start += size
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +104,7 @@ class RunState:
 
     @property
     def n_bytes(self) -> int:
+        """How many bytes a snapshot takes."""
         return sum(vector.nbytes for vector in self.vectors.values())
 
     @property
@@ -122,6 +136,7 @@ class RunState:
 
     @property
     def averaged_bytes(self) -> int:
+        """How many bytes of the vector the next update averages."""
         return self.n_averaged * self.parameters.itemsize
 
     @property
@@ -143,18 +158,23 @@ class RunState:
 
     def hold(self) -> Snapshot:
         """The state as it is, for who is to look at it once the next update is applied; for as long as it is kept."""
-        if (kept := self.snapshots.get(self.root)) is not None and kept.is_live:
-            return kept
-        self._held.append(Snapshot(self.version.manifest, dict(enumerate(self.vectors.values()))))
-        return self._held[-1]
+        fetched = self.snapshots.get(self.root)
+        if fetched is not None and fetched.is_live:
+            return fetched
+        snapshot = Snapshot(self.version.manifest, dict(enumerate(self.vectors.values())))
+        self._held.append(snapshot)
+        return snapshot
 
     def thaw(self, root: bytes) -> None:
         """Nobody fetches that snapshot any more."""
         self.snapshots.pop(root, None)
 
-    def find(self, wanted: bytes) -> Snapshot | Average | None:
+    def find(self, digest: bytes) -> Snapshot | Average | None:
         """What a hash names here."""
-        return self.snapshots.get(wanted) or next((a for a in self.averages.values() if a.digest == wanted), None)
+        snapshot = self.snapshots.get(digest)
+        if snapshot is not None:
+            return snapshot
+        return next((a for a in self.averages.values() if a.digest == digest), None)
 
     def apply(self, commit: Commit, digest: bytes, average: Vector, steps: int) -> None:
         """Take one step of the recipe's (outer) optimizer, and hash the outcome. Call it in a thread."""
@@ -165,9 +185,10 @@ class RunState:
         for chunk in range(-(-len(self.parameters) // size)):
             for snapshot in live:
                 snapshot.keep(chunk)
-            start, end = max(low, chunk * size), min(high, (chunk + 1) * size)
-            for at in range(start, end, BLOCK_ELEMENTS):
-                block = slice(at, min(at + BLOCK_ELEMENTS, end))
+            start = max(low, chunk * size)
+            end = min(high, (chunk + 1) * size)
+            for offset in range(start, end, BLOCK_ELEMENTS):
+                block = slice(offset, min(offset + BLOCK_ELEMENTS, end))
                 gradient = average[block.start - low : block.stop - low]
                 if self.run.recipe.robust == "clip":
                     gradient = gradient + centre_of(self.run.recipe, self.moments, steps - 1, block)
@@ -186,18 +207,22 @@ class RunState:
 
     def replace(self, vectors: Mapping[str, Vector]) -> None:
         """Take over other values; snapshots of the old ones end."""
-        self.snapshots, self.averages, self._held = {}, {}, []
+        self.snapshots = {}
+        self.averages = {}
+        self._held = []
         for name, vector in self.vectors.items():
             vector[:] = vectors[name]
 
     def _update(self, block: slice, gradient: Vector, learning_rate: float, steps: int) -> None:
-        recipe, parameters = self.run.recipe, self.parameters[block]
+        recipe = self.run.recipe
+        parameters = self.parameters[block]
         moments = {name: vector[block] for name, vector in self.moments.items()}
         if recipe.steps_inside:
             _nesterov(recipe.diloco, parameters, gradient, moments)
             return
         self._decay(block, learning_rate)
-        _UPDATES[recipe.optimizer.kind](recipe.optimizer, parameters, gradient, moments, learning_rate, steps)
+        update = _UPDATES[recipe.optimizer.kind]
+        update(recipe.optimizer, parameters, gradient, moments, learning_rate, steps)
 
     def _decay(self, block: slice, learning_rate: float) -> None:
         """Decoupled weight decay of matrices (Loshchilov & Hutter 2019, algorithm 2)."""
@@ -205,14 +230,15 @@ class RunState:
         if not weight_decay:
             return
         for start, end in self._decayed:
-            low, high = max(start, block.start), min(end, block.stop)
+            low = max(start, block.start)
+            high = min(end, block.stop)
             if low < high:
                 self.parameters[low:high] *= 1 - learning_rate * weight_decay
 
     def _keep_average(self, commit: Commit, average: Vector) -> None:
         n_kept = max(1, self._average_limit_bytes // max(1, average.nbytes))
-        kept = {**self.averages, commit.epoch: Average(self.run.id, commit, average)}
-        self.averages = {epoch: kept[epoch] for epoch in sorted(kept)[-n_kept:]}
+        averages = {**self.averages, commit.epoch: Average(self.run.id, commit, average)}
+        self.averages = {epoch: averages[epoch] for epoch in sorted(averages)[-n_kept:]}
 
 
 class Average:
@@ -226,6 +252,7 @@ class Average:
 
     @functools.cached_property
     def manifest(self) -> Manifest:
+        """Hash the average by chunks. Call it in a thread the first time."""
         return describe_average(self._run, self._parent, self.values)
 
     def read(self, ref: tuple[int, int]) -> bytes:
@@ -274,6 +301,7 @@ class Snapshot:
 
     @property
     def kept_bytes(self) -> int:
+        """How many bytes of chunks were copied before they changed."""
         return sum(len(data) for data in self._kept.values())
 
     def _live(self, index: int, chunk: int) -> bytes:
@@ -284,11 +312,12 @@ class Snapshot:
 
 def describe(settings: Mapping[str, object], vectors: Mapping[str, Vector]) -> Manifest:
     """The manifest of vectors: its hash names them, settings included."""
-    entries = tuple(
-        Entry(name, DTYPES[str(vector.dtype)], (len(vector),), _chunks(vector)) for name, vector in vectors.items()
-    )
+    entries = []
+    for name, vector in vectors.items():
+        dtype = DTYPES[str(vector.dtype)]
+        entries.append(Entry(name, dtype, (len(vector),), _chunks(vector)))
     config = manifests.canonical({"model_type": STATE, "num_hidden_layers": 0, **settings})
-    return Manifest(manifests.VERSION, 0, config, (), entries)
+    return Manifest(manifests.VERSION, 0, config, (), tuple(entries))
 
 
 def describe_average(run: RunId, parent: bytes, average: Vector) -> Manifest:
@@ -302,12 +331,14 @@ def average_digest(run: RunId, parent: bytes, average: Vector) -> bytes:
 
 
 def digest_of(manifest: Manifest) -> bytes:
+    """The hash that names a manifest, as bytes."""
     return bytes.fromhex(manifests.model_id(manifest))
 
 
 def fragment_of(recipe: Recipe, steps: int, n_elements: int) -> tuple[int, int]:
     """The range [start, end) of elements that update ``steps``, counted from 1, averages: parts take turns."""
-    n, turn = recipe.fragments, (steps - 1) % recipe.fragments
+    n = recipe.fragments
+    turn = (steps - 1) % n
     return n_elements * turn // n, n_elements * (turn + 1) // n
 
 
@@ -320,8 +351,10 @@ def _outer_moments(recipe: Recipe) -> tuple[str, ...]:
 
 def centre_of(recipe: Recipe, moments: Mapping[str, Vector], steps: int, block: slice = slice(None)) -> Vector:
     """What the gradients of ``steps`` updates so far have been, lately: the same bits everywhere."""
-    optimizer, is_adamw = recipe.optimizer, recipe.optimizer.kind == "adamw"
-    name, decay = ("moment1", optimizer.beta1) if is_adamw else ("momentum", optimizer.momentum)
+    optimizer = recipe.optimizer
+    is_adamw = optimizer.kind == "adamw"
+    name = "moment1" if is_adamw else "momentum"
+    decay = optimizer.beta1 if is_adamw else optimizer.momentum
     if name not in moments or not steps:
         return np.zeros(1, recipe.precision)
     weight = 1.0 if is_adamw else 1 - decay  # of each gradient: torch's momentum adds them up as they are
@@ -336,7 +369,8 @@ def clip_factor(average: Vector, limit: float) -> float:
 
 def _chunks(vector: Vector) -> tuple[bytes, ...]:
     data = vector.view(np.uint8).data
-    return tuple(hashlib.sha256(data[at : at + CHUNK_BYTES]).digest() for at in range(0, len(data), CHUNK_BYTES))
+    starts = range(0, len(data), CHUNK_BYTES)
+    return tuple(hashlib.sha256(data[start : start + CHUNK_BYTES]).digest() for start in starts)
 
 
 def _sgd(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: float, steps: int) -> None:
@@ -361,7 +395,10 @@ def _nesterov(o: Diloco, p: Vector, g: Vector, moments: dict[str, Vector]) -> No
 
 def _adamw(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: float, steps: int) -> None:
     """Kingma & Ba 2015, algorithm 1, with both corrections; powers by squaring, the same on every machine."""
-    first, second = moments["moment1"], moments["moment2"]
+    first = moments["moment1"]
+    second = moments["moment2"]
+    # In place, and each operation over the whole block: no temporary as large as the model, and the same order of
+    # operations on every machine. ``g`` holds in turn g * g, then the denominator, then the step.
     first *= o.beta1
     first += g * (1 - o.beta1)
     second *= o.beta2
@@ -377,6 +414,7 @@ def _adamw(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate:
 
 
 def power(base: float, exponent: int) -> float:
+    """``base ** exponent`` by squaring: pow() of libm differs between machines in the last bit."""
     result = 1.0
     while exponent:
         if exponent & 1:

@@ -23,9 +23,9 @@ def squares_in(values: Vector, ranges: Iterable[tuple[int, int]]) -> float:
 
 def average_of(sources: list[Vector], out: Vector, n_samples: int) -> None:
     """The sum of ``sources`` in their order, divided by the number of samples."""
-    for at in range(0, len(out), BLOCK_ELEMENTS):
-        block = out[at : at + BLOCK_ELEMENTS]
-        block[:] = sources[0][at : at + BLOCK_ELEMENTS]
+    for offset in range(0, len(out), BLOCK_ELEMENTS):
+        block = out[offset : offset + BLOCK_ELEMENTS]
+        block[:] = sources[0][offset : offset + BLOCK_ELEMENTS]
         for source in sources[1:]:
-            block += source[at : at + BLOCK_ELEMENTS]
+            block += source[offset : offset + BLOCK_ELEMENTS]
         block /= n_samples
