@@ -60,9 +60,14 @@ class _Shares:
         """Whose are not here."""
         return [PeerId(m.peer) for m in counted_of(self._group) if m.peer not in self._checked]
 
+    # What a member can gain by lying here: it signs its share, so that two different ones with the same draws are
+    # evidence against it. It may name numbers that it did not give; then the shares do not add up to the average, and
+    # the leader finds whose sums differ from what the others saw of it (_contradicts_itself, plan.runs.disputes).
+
     def _check(self, peer: PeerId, member: GroupMember, share: ContributionShare) -> None:
         backing.check_share_untrusted(share, peer, self._group.parent, self._state, self.average)
-        if (share.first, share.n, share.loss) != (member.first, member.n, self._joined[peer].loss):
+        samples = (member.first, member.n, self._joined[peer].loss)
+        if (share.first, share.n, share.loss) != samples:
             raise IntegrityError("its share is of other samples than it joined with")
 
 
@@ -71,11 +76,15 @@ def _contradicts_itself(share: ContributionShare, peer: PeerId, place: int, seen
     beat = seen[peer].beat if peer in seen else None
     if beat is None or not beat.result:
         return False  # it has signed what it gave to an average that it has not got
-    own = [g.sums for g in beat.gave] + [r.sums for r in beat.received if r.member == place]
-    if any(len(sums) != N_DIRECTIONS for sums in own):
+    named = [g.sums for g in beat.gave] + [r.sums for r in beat.received if r.member == place]
+    if any(len(sums) != N_DIRECTIONS for sums in named):
         return True
-    most = TOLERANCE * math.sqrt(share.squares)
-    return any(abs(sum(o[i] for o in own) - share.sums[i]) > most for i in range(N_DIRECTIONS))
+    tolerance = TOLERANCE * math.sqrt(share.squares)
+    for i in range(N_DIRECTIONS):
+        difference = sum(sums[i] for sums in named) - share.sums[i]
+        if abs(difference) > tolerance:
+            return True
+    return False
 
 
 class _Assents:
@@ -104,11 +113,13 @@ class _Assents:
 
     @property
     def are_all(self) -> bool:
+        """Has everybody signed, or something wrong?"""
         return len(self._signatures) + len(self._wrong) == len(self._peers)
 
     def backed(self) -> bytes:
         """What anchors are asked to sign."""
-        return backing.encode(BackedCommit(self.body, self.shares, tuple(sorted(self._signatures.items()))))
+        signatures = tuple(sorted(self._signatures.items()))
+        return backing.encode(BackedCommit(self.body, self.shares, signatures))
 
 
 class Backing:
@@ -141,17 +152,32 @@ class Backing:
 
     @property
     def faults(self) -> dict[PeerId, str]:
+        """Whose share is wrong, and why."""
         return self._shares.faults
 
     def lacking(self) -> list[PeerId]:
         """Who has not said what it gave."""
         return self._shares.lacking()
 
+    # Two rounds of signatures, as beats bring them:
+    #
+    #     leader                                    contributors
+    #       | -- Check(average) ---------------------> |   who have no average yet measure what they gave
+    #       | <-- beat with a share, signed ---------- |
+    #       |    all shares in: the commit is made     |
+    #       | -- Check(average, commit, shares) -----> |   each checks what it knows, and that all adds up
+    #       | <-- beat with an assent, signed -------- |
+    #       |    all in, or most after limit_s: done   |
+    #
+    # Most is enough for assents, since one that refuses must not stop the others. Shares must be there of all: an
+    # average without one of them is another average.
+
     async def advance(self, seen: Seen, now: float) -> bytes:
         """Look at the latest beats; returns the commit with its backing once most of them stand for it, else b""."""
         if self._asked_at is None:
             self._asked_at = now
-            await self._tell_all([p for p in self._peers if not _has_average(p, seen)], self._check(), b"")
+            lacking = [p for p in self._peers if not _has_average(p, seen)]
+            await self._tell_all(lacking, self._check(), b"")
         shares = self._shares.look(seen)
         self.waits_for = f"{count(len(self.lacking()), 'member')} to say what they gave"
         if shares is None:
@@ -194,11 +220,20 @@ class ContributingMember:
         self._clip = clip
 
     def share(
-        self, parent: bytes, state: bytes, offered: GatheredWork, average: bytes, given: ContributionProjection
+        self, parent: bytes, state: bytes, offered: GatheredWork, average: bytes, projection: ContributionProjection
     ) -> ContributionShare:
         """What this peer says that it gave to an average."""
-        said = offered.first, offered.n, offered.loss, given.squares, given.sums, b"", offered.late, offered.anew
-        return backing.sign_share(ContributionShare(*said), parent, state, average, self._identity)
+        share = ContributionShare(
+            first=offered.first,
+            n=offered.n,
+            loss=offered.loss,
+            squares=projection.squares,
+            sums=projection.sums,
+            signature=b"",
+            late=offered.late,
+            anew=offered.anew,
+        )
+        return backing.sign_share(share, parent, state, average, self._identity)
 
     def assent_untrusted(self, payload: bytes, live: Round, generation: int, state: bytes) -> bytes:
         """This peer's assent. Raises IntegrityError for a commit that it does not stand for.
@@ -208,9 +243,10 @@ class ContributingMember:
         commit, backed = backing.read_untrusted(payload)
         self._ledger.check_next(commit)
         named = [(c.peer, c.first, c.n) for c in commit.contributors]
+        counted = [(m.peer, m.first, m.n) for m in counted_of(live.group)]
         if live.account is None or commit.average != live.result or commit.state != state:
             raise IntegrityError("a commit of another average or state than this peer has")
-        if named != [(m.peer, m.first, m.n) for m in counted_of(live.group)] or commit.generation != generation:
+        if named != counted or commit.generation != generation:
             raise IntegrityError("a commit that counts others than the group's members")
         if not math.isclose(commit.clip, self._clip(commit.average), rel_tol=CLIP_TOLERANCE):
             raise IntegrityError(f"a commit that clips by {commit.clip}; expected {self._clip(commit.average)}")

@@ -18,7 +18,12 @@ LEAST_BYTES_PER_S = 1e3  # of an announced link: 0 would make a deadline of neve
 MOST_ELEMENTS = 2**34  # of a vector: 64 GiB in float32
 
 
-def check_group(group: Group, before: Group | None, n_elements: int | None, recipe: Recipe) -> None:
+# A group comes from a leader, whoever that is: any member may send one. What is checked is all that this peer relies
+# on when it allocates memory and sends numbers. A group that is sound and unfair costs a round, no more: anchors sign
+# nothing of which the members do not stand for the sums.
+
+
+def check_group(group: Group, previous: Group | None, n_elements: int | None, recipe: Recipe) -> None:
     """Refuse a group that does not divide this peer's vector among its members. Raises RemoteProtocolError.
 
     ``n_elements`` is None where this peer has no vector of its own.
@@ -39,9 +44,8 @@ def check_group(group: Group, before: Group | None, n_elements: int | None, reci
         raise RemoteProtocolError(f"a group with a part that does not begin at a multiple of {block}")
     if not any(m.n and m.is_counted for m in group.members):
         raise RemoteProtocolError("a group of which nobody counts")
-    if before is not None and ([(m.peer, m.first, m.n) for m in before.members]) != [
-        (m.peer, m.first, m.n) for m in group.members
-    ]:
+    samples = [(m.peer, m.first, m.n) for m in group.members]
+    if previous is not None and [(m.peer, m.first, m.n) for m in previous.members] != samples:
         raise RemoteProtocolError("another version of a group with other members")
 
 
@@ -54,23 +58,35 @@ def form(run: Run, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements
     """Divide the work among who joined, in their order. Raises ValueError when it cannot be divided."""
     codec = codec_of(run.recipe)
     able = [_able(p, j) for p, j in joined.items()]
-    laid = (chosen := topology.lay_out(run.recipe.topology, able, _sites(joined))).action
+    chosen = topology.lay_out(run.recipe.topology, able, _sites(joined))
+    layout = chosen.action
     sizes = codec.sizes(n_elements, sum(j.n > 0 for j in joined.values()))
-    plan = partition.divide(laid.members, sizes, laid.ways).action
+    plan = partition.divide(layout.members, sizes, layout.ways).action
     ranges = partition.cut(plan.shares, n_elements, codec.block)
+    members = []
+    for member, row in zip(able, layout.rows, strict=True):
+        message = joined[member.peer]
+        members.append(
+            GroupMember(
+                peer=member.peer,
+                first=message.first,
+                n=message.n,
+                receives=member.receives,
+                is_counted=True,
+                row=row,
+                collects=topology.may_collect(member),
+            )
+        )
     group = Group(
         run=run.id,
         round=os.urandom(16),
         parent=parent,
         n_elements=n_elements,
         dtype=run.recipe.precision,
-        members=tuple(
-            GroupMember(m.peer, joined[m.peer].first, joined[m.peer].n, m.receives, True, row, topology.may_collect(m))
-            for m, row in zip(able, laid.rows, strict=True)
-        ),
-        parts=tuple(GroupPart(i, a, z) for i, (a, z) in enumerate(ranges) if a < z),
+        members=tuple(members),
+        parts=tuple(GroupPart(i, start, end) for i, (start, end) in enumerate(ranges) if start < end),
         expected_s=plan.expected_s,
-        topology=laid.kind,
+        topology=layout.kind,
     )
     return Decision(group, chosen.reason)
 
@@ -78,10 +94,9 @@ def form(run: Run, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements
 def _sites(joined: Mapping[PeerId, JoinRound]) -> list[int]:
     """The site of each who joined, as they say who is near."""
     places = {peer: place for place, peer in enumerate(joined)}
-    near = {
-        places[peer]: frozenset(places[PeerId(other)] for other in j.near if other in places)
-        for peer, j in joined.items()
-    }
+    near = {}
+    for peer, message in joined.items():
+        near[places[peer]] = frozenset(places[PeerId(neighbour)] for neighbour in message.near if neighbour in places)
     return topology.sites_of(near, len(joined))
 
 
@@ -91,15 +106,18 @@ def without(old: Group, lost: Collection[PeerId], idle: Collection[str], leader:
     Those are cut at multiples of ``block``. The leader gets results in any case: it says how to clip. None if nobody is
     left to count or to reduce.
     """
-    members = tuple(
-        replace(m, receives=m.receives and m.peer == leader, is_counted=False, collects=False)
-        if m.peer in lost
-        else replace(m, collects=m.collects and m.peer not in idle)
-        for m in old.members
-    )
+    members = []
+    for member in old.members:
+        if member.peer in lost:
+            receives = member.receives and member.peer == leader
+            members.append(replace(member, receives=receives, is_counted=False, collects=False))
+        else:
+            members.append(replace(member, collects=member.collects and member.peer not in idle))
     able = [i for i, m in enumerate(members) if m.peer not in idle]
     if not able or not any(m.n and m.is_counted for m in members):
         return None
+    # A part whose reducer is idle is cut among the others, as far as a message has room for more parts. Numbers that
+    # the old reducer had are sent again by their members, who keep them until the round's end.
     parts: list[GroupPart] = []
     room = MAX_PARTS - len(old.parts)
     for number, part in enumerate(old.parts):
@@ -108,17 +126,28 @@ def without(old: Group, lost: Collection[PeerId], idle: Collection[str], leader:
             continue
         heirs = [able[(number + i) % len(able)] for i in range(min(len(able), 1 + room))]
         pieces = partition.cut([1 / len(heirs)] * len(heirs), part.end - part.start, block)
-        given = [GroupPart(i, part.start + a, part.start + z) for i, (a, z) in zip(heirs, pieces, strict=True) if a < z]
-        room -= len(given) - 1
-        parts += given
-    return replace(old, version=old.version + 1, members=members, parts=tuple(parts))
+        pieces_of_part = []
+        for heir, (start, end) in zip(heirs, pieces, strict=True):
+            if start < end:
+                pieces_of_part.append(GroupPart(heir, part.start + start, part.start + end))
+        room -= len(pieces_of_part) - 1
+        parts += pieces_of_part
+    return replace(old, version=old.version + 1, members=tuple(members), parts=tuple(parts))
 
 
-def rate(said: float) -> float:
+def rate(announced: float) -> float:
     """A bandwidth that somebody says it has, as one that the program can count with."""
-    return max(LEAST_BYTES_PER_S, said)
+    return max(LEAST_BYTES_PER_S, announced)
 
 
 def _able(peer: PeerId, joined: JoinRound) -> partition.PartitionMember:
-    up, down = (None if r is None else rate(r) for r in (joined.up_bytes_per_s, joined.down_bytes_per_s))
-    return partition.PartitionMember(peer, joined.n > 0, joined.receives, joined.can_reduce, up, down)
+    up = None if joined.up_bytes_per_s is None else rate(joined.up_bytes_per_s)
+    down = None if joined.down_bytes_per_s is None else rate(joined.down_bytes_per_s)
+    return partition.PartitionMember(
+        peer,
+        contributes=joined.n > 0,
+        receives=joined.receives,
+        can_reduce=joined.can_reduce,
+        up_bytes_per_s=up,
+        down_bytes_per_s=down,
+    )

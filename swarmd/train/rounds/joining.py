@@ -114,11 +114,23 @@ class Joining:
         return max(timing.beats.limit_s(), timing.joins.limit_s(), self.pulses.limit_s())
 
     # --- taking part -------------------------------------------------------------------------------------------
+    #
+    # One peer after a commit, until the next one:
+    #
+    #     choose the first candidate by the rule (train.rounds.leaders)
+    #         it is this peer, or others have joined here ---> lead: gather, average, bring to the anchors
+    #         it is another ---> join there and follow
+    #               refused, silent, passed over, or another comes first ---> choose again
+    #               a pulse names a time to retry ---> leave, and compute on until then
+    #
+    # No view of the members is shared, so that two may lead at once. That costs time, and never a second commit: the
+    # anchors' majority signs one. Any leader may lie about all of it, and is left when nothing comes of its rounds.
 
     async def take_part(self, parent: bytes, why_idle: Callable[[], str]) -> None:
         """Join the round after ``parent``, under one leader after the other, until it is committed or called off."""
         begun = trio.current_time()
-        self._is_in, self._why = True, "joins a round"
+        self._is_in = True
+        self._why = "joins a round"
         try:
             while self._chronicle.ledger.head == parent and trio.current_time() >= self.retry_at and not why_idle():
                 state, _ = self._mine()
@@ -136,7 +148,8 @@ class Joining:
 
     async def follow(self, leader: PeerId, parent: bytes) -> None:
         """Join under another peer; returns when that is over, whatever came of it."""
-        self._followed, self._pulsed_at = leader, trio.current_time()
+        self._followed = leader
+        self._pulsed_at = trio.current_time()
         try:
             await self._world.rpc.call(leader, self._joining, timeout_s=self.pulses.limit_s(), purpose="bulk")
         except Refused as error:
@@ -153,33 +166,44 @@ class Joining:
             logger.info("%s should lead and does not answer: %s", leader[-8:], error)
             self._members.suspect(leader, trio.current_time())
             return
-        self._leaders.refused_by, begun = None, trio.current_time()
+        self._leaders.refused_by = None
+        begun = trio.current_time()
         while self._chronicle.ledger.head == parent and self._followed == leader and self.leader is None:
-            now = trio.current_time()
-            if self.round is None and now - begun > LONGEST_GATHER_S:
-                logger.info("the leader %s has begun nothing for %.0f s", leader[-8:], now - begun)
-                self._members.pass_over(leader, parent, now)
-                return
-            if why := self._leaders.why_not(self.round):
-                logger.info("%s leads no longer here: %s", leader[-8:], why)
-                self._members.pass_over(leader, parent, now)
-                self.leave()
-                return
-            if now - self._pulsed_at > self.pulses.limit_s():
-                logger.info("the leader %s gives no sign of life for %.1f s", leader[-8:], now - self._pulsed_at)
-                self._members.suspect(leader, now)
-                return
-            if now < self.retry_at:
-                return
-            if self.round is None and self._awaited_at > begun + PULSE_INTERVAL_S:
-                return  # what this peer had joined was given up, and it was not told
-            if self.round is None and (first := self._leaders.first(leader, parent)) != leader:
-                await self._tell(leader, Pulse(run=self._chronicle.run.id, parent=parent, successor=first))
+            if await self._abandon_if_useless(leader, parent, begun):
                 return
             await self._news.wait(LOOK_INTERVAL_S)
         now = trio.current_time()
         if self.leader is not None and not self._is_followed_alive(now):
             self._members.suspect(leader, now)  # others have given it up, and it is silent here as well
+
+    async def _abandon_if_useless(self, leader: PeerId, parent: bytes, begun: float) -> bool:
+        """Look whether anything comes of following a leader; True when another must be found."""
+        now = trio.current_time()
+        if self.round is None and now - begun > LONGEST_GATHER_S:
+            logger.info("the leader %s has begun nothing for %.0f s", leader[-8:], now - begun)
+            self._members.pass_over(leader, parent, now)
+            return True
+        why = self._leaders.why_not(self.round)
+        if why:
+            logger.info("%s leads no longer here: %s", leader[-8:], why)
+            self._members.pass_over(leader, parent, now)
+            self.leave()
+            return True
+        if now - self._pulsed_at > self.pulses.limit_s():
+            logger.info("the leader %s gives no sign of life for %.1f s", leader[-8:], now - self._pulsed_at)
+            self._members.suspect(leader, now)
+            return True
+        if now < self.retry_at:
+            return True
+        if self.round is None and self._awaited_at > begun + PULSE_INTERVAL_S:
+            return True  # what this peer had joined was given up, and it was not told
+        if self.round is not None:
+            return False
+        first = self._leaders.first(leader, parent)
+        if first == leader:
+            return False
+        await self._tell(leader, Pulse(run=self._chronicle.run.id, parent=parent, successor=first))
+        return True
 
     def _is_followed_alive(self, now: float) -> bool:
         return now - self._pulsed_at < self.pulses.limit_s() / 2
@@ -187,6 +211,9 @@ class Joining:
     def _joining(self, call_id: int) -> JoinRound:
         up, down = self._world.links()
         state, self._offered = self._mine()
+        can_be_dialled = self._world.can_be_dialled()
+        members = set(self._members.look(trio.current_time()))
+        near = sorted(self._world.near() & members)[:MAX_NEAR]
         return JoinRound(
             id=call_id,
             run=self._chronicle.run.id,
@@ -197,13 +224,13 @@ class Joining:
             loss=self._offered.loss,
             n_elements=state.n_averaged if state else 0,
             dtype=state.layout.dtype if state else "float32",
-            receives=state is not None and (self._offered.n > 0 or self._world.can_be_dialled()),
-            can_reduce=self._world.can_be_dialled(),
+            receives=state is not None and (self._offered.n > 0 or can_be_dialled),
+            can_reduce=can_be_dialled,
             up_bytes_per_s=up,
             down_bytes_per_s=down,
             late=self._offered.late,
             anew=self._offered.anew,
-            near=tuple(sorted(self._world.near() & set(self._members.look(trio.current_time()))))[:MAX_NEAR],
+            near=tuple(near),
         )
 
     # --- leading -----------------------------------------------------------------------------------------------
@@ -215,17 +242,17 @@ class Joining:
         """The one for the round after the newest commit; its members hear from it from now on."""
         if self.leader is None or self.leader.parent != self._chronicle.ledger.head:
             self._pulsing.cancel()
-            chronicle, members = self._chronicle, self._members
+            chronicle = self._chronicle
             self.leader = Leader(
                 self._me,
                 chronicle.ledger,
                 chronicle.order,
                 self.counters.timing,
-                self._tell,
-                lambda: members.at(chronicle.ledger.head, trio.current_time()),
-                chronicle.proposer(),
-                self._clip,
-                chronicle.why_not_alone,
+                tell=self._tell,
+                expected=lambda: self._members.at(chronicle.ledger.head, trio.current_time()),
+                proposer=chronicle.proposer(),
+                clip=self._clip,
+                why_not_alone=chronicle.why_not_alone,
             )
             self._pulsing = self._tasks.start_soon(self.leader.pulse)
         return self.leader
@@ -240,7 +267,8 @@ class Joining:
         except* Refused as group:
             self.close_leader(leader)  # who joins from here on joins the next
             self._why = f"the anchors know more: {group.exceptions[0]}"
-            if not await self._chronicle.sync([*self._chronicle.anchors, *self._members.look(trio.current_time())]):
+            members = self._members.look(trio.current_time())
+            if not await self._chronicle.sync([*self._chronicle.anchors, *members]):
                 await self._news.wait(LOOK_INTERVAL_S)
         except* TooEarly as group:
             early = group.exceptions[0]
@@ -268,7 +296,8 @@ class Joining:
     async def _lead_on(self, leader: Leader, why_idle: Callable[[], str]) -> Outcome | None:
         """Lead until it is done, or of no use: committed or led by others, other anchors, stopped, paused."""
         outcome: Outcome | None = None
-        order, parent = self._chronicle.order, leader.parent
+        order = self._chronicle.order
+        parent = leader.parent
 
         async def lead() -> None:
             nonlocal outcome
@@ -278,7 +307,8 @@ class Joining:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lead)
             while self._chronicle.ledger.head == parent and self._chronicle.order is order and not why_idle():
-                if not leader.has_begun and (first := self._leaders.first(self._me, parent)) != self._me:
+                first = self._me if leader.has_begun else self._leaders.first(self._me, parent)
+                if first != self._me:
                     self._step_down(leader, first)
                     break
                 await self._news.wait(LOOK_INTERVAL_S)
@@ -289,8 +319,10 @@ class Joining:
         """Fewer samples are there than were forecast: all go on computing for as long as the rest takes."""
         now = trio.current_time()
         rate = sum(m.samples_per_s for m in self._members.progress(now)) or 1.0
-        lacking = self._chronicle.run.recipe.batch.target - sum(j.n for j in leader.joined.values())
-        wait_s = min(LONGEST_RETRY_S / 2, max(SHORTEST_RETRY_S, lacking / rate if wait_s is None else wait_s))
+        if wait_s is None:
+            n_joined = sum(j.n for j in leader.joined.values())
+            wait_s = (self._chronicle.run.recipe.batch.target - n_joined) / rate
+        wait_s = min(LONGEST_RETRY_S / 2, max(SHORTEST_RETRY_S, wait_s))
         self.retry_at = now + wait_s
         self._begin_again(leader, wait_s)
 
@@ -326,7 +358,8 @@ class Joining:
             raise Refused(Code.NOT_HELD, "that commit is not known here", LOOK_INTERVAL_S)
         if self._members.standing.is_shunned(peer):
             raise Refused(Code.REFUSED, "fault was found with your numbers more than once: you sit out for a while")
-        if (left_s := self.retry_at - trio.current_time()) > 0:
+        left_s = self.retry_at - trio.current_time()
+        if left_s > 0:
             raise Refused(Code.NO_CAPACITY, "fewer samples were there than forecast", left_s)
         is_led = self._is_in and self.leader is None and self._followed not in (None, self._me)
         if is_led and (self.round is not None or self._is_followed_alive(trio.current_time())):
@@ -370,28 +403,38 @@ class Joining:
         """The leader that this peer follows has formed, or changed, the group."""
         if peer != self._followed or group.parent != self._chronicle.ledger.head:
             return
-        (state, _), offered, recipe = self._mine(), self._offered, self._chronicle.run.recipe
-        before = self.round.group if self.round is not None and self.round.group.round == group.round else None
-        check_group(group, before, state.n_averaged if state else None, recipe)
-        if self.round is not None and before is not None:
+        state, _ = self._mine()
+        offered = self._offered
+        recipe = self._chronicle.run.recipe
+        is_known = self.round is not None and self.round.group.round == group.round
+        previous = self.round.group if self.round is not None and is_known else None
+        check_group(group, previous, state.n_averaged if state else None, recipe)
+        if self.round is not None and previous is not None:
             self.round.change(group)
             return
-        mine = next((m for m in group.members if m.peer == self._me), None)
-        if mine is None or (mine.first, mine.n) != (offered.first, offered.n):
+        member = next((m for m in group.members if m.peer == self._me), None)
+        if member is None or (member.first, member.n) != (offered.first, offered.n):
             return
         self.end_round()
-        digest = partial(average_digest, self._chronicle.run.id, group.parent)
-        sign = partial(self.signer.share, group.parent, state.root if state is not None else b"", offered)
-        self.round = Round(self._world.rpc, group, recipe, offered.coded, digest, sign, self._world.off_loop)
+        root = state.root if state is not None else b""
+        self.round = Round(
+            self._world.rpc,
+            group,
+            recipe,
+            offered.coded,
+            digest=partial(average_digest, self._chronicle.run.id, group.parent),
+            sign=partial(self.signer.share, group.parent, root, offered),
+            off_loop=self._world.off_loop,
+        )
         self._begun.append(group.round)
         self._scope = self._tasks.start_soon(self._live, self.round, peer)
         self._news.notify()
 
     async def take_numbers(self, channel: Channel, message: Numbers, payload: memoryview) -> None:
         """Parts of a round; the leader's word of it may be on its way by another channel, while others wait behind."""
-        before = self.round
+        previous = self.round
         with trio.move_on_after(GROUP_LATE_S) as waiting:
-            while message.round not in self._begun and self.round in (None, before):
+            while message.round not in self._begun and self.round in (None, previous):
                 await self._news.wait()
         if waiting.cancelled_caught:  # they are sent again, if they still count
             raise Unreachable("numbers of a round that has not begun here")
@@ -402,13 +445,16 @@ class Joining:
 
     async def take_check(self, peer: PeerId, message: Check, payload: bytes) -> None:
         """The leader shows what it would bring to the anchors. Raises RemoteProtocolError for what nobody may."""
-        live, (state, _) = self.round, self._mine()
-        is_of_round = live is not None and (message.round, message.version) == (live.group.round, live.group.version)
-        if peer != self._followed or live is None or state is None or not is_of_round:
+        live = self.round
+        state, _ = self._mine()
+        if peer != self._followed or live is None or state is None:
+            return
+        if (message.round, message.version) != (live.group.round, live.group.version):
             return
         try:
             if payload:
-                live.assent(self.signer.assent_untrusted(payload, live, self._chronicle.order.generation, state.root))
+                generation = self._chronicle.order.generation
+                live.assent(self.signer.assent_untrusted(payload, live, generation, state.root))
             else:
                 await live.give_share(message.average)
         except IntegrityError as error:

@@ -108,10 +108,15 @@ class Leader:
     @property
     def waits_for(self) -> str:
         """What the round lacks at present, for people and members."""
-        return self._proposer.waits_for or (self._backing and self._backing.waits_for) or self._waits_for
+        if self._proposer.waits_for:
+            return self._proposer.waits_for
+        if self._backing is not None and self._backing.waits_for:
+            return self._backing.waits_for
+        return self._waits_for
 
     @property
     def has_begun(self) -> bool:
+        """Is the group formed? Who joins from then on waits for the next round."""
         return self._group is not None
 
     # --- what comes from members -------------------------------------------------------------------------------
@@ -124,8 +129,9 @@ class Leader:
             self._note_arrival(peer)
             raise Refused(Code.NO_CAPACITY, "the round has begun without you; the next one follows", 1.0)
         if message.n:
+            counted = CountedContribution(peer, message.first, message.n, message.loss, norm=0.0)
             try:
-                self._ledger.check_counted(CountedContribution(peer, message.first, message.n, message.loss, 0.0))
+                self._ledger.check_counted(counted)
             except IntegrityError as error:
                 raise Refused(Code.MALFORMED, str(error)) from None
         if len(self.joined) >= commits.MAX_CONTRIBUTORS:
@@ -150,15 +156,17 @@ class Leader:
         now = trio.current_time()
         self._timing.beats.add(now - seen.beat_at)
         seen.beat_at = now
-        if message.version == self._group.version:
-            if message.result and not (seen.beat and seen.beat.result):
-                if had := [s.had_at for s in self._seen.values() if s.had_at is not None]:
-                    self._timing.results.add(now - min(had))
-                seen.had_at = now
-            if seen.beat is None or verdicts.has_moved(seen.beat, message):
-                seen.moved_at = now
-            seen.beat = message
-            self._news.notify()
+        if message.version != self._group.version:
+            return
+        if message.result and not (seen.beat and seen.beat.result):
+            result_times = [s.had_at for s in self._seen.values() if s.had_at is not None]
+            if result_times:
+                self._timing.results.add(now - min(result_times))
+            seen.had_at = now
+        if seen.beat is None or verdicts.has_moved(seen.beat, message):
+            seen.moved_at = now
+        seen.beat = message
+        self._news.notify()
 
     def gone(self, peer: PeerId) -> None:
         """A peer takes no part in this round any more: it follows another, or its connections have ended."""
@@ -166,6 +174,16 @@ class Leader:
         self._news.notify()
 
     # --- the round ---------------------------------------------------------------------------------------------
+    #
+    #     gather      members join, for as long as that took before
+    #     promises    of a majority of anchors; they may be bound to an earlier commit, which is brought to its end
+    #     average     version 1 of the group, 2, ...: each without who was lost or found faulty in the one before
+    #     backing     contributors sign their shares, then the commit (train.rounds.assents)
+    #     seal        a majority of anchors signs it
+    #
+    # Promises come before the average, since a commit that may have been accepted makes the average needless. Versions
+    # only ever leave out more members or take parts from more of them: there are few of them, and a round ends.
+    # Deadlines follow from what things took so far (plan.runs.arrivals), not from constants: links differ by 10,000.
 
     async def lead(self) -> Outcome:
         """Lead to a commit. Raises RoundFailed, or Refused when the anchors know a newer commit."""
@@ -180,14 +198,14 @@ class Leader:
         assert self._group is not None
         raw = await self._proposer.seal(proposed)
         times = RoundTimes(
-            gathered_at - self._began_at,
-            averaged_at - gathered_at,
-            trio.current_time() - averaged_at,
-            sum(1 for m in self._group.members if m.n and m.is_counted),
-            len({p.reducer for p in self._group.parts}),
-            self._group.expected_s,
-            self._by_way,
-            tuple(f"{peer[-8:]}: {why}" for peer, why in self._left_out.items()),
+            gather_s=gathered_at - self._began_at,
+            average_s=averaged_at - gathered_at,
+            commit_s=trio.current_time() - averaged_at,
+            n_members=sum(1 for m in self._group.members if m.n and m.is_counted),
+            n_reducers=len({p.reducer for p in self._group.parts}),
+            expected_s=self._group.expected_s,
+            topology=self._by_way,
+            left_out=tuple(f"{peer[-8:]}: {why}" for peer, why in self._left_out.items()),
         )
         return Outcome(raw, times)
 
@@ -230,34 +248,43 @@ class Leader:
         while True:
             now = trio.current_time()
             lost = self._lost(now, version_at)
-            if lost or self._doubted & {self._group.members[place].peer for place in edges_of(self._group).adding()}:
-                before = self._group.members
+            adding = {self._group.members[place].peer for place in edges_of(self._group).adding()}
+            if lost or self._doubted & adding:
+                members_before = self._group.members
                 self._group = self._without(lost)
                 version_at = trio.current_time()
-                await self._announce(before)
-            elif self._is_done(now) and (backed := await self._open_backing().advance(self._seen, now)):
-                return backed
-            elif now - version_at > LONGEST_S:
-                raise RoundFailed(f"no average after {LONGEST_S:.0f} s")
+                await self._announce(members_before)
+            elif self._is_done(now):
+                backed = await self._open_backing().advance(self._seen, now)
+                if backed:
+                    return backed
+                self._require_in_time(now, version_at)
+            else:
+                self._require_in_time(now, version_at)
             await self._news.wait(LOOK_INTERVAL_S)
+
+    def _require_in_time(self, now: float, version_at: float) -> None:
+        """Raises RoundFailed when a version has taken longer than any may."""
+        if now - version_at > LONGEST_S:
+            raise RoundFailed(f"no average after {LONGEST_S:.0f} s")
 
     def _form(self) -> Group:
         """Divide the work among those who joined with the leader's own state, vector and dtype."""
-        own = self.joined[self._me]
-        n_elements, dtype = own.n_elements, own.dtype
+        own_join = self.joined[self._me]
+        expected = (own_join.state, own_join.n_elements, own_join.dtype)
         members = [p for p, j in self.joined.items() if p not in self._gone]
         for peer in [p for p in members if self.joined[p].n or self.joined[p].receives]:
             joined = self.joined[peer]
-            if (joined.state, joined.n_elements, joined.dtype) != (own.state, n_elements, dtype):
+            if (joined.state, joined.n_elements, joined.dtype) != expected:
                 self._left_out[peer] = "its state is another than the leader's"
                 members.remove(peer)
         if not any(self.joined[p].n for p in members):
             raise RoundFailed("nobody has samples to give")
-        known = sorted(members)
+        ordered = sorted(members)
         now = trio.current_time()
-        self._seen = {p: MemberSeen(now, now) for p in known}
+        self._seen = {p: MemberSeen(now, now) for p in ordered}
         try:
-            formed = groups.form(self._run, self.parent, {p: self.joined[p] for p in known}, n_elements)
+            formed = groups.form(self._run, self.parent, {p: self.joined[p] for p in ordered}, own_join.n_elements)
         except ValueError as error:
             raise RoundFailed(str(error)) from None
         self._by_way = formed.reason
@@ -269,16 +296,27 @@ class Leader:
         for peer, why in lost.items():
             logger.info("going on without %s: %s", peer, why)
         self._left_out.update(lost)
-        idle = self._left_out.keys() | self._doubted | {p for p, j in self.joined.items() if not j.can_reduce}
+        unreachable = {p for p, j in self.joined.items() if not j.can_reduce}
+        idle = self._left_out.keys() | self._doubted | unreachable
         block = codec_of(self._run.recipe).block
         group = groups.without(self._group, lost, idle, self._me, block)
         if group is None:
             raise RoundFailed(f"too few members are left: {'; '.join(self._left_out.values())}")
         now = trio.current_time()
-        kept = {p: seen for p, seen in self._seen.items() if p not in self._left_out or p == self._me}
-        self._seen = {p: MemberSeen(seen.beat_at, now) for p, seen in kept.items()}
+        remaining = {p: seen for p, seen in self._seen.items() if p not in self._left_out or p == self._me}
+        self._seen = {p: MemberSeen(seen.beat_at, now) for p, seen in remaining.items()}
         self._backing = None
         return group
+
+    # Who is left out, by what is known for sure down to what is only likely:
+    #
+    #     silent or gone        no beat for longer than beats took so far
+    #     its own words         a fault that its beats or signatures show (plan.runs.disputes)
+    #     contradicted          by two others, over all versions of this round
+    #     outlier               its gradient is far larger or smaller than the others' (plan.runs.contributions)
+    #     holding up            nothing has moved for long: those whose numbers or results do not come
+    #
+    # A pair in dispute costs neither its place, only the parent its part: one of the two is honest.
 
     def _lost(self, now: float, version_at: float) -> dict[PeerId, str]:
         """Who must be left out now, with the reason. Raises RoundFailed when nothing moves and nobody is to blame."""
@@ -286,16 +324,18 @@ class Leader:
         limit_s = self._timing.beats.limit_s()
         lost = verdicts.silent(self._seen, self._gone, limit_s, now)
         reports = verdicts.put_together(self._group, self._seen)
-        found = disputes.find(self._group, self._seen, self._me)
-        self._pairs |= found.pairs.keys()
+        review = disputes.find(self._group, self._seen, self._me)
+        self._pairs |= review.pairs.keys()
         verdict = disputes.settle(self._pairs, self._me)
-        own_words = found.faults | (self._backing.faults if self._backing is not None else {})
-        for peer, (why, witnesses) in {**{p: (w, {p}) for p, w in own_words.items()}, **verdict.faulty}.items():
+        own_words = review.faults | (self._backing.faults if self._backing is not None else {})
+        faulty = {peer: (why, {peer}) for peer, why in own_words.items()} | verdict.faulty
+        for peer, (why, witnesses) in faulty.items():
             lost.setdefault(peer, why)
             self.blamed.setdefault(peer, set()).update(witnesses)
         lost |= self._doubt(verdict.doubted)
         stuck_s = max(limit_s, 2 * self._timing.results.limit_s(), 2 * self._chunk_s())
-        if now - max(version_at, max((s.moved_at for s in self._seen.values()), default=now)) > stuck_s:
+        last_moved_at = max((s.moved_at for s in self._seen.values()), default=now)
+        if now - max(version_at, last_moved_at) > stuck_s:
             lost |= self._holding_up(bool(reports.incomplete), f"for {stuck_s:.1f} s")
         if not lost and not reports.incomplete and reports.weighed:
             lost |= outliers(reports.weighed, self._ledger.contributions(N_HISTORY), self._ledger.radius)
@@ -304,16 +344,16 @@ class Leader:
     def _holding_up(self, is_incomplete: bool, how_long: str) -> dict[PeerId, str]:
         """Nothing moves: whom to do without. Raises RoundFailed when nobody else is to blame."""
         assert self._group is not None
-        found = disputes.stuck(self._group, self._seen, is_incomplete, self._me)
-        self._late_pairs |= found.pairs.keys()
+        review = disputes.stuck(self._group, self._seen, is_incomplete, self._me)
+        self._late_pairs |= review.pairs.keys()
         verdict = disputes.settle(self._late_pairs, None)
         late = {p: why for p, (why, _) in verdict.faulty.items() if p != self._me or is_incomplete}
-        lost = found.faults | late
-        lacking = self._backing.lacking() if self._backing is not None and not found.pairs else []
+        lost = review.faults | late
+        lacking = self._backing.lacking() if self._backing is not None and not review.pairs else []
         lost |= dict.fromkeys(lacking, "it does not say what it gave")
-        before = set(self._doubted)
+        doubted_before = set(self._doubted)
         lost |= self._doubt(verdict.doubted)
-        if not lost.keys() - self._left_out.keys() and self._doubted == before:
+        if not lost.keys() - self._left_out.keys() and self._doubted == doubted_before:
             raise RoundFailed(f"nothing has moved {how_long}, and there is nobody to go on without")
         return {p: f"{why} {how_long}" for p, why in lost.items()}
 
@@ -327,9 +367,14 @@ class Leader:
 
     def _chunk_s(self) -> float:
         """How long the slowest link that is known takes to show that anything moves."""
-        here = [self.joined[p] for p in self._seen]
-        rates = [r for j in here for r in (j.up_bytes_per_s, j.down_bytes_per_s) if r is not None]
-        return min(LONGEST_CHUNK_S, len(here) * CHUNK_BYTES / groups.rate(min(rates))) if rates else 0.0
+        messages = [self.joined[p] for p in self._seen]
+        rates = []
+        for joined in messages:
+            announced = (joined.up_bytes_per_s, joined.down_bytes_per_s)
+            rates += [rate for rate in announced if rate is not None]
+        if not rates:
+            return 0.0
+        return min(LONGEST_CHUNK_S, len(messages) * CHUNK_BYTES / groups.rate(min(rates)))
 
     def _is_done(self, now: float) -> bool:
         """Is the average whole, and where it must be?"""
@@ -346,19 +391,27 @@ class Leader:
             assert self._group is not None
             beat = self._seen[self._me].beat
             assert beat is not None
-            limit_s = self._timing.results.limit_s()
-            asked = (self._group, self.joined, self.joined[self._me].state, beat.result)
-            self._backing = Backing(*asked, self._commit, self._tell_all, limit_s)
+            self._backing = Backing(
+                self._group,
+                self.joined,
+                self.joined[self._me].state,
+                beat.result,
+                make=self._commit,
+                tell_all=self._tell_all,
+                limit_s=self._timing.results.limit_s(),
+            )
         return self._backing
 
     def _commit(self, shares: tuple[ContributionShare, ...], average: bytes) -> Commit:
         assert self._group is not None
+        members = counted_of(self._group)
+        contributors = [share.counted(PeerId(m.peer)) for m, share in zip(members, shares, strict=True)]
         return Commit(
             run=self._run.genesis,
             epoch=self._ledger.epoch + 1,
             parent=self.parent,
             generation=self._order.generation,
-            contributors=tuple(s.counted(PeerId(m.peer)) for m, s in zip(counted_of(self._group), shares, strict=True)),
+            contributors=tuple(contributors),
             average=average,
             state=self.joined[self._me].state,
             learning_rate=self._run.recipe.learning_rate(self._ledger.steps + 1),

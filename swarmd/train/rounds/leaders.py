@@ -39,7 +39,8 @@ class Leaders:
         self.refused_by: PeerId | None = None
         self._me = me
         self._members = members
-        self._failed: tuple[bytes, Counter[PeerId]] = b"", Counter()  # after which commit, under whom, how often
+        self._failed_parent = b""
+        self._n_failed = Counter[PeerId]()  # after that commit, under whom
 
     def choose(self, parent: bytes, may_lead: bool) -> PeerId:
         """The first by the rule that all follow. Without any candidate, everybody gets another chance."""
@@ -60,11 +61,12 @@ class Leaders:
 
     def note_failure(self, leader: PeerId, parent: bytes) -> None:
         """A round that had begun was called off: others may do better."""
-        if self._failed[0] != parent:
-            self._failed = parent, Counter()
-        self._failed[1][leader] += 1
-        if self._failed[1][leader] > MOST_FAILED:
-            logger.info("%s leads no longer here: %d rounds have failed", leader[-8:], self._failed[1][leader])
+        if self._failed_parent != parent:
+            self._failed_parent = parent
+            self._n_failed.clear()
+        self._n_failed[leader] += 1
+        if self._n_failed[leader] > MOST_FAILED:
+            logger.info("%s leads no longer here: %d rounds have failed", leader[-8:], self._n_failed[leader])
             self._members.pass_over(leader, parent, trio.current_time())
 
     def why_not(self, live: Round | None) -> str:
@@ -74,6 +76,8 @@ class Leaders:
         if trio.current_time() - live.moved_at > LONGEST_STILL_S:
             return f"nothing has moved here for {LONGEST_STILL_S:.0f} s"
         counted = counted_of(live.group)
-        n_given = sum(1 for m in live.group.members if m.n)
-        is_left_out = n_given > len(counted) and self._me not in {m.peer for m in counted}
-        return "it leaves out most of the others" if is_left_out and 2 * len(counted) <= n_given else ""
+        n_contributors = sum(1 for m in live.group.members if m.n)
+        is_left_out = n_contributors > len(counted) and self._me not in {m.peer for m in counted}
+        if is_left_out and 2 * len(counted) <= n_contributors:
+            return "it leaves out most of the others"
+        return ""

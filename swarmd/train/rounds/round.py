@@ -8,7 +8,7 @@ one's part given to others) sums are made anew from what is there. The leader is
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from swarmd.train.rounds import heartbeats
 from swarmd.train.rounds.accounts import AverageProjection, ContributionProjection, Flow, account_for, flow_of, given_to
 from swarmd.train.rounds.duties import Key, all_came, duties_of
 from swarmd.train.rounds.groups import counted_of
-from swarmd.train.rounds.parts import MOST_SQUARES, ReducedPart, Result, chunk_of
+from swarmd.train.rounds.parts import MOST_SQUARES, InputSource, ReducedPart, Result, chunk_of
 from swarmd.train.rounds.sending import BEAT_INTERVAL_S, ReadyParts, Sending
 from swarmd.train.store.services import OffLoop, Wakeups
 from swarmd.train.vectors.codecs import CodedVector, codec_of
@@ -40,16 +40,30 @@ CHANGES_WITHIN_S = 10.0  # for the word of a new group, which comes by another c
 
 Numbers = Contribution | Subtotal | Reduced
 
+# One member in one version of a group; a part is a range of the vector:
+#
+#     own numbers ----> parents (Contribution)          for parts that others add up
+#     children   ----> ReducedPart ----> parent         Subtotal, where this member stands between
+#                          |                            or, at the root, averages:
+#                          v
+#     parent ----> average [..........] ----> children  Reduced
+#                          |
+#                  hash, account, share ----> leader    in heartbeats
+#
+# Everything is in chunks, so that a part is summed while it still arrives. A new version replaces the average and all
+# sums; each await may find that the version has changed, and what was computed for the old one is dropped then.
+# Parents cannot be trusted with sums: each result is checked by what its members say (plan.runs.disputes).
+
 
 class Round:
-    """See the module. ``given`` is this peer's contribution, or None; it must not change until the end."""
+    """See the module. ``coded`` is this peer's contribution, or None; it must not change until the end."""
 
     def __init__(
         self,
         rpc: Rpc,
         group: Group,
         recipe: Recipe,
-        given: CodedVector | None,
+        coded: CodedVector | None,
         digest: Callable[[Vector], bytes],
         sign: Callable[[bytes, ContributionProjection], ContributionShare],
         off_loop: OffLoop[Any],
@@ -59,8 +73,8 @@ class Round:
         self._chunk = chunk_of(self._codec)
         self._rpc = rpc
         self._me = rpc.network.peer_id
-        self._given = given
-        self._vector = given.values if given is not None else None
+        self._coded = coded
+        self._vector = coded.values if coded is not None else None
         self._digest = digest
         self._directions = partial(directions_of, recipe, group.parent, group.n_elements)
         self._off_loop = off_loop
@@ -69,7 +83,7 @@ class Round:
         self.moved_at = trio.current_time()
         self._beat_now = trio.Event()
         self._tasks = Tasks()
-        self._sending = Sending(rpc, self._tasks, given, self._chunk, self._ready)
+        self._sending = Sending(rpc, self._tasks, coded, self._chunk, self._ready)
         self._use(group)
 
     # --- what the trainer calls --------------------------------------------------------------------------------
@@ -101,8 +115,8 @@ class Round:
 
     def _results_here(self) -> dict[int, int]:
         """How many elements of each part's average are here, by its first one."""
-        own = {key[0]: self._parts[key].reduced_to - key[0] for key in self._duties.averages}
-        return own | {start: upto - start for start, upto in self._got.items()}
+        made = {key[0]: self._parts[key].reduced_to - key[0] for key in self._duties.averages}
+        return made | {start: upto - start for start, upto in self._got.items()}
 
     async def take(self, peer: PeerId, message: Numbers, payload: memoryview) -> None:
         """Numbers that a member sends, whichever. Raises RemoteProtocolError."""
@@ -159,8 +173,8 @@ class Round:
         if message.start != upto or message.n_elements != min(self._chunk, part.end - upto):
             raise OutOfStep(f"{message.n_elements} results of {peer} from {message.start}, expected them from {upto}")
         counted = counted_of(self.group)
-        n = len(counted), sum(m.n for m in counted)
-        values = await self._read(read_reduced, self._codec, payload, message.n_elements, *n)
+        n_samples = sum(m.n for m in counted)
+        values = await self._read(read_reduced, self._codec, payload, message.n_elements, len(counted), n_samples)
         if not self._lacks_results(message, key):
             return
         if not squares_of(values) < MOST_SQUARES:
@@ -188,31 +202,34 @@ class Round:
 
     async def _read(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What was sent, decoded: in a thread where that takes long."""
-        return function(*arguments) if self._codec.is_plain else await self._off_loop(function, *arguments)
+        if self._codec.is_plain:
+            return function(*arguments)
+        return await self._off_loop(function, *arguments)
 
     # --- versions ----------------------------------------------------------------------------------------------
 
     def _use(self, group: Group) -> None:
         self.group = group
-        is_given = any(m.peer == self._me and m.receives for m in group.members)
-        self.average: Vector | None = np.empty(group.n_elements, group.dtype) if is_given else None
+        gets_average = any(m.peer == self._me and m.receives for m in group.members)
+        self.average: Vector | None = np.empty(group.n_elements, group.dtype) if gets_average else None
         self.result = b""
         self.account: AverageProjection | None = None
         self._duties = duties_of(group, self._me)
         self._got: dict[int, int] = {}
-        told = {(p.start, p.end) for parts in self._duties.tells.values() for p in parts}
-        self._relayed: dict[Key, list[Result]] = {key: [] for key in told & self._duties.bringers.keys()}
+        relayed_keys = {(p.start, p.end) for parts in self._duties.tells.values() for p in parts}
+        self._relayed: dict[Key, list[Result]] = {key: [] for key in relayed_keys & self._duties.bringers.keys()}
         self._squares: dict[PeerId, float] = {}  # of this peer's numbers, by whom they go to
         self._faults: dict[int, str] = {}  # of results, by the place of their reducer
         self._share: ContributionShare | None = None
         self._assent = b""
         for start, end in self._duties.sources:
-            if known := self._parts.get((start, end)):
+            known = self._parts.get((start, end))
+            if known:
                 known.begin_again()
                 continue
             total: Vector = np.empty(end - start, group.dtype)
-            own = (self._me, self._given) if self._given is not None else None
-            self._parts[start, end] = ReducedPart(start, end, self._chunk, self._codec, total, own)
+            own_contribution = (self._me, self._coded) if self._coded is not None else None
+            self._parts[start, end] = ReducedPart(start, end, self._chunk, self._codec, total, own_contribution)
 
     async def _part(self, key: Key) -> ReducedPart | None:
         """A part that is added up here; the group that gives it to this peer may be on its way."""
@@ -226,20 +243,31 @@ class Round:
     async def _reduce(self) -> None:
         """Add up what is there of everybody below, part by part."""
         while True:
-            version, news, duties = self.group.version, self._news.mark(), self._duties
+            version = self.group.version
+            news = self._news.mark()
+            duties = self._duties
             total = sum(m.n for m in counted_of(self.group))
             for key, sources in duties.sources.items():
-                part = self._parts[key]
                 n_samples = total if key in duties.averages else None
-                while version == self.group.version and (chunk := part.next_chunk(sources)):
-                    inputs = part.inputs(sources, *chunk)
-                    result = await self._off_loop(part.reduce, inputs, n_samples, *chunk, part.total)
-                    if version == self.group.version:
-                        part.results.append(result)
-                        self._sending.news.notify()
-                        self._notify()
+                await self._reduce_part(self._parts[key], sources, n_samples, version)
             if version == self.group.version:
                 await news.wait()
+
+    async def _reduce_part(
+        self, part: ReducedPart, sources: Sequence[InputSource], n_samples: int | None, version: int
+    ) -> None:
+        """Add up what is there of one part, while the version stays."""
+        while version == self.group.version:
+            chunk = part.next_chunk(sources)
+            if chunk is None:
+                return
+            start, end = chunk
+            inputs = part.inputs(sources, start, end)
+            result = await self._off_loop(part.reduce, inputs, n_samples, start, end, part.total)
+            if version == self.group.version:
+                part.results.append(result)
+                self._sending.news.notify()
+                self._notify()
 
     def assent(self, signature: bytes) -> None:
         """This peer stands for the commit that the leader has shown it."""
@@ -250,38 +278,43 @@ class Round:
         """Sign what this peer gave to an average that others have, before it is here."""
         version = self.group.version
         if self._vector is not None and self._counts and self._share is None:
-            given = await self._off_loop(self._given_to, average, self._vector)
+            projection = await self._off_loop(self._given_to, average, self._vector)
             if version == self.group.version and self._share is None:
-                self._share = self._sign(average, given)
+                self._share = self._sign(average, projection)
                 self._beat_now.set()
 
     async def _gather(self) -> None:
         """Notice when the whole average of a version is here, hash it, and account for it."""
         while True:
-            news, version = self._news.mark(), self.group.version
+            news = self._news.mark()
+            version = self.group.version
             await self._measure_own(version)
             if self.average is not None and not self.result and self._is_whole():
-                average = self.average
-                for key in self._duties.averages:
-                    average[slice(*key)] = self._parts[key].total
-                digest = await self._off_loop(self._digest, average)
-                mine = (self._me, self._vector) if self._counts and self._vector is not None else None
-                flow = flow_of(self._duties, self._parts, mine[1] if mine is not None else None)
-                asked = self.group, digest, average, mine, flow
-                account = await self._off_loop(self._account_for, *asked)
-                if version == self.group.version:
-                    self.account, self.result = account, digest
-                    self._share = self._sign(digest, account.given) if account.given is not None else None
-                    self._beat_now.set()
+                await self._finish_average(self.average, version)
             await news.wait()
 
-    def _given_to(self, digest: bytes, mine: Vector) -> ContributionProjection:
-        return given_to(self._directions(digest), mine)
+    async def _finish_average(self, average: Vector, version: int) -> None:
+        """Hash a whole average, and sign what this member gave to it."""
+        for start, end in self._duties.averages:
+            average[start:end] = self._parts[start, end].total
+        digest = await self._off_loop(self._digest, average)
+        vector = self._vector if self._counts else None
+        contribution = (self._me, vector) if vector is not None else None
+        flow = flow_of(self._duties, self._parts, vector)
+        account = await self._off_loop(self._account_for, self.group, digest, average, contribution, flow)
+        if version == self.group.version:
+            self.account = account
+            self.result = digest
+            self._share = self._sign(digest, account.contribution) if account.contribution is not None else None
+            self._beat_now.set()
+
+    def _given_to(self, digest: bytes, contribution: Vector) -> ContributionProjection:
+        return given_to(self._directions(digest), contribution)
 
     def _account_for(
-        self, group: Group, digest: bytes, average: Vector, mine: tuple[PeerId, Vector] | None, flow: Flow
+        self, group: Group, digest: bytes, average: Vector, contribution: tuple[PeerId, Vector] | None, flow: Flow
     ) -> AverageProjection:
-        return account_for(group, self._directions(digest), average, mine, flow, self._codec)
+        return account_for(group, self._directions(digest), average, contribution, flow, self._codec)
 
     def _is_whole(self) -> bool:
         are_here = all(self._got.get(start, start) == end for start, end in self._duties.bringers)
@@ -304,18 +337,17 @@ class Round:
     def _ready(self) -> ReadyParts:
         """What can be sent on so far."""
         made = {key: self._parts[key].results for key in self._duties.sources}
-        own = {key: made[key] for key in self._duties.averages}
-        return ReadyParts(made, {**self._relayed, **own})
+        averages = {key: made[key] for key in self._duties.averages}
+        return ReadyParts(made, {**self._relayed, **averages})
 
     # --- small things ------------------------------------------------------------------------------------------
 
     def _beat(self) -> Beat:
         """What the leader is told."""
         parts = {key: self._parts[key] for key in self._duties.sources}
-        said = heartbeats.HeartbeatState(
-            self._results_here(), parts, self._squares if self._counts else {}, self._faults, self.account
-        )
-        return heartbeats.beat_of(self.group, self._duties, said, self.result, self._share, self._assent)
+        squares = self._squares if self._counts else {}
+        state = heartbeats.HeartbeatState(self._results_here(), parts, squares, self._faults, self.account)
+        return heartbeats.beat_of(self.group, self._duties, state, self.result, self._share, self._assent)
 
     def _notify(self, done: bool = False) -> None:
         self.moved_at = trio.current_time()

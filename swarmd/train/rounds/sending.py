@@ -33,16 +33,16 @@ class ReadyParts:
 
 
 class Sending:
-    """See the module. ``given``: this peer's contribution; ``ready`` says what can be sent on, ``news`` that it may."""
+    """See the module. ``coded``: this peer's contribution; ``ready`` says what can be sent on, ``news`` that it may."""
 
     def __init__(
-        self, rpc: Rpc, tasks: Tasks, given: CodedVector | None, chunk: int, ready: Callable[[], ReadyParts]
+        self, rpc: Rpc, tasks: Tasks, coded: CodedVector | None, chunk: int, ready: Callable[[], ReadyParts]
     ) -> None:
         self.news = Wakeups()
         self._rpc = rpc
         self._me = rpc.network.peer_id
         self._tasks = tasks
-        self._given = given
+        self._coded = coded
         self._chunk = chunk
         self._ready = ready
         self._begun: set[tuple[str, PeerId]] = set()
@@ -51,8 +51,9 @@ class Sending:
 
     def follow(self, group: Group, duties: Duties) -> None:
         """Send what is due in this version of the group."""
-        self._group, self._duties = group, duties
-        for peer in duties.gives if self._given is not None else ():
+        self._group = group
+        self._duties = duties
+        for peer in duties.gives if self._coded is not None else ():
             self._begin("parts", peer, self._contribute)
         for peer in duties.passes:
             self._begin("subtotals", peer, partial(self._send_on, self._subtotals))
@@ -60,10 +61,13 @@ class Sending:
             self._begin("results", peer, partial(self._send_on, self._results))
         self.news.notify()
 
-    def _begin(self, what: str, peer: PeerId, send: Callable[[PeerId], Awaitable[None]]) -> None:
-        if self._tasks.is_open and peer != self._me and (what, peer) not in self._begun:
-            self._begun.add((what, peer))
+    def _begin(self, purpose: str, peer: PeerId, send: Callable[[PeerId], Awaitable[None]]) -> None:
+        if self._tasks.is_open and peer != self._me and (purpose, peer) not in self._begun:
+            self._begun.add((purpose, peer))
             self._tasks.start_soon(send, peer)
+
+    # A channel tells nothing of what arrived before it ended. So what went over one that has ended is sent again from
+    # the start; who receives it drops what it has. With that a lost connection costs bytes, and no bookkeeping.
 
     async def _contribute(self, peer: PeerId) -> None:
         """Send this peer's numbers for every part that ``peer`` adds up, now or in a later version."""
@@ -71,7 +75,8 @@ class Sending:
         done = set[Key]()
         while True:
             if channel is not None and not channel.is_open:  # what it carried may not have arrived
-                channel, done = None, set()
+                channel = None
+                done = set()
             todo = [key for key in self._duties.gives.get(peer, ()) if key not in done]
             if not todo:
                 await self.news.wait()
@@ -85,24 +90,28 @@ class Sending:
 
     async def _give(self, channel: Channel, key: Key) -> None:
         """Send this peer's numbers for one part."""
-        assert self._given is not None
-        run, number, (start, end) = self._group.run, self._group.round, key
-        for at in range(start, end, self._chunk):
-            n = min(self._chunk, end - at)
-            message = Contribution(run=run, round=number, part=key, start=at, n_elements=n)
-            await channel.send(message, self._given.payload(at, at + n))
+        assert self._coded is not None
+        group = self._group
+        start, end = key
+        for first in range(start, end, self._chunk):
+            n = min(self._chunk, end - first)
+            message = Contribution(run=group.run, round=group.round, part=key, start=first, n_elements=n)
+            await channel.send(message, self._coded.payload(first, first + n))
 
     async def _send_on(
         self, ready_for: Callable[[PeerId], Iterator[tuple[Subtotal | Reduced, Buffer]]], peer: PeerId
     ) -> None:
         """Send each sum or average on as soon as it is there, for whatever version is the present one."""
         channel: Channel | None = None
-        version, sent = -1, set[int]()
+        version = -1
+        sent = set[int]()
         while True:
             if channel is not None and not channel.is_open:
-                channel, sent = None, set()
+                channel = None
+                sent = set()
             if version != self._group.version:
-                version, sent = self._group.version, set()
+                version = self._group.version
+                sent = set()
             ready = next((r for r in ready_for(peer) if r[0].start not in sent), None)
             if ready is None:
                 await self.news.wait()
@@ -119,17 +128,34 @@ class Sending:
 
     def _subtotals(self, peer: PeerId) -> Iterator[tuple[Subtotal, Buffer]]:
         """What goes up to a parent, as far as it is there."""
-        group, ready = self._group, self._ready().sums
+        group = self._group
+        ready = self._ready().sums
         for key in self._duties.passes.get(peer, ()):
             for made in ready[key]:
-                yield Subtotal(group.run, group.round, group.version, key, made.start, made.n), made.payload
+                message = Subtotal(
+                    run=group.run,
+                    round=group.round,
+                    version=group.version,
+                    part=key,
+                    start=made.start,
+                    n_elements=made.n,
+                )
+                yield message, made.payload
 
     def _results(self, peer: PeerId) -> Iterator[tuple[Reduced, Buffer]]:
         """What goes down to a child, as far as it is there."""
-        group, ready = self._group, self._ready().averages
+        group = self._group
+        ready = self._ready().averages
         for part in self._duties.tells.get(peer, ()):
             for made in ready[part.start, part.end]:
-                yield Reduced(group.run, group.round, group.version, made.start, made.n), made.payload
+                message = Reduced(
+                    run=group.run,
+                    round=group.round,
+                    version=group.version,
+                    start=made.start,
+                    n_elements=made.n,
+                )
+                yield message, made.payload
 
     async def _open(self, peer: PeerId) -> Channel:
         """A channel for numbers, whose end will be noticed. Raises PeerError."""

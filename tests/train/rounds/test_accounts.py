@@ -57,10 +57,10 @@ def test_shares_of_a_mean_add_up(dtype: str, n: int) -> None:
     account = account_for(of, along(of, b"d" * 32), average, (ME, vectors[0]), flow, Codec(dtype))
     assert add_up(shares_of(vectors, of, b"d" * 32), account.average)
     given = given_to(along(of, b"d" * 32), vectors[0])
-    assert account.given is not None
-    assert account.given.squares == given.squares
+    assert account.contribution is not None
+    assert account.contribution.squares == given.squares
     size = float(np.linalg.norm(vectors[0].astype("float64")))
-    np.testing.assert_allclose(account.given.sums, given.sums, atol=TOLERANCE * size)
+    np.testing.assert_allclose(account.contribution.sums, given.sums, atol=TOLERANCE * size)
 
 
 @settings(max_examples=60)
