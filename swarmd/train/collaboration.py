@@ -111,8 +111,8 @@ class Collaboration:
         async def look() -> RunRow:
             return report(self._trainer, "", None, "")
 
-        found: RunRow = self._call(look)
-        return found
+        row: RunRow = self._call(look)
+        return row
 
     def close(self) -> None:
         """Leave the run."""
@@ -140,8 +140,10 @@ class Collaboration:
         if state is None or state.epoch == self._epoch:
             return False
         with torch.no_grad():
-            for (_, parameter), (_, shape, start, end) in zip(self._parameters, state.layout.places(), strict=True):
-                parameter.copy_(torch.from_numpy(state.parameters[start:end].copy()).view(shape))
+            places = state.layout.places()
+            for (_, parameter), (_, shape, start, end) in zip(self._parameters, places, strict=True):
+                values = torch.from_numpy(state.parameters[start:end].copy())
+                parameter.copy_(values.view(shape))
         self._epoch = state.epoch
         return True
 
@@ -167,8 +169,8 @@ class Collaboration:
         await self._source.wait_wanted()
 
     def _is_over(self) -> bool:
-        behind = self._trainer.catching_up
-        return bool(self._trainer.why_idle()) and behind is not None and not behind.is_due
+        catching_up = self._trainer.catching_up
+        return bool(self._trainer.why_idle()) and catching_up is not None and not catching_up.is_due
 
     async def _live(self) -> None:
         failure = "this part in the run has ended"
@@ -193,11 +195,12 @@ class Collaboration:
     async def _announce(self) -> None:
         now = int(time.time())
         fields = {k: v for k, v in self._trainer.record().items() if k != "kind"}
+        certificate_ends_at = self._swarm.exchange.pass_of(self._swarm.certificate).ends_at
         record = RunRecord(
             peer=self._swarm.identity.peer_id,
             sequence=int(time.time() * 1000),
             issued_at=now,
-            expires_at=ends_at(now, self._swarm.exchange.pass_of(self._swarm.certificate).ends_at),
+            expires_at=ends_at(now, certificate_ends_at),
             certificate=self._swarm.certificate,
             **fields,
         )
@@ -208,6 +211,16 @@ class Collaboration:
         return recovery.getter(self._swarm.rpc, folder, layout.dtype, Pace(lambda: None))
 
 
+# Two threads: the user's loop calls ``step``, the swarm's event loop asks its source for gradients.
+#
+#     loop (its thread)                      event loop
+#     step: gradient ready                   compute(): sets _wanted, waits for _ready
+#       give(): waits for _wanted  --------> _given, _ready: gradients are added, perhaps a round is joined
+#       waits for _wanted again    <-------- the next compute(), of the state after the round
+#     step returns: parameters are copied
+#
+# So the loop stands still while a round averages, and computes on the run's newest parameters after it. Two sums take
+# turns, since the last one that was given must stay as it is until the call after next.
 class _LoopSource:
     """See ``train.gradients.source.Source``: what is computed comes from somebody's loop, whenever it has some."""
 
@@ -231,7 +244,8 @@ class _LoopSource:
         raise AssertionError("a run with steps of its own is refused before")
 
     async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
-        self._is_fresh, self._ready = is_fresh, trio.Event()
+        self._is_fresh = is_fresh
+        self._ready = trio.Event()
         self._wanted.set()
         await self._ready.wait()
         assert self._given is not None
@@ -270,7 +284,7 @@ class _LoopSource:
     def again(self, parameters: Vector) -> RecheckRequest:
         raise AssertionError("it cannot compute the run's draws")
 
-    async def compute_again(self, again: RecheckRequest, peer: str, first: int, n: int) -> float:
+    async def compute_again(self, recheck: RecheckRequest, peer: str, first: int, n: int) -> float:
         raise AssertionError("it cannot compute the run's draws")
 
     async def close(self) -> None: ...
@@ -280,20 +294,20 @@ async def _find_run(swarm: AsyncSwarm, name: str) -> tuple[Run, bytes]:
     """Have a member tell what a run is. Raises ConfigError or SwarmUnavailable."""
     await swarm.refresh()
     view = swarm.view()
-    found = {r.run for r in view.runs if is_called(name, r.run, r.name)}
-    if len(found) != 1:
+    run_ids = {r.run for r in view.runs if is_called(name, r.run, r.name)}
+    if len(run_ids) != 1:
         known = ", ".join(sorted({r.name for r in view.runs})) or "none"
-        raise ConfigError(f"{len(found)} runs are called {name!r}; the swarm has: {known}")
-    return await recovery.ask_run(swarm.rpc, swarm.view, RunId(found.pop()))
+        raise ConfigError(f"{len(run_ids)} runs are called {name!r}; the swarm has: {known}")
+    return await recovery.ask_run(swarm.rpc, swarm.view, RunId(run_ids.pop()))
 
 
 def _check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer | None) -> None:
     """Refuse an optimizer that is not the run's. Raises ConfigError."""
     if optimizer is None:
         return
-    asked = recipe.optimizer
-    if not isinstance(optimizer, OPTIMIZERS[asked.kind]):
-        raise ConfigError(f"the run's optimizer is {asked.kind}, not {type(optimizer).__name__}")
+    expected = recipe.optimizer
+    if not isinstance(optimizer, OPTIMIZERS[expected.kind]):
+        raise ConfigError(f"the run's optimizer is {expected.kind}, not {type(optimizer).__name__}")
     for group in optimizer.param_groups:
-        if not np.isclose(group["lr"], asked.learning_rate):
-            raise ConfigError(f"the run's learning rate is {asked.learning_rate}, not {group['lr']}")
+        if not np.isclose(group["lr"], expected.learning_rate):
+            raise ConfigError(f"the run's learning rate is {expected.learning_rate}, not {group['lr']}")

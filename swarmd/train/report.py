@@ -23,8 +23,11 @@ from swarmd.values import PeerId
 def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> RunRow:
     """Everything that ``swarmd train status`` shows of one run."""
     now = trio.current_time()
-    recipe, state, ledger = trainer.run_spec.recipe, trainer.state, trainer.ledger
-    version, joining = state.version if state else None, trainer.joining
+    recipe = trainer.run_spec.recipe
+    state = trainer.state
+    ledger = trainer.ledger
+    version = state.version if state else None
+    joining = trainer.joining
     me = trainer.progress(ledger.epoch, ledger.head)
     total = progress.forecast([*trainer.members.progress(now), me], ledger.head, recipe.batch.target)
     return RunRow(
@@ -99,14 +102,27 @@ def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
     if trainer.state is None:
         raise ConfigError("the model is not loaded here yet: try again soon, or on a peer that trains")
     up, down = trainer.links()
-    members = [PartitionMember(trainer.me, True, True, trainer.can_be_dialled(), up, down)]
+    own_member = PartitionMember(
+        trainer.me, can_reduce=trainer.can_be_dialled(), up_bytes_per_s=up, down_bytes_per_s=down
+    )
+    members = [own_member]
     speeds = [trainer.computing.samples_per_s]
     for peer, record in records.items():
-        if record.role != "anchor":
-            known, computes = peers.get(peer), record.role == "train"
-            up, down = (known.up_bytes_per_s, known.down_bytes_per_s) if known else (None, None)
-            members.append(PartitionMember(peer, computes, computes, record.can_be_dialled, up, down))
-            speeds.append(record.samples_per_s)
+        if record.role == "anchor":
+            continue
+        known = peers.get(peer)
+        computes = record.role == "train"
+        members.append(
+            PartitionMember(
+                peer,
+                contributes=computes,
+                receives=computes,
+                can_reduce=record.can_be_dialled,
+                up_bytes_per_s=known.up_bytes_per_s if known else None,
+                down_bytes_per_s=known.down_bytes_per_s if known else None,
+            )
+        )
+        speeds.append(record.samples_per_s)
     sizes = codec.sizes(trainer.state.n_averaged, sum(m.contributes for m in members))
     try:
         decision = partition.divide(members, sizes)
@@ -123,9 +139,9 @@ def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
         for m, share in zip(members, decision.action.shares, strict=True)
     )
     speeds = _without_audits(trainer, [m.peer for m in members], speeds)
-    own, predicted = predictions(recipe, members, speeds, trainer.state.layout.n_elements)
+    own_prediction, predicted = predictions(recipe, members, speeds, trainer.state.layout.n_elements)
     chosen = choose(predicted) if predicted else None
-    trainer.pace.predicted = own.samples_per_s if own else None
+    trainer.pace.predicted = own_prediction.samples_per_s if own_prediction else None
     return PlanAnswer(
         run=trainer.run_spec.id,
         bytes=sizes.contribution,
@@ -133,7 +149,7 @@ def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
         equal_parts_s=partition.equal_parts(members, sizes).expected_s,
         why=decision.reason,
         members=rows,
-        setting=str(own.setting) if own else "",
+        setting=str(own_prediction.setting) if own_prediction else "",
         settings=tuple(_row(p) for p in predicted),
         recommended=str(chosen.action.setting) if chosen else "",
         recommended_why=chosen.reason if chosen else "it is not known yet how fast anybody computes",
@@ -144,10 +160,14 @@ def _without_audits(trainer: Trainer, peers: Sequence[PeerId], speeds: Sequence[
     """What is left of speeds for samples of one's own, where members compute again what others gave."""
     if trainer.audits.why_not:
         return list(speeds)
-    own = {peer: speed for peer, speed in zip(peers, speeds, strict=True) if speed > 0}
+    computing = {peer: speed for peer, speed in zip(peers, speeds, strict=True) if speed > 0}
     n_right = {PeerId(peer): n for peer, n in trainer.ledger.n_contributions.items()}
-    again = gradient_audits.work(n_right, own, trainer.run_spec.recipe.audit)
-    return [speed * speed / (speed + again[p]) if speed > 0 else 0.0 for p, speed in zip(peers, speeds, strict=True)]
+    audited = gradient_audits.work(n_right, computing, trainer.run_spec.recipe.audit)
+    # Of each second a member computes s samples; for s own ones it audits a, and both take (s + a) / s seconds.
+    remaining = []
+    for peer, speed in zip(peers, speeds, strict=True):
+        remaining.append(speed * speed / (speed + audited[peer]) if speed > 0 else 0.0)
+    return remaining
 
 
 def _row(predicted: Prediction) -> PlanSettingRow:

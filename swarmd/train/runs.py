@@ -101,7 +101,8 @@ class Runs:
         """Go on with the runs that this machine had joined, until cancelled."""
         async with self._tasks.open():
             task_status.started()
-            for folder in known_runs(self._root).values() if self._config.training_runs != "off" else ():
+            folders = known_runs(self._root) if self._config.training_runs != "off" else {}
+            for folder in folders.values():
                 try:
                     if folder.role in ROLES:
                         self._begin(folder.run(), folder)
@@ -123,8 +124,11 @@ class Runs:
         if len(self._taken) >= MAX_RUNS:
             raise ConfigError(f"this daemon takes part in {MAX_RUNS} runs, the most: swarmd train stop one first")
         folder = RunFolder(self._root / run_id)
-        known = (folder.folder / "run.bin").is_file()
-        run, order = (folder.run(), b"") if known else await ask_run(self._rpc, self._directory.view, run_id)
+        if (folder.folder / "run.bin").is_file():
+            run = folder.run()
+            order = b""
+        else:
+            run, order = await ask_run(self._rpc, self._directory.view, run_id)
         if run_id in self._taken:  # somebody was faster
             return JoinRunAnswer(run=run_id, name=run.recipe.name, role=self._taken[run_id].trainer.role)
         if role == "anchor" and self._rpc.network.peer_id not in run.recipe.anchors:
@@ -188,16 +192,18 @@ class Runs:
     def status(self) -> RunsAnswer:
         """Runs taken part in, and others that the swarm has."""
         taken = []
-        for t in self._taken.values():
-            device, pid = (t.source.device, t.source.pid) if t.source is not None else ("", None)
-            taken.append(report(t.trainer, device, pid, t.failure))
+        for part in self._taken.values():
+            device = part.source.device if part.source is not None else ""
+            pid = part.source.pid if part.source is not None else None
+            taken.append(report(part.trainer, device, pid, part.failure))
         view = self._directory.view()
-        others = []
-        for run in dict.fromkeys(RunId(r.run) for r in view.runs if RunId(r.run) not in self._taken):
+        other_runs = []
+        other_ids = [RunId(r.run) for r in view.runs if RunId(r.run) not in self._taken]
+        for run in dict.fromkeys(other_ids):
             records = view.in_run(run)
             update = max(r.epoch for r in records)
-            others.append(OtherRunRow(run=run, name=records[0].name, peers=len(records), update=update))
-        return RunsAnswer(runs=tuple(taken), others=tuple(others), training=self._config.training_runs)
+            other_runs.append(OtherRunRow(run=run, name=records[0].name, peers=len(records), update=update))
+        return RunsAnswer(runs=tuple(taken), others=tuple(other_runs), training=self._config.training_runs)
 
     def plan(self, name: str) -> PlanAnswer:
         """Who would reduce what now, and how long a round is expected to take."""
@@ -234,18 +240,20 @@ class Runs:
             taken.trainer.gone(peer)
 
     def records(self) -> list[dict[str, Any]]:
+        """What this peer announces of each run, as fields of its RunRecord."""
         return [taken.trainer.record() for taken in self._taken.values()]
 
     def find(self, model: ModelId) -> Snapshot | Average | None:
         """A snapshot or an average that a hash names."""
-        found = (taken.trainer.find(bytes.fromhex(model)) for taken in self._taken.values())
-        return next((f for f in found if f is not None), None)
+        candidates = (taken.trainer.find(bytes.fromhex(model)) for taken in self._taken.values())
+        return next((f for f in candidates if f is not None), None)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _begin(self, run: Run, folder: RunFolder) -> None:
         trainer, source = self._make(run, folder)
-        taken = self._taken[run.id] = _RunTaken(trainer, source, trio.CancelScope())
+        taken = _RunTaken(trainer, source, trio.CancelScope())
+        self._taken[run.id] = taken
         self._tasks.start_soon(self._live, taken, folder)
 
     def _make(self, run: Run, folder: RunFolder) -> tuple[Trainer, WorkerSource | None]:
@@ -290,12 +298,14 @@ class Runs:
 
         One run's fault ends neither the others nor the daemon.
         """
-        why, is_users = "", False
+        why = ""
+        is_users = False
         try:
             await trainer.run()
         except* SwarmError as group:
             error = first_error(group)
-            why, is_users = str(error), isinstance(error, ConfigError)
+            why = str(error)
+            is_users = isinstance(error, ConfigError)
         except* Exception as group:
             logger.exception("a training run broke: that is a fault of swarmd's")
             why = f"a fault of swarmd's: {first_error(group)!r}"
@@ -320,9 +330,11 @@ class Runs:
         """Do updates count with this peer, and not without it, by the anchors that are there?"""
         if trainer.ledger.finished() or trainer.chronicle.order.state == "stopped":
             return False
-        anchors, me = set(trainer.chronicle.anchors), self._rpc.network.peer_id
-        there = anchors & {me, *trainer.members.look(trio.current_time())}
-        return is_majority(len(there), len(anchors)) and not is_majority(len(there - {me}), len(anchors))
+        me = self._rpc.network.peer_id
+        anchors = set(trainer.chronicle.anchors)
+        present = anchors & {me, *trainer.members.look(trio.current_time())}
+        has_majority = is_majority(len(present), len(anchors))
+        return has_majority and not is_majority(len(present - {me}), len(anchors))
 
     def _find(self, name: str) -> RunId:
         """The run that a name, or the beginning of a hash, means. Raises ConfigError."""
@@ -335,27 +347,28 @@ class Runs:
     def _one_taken(self, name: str) -> RunId:
         """The run meant, of those taken part in. Raises ConfigError."""
         taken = {r: t.trainer.run_spec.recipe.name for r, t in self._taken.items()}
-        left = {}
+        left_runs = {}
         for run_id in known_runs(self._root).keys() - taken.keys():
             with suppress(ConfigError):
-                left[run_id] = RunFolder(self._root / run_id).run().recipe.name
-        return one_taken(name, taken, left)
+                left_runs[run_id] = RunFolder(self._root / run_id).run().recipe.name
+        return one_taken(name, taken, left_runs)
 
 
-def one_taken(name: str, taken: dict[RunId, str], left: dict[RunId, str]) -> RunId:
+def one_taken(name: str, taken: dict[RunId, str], left_runs: dict[RunId, str]) -> RunId:
     """The run meant, of those that this machine takes part in, not of those it has left. Raises ConfigError."""
-    before = [called for run_id, called in left.items() if not name or is_called(name, run_id, called)]
-    if before and not any(not name or is_called(name, run_id, called) for run_id, called in taken.items()):
-        raise ConfigError(f"this machine has left {before[0]!r}: swarmd train join {before[0]} takes part again")
+    matching = [called for run_id, called in left_runs.items() if not name or is_called(name, run_id, called)]
+    if matching and not any(not name or is_called(name, run_id, called) for run_id, called in taken.items()):
+        raise ConfigError(f"this machine has left {matching[0]!r}: swarmd train join {matching[0]} takes part again")
     return _one(name, taken)
 
 
 def _one(name: str, known: dict[RunId, str]) -> RunId:
-    found = [r for r, called in known.items() if is_called(name, r, called)]
+    matching = [r for r, called in known.items() if is_called(name, r, called)]
     if not name and len(known) == 1:
         return next(iter(known))
-    if len(found) != 1:
-        listed = ", ".join(f"{called} ({r[:8]})" for r, called in sorted(known.items(), key=lambda k: k[1])) or "none"
-        what = "no run" if not found else f"{len(found)} runs"
-        raise ConfigError(f"{what} called {name!r} here; there are: {listed}")
-    return found[0]
+    if len(matching) != 1:
+        by_name = sorted(known.items(), key=lambda item: item[1])
+        listed = ", ".join(f"{called} ({run_id[:8]})" for run_id, called in by_name) or "none"
+        number = "no run" if not matching else f"{len(matching)} runs"
+        raise ConfigError(f"{number} called {name!r} here; there are: {listed}")
+    return matching[0]

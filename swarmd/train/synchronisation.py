@@ -45,17 +45,19 @@ class RunPace:
         """None before the second update."""
         if len(self._seen) < 2 or self._seen[-1][0] <= self._seen[0][0]:
             return None
-        return (self._seen[-1][1] - self._seen[0][1]) / (self._seen[-1][0] - self._seen[0][0])
+        begun, n_before = self._seen[0]
+        latest, n_counted = self._seen[-1]
+        return (n_counted - n_before) / (latest - begun)
 
 
-def ways(precision: str, given: Parts | None = None) -> list[CodecTraffic]:
+def ways(precision: str, own_parts: Parts | None = None) -> list[CodecTraffic]:
     """Each codec, with a recipe's own settings for the one that it names."""
-    found = []
+    traffic = []
     for name in get_args(CodecName):
-        parts = given if given is not None and given.codec == name else Parts(codec=name)
+        parts = own_parts if own_parts is not None and own_parts.codec == name else Parts(codec=name)
         codec = codec_of_parts(parts, precision)
-        found.append(CodecTraffic(name, codec.n_bytes(_MANY) / _MANY, codec.forwards, codec.dtype.itemsize))
-    return found
+        traffic.append(CodecTraffic(name, codec.n_bytes(_MANY) / _MANY, codec.forwards, codec.dtype.itemsize))
+    return traffic
 
 
 def predictions(
@@ -69,13 +71,27 @@ def predictions(
     unbroken_s = n_at_once(recipe.batch.micro, fastest) / fastest
     batch = recipe.batch.target if not recipe.steps_inside else recipe.diloco.batch * n_computing
     swarm = RunConditions(
-        tuple(members), tuple(samples_per_s), n_elements, batch, recipe.diloco.batch, ROUND_TRIP_S, unbroken_s
+        members=tuple(members),
+        samples_per_s=tuple(samples_per_s),
+        n_elements=n_elements,
+        batch=batch,
+        inner_batch=recipe.diloco.batch,
+        round_trip_s=ROUND_TRIP_S,
+        micro_batch_s=unbroken_s,
     )
-    n_steps, found = INNER_STEPS, ways(recipe.precision, recipe.parts)
+    codecs = ways(recipe.precision, recipe.parts)
+    n_steps = INNER_STEPS
     if recipe.steps_inside:
         n_steps = max(1, recipe.batch.target * recipe.fragments // batch)
-    way = next(w for w in found if w.codec == recipe.parts.codec)
-    own = Setting(recipe.synchronisation, way, n_steps if recipe.steps_inside else 0, recipe.fragments, recipe.topology)
+    codec = next(w for w in codecs if w.codec == recipe.parts.codec)
+    own_setting = Setting(
+        recipe.synchronisation,
+        codec,
+        n_steps if recipe.steps_inside else 0,
+        fragments=recipe.fragments,
+        topology=recipe.topology,
+    )
     fragments = recipe.fragments if recipe.fragments > 1 else FRAGMENTS
-    others = [replace(own, topology=kind) for kind in TOPOLOGIES if kind != own.topology]
-    return predict(swarm, own), [predict(swarm, s) for s in [*settings(found, n_steps, fragments), *others]]
+    other_layouts = [replace(own_setting, topology=kind) for kind in TOPOLOGIES if kind != own_setting.topology]
+    candidates = [*settings(codecs, n_steps, fragments), *other_layouts]
+    return predict(swarm, own_setting), [predict(swarm, setting) for setting in candidates]

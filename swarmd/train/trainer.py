@@ -77,12 +77,24 @@ class Trainer:
         self.work = self.computing.work
         self.pace = RunPace()
         self._averages = Averages()
-        own = (self._averages, self._news, lambda: (self.state, self.work.offered))
-        self.joining = Joining(world, self.chronicle, self.members, *own)
+        self.joining = Joining(
+            world,
+            self.chronicle,
+            self.members,
+            self._averages,
+            self._news,
+            mine=lambda: (self.state, self.work.offered),
+        )
         self.catching_up: CatchingUp | None = None
-        stood_for = self.joining.signer
-        shared = (world, self.ledger, self.members, self._news)
-        self.audits = GradientAudits(*shared, lambda: stood_for.backed, self._why_nothing)
+        signer = self.joining.signer
+        self.audits = GradientAudits(
+            world,
+            self.ledger,
+            self.members,
+            self._news,
+            backed=lambda: signer.backed,
+            why_idle=self._why_nothing,
+        )
         self._world = world
         self._source = source
         self._folder = folder
@@ -110,8 +122,8 @@ class Trainer:
             task_status.started()
             if self._source is not None:
                 state = await self._load(self._source)
-                recalled = await self.memories.recall(state)
-                nursery.start_soon(self.computing.run, self._source, state, *recalled, self.audits)
+                feedback, memory = await self.memories.recall(state)
+                nursery.start_soon(self.computing.run, self._source, state, feedback, memory, self.audits)
                 get = partial(self._make_get, state.layout)
                 nursery.start_soon(self.audits.run, self._source, state, get, lambda: self.computing.samples_per_s)
             nursery.start_soon(self._keep_house)
@@ -151,7 +163,8 @@ class Trainer:
             if saved.epoch > self.ledger.epoch or self.ledger.digest_at(saved.epoch) != saved.head:
                 logger.warning("%s is of no commit that is known here", saved.path)
                 continue
-            layout, names = state.layout, tuple(state.vectors)
+            layout = state.layout
+            names = tuple(state.vectors)
             try:
                 vectors = await self._world.off_loop(read_vectors, saved.path, layout.dtype, layout.n_elements, names)
             except ConfigError as error:
@@ -166,6 +179,17 @@ class Trainer:
             state.replace(first)
             await self._world.off_loop(state.move_to, 0, self.run_spec.genesis, 0)
 
+    # What a peer that computes does, looked at again with every piece of news:
+    #
+    #     the state is behind the ledger -----------> catch up           (train.store.catching_up)
+    #     paused, stopped, finished ----------------> compute nothing, follow the ledger
+    #     others name commits that are not here ----> ask them           (plan.runs.progress)
+    #     enough samples in the swarm, by forecast -> offer, join a round (train.rounds.joining)
+    #     else -------------------------------------> compute on
+    #
+    # No peer is told what to do. All decide by the same rule from records that they have seen: where those differ a
+    # round begins a little early or late for some, and is put right by the leader.
+
     async def _step(self) -> None:
         """Look, decide, act, once."""
         if self.state is None or self.catching_up is None:
@@ -176,8 +200,8 @@ class Trainer:
             self.why = self.catching_up.why
             self._on_state(self.state)
             self._news.notify()  # look again at once
-        elif idle := self.why_idle():
-            self.why = idle
+        elif self.why_idle():
+            self.why = self.why_idle()
             self.joining.close_leader()
             await self.computing.hold()
             await self._follow_others()
@@ -188,21 +212,29 @@ class Trainer:
                 await self._follow_others()
             elif decision.action is Action.JOIN_ROUND:
                 speeds = [p.samples_per_s for p in self.members.progress(trio.current_time())]
-                mine, has_samples = self.computing.samples_per_s, self.work.n > 0
-                await self.computing.offer(progress.hold_s(mine, speeds, has_samples))
+                hold_s = progress.hold_s(self.computing.samples_per_s, speeds, has_samples=self.work.n > 0)
+                await self.computing.offer(hold_s)
                 await self.joining.take_part(self.state.head, self.why_idle)
             else:
                 self.computing.go_on()
 
     def progress(self, epoch: int, head: bytes) -> MemberProgress:
         """How far this peer is itself."""
-        rate, left = self.computing.samples_per_s, self.computing.audit_left
-        return MemberProgress(self.me, epoch, head, self.work.n, rate, audit_left=left)
+        return MemberProgress(
+            self.me,
+            epoch,
+            head,
+            n_samples=self.work.n,
+            samples_per_s=self.computing.samples_per_s,
+            audit_left=self.computing.audit_left,
+        )
 
     def _decide(self, state: RunState) -> Decision[Action]:
         """What ``plan.runs.progress`` says, if nothing that only this peer knows speaks against it."""
-        others = self.members.progress(trio.current_time())
-        decision = progress.decide(self.progress(state.epoch, state.head), others, self.run_spec.recipe.batch.target)
+        other_members = self.members.progress(trio.current_time())
+        decision = progress.decide(
+            self.progress(state.epoch, state.head), other_members, self.run_spec.recipe.batch.target
+        )
         if decision.action is not Action.CATCH_UP and self.joining.is_called:
             return Decision(Action.JOIN_ROUND, "others have begun the round")
         if decision.action is Action.JOIN_ROUND and trio.current_time() < self.joining.retry_at:
@@ -217,19 +249,22 @@ class Trainer:
         """Why its owner, or that of this machine, wants nothing computed."""
         if self.chronicle.order.state == "stopped":
             return "the run's owner has stopped it"
-        return next(filter(None, self._paused.values()), "") or self.computing.broken
+        paused = next((reason for reason in self._paused.values() if reason), "")
+        return paused or self.computing.broken
 
     async def _follow_others(self) -> None:
         """Learn the commits that others say they have."""
         records = self.members.look(trio.current_time())
-        ahead = [p for p, r in records.items() if r.epoch >= self.ledger.epoch and r.head != self.ledger.head]
-        if ahead and not await self.chronicle.sync(ahead):
+        head = self.ledger.head
+        peers_ahead = [p for p, r in records.items() if r.epoch >= self.ledger.epoch and r.head != head]
+        if peers_ahead and not await self.chronicle.sync(peers_ahead):
             await self._news.wait(LOOK_INTERVAL_S)
 
     async def _help(self) -> None:
         """What a peer without a model does: keep the ledger, and reduce for others when a round is near."""
         await self._follow_others()
-        now, head = trio.current_time(), self.ledger.head
+        now = trio.current_time()
+        head = self.ledger.head
         if head != self._announced_head:
             self._announced_head = head
             self._world.announce()
@@ -277,7 +312,8 @@ class Trainer:
             raise ConfigError("this peer holds no state of the run")
         while self.state.is_changing:
             await self._news.wait(LOOK_INTERVAL_S)
-        snapshot, n_kept = self.state.freeze(), self.run_spec.recipe.checkpoints.keep
+        snapshot = self.state.freeze()
+        n_kept = self.run_spec.recipe.checkpoints.keep
         return str(await self._world.off_loop(self._folder.save, snapshot, n_kept))
 
     async def _keep_house(self) -> None:
@@ -289,12 +325,12 @@ class Trainer:
             if await self.chronicle.look_for_orders():
                 self._world.announce()
 
-    def pause(self, reason: str, by: str = OWNER) -> None:
+    def pause(self, reason: str, pauser: str = OWNER) -> None:
         """The owner of this machine, or a rule of theirs, wants it back; "": gives it again."""
-        self._paused[by] = reason
+        self._paused[pauser] = reason
         if reason:
             self.computing.stop()
-        elif by == OWNER:
+        elif pauser == OWNER:
             self.computing.try_again()
         self._news.notify()
 
@@ -311,7 +347,8 @@ class Trainer:
         elif isinstance(message, rounds.Contradict):
             self.audits.take_untrusted(peer, message, bytes(frame.payload))
         elif isinstance(message, rounds.JoinRound):
-            if idle := self.why_idle():
+            idle = self.why_idle()
+            if idle:
                 raise Refused(Code.NO_CAPACITY, idle, 5.0)
             self.joining.take_join(peer, message)
             await channel.send(rounds.Joined(re=message.id))
@@ -345,10 +382,10 @@ class Trainer:
         except IntegrityError as error:
             raise RemoteProtocolError(f"commits that do not count: {error}") from None
 
-    def find(self, wanted: bytes) -> Snapshot | Average | None:
+    def find(self, digest: bytes) -> Snapshot | Average | None:
         """What of this run's state a hash names here."""
-        found = self.state.find(wanted) if self.state is not None else None
-        return found or self.audits.accusations.find(wanted)
+        state = self.state.find(digest) if self.state is not None else None
+        return state or self.audits.accusations.find(digest)
 
     def gone(self, peer: PeerId) -> None:
         """A channel to a peer has ended."""
@@ -359,17 +396,21 @@ class Trainer:
     @property
     def doing(self) -> str:
         """What this peer does now, and why."""
-        behind = self.catching_up
-        first = self.joining.doing or (behind.why if behind is not None and behind.is_due else "")
-        left = self.computing.audit_left
-        audits = f"computes again what others gave, {count(left, 'sample')} yet; " if left else ""
-        return first or f"{audits}{self.why}"
+        catching_up = self.catching_up
+        why_behind = catching_up.why if catching_up is not None and catching_up.is_due else ""
+        under_way = self.joining.doing or why_behind
+        if under_way:
+            return under_way
+        n_left = self.computing.audit_left
+        audits = f"computes again what others gave, {count(n_left, 'sample')} yet; " if n_left else ""
+        return f"{audits}{self.why}"
 
     def links(self) -> tuple[float | None, float | None]:
         """This peer's measured bytes/s, up and down."""
         return self._world.links()
 
     def can_be_dialled(self) -> bool:
+        """Can others open connections to this peer?"""
         return self._world.can_be_dialled()
 
     def record(self) -> dict[str, Any]:

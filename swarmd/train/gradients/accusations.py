@@ -57,18 +57,28 @@ class Accusations:
 
     async def run(self, state: RunState, get: Callable[[str], Get]) -> None:
         """Own what is fetched, until cancelled. ``get``: what fetches into a folder of this name."""
-        self._state, self._get = state, get
+        self._state = state
+        self._get = get
         async with self._tasks.open():
             await trio.sleep_forever()
 
     # --- what others say -----------------------------------------------------------------------------------------
+    #
+    # An accusation costs an honest member time and memory, and a liar nothing, unless it is bounded:
+    #
+    #     both contributed to one commit      who gave nothing accuses nobody
+    #     each contribution once              said again it is not heard
+    #     one case at a time per accuser, MAX_CASES in all
+    #     the accuser shows the states        within EVIDENCE_S, or loses standing itself; their hashes are commits'
+    #     computed here, and not wrong        a false accusation costs the accuser its standing
 
     def take_untrusted(self, accuser: PeerId, message: Contradict, payload: bytes, may_compute: bool) -> None:
         """A member says that another's contribution is wrong. Raises RemoteProtocolError for what nobody may say.
 
         Where it cannot be computed here the words of two count (Fault.FAULTY_NUMBERS).
         """
-        peer, standing = PeerId(message.peer), self._members.standing
+        peer = PeerId(message.peer)
+        standing = self._members.standing
         try:
             share = decode(payload, ContributionShare, "a share", IntegrityError)
             commit = self._commit_of(peer, share, accuser, message.parent)
@@ -77,10 +87,10 @@ class Accusations:
             backing.check_share_untrusted(share, peer, commit.parent, commit.state, commit.average)
         except IntegrityError as error:
             raise RemoteProtocolError(f"evidence against {peer[-8:]} that does not count: {error}") from None
-        said = accuser, peer, message.parent
-        if said in self._heard or standing.is_shunned(accuser) or standing.is_shunned(peer):
+        accusation = accuser, peer, message.parent
+        if accusation in self._heard or standing.is_shunned(accuser) or standing.is_shunned(peer):
             return
-        self._heard.append(said)
+        self._heard.append(accusation)
         if peer == self._me:
             self.trouble = (
                 f"{accuser[-8:]} computed again what this machine gave to update {commit.epoch}, and something else "
@@ -98,12 +108,15 @@ class Accusations:
         sealed = next((s for s in reversed(self._ledger.sealed) if s.commit.parent == parent), None)
         if sealed is None:
             return None
-        commit, peers = sealed.commit, [c.peer for c in sealed.commit.contributors]
+        commit = sealed.commit
+        peers = [c.peer for c in commit.contributors]
         if peer not in peers or accuser not in peers or accuser == peer:
             raise IntegrityError("both must have contributed")
         place = peers.index(peer)
-        said = (commit.late or [0] * len(peers))[place], (commit.anew or [False] * len(peers))[place]
-        if share.n < 1 or share.counted(peer) != commit.contributors[place] or (share.late, share.anew) != said:
+        late = commit.late[place] if commit.late else 0
+        anew = commit.anew[place] if commit.anew else False
+        is_counted = share.n >= 1 and share.counted(peer) == commit.contributors[place]
+        if not is_counted or (share.late, share.anew) != (late, anew):
             raise IntegrityError("no such contribution is counted")
         return commit
 
@@ -132,7 +145,7 @@ class Accusations:
     async def tell(self, case: Recheck) -> None:
         """Have the others see for themselves, and the contributor know: its machine may be broken."""
         until = trio.current_time() + EVIDENCE_S
-        fresh = {root: (held, until) for root, held in case.states.items() if isinstance(held, Snapshot)}
+        fresh = {root: (snapshot, until) for root, snapshot in case.states.items() if isinstance(snapshot, Snapshot)}
         self._evidence = dict(list({**self._evidence, **fresh}.items())[-MAX_EVIDENCE:])
         message = Contradict(run=self._ledger.run.id, peer=case.peer, parent=case.commit.parent)
         payload = msgspec.msgpack.encode(case.share)
@@ -140,11 +153,11 @@ class Accusations:
             for peer in self._members.look(trio.current_time()):
                 nursery.start_soon(tell, self._world.rpc, peer, lambda channel: channel.send(message, payload))
 
-    def find(self, wanted: bytes) -> Snapshot | None:
+    def find(self, root: bytes) -> Snapshot | None:
         """A state that is held as evidence."""
-        return self._evidence[wanted][0] if wanted in self._evidence else None
+        return self._evidence[root][0] if root in self._evidence else None
 
     def expire(self) -> None:
         """Let go of evidence that everybody has had time to see."""
         now = trio.current_time()
-        self._evidence = {root: (held, until) for root, (held, until) in self._evidence.items() if until > now}
+        self._evidence = {root: entry for root, entry in self._evidence.items() if entry[1] > now}

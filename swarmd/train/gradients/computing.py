@@ -92,7 +92,8 @@ class Computing:
 
     def _give_up(self, error: SourceBroken) -> None:
         """Compute no more until this machine's owner has looked: it would be the same again, and cost them time."""
-        self.trouble = self.broken = f"{error}. Nothing is computed here until: swarmd train resume"
+        self.broken = f"{error}. Nothing is computed here until: swarmd train resume"
+        self.trouble = self.broken
         logger.warning("%s", self.broken)
         self._is_allowed = False
         if self.inner is not None:
@@ -102,7 +103,8 @@ class Computing:
     def try_again(self) -> None:
         """This machine's owner has looked."""
         if self.broken:
-            self.trouble = self.broken = ""
+            self.trouble = ""
+            self.broken = ""
             self._news.notify()
 
     async def _audit(self, audits: GradientAudits) -> bool:
@@ -115,24 +117,32 @@ class Computing:
             await trio.sleep(RETRY_S)
             return True
         took_s = trio.current_time() - begun
-        if rest_s := duty.rest_s(took_s, self._world.share()) if n else 0.0:
+        rest_s = duty.rest_s(took_s, self._world.share()) if n else 0.0
+        if rest_s:
             await trio.sleep(rest_s)
         return n > 0
 
-    def _note_audits(self, left: int) -> None:
+    def _note_audits(self, n_left: int) -> None:
         """Remember how much is to be audited first, and tell others when that begins and ends."""
-        before, self.audit_left = self.audit_left, left
-        if left > before or (before and not left):
+        n_before = self.audit_left
+        self.audit_left = n_left
+        if n_left > n_before or (n_before and not n_left):
             self._world.announce()
 
     async def _micro_batch(self, source: GradientSource, state: RunState) -> None:
         """Compute some samples, and rest as this machine's owner asks. Raises SwarmError."""
-        inner, begun = self.inner, trio.current_time()
+        inner = self.inner
+        begun = trio.current_time()
         if inner is not None:
             await self._world.off_loop(inner.follow, self.work, self._counted)
-        head, since = state.head, self.work.since
+        # While it computes a round may offer what is here, or an update change the state. Both are noticed by what was
+        # remembered before: gradients of an old state must not be added to those of a new one.
+        head = state.head
+        since = self.work.since
         first = self.work.next_draw(self._counted)
-        step = InnerStep(self._recipe.learning_rate(state.steps + 1), inner.steps + 1) if inner is not None else None
+        step: InnerStep | None = None
+        if inner is not None:
+            step = InnerStep(self._recipe.learning_rate(state.steps + 1), inner.steps + 1)
         done = await source.compute(first, self._n_at_once(), not since.n, step)
         self._world.count(done.n)
         if since is not self.work.since or head != state.head:
@@ -172,7 +182,8 @@ class Computing:
 
     def _note_speed(self, n: int, took_s: float) -> None:
         """Remember how fast it goes, and tell others when that has changed."""
-        self.samples_per_s += (n / took_s - self.samples_per_s) * (SMOOTHING if self.samples_per_s else 1.0)
+        weight = SMOOTHING if self.samples_per_s else 1.0
+        self.samples_per_s += (n / took_s - self.samples_per_s) * weight
         if abs(self.samples_per_s - self._announced_rate) > NEWS_AT * self._announced_rate:
             self._announced_rate = self.samples_per_s
             self._world.announce()
@@ -224,7 +235,8 @@ class Computing:
 
     def settle(self, commit: Commit | None) -> None:
         """What was computed is counted, or (None) no longer can be."""
-        offered, is_counted = self.work.offered, False
+        offered = self.work.offered
+        is_counted = False
         if commit is None:
             self.work.drop()
         else:
@@ -235,6 +247,8 @@ class Computing:
             self.inner.settle(offered.end, is_counted)
 
 
-def n_at_once(most: int, samples_per_s: float) -> int:
+def n_at_once(largest: int, samples_per_s: float) -> int:
     """Samples of a micro-batch: few where they take long, for nobody breaks one off."""
-    return most if not samples_per_s else max(1, min(most, int(MICRO_BATCH_S * samples_per_s)))
+    if not samples_per_s:
+        return largest
+    return max(1, min(largest, int(MICRO_BATCH_S * samples_per_s)))

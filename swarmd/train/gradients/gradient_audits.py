@@ -79,7 +79,9 @@ class GradientAudits:
         self, source: GradientSource, state: RunState, get: Callable[[str], Get], speed: Callable[[], float]
     ) -> None:
         """Own what is fetched, until cancelled. ``speed``: samples/s of this peer; ``get``: see Accusations."""
-        self._source, self._state, self._speed = source, state, speed
+        self._source = source
+        self._state = state
+        self._speed = speed
         await self.accusations.run(state, get)
 
     @property
@@ -90,6 +92,17 @@ class GradientAudits:
         return self._source.why_not_again if self._source is not None else "this peer does not compute"
 
     # --- whom to look at -----------------------------------------------------------------------------------------
+    #
+    # A contribution can be computed again, bit for bit but for rounding: draws, data, seeds and the state are known to
+    # all. What it takes is the state that it was computed on, and that changes with the next update. So who is looked
+    # at is drawn before the update is applied, and the state is held as a snapshot then:
+    #
+    #     a plain run          commit k: draw one of its contributors, hold state k - 1, compute it while k is used
+    #     a run that overlaps  a contribution to commit k + 1 is begun on state k - 1, and goes on on state k: it is
+    #                          drawn at commit k, and computed again once commit k + 1 says what it is
+    #
+    # The draw is this member's own secret: whoever gives wrong numbers cannot know who looks. Chances rise for members
+    # that have contributed little so far (plan.trust.gradient_audits).
 
     def consider(self, commit: Commit) -> None:
         """A commit is about to be applied: is one of its contributions computed again here?
@@ -98,23 +111,28 @@ class GradientAudits:
         at is drawn an update ahead.
         """
         self.accusations.expire()
-        state, backed = self._state, self._backed()
-        watched, self._watched = self._watched, None
+        state = self._state
+        backed = self._backed()
+        watched = self._watched
+        self._watched = None
         if state is None or self.why_not or self._own is not None or backed is None:
             return
         if backed.body != commits.encode(commit):
             return
         shares = {PeerId(c.peer): s for c, s in zip(commit.contributors, backed.shares, strict=True)}
-        drawn, held = self._draw(shares), None
+        drawn = self._draw(shares)
+        snapshot: Snapshot | None = None
         if self._recipe.overlaps:
-            held = state.hold() if drawn is not None else None
-            self._watched = (drawn, state.root, held) if drawn is not None and held is not None else None
+            if drawn is not None:
+                snapshot = state.hold()
+                self._watched = (drawn, state.root, snapshot)
             drawn = watched[0] if watched is not None else None
-        if drawn is None or (share := shares.get(drawn)) is None:
+        share = shares.get(drawn) if drawn is not None else None
+        if drawn is None or share is None:
             return
         case = open_case(self._ledger, drawn, share, commit)
         case.states = {watched[1]: watched[2]} if watched is not None else {}
-        case.states[state.root] = held or state.hold()
+        case.states[state.root] = snapshot or state.hold()
         if case.roots <= case.states.keys():
             self._own = case
 
@@ -149,15 +167,15 @@ class GradientAudits:
 
     # --- computing -----------------------------------------------------------------------------------------------
 
-    async def advance(self, most: int) -> int:
+    async def advance(self, n_at_most: int) -> int:
         """Compute so many samples of what is to be looked at; returns how many it were. Raises SwarmError."""
         if self._why_idle():
             self._own = None  # nobody knows for how long, and it takes memory
         case = self._next()
         if case is None or self._source is None or self._why_idle():
             return 0
-        root, left = case.next_piece()
-        n = min(most, left)
+        root, n_left = case.next_piece()
+        n = min(n_at_most, n_left)
         try:
             if case.on != root:
                 await self._world.off_loop(case.go_on_from, root, self._source)
@@ -178,7 +196,8 @@ class GradientAudits:
 
     def _waiting(self) -> list[Recheck]:
         """What others say comes first: they have reason to."""
-        return [*self.accusations.cases, *([self._own] if self._own is not None else [])]
+        drawn = [self._own] if self._own is not None else []
+        return [*self.accusations.cases, *drawn]
 
     def _drop(self, case: Recheck) -> None:
         if case is self._own:
@@ -187,21 +206,23 @@ class GradientAudits:
 
     async def _judge(self, case: Recheck) -> None:
         """It has been computed: is it what its contributor signed?"""
-        found, rounding = await self._world.off_loop(case.came, self._ledger)
-        share, who, update = case.share, case.peer[-8:], case.commit.epoch
-        said = RecheckResult(share.loss, math.sqrt(share.squares), share.sums)
-        decision = gradient_audits.is_same(said, found, rounding)
+        recomputed, rounding = await self._world.off_loop(case.came, self._ledger)
+        share = case.share
+        peer = case.peer[-8:]
+        update = case.commit.epoch
+        signed = RecheckResult(share.loss, math.sqrt(share.squares), share.sums)
+        decision = gradient_audits.is_same(signed, recomputed, rounding)
         case.again = None
         self.counts.checked += 1
         if decision.action is None:
-            logger.warning("what %s gave to update %d says nothing: %s", who, update, decision.reason)
+            logger.warning("what %s gave to update %d says nothing: %s", peer, update, decision.reason)
         elif decision.action:
-            logger.info("what %s gave to update %d, computed again: %s", who, update, decision.reason)
+            logger.info("what %s gave to update %d, computed again: %s", peer, update, decision.reason)
             if case.accuser is not None:
-                why = f"{who} gave to update {update} what comes of its draws"
+                why = f"{peer} gave to update {update} what comes of its draws"
                 self._standing.fault(case.accuser, Fault.FALSE_ACCUSATION, why)
         else:
-            logger.warning("what %s gave to update %d is wrong: %s", who, update, decision.reason)
+            logger.warning("what %s gave to update %d is wrong: %s", peer, update, decision.reason)
             self.counts.wrong += 1
             self._wrong_at[case.peer] = self._ledger.n_contributions.get(case.peer, 0)
             if case.accuser is None:

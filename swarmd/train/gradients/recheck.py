@@ -49,11 +49,15 @@ class Recheck:
     @property
     def is_ready(self) -> bool:
         """Are its states here, and no longer those that are about to change?"""
-        held = [self.states.get(root) for root in self.roots]
-        return all(h is not None and not (isinstance(h, Snapshot) and h.is_live) for h in held)
+        for root in self.roots:
+            state = self.states.get(root)
+            if state is None or (isinstance(state, Snapshot) and state.is_live):
+                return False
+        return True
 
     @property
     def is_done(self) -> bool:
+        """Are all draws of the contribution computed?"""
         return self.done >= self.share.n
 
     def next_piece(self) -> tuple[bytes, int]:
@@ -73,8 +77,11 @@ class Recheck:
     def came(self, ledger: Ledger) -> tuple[RecheckResult, float]:
         """What it comes to, as the recipe would have it given, and what rounding may change. Call it in a thread."""
         assert self.again is not None
-        recipe, commit, n = ledger.run.recipe, self.commit, self.share.n
-        codec, total = codec_of(recipe), self.again.total
+        recipe = ledger.run.recipe
+        commit = self.commit
+        n = self.share.n
+        codec = codec_of(recipe)
+        total = self.again.total
         if ledger.is_clipped:
             moments = {name: _vector(self.states[commit.state], name) for name in recipe.optimizer.moments}
             centre = centre_of(recipe, moments, ledger.steps_at(commit.epoch - 1))
@@ -96,5 +103,5 @@ def open_case(
     return Recheck(peer, share, commit, (*late, *rest), accuser)
 
 
-def _vector(held: Held, name: str) -> Vector:
-    return held.vector(name) if isinstance(held, Snapshot) else held[name]
+def _vector(state: Held, name: str) -> Vector:
+    return state.vector(name) if isinstance(state, Snapshot) else state[name]

@@ -80,6 +80,7 @@ class WorkerSource:
 
     @property
     def pid(self) -> int | None:
+        """The worker's process, while there is one."""
         return self._process.pid if self._process else None
 
     async def open(self) -> tuple[VectorLayout, Vector]:
@@ -95,7 +96,8 @@ class WorkerSource:
 
     async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
         rows = await self._data.read(self._peer, first, n)
-        begun, into = trio.current_time(), 1 - self._into
+        begun = trio.current_time()
+        into = 1 - self._into  # two sums take turns: the one that was returned before is not written to
         request = Compute(
             n=n,
             seed=self._data.seed(self._peer, first),
@@ -108,7 +110,8 @@ class WorkerSource:
         self._took.add(trio.current_time() - begun)
         self._into = into
         assert self._memory is not None
-        return ComputedGradients(n, answer.loss, self._memory.vectors[LOCAL if step is not None else f"sum{into}"])
+        name = LOCAL if step is not None else f"sum{into}"
+        return ComputedGradients(n, answer.loss, self._memory.vectors[name])
 
     @property
     def why_not_again(self) -> str:
@@ -120,15 +123,20 @@ class WorkerSource:
         memory.vectors["parameters"][:] = parameters
         return RecheckRequest(memory.vectors["parameters"], memory.vectors["sum"], memory, str(memory.path))
 
-    async def compute_again(self, again: RecheckRequest, peer: str, first: int, n: int) -> float:
+    async def compute_again(self, recheck: RecheckRequest, peer: str, first: int, n: int) -> float:
         rows = await self._data.read(peer, first, n)
-        request = ComputeAgain(path=again.path, n=n, seed=self._data.seed(peer, first))
+        request = ComputeAgain(path=recheck.path, n=n, seed=self._data.seed(peer, first))
         return (await self._compute(request, rows.tobytes())).loss
 
     async def close(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
+
+    # The worker may die at any time: killed for memory, by a driver, by hand. The vectors lie in memory that this
+    # process shares with it, so that they outlive it: a new worker maps the same and goes on. What it was adding to may
+    # be half written: compute() with ``is_fresh`` begins anew. Twice dead of the same samples is no accident.
 
     async def _compute(self, request: Compute | ComputeAgain, rows: bytes) -> ComputedRows:
         """Have the worker compute, started again if need be. Raises SourceLost."""
@@ -157,15 +165,21 @@ class WorkerSource:
     async def _start(self) -> None:
         """Start the process, load the model, share the memory. Raises ConfigError when the model cannot be loaded."""
         folder = await self._supply.ensure(ModelId(self._run.recipe.model))
-        self._process, self._frames, self._decoder = self._start_process(), [], FrameDecoder()
-        self._incoming, self._last_words = self._process.received(), ""
+        self._process = self._start_process()
+        self._frames = []
+        self._decoder = FrameDecoder()
+        self._incoming = self._process.received()
+        self._last_words = ""
         request = LoadRun(path=str(folder.folder), threads=self._threads)
         loaded, frame = await self._ask(request, self._run.raw, LOAD_TIMEOUT_S, RunLoaded)
-        self.device, self._is_repeatable = loaded.device, loaded.is_repeatable
-        layout = VectorLayout(tuple(decode(frame.payload, TensorList, "a layout")), self._run.recipe.precision)
+        self.device = loaded.device
+        self._is_repeatable = loaded.is_repeatable
+        tensors = decode(frame.payload, TensorList, "a layout")
+        layout = VectorLayout(tuple(tensors), self._run.recipe.precision)
         is_new = self._memory is None
         if self._memory is None or self._layout != layout:
-            self._layout, self._memory = layout, _Memory(layout, self._run.recipe.shared_vectors)
+            self._layout = layout
+            self._memory = _Memory(layout, self._run.recipe.shared_vectors)
         await self._ask(MapRun(path=str(self._memory.path), init=is_new), b"", LOAD_TIMEOUT_S, RunMapped)
 
     async def _ask(
@@ -212,9 +226,9 @@ class _Memory:
                 f"{n_bytes} B of shared memory cannot be had in {self._folder}: {error.strerror}"
             ) from None
         self._map = mmap.mmap(self._file.fileno(), n_bytes)
-        whole: Vector = np.frombuffer(self._map, layout.dtype)
+        shared: Vector = np.frombuffer(self._map, layout.dtype)
         n = layout.n_elements
-        self.vectors = {name: whole[i * n : (i + 1) * n] for i, name in enumerate(names)}
+        self.vectors = {name: shared[i * n : (i + 1) * n] for i, name in enumerate(names)}
 
     @property
     def path(self) -> Path:
