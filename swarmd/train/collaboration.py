@@ -27,7 +27,7 @@ from swarmd.protocol.membership.records import RunRecord, ends_at
 from swarmd.protocol.runs.recipe import Recipe, Run, is_called
 from swarmd.run_status import RunRow
 from swarmd.train.gradients.source import ComputedGradients, InnerStep, RecheckRequest
-from swarmd.train.report import report
+from swarmd.train.report import report_run
 from swarmd.train.store import recovery
 from swarmd.train.store.recovery import Get
 from swarmd.train.store.services import TrainerServices
@@ -109,7 +109,7 @@ class Collaboration:
         """What ``swarmd train status --json`` shows of a run."""
 
         async def look() -> RunRow:
-            return report(self._trainer, "", None, "")
+            return report_run(self._trainer, "", None, "")
 
         row: RunRow = self._call(look)
         return row
@@ -208,7 +208,7 @@ class Collaboration:
 
     def _getter(self, layout: VectorLayout, into: str) -> Get:
         folder = Path(self._folder.name) / into
-        return recovery.getter(self._swarm.rpc, folder, layout.dtype, Pace(lambda: None))
+        return recovery.make_getter(self._swarm.rpc, folder, layout.dtype, Pace(lambda: None))
 
 
 # Two threads: the user's loop calls ``step``, the swarm's event loop asks its source for gradients.

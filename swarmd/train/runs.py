@@ -42,7 +42,7 @@ from swarmd.run_status import (
     RunsAnswer,
 )
 from swarmd.train.gradients.worker import WorkerSource
-from swarmd.train.report import plan, report
+from swarmd.train.report import plan_round, report_run
 from swarmd.train.store import recovery
 from swarmd.train.store.disk import RunFolder, known_runs
 from swarmd.train.store.recovery import Get, ask_run
@@ -195,7 +195,7 @@ class Runs:
         for part in self._taken.values():
             device = part.source.device if part.source is not None else ""
             pid = part.source.pid if part.source is not None else None
-            taken.append(report(part.trainer, device, pid, part.failure))
+            taken.append(report_run(part.trainer, device, pid, part.failure))
         view = self._directory.view()
         other_runs = []
         other_ids = [RunId(r.run) for r in view.runs if RunId(r.run) not in self._taken]
@@ -207,7 +207,7 @@ class Runs:
 
     def plan(self, name: str) -> PlanAnswer:
         """Who would reduce what now, and how long a round is expected to take."""
-        return plan(self._taken[self._one_taken(name)].trainer, self._directory.view().peers)
+        return plan_round(self._taken[self._one_taken(name)].trainer, self._directory.view().peers)
 
     def pause(self, name: str, is_paused: bool) -> PauseRunAnswer:
         """Compute nothing for a run until told otherwise; what is here stays, and is given to others."""
@@ -318,7 +318,7 @@ class Runs:
                 await taken.source.close()
 
     def _getter(self, folder: RunFolder, layout: VectorLayout, into: str) -> Get:
-        return recovery.getter(self._rpc, folder.folder / into, layout.dtype, Pace(lambda: None))
+        return recovery.make_getter(self._rpc, folder.folder / into, layout.dtype, Pace(lambda: None))
 
     async def _save(self, taken: _RunTaken) -> None:
         try:
@@ -342,7 +342,7 @@ class Runs:
         for run_id, folder in known_runs(self._root).items():
             with suppress(ConfigError):
                 known.setdefault(run_id, folder.run().recipe.name)
-        return _one(name, known)
+        return _match_run(name, known)
 
     def _one_taken(self, name: str) -> RunId:
         """The run meant, of those taken part in. Raises ConfigError."""
@@ -351,18 +351,18 @@ class Runs:
         for run_id in known_runs(self._root).keys() - taken.keys():
             with suppress(ConfigError):
                 left_runs[run_id] = RunFolder(self._root / run_id).run().recipe.name
-        return one_taken(name, taken, left_runs)
+        return choose_taken_run(name, taken, left_runs)
 
 
-def one_taken(name: str, taken: dict[RunId, str], left_runs: dict[RunId, str]) -> RunId:
+def choose_taken_run(name: str, taken: dict[RunId, str], left_runs: dict[RunId, str]) -> RunId:
     """The run meant, of those that this machine takes part in, not of those it has left. Raises ConfigError."""
     matching = [called for run_id, called in left_runs.items() if not name or is_called(name, run_id, called)]
     if matching and not any(not name or is_called(name, run_id, called) for run_id, called in taken.items()):
         raise ConfigError(f"this machine has left {matching[0]!r}: swarmd train join {matching[0]} takes part again")
-    return _one(name, taken)
+    return _match_run(name, taken)
 
 
-def _one(name: str, known: dict[RunId, str]) -> RunId:
+def _match_run(name: str, known: dict[RunId, str]) -> RunId:
     matching = [r for r, called in known.items() if is_called(name, r, called)]
     if not name and len(known) == 1:
         return next(iter(known))

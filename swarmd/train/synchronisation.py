@@ -15,11 +15,11 @@ from swarmd.plan.runs.synchronisation import (
     Prediction,
     RunConditions,
     Setting,
-    predict,
-    settings,
+    list_settings,
+    predict_update,
 )
 from swarmd.protocol.runs.recipe import CodecName, Parts, Recipe
-from swarmd.train.gradients.computing import n_at_once
+from swarmd.train.gradients.computing import micro_batch_size
 from swarmd.train.vectors.codecs import BLOCK, codec_of_parts
 
 ROUND_TRIP_S = 0.05  # between homes of one continent; it is not measured
@@ -50,7 +50,7 @@ class RunPace:
         return (n_counted - n_before) / (latest - begun)
 
 
-def ways(precision: str, own_parts: Parts | None = None) -> list[CodecTraffic]:
+def codec_traffic(precision: str, own_parts: Parts | None = None) -> list[CodecTraffic]:
     """Each codec, with a recipe's own settings for the one that it names."""
     traffic = []
     for name in get_args(CodecName):
@@ -60,7 +60,7 @@ def ways(precision: str, own_parts: Parts | None = None) -> list[CodecTraffic]:
     return traffic
 
 
-def predictions(
+def predict_settings(
     recipe: Recipe, members: Sequence[PartitionMember], samples_per_s: Sequence[float], n_elements: int
 ) -> tuple[Prediction | None, list[Prediction]]:
     """What the recipe itself comes to, and all that there is to choose from; nothing where nobody computes yet."""
@@ -68,7 +68,7 @@ def predictions(
     if not n_computing:
         return None, []
     fastest = max(samples_per_s)
-    unbroken_s = n_at_once(recipe.batch.micro, fastest) / fastest
+    unbroken_s = micro_batch_size(recipe.batch.micro, fastest) / fastest
     batch = recipe.batch.target if not recipe.steps_inside else recipe.diloco.batch * n_computing
     swarm = RunConditions(
         members=tuple(members),
@@ -79,7 +79,7 @@ def predictions(
         round_trip_s=ROUND_TRIP_S,
         micro_batch_s=unbroken_s,
     )
-    codecs = ways(recipe.precision, recipe.parts)
+    codecs = codec_traffic(recipe.precision, recipe.parts)
     n_steps = INNER_STEPS
     if recipe.steps_inside:
         n_steps = max(1, recipe.batch.target * recipe.fragments // batch)
@@ -93,5 +93,5 @@ def predictions(
     )
     fragments = recipe.fragments if recipe.fragments > 1 else FRAGMENTS
     other_layouts = [replace(own_setting, topology=kind) for kind in TOPOLOGIES if kind != own_setting.topology]
-    candidates = [*settings(codecs, n_steps, fragments), *other_layouts]
-    return predict(swarm, own_setting), [predict(swarm, setting) for setting in candidates]
+    candidates = [*list_settings(codecs, n_steps, fragments), *other_layouts]
+    return predict_update(swarm, own_setting), [predict_update(swarm, setting) for setting in candidates]

@@ -232,7 +232,7 @@ class Trainer:
     def _decide(self, state: RunState) -> Decision[Action]:
         """What ``plan.runs.progress`` says, if nothing that only this peer knows speaks against it."""
         other_members = self.members.progress(trio.current_time())
-        decision = progress.decide(
+        decision = progress.decide_action(
             self.progress(state.epoch, state.head), other_members, self.run_spec.recipe.batch.target
         )
         if decision.action is not Action.CATCH_UP and self.joining.is_called:
@@ -271,7 +271,7 @@ class Trainer:
         self.why = "keeps the ledger and signs" if self.role == "anchor" else "waits for a round to reduce in"
         if self.role != "reduce" or now < self.joining.retry_at:
             return
-        total = progress.forecast(self.members.progress(now), head, self.run_spec.recipe.batch.target)
+        total = progress.forecast_round(self.members.progress(now), head, self.run_spec.recipe.batch.target)
         leaders = progress.leader_order(head, self.members.leaders(head, now))
         is_led = bool(self.members.leading(head, now))  # who leads knows its samples; here they are a forecast
         if (total.left_s == 0.0 or is_led) and leaders:

@@ -329,7 +329,7 @@ def _data(state: Home, recipe: Recipe, beside: Path, model: Path, vocabulary: in
     from swarmd.errors import ConfigError
     from swarmd.names import is_model_hash
     from swarmd.protocol.models import manifest
-    from swarmd.train.store.data import highest_token, pack, require_known, rows_of_shards
+    from swarmd.train.store.data import highest_token, pack_texts, require_known_token, rows_of_shards
 
     tokens = recipe.batch.tokens
     source = beside / recipe.data
@@ -339,11 +339,11 @@ def _data(state: Home, recipe: Recipe, beside: Path, model: Path, vocabulary: in
             raise ConfigError(f"data: {source} is no file, and no hash of data that is on this machine")
         read = manifest.read_folder(Path(here["folder"]))
         n_rows = sum(rows_of_shards(read, tokens))
-        require_known(highest_token(Path(here["folder"]), read), vocabulary)
+        require_known_token(highest_token(Path(here["folder"]), read), vocabulary)
         return recipe.data, n_rows
     texts = _tokenised(source, model, vocabulary)
     folder = state.folder / "data" / f"{recipe.name}-{int(time.time())}"
-    n_rows = pack(texts, tokens, vocabulary, folder, recipe.seed)
+    n_rows = pack_texts(texts, tokens, vocabulary, folder, recipe.seed)
     return _adopt(state, folder), n_rows
 
 

@@ -57,7 +57,7 @@ def is_majority(n: int, n_anchors: int) -> bool:
     return 2 * n > n_anchors
 
 
-def bound_to(promises: Iterable[tuple[Ballot, bytes]]) -> bytes:
+def find_bound_commit(promises: Iterable[tuple[Ballot, bytes]]) -> bytes:
     """The commit that a proposer must adopt after a majority's promises; b"" if it is free."""
     ballot, body = max(promises, default=(NO_BALLOT, b""), key=lambda pair: pair[0])
     return body if ballot > NO_BALLOT else b""

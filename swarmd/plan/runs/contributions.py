@@ -31,7 +31,7 @@ class WeighedContributions:
     norm: float
 
 
-def radius(history: Sequence[WeighedContributions], n_samples: int) -> float:
+def clipping_radius(history: Sequence[WeighedContributions], n_samples: int) -> float:
     """How far the mean of so many samples may be from the momentum, where contributions are clipped round that.
 
     Twice the usual distance in ``history``, the update before, each reckoned for one sample: means of fewer are
@@ -41,7 +41,7 @@ def radius(history: Sequence[WeighedContributions], n_samples: int) -> float:
     return RADIUS * statistics.median(usual) / math.sqrt(n_samples) if usual else math.inf
 
 
-def outliers(
+def find_outliers(
     members: Mapping[PeerId, WeighedContributions],
     history: Sequence[WeighedContributions],
     limit_of: Callable[[int], float] = lambda n_samples: math.inf,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarmd.plan.runs.topology import Edge, edges_of, trees_of
-from swarmd.plan.runs.verdicts import SILENT, HeartbeatSummary, Seen, is_there, said_by
+from swarmd.plan.runs.verdicts import SILENT, HeartbeatSummary, Seen, has_arrived, latest_summaries
 from swarmd.protocol.runs.backing import N_DIRECTIONS, TOLERANCE
 from swarmd.protocol.wire.rounds import Gave, Group, Received, Reduction
 from swarmd.values import PeerId
@@ -59,7 +59,7 @@ class DisputeVerdict:
     doubted: dict[PeerId, PeerId] = field(default_factory=dict)
 
 
-def find(group: Group, seen: Seen, me: PeerId) -> DisputeReview:
+def find_disputes(group: Group, seen: Seen, me: PeerId) -> DisputeReview:
     """What the members' latest beats say against each other. ``me`` leads, and holds the average if anybody does."""
     review = _Review(group, seen)
     edges = edges_of(group)
@@ -72,7 +72,7 @@ def find(group: Group, seen: Seen, me: PeerId) -> DisputeReview:
     return review.found
 
 
-def stuck(group: Group, seen: Seen, incomplete: bool, me: PeerId) -> DisputeReview:
+def find_stalled_pairs(group: Group, seen: Seen, incomplete: bool, me: PeerId) -> DisputeReview:
     """Everybody lives, and nothing moves: between whom is it that something does not come?"""
     never_heard = [p for p, known in seen.items() if known.beat is None]
     if never_heard:
@@ -89,7 +89,7 @@ def stuck(group: Group, seen: Seen, incomplete: bool, me: PeerId) -> DisputeRevi
     return review.found
 
 
-def settle(pairs: Iterable[Pair], me: PeerId | None) -> DisputeVerdict:
+def settle_disputes(pairs: Iterable[Pair], me: PeerId | None) -> DisputeVerdict:
     """Who is at fault, given all disputes of a round so far. ``me``: who need not be told what it sees, if anybody."""
     verdict = DisputeVerdict()
     unsettled = set(pairs)
@@ -126,7 +126,7 @@ class _Review:
         self.results = {p: beat.result for p, beat in beats.items() if beat is not None and beat.result}
         self._group = group
         self._seen = seen
-        self._said = said_by(group, seen)
+        self._said = latest_summaries(group, seen)
         self._edges = edges_of(group)
         self._trees = trees_of(group)
 
@@ -166,7 +166,7 @@ class _Review:
                 continue
             if received.fault:
                 self._dispute(child, parent, received.fault)
-            elif sent is not None and _differ(sent, received, self._is_same_average(child, parent)):
+            elif sent is not None and _numbers_differ(sent, received, self._is_same_average(child, parent)):
                 self._dispute(child, parent, "what came is not what was given")
 
     def check_kept(self) -> None:
@@ -212,9 +212,9 @@ class _Review:
             rounding = results.rounding
             total = results.total
         # in = on + n * average, along each direction; the tolerance grows with the size of what was added up.
-        tolerance = TOLERANCE * sum(map(_size, inflows)) + n_samples * rounding
+        tolerance = TOLERANCE * sum(map(_norm_of, inflows)) + n_samples * rounding
         for i in range(N_DIRECTIONS):
-            difference = _along(inflows, i) - _along(outflows, i) - n_samples * total[i]
+            difference = _sum_along(inflows, i) - _sum_along(outflows, i) - n_samples * total[i]
             if not abs(difference) <= tolerance:  # true for NaN as well
                 return "what it gives on is not the sum of what it received"
         return ""
@@ -244,13 +244,15 @@ class _Review:
     def late_numbers(self, me: PeerId) -> None:
         """Whose own numbers have not come; and whose subtotals, though it has everything that it adds up."""
         late = [
-            (child, parent) for child, parent in self._edges.own if not is_there(self._said[parent].received.get(child))
+            (child, parent)
+            for child, parent in self._edges.own
+            if not has_arrived(self._said[parent].received.get(child))
         ]
         waiting = {parent for _, parent in late}
         late_subtotals = [
             (child, parent)
             for child, parent in self._edges.subtotals
-            if not is_there(self._said[parent].subtotals.get(child))
+            if not has_arrived(self._said[parent].subtotals.get(child))
         ]
         waiting |= {parent for _, parent in late_subtotals}
         # A subtotal waits for all that it adds up: only the deepest edge of a chain that waits is to blame.
@@ -277,7 +279,7 @@ class _Review:
         return reduction is not None and reduction.n_elements >= n_elements
 
 
-def _differ(sent: Gave, received: Received, is_same_average: bool) -> bool:
+def _numbers_differ(sent: Gave, received: Received, is_same_average: bool) -> bool:
     """Do a member and its parent name different sizes or, along the same directions, different sums?"""
     if received.squares is None or sent.squares is None:
         return False
@@ -293,9 +295,9 @@ def _is_accounted(flow: Received | Gave | None) -> bool:
     return flow is not None and flow.squares is not None and len(flow.sums) == N_DIRECTIONS
 
 
-def _size(flow: Received | Gave | None) -> float:
+def _norm_of(flow: Received | Gave | None) -> float:
     return math.sqrt(flow.squares) if flow is not None and flow.squares is not None else 0.0
 
 
-def _along(flows: Sequence[Received | Gave | None], i: int) -> float:
+def _sum_along(flows: Sequence[Received | Gave | None], i: int) -> float:
     return sum(s.sums[i] for s in flows if s is not None)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from swarmd.errors import IntegrityError
-from swarmd.plan.runs.contributions import LEAST_MEMBERS, WeighedContributions, radius
+from swarmd.plan.runs.contributions import LEAST_MEMBERS, WeighedContributions, clipping_radius
 from swarmd.protocol.runs.commit import Commit, CountedContribution, SealedCommit
 from swarmd.protocol.runs.recipe import Run
 
@@ -149,7 +149,7 @@ class Ledger:
         """How far the mean of so many samples may be from the momentum, in an update (None: the next)."""
         if not self.is_clipped:
             return math.inf
-        return radius(self._latest(LEAST_MEMBERS, update), n_samples)
+        return clipping_radius(self._latest(LEAST_MEMBERS, update), n_samples)
 
     def contributions(self, n: int) -> list[WeighedContributions]:
         """The latest ones that were counted, as the outlier rule wants them."""

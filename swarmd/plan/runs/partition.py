@@ -73,14 +73,16 @@ class Plan:
     moved_bytes: float
 
 
-def divide(members: Sequence[PartitionMember], sizes: Sizes, trees: ReductionTrees | None = None) -> Decision[Plan]:
+def divide_vector(
+    members: Sequence[PartitionMember], sizes: Sizes, trees: ReductionTrees | None = None
+) -> Decision[Plan]:
     """Choose shares; without ``trees`` all talk to all. Raises ValueError when nobody can reduce."""
     able = [i for i, m in enumerate(members) if m.can_reduce]
     if not able:
         raise ValueError("nobody in the group can be dialled: no one can reduce")
-    loads = _loads(members, sizes, trees or talk_to_all(members))
-    equal = _equal(members)
-    shares = _solve(loads, len(members), set(able))
+    loads = _measure_loads(members, sizes, trees or connect_all(members))
+    equal = _equal_shares(members)
+    shares = _solve_program(loads, len(members), set(able))
     if loads.takes_s(equal, sizes) <= loads.takes_s(shares, sizes) * (1 + TOLERANCE):
         shares = equal  # the program stops at a corner; where links are alike, all should work
     shares = np.where(shares < _least_share(len(able)), 0.0, shares)
@@ -90,7 +92,7 @@ def divide(members: Sequence[PartitionMember], sizes: Sizes, trees: ReductionTre
     return Decision(plan, f"{n} of {len(members)} peers reduce, {plan.expected_s:.2f} s expected")
 
 
-def only_server(members: Sequence[PartitionMember]) -> list[PartitionMember]:
+def restrict_to_server(members: Sequence[PartitionMember]) -> list[PartitionMember]:
     """The same members, of whom only the one with the best link reduces."""
 
     def slowest_bytes_per_s(member: PartitionMember) -> float:
@@ -102,17 +104,17 @@ def only_server(members: Sequence[PartitionMember]) -> list[PartitionMember]:
     return [replace(m, can_reduce=m is best) for m in members]
 
 
-def talk_to_all(members: Sequence[PartitionMember]) -> ReductionTrees:
+def connect_all(members: Sequence[PartitionMember]) -> ReductionTrees:
     """Everybody right below each who can reduce."""
     return ReductionTrees({i: (i,) * len(members) for i, m in enumerate(members) if m.can_reduce})
 
 
-def equal_parts(members: Sequence[PartitionMember], sizes: Sizes) -> Plan:
+def plan_equal_parts(members: Sequence[PartitionMember], sizes: Sizes) -> Plan:
     """What the program is compared with: the same share for all who can reduce."""
-    return _loads(members, sizes, talk_to_all(members)).plan(_equal(members), sizes)
+    return _measure_loads(members, sizes, connect_all(members)).plan(_equal_shares(members), sizes)
 
 
-def cut(shares: Sequence[float], n_elements: int, multiple: int = 16) -> list[tuple[int, int]]:
+def cut_ranges(shares: Sequence[float], n_elements: int, multiple: int = 16) -> list[tuple[int, int]]:
     """Turn shares into ranges [start, end) of the vector, in order; empty for who reduces nothing."""
     edges = [0]
     for total in np.cumsum(shares):
@@ -170,13 +172,13 @@ class _Loads:
         return max(self.slowest_s(shares), gathering + spreading / n_chunks, gathering / n_chunks + spreading)
 
 
-def _loads(members: Sequence[PartitionMember], sizes: Sizes, trees: ReductionTrees) -> _Loads:
+def _measure_loads(members: Sequence[PartitionMember], sizes: Sizes, trees: ReductionTrees) -> _Loads:
     n = len(members)
     sites = trees.sites or range(n)
     traffic = {is_up: _Traffic(n) for is_up in (True, False)}
     reduced = np.zeros((n, n))
     for root, parents in trees.parents.items():
-        for child, parent, is_up, size in _sendings(members, sizes, root, parents):
+        for child, parent, is_up, size in _list_transfers(members, sizes, root, parents):
             source, target = (child, parent) if is_up else (parent, child)
             if sites[source] != sites[target]:
                 traffic[is_up].sent[source, root] += size
@@ -215,7 +217,7 @@ class _Traffic:
         return rows
 
 
-def _sendings(
+def _list_transfers(
     members: Sequence[PartitionMember], sizes: Sizes, root: int, parents: Sequence[int]
 ) -> list[tuple[int, int, bool, float]]:
     """(child, parent, upwards, size) of all that travels along one tree, for a vector that its root reduces."""
@@ -249,7 +251,7 @@ def _sendings(
     return transfers
 
 
-def _solve(loads: _Loads, n: int, able: set[int]) -> Shares:
+def _solve_program(loads: _Loads, n: int, able: set[int]) -> Shares:
     """The program, again and again without those whom it leaves no part: it balances the others then."""
     from scipy.optimize import linprog  # slow to import, and only leaders need it
 
@@ -270,13 +272,13 @@ def _solve(loads: _Loads, n: int, able: set[int]) -> Shares:
             return np.array([1.0 / len(able) if i in able else 0.0 for i in range(n)])
         shares: Shares = np.clip(solved.x[:-1], 0.0, 1.0)
         # Who is the limit whatever it reduces pins the time: without it the program balances the others.
-        alone = {i for i in able if _least_s(loads, i, able) >= solved.x[-1] * (1 - TOLERANCE)}
+        alone = {i for i in able if _least_seconds(loads, i, able) >= solved.x[-1] * (1 - TOLERANCE)}
         if not alone or alone == able:
             return shares
         able = able - alone
 
 
-def _least_s(loads: _Loads, member: int, able: set[int]) -> float:
+def _least_seconds(loads: _Loads, member: int, able: set[int]) -> float:
     """What a peer takes at least that reduces nothing, by any of the others."""
     own_rows = [i for i, owners in enumerate(loads.owners) if owners == {member}]
     other_reducers = sorted(able - {member})
@@ -285,7 +287,7 @@ def _least_s(loads: _Loads, member: int, able: set[int]) -> float:
     return float(loads.seconds[np.ix_(own_rows, other_reducers)].min(axis=1).max(initial=0.0))
 
 
-def _equal(members: Sequence[PartitionMember]) -> Shares:
+def _equal_shares(members: Sequence[PartitionMember]) -> Shares:
     n = sum(m.can_reduce for m in members)
     return np.array([1.0 / n if m.can_reduce else 0.0 for m in members])
 

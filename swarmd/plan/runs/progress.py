@@ -62,7 +62,7 @@ class Forecast:
     left_s: float | None
 
 
-def forecast(members: Iterable[MemberProgress], head: bytes, target: int) -> Forecast:
+def forecast_round(members: Iterable[MemberProgress], head: bytes, target: int) -> Forecast:
     """Add up those that build on the same commit."""
     same = [m for m in members if m.head == head]
     n = sum(min(target, m.n_expected()) for m in same)
@@ -88,7 +88,7 @@ def _left_s(members: Sequence[MemberProgress], lacking: float) -> float | None:
     return now_s + lacking / rate if rate else None
 
 
-def decide(me: MemberProgress, other_members: Sequence[MemberProgress], target: int) -> Decision[Action]:
+def decide_action(me: MemberProgress, other_members: Sequence[MemberProgress], target: int) -> Decision[Action]:
     """Choose what to do. ``other_members`` are the fresh records of the run's other members."""
     newer = [o for o in other_members if o.epoch > me.epoch]
     if newer:
@@ -97,7 +97,7 @@ def decide(me: MemberProgress, other_members: Sequence[MemberProgress], target: 
     diverged = [o for o in other_members if o.epoch == me.epoch and o.head != me.head]
     if diverged:  # no two commits share a parent: somebody lies, or its anchors were replaced
         return Decision(Action.CATCH_UP, f"others name another commit {me.epoch} ({len(diverged)})")
-    total = forecast([me, *other_members], me.head, target)
+    total = forecast_round([me, *other_members], me.head, target)
     if total.n_samples >= target:
         return Decision(Action.JOIN_ROUND, f"{total.n_samples:.0f} of {target} samples are gathered")
     when = "nobody computes" if total.left_s is None else f"the rest takes about {total.left_s:.1f} s"

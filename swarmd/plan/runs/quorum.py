@@ -6,8 +6,8 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from swarmd.plan.runs.contributions import WeighedContributions, outliers
-from swarmd.plan.runs.recovery import restorable
+from swarmd.plan.runs.contributions import WeighedContributions, find_outliers
+from swarmd.plan.runs.recovery import restorable_epoch
 from swarmd.values import Decision, PeerId
 
 ALONE_AFTER_S = 60.0  # since the last commit: who computes and takes part in no round is waited for no longer
@@ -24,7 +24,7 @@ def may_count(
     """May a commit count these contributors, of whom those that assent have checked the sums?"""
     if 2 * len(assenting) <= len(contributors):
         return Decision(False, f"{len(assenting)} of {len(contributors)} contributors stand for it: most must")
-    if far := outliers(contributors, history, limit_of):
+    if far := find_outliers(contributors, history, limit_of):
         peer, why = next(iter(far.items()))
         return Decision(False, f"{peer[-8:]} counts too much or too little: {why}")
     return Decision(True, "most of its contributors stand for it")
@@ -39,7 +39,7 @@ def may_be_alone(known_for_s: float, intervals_s: Sequence[float]) -> Decision[f
 
 def may_go_back(newest: int, states: Sequence[int], known_for_s: float) -> Decision[bool]:
     """May the run go back to an earlier state, since nobody has the newest?"""
-    if restorable(newest, states) is None:
+    if restorable_epoch(newest, states) is None:
         return Decision(False, "somebody has the newest state")
     if known_for_s < LOST_AFTER_S:
         return Decision(

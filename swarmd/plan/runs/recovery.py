@@ -27,7 +27,7 @@ class RecoveryPath:
     state: bytes = b""
 
 
-def choose_way(
+def choose_path(
     mine: int | None, newest: int, offers: Mapping[PeerId, DonorOffer], average_bytes: float, state_bytes: float
 ) -> Decision[RecoveryPath | None]:
     """Choose what costs fewer bytes; inf is never. ``mine``: the update of the state held here, None without any.
@@ -52,7 +52,7 @@ def choose_way(
     return Decision(RecoveryPath(best, donors, state), why)
 
 
-def restorable(newest: int, states: Sequence[int]) -> int | None:
+def restorable_epoch(newest: int, states: Sequence[int]) -> int | None:
     """The newest update of which anybody has the state, if that is not the newest commit's; None if it is."""
     best = max(states, default=None)
     return best if best is not None and best < newest else None

@@ -14,8 +14,8 @@ from functools import lru_cache
 def row_of(seed: int, peer: str, draw: int, shard_rows: tuple[int, ...]) -> int:
     """The row that a draw takes; ``shard_rows`` counts the rows of each shard."""
     n_rows = sum(shard_rows)
-    shard, place = _locate(seed, peer, draw // n_rows, shard_rows, draw % n_rows)
-    inside = permuted(f"{seed}/{peer}/{draw // n_rows}/{shard}", place, shard_rows[shard])
+    shard, place = _locate_draw(seed, peer, draw // n_rows, shard_rows, draw % n_rows)
+    inside = permute_index(f"{seed}/{peer}/{draw // n_rows}/{shard}", place, shard_rows[shard])
     return sum(shard_rows[:shard]) + inside
 
 
@@ -34,7 +34,7 @@ def seed_of(seed: int, peer: str, draw: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 11
 
 
-def permuted(key: str, index: int, n: int) -> int:
+def permute_index(key: str, index: int, n: int) -> int:
     """Where a keyed permutation of range(n) takes ``index``: a Feistel network with cycle walking.
 
     Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", sections 4 and 5.
@@ -57,7 +57,7 @@ def permuted(key: str, index: int, n: int) -> int:
             return index
 
 
-def _locate(seed: int, peer: str, turn: int, shard_rows: tuple[int, ...], place: int) -> tuple[int, int]:
+def _locate_draw(seed: int, peer: str, turn: int, shard_rows: tuple[int, ...], place: int) -> tuple[int, int]:
     for shard in _shard_order(f"{seed}/{peer}/{turn}", len(shard_rows)):
         if place < shard_rows[shard]:
             return shard, place
@@ -67,4 +67,4 @@ def _locate(seed: int, peer: str, turn: int, shard_rows: tuple[int, ...], place:
 
 @lru_cache(maxsize=256)
 def _shard_order(key: str, n: int) -> tuple[int, ...]:
-    return tuple(permuted(key, i, n) for i in range(n))
+    return tuple(permute_index(key, i, n) for i in range(n))

@@ -87,7 +87,7 @@ class Prediction:
     bytes_per_sample: float
 
 
-def predict(swarm: RunConditions, setting: Setting) -> Prediction:
+def predict_update(swarm: RunConditions, setting: Setting) -> Prediction:
     """What a setting comes to. Raises ValueError when nobody computes, or nobody can reduce."""
     rate = sum(swarm.samples_per_s)
     if not rate > 0:
@@ -99,9 +99,9 @@ def predict(swarm: RunConditions, setting: Setting) -> Prediction:
         unbroken_s = swarm.inner_batch / min(r for r in swarm.samples_per_s if r > 0)
     n_asked = max(1, target // setting.fragments)
     compute_s = n_asked / rate + NEWS_S + unbroken_s / 2  # who is at a micro-batch ends it
-    layout = topology.lay_out(setting.topology, swarm.members, swarm.sites or range(len(swarm.members))).action
-    plan = partition.divide(layout.members, _sizes(swarm, setting), layout.ways).action
-    trips = ROUND_TRIPS + _depth(layout.ways) - 1
+    layout = topology.lay_out_group(setting.topology, swarm.members, swarm.sites or range(len(swarm.members))).action
+    plan = partition.divide_vector(layout.members, _round_sizes(swarm, setting), layout.ways).action
+    trips = ROUND_TRIPS + _tree_depth(layout.ways) - 1
     round_s = plan.expected_s / LINK_SHARE + trips * swarm.round_trip_s + unbroken_s / 2  # for which others wait
     if setting.synchronisation == "delayed" or setting.fragments > 1:
         update_s = compute_s = max(compute_s, round_s)
@@ -120,27 +120,29 @@ def predict(swarm: RunConditions, setting: Setting) -> Prediction:
     )
 
 
-def choose(predictions: Sequence[Prediction]) -> Decision[Prediction]:
-    """The first that computes enough of the time, else what computes most. In the order of ``settings``."""
+def choose_setting(predictions: Sequence[Prediction]) -> Decision[Prediction]:
+    """The first that computes enough of the time, else what computes most. In the order of ``list_settings``."""
     enough = [p for p in predictions if p.utilisation >= ENOUGH and p.excess <= MOST_SAMPLES]
     if enough:
         chosen = enough[0]
         share = f"{100 * chosen.utilisation:.0f} % of the time is computed"
         if chosen is predictions[0]:
             return Decision(chosen, f"{share}, and all see each other's gradients at once")
-        return Decision(chosen, f"{share}; {_short_of(predictions[predictions.index(chosen) - 1])}")
+        return Decision(chosen, f"{share}; {_explain_shortfall(predictions[predictions.index(chosen) - 1])}")
     chosen = max(predictions, key=lambda p: (p.utilisation, -p.excess))
     return Decision(chosen, f"nothing computes {100 * ENOUGH:.0f} % of the time on these links; this comes closest")
 
 
-def _short_of(near: Prediction) -> str:
+def _explain_shortfall(near: Prediction) -> str:
     """Why what changes the mathematics a little less is not chosen."""
     if near.utilisation < ENOUGH:
         return f"{near.setting}, which changes less, would compute {100 * near.utilisation:.0f} %"
     return f"{near.setting}, which moves more, would put {near.excess:.1f} times the samples into an update"
 
 
-def settings(codecs: Sequence[CodecTraffic], n_steps: int = INNER_STEPS, fragments: int = FRAGMENTS) -> list[Setting]:
+def list_settings(
+    codecs: Sequence[CodecTraffic], n_steps: int = INNER_STEPS, fragments: int = FRAGMENTS
+) -> list[Setting]:
     """What there is to choose from; what changes the mathematics least comes first."""
     exact = [w for w in codecs if not w.forwards]
     forwarding = [w for w in codecs if w.forwards]
@@ -152,7 +154,7 @@ def settings(codecs: Sequence[CodecTraffic], n_steps: int = INNER_STEPS, fragmen
     return [*candidates, *(Setting("delayed", codec) for codec in forwarding)]
 
 
-def _sizes(swarm: RunConditions, setting: Setting) -> Sizes:
+def _round_sizes(swarm: RunConditions, setting: Setting) -> Sizes:
     """What travels in a round."""
     codec = setting.codec
     n_elements = swarm.n_elements / setting.fragments
@@ -161,7 +163,7 @@ def _sizes(swarm: RunConditions, setting: Setting) -> Sizes:
     return Sizes(n_bytes, n_contributors, codec.plain_bytes / codec.bytes_per_element, codec.forwards)
 
 
-def _depth(trees: ReductionTrees) -> int:
+def _tree_depth(trees: ReductionTrees) -> int:
     """How many hops lie between a member and a root at most."""
 
     def hops(place: int, root: int, parents: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from swarmd.plan.runs.partition import PartitionMember, ReductionTrees, only_server
+from swarmd.plan.runs.partition import PartitionMember, ReductionTrees, restrict_to_server
 from swarmd.protocol.wire.rounds import Group
 from swarmd.values import Decision, count
 
@@ -113,7 +113,7 @@ def parents_of(kind: Kind, rows: Sequence[int], collects: Sequence[bool], root: 
     return (root,) * n
 
 
-def ways_of(
+def reduction_trees_of(
     kind: Kind, rows: Sequence[int], members: Sequence[PartitionMember], sites: Sequence[int]
 ) -> ReductionTrees:
     """The parents in the tree of everybody who can reduce, for who divides the work."""
@@ -137,7 +137,7 @@ def trees_of(group: Group) -> Mapping[int, Tree]:
     trees = {}
     for root in sorted({p.reducer for p in group.parts}):
         parents = parents_of(group.topology, rows, collects, root)
-        trees[root] = _tree(parents, root, counted, receives)
+        trees[root] = _build_tree(parents, root, counted, receives)
     return trees
 
 
@@ -161,14 +161,14 @@ def edges_of(group: Group) -> Edges:
         frozenset(direct),
         frozenset(subtotals),
         frozenset(self_adding),
-        givers=_by_end(direct, 1),
-        passers=_by_end(subtotals, 1),
-        parents=_by_end(direct | itself, 0),
-        heads=_by_end(subtotals, 0),
+        givers=_group_by_end(direct, 1),
+        passers=_group_by_end(subtotals, 1),
+        parents=_group_by_end(direct | itself, 0),
+        heads=_group_by_end(subtotals, 0),
     )
 
 
-def _by_end(edges: set[Edge], end: int) -> dict[int, list[int]]:
+def _group_by_end(edges: set[Edge], end: int) -> dict[int, list[int]]:
     """The other ends of edges, by one of them: 0 the child, 1 the parent."""
     ends: dict[int, list[int]] = {}
     for edge in sorted(edges):
@@ -176,7 +176,7 @@ def _by_end(edges: set[Edge], end: int) -> dict[int, list[int]]:
     return ends
 
 
-def _tree(parents: tuple[int, ...], root: int, counted: Sequence[bool], receives: Sequence[bool]) -> Tree:
+def _build_tree(parents: tuple[int, ...], root: int, counted: Sequence[bool], receives: Sequence[bool]) -> Tree:
     children: dict[int, list[int]] = {}
     for place, parent in enumerate(parents):
         if place != root:
@@ -220,7 +220,7 @@ def sites_of(near: Mapping[int, frozenset[int]], n: int) -> list[int]:
     return [order[s] for s in site]
 
 
-def grid(n: int) -> list[int]:
+def grid_rows(n: int) -> list[int]:
     """The row of each of ``n`` members in a grid that is as square as can be."""
     side = max(1, math.isqrt(n))
     return [place * side // n for place in range(n)]
@@ -236,15 +236,15 @@ class TopologyLayout:
     ways: ReductionTrees
 
 
-def lay_out(requested: str, members: Sequence[PartitionMember], sites: Sequence[int]) -> Decision[TopologyLayout]:
+def lay_out_group(requested: str, members: Sequence[PartitionMember], sites: Sequence[int]) -> Decision[TopologyLayout]:
     """What a recipe's ``requested`` comes to for these members."""
-    chosen = choose(requested, sites)
+    chosen = choose_topology(requested, sites)
     kind, rows = chosen.action
-    able = only_server(members) if requested == "server" else members
-    return Decision(TopologyLayout(kind, rows, able, ways_of(kind, rows, able, sites)), chosen.reason)
+    able = restrict_to_server(members) if requested == "server" else members
+    return Decision(TopologyLayout(kind, rows, able, reduction_trees_of(kind, rows, able, sites)), chosen.reason)
 
 
-def choose(requested: str, sites: Sequence[int]) -> Decision[tuple[Kind, list[int]]]:
+def choose_topology(requested: str, sites: Sequence[int]) -> Decision[tuple[Kind, list[int]]]:
     """Kind and rows of a group, as its recipe asks, or (``auto``) by its sites and size. ``sites``: by place."""
     n = len(sites)
     n_sites = len(set(sites))
@@ -253,11 +253,11 @@ def choose(requested: str, sites: Sequence[int]) -> Decision[tuple[Kind, list[in
     if requested == "ring":
         return Decision(("ring", list(sites)), "the recipe asks for a ring: site by site")
     if requested == "grid":
-        return Decision(("rows", grid(n)), "the recipe asks for a grid")
+        return Decision(("rows", grid_rows(n)), "the recipe asks for a grid")
     if requested == "sites" or (requested == "auto" and n_shared > 1):
         if n_sites in (1, n):
             return Decision(("parts", one_row), "no two sites of several machines: all talk to all")
         return Decision(("rows", list(sites)), f"{n} members at {count(n_sites, 'site')}: numbers leave each once")
     if requested == "auto" and n > MOST_IN_ONE_ROW:
-        return Decision(("rows", grid(n)), f"{count(n, 'member')}: a grid, so that nobody talks to all")
+        return Decision(("rows", grid_rows(n)), f"{count(n, 'member')}: a grid, so that nobody talks to all")
     return Decision(("parts", one_row), "all talk to all")

@@ -43,7 +43,7 @@ def has_moved(earlier: Beat, later: Beat) -> bool:
     return later.n_elements > earlier.n_elements or bool(is_new or (later.assent and not earlier.assent))
 
 
-def silent(seen: Seen, gone: Collection[PeerId], limit_s: float, now: float) -> dict[PeerId, str]:
+def find_silent(seen: Seen, gone: Collection[PeerId], limit_s: float, now: float) -> dict[PeerId, str]:
     """Members that give no sign of life, with the reason."""
     lost = {}
     for peer, known in seen.items():
@@ -68,7 +68,7 @@ class HeartbeatSummary:
 SILENT = HeartbeatSummary({}, {}, {}, {}, {})
 
 
-def said_by(group: Group, seen: Seen) -> dict[int, HeartbeatSummary]:
+def latest_summaries(group: Group, seen: Seen) -> dict[int, HeartbeatSummary]:
     """What each member said last, by its place; nothing of those that are not waited for."""
     summaries = {}
     for place, member in enumerate(group.members):
@@ -89,16 +89,16 @@ def _summarise(beat: Beat) -> HeartbeatSummary:
     )
 
 
-def is_there(received: Received | None) -> bool:
+def has_arrived(received: Received | None) -> bool:
     """Is all of what somebody gives there, and sound?"""
     return received is not None and received.squares is not None
 
 
-def put_together(group: Group, seen: Seen) -> Reports:
+def collect_reports(group: Group, seen: Seen) -> Reports:
     """What those say of each counted member who add up its numbers; and who has not passed on all that it should."""
     reports = Reports()
     edges = edges_of(group)
-    summaries = said_by(group, seen)
+    summaries = latest_summaries(group, seen)
     for place, member in enumerate(group.members):
         if not member.n or not member.is_counted:
             continue
@@ -112,12 +112,12 @@ def put_together(group: Group, seen: Seen) -> Reports:
         else:
             reports.incomplete.add(peer)
     for child, parent in edges.subtotals:
-        if not is_there(summaries[parent].subtotals.get(child)):
+        if not has_arrived(summaries[parent].subtotals.get(child)):
             reports.incomplete.add(PeerId(group.members[child].peer))
     return reports
 
 
-def is_whole(group: Group, seen: Seen, me: PeerId, now: float, limit_s: float) -> Decision[bool]:
+def is_average_complete(group: Group, seen: Seen, me: PeerId, now: float, limit_s: float) -> Decision[bool]:
     """Is the average here, and at all who should get it, or (``limit_s`` later) at enough of them?"""
     receivers = [PeerId(m.peer) for m in group.members if m.receives and m.peer in seen]
     beats = {p: seen[p].beat for p in receivers}

@@ -23,10 +23,10 @@ from swarmd.protocol.runs.backing import ContributionShare
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire.rounds import Contradict
-from swarmd.train.gradients.recheck import Recheck, open_case
+from swarmd.train.gradients.recheck import Recheck, open_recheck
 from swarmd.train.store.members import Members
 from swarmd.train.store.recovery import Get
-from swarmd.train.store.services import TrainerServices, Wakeups, tell
+from swarmd.train.store.services import TrainerServices, Wakeups, tell_peer
 from swarmd.train.vectors.state import RunState, Snapshot
 from swarmd.values import PeerId
 
@@ -99,7 +99,7 @@ class Accusations:
         elif not may_compute or self._state is None:
             standing.fault(peer, Fault.FAULTY_NUMBERS, f"its gradients, says {accuser[-8:]}", accuser)
         elif len(self.cases) < MAX_CASES and all(case.accuser != accuser for case in self.cases):
-            case = open_case(self._ledger, peer, share, commit, accuser)
+            case = open_recheck(self._ledger, peer, share, commit, accuser)
             self.cases.append(case)
             self._tasks.start_soon(self._fetch, case, accuser, self._state)
 
@@ -151,7 +151,7 @@ class Accusations:
         payload = msgspec.msgpack.encode(case.share)
         async with trio.open_nursery() as nursery:
             for peer in self._members.look(trio.current_time()):
-                nursery.start_soon(tell, self._world.rpc, peer, lambda channel: channel.send(message, payload))
+                nursery.start_soon(tell_peer, self._world.rpc, peer, lambda channel: channel.send(message, payload))
 
     def find(self, root: bytes) -> Snapshot | None:
         """A state that is held as evidence."""

@@ -111,7 +111,7 @@ class Computing:
         """Compute some of what another gave, if that is to be looked at, and rest as this machine's owner asks."""
         begun = trio.current_time()
         try:
-            n = await audits.advance(n_at_once(self._recipe.batch.micro, self.samples_per_s))
+            n = await audits.advance(micro_batch_size(self._recipe.batch.micro, self.samples_per_s))
         except SwarmError as error:
             logger.warning("what another gave is not computed again: %s", error)
             await trio.sleep(RETRY_S)
@@ -178,7 +178,7 @@ class Computing:
         """How many samples to compute at a time: few where they take long, for a round waits for the last of them."""
         if self._recipe.steps_inside:
             return self._recipe.diloco.batch
-        return n_at_once(self._recipe.batch.micro, self.samples_per_s)
+        return micro_batch_size(self._recipe.batch.micro, self.samples_per_s)
 
     def _note_speed(self, n: int, took_s: float) -> None:
         """Remember how fast it goes, and tell others when that has changed."""
@@ -247,7 +247,7 @@ class Computing:
             self.inner.settle(offered.end, is_counted)
 
 
-def n_at_once(largest: int, samples_per_s: float) -> int:
+def micro_batch_size(largest: int, samples_per_s: float) -> int:
     """Samples of a micro-batch: few where they take long, for nobody breaks one off."""
     if not samples_per_s:
         return largest

@@ -22,7 +22,7 @@ from swarmd.protocol.runs.backing import BackedCommit, ContributionShare
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.wire.rounds import Contradict
 from swarmd.train.gradients.accusations import Accusations
-from swarmd.train.gradients.recheck import Recheck, open_case
+from swarmd.train.gradients.recheck import Recheck, open_recheck
 from swarmd.train.gradients.source import GradientSource
 from swarmd.train.store.members import Members
 from swarmd.train.store.recovery import Get
@@ -130,7 +130,7 @@ class GradientAudits:
         share = shares.get(drawn) if drawn is not None else None
         if drawn is None or share is None:
             return
-        case = open_case(self._ledger, drawn, share, commit)
+        case = open_recheck(self._ledger, drawn, share, commit)
         case.states = {watched[1]: watched[2]} if watched is not None else {}
         case.states[state.root] = snapshot or state.hold()
         if case.roots <= case.states.keys():

@@ -11,7 +11,7 @@ from swarmd.plan.trust.gradient_audits import RecheckResult
 from swarmd.protocol.runs.backing import ContributionShare
 from swarmd.protocol.runs.commit import Commit
 from swarmd.train.gradients.source import GradientSource, RecheckRequest
-from swarmd.train.vectors.clipping import clipped
+from swarmd.train.vectors.clipping import clip_total
 from swarmd.train.vectors.codecs import codec_of
 from swarmd.train.vectors.directions import directions_of
 from swarmd.train.vectors.state import Snapshot, Vector, centre_of
@@ -85,7 +85,7 @@ class Recheck:
         if ledger.is_clipped:
             moments = {name: _vector(self.states[commit.state], name) for name in recipe.optimizer.moments}
             centre = centre_of(recipe, moments, ledger.steps_at(commit.epoch - 1))
-            total = clipped(total, n, centre, ledger.radius(n, commit.epoch))
+            total = clip_total(total, n, centre, ledger.radius(n, commit.epoch))
         rounding = 0.0
         if not codec.is_plain:
             total = codec.code(total).values
@@ -94,7 +94,7 @@ class Recheck:
         return RecheckResult(self.loss, math.sqrt(squares_of(total)), sums), rounding
 
 
-def open_case(
+def open_recheck(
     ledger: Ledger, peer: PeerId, share: ContributionShare, commit: Commit, accuser: PeerId | None = None
 ) -> Recheck:
     """A contribution that the ledger counts: its late draws were computed on the state of the commit before."""

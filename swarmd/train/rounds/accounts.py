@@ -84,7 +84,7 @@ def flow_of(duties: Duties, parts: Mapping[Key, ReducedPart], contribution: Vect
     return Flow(received, sent, subtotals, passed)
 
 
-def given_to(directions: Directions, contribution: Vector) -> ContributionProjection:
+def project_contribution(directions: Directions, contribution: Vector) -> ContributionProjection:
     """What a contribution is along the directions of an average, which need not be here."""
     return ContributionProjection(squares_of(contribution), directions.of(contribution, 0))
 
@@ -99,7 +99,7 @@ def given_to(directions: Directions, contribution: Vector) -> ContributionProjec
 # that keeps part of its contribution (it reduces a part itself) counts that as received from itself.
 
 
-def account_for(
+def account_for_average(
     group: Group,
     directions: Directions,
     average: Vector,
@@ -111,7 +111,7 @@ def account_for(
     reductions: dict[int, tuple[bytes, Sums, float]] = {}
     for place in sorted({p.reducer for p in group.parts}):
         results = hashlib.sha256()
-        total = _nothing()
+        total = _zero_sums()
         rounding = 0.0
         for part in group.parts:
             if part.reducer == place:
@@ -119,11 +119,11 @@ def account_for(
                 results.update(values.view(np.uint8).data)
                 total += directions.of(values, part.start)
                 rounding = math.hypot(rounding, codec.rounding(values))
-        reductions[place] = results.digest()[:N_DIGEST_BYTES], _sums(total), rounding
+        reductions[place] = results.digest()[:N_DIGEST_BYTES], _as_sums(total), rounding
 
     def along(pieces: Pieces) -> dict[PeerId, Sums]:
         return {
-            peer: _together([directions.of(values, start) for start, values in vectors])
+            peer: _add_sums([directions.of(values, start) for start, values in vectors])
             for peer, vectors in pieces.items()
         }
 
@@ -132,15 +132,15 @@ def account_for(
     projection = None
     if contribution is not None:
         me, vector = contribution
-        of_itself = received.get(me, _sums(_nothing()))
-        projection = ContributionProjection(squares_of(vector), _together([*sent.values(), of_itself]))
+        of_itself = received.get(me, _as_sums(_zero_sums()))
+        projection = ContributionProjection(squares_of(vector), _add_sums([*sent.values(), of_itself]))
     passed = {}
     for peer, sums in along(flow.passed).items():
         squares = sum(squares_of(values) for _, values in flow.passed[peer])
         passed[peer] = ContributionProjection(squares, sums)
     return AverageProjection(
         contribution=projection,
-        average=_together([total for _, total, _ in reductions.values()]),
+        average=_add_sums([total for _, total, _ in reductions.values()]),
         rounding=math.hypot(*(rounding for *_, rounding in reductions.values())),
         reductions=reductions,
         received=received,
@@ -150,13 +150,13 @@ def account_for(
     )
 
 
-def _nothing() -> Numbers:
+def _zero_sums() -> Numbers:
     return np.zeros(N_DIRECTIONS)
 
 
-def _together(sums: Sequence[Sums]) -> Sums:
-    return _sums(sum((np.array(s) for s in sums), _nothing()))
+def _add_sums(sums: Sequence[Sums]) -> Sums:
+    return _as_sums(sum((np.array(s) for s in sums), _zero_sums()))
 
 
-def _sums(numbers: Numbers) -> Sums:
+def _as_sums(numbers: Numbers) -> Sums:
     return tuple(float(number) for number in numbers)

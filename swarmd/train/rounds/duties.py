@@ -66,7 +66,7 @@ def duties_of(group: Group, me: PeerId) -> Duties:
     return Duties(sources, frozenset(averages), gives, passes, tells, bringers)
 
 
-def all_came(duties: Duties, parts: Mapping[Key, ReducedPart]) -> bool:
+def has_all_inputs(duties: Duties, parts: Mapping[Key, ReducedPart]) -> bool:
     """Is all here that this member adds up?"""
     for key, sources in duties.sources.items():
         if not all(parts[key].is_done_with(source.peer, source.is_subtotal) for source in sources):

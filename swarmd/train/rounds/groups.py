@@ -54,15 +54,15 @@ def counted_of(group: Group) -> list[GroupMember]:
     return [m for m in group.members if m.n and m.is_counted]
 
 
-def form(run: Run, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements: int) -> Decision[Group]:
+def form_group(run: Run, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements: int) -> Decision[Group]:
     """Divide the work among who joined, in their order. Raises ValueError when it cannot be divided."""
     codec = codec_of(run.recipe)
-    able = [_able(p, j) for p, j in joined.items()]
-    chosen = topology.lay_out(run.recipe.topology, able, _sites(joined))
+    able = [_partition_member(p, j) for p, j in joined.items()]
+    chosen = topology.lay_out_group(run.recipe.topology, able, _group_sites(joined))
     layout = chosen.action
     sizes = codec.sizes(n_elements, sum(j.n > 0 for j in joined.values()))
-    plan = partition.divide(layout.members, sizes, layout.ways).action
-    ranges = partition.cut(plan.shares, n_elements, codec.block)
+    plan = partition.divide_vector(layout.members, sizes, layout.ways).action
+    ranges = partition.cut_ranges(plan.shares, n_elements, codec.block)
     members = []
     for member, row in zip(able, layout.rows, strict=True):
         message = joined[member.peer]
@@ -91,7 +91,7 @@ def form(run: Run, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements
     return Decision(group, chosen.reason)
 
 
-def _sites(joined: Mapping[PeerId, JoinRound]) -> list[int]:
+def _group_sites(joined: Mapping[PeerId, JoinRound]) -> list[int]:
     """The site of each who joined, as they say who is near."""
     places = {peer: place for place, peer in enumerate(joined)}
     near = {}
@@ -100,7 +100,9 @@ def _sites(joined: Mapping[PeerId, JoinRound]) -> list[int]:
     return topology.sites_of(near, len(joined))
 
 
-def without(old: Group, lost: Collection[PeerId], idle: Collection[str], leader: PeerId, block: int) -> Group | None:
+def shrink_group(
+    old: Group, lost: Collection[PeerId], idle: Collection[str], leader: PeerId, block: int
+) -> Group | None:
     """The next version: ``lost`` members no longer count, ``idle`` ones add up nothing more, others get their parts.
 
     Those are cut at multiples of ``block``. The leader gets results in any case: it says how to clip. None if nobody is
@@ -125,7 +127,7 @@ def without(old: Group, lost: Collection[PeerId], idle: Collection[str], leader:
             parts.append(part)
             continue
         heirs = [able[(number + i) % len(able)] for i in range(min(len(able), 1 + room))]
-        pieces = partition.cut([1 / len(heirs)] * len(heirs), part.end - part.start, block)
+        pieces = partition.cut_ranges([1 / len(heirs)] * len(heirs), part.end - part.start, block)
         pieces_of_part = []
         for heir, (start, end) in zip(heirs, pieces, strict=True):
             if start < end:
@@ -135,14 +137,14 @@ def without(old: Group, lost: Collection[PeerId], idle: Collection[str], leader:
     return replace(old, version=old.version + 1, members=tuple(members), parts=tuple(parts))
 
 
-def rate(announced: float) -> float:
+def bounded_rate(announced: float) -> float:
     """A bandwidth that somebody says it has, as one that the program can count with."""
     return max(LEAST_BYTES_PER_S, announced)
 
 
-def _able(peer: PeerId, joined: JoinRound) -> partition.PartitionMember:
-    up = None if joined.up_bytes_per_s is None else rate(joined.up_bytes_per_s)
-    down = None if joined.down_bytes_per_s is None else rate(joined.down_bytes_per_s)
+def _partition_member(peer: PeerId, joined: JoinRound) -> partition.PartitionMember:
+    up = None if joined.up_bytes_per_s is None else bounded_rate(joined.up_bytes_per_s)
+    down = None if joined.down_bytes_per_s is None else bounded_rate(joined.down_bytes_per_s)
     return partition.PartitionMember(
         peer,
         contributes=joined.n > 0,

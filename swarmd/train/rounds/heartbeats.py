@@ -32,7 +32,7 @@ class HeartbeatState:
     account: AverageProjection | None
 
 
-def beat_of(
+def make_heartbeat(
     group: Group, duties: Duties, state: HeartbeatState, result: bytes, share: ContributionShare | None, assent: bytes
 ) -> Beat:
     """A sign of life, with how far this member is."""
@@ -54,11 +54,11 @@ def beat_of(
         run=group.run,
         round=group.round,
         version=group.version,
-        received=_received(duties, state, places, subtotals=False, sums=received_sums),
-        subtotals=_received(duties, state, places, subtotals=True, sums=subtotal_sums),
+        received=_list_received(duties, state, places, subtotals=False, sums=received_sums),
+        subtotals=_list_received(duties, state, places, subtotals=True, sums=subtotal_sums),
         gave=tuple(sent),
         passed=tuple(Gave(places[peer], projection.squares, projection.sums) for peer, projection in passed.items()),
-        reductions=tuple(_reductions(group, state)),
+        reductions=tuple(_list_reductions(group, state)),
         result=result,
         share=share,
         assent=assent,
@@ -66,12 +66,12 @@ def beat_of(
     )
 
 
-def for_others(beat: Beat) -> Beat:
+def strip_for_others(beat: Beat) -> Beat:
     """Without what only a leader needs, of itself."""
     return replace(beat, reductions=tuple(replace(r, total=(), rounding=0.0) for r in beat.reductions))
 
 
-def _received(
+def _list_received(
     duties: Duties, state: HeartbeatState, places: Mapping[PeerId, int], subtotals: bool, sums: Mapping[PeerId, Sums]
 ) -> tuple[Received, ...]:
     """Of whom all is here that it gives, its own numbers or subtotals, or what is wrong with them."""
@@ -92,7 +92,7 @@ def _received(
     return tuple(received)
 
 
-def _reductions(group: Group, state: HeartbeatState) -> Iterator[Reduction]:
+def _list_reductions(group: Group, state: HeartbeatState) -> Iterator[Reduction]:
     """Whose results are all here, or faulty."""
     sizes: dict[int, int] = {}
     n_received: dict[int, int] = {}

@@ -23,7 +23,7 @@ from swarmd.protocol.fields import Message
 from swarmd.protocol.wire.rounds import MAX_NEAR, Beat, Check, Group, JoinRound, Pulse
 from swarmd.train.rounds import assents
 from swarmd.train.rounds.groups import check_group
-from swarmd.train.rounds.heartbeats import for_others
+from swarmd.train.rounds.heartbeats import strip_for_others
 from swarmd.train.rounds.leader import PULSE_INTERVAL_S, Leader, TooEarly
 from swarmd.train.rounds.leaders import Leaders, RoundCounters
 from swarmd.train.rounds.outcome import Outcome
@@ -31,7 +31,7 @@ from swarmd.train.rounds.round import Numbers, Round
 from swarmd.train.store.chronicle import Chronicle
 from swarmd.train.store.members import Members
 from swarmd.train.store.proposer import RoundFailed
-from swarmd.train.store.services import TrainerServices, Wakeups, tell
+from swarmd.train.store.services import TrainerServices, Wakeups, tell_peer
 from swarmd.train.vectors.averages import Averages
 from swarmd.train.vectors.state import RunState, average_digest
 from swarmd.train.vectors.work import GatheredWork
@@ -493,7 +493,7 @@ class Joining:
         async def beat(message: Beat) -> None:
             if message.result and live.average is not None:
                 self._averages.put(live.group.parent, message.result, live.average)
-            await self._tell(leader, message if leader == self._me else for_others(message))
+            await self._tell(leader, message if leader == self._me else strip_for_others(message))
 
         await live.run(beat)
 
@@ -505,4 +505,4 @@ class Joining:
             except RemoteProtocolError as error:  # nobody will stand for it then, and the round fails
                 logger.warning("%s", error)
             return
-        await tell(self._world.rpc, peer, lambda channel: channel.send(message, payload))
+        await tell_peer(self._world.rpc, peer, lambda channel: channel.send(message, payload))

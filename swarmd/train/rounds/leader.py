@@ -13,7 +13,7 @@ import trio
 
 from swarmd.errors import Code, IntegrityError, Refused
 from swarmd.plan.runs import disputes, verdicts
-from swarmd.plan.runs.contributions import N_HISTORY, outliers
+from swarmd.plan.runs.contributions import N_HISTORY, find_outliers
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.runs.partition import CHUNK_BYTES
 from swarmd.plan.runs.topology import edges_of
@@ -284,7 +284,9 @@ class Leader:
         now = trio.current_time()
         self._seen = {p: MemberSeen(now, now) for p in ordered}
         try:
-            formed = groups.form(self._run, self.parent, {p: self.joined[p] for p in ordered}, own_join.n_elements)
+            formed = groups.form_group(
+                self._run, self.parent, {p: self.joined[p] for p in ordered}, own_join.n_elements
+            )
         except ValueError as error:
             raise RoundFailed(str(error)) from None
         self._by_way = formed.reason
@@ -299,7 +301,7 @@ class Leader:
         unreachable = {p for p, j in self.joined.items() if not j.can_reduce}
         idle = self._left_out.keys() | self._doubted | unreachable
         block = codec_of(self._run.recipe).block
-        group = groups.without(self._group, lost, idle, self._me, block)
+        group = groups.shrink_group(self._group, lost, idle, self._me, block)
         if group is None:
             raise RoundFailed(f"too few members are left: {'; '.join(self._left_out.values())}")
         now = trio.current_time()
@@ -322,11 +324,11 @@ class Leader:
         """Who must be left out now, with the reason. Raises RoundFailed when nothing moves and nobody is to blame."""
         assert self._group is not None
         limit_s = self._timing.beats.limit_s()
-        lost = verdicts.silent(self._seen, self._gone, limit_s, now)
-        reports = verdicts.put_together(self._group, self._seen)
-        review = disputes.find(self._group, self._seen, self._me)
+        lost = verdicts.find_silent(self._seen, self._gone, limit_s, now)
+        reports = verdicts.collect_reports(self._group, self._seen)
+        review = disputes.find_disputes(self._group, self._seen, self._me)
         self._pairs |= review.pairs.keys()
-        verdict = disputes.settle(self._pairs, self._me)
+        verdict = disputes.settle_disputes(self._pairs, self._me)
         own_words = review.faults | (self._backing.faults if self._backing is not None else {})
         faulty = {peer: (why, {peer}) for peer, why in own_words.items()} | verdict.faulty
         for peer, (why, witnesses) in faulty.items():
@@ -338,15 +340,15 @@ class Leader:
         if now - max(version_at, last_moved_at) > stuck_s:
             lost |= self._holding_up(bool(reports.incomplete), f"for {stuck_s:.1f} s")
         if not lost and not reports.incomplete and reports.weighed:
-            lost |= outliers(reports.weighed, self._ledger.contributions(N_HISTORY), self._ledger.radius)
+            lost |= find_outliers(reports.weighed, self._ledger.contributions(N_HISTORY), self._ledger.radius)
         return {p: why for p, why in lost.items() if p not in self._left_out}
 
     def _holding_up(self, is_incomplete: bool, how_long: str) -> dict[PeerId, str]:
         """Nothing moves: whom to do without. Raises RoundFailed when nobody else is to blame."""
         assert self._group is not None
-        review = disputes.stuck(self._group, self._seen, is_incomplete, self._me)
+        review = disputes.find_stalled_pairs(self._group, self._seen, is_incomplete, self._me)
         self._late_pairs |= review.pairs.keys()
-        verdict = disputes.settle(self._late_pairs, None)
+        verdict = disputes.settle_disputes(self._late_pairs, None)
         late = {p: why for p, (why, _) in verdict.faulty.items() if p != self._me or is_incomplete}
         lost = review.faults | late
         lacking = self._backing.lacking() if self._backing is not None and not review.pairs else []
@@ -374,14 +376,14 @@ class Leader:
             rates += [rate for rate in announced if rate is not None]
         if not rates:
             return 0.0
-        return min(LONGEST_CHUNK_S, len(messages) * CHUNK_BYTES / groups.rate(min(rates)))
+        return min(LONGEST_CHUNK_S, len(messages) * CHUNK_BYTES / groups.bounded_rate(min(rates)))
 
     def _is_done(self, now: float) -> bool:
         """Is the average whole, and where it must be?"""
         assert self._group is not None
-        if verdicts.put_together(self._group, self._seen).incomplete:
+        if verdicts.collect_reports(self._group, self._seen).incomplete:
             return False
-        verdict = verdicts.is_whole(self._group, self._seen, self._me, now, self._timing.results.limit_s())
+        verdict = verdicts.is_average_complete(self._group, self._seen, self._me, now, self._timing.results.limit_s())
         self._waits_for = verdict.reason
         return verdict.action
 

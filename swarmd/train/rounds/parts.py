@@ -10,7 +10,7 @@ import numpy as np
 from swarmd.errors import OutOfStep
 from swarmd.plan.runs.partition import CHUNK_BYTES
 from swarmd.train.vectors.codecs import Buffer, Codec, CodedVector
-from swarmd.train.vectors.coded_sums import add_up, reduce
+from swarmd.train.vectors.coded_sums import add_contributions, reduce_contributions
 from swarmd.train.vectors.state import Vector
 from swarmd.train.vectors.sums import squares_of
 from swarmd.values import PeerId
@@ -176,8 +176,8 @@ class ReducedPart:
         place = slice(start - self.start, end - self.start)
         vectors = [pair for summand in inputs for pair in self._vectors(summand)]
         if n_samples is None:
-            return Result(start, end - start, add_up(self.codec, vectors, total[place]))
-        return Result(start, end - start, reduce(self.codec, vectors, n_samples, total[place]))
+            return Result(start, end - start, add_contributions(self.codec, vectors, total[place]))
+        return Result(start, end - start, reduce_contributions(self.codec, vectors, n_samples, total[place]))
 
     def _vectors(self, summand: Input) -> list[tuple[Vector, Buffer]]:
         """One pair for each contributor where those are forwarded."""
@@ -187,7 +187,7 @@ class ReducedPart:
         return [(vector, summand.payload if i == 0 else b"") for i, vector in enumerate(vectors)]
 
 
-def chunk_of(codec: Codec) -> int:
+def chunk_elements(codec: Codec) -> int:
     """How many elements travel at once."""
     n_elements = CHUNK_BYTES * MOST_ELEMENTS // codec.n_bytes(MOST_ELEMENTS)
     return max(1, min(n_elements, MOST_ELEMENTS) // codec.block) * codec.block

@@ -22,10 +22,17 @@ from swarmd.protocol.runs.backing import ContributionShare
 from swarmd.protocol.runs.recipe import Recipe
 from swarmd.protocol.wire.rounds import Beat, Contribution, Group, Reduced, Subtotal
 from swarmd.train.rounds import heartbeats
-from swarmd.train.rounds.accounts import AverageProjection, ContributionProjection, Flow, account_for, flow_of, given_to
-from swarmd.train.rounds.duties import Key, all_came, duties_of
+from swarmd.train.rounds.accounts import (
+    AverageProjection,
+    ContributionProjection,
+    Flow,
+    account_for_average,
+    flow_of,
+    project_contribution,
+)
+from swarmd.train.rounds.duties import Key, duties_of, has_all_inputs
 from swarmd.train.rounds.groups import counted_of
-from swarmd.train.rounds.parts import MOST_SQUARES, InputSource, ReducedPart, Result, chunk_of
+from swarmd.train.rounds.parts import MOST_SQUARES, InputSource, ReducedPart, Result, chunk_elements
 from swarmd.train.rounds.sending import BEAT_INTERVAL_S, ReadyParts, Sending
 from swarmd.train.store.services import OffLoop, Wakeups
 from swarmd.train.vectors.codecs import CodedVector, codec_of
@@ -70,7 +77,7 @@ class Round:
     ) -> None:
         self._sign = sign
         self._codec = codec_of(recipe)
-        self._chunk = chunk_of(self._codec)
+        self._chunk = chunk_elements(self._codec)
         self._rpc = rpc
         self._me = rpc.network.peer_id
         self._coded = coded
@@ -138,7 +145,7 @@ class Round:
         fresh = (await self._read(self._codec.read, payload, message.n_elements))[0]
         if part.lacks(peer, message.start, message.n_elements):  # it may have come again meanwhile
             part.take(peer, message.start, fresh, payload)
-            self._notify(done=not part.of(peer).is_sound or all_came(self._duties, self._parts))
+            self._notify(done=not part.of(peer).is_sound or has_all_inputs(self._duties, self._parts))
 
     async def _take_subtotal(self, peer: PeerId, message: Subtotal, payload: memoryview) -> None:
         """What all below a member give, for a part that is added up here. Raises RemoteProtocolError."""
@@ -157,7 +164,7 @@ class Round:
             return
         if part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
             part.take(peer, message.start, fresh, payload, is_subtotal=True)
-            self._notify(done=not part.of(peer, True).is_sound or all_came(self._duties, self._parts))
+            self._notify(done=not part.of(peer, True).is_sound or has_all_inputs(self._duties, self._parts))
 
     async def _take_reduced(self, peer: PeerId, message: Reduced, payload: memoryview) -> None:
         """Averaged numbers from their reducer, or by way of others. Raises RemoteProtocolError."""
@@ -309,12 +316,12 @@ class Round:
             self._beat_now.set()
 
     def _given_to(self, digest: bytes, contribution: Vector) -> ContributionProjection:
-        return given_to(self._directions(digest), contribution)
+        return project_contribution(self._directions(digest), contribution)
 
     def _account_for(
         self, group: Group, digest: bytes, average: Vector, contribution: tuple[PeerId, Vector] | None, flow: Flow
     ) -> AverageProjection:
-        return account_for(group, self._directions(digest), average, contribution, flow, self._codec)
+        return account_for_average(group, self._directions(digest), average, contribution, flow, self._codec)
 
     def _is_whole(self) -> bool:
         are_here = all(self._got.get(start, start) == end for start, end in self._duties.bringers)
@@ -347,7 +354,7 @@ class Round:
         parts = {key: self._parts[key] for key in self._duties.sources}
         squares = self._squares if self._counts else {}
         state = heartbeats.HeartbeatState(self._results_here(), parts, squares, self._faults, self.account)
-        return heartbeats.beat_of(self.group, self._duties, state, self.result, self._share, self._assent)
+        return heartbeats.make_heartbeat(self.group, self._duties, state, self.result, self._share, self._assent)
 
     def _notify(self, done: bool = False) -> None:
         self.moved_at = trio.current_time()

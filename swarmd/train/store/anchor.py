@@ -140,12 +140,12 @@ class Anchor:
             ordered = (self.order.back_from, self.order.back_to)
             if ordered != (commit.parent, commit.restores):
                 known_for_s = self._sight.known_for_s()
-                _require(quorum.may_go_back(self._ledger.epoch, self._sight.states(), known_for_s))
+                _require_decision(quorum.may_go_back(self._ledger.epoch, self._sight.states(), known_for_s))
             return
         contributors = {PeerId(c.peer): WeighedContributions(c.n, c.norm) for c in commit.contributors}
         assenting = {PeerId(commit.contributors[place].peer) for place, _ in backed.assents}
         history = self._ledger.contributions(N_HISTORY)
-        _require(quorum.may_count(contributors, assenting, history, self._ledger.radius))
+        _require_decision(quorum.may_count(contributors, assenting, history, self._ledger.radius))
         other_members = self._sight.computing(commit.parent) - contributors.keys()
         if len(contributors) == 1 and other_members and await self._sight.answers(other_members):
             wait = quorum.may_be_alone(self._sight.known_for_s(), self._sight.intervals_s())
@@ -190,7 +190,7 @@ class Anchor:
         return True
 
 
-def _require(decision: Decision[bool]) -> None:
+def _require_decision(decision: Decision[bool]) -> None:
     if not decision.action:
         raise Refused(Code.REFUSED, decision.reason, RETRY_AFTER_S)
 

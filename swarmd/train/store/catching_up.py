@@ -15,7 +15,7 @@ import trio
 from swarmd.errors import SwarmError
 from swarmd.net.tasks import Tasks
 from swarmd.plan.runs import progress
-from swarmd.plan.runs.recovery import DonorOffer, choose_way, restorable
+from swarmd.plan.runs.recovery import DonorOffer, choose_path, restorable_epoch
 from swarmd.protocol.runs import backing
 from swarmd.protocol.runs import commit as commits
 from swarmd.protocol.runs.backing import BackedCommit
@@ -161,7 +161,7 @@ class CatchingUp:
         if ordered == (self._ledger.head, state.head) and not self._is_mistrusted:
             return await self._go_back("its owner orders it")
         average_bytes = math.inf if self._averages_gone == newest else state.averaged_bytes
-        path = choose_way(held_epoch, newest, offers, average_bytes, state.n_bytes)
+        path = choose_path(held_epoch, newest, offers, average_bytes, state.n_bytes)
         self.why = path.reason
         if path.action is None:
             return await self._restore_if_lost()
@@ -177,7 +177,7 @@ class CatchingUp:
         offers = await recovery.ask_states(self._world.rpc, donors, self._chronicle.run.id)
         self._leave_out_unreachable(donors)
         eligible = {p: o for p, o in offers.items() if o.epoch <= newest}
-        chosen = choose_way(held_epoch, newest, eligible, average_bytes=1, state_bytes=0)
+        chosen = choose_path(held_epoch, newest, eligible, average_bytes=1, state_bytes=0)
         if chosen.action is None:
             self.why = chosen.reason
             return False
@@ -218,7 +218,7 @@ class CatchingUp:
 
     def _leave_out_unreachable(self, donors: Iterable[PeerId]) -> None:
         """Their records outlive them: do without those that were asked and are not connected even so."""
-        for peer in set(recovery.asked_of(donors)) - self._world.rpc.peers():
+        for peer in set(recovery.choose_donors(donors)) - self._world.rpc.peers():
             self._members.suspect(peer, trio.current_time())
 
     async def _restore_if_lost(self) -> bool:
@@ -229,7 +229,7 @@ class CatchingUp:
         now = trio.current_time()
         self._behind_since = self._behind_since or now
         states = {**self._members.states(), self._me: self._state.epoch}
-        best = restorable(self._ledger.epoch, list(states.values()))
+        best = restorable_epoch(self._ledger.epoch, list(states.values()))
         if best is None or now - self._behind_since < RESTORE_AFTER_S:
             return False
         holders = [p for p, epoch in states.items() if epoch == best]

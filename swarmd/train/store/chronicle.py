@@ -25,7 +25,7 @@ from swarmd.train.store.anchor import Anchor, AnchorView
 from swarmd.train.store.disk import RunFolder
 from swarmd.train.store.members import Members
 from swarmd.train.store.proposer import Proposer
-from swarmd.train.store.services import TrainerServices, Wakeups, tell
+from swarmd.train.store.services import TrainerServices, Wakeups, tell_peer
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Chronicle:
 
     async def tell(self, peer: PeerId, raws: list[bytes]) -> None:
         """Bring commits to a peer; one that cannot be reached will ask."""
-        await tell(self._world.rpc, peer, lambda c: recovery.send_commits(c, self.run.id, raws))
+        await tell_peer(self._world.rpc, peer, lambda c: recovery.send_commits(c, self.run.id, raws))
 
     def goes_back_to(self) -> bytes:
         """The newest commit before the last whose state somebody has. Raises ConfigError."""

@@ -103,7 +103,7 @@ def highest_token(folder: Path, manifest: Manifest) -> int:
     return max(int(read_shard(read, shard).max()) for shard in range(manifest.n_blocks))
 
 
-def require_known(token: int, vocabulary: int) -> None:
+def require_known_token(token: int, vocabulary: int) -> None:
     """Refuse data with a token that the model has no vector of. Raises ConfigError."""
     if not 0 <= token < vocabulary:
         raise ConfigError(
@@ -112,7 +112,7 @@ def require_known(token: int, vocabulary: int) -> None:
         )
 
 
-def pack(texts: Iterable[Sequence[int]], tokens: int, vocabulary: int, folder: Path, seed: int) -> int:
+def pack_texts(texts: Iterable[Sequence[int]], tokens: int, vocabulary: int, folder: Path, seed: int) -> int:
     """Cut tokenised texts, one after the other, into rows of ``tokens + 1``, shuffle them, and write their shards.
 
     Returns the number of rows. Raises ConfigError when there is not one.
@@ -121,8 +121,8 @@ def pack(texts: Iterable[Sequence[int]], tokens: int, vocabulary: int, folder: P
     n_rows = (len(flat) - 1) // tokens
     if n_rows < 1:
         raise ConfigError(f"the data has {len(flat)} tokens; a row takes {tokens + 1}")
-    require_known(int(flat.min()), vocabulary)
-    require_known(int(flat.max()), vocabulary)
+    require_known_token(int(flat.min()), vocabulary)
+    require_known_token(int(flat.max()), vocabulary)
     order = list(range(n_rows))
     random.Random(seed).shuffle(order)
     # Rows overlap by one token: the last target of a row is the first input of the next, so that each token is a

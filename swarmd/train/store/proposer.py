@@ -16,7 +16,7 @@ import msgspec
 import trio
 
 from swarmd.errors import Code, IntegrityError, PeerError, Refused, SwarmUnavailable
-from swarmd.plan.runs.ballot import NO_BALLOT, bound_to, is_majority
+from swarmd.plan.runs.ballot import NO_BALLOT, find_bound_commit, is_majority
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.protocol.fields import Message
 from swarmd.protocol.runs import backing
@@ -68,7 +68,7 @@ class Proposer:
         attempt = 0
         while True:
             self._ballot = (self._highest + 1, self._name)
-            request = partial(_prepare, self._run, self._parent, self._ballot)
+            request = partial(_make_prepare, self._run, self._parent, self._ballot)
             answers = await self._ask_anchors(request, b"")
             yes = []
             for place, message, body in answers:
@@ -77,7 +77,7 @@ class Proposer:
             if is_majority(len(yes), len(self._anchors)):
                 self.waits_for = ""
                 # An anchor that accepted something it cannot prove binds nobody: it would stop the run by a lie.
-                return bound_to([(ballot, body) for ballot, body in yes if ballot == NO_BALLOT or body])
+                return find_bound_commit([(ballot, body) for ballot, body in yes if ballot == NO_BALLOT or body])
             await self._back_off("a majority of the anchors", len(yes), attempt)
             attempt += 1
 
@@ -86,7 +86,7 @@ class Proposer:
         attempt = 0
         while True:
             body = backing.body_of(proposed)
-            request = partial(_propose, self._run, self._ballot)
+            request = partial(_make_propose, self._run, self._ballot)
             signatures: dict[int, bytes] = {}
             for place, message, _ in await self._ask_anchors(request, proposed):
                 if not isinstance(message, Accepted) or not message.signature:
@@ -173,9 +173,9 @@ class Proposer:
         return answers
 
 
-def _prepare(run: str, parent: bytes, ballot: Ballot, call_id: int) -> Message:
+def _make_prepare(run: str, parent: bytes, ballot: Ballot, call_id: int) -> Message:
     return Prepare(id=call_id, run=run, parent=parent, ballot=ballot)
 
 
-def _propose(run: str, ballot: Ballot, call_id: int) -> Message:
+def _make_propose(run: str, ballot: Ballot, call_id: int) -> Message:
     return Propose(id=call_id, run=run, ballot=ballot)

@@ -49,13 +49,13 @@ Get = Callable[[bytes, tuple[PeerId, ...], tuple[str, ...], int], Awaitable[Vect
 """Fetches the vectors that a hash names from donors; their names and length are known. Raises SwarmUnavailable."""
 
 
-def getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
+def make_getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
     """The real ``Get``: through a folder, so that a restart goes on where it was."""
 
     async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...], n_elements: int) -> Vectors:
         name = ModelId(digest.hex())
         manifest = await fetch_manifest(rpc, name, donors)
-        _check(manifest, dtype, n_elements, names)
+        _check_manifest(manifest, dtype, n_elements, names)
         target = await trio.to_thread.run_sync(folders.create, folder, manifest)
         if 0 not in target.held:
             offers = {peer: frozenset({0}) for peer in donors}
@@ -70,7 +70,7 @@ def getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
     return get
 
 
-def _check(manifest: Manifest, dtype: str, n_elements: int, names: tuple[str, ...]) -> None:
+def _check_manifest(manifest: Manifest, dtype: str, n_elements: int, names: tuple[str, ...]) -> None:
     """Refuse what is no state of this run before a byte of it is fetched. Raises SwarmUnavailable."""
     expected = [(name, DTYPES[dtype], (n_elements,)) for name in sorted(names)]
     offered = [(t.name, t.dtype, t.shape) for t in manifest.tensors]
@@ -133,7 +133,7 @@ async def fetch_commits(rpc: Rpc, peer: PeerId, run: str, epoch: int) -> list[by
     return decode(frame.payload, list[bytes], "a list of commits")
 
 
-def asked_of(peers: Iterable[PeerId]) -> list[PeerId]:
+def choose_donors(peers: Iterable[PeerId]) -> list[PeerId]:
     """Who of many is asked: as few as can give a state well, and always the same."""
     return sorted(peers)[:MAX_DONORS]
 
@@ -154,7 +154,7 @@ async def ask_states(rpc: Rpc, peers: Iterable[PeerId], run: str) -> dict[PeerId
             logger.info("%s keeps no state for us: %s", peer[-8:], error)
 
     async with trio.open_nursery() as nursery:
-        for peer in asked_of(peers):
+        for peer in choose_donors(peers):
             nursery.start_soon(ask, peer)
     return offers
 

@@ -14,7 +14,7 @@ from swarmd.train.vectors.state import Vector
 from swarmd.train.vectors.sums import squares_of
 
 
-def clipped(total: Vector, n_samples: int, centre: Vector, limit: float) -> Vector:
+def clip_total(total: Vector, n_samples: int, centre: Vector, limit: float) -> Vector:
     """The sum of so many gradients, as a sum of what is left of their mean's distance to the centre."""
     distance: Vector = total / n_samples - centre
     norm = math.sqrt(squares_of(distance))

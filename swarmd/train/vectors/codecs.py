@@ -73,7 +73,7 @@ class Codec:
 
     def read(self, payload: Buffer, n_elements: int, n_vectors: int = 1) -> list[Vector]:
         """The vectors in a payload, of so many elements each. Raises RemoteProtocolError when it holds others."""
-        return list(_whole(payload, n_vectors, n_elements * self.dtype.itemsize).view(self.dtype))
+        return list(_split_payload(payload, n_vectors, n_elements * self.dtype.itemsize).view(self.dtype))
 
     def rounding(self, average: Vector) -> float:
         """What rounding may have come to, at most, along a random direction, in an average that travelled."""
@@ -91,7 +91,7 @@ class Blocks(Codec):
         return -(-n_elements // self.block) * self.size
 
     def code(self, values: Vector, thresholds: Vector | None = None) -> CodedVector:
-        coded = self._pack(_rows(values, self.block))
+        coded = self._pack(_as_rows(values, self.block))
         stands_for = self._unpack(coded).reshape(-1)[: len(values)].astype(self.dtype)
 
         def payload(start: int, end: int) -> bytes:
@@ -101,8 +101,8 @@ class Blocks(Codec):
         return CodedVector(stands_for, payload)
 
     def read(self, payload: Buffer, n_elements: int, n_vectors: int = 1) -> list[Vector]:
-        vectors = _whole(payload, n_vectors, self.n_bytes(n_elements)).reshape(n_vectors, -1, self.size)
-        with _anything():
+        vectors = _split_payload(payload, n_vectors, self.n_bytes(n_elements)).reshape(n_vectors, -1, self.size)
+        with _ignore_float_errors():
             return [self._unpack(coded).reshape(-1)[:n_elements].astype(self.dtype) for coded in vectors]
 
     def _pack(self, rows: Rows) -> Bytes:
@@ -120,8 +120,8 @@ class Float16(Blocks):
     size = 2 + 2 * BLOCK
 
     def _pack(self, rows: Rows) -> Bytes:
-        exponents, halves = _halves(rows)
-        return _join(exponents, halves)
+        exponents, halves = _to_halves(rows)
+        return _join_rows(exponents, halves)
 
     def _unpack(self, coded: Bytes) -> Rows:
         return _from_halves(coded[:, :2], coded[:, 2:])
@@ -139,7 +139,7 @@ class Int8(Blocks):
         pieces = rows.reshape(len(rows), -1, SCALED)
         scale = (np.abs(pieces).max(axis=2) / np.float32(LEVELS)).astype(np.float32)
         steps = np.rint(pieces / np.where(scale > 0, scale, 1)[:, :, None])
-        return _join(scale, np.clip(steps, -LEVELS, LEVELS).astype(np.int8))
+        return _join_rows(scale, np.clip(steps, -LEVELS, LEVELS).astype(np.int8))
 
     def _unpack(self, coded: Bytes) -> Rows:
         n_scales = 4 * (BLOCK // SCALED)
@@ -148,7 +148,7 @@ class Int8(Blocks):
         return (steps * scale[:, :, None]).reshape(len(coded), -1)
 
     def rounding(self, average: Vector) -> float:
-        scale = np.abs(_rows(average, SCALED)).max(axis=1).astype(np.float64) / LEVELS
+        scale = np.abs(_as_rows(average, SCALED)).max(axis=1).astype(np.float64) / LEVELS
         return SURE * math.sqrt(SCALED / 12 * float(np.dot(scale, scale)))
 
 
@@ -180,7 +180,7 @@ class TopK(Blocks):
         self.size = int(self._cuts[-1])
 
     def _pack(self, rows: Rows) -> Bytes:
-        places = _largest(np.abs(rows), self._keep)
+        places = _find_largest(np.abs(rows), self._keep)
         chosen = np.take_along_axis(rows, places, axis=1)
         sizes = np.abs(chosen)
         is_large = sizes >= sizes.mean(axis=1, keepdims=True)
@@ -192,7 +192,7 @@ class TopK(Blocks):
         low_bits = (places[:, :, None] >> np.arange(self._low)) & 1
         flags = np.concatenate([chosen < 0, is_large], axis=1)
         levels = np.stack([small, large], axis=1).astype(np.float32)
-        return _join(levels, _bits(flags), _bits(low_bits.reshape(len(rows), -1)), _bits(high_bits))
+        return _join_rows(levels, _pack_bits(flags), _pack_bits(low_bits.reshape(len(rows), -1)), _pack_bits(high_bits))
 
     def _unpack(self, coded: Bytes) -> Rows:
         levels, packed_flags, low_bits, high_bits = np.split(coded, self._cuts[:-1], axis=1)
@@ -249,9 +249,9 @@ class LowRank(Blocks):
         for _ in range(N_POWER):
             left = np.linalg.qr(squares @ right)[0].astype(np.float32)
             right = squares.transpose(0, 2, 1) @ left
-        left_exponents, left_halves = _halves(left.reshape(len(rows), -1))
-        right_exponents, right_halves = _halves(right.reshape(len(rows), -1))
-        return _join(left_exponents, left_halves, right_exponents, right_halves)
+        left_exponents, left_halves = _to_halves(left.reshape(len(rows), -1))
+        right_exponents, right_halves = _to_halves(right.reshape(len(rows), -1))
+        return _join_rows(left_exponents, left_halves, right_exponents, right_halves)
 
     def _unpack(self, coded: Bytes) -> Rows:
         half = self.size // 2
@@ -283,13 +283,13 @@ class Significance(Codec):
         return n_elements // 2  # depends on the numbers; about a quarter of them
 
     def code(self, values: Vector, thresholds: Vector | None = None) -> CodedVector:
-        rows = _rows(values, BLOCK)
+        rows = _as_rows(values, BLOCK)
         sizes = np.abs(rows)
-        limits = _rows(thresholds if thresholds is not None else np.zeros_like(values), BLOCK)
+        limits = _as_rows(thresholds if thresholds is not None else np.zeros_like(values), BLOCK)
         chosen = sizes > limits
         chosen |= (sizes == sizes.max(axis=1, keepdims=True)) & (sizes > 0)
-        exponents, halves = _halves(np.where(chosen, rows, 0))
-        mask = _bits(chosen)
+        exponents, halves = _to_halves(np.where(chosen, rows, 0))
+        mask = _pack_bits(chosen)
         pieces = []
         for i in range(len(rows)):
             head = exponents[i].tobytes() + mask[i].tobytes()
@@ -308,7 +308,7 @@ class Significance(Codec):
         for _ in range(n_vectors):
             rows = np.zeros((-(-n_elements // BLOCK), BLOCK), np.float32)
             for row in rows:
-                with _anything():
+                with _ignore_float_errors():
                     offset = _read_chosen(payload, offset, row)
             vectors.append(rows.reshape(-1)[:n_elements].astype(self.dtype))
         if offset != len(payload):
@@ -340,36 +340,36 @@ def codec_of_parts(parts: Parts, dtype: str) -> Codec:
 # --- pieces --------------------------------------------------------------------------------------------------------
 
 
-def _anything() -> np.errstate:
+def _ignore_float_errors() -> np.errstate:
     """What others sent may be no numbers, or beyond all bounds: it is found out where it is measured."""
     return np.errstate(all="ignore")
 
 
-def _whole(payload: Buffer, n: int, size: int) -> Bytes:
+def _split_payload(payload: Buffer, n: int, size: int) -> Bytes:
     """[n, size] bytes. Raises RemoteProtocolError."""
     if len(payload) != n * size:
         raise RemoteProtocolError(f"{len(payload)} B of coded numbers; expected {n} x {size}")
     return np.frombuffer(payload, np.uint8).reshape(n, size)
 
 
-def _rows(values: Vector, block: int) -> Rows:
+def _as_rows(values: Vector, block: int) -> Rows:
     """A vector as [n, block], filled up with zeros."""
     rows = np.zeros((-(-len(values) // block), block), np.float32)
     rows.reshape(-1)[: len(values)] = values
     return rows
 
 
-def _join(*pieces: npt.NDArray[np.generic]) -> Bytes:
+def _join_rows(*pieces: npt.NDArray[np.generic]) -> Bytes:
     """What belongs to each row, one after the other, as bytes."""
     flat = [np.ascontiguousarray(p.reshape(len(p), -1)).view(np.uint8) for p in pieces]
     return np.concatenate(flat, axis=1)
 
 
-def _bits(flags: npt.NDArray[np.generic]) -> Bytes:
+def _pack_bits(flags: npt.NDArray[np.generic]) -> Bytes:
     return np.packbits(flags.astype(np.uint8), axis=1)
 
 
-def _halves(rows: Rows) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.float16]]:
+def _to_halves(rows: Rows) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.float16]]:
     """Rows in half precision, each times a power of two, whose exponent [n, 1] comes first."""
     exponents = np.frexp(np.abs(rows).max(axis=1, keepdims=True))[1]
     return exponents.astype(np.int16), np.ldexp(rows, 15 - exponents).astype(np.float16)
@@ -380,7 +380,7 @@ def _from_halves(exponents: Bytes, halves: Bytes) -> Rows:
     return np.ldexp(np.ascontiguousarray(halves).view("<f2").astype(np.float32), raised)
 
 
-def _largest(sizes: Rows, n: int) -> npt.NDArray[np.int64]:
+def _find_largest(sizes: Rows, n: int) -> npt.NDArray[np.int64]:
     """The places of the ``n`` largest of each row, in order; among equals the first."""
     limit = np.partition(sizes, -n, axis=1)[:, -n, None]
     chosen = sizes >= limit

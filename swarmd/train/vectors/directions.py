@@ -30,8 +30,8 @@ class Directions:
         key = int.from_bytes(hashlib.sha256(_DOMAIN + seed).digest()[:16], "little")
         bits = np.random.Philox(key=key)
         self._block = min(BLOCK, n_elements)
-        self._within = _uniform(bits, self._block)
-        self._between = _uniform(bits, -(-n_elements // self._block))
+        self._within = _draw_uniform(bits, self._block)
+        self._between = _draw_uniform(bits, -(-n_elements // self._block))
         if is_even:
             self._between = np.sign(self._between)
 
@@ -60,7 +60,7 @@ def directions_of(recipe: Recipe, parent: bytes, n_elements: int, average: bytes
     return Directions(parent + average, n_elements, is_even=recipe.audit > 0)
 
 
-def _uniform(bits: np.random.Philox, n: int) -> npt.NDArray[np.float64]:
+def _draw_uniform(bits: np.random.Philox, n: int) -> npt.NDArray[np.float64]:
     """[n, N_DIRECTIONS] numbers of variance 1, from raw bits: those are the same in every version of numpy."""
     raw = bits.random_raw(n * N_DIRECTIONS).reshape(n, N_DIRECTIONS)
     uniform = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from swarmd.protocol.runs.recipe import Recipe
-from swarmd.train.vectors.clipping import clipped
+from swarmd.train.vectors.clipping import clip_total
 from swarmd.train.vectors.codecs import codec_of
 from swarmd.train.vectors.state import RunState, Vector
 from swarmd.train.vectors.work import GatheredWork
@@ -54,7 +54,7 @@ class Feedback:
             return offered
         total = offered.vector
         if self._recipe.robust == "clip":
-            total = clipped(total, offered.n, self._state.centre, limit)
+            total = clip_total(total, offered.n, self._state.centre, limit)
         if self.codec.is_plain:
             return replace(offered, coded=self.codec.code(total))
         is_anew = offered.anew or offered.first != self.upto

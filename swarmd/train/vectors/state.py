@@ -202,7 +202,7 @@ class RunState:
     def move_to(self, epoch: int, digest: bytes, steps: int) -> None:
         """The vectors are now those after commit ``digest``."""
         settings = {"epoch": epoch, "head": digest.hex(), "run": self.run.id, "steps": steps}
-        manifest = describe(settings, self.vectors)
+        manifest = describe_vectors(settings, self.vectors)
         self.version = Version(epoch, digest, steps, manifest, digest_of(manifest))
 
     def replace(self, vectors: Mapping[str, Vector]) -> None:
@@ -218,7 +218,7 @@ class RunState:
         parameters = self.parameters[block]
         moments = {name: vector[block] for name, vector in self.moments.items()}
         if recipe.steps_inside:
-            _nesterov(recipe.diloco, parameters, gradient, moments)
+            _step_nesterov(recipe.diloco, parameters, gradient, moments)
             return
         self._decay(block, learning_rate)
         update = _UPDATES[recipe.optimizer.kind]
@@ -310,19 +310,19 @@ class Snapshot:
         return vector[chunk * size : (chunk + 1) * size].tobytes()
 
 
-def describe(settings: Mapping[str, object], vectors: Mapping[str, Vector]) -> Manifest:
+def describe_vectors(settings: Mapping[str, object], vectors: Mapping[str, Vector]) -> Manifest:
     """The manifest of vectors: its hash names them, settings included."""
     entries = []
     for name, vector in vectors.items():
         dtype = DTYPES[str(vector.dtype)]
-        entries.append(Entry(name, dtype, (len(vector),), _chunks(vector)))
+        entries.append(Entry(name, dtype, (len(vector),), _hash_chunks(vector)))
     config = manifests.canonical({"model_type": STATE, "num_hidden_layers": 0, **settings})
     return Manifest(manifests.VERSION, 0, config, (), tuple(entries))
 
 
 def describe_average(run: RunId, parent: bytes, average: Vector) -> Manifest:
     """The manifest of a round's average; a commit names its hash."""
-    return describe({"parent": parent.hex(), "run": run}, {"average": average})
+    return describe_vectors({"parent": parent.hex(), "run": run}, {"average": average})
 
 
 def average_digest(run: RunId, parent: bytes, average: Vector) -> bytes:
@@ -358,7 +358,7 @@ def centre_of(recipe: Recipe, moments: Mapping[str, Vector], steps: int, block: 
     if name not in moments or not steps:
         return np.zeros(1, recipe.precision)
     weight = 1.0 if is_adamw else 1 - decay  # of each gradient: torch's momentum adds them up as they are
-    return moments[name][block] * (weight / (1 - power(decay, steps)))
+    return moments[name][block] * (weight / (1 - power_by_squaring(decay, steps)))
 
 
 def clip_factor(average: Vector, limit: float) -> float:
@@ -367,13 +367,13 @@ def clip_factor(average: Vector, limit: float) -> float:
     return min(1.0, limit / norm) if norm else 1.0
 
 
-def _chunks(vector: Vector) -> tuple[bytes, ...]:
+def _hash_chunks(vector: Vector) -> tuple[bytes, ...]:
     data = vector.view(np.uint8).data
     starts = range(0, len(data), CHUNK_BYTES)
     return tuple(hashlib.sha256(data[start : start + CHUNK_BYTES]).digest() for start in starts)
 
 
-def _sgd(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: float, steps: int) -> None:
+def _step_sgd(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: float, steps: int) -> None:
     """As torch.optim.SGD without dampening."""
     if o.momentum:
         moments["momentum"] *= o.momentum
@@ -382,7 +382,7 @@ def _sgd(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: f
     p -= g * rate
 
 
-def _nesterov(o: Diloco, p: Vector, g: Vector, moments: dict[str, Vector]) -> None:
+def _step_nesterov(o: Diloco, p: Vector, g: Vector, moments: dict[str, Vector]) -> None:
     """As torch.optim.SGD with nesterov=True."""
     if o.momentum:
         momentum = moments["momentum"]
@@ -393,7 +393,7 @@ def _nesterov(o: Diloco, p: Vector, g: Vector, moments: dict[str, Vector]) -> No
     p -= g
 
 
-def _adamw(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: float, steps: int) -> None:
+def _step_adamw(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: float, steps: int) -> None:
     """Kingma & Ba 2015, algorithm 1, with both corrections; powers by squaring, the same on every machine."""
     first = moments["moment1"]
     second = moments["moment2"]
@@ -406,14 +406,14 @@ def _adamw(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate:
     g *= 1 - o.beta2
     second += g
     np.sqrt(second, out=g)
-    g /= math.sqrt(1 - power(o.beta2, steps))
+    g /= math.sqrt(1 - power_by_squaring(o.beta2, steps))
     g += o.epsilon
     np.divide(first, g, out=g)
-    g *= rate / (1 - power(o.beta1, steps))
+    g *= rate / (1 - power_by_squaring(o.beta1, steps))
     p -= g
 
 
-def power(base: float, exponent: int) -> float:
+def power_by_squaring(base: float, exponent: int) -> float:
     """``base ** exponent`` by squaring: pow() of libm differs between machines in the last bit."""
     result = 1.0
     while exponent:
@@ -425,4 +425,4 @@ def power(base: float, exponent: int) -> float:
 
 
 _Update = Callable[[Optimizer, Vector, Vector, dict[str, Vector], float, int], None]
-_UPDATES: dict[str, _Update] = {"sgd": _sgd, "adamw": _adamw}
+_UPDATES: dict[str, _Update] = {"sgd": _step_sgd, "adamw": _step_adamw}

@@ -21,7 +21,7 @@ def squares_in(values: Vector, ranges: Iterable[tuple[int, int]]) -> float:
     return sum(squares_of(values[start:end]) for start, end in ranges)
 
 
-def average_of(sources: list[Vector], out: Vector, n_samples: int) -> None:
+def write_average(sources: list[Vector], out: Vector, n_samples: int) -> None:
     """The sum of ``sources`` in their order, divided by the number of samples."""
     for offset in range(0, len(out), BLOCK_ELEMENTS):
         block = out[offset : offset + BLOCK_ELEMENTS]
