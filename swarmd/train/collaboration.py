@@ -224,7 +224,12 @@ class Collaboration:
 class _LoopSource:
     """See ``train.gradients.source.Source``: what is computed comes from somebody's loop, whenever it has some."""
 
-    def __init__(self, parameters: list[tuple[str, nn.Parameter]], recipe: Recipe, is_over: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        parameters: list[tuple[str, nn.Parameter]],
+        recipe: Recipe,
+        is_over: Callable[[], bool],
+    ) -> None:
         self._layout = VectorLayout(tuple((name, tuple(p.shape)) for name, p in parameters), recipe.precision)
         flat = torch.cat([p.detach().to("cpu").flatten() for _, p in parameters]).numpy()
         self._vector: Vector = flat.astype(recipe.precision)
@@ -243,7 +248,13 @@ class _LoopSource:
     def inner_vectors(self) -> dict[str, Vector]:
         raise AssertionError("a run with steps of its own is refused before")
 
-    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
+    async def compute(
+        self,
+        first: int,
+        n: int,
+        is_fresh: bool,
+        step: InnerStep | None,
+    ) -> ComputedGradients:
         self._is_fresh = is_fresh
         self._ready = trio.Event()
         self._wanted.set()

@@ -91,7 +91,12 @@ def _member_rows(trainer: Trainer, now: float) -> tuple[RunPeerRow, ...]:
 def _audit_row(trainer: Trainer) -> AuditsRow:
     audits = trainer.audits
     one_in = trainer.run_spec.recipe.audit
-    return AuditsRow(one_in=one_in, why_not=audits.why_not, trouble=audits.accusations.trouble, **asdict(audits.counts))
+    return AuditsRow(
+        one_in=one_in,
+        why_not=audits.why_not,
+        trouble=audits.accusations.trouble,
+        **asdict(audits.counts),
+    )
 
 
 def plan_round(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
@@ -156,7 +161,11 @@ def plan_round(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnsw
     )
 
 
-def _subtract_audits(trainer: Trainer, peers: Sequence[PeerId], speeds: Sequence[float]) -> list[float]:
+def _subtract_audits(
+    trainer: Trainer,
+    peers: Sequence[PeerId],
+    speeds: Sequence[float],
+) -> list[float]:
     """What is left of speeds for samples of one's own, where members compute again what others gave."""
     if trainer.audits.why_not:
         return list(speeds)

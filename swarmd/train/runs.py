@@ -130,7 +130,11 @@ class Runs:
         else:
             run, order = await ask_run(self._rpc, self._directory.view, run_id)
         if run_id in self._taken:  # somebody was faster
-            return JoinRunAnswer(run=run_id, name=run.recipe.name, role=self._taken[run_id].trainer.role)
+            return JoinRunAnswer(
+                run=run_id,
+                name=run.recipe.name,
+                role=self._taken[run_id].trainer.role,
+            )
         if role == "anchor" and self._rpc.network.peer_id not in run.recipe.anchors:
             raise ConfigError("this peer is none of the run's anchors: join as train or reduce")
         folder.keep_run(run, role)
@@ -153,7 +157,12 @@ class Runs:
             run=run_id, left=True, name=taken.trainer.run_spec.recipe.name, lacks_anchors=lacks_anchors
         )
 
-    async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> OrderAnswer:
+    async def order(
+        self,
+        name: str,
+        state: str,
+        anchors: tuple[str, ...],
+    ) -> OrderAnswer:
         """As its owner: stop a run, let it go on, name other anchors, or (``back``) have it go back to a state that
         somebody has. Raises ConfigError for anybody else.
         """
@@ -202,7 +211,14 @@ class Runs:
         for run in dict.fromkeys(other_ids):
             records = view.in_run(run)
             update = max(r.epoch for r in records)
-            other_runs.append(OtherRunRow(run=run, name=records[0].name, peers=len(records), update=update))
+            other_runs.append(
+                OtherRunRow(
+                    run=run,
+                    name=records[0].name,
+                    peers=len(records),
+                    update=update,
+                )
+            )
         return RunsAnswer(runs=tuple(taken), others=tuple(other_runs), training=self._config.training_runs)
 
     def plan(self, name: str) -> PlanAnswer:
@@ -318,7 +334,12 @@ class Runs:
                 await taken.source.close()
 
     def _getter(self, folder: RunFolder, layout: VectorLayout, into: str) -> Get:
-        return recovery.make_getter(self._rpc, folder.folder / into, layout.dtype, Pace(lambda: None))
+        return recovery.make_getter(
+            self._rpc,
+            folder.folder / into,
+            layout.dtype,
+            Pace(lambda: None),
+        )
 
     async def _save(self, taken: _RunTaken) -> None:
         try:
@@ -354,7 +375,11 @@ class Runs:
         return choose_taken_run(name, taken, left_runs)
 
 
-def choose_taken_run(name: str, taken: dict[RunId, str], left_runs: dict[RunId, str]) -> RunId:
+def choose_taken_run(
+    name: str,
+    taken: dict[RunId, str],
+    left_runs: dict[RunId, str],
+) -> RunId:
     """The run meant, of those that this machine takes part in, not of those it has left. Raises ConfigError."""
     matching = [called for run_id, called in left_runs.items() if not name or is_called(name, run_id, called)]
     if matching and not any(not name or is_called(name, run_id, called) for run_id, called in taken.items()):

@@ -69,7 +69,13 @@ class Trainer:
         self.why = "starting"
         self.trouble = ""
         self.state: RunState | None = None
-        self.members = Members(run.id, self.me, world.view, world.rpc.network.learn, world.rpc.standing)
+        self.members = Members(
+            run.id,
+            self.me,
+            world.view,
+            world.rpc.network.learn,
+            world.rpc.standing,
+        )
         self._news = Wakeups()
         self.chronicle = Chronicle(world, run, self.members, folder, self._news, self.record)
         self.ledger = self.chronicle.ledger
@@ -125,7 +131,13 @@ class Trainer:
                 feedback, memory = await self.memories.recall(state)
                 nursery.start_soon(self.computing.run, self._source, state, feedback, memory, self.audits)
                 get = partial(self._make_get, state.layout)
-                nursery.start_soon(self.audits.run, self._source, state, get, lambda: self.computing.samples_per_s)
+                nursery.start_soon(
+                    self.audits.run,
+                    self._source,
+                    state,
+                    get,
+                    lambda: self.computing.samples_per_s,
+                )
             nursery.start_soon(self._keep_house)
             self._world.announce()
             while True:
@@ -372,7 +384,13 @@ class Trainer:
             if self.state is None:
                 raise Refused(Code.NOT_HELD, "this peer has no state", 10.0)
             offer = self._givers.freeze(self.state, trio.current_time())
-            await channel.send(rounds.StateIs(re=message.id, epoch=offer.epoch, state=offer.state))
+            await channel.send(
+                rounds.StateIs(
+                    re=message.id,
+                    epoch=offer.epoch,
+                    state=offer.state,
+                )
+            )
 
     async def _take_news(self, peer: PeerId, frame: Frame) -> None:
         """Somebody says what was committed."""

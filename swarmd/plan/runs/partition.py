@@ -114,7 +114,11 @@ def plan_equal_parts(members: Sequence[PartitionMember], sizes: Sizes) -> Plan:
     return _measure_loads(members, sizes, connect_all(members)).plan(_equal_shares(members), sizes)
 
 
-def cut_ranges(shares: Sequence[float], n_elements: int, multiple: int = 16) -> list[tuple[int, int]]:
+def cut_ranges(
+    shares: Sequence[float],
+    n_elements: int,
+    multiple: int = 16,
+) -> list[tuple[int, int]]:
     """Turn shares into ranges [start, end) of the vector, in order; empty for who reduces nothing."""
     edges = [0]
     for total in np.cumsum(shares):

@@ -11,7 +11,12 @@ import hashlib
 from functools import lru_cache
 
 
-def row_of(seed: int, peer: str, draw: int, shard_rows: tuple[int, ...]) -> int:
+def row_of(
+    seed: int,
+    peer: str,
+    draw: int,
+    shard_rows: tuple[int, ...],
+) -> int:
     """The row that a draw takes; ``shard_rows`` counts the rows of each shard."""
     n_rows = sum(shard_rows)
     shard, place = _locate_draw(seed, peer, draw // n_rows, shard_rows, draw % n_rows)
@@ -57,7 +62,13 @@ def permute_index(key: str, index: int, n: int) -> int:
             return index
 
 
-def _locate_draw(seed: int, peer: str, turn: int, shard_rows: tuple[int, ...], place: int) -> tuple[int, int]:
+def _locate_draw(
+    seed: int,
+    peer: str,
+    turn: int,
+    shard_rows: tuple[int, ...],
+    place: int,
+) -> tuple[int, int]:
     for shard in _shard_order(f"{seed}/{peer}/{turn}", len(shard_rows)):
         if place < shard_rows[shard]:
             return shard, place

@@ -90,7 +90,12 @@ class Edges:
         return self.givers.keys() | self.passers.keys() | self.kept
 
 
-def parents_of(kind: Kind, rows: Sequence[int], collects: Sequence[bool], root: int) -> tuple[int, ...]:
+def parents_of(
+    kind: Kind,
+    rows: Sequence[int],
+    collects: Sequence[bool],
+    root: int,
+) -> tuple[int, ...]:
     """The parent of each member in one root's tree, by place; only those who may collect have somebody below."""
     n = len(rows)
     if kind == "ring":
@@ -176,7 +181,12 @@ def _group_by_end(edges: set[Edge], end: int) -> dict[int, list[int]]:
     return ends
 
 
-def _build_tree(parents: tuple[int, ...], root: int, counted: Sequence[bool], receives: Sequence[bool]) -> Tree:
+def _build_tree(
+    parents: tuple[int, ...],
+    root: int,
+    counted: Sequence[bool],
+    receives: Sequence[bool],
+) -> Tree:
     children: dict[int, list[int]] = {}
     for place, parent in enumerate(parents):
         if place != root:
@@ -236,7 +246,11 @@ class TopologyLayout:
     ways: ReductionTrees
 
 
-def lay_out_group(requested: str, members: Sequence[PartitionMember], sites: Sequence[int]) -> Decision[TopologyLayout]:
+def lay_out_group(
+    requested: str,
+    members: Sequence[PartitionMember],
+    sites: Sequence[int],
+) -> Decision[TopologyLayout]:
     """What a recipe's ``requested`` comes to for these members."""
     chosen = choose_topology(requested, sites)
     kind, rows = chosen.action

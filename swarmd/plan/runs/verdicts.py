@@ -43,7 +43,12 @@ def has_moved(earlier: Beat, later: Beat) -> bool:
     return later.n_elements > earlier.n_elements or bool(is_new or (later.assent and not earlier.assent))
 
 
-def find_silent(seen: Seen, gone: Collection[PeerId], limit_s: float, now: float) -> dict[PeerId, str]:
+def find_silent(
+    seen: Seen,
+    gone: Collection[PeerId],
+    limit_s: float,
+    now: float,
+) -> dict[PeerId, str]:
     """Members that give no sign of life, with the reason."""
     lost = {}
     for peer, known in seen.items():
@@ -117,7 +122,13 @@ def collect_reports(group: Group, seen: Seen) -> Reports:
     return reports
 
 
-def is_average_complete(group: Group, seen: Seen, me: PeerId, now: float, limit_s: float) -> Decision[bool]:
+def is_average_complete(
+    group: Group,
+    seen: Seen,
+    me: PeerId,
+    now: float,
+    limit_s: float,
+) -> Decision[bool]:
     """Is the average here, and at all who should get it, or (``limit_s`` later) at enough of them?"""
     receivers = [PeerId(m.peer) for m in group.members if m.receives and m.peer in seen]
     beats = {p: seen[p].beat for p in receivers}

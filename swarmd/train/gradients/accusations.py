@@ -103,7 +103,13 @@ class Accusations:
             self.cases.append(case)
             self._tasks.start_soon(self._fetch, case, accuser, self._state)
 
-    def _commit_of(self, peer: PeerId, share: ContributionShare, accuser: PeerId, parent: bytes) -> Commit | None:
+    def _commit_of(
+        self,
+        peer: PeerId,
+        share: ContributionShare,
+        accuser: PeerId,
+        parent: bytes,
+    ) -> Commit | None:
         """The ledger's commit that counts this share. Raises IntegrityError when it counts something else."""
         sealed = next((s for s in reversed(self._ledger.sealed) if s.commit.parent == parent), None)
         if sealed is None:
@@ -127,7 +133,12 @@ class Accusations:
         with trio.move_on_after(EVIDENCE_S):
             try:
                 for root in sorted(case.roots):
-                    case.states[root] = await get(root, (accuser,), tuple(state.vectors), state.layout.n_elements)
+                    case.states[root] = await get(
+                        root,
+                        (accuser,),
+                        tuple(state.vectors),
+                        state.layout.n_elements,
+                    )
             except SwarmError as error:
                 why = str(error)
         if not case.is_ready:
@@ -147,11 +158,20 @@ class Accusations:
         until = trio.current_time() + EVIDENCE_S
         fresh = {root: (snapshot, until) for root, snapshot in case.states.items() if isinstance(snapshot, Snapshot)}
         self._evidence = dict(list({**self._evidence, **fresh}.items())[-MAX_EVIDENCE:])
-        message = Contradict(run=self._ledger.run.id, peer=case.peer, parent=case.commit.parent)
+        message = Contradict(
+            run=self._ledger.run.id,
+            peer=case.peer,
+            parent=case.commit.parent,
+        )
         payload = msgspec.msgpack.encode(case.share)
         async with trio.open_nursery() as nursery:
             for peer in self._members.look(trio.current_time()):
-                nursery.start_soon(tell_peer, self._world.rpc, peer, lambda channel: channel.send(message, payload))
+                nursery.start_soon(
+                    tell_peer,
+                    self._world.rpc,
+                    peer,
+                    lambda channel: channel.send(message, payload),
+                )
 
     def find(self, root: bytes) -> Snapshot | None:
         """A state that is held as evidence."""

@@ -165,7 +165,13 @@ class Computing:
         if self.inner is None:
             self.work.add(first, done.n, done.loss, done.gathered)
             return
-        self.work.add(first, done.n, done.loss, done.gathered, self.inner.is_anew)
+        self.work.add(
+            first,
+            done.n,
+            done.loss,
+            done.gathered,
+            self.inner.is_anew,
+        )
         self.inner.is_anew = False
         self.inner.steps += 1
 

@@ -180,7 +180,12 @@ class GradientAudits:
             if case.on != root:
                 await self._world.off_loop(case.go_on_from, root, self._source)
             assert case.again is not None
-            case.loss += await self._source.compute_again(case.again, case.peer, case.share.first + case.done, n)
+            case.loss += await self._source.compute_again(
+                case.again,
+                case.peer,
+                case.share.first + case.done,
+                n,
+            )
         except SwarmError:
             self._drop(case)
             raise

@@ -54,7 +54,13 @@ class GradientSource(Protocol):
         """Get ready; returns the layout, and the parameters that the run begins with. They are changed in place
         while nothing is computed. Raises SwarmError."""
 
-    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
+    async def compute(
+        self,
+        first: int,
+        n: int,
+        is_fresh: bool,
+        step: InnerStep | None,
+    ) -> ComputedGradients:
         """Add the gradients of draws from ``first`` on, about ``n`` of them, to what is gathered, or begin anew.
 
         What was returned before stays as it is until the call after next. With ``step`` their mean is taken as one step

@@ -94,7 +94,13 @@ class WorkerSource:
         assert self._memory is not None
         return {name: self._memory.vectors[name] for name in self._run.recipe.shared_vectors[1:]}
 
-    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
+    async def compute(
+        self,
+        first: int,
+        n: int,
+        is_fresh: bool,
+        step: InnerStep | None,
+    ) -> ComputedGradients:
         rows = await self._data.read(self._peer, first, n)
         begun = trio.current_time()
         into = 1 - self._into  # two sums take turns: the one that was returned before is not written to
@@ -121,11 +127,20 @@ class WorkerSource:
         assert self._layout is not None
         memory = _Memory(self._layout, AGAIN)
         memory.vectors["parameters"][:] = parameters
-        return RecheckRequest(memory.vectors["parameters"], memory.vectors["sum"], memory, str(memory.path))
+        return RecheckRequest(
+            memory.vectors["parameters"],
+            memory.vectors["sum"],
+            memory,
+            str(memory.path),
+        )
 
     async def compute_again(self, recheck: RecheckRequest, peer: str, first: int, n: int) -> float:
         rows = await self._data.read(peer, first, n)
-        request = ComputeAgain(path=recheck.path, n=n, seed=self._data.seed(peer, first))
+        request = ComputeAgain(
+            path=recheck.path,
+            n=n,
+            seed=self._data.seed(peer, first),
+        )
         return (await self._compute(request, rows.tobytes())).loss
 
     async def close(self) -> None:
@@ -180,7 +195,12 @@ class WorkerSource:
         if self._memory is None or self._layout != layout:
             self._layout = layout
             self._memory = _Memory(layout, self._run.recipe.shared_vectors)
-        await self._ask(MapRun(path=str(self._memory.path), init=is_new), b"", LOAD_TIMEOUT_S, RunMapped)
+        await self._ask(
+            MapRun(path=str(self._memory.path), init=is_new),
+            b"",
+            LOAD_TIMEOUT_S,
+            RunMapped,
+        )
 
     async def _ask(
         self, request: Message, payload: bytes, timeout_s: float, expected: type[MessageT]

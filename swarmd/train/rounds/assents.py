@@ -30,7 +30,13 @@ CLIP_TOLERANCE = 1e-3  # relative, of a norm that two machines computed
 class _Shares:
     """The shares of one version of a group as they come in, each checked once. ``faults``: whose are wrong, and why."""
 
-    def __init__(self, group: Group, joined: Mapping[PeerId, JoinRound], state: bytes, average: bytes) -> None:
+    def __init__(
+        self,
+        group: Group,
+        joined: Mapping[PeerId, JoinRound],
+        state: bytes,
+        average: bytes,
+    ) -> None:
         self.average = average
         self.faults: dict[PeerId, str] = {}
         self._group = group
@@ -90,7 +96,12 @@ def _contradicts_itself(share: ContributionShare, peer: PeerId, place: int, seen
 class _Assents:
     """The signatures of contributors under one commit as they come in."""
 
-    def __init__(self, body: bytes, shares: tuple[ContributionShare, ...], peers: list[PeerId]) -> None:
+    def __init__(
+        self,
+        body: bytes,
+        shares: tuple[ContributionShare, ...],
+        peers: list[PeerId],
+    ) -> None:
         self.body = body
         self.shares = shares
         self._peers = peers
@@ -199,7 +210,12 @@ class Backing:
 
     def _check(self) -> Check:
         group = self._group
-        return Check(run=group.run, round=group.round, version=group.version, average=self._average)
+        return Check(
+            run=group.run,
+            round=group.round,
+            version=group.version,
+            average=self._average,
+        )
 
 
 def _has_average(peer: PeerId, seen: Seen) -> bool:
@@ -213,7 +229,12 @@ class ContributingMember:
     ``backed``: the commit that it stood for last, with all shares.
     """
 
-    def __init__(self, ledger: Ledger, identity: Identity, clip: Callable[[bytes], float]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        identity: Identity,
+        clip: Callable[[bytes], float],
+    ) -> None:
         self.backed: BackedCommit | None = None
         self._ledger = ledger
         self._identity = identity

@@ -23,7 +23,12 @@ MOST_ELEMENTS = 2**34  # of a vector: 64 GiB in float32
 # nothing of which the members do not stand for the sums.
 
 
-def check_group(group: Group, previous: Group | None, n_elements: int | None, recipe: Recipe) -> None:
+def check_group(
+    group: Group,
+    previous: Group | None,
+    n_elements: int | None,
+    recipe: Recipe,
+) -> None:
     """Refuse a group that does not divide this peer's vector among its members. Raises RemoteProtocolError.
 
     ``n_elements`` is None where this peer has no vector of its own.
@@ -54,7 +59,12 @@ def counted_of(group: Group) -> list[GroupMember]:
     return [m for m in group.members if m.n and m.is_counted]
 
 
-def form_group(run: Run, parent: bytes, joined: Mapping[PeerId, JoinRound], n_elements: int) -> Decision[Group]:
+def form_group(
+    run: Run,
+    parent: bytes,
+    joined: Mapping[PeerId, JoinRound],
+    n_elements: int,
+) -> Decision[Group]:
     """Divide the work among who joined, in their order. Raises ValueError when it cannot be divided."""
     codec = codec_of(run.recipe)
     able = [_partition_member(p, j) for p, j in joined.items()]
@@ -134,7 +144,12 @@ def shrink_group(
                 pieces_of_part.append(GroupPart(heir, part.start + start, part.start + end))
         room -= len(pieces_of_part) - 1
         parts += pieces_of_part
-    return replace(old, version=old.version + 1, members=tuple(members), parts=tuple(parts))
+    return replace(
+        old,
+        version=old.version + 1,
+        members=tuple(members),
+        parts=tuple(parts),
+    )
 
 
 def bounded_rate(announced: float) -> float:

@@ -151,7 +151,12 @@ class Joining:
         self._followed = leader
         self._pulsed_at = trio.current_time()
         try:
-            await self._world.rpc.call(leader, self._joining, timeout_s=self.pulses.limit_s(), purpose="bulk")
+            await self._world.rpc.call(
+                leader,
+                self._joining,
+                timeout_s=self.pulses.limit_s(),
+                purpose="bulk",
+            )
         except Refused as error:
             self._why = f"{leader[-8:]} leads and refuses: {error}"
             if error.code is Code.STALE_EPOCH:
@@ -202,7 +207,14 @@ class Joining:
         first = self._leaders.first(leader, parent)
         if first == leader:
             return False
-        await self._tell(leader, Pulse(run=self._chronicle.run.id, parent=parent, successor=first))
+        await self._tell(
+            leader,
+            Pulse(
+                run=self._chronicle.run.id,
+                parent=parent,
+                successor=first,
+            ),
+        )
         return True
 
     def _is_followed_alive(self, now: float) -> bool:
@@ -328,7 +340,11 @@ class Joining:
 
     def _begin_again(self, leader: Leader, wait_s: float) -> None:
         """Who joined here is to join anew."""
-        pulse = Pulse(run=self._chronicle.run.id, parent=leader.parent, retry_ms=int(1000 * wait_s))
+        pulse = Pulse(
+            run=self._chronicle.run.id,
+            parent=leader.parent,
+            retry_ms=int(1000 * wait_s),
+        )
         for peer in leader.joined.keys() - {self._me}:
             self._tasks.start_soon(self._tell, peer, pulse)
 

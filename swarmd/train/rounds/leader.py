@@ -383,7 +383,13 @@ class Leader:
         assert self._group is not None
         if verdicts.collect_reports(self._group, self._seen).incomplete:
             return False
-        verdict = verdicts.is_average_complete(self._group, self._seen, self._me, now, self._timing.results.limit_s())
+        verdict = verdicts.is_average_complete(
+            self._group,
+            self._seen,
+            self._me,
+            now,
+            self._timing.results.limit_s(),
+        )
         self._waits_for = verdict.reason
         return verdict.action
 
@@ -440,7 +446,12 @@ class Leader:
         async def tell(peer: PeerId) -> None:
             under_way.add(peer)
             awaited = peer not in self.joined and not self.has_begun
-            pulse = Pulse(run=self._run.id, parent=self.parent, waits_for=self.waits_for, is_awaited=awaited)
+            pulse = Pulse(
+                run=self._run.id,
+                parent=self.parent,
+                waits_for=self.waits_for,
+                is_awaited=awaited,
+            )
             await self._tell(peer, pulse, b"")
             if self._group is not None and peer in self._seen and self._seen[peer].beat is None:
                 await self._tell(peer, self._group, b"")  # it may have missed this version

@@ -117,7 +117,13 @@ class ReducedPart:
             incoming[peer] = IncomingPart(np.empty_like(self.total), self.start)
         return incoming[peer]
 
-    def lacks(self, peer: PeerId, start: int, n: int, is_subtotal: bool = False) -> bool:
+    def lacks(
+        self,
+        peer: PeerId,
+        start: int,
+        n: int,
+        is_subtotal: bool = False,
+    ) -> bool:
         """Are these elements of a member the next that are not here? Raises OutOfStep when they cannot be."""
         incoming = self.of(peer, is_subtotal)
         if start + n <= incoming.upto:
@@ -126,7 +132,14 @@ class ReducedPart:
             raise OutOfStep(f"{n} elements of {peer} from {start} on, expected {self.chunk} from {incoming.upto}")
         return incoming.is_sound
 
-    def take(self, peer: PeerId, start: int, fresh: Vector, payload: Buffer, is_subtotal: bool = False) -> None:
+    def take(
+        self,
+        peer: PeerId,
+        start: int,
+        fresh: Vector,
+        payload: Buffer,
+        is_subtotal: bool = False,
+    ) -> None:
         """Keep a member's next numbers; those that are not finite are not summed, and the leader hears of it."""
         incoming = self.of(peer, is_subtotal)
         incoming.squares += squares_of(fresh)
@@ -149,7 +162,12 @@ class ReducedPart:
         is_here = start < self.end and all(self.of(s.peer, s.is_subtotal).upto >= end for s in sources)
         return (start, end) if is_here else None
 
-    def inputs(self, sources: Sequence[InputSource], start: int, end: int) -> list[Input]:
+    def inputs(
+        self,
+        sources: Sequence[InputSource],
+        start: int,
+        end: int,
+    ) -> list[Input]:
         """What is to be added up, in the order of ``sources``: the group may change while a thread does it."""
         place = slice(start - self.start, end - self.start)
         chosen = []
@@ -168,7 +186,14 @@ class ReducedPart:
             return self.own_contribution[1].payload(start, end)
         return incoming.payloads[start]
 
-    def reduce(self, inputs: Sequence[Input], n_samples: int | None, start: int, end: int, total: Vector) -> Result:
+    def reduce(
+        self,
+        inputs: Sequence[Input],
+        n_samples: int | None,
+        start: int,
+        end: int,
+        total: Vector,
+    ) -> Result:
         """Add up some elements into ``total``. Call it in a thread.
 
         ``n_samples``: of which it is to be the average; None: a subtotal.

@@ -181,7 +181,14 @@ class Round:
             raise OutOfStep(f"{message.n_elements} results of {peer} from {message.start}, expected them from {upto}")
         counted = counted_of(self.group)
         n_samples = sum(m.n for m in counted)
-        values = await self._read(read_reduced, self._codec, payload, message.n_elements, len(counted), n_samples)
+        values = await self._read(
+            read_reduced,
+            self._codec,
+            payload,
+            message.n_elements,
+            len(counted),
+            n_samples,
+        )
         if not self._lacks_results(message, key):
             return
         if not squares_of(values) < MOST_SQUARES:
@@ -236,7 +243,14 @@ class Round:
                 continue
             total: Vector = np.empty(end - start, group.dtype)
             own_contribution = (self._me, self._coded) if self._coded is not None else None
-            self._parts[start, end] = ReducedPart(start, end, self._chunk, self._codec, total, own_contribution)
+            self._parts[start, end] = ReducedPart(
+                start,
+                end,
+                self._chunk,
+                self._codec,
+                total,
+                own_contribution,
+            )
 
     async def _part(self, key: Key) -> ReducedPart | None:
         """A part that is added up here; the group that gives it to this peer may be on its way."""
@@ -354,7 +368,14 @@ class Round:
         parts = {key: self._parts[key] for key in self._duties.sources}
         squares = self._squares if self._counts else {}
         state = heartbeats.HeartbeatState(self._results_here(), parts, squares, self._faults, self.account)
-        return heartbeats.make_heartbeat(self.group, self._duties, state, self.result, self._share, self._assent)
+        return heartbeats.make_heartbeat(
+            self.group,
+            self._duties,
+            state,
+            self.result,
+            self._share,
+            self._assent,
+        )
 
     def _notify(self, done: bool = False) -> None:
         self.moved_at = trio.current_time()

@@ -61,7 +61,12 @@ class Sending:
             self._begin("results", peer, partial(self._send_on, self._results))
         self.news.notify()
 
-    def _begin(self, purpose: str, peer: PeerId, send: Callable[[PeerId], Awaitable[None]]) -> None:
+    def _begin(
+        self,
+        purpose: str,
+        peer: PeerId,
+        send: Callable[[PeerId], Awaitable[None]],
+    ) -> None:
         if self._tasks.is_open and peer != self._me and (purpose, peer) not in self._begun:
             self._begun.add((purpose, peer))
             self._tasks.start_soon(send, peer)
@@ -95,7 +100,13 @@ class Sending:
         start, end = key
         for first in range(start, end, self._chunk):
             n = min(self._chunk, end - first)
-            message = Contribution(run=group.run, round=group.round, part=key, start=first, n_elements=n)
+            message = Contribution(
+                run=group.run,
+                round=group.round,
+                part=key,
+                start=first,
+                n_elements=n,
+            )
             await channel.send(message, self._coded.payload(first, first + n))
 
     async def _send_on(

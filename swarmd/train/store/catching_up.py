@@ -184,7 +184,12 @@ class CatchingUp:
         logger.info("fetching %s", chosen.reason)
         self._settle(None)
         n_elements = state.layout.n_elements
-        vectors = await self._fetch(chosen.action.state, chosen.action.donors, tuple(state.vectors), n_elements)
+        vectors = await self._fetch(
+            chosen.action.state,
+            chosen.action.donors,
+            tuple(state.vectors),
+            n_elements,
+        )
         self.n_snapshots += 1
         await self._change(self._take_over, vectors, chosen.action.epoch)
         self._is_mistrusted = state.root != chosen.action.state
@@ -209,7 +214,13 @@ class CatchingUp:
                 return True
         return True
 
-    async def _fetch(self, digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...], n: int) -> Vectors:
+    async def _fetch(
+        self,
+        digest: bytes,
+        donors: tuple[PeerId, ...],
+        names: tuple[str, ...],
+        n: int,
+    ) -> Vectors:
         try:
             return await self._get(digest, donors, names, n)
         except SwarmError:

@@ -127,7 +127,14 @@ class Chronicle:
 
         async def ask(peer: PeerId, scope: trio.CancelScope) -> None:
             try:
-                await self.take(await recovery.fetch_commits(self._world.rpc, peer, self.run.id, n_known))
+                await self.take(
+                    await recovery.fetch_commits(
+                        self._world.rpc,
+                        peer,
+                        self.run.id,
+                        n_known,
+                    )
+                )
             except IntegrityError as error:
                 self._world.rpc.standing.fault(peer, Fault.FORGED, str(error))
                 logger.warning("commits of %s do not count: %s", peer[-8:], error)
@@ -178,7 +185,14 @@ class Chronicle:
                 known_for_s=lambda: trio.current_time() - self._head_at,
                 intervals_s=lambda: self._intervals_s,
             )
-            self._anchor = Anchor(self.ledger, world.identity, self._acceptor, self._folder, world.off_loop, sight)
+            self._anchor = Anchor(
+                self.ledger,
+                world.identity,
+                self._acceptor,
+                self._folder,
+                world.off_loop,
+                sight,
+            )
         if self._anchor is not None:
             self._anchor.order = self.order
 
@@ -201,7 +215,12 @@ class Chronicle:
 
     # --- anchors -----------------------------------------------------------------------------------------------
 
-    async def be_anchor(self, peer: PeerId, message: Prepare | Propose, body: bytes) -> tuple[Message, bytes]:
+    async def be_anchor(
+        self,
+        peer: PeerId,
+        message: Prepare | Propose,
+        body: bytes,
+    ) -> tuple[Message, bytes]:
         """Answer a proposer. Raises Refused."""
         if self._anchor is None:
             raise Refused(Code.REFUSED, "this peer is no anchor of the run")
@@ -279,7 +298,14 @@ class Chronicle:
                 raise
         n_known = self.ledger.epoch
         try:
-            await self.take(await recovery.fetch_commits(self._world.rpc, anchor, self.run.id, n_known))
+            await self.take(
+                await recovery.fetch_commits(
+                    self._world.rpc,
+                    anchor,
+                    self.run.id,
+                    n_known,
+                )
+            )
         except IntegrityError as error:
             self._world.rpc.standing.fault(anchor, Fault.FORGED, str(error))
             raise RemoteProtocolError(f"commits that do not count: {error}") from None
@@ -290,7 +316,12 @@ class Chronicle:
         await self.tell(anchor, [s.raw for s in self.ledger.sealed[first:]])
         return await self._ask(anchor, request, payload)
 
-    async def _ask(self, anchor: PeerId, request: Callable[[int], Message], payload: bytes) -> tuple[Any, bytes]:
+    async def _ask(
+        self,
+        anchor: PeerId,
+        request: Callable[[int], Message],
+        payload: bytes,
+    ) -> tuple[Any, bytes]:
         if anchor == self._me:
             message = request(0)
             assert isinstance(message, Prepare | Propose)

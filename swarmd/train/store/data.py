@@ -112,7 +112,13 @@ def require_known_token(token: int, vocabulary: int) -> None:
         )
 
 
-def pack_texts(texts: Iterable[Sequence[int]], tokens: int, vocabulary: int, folder: Path, seed: int) -> int:
+def pack_texts(
+    texts: Iterable[Sequence[int]],
+    tokens: int,
+    vocabulary: int,
+    folder: Path,
+    seed: int,
+) -> int:
     """Cut tokenised texts, one after the other, into rows of ``tokens + 1``, shuffle them, and write their shards.
 
     Returns the number of rows. Raises ConfigError when there is not one.

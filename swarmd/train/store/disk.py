@@ -233,13 +233,26 @@ class RunFolder:
                 settings: dict[str, Any] = json.loads(path.with_suffix(".json").read_bytes())
                 head = bytes.fromhex(settings["head"])
                 root = bytes.fromhex(settings["root"])
-                checkpoints.append(SavedRun(path, int(settings["epoch"]), int(settings["steps"]), head, root))
+                checkpoints.append(
+                    SavedRun(
+                        path,
+                        int(settings["epoch"]),
+                        int(settings["steps"]),
+                        head,
+                        root,
+                    )
+                )
             except (OSError, ValueError, KeyError, TypeError) as error:
                 logger.warning("leaving out the checkpoint %s: %s", path, error)
         return checkpoints
 
 
-def read_vectors(path: Path, dtype: str, n_elements: int, names: tuple[str, ...]) -> dict[str, Vector]:
+def read_vectors(
+    path: Path,
+    dtype: str,
+    n_elements: int,
+    names: tuple[str, ...],
+) -> dict[str, Vector]:
     """Read the vectors of a state or an average from safetensors. Raises ConfigError."""
     vectors = _read_all(path, dtype, n_elements)
     if set(vectors) != set(names):

@@ -149,7 +149,13 @@ class Members:
         self._distrusted.clear()
         self._passed_over.clear()
 
-    def committed(self, epoch: int, head: bytes, contributors: frozenset[str], now: float) -> None:
+    def committed(
+        self,
+        epoch: int,
+        head: bytes,
+        contributors: frozenset[str],
+        now: float,
+    ) -> None:
         """A commit is known: who contributed to it goes on from there, though its record may not say so yet."""
         self._last = _Commit(epoch, head, contributors, now)
 

@@ -43,7 +43,14 @@ class RoundFailed(SwarmUnavailable):
 class Proposer:
     """One attempt to have something committed after a ledger's head. ``waits_for`` says what it lacks, for people."""
 
-    def __init__(self, me: PeerId, ledger: Ledger, order: RunOrder, rng: random.Random, ask_anchor: AskAnchor) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        ledger: Ledger,
+        order: RunOrder,
+        rng: random.Random,
+        ask_anchor: AskAnchor,
+    ) -> None:
         self.waits_for = ""
         self._ledger = ledger
         self._parent = ledger.head

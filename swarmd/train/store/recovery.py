@@ -52,7 +52,12 @@ Get = Callable[[bytes, tuple[PeerId, ...], tuple[str, ...], int], Awaitable[Vect
 def make_getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
     """The real ``Get``: through a folder, so that a restart goes on where it was."""
 
-    async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...], n_elements: int) -> Vectors:
+    async def get(
+        digest: bytes,
+        donors: tuple[PeerId, ...],
+        names: tuple[str, ...],
+        n_elements: int,
+    ) -> Vectors:
         name = ModelId(digest.hex())
         manifest = await fetch_manifest(rpc, name, donors)
         _check_manifest(manifest, dtype, n_elements, names)
@@ -70,7 +75,12 @@ def make_getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
     return get
 
 
-def _check_manifest(manifest: Manifest, dtype: str, n_elements: int, names: tuple[str, ...]) -> None:
+def _check_manifest(
+    manifest: Manifest,
+    dtype: str,
+    n_elements: int,
+    names: tuple[str, ...],
+) -> None:
     """Refuse what is no state of this run before a byte of it is fetched. Raises SwarmUnavailable."""
     expected = [(name, DTYPES[dtype], (n_elements,)) for name in sorted(names)]
     offered = [(t.name, t.dtype, t.shape) for t in manifest.tensors]
@@ -78,7 +88,11 @@ def _check_manifest(manifest: Manifest, dtype: str, n_elements: int, names: tupl
         raise SwarmUnavailable("what the donors offer is no state of this run")
 
 
-async def ask_run(rpc: Rpc, view: Callable[[], SwarmView], run_id: RunId) -> tuple[Run, bytes]:
+async def ask_run(
+    rpc: Rpc,
+    view: Callable[[], SwarmView],
+    run_id: RunId,
+) -> tuple[Run, bytes]:
     """Have a member tell what a run is, and its owner's latest order (or b""). Raises SwarmUnavailable.
 
     A member's addresses may come a moment after the word of its run: all are asked again for ``ASK_AGAIN_S``.
@@ -121,7 +135,12 @@ async def _ask_run(rpc: Rpc, peer: PeerId, run_id: RunId) -> tuple[Run, bytes]:
     return run, order
 
 
-async def fetch_commits(rpc: Rpc, peer: PeerId, run: str, epoch: int) -> list[bytes]:
+async def fetch_commits(
+    rpc: Rpc,
+    peer: PeerId,
+    run: str,
+    epoch: int,
+) -> list[bytes]:
     """Ask a peer for the commits after an update, not verified yet. Raises PeerError."""
 
     def request(call_id: int) -> Message:
@@ -138,7 +157,11 @@ def choose_donors(peers: Iterable[PeerId]) -> list[PeerId]:
     return sorted(peers)[:MAX_DONORS]
 
 
-async def ask_states(rpc: Rpc, peers: Iterable[PeerId], run: str) -> dict[PeerId, DonorOffer]:
+async def ask_states(
+    rpc: Rpc,
+    peers: Iterable[PeerId],
+    run: str,
+) -> dict[PeerId, DonorOffer]:
     """Have donors keep their present state; returns who keeps what."""
     offers: dict[PeerId, DonorOffer] = {}
 
@@ -186,7 +209,12 @@ class StateDonors:
                 self._renewed.pop(root, None)
 
 
-async def send_commits(channel: Channel, run: str, raws: Iterable[bytes], re: int = 0) -> None:
+async def send_commits(
+    channel: Channel,
+    run: str,
+    raws: Iterable[bytes],
+    re: int = 0,
+) -> None:
     """Send commits in order, as many as fit one frame. Raises PeerError."""
     body: list[bytes] = []
     size = 0

@@ -67,7 +67,11 @@ class Wakeups:
         return self._event
 
 
-async def tell_peer(rpc: Rpc, peer: PeerId, send: Callable[[Channel], Awaitable[None]]) -> None:
+async def tell_peer(
+    rpc: Rpc,
+    peer: PeerId,
+    send: Callable[[Channel], Awaitable[None]],
+) -> None:
     """Bring something to a peer within a bounded time; one that cannot be reached is not told, and will ask."""
     try:
         with trio.fail_after(TELL_TIMEOUT_S):

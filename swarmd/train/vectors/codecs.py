@@ -188,11 +188,21 @@ class TopK(Blocks):
         large = (sizes * is_large).sum(axis=1) / np.maximum(1, n_large)
         small = (sizes * ~is_large).sum(axis=1) / np.maximum(1, self._keep - n_large)
         high_bits = np.zeros((len(rows), self._n_high), np.uint8)
-        np.put_along_axis(high_bits, (places >> self._low) + np.arange(self._keep), 1, axis=1)
+        np.put_along_axis(
+            high_bits,
+            (places >> self._low) + np.arange(self._keep),
+            1,
+            axis=1,
+        )
         low_bits = (places[:, :, None] >> np.arange(self._low)) & 1
         flags = np.concatenate([chosen < 0, is_large], axis=1)
         levels = np.stack([small, large], axis=1).astype(np.float32)
-        return _join_rows(levels, _pack_bits(flags), _pack_bits(low_bits.reshape(len(rows), -1)), _pack_bits(high_bits))
+        return _join_rows(
+            levels,
+            _pack_bits(flags),
+            _pack_bits(low_bits.reshape(len(rows), -1)),
+            _pack_bits(high_bits),
+        )
 
     def _unpack(self, coded: Bytes) -> Rows:
         levels, packed_flags, low_bits, high_bits = np.split(coded, self._cuts[:-1], axis=1)

@@ -30,7 +30,11 @@ def reduce_contributions(
     return coded.payload(0, len(out))
 
 
-def add_contributions(codec: Codec, contributions: Sequence[tuple[Vector, Buffer]], out: Vector) -> Buffer:
+def add_contributions(
+    codec: Codec,
+    contributions: Sequence[tuple[Vector, Buffer]],
+    out: Vector,
+) -> Buffer:
     """Add up what contributors gave, in their order, into ``out``; returns the form in which that travels on."""
     write_average([values for values, _ in contributions], out, 1)
     if codec.forwards:
@@ -47,7 +51,13 @@ def read_subtotal(codec: Codec, payload: Buffer, n_elements: int, n_contributors
     return total
 
 
-def read_reduced(codec: Codec, payload: Buffer, n_elements: int, n_contributors: int, n_samples: int) -> Vector:
+def read_reduced(
+    codec: Codec,
+    payload: Buffer,
+    n_elements: int,
+    n_contributors: int,
+    n_samples: int,
+) -> Vector:
     """The average in what ``reduce_contributions`` returned. Raises RemoteProtocolError."""
     if not codec.forwards:
         return codec.read(payload, n_elements)[0]

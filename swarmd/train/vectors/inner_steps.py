@@ -32,7 +32,12 @@ class InnerOptimizer:
     ``memory``: what can be gone on from, as this peer's disk has it or the latest commit that counted something.
     """
 
-    def __init__(self, state: RunState, vectors: dict[str, Vector], memory: Memory | None = None) -> None:
+    def __init__(
+        self,
+        state: RunState,
+        vectors: dict[str, Vector],
+        memory: Memory | None = None,
+    ) -> None:
         self.memory = memory
         self.steps = 0
         self.is_anew = True

@@ -89,7 +89,13 @@ class RunState:
         self.layout = layout
         self.parameters = parameters
         self.moments = {name: np.zeros_like(parameters) for name in _outer_moments(run.recipe)}
-        self.version = Version(0, run.genesis, 0, Manifest(manifests.VERSION, 0, "", (), ()), b"")
+        self.version = Version(
+            0,
+            run.genesis,
+            0,
+            Manifest(manifests.VERSION, 0, "", (), ()),
+            b"",
+        )
         self.is_changing = False
         self.snapshots: dict[bytes, Snapshot] = {}
         self.averages: dict[int, Average] = {}
@@ -349,7 +355,12 @@ def _outer_moments(recipe: Recipe) -> tuple[str, ...]:
     return recipe.optimizer.moments
 
 
-def centre_of(recipe: Recipe, moments: Mapping[str, Vector], steps: int, block: slice = slice(None)) -> Vector:
+def centre_of(
+    recipe: Recipe,
+    moments: Mapping[str, Vector],
+    steps: int,
+    block: slice = slice(None),
+) -> Vector:
     """What the gradients of ``steps`` updates so far have been, lately: the same bits everywhere."""
     optimizer = recipe.optimizer
     is_adamw = optimizer.kind == "adamw"
@@ -373,7 +384,14 @@ def _hash_chunks(vector: Vector) -> tuple[bytes, ...]:
     return tuple(hashlib.sha256(data[start : start + CHUNK_BYTES]).digest() for start in starts)
 
 
-def _step_sgd(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: float, steps: int) -> None:
+def _step_sgd(
+    o: Optimizer,
+    p: Vector,
+    g: Vector,
+    moments: dict[str, Vector],
+    rate: float,
+    steps: int,
+) -> None:
     """As torch.optim.SGD without dampening."""
     if o.momentum:
         moments["momentum"] *= o.momentum
@@ -382,7 +400,12 @@ def _step_sgd(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], ra
     p -= g * rate
 
 
-def _step_nesterov(o: Diloco, p: Vector, g: Vector, moments: dict[str, Vector]) -> None:
+def _step_nesterov(
+    o: Diloco,
+    p: Vector,
+    g: Vector,
+    moments: dict[str, Vector],
+) -> None:
     """As torch.optim.SGD with nesterov=True."""
     if o.momentum:
         momentum = moments["momentum"]
@@ -393,7 +416,14 @@ def _step_nesterov(o: Diloco, p: Vector, g: Vector, moments: dict[str, Vector]) 
     p -= g
 
 
-def _step_adamw(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: float, steps: int) -> None:
+def _step_adamw(
+    o: Optimizer,
+    p: Vector,
+    g: Vector,
+    moments: dict[str, Vector],
+    rate: float,
+    steps: int,
+) -> None:
     """Kingma & Ba 2015, algorithm 1, with both corrections; powers by squaring, the same on every machine."""
     first = moments["moment1"]
     second = moments["moment2"]

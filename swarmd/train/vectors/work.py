@@ -69,10 +69,22 @@ class UncountedWork:
             return self.since.end
         return self.offered.end if self.offered.n else counted
 
-    def add(self, first: int, n: int, loss: float, gathered: Vector, anew: bool = False) -> None:
+    def add(
+        self,
+        first: int,
+        n: int,
+        loss: float,
+        gathered: Vector,
+        anew: bool = False,
+    ) -> None:
         """Draws from ``first`` on were computed; ``gathered`` is the sum with them."""
         old = self.since if self.since.n else GatheredWork(first, anew=anew)
-        self.since = replace(old, n=old.n + n, loss=old.loss + loss, vector=gathered)
+        self.since = replace(
+            old,
+            n=old.n + n,
+            loss=old.loss + loss,
+            vector=gathered,
+        )
 
     def offer(self, of_own_steps: Callable[[int], Vector] | None = None) -> None:
         """What is there goes into the round; what comes from now on is for the next one. Call it in a thread.
