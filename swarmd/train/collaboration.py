@@ -63,7 +63,11 @@ class Collaboration:
     """
 
     def __init__(
-        self, swarm: Swarm, run: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+        self,
+        swarm: Swarm,
+        run: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self._call = swarm.call
         self._swarm = swarm.within
@@ -130,8 +134,11 @@ class Collaboration:
     # --- this thread -------------------------------------------------------------------------------------------
 
     def _gradient(self) -> Vector:
-        pieces = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in self._parameters]
-        flat = torch.cat([piece.detach().to("cpu").flatten() for piece in pieces])
+        pieces = []
+        for _, parameter in self._parameters:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            pieces.append(gradient.detach().to("cpu").flatten())
+        flat = torch.cat(pieces)
         return flat.numpy().astype(self.run.recipe.precision)
 
     def _take_parameters(self) -> bool:
@@ -194,7 +201,8 @@ class Collaboration:
 
     async def _announce(self) -> None:
         now = int(time.time())
-        fields = {k: v for k, v in self._trainer.record().items() if k != "kind"}
+        fields = self._trainer.record()
+        del fields["kind"]
         certificate_ends_at = self._swarm.exchange.pass_of(self._swarm.certificate).ends_at
         record = RunRecord(
             peer=self._swarm.identity.peer_id,
@@ -230,8 +238,10 @@ class _LoopSource:
         recipe: Recipe,
         is_over: Callable[[], bool],
     ) -> None:
-        self._layout = VectorLayout(tuple((name, tuple(p.shape)) for name, p in parameters), recipe.precision)
-        flat = torch.cat([p.detach().to("cpu").flatten() for _, p in parameters]).numpy()
+        shapes = tuple((name, tuple(p.shape)) for name, p in parameters)
+        self._layout = VectorLayout(shapes, recipe.precision)
+        pieces = [p.detach().to("cpu").flatten() for _, p in parameters]
+        flat = torch.cat(pieces).numpy()
         self._vector: Vector = flat.astype(recipe.precision)
         self._sums: list[Vector] = [np.zeros_like(self._vector), np.zeros_like(self._vector)]
         self._into = 0

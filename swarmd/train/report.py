@@ -29,7 +29,8 @@ def report_run(trainer: Trainer, device: str, worker: int | None, failure: str) 
     version = state.version if state else None
     joining = trainer.joining
     me = trainer.progress(ledger.epoch, ledger.head)
-    total = progress.forecast_round([*trainer.members.progress(now), me], ledger.head, recipe.batch.target)
+    everybody = [*trainer.members.progress(now), me]
+    total = progress.forecast_round(everybody, ledger.head, recipe.batch.target)
     return RunRow(
         run=trainer.run_spec.id,
         name=recipe.name,

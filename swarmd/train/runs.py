@@ -207,7 +207,8 @@ class Runs:
             taken.append(report_run(part.trainer, device, pid, part.failure))
         view = self._directory.view()
         other_runs = []
-        other_ids = [RunId(r.run) for r in view.runs if RunId(r.run) not in self._taken]
+        run_ids = [RunId(r.run) for r in view.runs]
+        other_ids = [run_id for run_id in run_ids if run_id not in self._taken]
         for run in dict.fromkeys(other_ids):
             records = view.in_run(run)
             update = max(r.epoch for r in records)
@@ -223,7 +224,8 @@ class Runs:
 
     def plan(self, name: str) -> PlanAnswer:
         """Who would reduce what now, and how long a round is expected to take."""
-        return plan_round(self._taken[self._one_taken(name)].trainer, self._directory.view().peers)
+        trainer = self._taken[self._one_taken(name)].trainer
+        return plan_round(trainer, self._directory.view().peers)
 
     def pause(self, name: str, is_paused: bool) -> PauseRunAnswer:
         """Compute nothing for a run until told otherwise; what is here stays, and is given to others."""
@@ -261,8 +263,9 @@ class Runs:
 
     def find(self, model: ModelId) -> Snapshot | Average | None:
         """A snapshot or an average that a hash names."""
-        candidates = (taken.trainer.find(bytes.fromhex(model)) for taken in self._taken.values())
-        return next((f for f in candidates if f is not None), None)
+        digest = bytes.fromhex(model)
+        candidates = (taken.trainer.find(digest) for taken in self._taken.values())
+        return next((found for found in candidates if found is not None), None)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -381,8 +384,12 @@ def choose_taken_run(
     left_runs: dict[RunId, str],
 ) -> RunId:
     """The run meant, of those that this machine takes part in, not of those it has left. Raises ConfigError."""
-    matching = [called for run_id, called in left_runs.items() if not name or is_called(name, run_id, called)]
-    if matching and not any(not name or is_called(name, run_id, called) for run_id, called in taken.items()):
+
+    def is_meant(run_id: RunId, called: str) -> bool:
+        return not name or is_called(name, run_id, called)
+
+    matching = [called for run_id, called in left_runs.items() if is_meant(run_id, called)]
+    if matching and not any(is_meant(run_id, called) for run_id, called in taken.items()):
         raise ConfigError(f"this machine has left {matching[0]!r}: swarmd train join {matching[0]} takes part again")
     return _match_run(name, taken)
 

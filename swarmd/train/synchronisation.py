@@ -43,10 +43,12 @@ class RunPace:
     @property
     def samples_per_s(self) -> float | None:
         """None before the second update."""
-        if len(self._seen) < 2 or self._seen[-1][0] <= self._seen[0][0]:
+        if len(self._seen) < 2:
             return None
         begun, n_before = self._seen[0]
         latest, n_counted = self._seen[-1]
+        if latest <= begun:
+            return None
         return (n_counted - n_before) / (latest - begun)
 
 
@@ -56,7 +58,8 @@ def codec_traffic(precision: str, own_parts: Parts | None = None) -> list[CodecT
     for name in get_args(CodecName):
         parts = own_parts if own_parts is not None and own_parts.codec == name else Parts(codec=name)
         codec = codec_of_parts(parts, precision)
-        traffic.append(CodecTraffic(name, codec.n_bytes(_MANY) / _MANY, codec.forwards, codec.dtype.itemsize))
+        bytes_per_element = codec.n_bytes(_MANY) / _MANY
+        traffic.append(CodecTraffic(name, bytes_per_element, codec.forwards, codec.dtype.itemsize))
     return traffic
 
 

@@ -268,7 +268,8 @@ class Trainer:
         """Learn the commits that others say they have."""
         records = self.members.look(trio.current_time())
         head = self.ledger.head
-        peers_ahead = [p for p, r in records.items() if r.epoch >= self.ledger.epoch and r.head != head]
+        newest = [p for p, r in records.items() if r.epoch >= self.ledger.epoch]
+        peers_ahead = [p for p in newest if records[p].head != head]
         if peers_ahead and not await self.chronicle.sync(peers_ahead):
             await self._news.wait(LOOK_INTERVAL_S)
 
@@ -283,7 +284,8 @@ class Trainer:
         self.why = "keeps the ledger and signs" if self.role == "anchor" else "waits for a round to reduce in"
         if self.role != "reduce" or now < self.joining.retry_at:
             return
-        total = progress.forecast_round(self.members.progress(now), head, self.run_spec.recipe.batch.target)
+        members = self.members.progress(now)
+        total = progress.forecast_round(members, head, self.run_spec.recipe.batch.target)
         leaders = progress.leader_order(head, self.members.leaders(head, now))
         is_led = bool(self.members.leading(head, now))  # who leads knows its samples; here they are a forecast
         if (total.left_s == 0.0 or is_led) and leaders:
@@ -308,7 +310,8 @@ class Trainer:
         self.pace.note(trio.current_time(), self.ledger.n_samples)
         self._world.announce()
         every = self.run_spec.recipe.checkpoints.every
-        if self._folder is not None and (state.epoch % every == 0 or self.ledger.finished()):
+        is_due = state.epoch % every == 0 or self.ledger.finished()
+        if self._folder is not None and is_due:
             self._tasks.start_soon(self._save_quietly)
 
     async def _save_quietly(self) -> None:

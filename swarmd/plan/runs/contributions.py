@@ -47,11 +47,16 @@ def find_outliers(
     limit_of: Callable[[int], float] = lambda n_samples: math.inf,
 ) -> dict[PeerId, str]:
     """Who must be left out, each with the reason. ``limit_of`` so many samples: their radius, where that is a limit."""
-    rejected = {p: "its gradient is not finite" for p, m in members.items() if not math.isfinite(m.norm)}
+    rejected = {}
+    for peer, member in members.items():
+        if not math.isfinite(member.norm):
+            rejected[peer] = "its gradient is not finite"
     finite = {p: m for p, m in members.items() if p not in rejected}
     # This round's own members are compared with each other where they can outvote a liar. Below that the ledger's
     # history stands in: an attacker would have to be counted many times to move the median of that.
-    usual = list(finite.values()) if len(finite) >= LEAST_MEMBERS else list(history[:N_HISTORY])
+    usual = list(history[:N_HISTORY])
+    if len(finite) >= LEAST_MEMBERS:
+        usual = list(finite.values())
     if not usual:
         return rejected
     median = statistics.median(m.norm for m in usual)

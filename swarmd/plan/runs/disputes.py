@@ -105,7 +105,7 @@ def settle_disputes(pairs: Iterable[Pair], me: PeerId | None) -> DisputeVerdict:
         for member, reducer in unsettled:
             opponents.setdefault(member, set()).add(reducer)
             opponents.setdefault(reducer, set()).add(member)
-        worst = max(sorted(opponents), key=lambda p: len(opponents[p]), default=None)
+        worst = max(sorted(opponents), key=lambda peer: len(opponents[peer]), default=None)
         if worst is None or len(opponents[worst]) < 2:
             break
         _convict(worst, opponents[worst], f"{len(opponents[worst])} others contradict it", verdict)
@@ -123,7 +123,10 @@ class _Review:
     def __init__(self, group: Group, seen: Seen) -> None:
         self.found = DisputeReview()
         beats = {p: known.beat for p, known in seen.items()}
-        self.results = {p: beat.result for p, beat in beats.items() if beat is not None and beat.result}
+        self.results = {}
+        for peer, beat in beats.items():
+            if beat is not None and beat.result:
+                self.results[peer] = beat.result
         self._group = group
         self._seen = seen
         self._said = latest_summaries(group, seen)
@@ -135,7 +138,8 @@ class _Review:
 
     def _dispute(self, child: int, parent: int, why: str) -> None:
         if self._peer(child) in self._seen:
-            self.found.pairs.setdefault((self._peer(child), self._peer(parent)), why)
+            pair = (self._peer(child), self._peer(parent))
+            self.found.pairs.setdefault(pair, why)
 
     # --- what has come ------------------------------------------------------------------------------------------
 
@@ -177,7 +181,8 @@ class _Review:
                 self.found.faults[self._peer(place)] = received.fault
 
     def _is_same_average(self, a: int, b: int) -> bool:
-        return self.results.get(self._peer(a)) == self.results.get(self._peer(b))
+        result = self.results.get(self._peer(a))
+        return result == self.results.get(self._peer(b))
 
     # --- what comes of it ---------------------------------------------------------------------------------------
 
@@ -196,10 +201,12 @@ class _Review:
         """Why a member cannot have added up what it says it has; "" when it can."""
         summary = self._said[place]
         edges = self._edges
-        givers = [*([place] if place in edges.kept else []), *edges.givers.get(place, [])]
+        givers = [place] if place in edges.kept else []
+        givers += edges.givers.get(place, [])
         inflows: list[Received | Gave | None] = [summary.received.get(child) for child in givers]
         inflows += [summary.subtotals.get(child) for child in edges.passers.get(place, [])]
-        outflows: list[Received | Gave | None] = [summary.passed.get(parent) for parent in edges.heads.get(place, [])]
+        outflows: list[Received | Gave | None] = []
+        outflows += [summary.passed.get(parent) for parent in edges.heads.get(place, [])]
         if not all(map(_is_accounted, [*inflows, *outflows])):
             return "it has results, and does not say of what"
         n_samples = 0
@@ -288,7 +295,8 @@ def _numbers_differ(sent: Gave, received: Received, is_same_average: bool) -> bo
     tolerance = TOLERANCE * math.sqrt(sent.squares)
     if not is_same_average or not len(received.sums) == len(sent.sums) == N_DIRECTIONS:
         return False
-    return any(abs(a - b) > tolerance for a, b in zip(received.sums, sent.sums, strict=True))
+    pairs = zip(received.sums, sent.sums, strict=True)
+    return any(abs(received_sum - sent_sum) > tolerance for received_sum, sent_sum in pairs)
 
 
 def _is_accounted(flow: Received | Gave | None) -> bool:

@@ -96,7 +96,9 @@ class Ledger:
     @property
     def may_be_late(self) -> bool:
         """May draws on the state before the newest be counted by the next commit?"""
-        return self.run.recipe.overlaps and bool(self.sealed) and not self.sealed[-1].commit.restores
+        if not self.run.recipe.overlaps or not self.sealed:
+            return False
+        return not self.sealed[-1].commit.restores
 
     def check_counted(self, counted: CountedContribution) -> None:
         """Refuse samples that are counted already, skipped, too many, or of a loss that none has. IntegrityError."""

@@ -106,7 +106,8 @@ def restrict_to_server(members: Sequence[PartitionMember]) -> list[PartitionMemb
 
 def connect_all(members: Sequence[PartitionMember]) -> ReductionTrees:
     """Everybody right below each who can reduce."""
-    return ReductionTrees({i: (i,) * len(members) for i, m in enumerate(members) if m.can_reduce})
+    reducers = [i for i, m in enumerate(members) if m.can_reduce]
+    return ReductionTrees({root: (root,) * len(members) for root in reducers})
 
 
 def plan_equal_parts(members: Sequence[PartitionMember], sizes: Sizes) -> Plan:
@@ -162,7 +163,8 @@ class _Loads:
     def plan(self, shares: Shares, sizes: Sizes) -> Plan:
         """What such shares come to."""
         moved_bytes = float((self.up @ shares).sum())
-        return Plan(tuple(float(s) for s in shares), self.takes_s(shares, sizes), moved_bytes)
+        plain_shares = tuple(float(share) for share in shares)
+        return Plan(plain_shares, self.takes_s(shares, sizes), moved_bytes)
 
     def slowest_s(self, shares: Shares) -> float:
         """Of the slowest link, if it never waits."""
@@ -189,14 +191,17 @@ def _measure_loads(members: Sequence[PartitionMember], sizes: Sizes, trees: Redu
                 traffic[is_up].received[target, root] += size
             if is_up:
                 reduced[parent, root] += size
-    groups = [[i for i in range(n) if sites[i] == site] for site in sorted(set(sites))]
+    groups = []
+    for site in sorted(set(sites)):
+        groups.append([i for i in range(n) if sites[i] == site])
     rates = [m.reduce_bytes_per_s or UNKNOWN_REDUCE_BYTES_PER_S for m in members]
     processors = [row / rate for row, rate in zip(reduced, rates, strict=True)]
     links = {is_up: moved.seconds(groups, members) for is_up, moved in traffic.items()}
     gathering = np.array([*links[True], *processors])
     spreading = np.array([*links[False], *np.zeros((n, n))])
     site_owners = [frozenset(group) for group in groups]
-    owners = [*site_owners, *site_owners, *(frozenset([i]) for i in range(n))]
+    processor_owners = [frozenset([i]) for i in range(n)]
+    owners = [*site_owners, *site_owners, *processor_owners]
     scale = sizes.contribution
     sent = traffic[True].sent + traffic[False].sent
     return _Loads(gathering * scale, spreading * scale, owners, sent * scale)
@@ -273,10 +278,12 @@ def _solve_program(loads: _Loads, n: int, able: set[int]) -> Shares:
             bounds=[*share_bounds, (0.0, None)],
         )
         if not solved.success:
-            return np.array([1.0 / len(able) if i in able else 0.0 for i in range(n)])
+            equal = 1.0 / len(able)
+            return np.array([equal if i in able else 0.0 for i in range(n)])
         shares: Shares = np.clip(solved.x[:-1], 0.0, 1.0)
         # Who is the limit whatever it reduces pins the time: without it the program balances the others.
-        alone = {i for i in able if _least_seconds(loads, i, able) >= solved.x[-1] * (1 - TOLERANCE)}
+        limit_s = solved.x[-1] * (1 - TOLERANCE)
+        alone = {i for i in able if _least_seconds(loads, i, able) >= limit_s}
         if not alone or alone == able:
             return shares
         able = able - alone
@@ -288,7 +295,8 @@ def _least_seconds(loads: _Loads, member: int, able: set[int]) -> float:
     other_reducers = sorted(able - {member})
     if not other_reducers or not own_rows:
         return 0.0
-    return float(loads.seconds[np.ix_(own_rows, other_reducers)].min(axis=1).max(initial=0.0))
+    seconds = loads.seconds[np.ix_(own_rows, other_reducers)]
+    return float(seconds.min(axis=1).max(initial=0.0))
 
 
 def _equal_shares(members: Sequence[PartitionMember]) -> Shares:

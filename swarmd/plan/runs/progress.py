@@ -124,4 +124,8 @@ def leader_order(head: bytes, candidates: Iterable[PeerId]) -> list[PeerId]:
 
     Rendezvous hashing (Thaler & Ravishankar 1998): a newcomer or a leaver moves nobody else.
     """
-    return sorted(candidates, key=lambda peer: hashlib.sha256(head + peer.encode()).digest())
+
+    def position(peer: PeerId) -> bytes:
+        return hashlib.sha256(head + peer.encode()).digest()
+
+    return sorted(candidates, key=position)

@@ -28,7 +28,11 @@ class RecoveryPath:
 
 
 def choose_path(
-    mine: int | None, newest: int, offers: Mapping[PeerId, DonorOffer], average_bytes: float, state_bytes: float
+    mine: int | None,
+    newest: int,
+    offers: Mapping[PeerId, DonorOffer],
+    average_bytes: float,
+    state_bytes: float,
 ) -> Decision[RecoveryPath | None]:
     """Choose what costs fewer bytes; inf is never. ``mine``: the update of the state held here, None without any.
 
@@ -36,7 +40,8 @@ def choose_path(
     """
     missed = None if mine is None else newest - mine
     if missed is not None and missed * average_bytes <= state_bytes:
-        able = tuple(sorted(p for p, o in offers.items() if o.epoch >= newest and o.n_averages >= missed))
+        fresh = [p for p, o in offers.items() if o.epoch >= newest and o.n_averages >= missed]
+        able = tuple(sorted(fresh))
         if able:
             why = f"{count(missed, 'update')} behind, of which {count(len(able), 'peer')} can give the averages"
             return Decision(RecoveryPath(newest, able), why)
@@ -46,9 +51,11 @@ def choose_path(
         return Decision(None, "nobody who is up to date offers its state yet")
     # Only digests of the newest update are compared: donors of different updates have different states by right.
     best = max(o.epoch for o in known)
-    state, votes = Counter(o.state for o in known if o.epoch == best).most_common(1)[0]
-    donors = tuple(sorted(p for p, o in offers.items() if o.epoch == best and o.state == state))
-    why = f"the state of update {best} on which {count(votes, 'peer')} agreed"
+    votes = Counter(o.state for o in known if o.epoch == best)
+    state, n_votes = votes.most_common(1)[0]
+    agreeing = [p for p, o in offers.items() if o.epoch == best and o.state == state]
+    donors = tuple(sorted(agreeing))
+    why = f"the state of update {best} on which {count(n_votes, 'peer')} agreed"
     return Decision(RecoveryPath(best, donors, state), why)
 
 

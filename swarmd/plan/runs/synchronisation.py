@@ -99,7 +99,8 @@ def predict_update(swarm: RunConditions, setting: Setting) -> Prediction:
         unbroken_s = swarm.inner_batch / min(r for r in swarm.samples_per_s if r > 0)
     n_asked = max(1, target // setting.fragments)
     compute_s = n_asked / rate + NEWS_S + unbroken_s / 2  # who is at a micro-batch ends it
-    layout = topology.lay_out_group(setting.topology, swarm.members, swarm.sites or range(len(swarm.members))).action
+    sites = swarm.sites or range(len(swarm.members))
+    layout = topology.lay_out_group(setting.topology, swarm.members, sites).action
     plan = partition.divide_vector(layout.members, _round_sizes(swarm, setting), layout.ways).action
     trips = ROUND_TRIPS + _tree_depth(layout.ways) - 1
     round_s = plan.expected_s / LINK_SHARE + trips * swarm.round_trip_s + unbroken_s / 2  # for which others wait
@@ -174,4 +175,5 @@ def _tree_depth(trees: ReductionTrees) -> int:
         return n
 
     root, parents = next(iter(trees.parents.items()))
-    return max(1, *(hops(place, root, parents) for place in range(len(parents))))
+    n_hops = [hops(place, root, parents) for place in range(len(parents))]
+    return max(1, *n_hops)

@@ -62,7 +62,9 @@ class Tree:
 
     def passes_on(self, place: int) -> bool:
         """Does a member send a subtotal to its parent, and not its own numbers alone?"""
-        return place != self.root and any(source.place != place for source in self.sources.get(place, ()))
+        if place == self.root:
+            return False
+        return any(source.place != place for source in self.sources.get(place, ()))
 
 
 Edge = tuple[int, int]
@@ -99,8 +101,9 @@ def parents_of(
     """The parent of each member in one root's tree, by place; only those who may collect have somebody below."""
     n = len(rows)
     if kind == "ring":
-        circle = sorted((p for p in range(n) if collects[p] or p == root), key=lambda p: rows[p])
-        successors = {p: circle[(i + 1) % len(circle)] for i, p in enumerate(circle)}
+        links = [p for p in range(n) if collects[p] or p == root]
+        circle = sorted(links, key=lambda p: rows[p])
+        successors = dict(zip(circle, [*circle[1:], circle[0]], strict=True))
         return tuple(p if p == root else successors.get(p, root) for p in range(n))
     if kind == "rows":
         able: dict[int, list[int]] = {}
@@ -255,7 +258,8 @@ def lay_out_group(
     chosen = choose_topology(requested, sites)
     kind, rows = chosen.action
     able = restrict_to_server(members) if requested == "server" else members
-    return Decision(TopologyLayout(kind, rows, able, reduction_trees_of(kind, rows, able, sites)), chosen.reason)
+    trees = reduction_trees_of(kind, rows, able, sites)
+    return Decision(TopologyLayout(kind, rows, able, trees), chosen.reason)
 
 
 def choose_topology(requested: str, sites: Sequence[int]) -> Decision[tuple[Kind, list[int]]]:

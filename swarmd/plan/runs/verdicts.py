@@ -113,7 +113,8 @@ def collect_reports(group: Group, seen: Seen) -> Reports:
         squares = [part.squares for part in parts if part is not None and part.squares is not None]
         # Each parent has a part of the vector: squares add up to those of the whole only if all have said theirs.
         if len(squares) == len(parents):
-            reports.weighed[peer] = WeighedContributions(member.n, math.sqrt(sum(squares)) / member.n)
+            norm = math.sqrt(sum(squares)) / member.n  # of its mean gradient
+            reports.weighed[peer] = WeighedContributions(member.n, norm)
         else:
             reports.incomplete.add(peer)
     for child, parent in edges.subtotals:
@@ -132,7 +133,10 @@ def is_average_complete(
     """Is the average here, and at all who should get it, or (``limit_s`` later) at enough of them?"""
     receivers = [PeerId(m.peer) for m in group.members if m.receives and m.peer in seen]
     beats = {p: seen[p].beat for p in receivers}
-    results = {p: beat.result for p, beat in beats.items() if beat is not None and beat.result}
+    results = {}
+    for peer, beat in beats.items():
+        if beat is not None and beat.result:
+            results[peer] = beat.result
     holders = [p for p, result in results.items() if result == results.get(me)]
     waits_for = f"{count(len(receivers) - len(holders), 'member')} to have the average"
     if len(holders) == len(receivers):

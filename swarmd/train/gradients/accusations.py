@@ -111,7 +111,8 @@ class Accusations:
         parent: bytes,
     ) -> Commit | None:
         """The ledger's commit that counts this share. Raises IntegrityError when it counts something else."""
-        sealed = next((s for s in reversed(self._ledger.sealed) if s.commit.parent == parent), None)
+        following = (s for s in reversed(self._ledger.sealed) if s.commit.parent == parent)
+        sealed = next(following, None)
         if sealed is None:
             return None
         commit = sealed.commit
@@ -156,8 +157,11 @@ class Accusations:
     async def tell(self, case: Recheck) -> None:
         """Have the others see for themselves, and the contributor know: its machine may be broken."""
         until = trio.current_time() + EVIDENCE_S
-        fresh = {root: (snapshot, until) for root, snapshot in case.states.items() if isinstance(snapshot, Snapshot)}
-        self._evidence = dict(list({**self._evidence, **fresh}.items())[-MAX_EVIDENCE:])
+        evidence = dict(self._evidence)
+        for root, state in case.states.items():
+            if isinstance(state, Snapshot):
+                evidence[root] = (state, until)
+        self._evidence = dict(list(evidence.items())[-MAX_EVIDENCE:])
         message = Contradict(
             run=self._ledger.run.id,
             peer=case.peer,
@@ -180,4 +184,6 @@ class Accusations:
     def expire(self) -> None:
         """Let go of evidence that everybody has had time to see."""
         now = trio.current_time()
-        self._evidence = {root: entry for root, entry in self._evidence.items() if entry[1] > now}
+        expired = [root for root, (_, until) in self._evidence.items() if until <= now]
+        for root in expired:
+            del self._evidence[root]

@@ -232,7 +232,8 @@ class Computing:
         if self._feedback is not None:
             limit = self._ledger.radius(max(1, self.work.offered.n))
             try:
-                self.work.offered = await self._world.off_loop(self._feedback.code, self.work.offered, limit)
+                offered = self.work.offered
+                self.work.offered = await self._world.off_loop(self._feedback.code, offered, limit)
             except ValueError as error:
                 self.trouble = f"{error}: it is dropped"
                 self.work.drop()

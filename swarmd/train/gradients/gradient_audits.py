@@ -76,7 +76,11 @@ class GradientAudits:
         self._wrong_at: dict[PeerId, int] = {}
 
     async def run(
-        self, source: GradientSource, state: RunState, get: Callable[[str], Get], speed: Callable[[], float]
+        self,
+        source: GradientSource,
+        state: RunState,
+        get: Callable[[str], Get],
+        speed: Callable[[], float],
     ) -> None:
         """Own what is fetched, until cancelled. ``speed``: samples/s of this peer; ``get``: see Accusations."""
         self._source = source
@@ -119,7 +123,8 @@ class GradientAudits:
             return
         if backed.body != commits.encode(commit):
             return
-        shares = {PeerId(c.peer): s for c, s in zip(commit.contributors, backed.shares, strict=True)}
+        peers = [PeerId(c.peer) for c in commit.contributors]
+        shares = dict(zip(peers, backed.shares, strict=True))
         drawn = self._draw(shares)
         snapshot: Snapshot | None = None
         if self._recipe.overlaps:

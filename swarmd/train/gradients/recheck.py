@@ -83,14 +83,16 @@ class Recheck:
         codec = codec_of(recipe)
         total = self.again.total
         if ledger.is_clipped:
-            moments = {name: _vector(self.states[commit.state], name) for name in recipe.optimizer.moments}
+            state = self.states[commit.state]
+            moments = {name: _vector(state, name) for name in recipe.optimizer.moments}
             centre = centre_of(recipe, moments, ledger.steps_at(commit.epoch - 1))
             total = clip_total(total, n, centre, ledger.radius(n, commit.epoch))
         rounding = 0.0
         if not codec.is_plain:
             total = codec.code(total).values
             rounding = codec.rounding(total) / 8  # both round nearly the same: few elements go another way
-        sums = directions_of(recipe, commit.parent, len(total), commit.average).of(total, 0)
+        directions = directions_of(recipe, commit.parent, len(total), commit.average)
+        sums = directions.of(total, 0)
         return RecheckResult(self.loss, math.sqrt(squares_of(total)), sums), rounding
 
 
@@ -98,9 +100,13 @@ def open_recheck(
     ledger: Ledger, peer: PeerId, share: ContributionShare, commit: Commit, accuser: PeerId | None = None
 ) -> Recheck:
     """A contribution that the ledger counts: its late draws were computed on the state of the commit before."""
-    late = ((ledger.sealed[commit.epoch - 2].commit.state, share.late),) if share.late else ()
-    rest = ((commit.state, share.n),) if share.late < share.n else ()
-    return Recheck(peer, share, commit, (*late, *rest), accuser)
+    pieces = []
+    if share.late:
+        before = ledger.sealed[commit.epoch - 2].commit
+        pieces.append((before.state, share.late))
+    if share.late < share.n:
+        pieces.append((commit.state, share.n))
+    return Recheck(peer, share, commit, tuple(pieces), accuser)
 
 
 def _vector(state: Held, name: str) -> Vector:

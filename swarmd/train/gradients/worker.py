@@ -92,7 +92,8 @@ class WorkerSource:
 
     def inner_vectors(self) -> dict[str, Vector]:
         assert self._memory is not None
-        return {name: self._memory.vectors[name] for name in self._run.recipe.shared_vectors[1:]}
+        names = self._run.recipe.shared_vectors[1:]
+        return {name: self._memory.vectors[name] for name in names}
 
     async def compute(
         self,
@@ -236,7 +237,8 @@ class _Memory:
     """Vectors in memory that another process can map."""
 
     def __init__(self, layout: VectorLayout, names: Sequence[str]) -> None:
-        self._folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+        in_memory = Path("/dev/shm")
+        self._folder = in_memory if os.access(in_memory, os.W_OK) else Path(tempfile.gettempdir())
         n_bytes = max(1, len(names) * layout.n_bytes)
         self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - it lives as long as the map
         try:
@@ -248,7 +250,9 @@ class _Memory:
         self._map = mmap.mmap(self._file.fileno(), n_bytes)
         shared: Vector = np.frombuffer(self._map, layout.dtype)
         n = layout.n_elements
-        self.vectors = {name: shared[i * n : (i + 1) * n] for i, name in enumerate(names)}
+        self.vectors = {}
+        for i, name in enumerate(names):
+            self.vectors[name] = shared[i * n : (i + 1) * n]
 
     @property
     def path(self) -> Path:

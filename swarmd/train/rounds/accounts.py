@@ -80,7 +80,9 @@ def flow_of(duties: Duties, parts: Mapping[Key, ReducedPart], contribution: Vect
     if contribution is not None:
         for peer, keys in duties.gives.items():
             sent[peer] = [(start, contribution[start:end]) for start, end in keys]
-    passed = {peer: [(key[0], parts[key].total) for key in keys] for peer, keys in duties.passes.items()}
+    passed = {}
+    for peer, keys in duties.passes.items():
+        passed[peer] = [(key[0], parts[key].total) for key in keys]
     return Flow(received, sent, subtotals, passed)
 
 

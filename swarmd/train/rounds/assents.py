@@ -82,7 +82,8 @@ def _contradicts_itself(share: ContributionShare, peer: PeerId, place: int, seen
     beat = seen[peer].beat if peer in seen else None
     if beat is None or not beat.result:
         return False  # it has signed what it gave to an average that it has not got
-    named = [g.sums for g in beat.gave] + [r.sums for r in beat.received if r.member == place]
+    named = [g.sums for g in beat.gave]
+    named += [r.sums for r in beat.received if r.member == place]
     if any(len(sums) != N_DIRECTIONS for sums in named):
         return True
     tolerance = TOLERANCE * math.sqrt(share.squares)
@@ -202,7 +203,8 @@ class Backing:
             body = commits.encode(self._make(shares, self._average))
             self._assents = _Assents(body, shares, self._peers)
             self._asked_at = now
-            await self._tell_all(self._peers, self._check(), backing.encode(BackedCommit(body, shares)))
+            shown = backing.encode(BackedCommit(body, shares))
+            await self._tell_all(self._peers, self._check(), shown)
         n = self._assents.look(seen)
         self.waits_for = f"{count(len(self._peers) - n, 'member')} to stand for the average"
         is_enough = self._assents.are_all or now - self._asked_at > self._limit_s

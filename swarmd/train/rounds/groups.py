@@ -35,7 +35,8 @@ def check_group(
     """
     peers = [m.peer for m in group.members]
     edges = [0, *(p.end for p in group.parts)]
-    is_divided = [p.start for p in group.parts] == edges[:-1] and edges[-1] == group.n_elements
+    starts = [p.start for p in group.parts]
+    is_divided = starts == edges[:-1] and edges[-1] == group.n_elements
     is_ours = group.dtype == recipe.precision and n_elements in (None, group.n_elements)
     is_sound = is_ours and 0 < group.n_elements < MOST_ELEMENTS and len(set(peers)) == len(peers)
     if not is_sound or not is_divided:
@@ -49,8 +50,10 @@ def check_group(
         raise RemoteProtocolError(f"a group with a part that does not begin at a multiple of {block}")
     if not any(m.n and m.is_counted for m in group.members):
         raise RemoteProtocolError("a group of which nobody counts")
+    if previous is None:
+        return
     samples = [(m.peer, m.first, m.n) for m in group.members]
-    if previous is not None and [(m.peer, m.first, m.n) for m in previous.members] != samples:
+    if samples != [(m.peer, m.first, m.n) for m in previous.members]:
         raise RemoteProtocolError("another version of a group with other members")
 
 
@@ -106,7 +109,8 @@ def _group_sites(joined: Mapping[PeerId, JoinRound]) -> list[int]:
     places = {peer: place for place, peer in enumerate(joined)}
     near = {}
     for peer, message in joined.items():
-        near[places[peer]] = frozenset(places[PeerId(neighbour)] for neighbour in message.near if neighbour in places)
+        known = [PeerId(neighbour) for neighbour in message.near if neighbour in places]
+        near[places[peer]] = frozenset(places[neighbour] for neighbour in known)
     return topology.sites_of(near, len(joined))
 
 
@@ -136,8 +140,10 @@ def shrink_group(
         if part.reducer in able:
             parts.append(part)
             continue
-        heirs = [able[(number + i) % len(able)] for i in range(min(len(able), 1 + room))]
-        pieces = partition.cut_ranges([1 / len(heirs)] * len(heirs), part.end - part.start, block)
+        n_heirs = min(len(able), 1 + room)
+        heirs = [able[(number + i) % len(able)] for i in range(n_heirs)]
+        equal = [1 / n_heirs] * n_heirs
+        pieces = partition.cut_ranges(equal, part.end - part.start, block)
         pieces_of_part = []
         for heir, (start, end) in zip(heirs, pieces, strict=True):
             if start < end:

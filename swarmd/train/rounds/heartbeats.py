@@ -47,7 +47,8 @@ def make_heartbeat(
     n_received = 0
     for key, sources in duties.sources.items():
         for source in sources:
-            n_received += state.parts[key].of(source.peer, source.is_subtotal).upto - key[0]
+            incoming = state.parts[key].of(source.peer, source.is_subtotal)
+            n_received += incoming.upto - key[0]
     received_sums = account.received if account is not None else {}
     subtotal_sums = account.subtotals if account is not None else {}
     return Beat(
@@ -68,11 +69,16 @@ def make_heartbeat(
 
 def strip_for_others(beat: Beat) -> Beat:
     """Without what only a leader needs, of itself."""
-    return replace(beat, reductions=tuple(replace(r, total=(), rounding=0.0) for r in beat.reductions))
+    reductions = [replace(r, total=(), rounding=0.0) for r in beat.reductions]
+    return replace(beat, reductions=tuple(reductions))
 
 
 def _list_received(
-    duties: Duties, state: HeartbeatState, places: Mapping[PeerId, int], subtotals: bool, sums: Mapping[PeerId, Sums]
+    duties: Duties,
+    state: HeartbeatState,
+    places: Mapping[PeerId, int],
+    subtotals: bool,
+    sums: Mapping[PeerId, Sums],
 ) -> tuple[Received, ...]:
     """Of whom all is here that it gives, its own numbers or subtotals, or what is wrong with them."""
     keys_by_peer: dict[PeerId, list[Key]] = {}
@@ -97,8 +103,10 @@ def _list_reductions(group: Group, state: HeartbeatState) -> Iterator[Reduction]
     sizes: dict[int, int] = {}
     n_received: dict[int, int] = {}
     for part in group.parts:
-        sizes[part.reducer] = sizes.get(part.reducer, 0) + part.end - part.start
-        n_received[part.reducer] = n_received.get(part.reducer, 0) + state.results.get(part.start, 0)
+        n_elements = part.end - part.start
+        sizes[part.reducer] = sizes.get(part.reducer, 0) + n_elements
+        n_here = state.results.get(part.start, 0)
+        n_received[part.reducer] = n_received.get(part.reducer, 0) + n_here
     for place in sorted(sizes):
         fault = state.faults.get(place, "")
         if not fault and n_received[place] != sizes[place]:

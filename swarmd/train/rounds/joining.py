@@ -357,7 +357,8 @@ class Joining:
 
     async def _spread(self, raw: bytes, joined: set[PeerId]) -> None:
         """A majority has signed: everybody may know."""
-        await self._chronicle.spread(self._tasks, raw, joined | set(self._members.look(trio.current_time())))
+        members = set(self._members.look(trio.current_time()))
+        await self._chronicle.spread(self._tasks, raw, joined | members)
 
     # --- what comes from others --------------------------------------------------------------------------------
 

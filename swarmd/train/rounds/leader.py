@@ -213,7 +213,8 @@ class Leader:
         """Wait until all who are expected have come, or for as long as that took before. Raises TooEarly."""
         target = self._run.recipe.batch.target
         while True:
-            lacking = [p for p in self._expected() if p not in self.joined and p not in self._gone]
+            awaited = [p for p in self._expected() if p not in self._gone]
+            lacking = [p for p in awaited if p not in self.joined]
             n = sum(j.n for j in self.joined.values())
             waited_s = trio.current_time() - self._began_at
             self._waits_for = f"{len(lacking)} more members" if lacking else "nobody"
@@ -235,7 +236,8 @@ class Leader:
 
     def _is_alone(self) -> bool:
         """Would nobody else hold what the round comes to? If this peer vanished then, the commit would be lost."""
-        return not any(j.receives for p, j in self.joined.items() if p != self._me and p not in self._gone)
+        others = self.joined.keys() - self._gone - {self._me}
+        return not any(self.joined[peer].receives for peer in others)
 
     async def _average(self) -> bytes:
         """Have the group average what it has, in one version after the other, until its members stand for one.
@@ -248,7 +250,8 @@ class Leader:
         while True:
             now = trio.current_time()
             lost = self._lost(now, version_at)
-            adding = {self._group.members[place].peer for place in edges_of(self._group).adding()}
+            places = edges_of(self._group).adding()
+            adding = {self._group.members[place].peer for place in places}
             if lost or self._doubted & adding:
                 members_before = self._group.members
                 self._group = self._without(lost)
@@ -305,8 +308,11 @@ class Leader:
         if group is None:
             raise RoundFailed(f"too few members are left: {'; '.join(self._left_out.values())}")
         now = trio.current_time()
-        remaining = {p: seen for p, seen in self._seen.items() if p not in self._left_out or p == self._me}
-        self._seen = {p: MemberSeen(seen.beat_at, now) for p, seen in remaining.items()}
+        remaining = {}
+        for peer, seen in self._seen.items():
+            if peer not in self._left_out or peer == self._me:
+                remaining[peer] = MemberSeen(seen.beat_at, now)
+        self._seen = remaining
         self._backing = None
         return group
 
@@ -349,7 +355,9 @@ class Leader:
         review = disputes.find_stalled_pairs(self._group, self._seen, is_incomplete, self._me)
         self._late_pairs |= review.pairs.keys()
         verdict = disputes.settle_disputes(self._late_pairs, None)
-        late = {p: why for p, (why, _) in verdict.faulty.items() if p != self._me or is_incomplete}
+        late = {peer: why for peer, (why, _) in verdict.faulty.items()}
+        if not is_incomplete:
+            late.pop(self._me, None)
         lost = review.faults | late
         lacking = self._backing.lacking() if self._backing is not None and not review.pairs else []
         lost |= dict.fromkeys(lacking, "it does not say what it gave")

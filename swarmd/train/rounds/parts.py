@@ -102,7 +102,9 @@ class ReducedPart:
     @property
     def reduced_to(self) -> int:
         """The element up to which it is added up."""
-        return self.results[-1].start + self.results[-1].n if self.results else self.start
+        if not self.results:
+            return self.start
+        return self.results[-1].start + self.results[-1].n
 
     def begin_again(self) -> None:
         """In another version of the group, from what is here."""
@@ -159,7 +161,9 @@ class ReducedPart:
         """Elements [start, end) that are here of everybody and not added up yet."""
         start = self.reduced_to
         end = min(start + self.chunk, self.end)
-        is_here = start < self.end and all(self.of(s.peer, s.is_subtotal).upto >= end for s in sources)
+        if start >= self.end:
+            return None
+        is_here = all(self.of(s.peer, s.is_subtotal).upto >= end for s in sources)
         return (start, end) if is_here else None
 
     def inputs(

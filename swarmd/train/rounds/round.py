@@ -122,7 +122,7 @@ class Round:
 
     def _results_here(self) -> dict[int, int]:
         """How many elements of each part's average are here, by its first one."""
-        made = {key[0]: self._parts[key].reduced_to - key[0] for key in self._duties.averages}
+        made = {start: self._parts[start, end].reduced_to - start for start, end in self._duties.averages}
         return made | {start: upto - start for start, upto in self._got.items()}
 
     async def take(self, peer: PeerId, message: Numbers, payload: memoryview) -> None:
@@ -145,7 +145,8 @@ class Round:
         fresh = (await self._read(self._codec.read, payload, message.n_elements))[0]
         if part.lacks(peer, message.start, message.n_elements):  # it may have come again meanwhile
             part.take(peer, message.start, fresh, payload)
-            self._notify(done=not part.of(peer).is_sound or has_all_inputs(self._duties, self._parts))
+            is_faulty = not part.of(peer).is_sound
+            self._notify(done=is_faulty or has_all_inputs(self._duties, self._parts))
 
     async def _take_subtotal(self, peer: PeerId, message: Subtotal, payload: memoryview) -> None:
         """What all below a member give, for a part that is added up here. Raises RemoteProtocolError."""
@@ -164,7 +165,8 @@ class Round:
             return
         if part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
             part.take(peer, message.start, fresh, payload, is_subtotal=True)
-            self._notify(done=not part.of(peer, True).is_sound or has_all_inputs(self._duties, self._parts))
+            is_faulty = not part.of(peer, is_subtotal=True).is_sound
+            self._notify(done=is_faulty or has_all_inputs(self._duties, self._parts))
 
     async def _take_reduced(self, peer: PeerId, message: Reduced, payload: memoryview) -> None:
         """Averaged numbers from their reducer, or by way of others. Raises RemoteProtocolError."""
@@ -206,7 +208,8 @@ class Round:
     def _lacks_results(self, message: Reduced, key: Key) -> bool:
         """Are these of the present version, and not here yet?"""
         is_wanted = self.average is not None and not self.result and message.version == self.group.version
-        return is_wanted and message.start + message.n_elements > self._got.get(key[0], key[0])
+        end = message.start + message.n_elements
+        return is_wanted and end > self._got.get(key[0], key[0])
 
     async def _until(self, version: int) -> None:
         """Wait for the word of a version; it comes by another channel."""
@@ -230,8 +233,11 @@ class Round:
         self.account: AverageProjection | None = None
         self._duties = duties_of(group, self._me)
         self._got: dict[int, int] = {}
-        relayed_keys = {(p.start, p.end) for parts in self._duties.tells.values() for p in parts}
-        self._relayed: dict[Key, list[Result]] = {key: [] for key in relayed_keys & self._duties.bringers.keys()}
+        relayed_keys = set[Key]()
+        for parts in self._duties.tells.values():
+            relayed_keys.update((part.start, part.end) for part in parts)
+        relayed_keys &= self._duties.bringers.keys()
+        self._relayed: dict[Key, list[Result]] = {key: [] for key in relayed_keys}
         self._squares: dict[PeerId, float] = {}  # of this peer's numbers, by whom they go to
         self._faults: dict[int, str] = {}  # of results, by the place of their reducer
         self._share: ContributionShare | None = None
@@ -333,7 +339,12 @@ class Round:
         return project_contribution(self._directions(digest), contribution)
 
     def _account_for(
-        self, group: Group, digest: bytes, average: Vector, contribution: tuple[PeerId, Vector] | None, flow: Flow
+        self,
+        group: Group,
+        digest: bytes,
+        average: Vector,
+        contribution: tuple[PeerId, Vector] | None,
+        flow: Flow,
     ) -> AverageProjection:
         return account_for_average(group, self._directions(digest), average, contribution, flow, self._codec)
 

@@ -36,7 +36,12 @@ class Sending:
     """See the module. ``coded``: this peer's contribution; ``ready`` says what can be sent on, ``news`` that it may."""
 
     def __init__(
-        self, rpc: Rpc, tasks: Tasks, coded: CodedVector | None, chunk: int, ready: Callable[[], ReadyParts]
+        self,
+        rpc: Rpc,
+        tasks: Tasks,
+        coded: CodedVector | None,
+        chunk: int,
+        ready: Callable[[], ReadyParts],
     ) -> None:
         self.news = Wakeups()
         self._rpc = rpc
@@ -82,7 +87,8 @@ class Sending:
             if channel is not None and not channel.is_open:  # what it carried may not have arrived
                 channel = None
                 done = set()
-            todo = [key for key in self._duties.gives.get(peer, ()) if key not in done]
+            due = self._duties.gives.get(peer, ())
+            todo = [key for key in due if key not in done]
             if not todo:
                 await self.news.wait()
                 continue

@@ -124,7 +124,8 @@ class Anchor:
     def _check_pace(self, peer: PeerId) -> None:
         """Nobody takes back others' promises all the time. Raises Refused."""
         now = trio.current_time()
-        self._asked = {p: times for p, times in self._asked.items() if now - times[-1] < ASKED_WITHIN_S}
+        asked = self._asked.items()
+        self._asked = {p: times for p, times in asked if now - times[-1] < ASKED_WITHIN_S}
         times = [asked_at for asked_at in self._asked.get(peer, []) if now - asked_at < ASKED_WITHIN_S]
         if len(times) >= MOST_ASKED:
             raise Refused(Code.NO_CAPACITY, "this proposer has had its promises, and made nothing of them", 1.0)
@@ -142,7 +143,9 @@ class Anchor:
                 known_for_s = self._sight.known_for_s()
                 _require_decision(quorum.may_go_back(self._ledger.epoch, self._sight.states(), known_for_s))
             return
-        contributors = {PeerId(c.peer): WeighedContributions(c.n, c.norm) for c in commit.contributors}
+        contributors = {}
+        for counted in commit.contributors:
+            contributors[PeerId(counted.peer)] = WeighedContributions(counted.n, counted.norm)
         assenting = {PeerId(commit.contributors[place].peer) for place, _ in backed.assents}
         history = self._ledger.contributions(N_HISTORY)
         _require_decision(quorum.may_count(contributors, assenting, history, self._ledger.radius))
@@ -205,5 +208,6 @@ def _body_of(acceptor: Acceptor) -> bytes:
 
 def _check_ballot(peer: PeerId, ballot: Ballot, acceptor: Acceptor) -> None:
     """A ballot is its proposer's own, and not out of everybody's reach. Raises Refused."""
-    if ballot[1].split("/")[0] != peer or ballot[0] > acceptor.promised[0] + MOST_AHEAD:
+    number, name = ballot
+    if name.split("/")[0] != peer or number > acceptor.promised[0] + MOST_AHEAD:
         raise Refused(Code.MALFORMED, f"ballot {ballot[0]} of {ballot[1][:64]!r} is none of this proposer's")

@@ -197,7 +197,8 @@ class CatchingUp:
 
     def _take_over(self, vectors: dict[str, Vector], epoch: int) -> None:
         self._state.replace(vectors)
-        self._state.move_to(epoch, self._ledger.digest_at(epoch), self._ledger.steps_at(epoch))
+        digest = self._ledger.digest_at(epoch)
+        self._state.move_to(epoch, digest, self._ledger.steps_at(epoch))
 
     async def _replay(self, donors: tuple[PeerId, ...], newest: int) -> bool:
         """Apply the averages that were missed, one after the other."""
@@ -263,6 +264,8 @@ class CatchingUp:
             restores=self._state.head,
         )
         self._behind_since = None
-        raw = await self._chronicle.proposer().settle(backing.encode(BackedCommit(commits.encode(commit))))
-        await self._chronicle.spread(self._tasks, raw, self._members.look(trio.current_time()))
+        proposed = backing.encode(BackedCommit(commits.encode(commit)))
+        raw = await self._chronicle.proposer().settle(proposed)
+        members = self._members.look(trio.current_time())
+        await self._chronicle.spread(self._tasks, raw, members)
         return True

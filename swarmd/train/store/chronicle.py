@@ -256,7 +256,8 @@ class Chronicle:
     def _states(self) -> list[int]:
         """Of which updates somebody has the state."""
         own_epoch = self._own_record()["state_epoch"]
-        return [*self._members.states().values(), *([] if own_epoch is None else [own_epoch])]
+        states = list(self._members.states().values())
+        return states if own_epoch is None else [*states, own_epoch]
 
     async def _answers(self, peers: set[PeerId]) -> bool:
         """Does any of them answer now?"""

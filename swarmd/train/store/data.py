@@ -51,7 +51,8 @@ class Data:
     async def read(self, peer: str, first: int, n: int) -> Rows:
         """The rows of draws ``first`` to ``first + n`` of a peer, int32 [n, tokens + 1]. Raises SwarmError."""
         seed = self._run.recipe.seed
-        rows = [row_of(seed, peer, draw, self.shard_rows) for draw in range(first, first + n)]
+        draws = range(first, first + n)
+        rows = [row_of(seed, peer, draw, self.shard_rows) for draw in draws]
         tokens = []
         for row in rows:
             shard, place = shard_of(row, self.shard_rows)
@@ -90,10 +91,12 @@ def read_shard(folder: ModelFolder, shard: int) -> Rows:
     """Read and verify one shard. Raises IntegrityError when it is not what the manifest says."""
     ((index, entry),) = folder.entries_of(shard)
     try:
-        raw = b"".join(folder.read((index, chunk)) for chunk in range(len(entry.chunks)))
+        n_chunks = len(entry.chunks)
+        raw = b"".join(folder.read((index, chunk)) for chunk in range(n_chunks))
     except Refused as error:
         raise IntegrityError(f"shard {shard} of the data is damaged: {error}") from None
-    rows: Rows = np.frombuffer(raw, KINDS[entry.dtype]).reshape(entry.shape).astype(np.int32)
+    stored = np.frombuffer(raw, KINDS[entry.dtype]).reshape(entry.shape)
+    rows: Rows = stored.astype(np.int32)
     return rows
 
 
@@ -138,8 +141,11 @@ def pack_texts(
     kind = "U16" if vocabulary <= 65_536 else "I32"
     row_bytes = KINDS[kind].itemsize * (tokens + 1)
     per_shard = max(1, SHARD_BYTES // row_bytes, -(-n_rows // MAX_SHARDS))
-    cut = [rows[first : first + per_shard].astype(KINDS[kind]) for first in range(0, n_rows, per_shard)]
-    prefix, _ = shards.make_header((f"shards.{i}.tokens", kind, part.shape) for i, part in enumerate(cut))
+    cut = []
+    for first in range(0, n_rows, per_shard):
+        cut.append(rows[first : first + per_shard].astype(KINDS[kind]))
+    entries = [(f"shards.{i}.tokens", kind, part.shape) for i, part in enumerate(cut)]
+    prefix, _ = shards.make_header(entries)
     make_folder(folder)
     config = {"model_type": DATA, "num_hidden_layers": len(cut), "tokens": tokens}
     try:

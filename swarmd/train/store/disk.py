@@ -182,7 +182,8 @@ class RunFolder:
 
     def keep_feedback(self, upto: int, residual: Vector) -> None:
         """Write what contributions have left out until draw ``upto``. Raises ConfigError."""
-        header, _ = shards.make_header([(f"{upto}", DTYPES[str(residual.dtype)], residual.shape)])
+        entry = (f"{upto}", DTYPES[str(residual.dtype)], residual.shape)
+        header, _ = shards.make_header([entry])
         write_file(self.folder / "feedback.safetensors", header, residual.view(np.uint8).data)
 
     def feedback(self, dtype: str, n_elements: int) -> tuple[int, Vector] | None:
@@ -205,7 +206,8 @@ class RunFolder:
             for name, v in zip(names, vectors, strict=True)
         ]
         header, _ = shards.make_header(entries)
-        write_file(self.folder / "inner.safetensors", header, *(v.view(np.uint8).data for v in vectors))
+        payloads = [v.view(np.uint8).data for v in vectors]
+        write_file(self.folder / "inner.safetensors", header, *payloads)
 
     def inner(self, dtype: str, n_elements: int) -> Memory | None:
         """What ``keep_inner`` wrote, if anything. Raises ConfigError."""

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 FIRST_BACK_OFF_S = 0.1  # doubles with each attempt: another proposer may be at it
 LONGEST_BACK_OFF_S = 4.0  # between ballots of proposers that block each other
 
-AskAnchor = Callable[[PeerId, Callable[[int], Message], bytes], Awaitable[tuple[Message, bytes]]]
+AnchorAnswer = tuple[Message, bytes]
+AskAnchor = Callable[[PeerId, Callable[[int], Message], bytes], Awaitable[AnchorAnswer]]
 """Asks one anchor, which may be this peer; returns its answer with the payload. Raises PeerError."""
 
 

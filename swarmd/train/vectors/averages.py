@@ -18,7 +18,7 @@ class Averages:
     def take(self, digest: bytes, head: bytes) -> Vector | None:
         """What a commit names, if it is here; what no commit after ``head`` can name is let go."""
         entry = self._known.pop(digest, None)
-        self._known = {d: known for d, known in self._known.items() if known[0] == head}
+        self._known = {name: known for name, known in self._known.items() if known[0] == head}
         return entry[1] if entry is not None else None
 
     def clip_factor(self, digest: bytes, limit: float) -> float:

@@ -101,9 +101,13 @@ class Blocks(Codec):
         return CodedVector(stands_for, payload)
 
     def read(self, payload: Buffer, n_elements: int, n_vectors: int = 1) -> list[Vector]:
-        vectors = _split_payload(payload, n_vectors, self.n_bytes(n_elements)).reshape(n_vectors, -1, self.size)
+        flat = _split_payload(payload, n_vectors, self.n_bytes(n_elements))
+        vectors = []
         with _ignore_float_errors():
-            return [self._unpack(coded).reshape(-1)[:n_elements].astype(self.dtype) for coded in vectors]
+            for coded in flat.reshape(n_vectors, -1, self.size):
+                numbers = self._unpack(coded).reshape(-1)[:n_elements]
+                vectors.append(numbers.astype(self.dtype))
+        return vectors
 
     def _pack(self, rows: Rows) -> Bytes:
         """[n, block] numbers to [n, size] bytes."""
@@ -137,18 +141,22 @@ class Int8(Blocks):
 
     def _pack(self, rows: Rows) -> Bytes:
         pieces = rows.reshape(len(rows), -1, SCALED)
-        scale = (np.abs(pieces).max(axis=2) / np.float32(LEVELS)).astype(np.float32)
-        steps = np.rint(pieces / np.where(scale > 0, scale, 1)[:, :, None])
+        largest = np.abs(pieces).max(axis=2)
+        scale = (largest / np.float32(LEVELS)).astype(np.float32)
+        divisors = np.where(scale > 0, scale, 1)
+        steps = np.rint(pieces / divisors[:, :, None])
         return _join_rows(scale, np.clip(steps, -LEVELS, LEVELS).astype(np.int8))
 
     def _unpack(self, coded: Bytes) -> Rows:
         n_scales = 4 * (BLOCK // SCALED)
         scale = np.ascontiguousarray(coded[:, :n_scales]).view(np.float32)
-        steps = coded[:, n_scales:].view(np.int8).reshape(len(coded), -1, SCALED)
+        steps = coded[:, n_scales:].view(np.int8)
+        steps = steps.reshape(len(coded), -1, SCALED)
         return (steps * scale[:, :, None]).reshape(len(coded), -1)
 
     def rounding(self, average: Vector) -> float:
-        scale = np.abs(_as_rows(average, SCALED)).max(axis=1).astype(np.float64) / LEVELS
+        largest = np.abs(_as_rows(average, SCALED)).max(axis=1)
+        scale = largest.astype(np.float64) / LEVELS
         return SURE * math.sqrt(SCALED / 12 * float(np.dot(scale, scale)))
 
 
@@ -176,7 +184,8 @@ class TopK(Blocks):
         self._low = int(math.log2(BLOCK // keep))
         self._n_high = keep + (BLOCK >> self._low)
         n_bits = (2 * keep, self._low * keep, self._n_high)
-        self._cuts = np.cumsum([8, *(-(-n // 8) for n in n_bits)])
+        n_bytes = [-(-n // 8) for n in n_bits]
+        self._cuts = np.cumsum([8, *n_bytes])
         self.size = int(self._cuts[-1])
 
     def _pack(self, rows: Rows) -> Bytes:
@@ -186,7 +195,8 @@ class TopK(Blocks):
         is_large = sizes >= sizes.mean(axis=1, keepdims=True)
         n_large = is_large.sum(axis=1)
         large = (sizes * is_large).sum(axis=1) / np.maximum(1, n_large)
-        small = (sizes * ~is_large).sum(axis=1) / np.maximum(1, self._keep - n_large)
+        n_small = np.maximum(1, self._keep - n_large)
+        small = (sizes * ~is_large).sum(axis=1) / n_small
         high_bits = np.zeros((len(rows), self._n_high), np.uint8)
         np.put_along_axis(
             high_bits,
@@ -211,7 +221,8 @@ class TopK(Blocks):
         signs, larges = np.split(flags, 2, axis=1)
         sizes = np.ascontiguousarray(levels).view(np.float32)
         signed = np.where(signs, np.float32(-1), np.float32(1))
-        chosen = np.where(larges, sizes[:, 1:], sizes[:, :1]) * signed
+        absolute = np.where(larges, sizes[:, 1:], sizes[:, :1])
+        chosen = absolute * signed
         rows = np.zeros((len(coded), BLOCK), np.float32)
         np.put_along_axis(rows, places, chosen, axis=1)
         return rows
@@ -221,10 +232,12 @@ class TopK(Blocks):
         ones = np.unpackbits(high_bits, axis=1, count=self._n_high)
         if not (ones.sum(axis=1) == self._keep).all():
             raise RemoteProtocolError(f"a block that names other than {self._keep} elements")
-        gaps = np.nonzero(ones)[1].reshape(-1, self._keep) - np.arange(self._keep)
+        columns = np.nonzero(ones)[1].reshape(-1, self._keep)
+        gaps = columns - np.arange(self._keep)
         bits = np.unpackbits(low_bits, axis=1, count=self._low * self._keep)
         bits = bits.reshape(len(low_bits), self._keep, self._low)
-        low_parts = (bits.astype(np.int64) << np.arange(self._low)).sum(axis=2)
+        shifted = bits.astype(np.int64) << np.arange(self._low)
+        low_parts = shifted.sum(axis=2)
         places: npt.NDArray[np.int64] = (gaps << self._low) + low_parts
         if not (places < BLOCK).all():
             raise RemoteProtocolError(f"a block that names elements beyond its {BLOCK}")
@@ -246,7 +259,8 @@ class LowRank(Blocks):
         super().__init__(dtype)
         self._rank = rank
         self.size = 2 * (2 + 2 * SIDE * rank)
-        raw = np.random.Philox(key=0).random_raw(SIDE * rank).reshape(SIDE, rank)
+        raw = np.random.Philox(key=0).random_raw(SIDE * rank)
+        raw = raw.reshape(SIDE, rank)
         uniform = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
         self._start = (uniform - 0.5).astype(np.float32)
 
@@ -275,7 +289,8 @@ class LowRank(Blocks):
 
     def _read_factor(self, coded: Bytes) -> Rows:
         """[n, SIDE, rank] numbers from one half of each block."""
-        return _from_halves(coded[:, :2], coded[:, 2:]).reshape(-1, SIDE, self._rank)
+        numbers = _from_halves(coded[:, :2], coded[:, 2:])
+        return numbers.reshape(-1, SIDE, self._rank)
 
 
 class Significance(Codec):
@@ -371,7 +386,10 @@ def _as_rows(values: Vector, block: int) -> Rows:
 
 def _join_rows(*pieces: npt.NDArray[np.generic]) -> Bytes:
     """What belongs to each row, one after the other, as bytes."""
-    flat = [np.ascontiguousarray(p.reshape(len(p), -1)).view(np.uint8) for p in pieces]
+    flat = []
+    for piece in pieces:
+        row = np.ascontiguousarray(piece.reshape(len(piece), -1))
+        flat.append(row.view(np.uint8))
     return np.concatenate(flat, axis=1)
 
 
@@ -381,13 +399,16 @@ def _pack_bits(flags: npt.NDArray[np.generic]) -> Bytes:
 
 def _to_halves(rows: Rows) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.float16]]:
     """Rows in half precision, each times a power of two, whose exponent [n, 1] comes first."""
-    exponents = np.frexp(np.abs(rows).max(axis=1, keepdims=True))[1]
-    return exponents.astype(np.int16), np.ldexp(rows, 15 - exponents).astype(np.float16)
+    largest = np.abs(rows).max(axis=1, keepdims=True)
+    exponents = np.frexp(largest)[1]
+    halves = np.ldexp(rows, 15 - exponents).astype(np.float16)
+    return exponents.astype(np.int16), halves
 
 
 def _from_halves(exponents: Bytes, halves: Bytes) -> Rows:
     raised = np.ascontiguousarray(exponents).view("<i2").astype(np.int32) - 15
-    return np.ldexp(np.ascontiguousarray(halves).view("<f2").astype(np.float32), raised)
+    numbers = np.ascontiguousarray(halves).view("<f2").astype(np.float32)
+    return np.ldexp(numbers, raised)
 
 
 def _find_largest(sizes: Rows, n: int) -> npt.NDArray[np.int64]:
@@ -405,7 +426,8 @@ def _read_chosen(payload: Buffer, offset: int, row: Rows) -> int:
     """Read one block of ``Significance`` into ``row``; returns where the next one begins."""
     bits_at = offset + 2
     values_at = bits_at + BLOCK // 8
-    chosen = np.unpackbits(np.frombuffer(payload[bits_at:values_at], np.uint8)).astype(bool)
+    mask = np.frombuffer(payload[bits_at:values_at], np.uint8)
+    chosen = np.unpackbits(mask).astype(bool)
     end = values_at + 2 * int(chosen.sum())
     if len(chosen) != BLOCK or end > len(payload):
         raise RemoteProtocolError("a block of coded numbers that is cut off")

@@ -68,7 +68,8 @@ class Feedback:
         coded = self.codec.code(total, self._least(offered.n))
         if not self.codec.leaves_out:
             return replace(offered, coded=coded)
-        self._left = low, (total - coded.values) * total.dtype.type(self._recipe.parts.decay)
+        decay = total.dtype.type(self._recipe.parts.decay)
+        self._left = low, (total - coded.values) * decay
         return replace(offered, coded=coded, anew=is_anew)
 
     def settle(self, offered: GatheredWork, is_counted: bool) -> None:

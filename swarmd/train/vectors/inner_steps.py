@@ -64,7 +64,8 @@ class InnerOptimizer:
         if self._is_spoiled:
             self._start_over(work, counted)
         elif self._state.steps > self._followed:
-            low, high = fragment_of(self._state.run.recipe, self._state.steps, len(self._state.parameters))
+            n_elements = len(self._state.parameters)
+            low, high = fragment_of(self._state.run.recipe, self._state.steps, n_elements)
             self._take_over(low, high)
         self._followed = self._state.steps
         self._n_wasted = work.n_wasted

@@ -101,7 +101,8 @@ class RunState:
         self.averages: dict[int, Average] = {}
         self._held: list[Snapshot] = []
         self._average_limit_bytes = average_limit_bytes
-        self._decayed = [(start, end) for _, shape, start, end in layout.places() if len(shape) > 1]
+        matrices = [place for place in layout.places() if len(place[1]) > 1]
+        self._decayed = [(start, end) for _, _, start, end in matrices]
 
     @property
     def vectors(self) -> dict[str, Vector]:
@@ -159,7 +160,8 @@ class RunState:
         if self.is_changing:
             raise Refused(Code.NO_CAPACITY, "the state changes at the moment", 0.5)
         if self.root not in self.snapshots:
-            self.snapshots[self.root] = Snapshot(self.version.manifest, dict(enumerate(self.vectors.values())))
+            vectors = dict(enumerate(self.vectors.values()))
+            self.snapshots[self.root] = Snapshot(self.version.manifest, vectors)
         return self.snapshots[self.root]
 
     def hold(self) -> Snapshot:
@@ -184,7 +186,8 @@ class RunState:
 
     def apply(self, commit: Commit, digest: bytes, average: Vector, steps: int) -> None:
         """Take one step of the recipe's (outer) optimizer, and hash the outcome. Call it in a thread."""
-        live = [s for s in [*self.snapshots.values(), *self._held] if s.is_live]
+        snapshots = [*self.snapshots.values(), *self._held]
+        live = [snapshot for snapshot in snapshots if snapshot.is_live]
         self._held = []
         low, high = fragment_of(self.run.recipe, steps, len(self.parameters))
         size = CHUNK_BYTES // self.parameters.itemsize
@@ -265,7 +268,9 @@ class Average:
         """One chunk. Raises Refused when there is no such one."""
         index, chunk = ref
         size = CHUNK_BYTES // self.values.itemsize
-        data = self.values[chunk * size : (chunk + 1) * size].tobytes() if index == 0 else b""
+        data = b""
+        if index == 0:
+            data = self.values[chunk * size : (chunk + 1) * size].tobytes()
         if not data:
             raise Refused(Code.MALFORMED, f"chunk {chunk} of entry {index}, which an average does not have")
         return data
@@ -301,8 +306,10 @@ class Snapshot:
 
     def vector(self, name: str) -> Vector:
         """One of its vectors, put together. Call it in a thread."""
-        index, entry = next((i, t) for i, t in enumerate(self.manifest.tensors) if t.name == name)
-        raw = b"".join(self.read((index, chunk)) for chunk in range(len(entry.chunks)))
+        named = ((i, tensor) for i, tensor in enumerate(self.manifest.tensors) if tensor.name == name)
+        index, entry = next(named)
+        n_chunks = len(entry.chunks)
+        raw = b"".join(self.read((index, chunk)) for chunk in range(n_chunks))
         return np.frombuffer(raw, self._vectors[index].dtype)
 
     @property

@@ -120,8 +120,11 @@ class UncountedWork:
         offered = self.offered
         n_before = self.n
         draws = (self._me, offered.first)
-        n_counted = sum(c.n for c in commit.contributors if offered.n and (c.peer, c.first) == draws)
-        is_lost = not self._overlaps or bool(commit.restores) or self.since.late > 0 or offered.n > n_counted
+        n_counted = 0
+        if offered.n:
+            n_counted = sum(c.n for c in commit.contributors if (c.peer, c.first) == draws)
+        is_void = not self._overlaps or bool(commit.restores) or self.since.late > 0
+        is_lost = is_void or offered.n > n_counted
         self.offered = GatheredWork()
         self.since = GatheredWork() if is_lost else replace(self.since, late=self.since.n)
         self.n_counted += n_counted
