@@ -88,7 +88,7 @@ class Collaboration:
         self._epoch = -1
         self._trainer: Trainer
         self._scope = trio.CancelScope()
-        self._call(self._begin)
+        self._call(self._begin_run)
         self._take_parameters()
 
     def step(self, n_samples: int, loss: float | torch.Tensor = 0.0) -> StepResult:
@@ -99,7 +99,7 @@ class Collaboration:
         """
         if n_samples < 1:
             raise ConfigError(f"a step counts at least one sample, got {n_samples}")
-        gradient = self._gradient() * n_samples
+        gradient = self._collect_gradient() * n_samples
         if not np.isfinite(gradient).all():
             raise ConfigError("the gradient is not finite: this step is not given to the swarm")
         mean = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
@@ -120,7 +120,7 @@ class Collaboration:
 
     def close(self) -> None:
         """Leave the run."""
-        self._call(self._end)
+        self._call(self._end_run)
         self._folder.cleanup()
 
     def __enter__(self) -> Collaboration:
@@ -133,7 +133,7 @@ class Collaboration:
 
     # --- this thread -------------------------------------------------------------------------------------------
 
-    def _gradient(self) -> Vector:
+    def _collect_gradient(self) -> Vector:
         pieces = []
         for _, parameter in self._parameters:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -147,7 +147,7 @@ class Collaboration:
         if state is None or state.epoch == self._epoch:
             return False
         with torch.no_grad():
-            places = state.layout.places()
+            places = state.layout.tensor_ranges()
             for (_, parameter), (_, shape, start, end) in zip(self._parameters, places, strict=True):
                 values = torch.from_numpy(state.parameters[start:end].copy())
                 parameter.copy_(values.view(shape))
@@ -156,30 +156,30 @@ class Collaboration:
 
     # --- the swarm's thread ------------------------------------------------------------------------------------
 
-    async def _begin(self) -> None:
+    async def _begin_run(self) -> None:
         swarm = self._swarm
         world = TrainerServices(
             rpc=swarm.rpc,
             identity=swarm.identity,
             view=swarm.view,
-            announce=lambda: swarm.start_soon(self._announce),
+            announce=lambda: swarm.start_soon(self._announce_record),
             off_loop=trio.to_thread.run_sync,
             rng=random.Random(),
             links=lambda: (None, None),
             can_be_dialled=lambda: False,
         )
-        self._trainer = Trainer(world, self.run, "train", self._source, None, self._getter)
+        self._trainer = Trainer(world, self.run, "train", self._source, None, self._make_getter)
         if self._order:
             self._trainer.chronicle.take_order_untrusted(self._order)
         swarm.take_part(self.run.id, self._trainer)
-        swarm.start_soon(self._live)
+        swarm.start_soon(self._run_trainer)
         await self._source.wait_wanted()
 
     def _is_over(self) -> bool:
         catching_up = self._trainer.catching_up
         return bool(self._trainer.why_idle()) and catching_up is not None and not catching_up.is_due
 
-    async def _live(self) -> None:
+    async def _run_trainer(self) -> None:
         failure = "this part in the run has ended"
         with self._scope:
             try:
@@ -190,16 +190,16 @@ class Collaboration:
                 failure = str(first_error(group))
         self._source.end(failure)
 
-    async def _end(self) -> None:
+    async def _end_run(self) -> None:
         self._scope.cancel()
         self._swarm.take_part(self.run.id, None)
 
     async def _announce_regularly(self) -> None:
         while True:
-            await self._announce()
+            await self._announce_record()
             await trio.sleep(ANNOUNCE_INTERVAL_S)
 
-    async def _announce(self) -> None:
+    async def _announce_record(self) -> None:
         now = int(time.time())
         fields = self._trainer.record()
         del fields["kind"]
@@ -214,7 +214,7 @@ class Collaboration:
         )
         await self._swarm.announce(record)
 
-    def _getter(self, layout: VectorLayout, into: str) -> Get:
+    def _make_getter(self, layout: VectorLayout, into: str) -> Get:
         folder = Path(self._folder.name) / into
         return recovery.make_getter(self._swarm.rpc, folder, layout.dtype, Pace(lambda: None))
 
@@ -302,7 +302,7 @@ class _LoopSource:
     def why_not_again(self) -> str:
         return "what computes here is a loop of its user's"
 
-    def again(self, parameters: Vector) -> RecheckRequest:
+    def prepare_recheck(self, parameters: Vector) -> RecheckRequest:
         raise AssertionError("it cannot compute the run's draws")
 
     async def compute_again(self, recheck: RecheckRequest, peer: str, first: int, n: int) -> float:

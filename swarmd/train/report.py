@@ -71,7 +71,7 @@ def report_run(trainer: Trainer, device: str, worker: int | None, failure: str) 
         device=device,
         worker=worker,
         failure=failure or trainer.trouble or trainer.memories.trouble or trainer.computing.trouble,
-        finished=ledger.finished(),
+        finished=ledger.why_finished(),
     )
 
 

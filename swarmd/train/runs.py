@@ -105,7 +105,7 @@ class Runs:
             for folder in folders.values():
                 try:
                     if folder.role in ROLES:
-                        self._begin(folder.run(), folder)
+                        self._begin_run(folder.run(), folder)
                 except ConfigError as error:
                     logger.warning("leaving out a run: %s", error)
             await trio.sleep_forever()
@@ -118,7 +118,7 @@ class Runs:
             raise ConfigError(f"a role is one of {', '.join(ROLES)}, not {role!r}")
         if self._config.training_runs == "off":
             raise ConfigError('this machine takes no part in training: its setting "training_runs" is "off"')
-        run_id = self._find(name)
+        run_id = self._find_run(name)
         if run_id in self._taken:
             raise ConfigError(f"this daemon takes part in {name!r} already: swarmd train status")
         if len(self._taken) >= MAX_RUNS:
@@ -140,15 +140,15 @@ class Runs:
         folder.keep_run(run, role)
         if order:
             folder.keep_order(order)
-        self._begin(run, folder)
+        self._begin_run(run, folder)
         return JoinRunAnswer(run=run_id, name=run.recipe.name, role=role)
 
     async def leave(self, name: str) -> LeaveRunAnswer:
         """No longer take part. The state stays on the disk."""
-        run_id = self._one_taken(name)
+        run_id = self._find_taken(name)
         taken = self._taken[run_id]
         lacks_anchors = self._needs_me(taken.trainer)
-        await self._save(taken)
+        await self._save_state(taken)
         taken.scope.cancel()
         RunFolder(self._root / run_id).leave()
         self._taken.pop(run_id, None)
@@ -166,7 +166,7 @@ class Runs:
         """As its owner: stop a run, let it go on, name other anchors, or (``back``) have it go back to a state that
         somebody has. Raises ConfigError for anybody else.
         """
-        run_id = self._one_taken(name)
+        run_id = self._find_taken(name)
         trainer = self._taken[run_id].trainer
         if trainer.run_spec.owner != self._identity.public_key:
             raise ConfigError("only who started the run can do that: swarmd train stop without --all leaves it")
@@ -180,7 +180,7 @@ class Runs:
             anchors=anchors or old.anchors,
             earlier=(*old.earlier, old.anchors) if anchors and old.generation else old.earlier,
             back_from=chronicle.ledger.head if state == "back" else old.back_from,
-            back_to=chronicle.goes_back_to() if state == "back" else old.back_to,
+            back_to=chronicle.find_earlier_state() if state == "back" else old.back_to,
         )
         raw = sign_order(order, self._identity)
         try:
@@ -193,7 +193,7 @@ class Runs:
 
     async def checkpoint(self, name: str) -> CheckpointAnswer:
         """Write a run's present state to the disk."""
-        trainer = self._taken[self._one_taken(name)].trainer
+        trainer = self._taken[self._find_taken(name)].trainer
         path = await trainer.save()
         layout = trainer.state.layout.tensors if trainer.state is not None else ()
         return CheckpointAnswer(path=path, layout=tuple(layout), update=trainer.ledger.epoch)
@@ -224,12 +224,12 @@ class Runs:
 
     def plan(self, name: str) -> PlanAnswer:
         """Who would reduce what now, and how long a round is expected to take."""
-        trainer = self._taken[self._one_taken(name)].trainer
+        trainer = self._taken[self._find_taken(name)].trainer
         return plan_round(trainer, self._directory.view().peers)
 
     def pause(self, name: str, is_paused: bool) -> PauseRunAnswer:
         """Compute nothing for a run until told otherwise; what is here stays, and is given to others."""
-        taken = self._taken[self._one_taken(name)]
+        taken = self._taken[self._find_taken(name)]
         taken.trainer.pause("paused here" if is_paused else "")
         self._directory.announce_soon()
         return PauseRunAnswer(run=taken.trainer.run_spec.id, paused=is_paused)
@@ -269,13 +269,13 @@ class Runs:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _begin(self, run: Run, folder: RunFolder) -> None:
-        trainer, source = self._make(run, folder)
+    def _begin_run(self, run: Run, folder: RunFolder) -> None:
+        trainer, source = self._make_trainer(run, folder)
         taken = _RunTaken(trainer, source, trio.CancelScope())
         self._taken[run.id] = taken
-        self._tasks.start_soon(self._live, taken, folder)
+        self._tasks.start_soon(self._keep_alive, taken, folder)
 
-    def _make(self, run: Run, folder: RunFolder) -> tuple[Trainer, WorkerSource | None]:
+    def _make_trainer(self, run: Run, folder: RunFolder) -> tuple[Trainer, WorkerSource | None]:
         world = TrainerServices(
             rpc=self._rpc,
             identity=self._identity,
@@ -292,11 +292,11 @@ class Runs:
         source = None
         if folder.role == "train":
             source = WorkerSource(run, self._supply, self._rpc.network.peer_id, self._config.threads)
-        trainer = Trainer(world, run, folder.role, source, folder, partial(self._getter, folder))
+        trainer = Trainer(world, run, folder.role, source, folder, partial(self._make_getter, folder))
         trainer.pause(self._resting, "policy")
         return trainer, source
 
-    async def _live(self, taken: _RunTaken, folder: RunFolder) -> None:
+    async def _keep_alive(self, taken: _RunTaken, folder: RunFolder) -> None:
         """Keep a trainer going: what the swarm cannot give yet is tried again, what the user must mend is said."""
         try:
             with taken.scope:
@@ -307,10 +307,10 @@ class Runs:
                     taken.trainer.why = taken.failure
                     await trio.sleep(pause_s)
                     pause_s = min(LONGEST_RETRY_S, 2 * pause_s) if is_users else RETRY_S
-                    await self._close(taken)
-                    taken.trainer, taken.source = self._make(taken.trainer.run_spec, folder)
+                    await self._close_source(taken)
+                    taken.trainer, taken.source = self._make_trainer(taken.trainer.run_spec, folder)
         finally:
-            await self._close(taken)
+            await self._close_source(taken)
 
     async def _live_once(self, trainer: Trainer) -> tuple[str, bool]:
         """Run a trainer to its end; returns why that came, and whether this machine's user has to mend it.
@@ -331,12 +331,12 @@ class Runs:
         return why, is_users
 
     @staticmethod
-    async def _close(taken: _RunTaken) -> None:
+    async def _close_source(taken: _RunTaken) -> None:
         with trio.CancelScope(shield=True):
             if taken.source is not None:
                 await taken.source.close()
 
-    def _getter(self, folder: RunFolder, layout: VectorLayout, into: str) -> Get:
+    def _make_getter(self, folder: RunFolder, layout: VectorLayout, into: str) -> Get:
         return recovery.make_getter(
             self._rpc,
             folder.folder / into,
@@ -344,7 +344,7 @@ class Runs:
             Pace(lambda: None),
         )
 
-    async def _save(self, taken: _RunTaken) -> None:
+    async def _save_state(self, taken: _RunTaken) -> None:
         try:
             await taken.trainer.save()
         except ConfigError as error:
@@ -352,7 +352,7 @@ class Runs:
 
     def _needs_me(self, trainer: Trainer) -> bool:
         """Do updates count with this peer, and not without it, by the anchors that are there?"""
-        if trainer.ledger.finished() or trainer.chronicle.order.state == "stopped":
+        if trainer.ledger.why_finished() or trainer.chronicle.order.state == "stopped":
             return False
         me = self._rpc.network.peer_id
         anchors = set(trainer.chronicle.anchors)
@@ -360,7 +360,7 @@ class Runs:
         has_majority = is_majority(len(present), len(anchors))
         return has_majority and not is_majority(len(present - {me}), len(anchors))
 
-    def _find(self, name: str) -> RunId:
+    def _find_run(self, name: str) -> RunId:
         """The run that a name, or the beginning of a hash, means. Raises ConfigError."""
         known = {RunId(r.run): r.name for r in self._directory.view().runs}
         for run_id, folder in known_runs(self._root).items():
@@ -368,7 +368,7 @@ class Runs:
                 known.setdefault(run_id, folder.run().recipe.name)
         return _match_run(name, known)
 
-    def _one_taken(self, name: str) -> RunId:
+    def _find_taken(self, name: str) -> RunId:
         """The run meant, of those taken part in. Raises ConfigError."""
         taken = {r: t.trainer.run_spec.recipe.name for r, t in self._taken.items()}
         left_runs = {}

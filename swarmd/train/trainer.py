@@ -127,7 +127,7 @@ class Trainer:
             await nursery.start(self.joining.run)
             task_status.started()
             if self._source is not None:
-                state = await self._load(self._source)
+                state = await self._load_model(self._source)
                 feedback, memory = await self.memories.recall(state)
                 nursery.start_soon(self.computing.run, self._source, state, feedback, memory, self.audits)
                 get = partial(self._make_get, state.layout)
@@ -142,11 +142,11 @@ class Trainer:
             self._world.announce()
             while True:
                 mark = self._news.mark()
-                await self._step()
+                await self._take_step()
                 if not mark.is_set():
                     await self._news.wait(LOOK_INTERVAL_S)
 
-    async def _load(self, source: GradientSource) -> RunState:
+    async def _load_model(self, source: GradientSource) -> RunState:
         """Get the model, and the newest state that this disk has."""
         self.why = "loading the model"
         layout, parameters = await source.open()
@@ -163,7 +163,7 @@ class Trainer:
             self._tasks,
             state,
             get,
-            self._settle,
+            self._settle_work,
         )
         self.state = state
         return state
@@ -202,10 +202,10 @@ class Trainer:
     # No peer is told what to do. All decide by the same rule from records that they have seen: where those differ a
     # round begins a little early or late for some, and is put right by the leader.
 
-    async def _step(self) -> None:
+    async def _take_step(self) -> None:
         """Look, decide, act, once."""
         if self.state is None or self.catching_up is None:
-            await self._help()
+            await self._help_others()
         elif self.catching_up.is_due:
             await self.computing.hold()
             await self.catching_up.advance()
@@ -218,7 +218,7 @@ class Trainer:
             await self.computing.hold()
             await self._follow_others()
         else:
-            decision = self._decide(self.state)
+            decision = self._decide_action(self.state)
             self.why = decision.reason
             if decision.action is Action.CATCH_UP:
                 await self._follow_others()
@@ -241,7 +241,7 @@ class Trainer:
             audit_left=self.computing.audit_left,
         )
 
-    def _decide(self, state: RunState) -> Decision[Action]:
+    def _decide_action(self, state: RunState) -> Decision[Action]:
         """What ``plan.runs.progress`` says, if nothing that only this peer knows speaks against it."""
         other_members = self.members.progress(trio.current_time())
         decision = progress.decide_action(
@@ -255,7 +255,7 @@ class Trainer:
 
     def why_idle(self) -> str:
         """Why nothing is computed now; "" when something is."""
-        return self._why_nothing() or self.ledger.finished()
+        return self._why_nothing() or self.ledger.why_finished()
 
     def _why_nothing(self) -> str:
         """Why its owner, or that of this machine, wants nothing computed."""
@@ -270,10 +270,10 @@ class Trainer:
         head = self.ledger.head
         newest = [p for p, r in records.items() if r.epoch >= self.ledger.epoch]
         peers_ahead = [p for p in newest if records[p].head != head]
-        if peers_ahead and not await self.chronicle.sync(peers_ahead):
+        if peers_ahead and not await self.chronicle.sync_commits(peers_ahead):
             await self._news.wait(LOOK_INTERVAL_S)
 
-    async def _help(self) -> None:
+    async def _help_others(self) -> None:
         """What a peer without a model does: keep the ledger, and reduce for others when a round is near."""
         await self._follow_others()
         now = trio.current_time()
@@ -286,21 +286,21 @@ class Trainer:
             return
         members = self.members.progress(now)
         total = progress.forecast_round(members, head, self.run_spec.recipe.batch.target)
-        leaders = progress.leader_order(head, self.members.leaders(head, now))
-        is_led = bool(self.members.leading(head, now))  # who leads knows its samples; here they are a forecast
+        leaders = progress.leader_order(head, self.members.possible_leaders(head, now))
+        is_led = bool(self.members.current_leaders(head, now))  # who leads knows its samples; here they are a forecast
         if (total.left_s == 0.0 or is_led) and leaders:
             await self.joining.follow(leaders[0], head)
             self.joining.leave()
 
     # --- the state --------------------------------------------------------------------------------------------------
 
-    def _settle(self, commit: Commit | None) -> None:
+    def _settle_work(self, commit: Commit | None) -> None:
         self.joining.retry_at = 0.0  # that was of the round before
         self.computing.settle(commit)
         if commit is not None and commit.contributors:
-            self.audits.consider(commit)
+            self.audits.consider_commit(commit)
         else:
-            self.audits.forget()
+            self.audits.forget_watched()
         self._tasks.start_soon(self.memories.keep, self.computing.inner)
 
     def _on_state(self, state: RunState) -> None:
@@ -310,7 +310,7 @@ class Trainer:
         self.pace.note(trio.current_time(), self.ledger.n_samples)
         self._world.announce()
         every = self.run_spec.recipe.checkpoints.every
-        is_due = state.epoch % every == 0 or self.ledger.finished()
+        is_due = state.epoch % every == 0 or self.ledger.why_finished()
         if self._folder is not None and is_due:
             self._tasks.start_soon(self._save_quietly)
 
@@ -373,9 +373,9 @@ class Trainer:
         elif isinstance(message, rounds.Commits):
             await self._take_news(peer, frame)
         else:
-            await self._give(channel, message)
+            await self._answer_query(channel, message)
 
-    async def _give(self, channel: Channel, message: AnyMessage) -> None:
+    async def _answer_query(self, channel: Channel, message: AnyMessage) -> None:
         """Tell what the run is, what its ledger says, or keep the state for somebody to fetch."""
         if isinstance(message, rounds.WantRun):
             payload = msgspec.msgpack.encode((self.run_spec.raw, self.chronicle.order_raw))
@@ -398,8 +398,8 @@ class Trainer:
     async def _take_news(self, peer: PeerId, frame: Frame) -> None:
         """Somebody says what was committed."""
         try:
-            if not await self.chronicle.take(decode(frame.payload, list[bytes], "a list of commits")):
-                self._tasks.start_soon(self.chronicle.sync, [peer])
+            if not await self.chronicle.take_commits(decode(frame.payload, list[bytes], "a list of commits")):
+                self._tasks.start_soon(self.chronicle.sync_commits, [peer])
         except IntegrityError as error:
             raise RemoteProtocolError(f"commits that do not count: {error}") from None
 

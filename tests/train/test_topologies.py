@@ -40,13 +40,13 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.between: list[set[str]] = []
-        use = Round._use
+        use = Round._use_group
 
         def used(live: Round, group: Any) -> None:
             use(live, group)
             self.between.append({group.members[child].peer for child, _ in edges_of(group).subtotals})
 
-        monkeypatch.setattr(Round, "_use", used)
+        monkeypatch.setattr(Round, "_use_group", used)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -129,14 +129,14 @@ class _Review:
                 self.results[peer] = beat.result
         self._group = group
         self._seen = seen
-        self._said = latest_summaries(group, seen)
+        self._summaries = latest_summaries(group, seen)
         self._edges = edges_of(group)
         self._trees = trees_of(group)
 
     def _peer(self, place: int) -> PeerId:
         return PeerId(self._group.members[place].peer)
 
-    def _dispute(self, child: int, parent: int, why: str) -> None:
+    def _note_dispute(self, child: int, parent: int, why: str) -> None:
         if self._peer(child) in self._seen:
             pair = (self._peer(child), self._peer(parent))
             self.found.pairs.setdefault(pair, why)
@@ -147,36 +147,36 @@ class _Review:
         """Is what came to each member what its parent has?"""
         for root, tree in self._trees.items():
             for place, parent in enumerate(tree.parents):
-                reduction = self._said[place].reductions.get(root)
-                parents_reduction = self._said[parent].reductions.get(root)
+                reduction = self._summaries[place].reductions.get(root)
+                parents_reduction = self._summaries[parent].reductions.get(root)
                 if place == root or reduction is None:
                     continue
                 if reduction.fault:
-                    self._dispute(place, parent, reduction.fault)
+                    self._note_dispute(place, parent, reduction.fault)
                 elif (
                     reduction.digest
                     and parents_reduction is not None
                     and parents_reduction.digest
                     and reduction.digest != parents_reduction.digest
                 ):
-                    self._dispute(place, parent, "the results that came are not those that were sent")
+                    self._note_dispute(place, parent, "the results that came are not those that were sent")
 
     def compare_numbers(self, edges: Iterable[Edge], received_in: ReceivedIn, sent_in: GivenIn) -> None:
         """Is what each parent has of each child what that one gave?"""
         for child, parent in edges:
-            received = received_in(self._said[parent]).get(child)
-            sent = sent_in(self._said[child]).get(parent)
+            received = received_in(self._summaries[parent]).get(child)
+            sent = sent_in(self._summaries[child]).get(parent)
             if received is None:
                 continue
             if received.fault:
-                self._dispute(child, parent, received.fault)
+                self._note_dispute(child, parent, received.fault)
             elif sent is not None and _numbers_differ(sent, received, self._is_same_average(child, parent)):
-                self._dispute(child, parent, "what came is not what was given")
+                self._note_dispute(child, parent, "what came is not what was given")
 
     def check_kept(self) -> None:
         """Does a member itself find fault with what it keeps of its own?"""
         for place in self._edges.kept:
-            received = self._said[place].received.get(place)
+            received = self._summaries[place].received.get(place)
             if received is not None and received.fault:
                 self.found.faults[self._peer(place)] = received.fault
 
@@ -189,7 +189,7 @@ class _Review:
     def check_flows(self, me: PeerId) -> None:
         """Does what goes into each member, by its own words, come out of it?"""
         places = {PeerId(m.peer): place for place, m in enumerate(self._group.members)}
-        leaders_summary = self._said[places[me]] if me in places else SILENT
+        leaders_summary = self._summaries[places[me]] if me in places else SILENT
         for place in self._edges.adding():
             peer = self._peer(place)
             if peer in self.results and self.results[peer] == self.results.get(me):
@@ -199,7 +199,7 @@ class _Review:
 
     def _flow_fault(self, place: int, results: Reduction | None) -> str:
         """Why a member cannot have added up what it says it has; "" when it can."""
-        summary = self._said[place]
+        summary = self._summaries[place]
         edges = self._edges
         givers = [place] if place in edges.kept else []
         givers += edges.givers.get(place, [])
@@ -228,18 +228,18 @@ class _Review:
 
     def check_averages(self, me: PeerId) -> None:
         """Has anybody another average than the leader, though it has the same parts?"""
-        if me not in self.results or not self._agrees(me):
+        if me not in self.results or not self._has_all_results(me):
             return
         for member in self.results.keys() - {me}:
-            if self.results[member] != self.results[me] and self._agrees(member):
+            if self.results[member] != self.results[me] and self._has_all_results(member):
                 self.found.faults[member] = "its average is not what its parts are"
 
-    def _agrees(self, member: PeerId) -> bool:
+    def _has_all_results(self, member: PeerId) -> bool:
         """Has a member the results of each reducer as that one made them?"""
         place = next(i for i, m in enumerate(self._group.members) if m.peer == member)
         for root in self._trees:
-            reduction = self._said[place].reductions.get(root)
-            reducers_own = self._said[root].reductions.get(root)
+            reduction = self._summaries[place].reductions.get(root)
+            reducers_own = self._summaries[root].reductions.get(root)
             if reduction is None or reducers_own is None:
                 return False
             if not reduction.digest or reduction.digest != reducers_own.digest:
@@ -253,13 +253,13 @@ class _Review:
         late = [
             (child, parent)
             for child, parent in self._edges.own
-            if not has_arrived(self._said[parent].received.get(child))
+            if not has_arrived(self._summaries[parent].received.get(child))
         ]
         waiting = {parent for _, parent in late}
         late_subtotals = [
             (child, parent)
             for child, parent in self._edges.subtotals
-            if not has_arrived(self._said[parent].subtotals.get(child))
+            if not has_arrived(self._summaries[parent].subtotals.get(child))
         ]
         waiting |= {parent for _, parent in late_subtotals}
         # A subtotal waits for all that it adds up: only the deepest edge of a chain that waits is to blame.
@@ -267,7 +267,7 @@ class _Review:
         for child, parent in late:
             if self._peer(parent) == me and self._peer(child) in self._seen:
                 self.found.faults[self._peer(child)] = "its parts have not come"
-            self._dispute(child, parent, "parts have not come")
+            self._note_dispute(child, parent, "parts have not come")
 
     def late_results(self) -> None:
         """Who lacks results that its parent has."""
@@ -278,11 +278,11 @@ class _Review:
             ]
             for place, parent in enumerate(tree.parents):
                 if has_results[parent] and not has_results[place] and self._group.members[place].receives:
-                    self._dispute(place, parent, "results have not come")
+                    self._note_dispute(place, parent, "results have not come")
 
     def _has_results(self, place: int, root: int, n_elements: int) -> bool:
         """Does a member say that all results of one reducer are there?"""
-        reduction = self._said[place].reductions.get(root)
+        reduction = self._summaries[place].reductions.get(root)
         return reduction is not None and reduction.n_elements >= n_elements
 
 

@@ -132,7 +132,7 @@ class Ledger:
         """Mean loss of each update, nats a token."""
         return [s.commit.loss for s in self.sealed if s.commit.contributors]
 
-    def finished(self) -> str:
+    def why_finished(self) -> str:
         """Why the run has come to its end; "" while it has not."""
         stop = self.run.recipe.stop
         if self.steps >= stop.steps:
@@ -151,13 +151,13 @@ class Ledger:
         """How far the mean of so many samples may be from the momentum, in an update (None: the next)."""
         if not self.is_clipped:
             return math.inf
-        return clipping_radius(self._latest(LEAST_MEMBERS, update), n_samples)
+        return clipping_radius(self._latest_contributions(LEAST_MEMBERS, update), n_samples)
 
     def contributions(self, n: int) -> list[WeighedContributions]:
         """The latest ones that were counted, as the outlier rule wants them."""
-        return self._latest(n)[:n]
+        return self._latest_contributions(n)[:n]
 
-    def _latest(self, n: int, update: int | None = None) -> list[WeighedContributions]:
+    def _latest_contributions(self, n: int, update: int | None = None) -> list[WeighedContributions]:
         """Those of the newest commits (``update`` an update), as many as it takes for ``n`` of them."""
         end = None if update is None else update - 1
         latest: list[WeighedContributions] = []

@@ -79,11 +79,11 @@ def latest_summaries(group: Group, seen: Seen) -> dict[int, HeartbeatSummary]:
     for place, member in enumerate(group.members):
         known = seen.get(PeerId(member.peer))
         beat = known.beat if known is not None else None
-        summaries[place] = _summarise(beat) if beat is not None else SILENT
+        summaries[place] = _summarise_beat(beat) if beat is not None else SILENT
     return summaries
 
 
-def _summarise(beat: Beat) -> HeartbeatSummary:
+def _summarise_beat(beat: Beat) -> HeartbeatSummary:
     """Of several entries for one place the last one counts."""
     return HeartbeatSummary(
         received={r.member: r for r in beat.received},

@@ -101,7 +101,7 @@ class Accusations:
         elif len(self.cases) < MAX_CASES and all(case.accuser != accuser for case in self.cases):
             case = open_recheck(self._ledger, peer, share, commit, accuser)
             self.cases.append(case)
-            self._tasks.start_soon(self._fetch, case, accuser, self._state)
+            self._tasks.start_soon(self._fetch_states, case, accuser, self._state)
 
     def _commit_of(
         self,
@@ -127,7 +127,7 @@ class Accusations:
             raise IntegrityError("no such contribution is counted")
         return commit
 
-    async def _fetch(self, case: Recheck, accuser: PeerId, state: RunState) -> None:
+    async def _fetch_states(self, case: Recheck, accuser: PeerId, state: RunState) -> None:
         """Get the states that a contribution was computed on from who found it wrong; their hashes are commits'."""
         why = "it takes too long"
         get = self._get(f"evidence-{accuser[-8:]}")
@@ -154,7 +154,7 @@ class Accusations:
 
     # --- what is said here ---------------------------------------------------------------------------------------
 
-    async def tell(self, case: Recheck) -> None:
+    async def tell_members(self, case: Recheck) -> None:
         """Have the others see for themselves, and the contributor know: its machine may be broken."""
         until = trio.current_time() + EVIDENCE_S
         evidence = dict(self._evidence)

@@ -67,9 +67,9 @@ class Computing:
             if self.broken:
                 await self._news.wait()
                 continue
-            self._note_audits(audits.left)
+            self._note_audits(audits.n_waiting)
             has_none = self._is_allowed and not self.work.since.n
-            if not has_none and await self._audit(audits):
+            if not has_none and await self._audit_some(audits):
                 continue
             if not self._is_allowed or self.work.n >= MOST_TARGETS * self._recipe.batch.target:
                 await self._news.wait()
@@ -107,7 +107,7 @@ class Computing:
             self.broken = ""
             self._news.notify()
 
-    async def _audit(self, audits: GradientAudits) -> bool:
+    async def _audit_some(self, audits: GradientAudits) -> bool:
         """Compute some of what another gave, if that is to be looked at, and rest as this machine's owner asks."""
         begun = trio.current_time()
         try:
@@ -134,12 +134,12 @@ class Computing:
         inner = self.inner
         begun = trio.current_time()
         if inner is not None:
-            await self._world.off_loop(inner.follow, self.work, self._counted)
+            await self._world.off_loop(inner.follow, self.work, self._n_counted)
         # While it computes a round may offer what is here, or an update change the state. Both are noticed by what was
         # remembered before: gradients of an old state must not be added to those of a new one.
         head = state.head
         since = self.work.since
-        first = self.work.next_draw(self._counted)
+        first = self.work.next_draw(self._n_counted)
         step: InnerStep | None = None
         if inner is not None:
             step = InnerStep(self._recipe.learning_rate(state.steps + 1), inner.steps + 1)
@@ -151,7 +151,7 @@ class Computing:
             self.trouble = "the loss is not finite: what was gathered is dropped"
             self.work.drop_since()
         else:
-            self._add(first, done)
+            self._add_gradients(first, done)
         self._is_computing = False
         self._news.notify()
         took_s = max(trio.current_time() - begun, 1e-6)
@@ -161,7 +161,7 @@ class Computing:
         if rest_s:
             await trio.sleep(rest_s)
 
-    def _add(self, first: int, done: ComputedGradients) -> None:
+    def _add_gradients(self, first: int, done: ComputedGradients) -> None:
         if self.inner is None:
             self.work.add(first, done.n, done.loss, done.gathered)
             return
@@ -176,7 +176,7 @@ class Computing:
         self.inner.steps += 1
 
     @property
-    def _counted(self) -> int:
+    def _n_counted(self) -> int:
         """How many of this peer's draws the ledger has counted."""
         return self._ledger.next_draw.get(self._me, 0)
 
@@ -227,7 +227,7 @@ class Computing:
         if self.inner is None:
             await self._world.off_loop(self.work.offer)
         elif not self._is_computing:  # else its parameters change: what was offered before is offered again
-            await self._world.off_loop(self.inner.follow, self.work, self._counted)
+            await self._world.off_loop(self.inner.follow, self.work, self._n_counted)
             await self._world.off_loop(self.work.offer, self.inner.contribution)
         if self._feedback is not None:
             limit = self._ledger.radius(max(1, self.work.offered.n))

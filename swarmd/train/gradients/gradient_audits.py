@@ -71,7 +71,7 @@ class GradientAudits:
         self._source: GradientSource | None = None
         self._state: RunState | None = None
         self._speed: Callable[[], float] = lambda: 0.0
-        self._own: Recheck | None = None
+        self._drawn_case: Recheck | None = None
         self._watched: tuple[PeerId, bytes, Snapshot] | None = None  # its next contribution is begun on this state
         self._wrong_at: dict[PeerId, int] = {}
 
@@ -108,7 +108,7 @@ class GradientAudits:
     # The draw is this member's own secret: whoever gives wrong numbers cannot know who looks. Chances rise for members
     # that have contributed little so far (plan.trust.gradient_audits).
 
-    def consider(self, commit: Commit) -> None:
+    def consider_commit(self, commit: Commit) -> None:
         """A commit is about to be applied: is one of its contributions computed again here?
 
         Where peers compute on while a round averages, a contribution is begun on the state before: who is to be looked
@@ -119,13 +119,13 @@ class GradientAudits:
         backed = self._backed()
         watched = self._watched
         self._watched = None
-        if state is None or self.why_not or self._own is not None or backed is None:
+        if state is None or self.why_not or self._drawn_case is not None or backed is None:
             return
         if backed.body != commits.encode(commit):
             return
         peers = [PeerId(c.peer) for c in commit.contributors]
         shares = dict(zip(peers, backed.shares, strict=True))
-        drawn = self._draw(shares)
+        drawn = self._draw_contributor(shares)
         snapshot: Snapshot | None = None
         if self._recipe.overlaps:
             if drawn is not None:
@@ -139,13 +139,13 @@ class GradientAudits:
         case.states = {watched[1]: watched[2]} if watched is not None else {}
         case.states[state.root] = snapshot or state.hold()
         if case.roots <= case.states.keys():
-            self._own = case
+            self._drawn_case = case
 
-    def forget(self) -> None:
+    def forget_watched(self) -> None:
         """The state here is no longer the one that followed from what was held."""
         self._watched = None
 
-    def _draw(self, shares: dict[PeerId, ContributionShare]) -> PeerId | None:
+    def _draw_contributor(self, shares: dict[PeerId, ContributionShare]) -> PeerId | None:
         n_samples = {peer: float(share.n) for peer, share in shares.items()}
         rates = {p: gradient_audits.rate(self._n_right(p), self._recipe.audit) for p in shares}
         decision = gradient_audits.draw(rates, n_samples, self._me, self._world.rng.random())
@@ -164,19 +164,19 @@ class GradientAudits:
         self.accusations.take_untrusted(accuser, message, payload, may_compute)
 
     @property
-    def left(self) -> int:
+    def n_waiting(self) -> int:
         """How many samples of others are to be computed again here, as far as it can begin."""
         if self._source is None or self._why_idle():
             return 0
-        return sum(case.share.n - case.done for case in self._waiting() if case.is_ready)
+        return sum(case.share.n - case.done for case in self._waiting_cases() if case.is_ready)
 
     # --- computing -----------------------------------------------------------------------------------------------
 
     async def advance(self, n_at_most: int) -> int:
         """Compute so many samples of what is to be looked at; returns how many it were. Raises SwarmError."""
         if self._why_idle():
-            self._own = None  # nobody knows for how long, and it takes memory
-        case = self._next()
+            self._drawn_case = None  # nobody knows for how long, and it takes memory
+        case = self._next_case()
         if case is None or self._source is None or self._why_idle():
             return 0
         root, n_left = case.next_piece()
@@ -184,45 +184,45 @@ class GradientAudits:
         try:
             if case.on != root:
                 await self._world.off_loop(case.go_on_from, root, self._source)
-            assert case.again is not None
+            assert case.request is not None
             case.loss += await self._source.compute_again(
-                case.again,
+                case.request,
                 case.peer,
                 case.share.first + case.done,
                 n,
             )
         except SwarmError:
-            self._drop(case)
+            self._drop_case(case)
             raise
         case.done += n
         self.counts.samples += n
         if case.is_done:
-            self._drop(case)
-            await self._judge(case)
+            self._drop_case(case)
+            await self._judge_case(case)
         return n
 
-    def _next(self) -> Recheck | None:
-        return next((case for case in self._waiting() if case.is_ready), None)
+    def _next_case(self) -> Recheck | None:
+        return next((case for case in self._waiting_cases() if case.is_ready), None)
 
-    def _waiting(self) -> list[Recheck]:
+    def _waiting_cases(self) -> list[Recheck]:
         """What others say comes first: they have reason to."""
-        drawn = [self._own] if self._own is not None else []
+        drawn = [self._drawn_case] if self._drawn_case is not None else []
         return [*self.accusations.cases, *drawn]
 
-    def _drop(self, case: Recheck) -> None:
-        if case is self._own:
-            self._own = None
+    def _drop_case(self, case: Recheck) -> None:
+        if case is self._drawn_case:
+            self._drawn_case = None
         self.accusations.drop(case)
 
-    async def _judge(self, case: Recheck) -> None:
+    async def _judge_case(self, case: Recheck) -> None:
         """It has been computed: is it what its contributor signed?"""
-        recomputed, rounding = await self._world.off_loop(case.came, self._ledger)
+        recomputed, rounding = await self._world.off_loop(case.compute_result, self._ledger)
         share = case.share
         peer = case.peer[-8:]
         update = case.commit.epoch
         signed = RecheckResult(share.loss, math.sqrt(share.squares), share.sums)
         decision = gradient_audits.is_same(signed, recomputed, rounding)
-        case.again = None
+        case.request = None
         self.counts.checked += 1
         if decision.action is None:
             logger.warning("what %s gave to update %d says nothing: %s", peer, update, decision.reason)
@@ -236,5 +236,5 @@ class GradientAudits:
             self.counts.wrong += 1
             self._wrong_at[case.peer] = self._ledger.n_contributions.get(case.peer, 0)
             if case.accuser is None:
-                await self.accusations.tell(case)
+                await self.accusations.tell_members(case)
             self._standing.fault(case.peer, Fault.WRONG_RESULTS, f"its gradients of update {update}")

@@ -27,7 +27,7 @@ class Recheck:
     """See the module. ``accuser``: who asks for it; None: it was drawn here.
 
     ``pieces``: the states that its draws were computed on, by hash, in order, each with the number of its last draw,
-    from 1; ``states``: those that are here; ``on`` which of them ``again`` computes now.
+    from 1; ``states``: those that are here; ``on`` which of them ``request`` computes now.
     """
 
     peer: PeerId
@@ -36,7 +36,7 @@ class Recheck:
     pieces: tuple[tuple[bytes, int], ...]
     accuser: PeerId | None = None
     states: dict[bytes, Held] = field(default_factory=dict)
-    again: RecheckRequest | None = None
+    request: RecheckRequest | None = None
     on: bytes = b""
     done: int = 0
     loss: float = 0.0
@@ -67,24 +67,24 @@ class Recheck:
 
     def go_on_from(self, root: bytes, source: GradientSource) -> None:
         """Compute on this state's parameters from here on. Call it in a thread."""
-        parameters = _vector(self.states[root], "parameters")
-        if self.again is None:
-            self.again = source.again(parameters)
+        parameters = _read_vector(self.states[root], "parameters")
+        if self.request is None:
+            self.request = source.prepare_recheck(parameters)
         else:
-            self.again.parameters[:] = parameters
+            self.request.parameters[:] = parameters
         self.on = root
 
-    def came(self, ledger: Ledger) -> tuple[RecheckResult, float]:
+    def compute_result(self, ledger: Ledger) -> tuple[RecheckResult, float]:
         """What it comes to, as the recipe would have it given, and what rounding may change. Call it in a thread."""
-        assert self.again is not None
+        assert self.request is not None
         recipe = ledger.run.recipe
         commit = self.commit
         n = self.share.n
         codec = codec_of(recipe)
-        total = self.again.total
+        total = self.request.total
         if ledger.is_clipped:
             state = self.states[commit.state]
-            moments = {name: _vector(state, name) for name in recipe.optimizer.moments}
+            moments = {name: _read_vector(state, name) for name in recipe.optimizer.moments}
             centre = centre_of(recipe, moments, ledger.steps_at(commit.epoch - 1))
             total = clip_total(total, n, centre, ledger.radius(n, commit.epoch))
         rounding = 0.0
@@ -92,7 +92,7 @@ class Recheck:
             total = codec.code(total).values
             rounding = codec.rounding(total) / 8  # both round nearly the same: few elements go another way
         directions = directions_of(recipe, commit.parent, len(total), commit.average)
-        sums = directions.of(total, 0)
+        sums = directions.project(total, 0)
         return RecheckResult(self.loss, math.sqrt(squares_of(total)), sums), rounding
 
 
@@ -109,5 +109,5 @@ def open_recheck(
     return Recheck(peer, share, commit, tuple(pieces), accuser)
 
 
-def _vector(state: Held, name: str) -> Vector:
+def _read_vector(state: Held, name: str) -> Vector:
     return state.vector(name) if isinstance(state, Snapshot) else state[name]

@@ -75,7 +75,7 @@ class GradientSource(Protocol):
     def why_not_again(self) -> str:
         """Why what others gave cannot be computed again here; "" when it can."""
 
-    def again(self, parameters: Vector) -> RecheckRequest:
+    def prepare_recheck(self, parameters: Vector) -> RecheckRequest:
         """Get ready to compute on a copy of other parameters. Call it in a thread. Raises ConfigError."""
 
     async def compute_again(self, recheck: RecheckRequest, peer: str, first: int, n: int) -> float:

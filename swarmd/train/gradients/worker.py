@@ -85,7 +85,7 @@ class WorkerSource:
 
     async def open(self) -> tuple[VectorLayout, Vector]:
         await self._data.open()
-        await self._start()
+        await self._start_worker()
         assert self._layout is not None
         assert self._memory is not None
         return self._layout, self._memory.vectors["parameters"]
@@ -113,7 +113,7 @@ class WorkerSource:
             step=step.number if step is not None else 0,
             learning_rate=step.learning_rate if step is not None else 0.0,
         )
-        answer = await self._compute(request, rows.tobytes())
+        answer = await self._compute_rows(request, rows.tobytes())
         self._took.add(trio.current_time() - begun)
         self._into = into
         assert self._memory is not None
@@ -124,7 +124,7 @@ class WorkerSource:
     def why_not_again(self) -> str:
         return "" if self._is_repeatable else "its model drops out at random"
 
-    def again(self, parameters: Vector) -> RecheckRequest:
+    def prepare_recheck(self, parameters: Vector) -> RecheckRequest:
         assert self._layout is not None
         memory = _Memory(self._layout, AGAIN)
         memory.vectors["parameters"][:] = parameters
@@ -142,7 +142,7 @@ class WorkerSource:
             n=n,
             seed=self._data.seed(peer, first),
         )
-        return (await self._compute(request, rows.tobytes())).loss
+        return (await self._compute_rows(request, rows.tobytes())).loss
 
     async def close(self) -> None:
         process = self._process
@@ -154,12 +154,12 @@ class WorkerSource:
     # process shares with it, so that they outlive it: a new worker maps the same and goes on. What it was adding to may
     # be half written: compute() with ``is_fresh`` begins anew. Twice dead of the same samples is no accident.
 
-    async def _compute(self, request: Compute | ComputeAgain, rows: bytes) -> ComputedRows:
+    async def _compute_rows(self, request: Compute | ComputeAgain, rows: bytes) -> ComputedRows:
         """Have the worker compute, started again if need be. Raises SourceLost."""
         try:
             if self._process is None:
-                await self._start()
-            answer, _ = await self._ask(request, rows, 10 * self._took.limit_s(), ComputedRows)
+                await self._start_worker()
+            answer, _ = await self._ask_worker(request, rows, 10 * self._took.limit_s(), ComputedRows)
         except (WorkerLost, RemoteProtocolError) as error:
             await self.close()
             self._require_other_work(request)
@@ -178,7 +178,7 @@ class WorkerSource:
             raise SourceBroken(f"the training worker ended twice of the same samples: {self._last_words}")
         self._died_of = work if self._last_words else None
 
-    async def _start(self) -> None:
+    async def _start_worker(self) -> None:
         """Start the process, load the model, share the memory. Raises ConfigError when the model cannot be loaded."""
         folder = await self._supply.ensure(ModelId(self._run.recipe.model))
         self._process = self._start_process()
@@ -187,7 +187,7 @@ class WorkerSource:
         self._incoming = self._process.received()
         self._last_words = ""
         request = LoadRun(path=str(folder.folder), threads=self._threads)
-        loaded, frame = await self._ask(request, self._run.raw, LOAD_TIMEOUT_S, RunLoaded)
+        loaded, frame = await self._ask_worker(request, self._run.raw, LOAD_TIMEOUT_S, RunLoaded)
         self.device = loaded.device
         self._is_repeatable = loaded.is_repeatable
         tensors = decode(frame.payload, TensorList, "a layout")
@@ -196,14 +196,14 @@ class WorkerSource:
         if self._memory is None or self._layout != layout:
             self._layout = layout
             self._memory = _Memory(layout, self._run.recipe.shared_vectors)
-        await self._ask(
+        await self._ask_worker(
             MapRun(path=str(self._memory.path), init=is_new),
             b"",
             LOAD_TIMEOUT_S,
             RunMapped,
         )
 
-    async def _ask(
+    async def _ask_worker(
         self, request: Message, payload: bytes, timeout_s: float, expected: type[MessageT]
     ) -> tuple[MessageT, Frame]:
         """Raises WorkerLost; ConfigError when the worker says that it cannot."""

@@ -73,7 +73,7 @@ def flow_of(duties: Duties, parts: Mapping[Key, ReducedPart], contribution: Vect
     subtotals = defaultdict[PeerId, list[tuple[int, Vector]]](list)
     for key, sources in duties.sources.items():
         for source in sources:
-            incoming = parts[key].of(source.peer, source.is_subtotal)
+            incoming = parts[key].incoming_from(source.peer, source.is_subtotal)
             pieces = subtotals if source.is_subtotal else received
             pieces[source.peer].append((key[0], incoming.values))
     sent: dict[PeerId, list[tuple[int, Vector]]] = {}
@@ -88,7 +88,7 @@ def flow_of(duties: Duties, parts: Mapping[Key, ReducedPart], contribution: Vect
 
 def project_contribution(directions: Directions, contribution: Vector) -> ContributionProjection:
     """What a contribution is along the directions of an average, which need not be here."""
-    return ContributionProjection(squares_of(contribution), directions.of(contribution, 0))
+    return ContributionProjection(squares_of(contribution), directions.project(contribution, 0))
 
 
 # Who can show what of a round, without having others' vectors. Along each direction d of an average:
@@ -119,13 +119,13 @@ def account_for_average(
             if part.reducer == place:
                 values = average[part.start : part.end]
                 results.update(values.view(np.uint8).data)
-                total += directions.of(values, part.start)
+                total += directions.project(values, part.start)
                 rounding = math.hypot(rounding, codec.rounding(values))
         reductions[place] = results.digest()[:N_DIGEST_BYTES], _as_sums(total), rounding
 
     def along(pieces: Pieces) -> dict[PeerId, Sums]:
         return {
-            peer: _add_sums([directions.of(values, start) for start, values in vectors])
+            peer: _add_sums([directions.project(values, start) for start, values in vectors])
             for peer, vectors in pieces.items()
         }
 

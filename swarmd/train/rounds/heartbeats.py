@@ -47,7 +47,7 @@ def make_heartbeat(
     n_received = 0
     for key, sources in duties.sources.items():
         for source in sources:
-            incoming = state.parts[key].of(source.peer, source.is_subtotal)
+            incoming = state.parts[key].incoming_from(source.peer, source.is_subtotal)
             n_received += incoming.upto - key[0]
     received_sums = account.received if account is not None else {}
     subtotal_sums = account.subtotals if account is not None else {}
@@ -88,7 +88,7 @@ def _list_received(
                 keys_by_peer.setdefault(source.peer, []).append(key)
     received = []
     for peer, keys in keys_by_peer.items():
-        incoming = [(key, state.parts[key].of(peer, subtotals)) for key in keys]
+        incoming = [(key, state.parts[key].incoming_from(peer, subtotals)) for key in keys]
         n_received = sum(c.upto - key[0] for key, c in incoming)
         squares = sum(c.squares for _, c in incoming)
         if not squares < MOST_SQUARES:

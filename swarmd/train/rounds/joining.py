@@ -74,7 +74,7 @@ class Joining:
         self._chronicle = chronicle
         self._members = members
         self._averages = averages
-        self.signer = assents.ContributingMember(chronicle.ledger, world.identity, self._clip)
+        self.signer = assents.ContributingMember(chronicle.ledger, world.identity, self._clip_factor)
         self._news = news
         self._mine = mine
         self._begun: deque[bytes] = deque(maxlen=N_ROUNDS_KNOWN)  # rounds that this peer is or was in
@@ -138,7 +138,7 @@ class Joining:
                     return
                 chosen = self._leaders.choose(parent, self._world.can_be_dialled())
                 if chosen == self._me or self.leader is not None:
-                    await self._lead(why_idle)
+                    await self._lead_round(why_idle)
                 else:
                     await self.follow(chosen, parent)
         finally:
@@ -153,14 +153,14 @@ class Joining:
         try:
             await self._world.rpc.call(
                 leader,
-                self._joining,
+                self._make_join,
                 timeout_s=self.pulses.limit_s(),
                 purpose="bulk",
             )
         except Refused as error:
             self._why = f"{leader[-8:]} leads and refuses: {error}"
             if error.code is Code.STALE_EPOCH:
-                await self._chronicle.sync([leader])
+                await self._chronicle.sync_commits([leader])
             elif error.code is Code.NO_CAPACITY:
                 self._leaders.refused_by = leader
             else:
@@ -207,7 +207,7 @@ class Joining:
         first = self._leaders.first(leader, parent)
         if first == leader:
             return False
-        await self._tell(
+        await self._tell_member(
             leader,
             Pulse(
                 run=self._chronicle.run.id,
@@ -220,7 +220,7 @@ class Joining:
     def _is_followed_alive(self, now: float) -> bool:
         return now - self._pulsed_at < self.pulses.limit_s() / 2
 
-    def _joining(self, call_id: int) -> JoinRound:
+    def _make_join(self, call_id: int) -> JoinRound:
         up, down = self._world.links()
         state, self._offered = self._mine()
         can_be_dialled = self._world.can_be_dialled()
@@ -247,7 +247,7 @@ class Joining:
 
     # --- leading -----------------------------------------------------------------------------------------------
 
-    def _clip(self, average: bytes) -> float:
+    def _clip_factor(self, average: bytes) -> float:
         return self._averages.clip_factor(average, self._chronicle.run.recipe.clip_norm)
 
     def _open_leader(self) -> Leader:
@@ -260,32 +260,32 @@ class Joining:
                 chronicle.ledger,
                 chronicle.order,
                 self.counters.timing,
-                tell=self._tell,
-                expected=lambda: self._members.at(chronicle.ledger.head, trio.current_time()),
+                tell=self._tell_member,
+                expected=lambda: self._members.participants(chronicle.ledger.head, trio.current_time()),
                 proposer=chronicle.proposer(),
-                clip=self._clip,
+                clip=self._clip_factor,
                 why_not_alone=chronicle.why_not_alone,
             )
-            self._pulsing = self._tasks.start_soon(self.leader.pulse)
+            self._pulsing = self._tasks.start_soon(self.leader.send_pulses)
         return self.leader
 
-    async def _lead(self, why_idle: Callable[[], str]) -> None:
+    async def _lead_round(self, why_idle: Callable[[], str]) -> None:
         """Lead the round to its end. Members are told what came of it."""
         leader = self._open_leader()
         self._followed = self._me
         try:
-            leader.join(self._me, self._joining(0))
+            leader.join(self._me, self._make_join(0))
             outcome = await self._lead_on(leader, why_idle)
         except* Refused as group:
             self.close_leader(leader)  # who joins from here on joins the next
             self._why = f"the anchors know more: {group.exceptions[0]}"
             members = self._members.look(trio.current_time())
-            if not await self._chronicle.sync([*self._chronicle.anchors, *members]):
+            if not await self._chronicle.sync_commits([*self._chronicle.anchors, *members]):
                 await self._news.wait(LOOK_INTERVAL_S)
         except* TooEarly as group:
             early = group.exceptions[0]
             self._why = str(early)
-            self._call_off(leader, early.wait_s if isinstance(early, TooEarly) else None)
+            self._call_off_round(leader, early.wait_s if isinstance(early, TooEarly) else None)
         except* RoundFailed as group:
             self.counters.failed += 1
             logger.warning("this round failed: %s", group.exceptions[0])
@@ -298,7 +298,7 @@ class Joining:
             if outcome is not None:
                 self.counters.led += 1
                 self.counters.last = outcome.times or self.counters.last
-                await self._spread(outcome.raw, set(leader.joined))
+                await self._spread_commit(outcome.raw, set(leader.joined))
         finally:
             for peer in leader.missing:  # it was expected, and did not come: do without it until it says something
                 self._members.suspect(peer, trio.current_time())
@@ -327,7 +327,7 @@ class Joining:
             nursery.cancel_scope.cancel()
         return outcome
 
-    def _call_off(self, leader: Leader, wait_s: float | None) -> None:
+    def _call_off_round(self, leader: Leader, wait_s: float | None) -> None:
         """Fewer samples are there than were forecast: all go on computing for as long as the rest takes."""
         now = trio.current_time()
         rate = sum(m.samples_per_s for m in self._members.progress(now)) or 1.0
@@ -346,19 +346,19 @@ class Joining:
             retry_ms=int(1000 * wait_s),
         )
         for peer in leader.joined.keys() - {self._me}:
-            self._tasks.start_soon(self._tell, peer, pulse)
+            self._tasks.start_soon(self._tell_member, peer, pulse)
 
     def _step_down(self, leader: Leader, successor: PeerId) -> None:
         """Who joined here learns who leads instead."""
         logger.info("%s leads this round, and comes first", successor[-8:])
         pulse = Pulse(run=self._chronicle.run.id, parent=leader.parent, successor=successor)
         for peer in set(leader.joined) - {self._me, successor}:
-            self._tasks.start_soon(self._tell, peer, pulse)
+            self._tasks.start_soon(self._tell_member, peer, pulse)
 
-    async def _spread(self, raw: bytes, joined: set[PeerId]) -> None:
+    async def _spread_commit(self, raw: bytes, joined: set[PeerId]) -> None:
         """A majority has signed: everybody may know."""
         members = set(self._members.look(trio.current_time()))
-        await self._chronicle.spread(self._tasks, raw, joined | members)
+        await self._chronicle.spread_commit(self._tasks, raw, joined | members)
 
     # --- what comes from others --------------------------------------------------------------------------------
 
@@ -371,7 +371,7 @@ class Joining:
         if message.parent != ledger.head:
             if ledger.knows(message.parent):
                 raise Refused(Code.STALE_EPOCH, f"commit {ledger.epoch} is known here: ask for it")
-            self._tasks.start_soon(self._chronicle.sync, [peer])
+            self._tasks.start_soon(self._chronicle.sync_commits, [peer])
             raise Refused(Code.NOT_HELD, "that commit is not known here", LOOK_INTERVAL_S)
         if self._members.standing.is_shunned(peer):
             raise Refused(Code.REFUSED, "fault was found with your numbers more than once: you sit out for a while")
@@ -393,15 +393,15 @@ class Joining:
         elif isinstance(message, Pulse):
             self.take_pulse(peer, message)
         elif isinstance(message, Beat) and self.leader is not None:
-            self.leader.beat(peer, message)
+            self.leader.take_beat(peer, message)
 
     def take_pulse(self, peer: PeerId, message: Pulse) -> None:
         """A leader is at it, calls the round off, or leaves it to another."""
         now = trio.current_time()
         if message.retry_ms is None:
-            self._members.leads(PeerId(message.successor) or peer, message.parent, now)
+            self._members.note_leader(PeerId(message.successor) or peer, message.parent, now)
             if self.leader is not None and self.leader.parent == message.parent:
-                self.leader.gone(peer)  # it leads this round itself, or follows somebody else
+                self.leader.drop_member(peer)  # it leads this round itself, or follows somebody else
             self._news.notify()
         if peer != self._followed or message.parent != self._chronicle.ledger.head:
             return
@@ -427,7 +427,7 @@ class Joining:
         previous = self.round.group if self.round is not None and is_known else None
         check_group(group, previous, state.n_averaged if state else None, recipe)
         if self.round is not None and previous is not None:
-            self.round.change(group)
+            self.round.change_group(group)
             return
         member = next((m for m in group.members if m.peer == self._me), None)
         if member is None or (member.first, member.n) != (offered.first, offered.n):
@@ -444,7 +444,7 @@ class Joining:
             off_loop=self._world.off_loop,
         )
         self._begun.append(group.round)
-        self._scope = self._tasks.start_soon(self._live, self.round, peer)
+        self._scope = self._tasks.start_soon(self._live_round, self.round, peer)
         self._news.notify()
 
     async def take_numbers(self, channel: Channel, message: Numbers, payload: memoryview) -> None:
@@ -471,7 +471,7 @@ class Joining:
         try:
             if payload:
                 generation = self._chronicle.order.generation
-                live.assent(self.signer.assent_untrusted(payload, live, generation, state.root))
+                live.give_assent(self.signer.assent_untrusted(payload, live, generation, state.root))
             else:
                 await live.give_share(message.average)
         except IntegrityError as error:
@@ -483,7 +483,7 @@ class Joining:
             return
         self._members.suspect(peer, trio.current_time())
         if self.leader is not None:
-            self.leader.gone(peer)
+            self.leader.drop_member(peer)
         if self._followed == peer:
             self._followed = None
             self._news.notify()
@@ -506,15 +506,15 @@ class Joining:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    async def _live(self, live: Round, leader: PeerId) -> None:
+    async def _live_round(self, live: Round, leader: PeerId) -> None:
         async def beat(message: Beat) -> None:
             if message.result and live.average is not None:
                 self._averages.put(live.group.parent, message.result, live.average)
-            await self._tell(leader, message if leader == self._me else strip_for_others(message))
+            await self._tell_member(leader, message if leader == self._me else strip_for_others(message))
 
         await live.run(beat)
 
-    async def _tell(self, peer: PeerId, message: Message, payload: bytes = b"") -> None:
+    async def _tell_member(self, peer: PeerId, message: Message, payload: bytes = b"") -> None:
         """Bring a message to a member, this peer included; one that cannot be reached is not told."""
         if peer == self._me:
             try:

@@ -148,7 +148,7 @@ class Leader:
             self.missing = [p for p in self.missing if p != peer]
             self._timing.joins.add(trio.current_time() - self._began_at)
 
-    def beat(self, peer: PeerId, message: Beat) -> None:
+    def take_beat(self, peer: PeerId, message: Beat) -> None:
         """A sign of life of a member, with how far it is."""
         seen = self._seen.get(peer)
         if self._group is None or seen is None or message.round != self._group.round:
@@ -168,7 +168,7 @@ class Leader:
         seen.beat = message
         self._news.notify()
 
-    def gone(self, peer: PeerId) -> None:
+    def drop_member(self, peer: PeerId) -> None:
         """A peer takes no part in this round any more: it follows another, or its connections have ended."""
         self._gone.add(peer)
         self._news.notify()
@@ -187,13 +187,13 @@ class Leader:
 
     async def lead(self) -> Outcome:
         """Lead to a commit. Raises RoundFailed, or Refused when the anchors know a newer commit."""
-        await self._gather()
+        await self._gather_members()
         gathered_at = trio.current_time()
-        bound = await self._proposer.promises()
+        bound = await self._proposer.collect_promises()
         if bound:
             logger.info("adopting a commit that may have been accepted before")
             return Outcome(await self._proposer.seal(bound), None)
-        proposed = await self._average()
+        proposed = await self._average_versions()
         averaged_at = trio.current_time()
         assert self._group is not None
         raw = await self._proposer.seal(proposed)
@@ -209,7 +209,7 @@ class Leader:
         )
         return Outcome(raw, times)
 
-    async def _gather(self) -> None:
+    async def _gather_members(self) -> None:
         """Wait until all who are expected have come, or for as long as that took before. Raises TooEarly."""
         target = self._run.recipe.batch.target
         while True:
@@ -239,24 +239,24 @@ class Leader:
         others = self.joined.keys() - self._gone - {self._me}
         return not any(self.joined[peer].receives for peer in others)
 
-    async def _average(self) -> bytes:
+    async def _average_versions(self) -> bytes:
         """Have the group average what it has, in one version after the other, until its members stand for one.
 
         Returns the commit with its backing.
         """
-        self._group = self._form()
+        self._group = self._form_group()
         version_at = trio.current_time()
-        await self._announce(self._group.members)
+        await self._announce_group(self._group.members)
         while True:
             now = trio.current_time()
-            lost = self._lost(now, version_at)
+            lost = self._find_lost(now, version_at)
             places = edges_of(self._group).adding()
             adding = {self._group.members[place].peer for place in places}
             if lost or self._doubted & adding:
                 members_before = self._group.members
-                self._group = self._without(lost)
+                self._group = self._shrink_group(lost)
                 version_at = trio.current_time()
-                await self._announce(members_before)
+                await self._announce_group(members_before)
             elif self._is_done(now):
                 backed = await self._open_backing().advance(self._seen, now)
                 if backed:
@@ -271,7 +271,7 @@ class Leader:
         if now - version_at > LONGEST_S:
             raise RoundFailed(f"no average after {LONGEST_S:.0f} s")
 
-    def _form(self) -> Group:
+    def _form_group(self) -> Group:
         """Divide the work among those who joined with the leader's own state, vector and dtype."""
         own_join = self.joined[self._me]
         expected = (own_join.state, own_join.n_elements, own_join.dtype)
@@ -295,7 +295,7 @@ class Leader:
         self._by_way = formed.reason
         return formed.action
 
-    def _without(self, lost: dict[PeerId, str]) -> Group:
+    def _shrink_group(self, lost: dict[PeerId, str]) -> Group:
         """The next version: lost members no longer count, and what they or doubted ones reduced is given to others."""
         assert self._group is not None
         for peer, why in lost.items():
@@ -326,7 +326,7 @@ class Leader:
     #
     # A pair in dispute costs neither its place, only the parent its part: one of the two is honest.
 
-    def _lost(self, now: float, version_at: float) -> dict[PeerId, str]:
+    def _find_lost(self, now: float, version_at: float) -> dict[PeerId, str]:
         """Who must be left out now, with the reason. Raises RoundFailed when nothing moves and nobody is to blame."""
         assert self._group is not None
         limit_s = self._timing.beats.limit_s()
@@ -340,16 +340,16 @@ class Leader:
         for peer, (why, witnesses) in faulty.items():
             lost.setdefault(peer, why)
             self.blamed.setdefault(peer, set()).update(witnesses)
-        lost |= self._doubt(verdict.doubted)
+        lost |= self._doubt_reducers(verdict.doubted)
         stuck_s = max(limit_s, 2 * self._timing.results.limit_s(), 2 * self._chunk_s())
         last_moved_at = max((s.moved_at for s in self._seen.values()), default=now)
         if now - max(version_at, last_moved_at) > stuck_s:
-            lost |= self._holding_up(bool(reports.incomplete), f"for {stuck_s:.1f} s")
+            lost |= self._find_holding_up(bool(reports.incomplete), f"for {stuck_s:.1f} s")
         if not lost and not reports.incomplete and reports.weighed:
             lost |= find_outliers(reports.weighed, self._ledger.contributions(N_HISTORY), self._ledger.radius)
         return {p: why for p, why in lost.items() if p not in self._left_out}
 
-    def _holding_up(self, is_incomplete: bool, how_long: str) -> dict[PeerId, str]:
+    def _find_holding_up(self, is_incomplete: bool, how_long: str) -> dict[PeerId, str]:
         """Nothing moves: whom to do without. Raises RoundFailed when nobody else is to blame."""
         assert self._group is not None
         review = disputes.find_stalled_pairs(self._group, self._seen, is_incomplete, self._me)
@@ -362,12 +362,12 @@ class Leader:
         lacking = self._backing.lacking() if self._backing is not None and not review.pairs else []
         lost |= dict.fromkeys(lacking, "it does not say what it gave")
         doubted_before = set(self._doubted)
-        lost |= self._doubt(verdict.doubted)
+        lost |= self._doubt_reducers(verdict.doubted)
         if not lost.keys() - self._left_out.keys() and self._doubted == doubted_before:
             raise RoundFailed(f"nothing has moved {how_long}, and there is nobody to go on without")
         return {p: f"{why} {how_long}" for p, why in lost.items()}
 
-    def _doubt(self, doubted: dict[PeerId, PeerId]) -> dict[PeerId, str]:
+    def _doubt_reducers(self, doubted: dict[PeerId, PeerId]) -> dict[PeerId, str]:
         """Let others reduce than those in doubt; where nobody else can, do without who contradicts them instead."""
         able = {p for p in self._seen if p not in self._left_out and self.joined[p].can_reduce}
         if able - self._doubted - doubted.keys():
@@ -412,13 +412,13 @@ class Leader:
                 self.joined,
                 self.joined[self._me].state,
                 beat.result,
-                make=self._commit,
+                make=self._make_commit,
                 tell_all=self._tell_all,
                 limit_s=self._timing.results.limit_s(),
             )
         return self._backing
 
-    def _commit(self, shares: tuple[ContributionShare, ...], average: bytes) -> Commit:
+    def _make_commit(self, shares: tuple[ContributionShare, ...], average: bytes) -> Commit:
         assert self._group is not None
         members = counted_of(self._group)
         contributors = [share.counted(PeerId(m.peer)) for m, share in zip(members, shares, strict=True)]
@@ -438,7 +438,7 @@ class Leader:
 
     # --- small things ------------------------------------------------------------------------------------------
 
-    async def _announce(self, members: Iterable[GroupMember]) -> None:
+    async def _announce_group(self, members: Iterable[GroupMember]) -> None:
         assert self._group is not None
         await self._tell_all([m.peer for m in members], self._group, b"")
 
@@ -447,7 +447,7 @@ class Leader:
             for peer in peers:
                 nursery.start_soon(self._tell, PeerId(peer), message, payload)
 
-    async def pulse(self) -> None:
+    async def send_pulses(self) -> None:
         """Tell members that this leader lives until cancelled; before it begins, those who are expected as well."""
         under_way: set[PeerId] = set()
 

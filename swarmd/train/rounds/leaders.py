@@ -45,18 +45,18 @@ class Leaders:
     def choose(self, parent: bytes, may_lead: bool) -> PeerId:
         """The first by the rule that all follow. Without any candidate, everybody gets another chance."""
         now = trio.current_time()
-        able = self._members.leaders(parent, now)
+        able = self._members.possible_leaders(parent, now)
         if may_lead:
             able.append(self._me)
         if self.refused_by in able:  # it follows somebody itself: one of those who lead already
-            able = [p for p in self._members.leading(parent, now) if p != self.refused_by] or able
+            able = [p for p in self._members.current_leaders(parent, now) if p != self.refused_by] or able
         if not able:
             self._members.forgive()
         return progress.leader_order(parent, able)[0] if able else self._me
 
     def first(self, leader: PeerId, parent: bytes) -> PeerId:
         """The first by the rule of those who lead this round at present, ``leader`` among them."""
-        leading = self._members.leading(parent, trio.current_time())
+        leading = self._members.current_leaders(parent, trio.current_time())
         return progress.leader_order(parent, [leader, *leading])[0]
 
     def note_failure(self, leader: PeerId, parent: bytes) -> None:

@@ -112,7 +112,7 @@ class ReducedPart:
         self.results = []
         self.subtotals = {}
 
-    def of(self, peer: PeerId, is_subtotal: bool = False) -> IncomingPart:
+    def incoming_from(self, peer: PeerId, is_subtotal: bool = False) -> IncomingPart:
         """What has come of a member: its own numbers, or what all below it give."""
         incoming = self.subtotals if is_subtotal else self.contributions
         if peer not in incoming:
@@ -127,7 +127,7 @@ class ReducedPart:
         is_subtotal: bool = False,
     ) -> bool:
         """Are these elements of a member the next that are not here? Raises OutOfStep when they cannot be."""
-        incoming = self.of(peer, is_subtotal)
+        incoming = self.incoming_from(peer, is_subtotal)
         if start + n <= incoming.upto:
             return False
         if start != incoming.upto or n != min(self.chunk, self.end - incoming.upto):
@@ -143,7 +143,7 @@ class ReducedPart:
         is_subtotal: bool = False,
     ) -> None:
         """Keep a member's next numbers; those that are not finite are not summed, and the leader hears of it."""
-        incoming = self.of(peer, is_subtotal)
+        incoming = self.incoming_from(peer, is_subtotal)
         incoming.squares += squares_of(fresh)
         if incoming.is_sound:
             offset = start - self.start
@@ -154,7 +154,7 @@ class ReducedPart:
 
     def is_done_with(self, peer: PeerId, is_subtotal: bool = False) -> bool:
         """Is everything here, or nothing more of use?"""
-        incoming = self.of(peer, is_subtotal)
+        incoming = self.incoming_from(peer, is_subtotal)
         return incoming.upto == self.end or not incoming.is_sound
 
     def next_chunk(self, sources: Sequence[InputSource]) -> tuple[int, int] | None:
@@ -163,7 +163,7 @@ class ReducedPart:
         end = min(start + self.chunk, self.end)
         if start >= self.end:
             return None
-        is_here = all(self.of(s.peer, s.is_subtotal).upto >= end for s in sources)
+        is_here = all(self.incoming_from(s.peer, s.is_subtotal).upto >= end for s in sources)
         return (start, end) if is_here else None
 
     def inputs(
@@ -176,7 +176,7 @@ class ReducedPart:
         place = slice(start - self.start, end - self.start)
         chosen = []
         for source in sources:
-            incoming = self.of(source.peer, source.is_subtotal)
+            incoming = self.incoming_from(source.peer, source.is_subtotal)
             payload: Buffer = b""
             if self.codec.forwards:
                 payload = self._payload(source.peer, incoming, start, end)
@@ -203,12 +203,12 @@ class ReducedPart:
         ``n_samples``: of which it is to be the average; None: a subtotal.
         """
         place = slice(start - self.start, end - self.start)
-        vectors = [pair for summand in inputs for pair in self._vectors(summand)]
+        vectors = [pair for summand in inputs for pair in self._unpack_input(summand)]
         if n_samples is None:
             return Result(start, end - start, add_contributions(self.codec, vectors, total[place]))
         return Result(start, end - start, reduce_contributions(self.codec, vectors, n_samples, total[place]))
 
-    def _vectors(self, summand: Input) -> list[tuple[Vector, Buffer]]:
+    def _unpack_input(self, summand: Input) -> list[tuple[Vector, Buffer]]:
         """One pair for each contributor where those are forwarded."""
         if not self.codec.forwards or summand.n_contributors is None:
             return [(summand.values, summand.payload)]

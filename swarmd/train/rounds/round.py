@@ -90,8 +90,8 @@ class Round:
         self.moved_at = trio.current_time()
         self._beat_now = trio.Event()
         self._tasks = Tasks()
-        self._sending = Sending(rpc, self._tasks, coded, self._chunk, self._ready)
-        self._use(group)
+        self._sending = Sending(rpc, self._tasks, coded, self._chunk, self._ready_parts)
+        self._use_group(group)
 
     # --- what the trainer calls --------------------------------------------------------------------------------
 
@@ -99,21 +99,21 @@ class Round:
         """Take part until cancelled; ``beat`` brings signs of life to the leader."""
         async with self._tasks.open(), trio.open_nursery() as nursery:
             self._sending.follow(self.group, self._duties)
-            nursery.start_soon(self._reduce)
-            nursery.start_soon(self._gather)
+            nursery.start_soon(self._reduce_parts)
+            nursery.start_soon(self._gather_average)
             while True:
                 self._beat_now = trio.Event()
-                await beat(self._beat())
+                await beat(self._make_beat())
                 with trio.move_on_after(BEAT_INTERVAL_S):
                     await self._beat_now.wait()
 
-    def change(self, group: Group) -> None:
+    def change_group(self, group: Group) -> None:
         """The leader has changed the group."""
         if group.round != self.group.round or group.version <= self.group.version:
             return
-        self._use(group)
+        self._use_group(group)
         self._sending.follow(group, self._duties)
-        self._notify()
+        self._note_progress()
 
     @property
     def share_here(self) -> float:
@@ -137,20 +137,20 @@ class Round:
 
     async def _take_contribution(self, peer: PeerId, message: Contribution, payload: memoryview) -> None:
         """A member's numbers for a part that is added up here. Raises RemoteProtocolError."""
-        part = await self._part(message.part)
+        part = await self._wait_for_part(message.part)
         if part is None or not any(m.peer == peer and m.n for m in self.group.members):
             raise OutOfStep(f"a contribution of {peer} from element {message.start} on, not added up here")
         if not part.lacks(peer, message.start, message.n_elements):
             return
-        fresh = (await self._read(self._codec.read, payload, message.n_elements))[0]
+        fresh = (await self._read_payload(self._codec.read, payload, message.n_elements))[0]
         if part.lacks(peer, message.start, message.n_elements):  # it may have come again meanwhile
             part.take(peer, message.start, fresh, payload)
-            is_faulty = not part.of(peer).is_sound
-            self._notify(done=is_faulty or has_all_inputs(self._duties, self._parts))
+            is_faulty = not part.incoming_from(peer).is_sound
+            self._note_progress(done=is_faulty or has_all_inputs(self._duties, self._parts))
 
     async def _take_subtotal(self, peer: PeerId, message: Subtotal, payload: memoryview) -> None:
         """What all below a member give, for a part that is added up here. Raises RemoteProtocolError."""
-        await self._until(message.version)
+        await self._wait_for_version(message.version)
         if message.version != self.group.version:
             return
         sources = self._duties.sources.get(message.part, ())
@@ -160,17 +160,17 @@ class Round:
         part = self._parts[message.part]
         if not part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
             return
-        fresh = await self._read(read_subtotal, self._codec, payload, message.n_elements, source.n_contributors)
+        fresh = await self._read_payload(read_subtotal, self._codec, payload, message.n_elements, source.n_contributors)
         if message.version != self.group.version:
             return
         if part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
             part.take(peer, message.start, fresh, payload, is_subtotal=True)
-            is_faulty = not part.of(peer, is_subtotal=True).is_sound
-            self._notify(done=is_faulty or has_all_inputs(self._duties, self._parts))
+            is_faulty = not part.incoming_from(peer, is_subtotal=True).is_sound
+            self._note_progress(done=is_faulty or has_all_inputs(self._duties, self._parts))
 
     async def _take_reduced(self, peer: PeerId, message: Reduced, payload: memoryview) -> None:
         """Averaged numbers from their reducer, or by way of others. Raises RemoteProtocolError."""
-        await self._until(message.version)
+        await self._wait_for_version(message.version)
         part = next((p for p in self.group.parts if p.start <= message.start < p.end), None)
         key = (part.start, part.end) if part is not None else (0, 0)
         if not self._lacks_results(message, key):
@@ -183,7 +183,7 @@ class Round:
             raise OutOfStep(f"{message.n_elements} results of {peer} from {message.start}, expected them from {upto}")
         counted = counted_of(self.group)
         n_samples = sum(m.n for m in counted)
-        values = await self._read(
+        values = await self._read_payload(
             read_reduced,
             self._codec,
             payload,
@@ -203,7 +203,7 @@ class Round:
         if key in self._relayed:
             self._relayed[key].append(Result(message.start, message.n_elements, bytes(payload)))
             self._sending.news.notify()
-        self._notify()
+        self._note_progress()
 
     def _lacks_results(self, message: Reduced, key: Key) -> bool:
         """Are these of the present version, and not here yet?"""
@@ -211,13 +211,13 @@ class Round:
         end = message.start + message.n_elements
         return is_wanted and end > self._got.get(key[0], key[0])
 
-    async def _until(self, version: int) -> None:
+    async def _wait_for_version(self, version: int) -> None:
         """Wait for the word of a version; it comes by another channel."""
         with trio.move_on_after(CHANGES_WITHIN_S):
             while version > self.group.version:
                 await self._news.wait()
 
-    async def _read(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def _read_payload(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What was sent, decoded: in a thread where that takes long."""
         if self._codec.is_plain:
             return function(*arguments)
@@ -225,7 +225,7 @@ class Round:
 
     # --- versions ----------------------------------------------------------------------------------------------
 
-    def _use(self, group: Group) -> None:
+    def _use_group(self, group: Group) -> None:
         self.group = group
         gets_average = any(m.peer == self._me and m.receives for m in group.members)
         self.average: Vector | None = np.empty(group.n_elements, group.dtype) if gets_average else None
@@ -258,7 +258,7 @@ class Round:
                 own_contribution,
             )
 
-    async def _part(self, key: Key) -> ReducedPart | None:
+    async def _wait_for_part(self, key: Key) -> ReducedPart | None:
         """A part that is added up here; the group that gives it to this peer may be on its way."""
         with trio.move_on_after(CHANGES_WITHIN_S):
             while key not in self._parts:
@@ -267,7 +267,7 @@ class Round:
 
     # --- adding up and gathering ---------------------------------------------------------------------------------
 
-    async def _reduce(self) -> None:
+    async def _reduce_parts(self) -> None:
         """Add up what is there of everybody below, part by part."""
         while True:
             version = self.group.version
@@ -294,9 +294,9 @@ class Round:
             if version == self.group.version:
                 part.results.append(result)
                 self._sending.news.notify()
-                self._notify()
+                self._note_progress()
 
-    def assent(self, signature: bytes) -> None:
+    def give_assent(self, signature: bytes) -> None:
         """This peer stands for the commit that the leader has shown it."""
         self._assent = signature
         self._beat_now.set()
@@ -304,13 +304,13 @@ class Round:
     async def give_share(self, average: bytes) -> None:
         """Sign what this peer gave to an average that others have, before it is here."""
         version = self.group.version
-        if self._vector is not None and self._counts and self._share is None:
+        if self._vector is not None and self._is_counted and self._share is None:
             projection = await self._off_loop(self._given_to, average, self._vector)
             if version == self.group.version and self._share is None:
                 self._share = self._sign(average, projection)
                 self._beat_now.set()
 
-    async def _gather(self) -> None:
+    async def _gather_average(self) -> None:
         """Notice when the whole average of a version is here, hash it, and account for it."""
         while True:
             news = self._news.mark()
@@ -325,7 +325,7 @@ class Round:
         for start, end in self._duties.averages:
             average[start:end] = self._parts[start, end].total
         digest = await self._off_loop(self._digest, average)
-        vector = self._vector if self._counts else None
+        vector = self._vector if self._is_counted else None
         contribution = (self._me, vector) if vector is not None else None
         flow = flow_of(self._duties, self._parts, vector)
         account = await self._off_loop(self._account_for, self.group, digest, average, contribution, flow)
@@ -363,10 +363,10 @@ class Round:
             self._squares = squares
 
     @property
-    def _counts(self) -> bool:
+    def _is_counted(self) -> bool:
         return any(m.peer == self._me for m in counted_of(self.group))
 
-    def _ready(self) -> ReadyParts:
+    def _ready_parts(self) -> ReadyParts:
         """What can be sent on so far."""
         made = {key: self._parts[key].results for key in self._duties.sources}
         averages = {key: made[key] for key in self._duties.averages}
@@ -374,10 +374,10 @@ class Round:
 
     # --- small things ------------------------------------------------------------------------------------------
 
-    def _beat(self) -> Beat:
+    def _make_beat(self) -> Beat:
         """What the leader is told."""
         parts = {key: self._parts[key] for key in self._duties.sources}
-        squares = self._squares if self._counts else {}
+        squares = self._squares if self._is_counted else {}
         state = heartbeats.HeartbeatState(self._results_here(), parts, squares, self._faults, self.account)
         return heartbeats.make_heartbeat(
             self.group,
@@ -388,7 +388,7 @@ class Round:
             self._assent,
         )
 
-    def _notify(self, done: bool = False) -> None:
+    def _note_progress(self, done: bool = False) -> None:
         self.moved_at = trio.current_time()
         self._news.notify()
         if done:

@@ -59,14 +59,14 @@ class Sending:
         self._group = group
         self._duties = duties
         for peer in duties.gives if self._coded is not None else ():
-            self._begin("parts", peer, self._contribute)
+            self._begin_sending("parts", peer, self._send_contribution)
         for peer in duties.passes:
-            self._begin("subtotals", peer, partial(self._send_on, self._subtotals))
+            self._begin_sending("subtotals", peer, partial(self._send_on, self._ready_subtotals))
         for peer in duties.tells:
-            self._begin("results", peer, partial(self._send_on, self._results))
+            self._begin_sending("results", peer, partial(self._send_on, self._ready_results))
         self.news.notify()
 
-    def _begin(
+    def _begin_sending(
         self,
         purpose: str,
         peer: PeerId,
@@ -79,7 +79,7 @@ class Sending:
     # A channel tells nothing of what arrived before it ended. So what went over one that has ended is sent again from
     # the start; who receives it drops what it has. With that a lost connection costs bytes, and no bookkeeping.
 
-    async def _contribute(self, peer: PeerId) -> None:
+    async def _send_contribution(self, peer: PeerId) -> None:
         """Send this peer's numbers for every part that ``peer`` adds up, now or in a later version."""
         channel: Channel | None = None
         done = set[Key]()
@@ -93,13 +93,13 @@ class Sending:
                 await self.news.wait()
                 continue
             try:
-                channel = channel or await self._open(peer)
-                await self._give(channel, todo[0])
+                channel = channel or await self._open_channel(peer)
+                await self._send_part(channel, todo[0])
                 done.add(todo[0])
             except PeerError:  # a connection may come back; the leader sees it if not
                 await trio.sleep(BEAT_INTERVAL_S)
 
-    async def _give(self, channel: Channel, key: Key) -> None:
+    async def _send_part(self, channel: Channel, key: Key) -> None:
         """Send this peer's numbers for one part."""
         assert self._coded is not None
         group = self._group
@@ -135,7 +135,7 @@ class Sending:
                 continue
             try:
                 if channel is None:
-                    channel = await self._open(peer)
+                    channel = await self._open_channel(peer)
                     continue  # the group may have changed meanwhile
                 message, payload = ready
                 await channel.send(message, payload)
@@ -143,7 +143,7 @@ class Sending:
             except PeerError:
                 await trio.sleep(BEAT_INTERVAL_S)
 
-    def _subtotals(self, peer: PeerId) -> Iterator[tuple[Subtotal, Buffer]]:
+    def _ready_subtotals(self, peer: PeerId) -> Iterator[tuple[Subtotal, Buffer]]:
         """What goes up to a parent, as far as it is there."""
         group = self._group
         ready = self._ready().sums
@@ -159,7 +159,7 @@ class Sending:
                 )
                 yield message, made.payload
 
-    def _results(self, peer: PeerId) -> Iterator[tuple[Reduced, Buffer]]:
+    def _ready_results(self, peer: PeerId) -> Iterator[tuple[Reduced, Buffer]]:
         """What goes down to a child, as far as it is there."""
         group = self._group
         ready = self._ready().averages
@@ -174,7 +174,7 @@ class Sending:
                 )
                 yield message, made.payload
 
-    async def _open(self, peer: PeerId) -> Channel:
+    async def _open_channel(self, peer: PeerId) -> Channel:
         """A channel for numbers, whose end will be noticed. Raises PeerError."""
         channel = await self._rpc.channel(peer, "averaging")
         self._tasks.start_soon(self._notice_end, channel)

@@ -85,13 +85,13 @@ class Anchor:
     async def prepare(self, peer: PeerId, message: Prepare) -> tuple[Promised, bytes]:
         """Promise, if nothing speaks against it. Raises Refused."""
         async with self._lock:
-            acceptor = self._for(message.parent)
+            acceptor = self._acceptor_for(message.parent)
             _check_ballot(peer, message.ballot, acceptor)
             self._check_pace(peer)
             promised = acceptor.prepare(message.ballot).action
             if promised is None:
                 return Promised(re=message.id, promised=acceptor.promised), b""
-            await self._keep(promised)
+            await self._keep_promise(promised)
             signature = b""
             if acceptor.body:
                 signature = commits.sign(_body_of(acceptor), acceptor.accepted, self._identity)
@@ -106,7 +106,7 @@ class Anchor:
             raise Refused(Code.MALFORMED, str(error)) from None
         await self._check_backing(commit, backed)
         async with self._lock:
-            acceptor = self._for(commit.parent)
+            acceptor = self._acceptor_for(commit.parent)
             _check_ballot(peer, message.ballot, acceptor)
             if commit.generation != self.order.generation:
                 raise Refused(Code.REFUSED, f"the anchors are those of generation {self.order.generation}")
@@ -117,7 +117,7 @@ class Anchor:
             accepted = acceptor.accept(message.ballot, proposed).action
             if accepted is None:
                 return Accepted(re=message.id, promised=acceptor.promised)
-            await self._keep(accepted)
+            await self._keep_promise(accepted)
             signature = commits.sign(backed.body, message.ballot, self._identity)
             return Accepted(re=message.id, promised=message.ballot, signature=signature)
 
@@ -134,7 +134,7 @@ class Anchor:
     async def _check_backing(self, commit: Commit, backed: BackedCommit) -> None:
         """Is this what a round made, as far as can be seen from here? Raises Refused."""
         if commit.parent != self._ledger.head:
-            return  # _for says what is wrong with it
+            return  # _acceptor_for says what is wrong with it
         if backed.witness is not None and self._is_witnessed(backed, backed.witness):
             return  # it saw the same, and a proposer that is bound to it must be free to go on
         if commit.restores:
@@ -155,7 +155,7 @@ class Anchor:
             if wait.action:
                 raise Refused(Code.REFUSED, wait.reason, wait.action)
 
-    def _for(self, parent: bytes) -> Acceptor:
+    def _acceptor_for(self, parent: bytes) -> Acceptor:
         """What was promised after a parent. Raises Refused unless that is the newest commit known here."""
         if self.order.state == "stopped":
             raise Refused(Code.REFUSED, "the run's owner has stopped it", 10.0)
@@ -175,7 +175,7 @@ class Anchor:
             raise Refused(Code.NOT_HELD, "this anchor has promised more than its ledger knows")
         return Acceptor(parent)
 
-    async def _keep(self, acceptor: Acceptor) -> None:
+    async def _keep_promise(self, acceptor: Acceptor) -> None:
         if self._folder is not None:
             try:
                 await self._off_loop(self._folder.keep_acceptor, acceptor)

@@ -99,15 +99,15 @@ class CatchingUp:
         """Apply the commit after the state's, if its average is here; or go on from where a later one goes back to."""
         missed = [s.commit for s in self._ledger.sealed[self._state.epoch :]]
         restoring = next((c for c in reversed(missed) if c.restores), None)
-        if restoring is not None and await self._restore(restoring):
+        if restoring is not None and await self._restore_state(restoring):
             return True
         commit = missed[0]
         if commit.restores:
             return False
         average = self._averages.take(commit.average, self._ledger.head)
-        return average is not None and await self._apply(commit, average)
+        return average is not None and await self._apply_average(commit, average)
 
-    async def _apply(self, commit: Commit, average: Vector) -> bool:
+    async def _apply_average(self, commit: Commit, average: Vector) -> bool:
         """False when the commit was made of another state than this one, which is then given up."""
         if commit.state != self._state.root:
             logger.warning("the state here is another than that of update %d: fetching it anew", self._state.epoch)
@@ -116,10 +116,10 @@ class CatchingUp:
         self._settle(commit)
         digest = self._ledger.digest_at(commit.epoch)
         steps = self._ledger.steps_at(commit.epoch)
-        await self._change(self._state.apply, commit, digest, average, steps)
+        await self._change_state(self._state.apply, commit, digest, average, steps)
         return True
 
-    async def _change(self, function: Callable[..., None], *arguments: Any) -> None:
+    async def _change_state(self, function: Callable[..., None], *arguments: Any) -> None:
         """Change the state in a thread; nobody takes a snapshot of it meanwhile."""
         self._state.is_changing = True
         try:
@@ -127,13 +127,13 @@ class CatchingUp:
         finally:
             self._state.is_changing = False
 
-    async def _restore(self, commit: Commit) -> bool:
+    async def _restore_state(self, commit: Commit) -> bool:
         """Go back to the state that a commit names, if that is the one here."""
         if (commit.restores, commit.state) != (self._state.head, self._state.root):
             return False
         self._settle(commit)
         digest = self._ledger.digest_at(commit.epoch)
-        await self._change(self._state.move_to, commit.epoch, digest, self._state.steps)
+        await self._change_state(self._state.move_to, commit.epoch, digest, self._state.steps)
         return True
 
     # Which way a peer that is behind takes, in this order:
@@ -167,7 +167,7 @@ class CatchingUp:
             return await self._restore_if_lost()
         self._behind_since = None
         if not path.action.state:
-            return await self._replay(path.action.donors, path.action.epoch)
+            return await self._replay_averages(path.action.donors, path.action.epoch)
         return await self._fetch_snapshot(held_epoch, path.action.donors)
 
     async def _fetch_snapshot(self, held_epoch: int | None, donors: tuple[PeerId, ...]) -> bool:
@@ -184,14 +184,14 @@ class CatchingUp:
         logger.info("fetching %s", chosen.reason)
         self._settle(None)
         n_elements = state.layout.n_elements
-        vectors = await self._fetch(
+        vectors = await self._fetch_vectors(
             chosen.action.state,
             chosen.action.donors,
             tuple(state.vectors),
             n_elements,
         )
         self.n_snapshots += 1
-        await self._change(self._take_over, vectors, chosen.action.epoch)
+        await self._change_state(self._take_over, vectors, chosen.action.epoch)
         self._is_mistrusted = state.root != chosen.action.state
         return True
 
@@ -200,22 +200,22 @@ class CatchingUp:
         digest = self._ledger.digest_at(epoch)
         self._state.move_to(epoch, digest, self._ledger.steps_at(epoch))
 
-    async def _replay(self, donors: tuple[PeerId, ...], newest: int) -> bool:
+    async def _replay_averages(self, donors: tuple[PeerId, ...], newest: int) -> bool:
         """Apply the averages that were missed, one after the other."""
         while self._state.epoch < newest:
             commit = self._ledger.sealed[self._state.epoch].commit
             if commit.restores:
-                self._is_mistrusted = not await self._restore(commit)
+                self._is_mistrusted = not await self._restore_state(commit)
             else:
                 self._averages_gone = newest  # unless they come: records are older than what they tell
-                average = await self._fetch(commit.average, donors, ("average",), self._state.n_averaged)
+                average = await self._fetch_vectors(commit.average, donors, ("average",), self._state.n_averaged)
                 self._averages_gone = None
-                await self._apply(commit, average["average"])
+                await self._apply_average(commit, average["average"])
             if self._is_mistrusted:
                 return True
         return True
 
-    async def _fetch(
+    async def _fetch_vectors(
         self,
         digest: bytes,
         donors: tuple[PeerId, ...],
@@ -267,5 +267,5 @@ class CatchingUp:
         proposed = backing.encode(BackedCommit(commits.encode(commit)))
         raw = await self._chronicle.proposer().settle(proposed)
         members = self._members.look(trio.current_time())
-        await self._chronicle.spread(self._tasks, raw, members)
+        await self._chronicle.spread_commit(self._tasks, raw, members)
         return True

@@ -89,7 +89,7 @@ class Chronicle:
 
     # --- commits -----------------------------------------------------------------------------------------------
 
-    async def take(self, raws: Iterable[bytes]) -> bool:
+    async def take_commits(self, raws: Iterable[bytes]) -> bool:
         """Add what follows the ledger's head; False when something is missing in between. Raises IntegrityError."""
         # Peers bring commits in any order, and several bring the same at once. One task at a time goes through them,
         # and each is checked in this order: known already, signed by a majority, next in turn, on the disk, added.
@@ -115,10 +115,10 @@ class Chronicle:
         self._intervals_s.append(now - self._head_at)
         self._head_at = now
         contributors = frozenset(c.peer for c in sealed.commit.contributors)
-        self._members.committed(self.ledger.epoch, sealed.digest, contributors, now)
+        self._members.note_commit(self.ledger.epoch, sealed.digest, contributors, now)
         self._news.notify()
 
-    async def sync(self, peers: Iterable[PeerId]) -> bool:
+    async def sync_commits(self, peers: Iterable[PeerId]) -> bool:
         """Ask some at once for what is missing here, until one has some; did one?
 
         What does not verify costs whoever sent it standing; who has nothing is believed no longer for a while.
@@ -127,7 +127,7 @@ class Chronicle:
 
         async def ask(peer: PeerId, scope: trio.CancelScope) -> None:
             try:
-                await self.take(
+                await self.take_commits(
                     await recovery.fetch_commits(
                         self._world.rpc,
                         peer,
@@ -150,13 +150,13 @@ class Chronicle:
                 nursery.start_soon(ask, peer, nursery.cancel_scope)
         return self.ledger.epoch > n_known
 
-    async def tell(self, peer: PeerId, raws: list[bytes]) -> None:
+    async def tell_commits(self, peer: PeerId, raws: list[bytes]) -> None:
         """Bring commits to a peer; one that cannot be reached will ask."""
         await tell_peer(self._world.rpc, peer, lambda c: recovery.send_commits(c, self.run.id, raws))
 
-    def goes_back_to(self) -> bytes:
+    def find_earlier_state(self) -> bytes:
         """The newest commit before the last whose state somebody has. Raises ConfigError."""
-        earlier = [epoch for epoch in self._states() if epoch < self.ledger.epoch]
+        earlier = [epoch for epoch in self._known_states() if epoch < self.ledger.epoch]
         if not earlier:
             raise ConfigError(f"nobody has an earlier state than that of update {self.ledger.epoch}")
         return self.ledger.digest_at(max(earlier))
@@ -179,9 +179,9 @@ class Chronicle:
         if self._anchor is None and self._is_ready and self._me in self.anchors:
             world = self._world
             sight = AnchorView(
-                computing=self._computing,
-                answers=self._answers,
-                states=self._states,
+                computing=self._computing_on,
+                answers=self._does_any_answer,
+                states=self._known_states,
                 known_for_s=lambda: trio.current_time() - self._head_at,
                 intervals_s=lambda: self._intervals_s,
             )
@@ -228,7 +228,7 @@ class Chronicle:
             return await self._anchor.prepare(peer, message)
         return await self._anchor.propose(peer, message, body), b""
 
-    def _computing(self, head: bytes) -> set[PeerId]:
+    def _computing_on(self, head: bytes) -> set[PeerId]:
         """Who computes on a commit, this peer included."""
         record = self._own_record()
         computing = {self._me} if record["samples_per_s"] > 0 and record["head"] == head else set()
@@ -247,19 +247,19 @@ class Chronicle:
             if p.head == self.ledger.head and p.samples_per_s and p.peer != contributor
         }
         wait = quorum.may_be_alone(now - self._head_at, self._intervals_s)
-        other_members = {*speeds, *self._computing(self.ledger.head)} - {contributor}
-        if not wait.action or not other_members or not await self._answers(other_members):
+        other_members = {*speeds, *self._computing_on(self.ledger.head)} - {contributor}
+        if not wait.action or not other_members or not await self._does_any_answer(other_members):
             return "", 0.0
         first_sample_s = [1 / speed for speed in speeds.values()]
         return wait.reason, min([wait.action, SOON_S, *first_sample_s])
 
-    def _states(self) -> list[int]:
+    def _known_states(self) -> list[int]:
         """Of which updates somebody has the state."""
         own_epoch = self._own_record()["state_epoch"]
         states = list(self._members.states().values())
         return states if own_epoch is None else [*states, own_epoch]
 
-    async def _answers(self, peers: set[PeerId]) -> bool:
+    async def _does_any_answer(self, peers: set[PeerId]) -> bool:
         """Does any of them answer now?"""
         has_answered = self._me in peers
 
@@ -282,24 +282,24 @@ class Chronicle:
         """One that brings a commit after the ledger's head to the anchors."""
         return Proposer(self._me, self.ledger, self.order, self._world.rng, self.ask_anchor)
 
-    async def spread(self, tasks: Tasks, raw: bytes, members: Iterable[PeerId]) -> None:
+    async def spread_commit(self, tasks: Tasks, raw: bytes, members: Iterable[PeerId]) -> None:
         """A majority has signed: take it, and tell the anchors and others."""
-        await self.take([raw])
+        await self.take_commits([raw])
         for peer in {*members, *self.anchors} - {self._me}:
-            tasks.start_soon(self.tell, peer, [raw])
+            tasks.start_soon(self.tell_commits, peer, [raw])
 
     async def ask_anchor(
         self, anchor: PeerId, request: Callable[[int], Message], payload: bytes
     ) -> tuple[Message, bytes]:
         """Ask one anchor, which may be this peer; one that lacks commits is given them first. Raises PeerError."""
         try:
-            return await self._ask(anchor, request, payload)
+            return await self._ask_once(anchor, request, payload)
         except Refused as error:
             if error.code is not Code.NOT_HELD:
                 raise
         n_known = self.ledger.epoch
         try:
-            await self.take(
+            await self.take_commits(
                 await recovery.fetch_commits(
                     self._world.rpc,
                     anchor,
@@ -314,10 +314,10 @@ class Chronicle:
             raise Refused(Code.STALE_EPOCH, "the anchor knows more commits")
         record = self._members.look(trio.current_time()).get(anchor)
         first = record.epoch if record is not None and record.epoch < n_known else 0
-        await self.tell(anchor, [s.raw for s in self.ledger.sealed[first:]])
-        return await self._ask(anchor, request, payload)
+        await self.tell_commits(anchor, [s.raw for s in self.ledger.sealed[first:]])
+        return await self._ask_once(anchor, request, payload)
 
-    async def _ask(
+    async def _ask_once(
         self,
         anchor: PeerId,
         request: Callable[[int], Message],

@@ -56,14 +56,14 @@ class Data:
         tokens = []
         for row in rows:
             shard, place = shard_of(row, self.shard_rows)
-            tokens.append((await self._shard(shard))[place])
+            tokens.append((await self._load_shard(shard))[place])
         return np.stack(tokens)
 
     def seed(self, peer: str, first: int) -> int:
         """What dropout of a micro-batch is seeded with, by its first draw."""
         return seed_of(self._run.recipe.seed, peer, first)
 
-    async def _shard(self, shard: int) -> Rows:
+    async def _load_shard(self, shard: int) -> Rows:
         if shard not in self._kept:
             folder = await self._supply.ensure(ModelId(self._run.recipe.data), [shard])
             rows = await trio.to_thread.run_sync(read_shard, folder, shard)

@@ -110,7 +110,7 @@ class Members:
         parent, until = self._passed_over.get(peer, (b"", 0.0))
         return parent == head and now < until
 
-    def leads(self, peer: PeerId, head: bytes, now: float) -> None:
+    def note_leader(self, peer: PeerId, head: bytes, now: float) -> None:
         """A peer leads the round after ``head``, though its record may not say yet that it has come so far."""
         self._leading = {
             leader: (parent, last_sign)
@@ -149,7 +149,7 @@ class Members:
         self._distrusted.clear()
         self._passed_over.clear()
 
-    def committed(
+    def note_commit(
         self,
         epoch: int,
         head: bytes,
@@ -192,13 +192,13 @@ class Members:
         records = [r for r in self.view().in_run(self.run) if r.peer != self.me]
         return {PeerId(r.peer): r.state_epoch for r in records if r.state_epoch is not None}
 
-    def at(self, head: bytes, now: float) -> list[PeerId]:
+    def participants(self, head: bytes, now: float) -> list[PeerId]:
         """Who takes part in the round after ``head``: those who compute on it, and those who only reduce."""
         records = self.look(now)
         reducing = [p for p, r in records.items() if r.role == "reduce" and r.head == head]
         return self.computing(head, now) + reducing
 
-    def leaders(self, head: bytes, now: float) -> list[PeerId]:
+    def possible_leaders(self, head: bytes, now: float) -> list[PeerId]:
         """Who may lead that round: those who compute on it and can be dialled, and those who do lead it."""
         records = self.look(now)
         able = [
@@ -208,9 +208,9 @@ class Members:
             and records[p].state_epoch == records[p].epoch
             and not self._is_passed_over(p, head, now)
         ]
-        return able + [p for p in self.leading(head, now) if p not in able]
+        return able + [p for p in self.current_leaders(head, now) if p not in able]
 
-    def leading(self, head: bytes, now: float) -> list[PeerId]:
+    def current_leaders(self, head: bytes, now: float) -> list[PeerId]:
         """Members that lead that round, as their latest signs of life say."""
         records = self.look(now)
         recent = []

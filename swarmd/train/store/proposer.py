@@ -69,9 +69,9 @@ class Proposer:
 
         ``proposed`` is a commit with its backing (protocol.runs.backing), as is what the others here take and return.
         """
-        return await self.seal(await self.promises() or proposed)
+        return await self.seal(await self.collect_promises() or proposed)
 
-    async def promises(self) -> bytes:
+    async def collect_promises(self) -> bytes:
         """Have a majority promise; returns the commit that it binds to, or b"". Waits for as long as it takes."""
         attempt = 0
         while True:
@@ -81,7 +81,7 @@ class Proposer:
             yes = []
             for place, message, body in answers:
                 if isinstance(message, Promised) and message.promised == self._ballot:
-                    yes.append((message.accepted, self._witnessed(place, message, body)))
+                    yes.append((message.accepted, self._add_witness(place, message, body)))
             if is_majority(len(yes), len(self._anchors)):
                 self.waits_for = ""
                 # An anchor that accepted something it cannot prove binds nobody: it would stop the run by a lie.
@@ -110,9 +110,9 @@ class Proposer:
                 return commits.seal(body, self._ballot, signatures)
             await self._back_off("a majority of the anchors to sign", len(signatures), attempt)
             attempt += 1
-            proposed = await self.promises() or proposed
+            proposed = await self.collect_promises() or proposed
 
-    def _witnessed(self, place: int, promised: Promised, accepted: bytes) -> bytes:
+    def _add_witness(self, place: int, promised: Promised, accepted: bytes) -> bytes:
         """What an anchor says it has accepted, with its word for that; b"" if it could not be signed at all."""
         if promised.accepted == NO_BALLOT or not accepted:
             return b""

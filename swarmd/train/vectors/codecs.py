@@ -91,8 +91,8 @@ class Blocks(Codec):
         return -(-n_elements // self.block) * self.size
 
     def code(self, values: Vector, thresholds: Vector | None = None) -> CodedVector:
-        coded = self._pack(_as_rows(values, self.block))
-        stands_for = self._unpack(coded).reshape(-1)[: len(values)].astype(self.dtype)
+        coded = self._pack_rows(_as_rows(values, self.block))
+        stands_for = self._unpack_rows(coded).reshape(-1)[: len(values)].astype(self.dtype)
 
         def payload(start: int, end: int) -> bytes:
             last = -(-end // self.block)
@@ -105,15 +105,15 @@ class Blocks(Codec):
         vectors = []
         with _ignore_float_errors():
             for coded in flat.reshape(n_vectors, -1, self.size):
-                numbers = self._unpack(coded).reshape(-1)[:n_elements]
+                numbers = self._unpack_rows(coded).reshape(-1)[:n_elements]
                 vectors.append(numbers.astype(self.dtype))
         return vectors
 
-    def _pack(self, rows: Rows) -> Bytes:
+    def _pack_rows(self, rows: Rows) -> Bytes:
         """[n, block] numbers to [n, size] bytes."""
         raise NotImplementedError
 
-    def _unpack(self, coded: Bytes) -> Rows:
+    def _unpack_rows(self, coded: Bytes) -> Rows:
         """What those bytes stand for. Raises RemoteProtocolError."""
         raise NotImplementedError
 
@@ -123,11 +123,11 @@ class Float16(Blocks):
 
     size = 2 + 2 * BLOCK
 
-    def _pack(self, rows: Rows) -> Bytes:
+    def _pack_rows(self, rows: Rows) -> Bytes:
         exponents, halves = _to_halves(rows)
         return _join_rows(exponents, halves)
 
-    def _unpack(self, coded: Bytes) -> Rows:
+    def _unpack_rows(self, coded: Bytes) -> Rows:
         return _from_halves(coded[:, :2], coded[:, 2:])
 
     def rounding(self, average: Vector) -> float:
@@ -139,7 +139,7 @@ class Int8(Blocks):
 
     size = 4 * (BLOCK // SCALED) + BLOCK
 
-    def _pack(self, rows: Rows) -> Bytes:
+    def _pack_rows(self, rows: Rows) -> Bytes:
         pieces = rows.reshape(len(rows), -1, SCALED)
         largest = np.abs(pieces).max(axis=2)
         scale = (largest / np.float32(LEVELS)).astype(np.float32)
@@ -147,7 +147,7 @@ class Int8(Blocks):
         steps = np.rint(pieces / divisors[:, :, None])
         return _join_rows(scale, np.clip(steps, -LEVELS, LEVELS).astype(np.int8))
 
-    def _unpack(self, coded: Bytes) -> Rows:
+    def _unpack_rows(self, coded: Bytes) -> Rows:
         n_scales = 4 * (BLOCK // SCALED)
         scale = np.ascontiguousarray(coded[:, :n_scales]).view(np.float32)
         steps = coded[:, n_scales:].view(np.int8)
@@ -176,7 +176,7 @@ class TopK(Blocks):
     #
     # High bits never fall from one place to the next. Place number i with high bits h sets bit h + i of the last
     # field: exactly ``keep`` ones. So the field costs less than 2 bits a place, and log2(BLOCK / keep) more for the
-    # low bits, near what any code needs. A peer can write any bits: both checks in ``_unpack`` are for that.
+    # low bits, near what any code needs. A peer can write any bits: both checks in ``_unpack_rows`` are for that.
 
     def __init__(self, dtype: str, keep: int) -> None:
         super().__init__(dtype)
@@ -188,7 +188,7 @@ class TopK(Blocks):
         self._cuts = np.cumsum([8, *n_bytes])
         self.size = int(self._cuts[-1])
 
-    def _pack(self, rows: Rows) -> Bytes:
+    def _pack_rows(self, rows: Rows) -> Bytes:
         places = _find_largest(np.abs(rows), self._keep)
         chosen = np.take_along_axis(rows, places, axis=1)
         sizes = np.abs(chosen)
@@ -214,7 +214,7 @@ class TopK(Blocks):
             _pack_bits(high_bits),
         )
 
-    def _unpack(self, coded: Bytes) -> Rows:
+    def _unpack_rows(self, coded: Bytes) -> Rows:
         levels, packed_flags, low_bits, high_bits = np.split(coded, self._cuts[:-1], axis=1)
         places = self._read_places(low_bits, high_bits)
         flags = np.unpackbits(packed_flags, axis=1, count=2 * self._keep)
@@ -264,7 +264,7 @@ class LowRank(Blocks):
         uniform = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
         self._start = (uniform - 0.5).astype(np.float32)
 
-    def _pack(self, rows: Rows) -> Bytes:
+    def _pack_rows(self, rows: Rows) -> Bytes:
         # Power iteration: squares @ right spans nearly the largest singular vectors, and qr makes them orthonormal.
         # Then left @ (squares.T @ left).T is the closest matrix in that span. Bits may differ between machines here:
         # what counts is what the written factors stand for.
@@ -277,7 +277,7 @@ class LowRank(Blocks):
         right_exponents, right_halves = _to_halves(right.reshape(len(rows), -1))
         return _join_rows(left_exponents, left_halves, right_exponents, right_halves)
 
-    def _unpack(self, coded: Bytes) -> Rows:
+    def _unpack_rows(self, coded: Bytes) -> Rows:
         half = self.size // 2
         left = self._read_factor(coded[:, :half])
         right = self._read_factor(coded[:, half:])

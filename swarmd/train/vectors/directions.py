@@ -35,7 +35,7 @@ class Directions:
         if is_even:
             self._between = np.sign(self._between)
 
-    def of(self, values: Vector, start: int) -> Sums:
+    def project(self, values: Vector, start: int) -> Sums:
         """What elements ``start`` to ``start + len(values)`` of a vector come to along each direction."""
         totals = np.zeros(N_DIRECTIONS)
         # A direction of a whole vector would be as long as N_DIRECTIONS vectors. It is made of one block instead:

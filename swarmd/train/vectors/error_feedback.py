@@ -38,7 +38,7 @@ class Feedback:
         self.upto = 0
         self._recipe = recipe
         self._state = state
-        self._left: tuple[int, Vector] | None = None  # by what is offered, from this element on
+        self._left_out: tuple[int, Vector] | None = None  # by what is offered, from this element on
 
     def remember(self, upto: int, residual: Vector) -> None:
         """Go on from what this peer wrote to its disk."""
@@ -65,24 +65,24 @@ class Feedback:
             total = total + self.residual[low:high]
         if not np.isfinite(total).all():
             raise ValueError("what was gathered is not finite")
-        coded = self.codec.code(total, self._least(offered.n))
+        coded = self.codec.code(total, self._thresholds(offered.n))
         if not self.codec.leaves_out:
             return replace(offered, coded=coded)
         decay = total.dtype.type(self._recipe.parts.decay)
-        self._left = low, (total - coded.values) * decay
+        self._left_out = low, (total - coded.values) * decay
         return replace(offered, coded=coded, anew=is_anew)
 
     def settle(self, offered: GatheredWork, is_counted: bool) -> None:
         """A round is over; what was offered to it was counted, or not."""
-        left_out = self._left
-        self._left = None
+        left_out = self._left_out
+        self._left_out = None
         if left_out is not None and is_counted:
             low, rest = left_out
             self.residual = self.residual.copy()
             self.residual[low : low + len(rest)] = rest
             self.upto = offered.end
 
-    def _least(self, n: int) -> Vector | None:
+    def _thresholds(self, n: int) -> Vector | None:
         """What each element of a contribution must exceed to change its parameter by the recipe's threshold."""
         if self._recipe.parts.codec != "significance":
             return None

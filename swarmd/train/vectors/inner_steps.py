@@ -48,7 +48,7 @@ class InnerOptimizer:
         self._offered: tuple[int, Vector] | None = None  # of the fragment from this element on, as it was given
         self._is_spoiled = True
         self._is_whole = state.run.recipe.fragments == 1
-        self._given: tuple[int, dict[str, Vector]] | None = None  # steps and moments, as they were offered
+        self._offered_memory: tuple[int, dict[str, Vector]] | None = None  # steps and moments, as they were offered
 
     def spoil(self) -> None:
         """What computes was lost, perhaps in the middle of a step."""
@@ -90,15 +90,15 @@ class InnerOptimizer:
         self._offered = low, local.copy()
         if self._is_whole:
             moments = {name: v.copy() for name, v in self._vectors.items() if name != LOCAL}
-            self._given = self.steps, moments
+            self._offered_memory = self.steps, moments
         difference: Vector = self._state.parameters[low:high] - local
         difference *= n
         return difference
 
     def settle(self, upto: int, is_counted: bool) -> None:
         """A round is over; what was offered to it, draws until ``upto``, was counted, or not."""
-        offered = self._given
-        self._given = None
+        offered = self._offered_memory
+        self._offered_memory = None
         if offered is not None and is_counted:
             steps, moments = offered
             self.memory = Memory(upto, steps, moments)

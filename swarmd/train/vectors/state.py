@@ -58,7 +58,7 @@ class VectorLayout:
         """How many bytes the vector takes."""
         return self.n_elements * np.dtype(self.dtype).itemsize
 
-    def places(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+    def tensor_ranges(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
         """Each tensor with its range [start, end)."""
         start = 0
         for name, shape in self.tensors:
@@ -101,7 +101,7 @@ class RunState:
         self.averages: dict[int, Average] = {}
         self._held: list[Snapshot] = []
         self._average_limit_bytes = average_limit_bytes
-        matrices = [place for place in layout.places() if len(place[1]) > 1]
+        matrices = [place for place in layout.tensor_ranges() if len(place[1]) > 1]
         self._decayed = [(start, end) for _, _, start, end in matrices]
 
     @property
@@ -202,7 +202,7 @@ class RunState:
                 if self.run.recipe.robust == "clip":
                     gradient = gradient + centre_of(self.run.recipe, self.moments, steps - 1, block)
                 gradient = gradient * self.parameters.dtype.type(commit.clip)
-                self._update(block, gradient, commit.learning_rate, steps)
+                self._update_block(block, gradient, commit.learning_rate, steps)
         for snapshot in live:
             snapshot.is_live = False
         self._keep_average(commit, average)
@@ -222,18 +222,18 @@ class RunState:
         for name, vector in self.vectors.items():
             vector[:] = vectors[name]
 
-    def _update(self, block: slice, gradient: Vector, learning_rate: float, steps: int) -> None:
+    def _update_block(self, block: slice, gradient: Vector, learning_rate: float, steps: int) -> None:
         recipe = self.run.recipe
         parameters = self.parameters[block]
         moments = {name: vector[block] for name, vector in self.moments.items()}
         if recipe.steps_inside:
             _step_nesterov(recipe.diloco, parameters, gradient, moments)
             return
-        self._decay(block, learning_rate)
+        self._decay_block(block, learning_rate)
         update = _UPDATES[recipe.optimizer.kind]
         update(recipe.optimizer, parameters, gradient, moments, learning_rate, steps)
 
-    def _decay(self, block: slice, learning_rate: float) -> None:
+    def _decay_block(self, block: slice, learning_rate: float) -> None:
         """Decoupled weight decay of matrices (Loshchilov & Hutter 2019, algorithm 2)."""
         weight_decay = self.run.recipe.optimizer.weight_decay
         if not weight_decay:
@@ -290,7 +290,7 @@ class Snapshot:
     def keep(self, chunk: int) -> None:
         """Copy a chunk of every vector; the caller is about to change it."""
         for index in self._vectors:
-            data = self._live(index, chunk)
+            data = self._live_chunk(index, chunk)
             with self._lock:
                 self._kept[index, chunk] = data
 
@@ -300,7 +300,7 @@ class Snapshot:
         self.n_reads += 1
         if index not in self._vectors or chunk >= len(self.manifest.tensors[index].chunks):
             raise Refused(Code.MALFORMED, f"chunk {chunk} of vector {index}, which the state does not have")
-        data = self._live(index, chunk)
+        data = self._live_chunk(index, chunk)
         with self._lock:  # what was copied before it changed is right; else what was read is
             return self._kept.get((index, chunk), data)
 
@@ -317,7 +317,7 @@ class Snapshot:
         """How many bytes of chunks were copied before they changed."""
         return sum(len(data) for data in self._kept.values())
 
-    def _live(self, index: int, chunk: int) -> bytes:
+    def _live_chunk(self, index: int, chunk: int) -> bytes:
         vector = self._vectors[index]
         size = CHUNK_BYTES // vector.itemsize
         return vector[chunk * size : (chunk + 1) * size].tobytes()

@@ -89,7 +89,7 @@ def test_an_average_that_is_off_does_not_add_up(at: int, other: int, by: float, 
 def test_directions_are_the_same_everywhere_and_other_for_each_average() -> None:
     """Their numbers are part of the protocol: peers with another numpy must come to the same."""
     ones = np.ones(5, "float64")
-    first, again, other = (Directions(seed, 5).of(ones, 0) for seed in (b"a", b"a", b"b"))
+    first, again, other = (Directions(seed, 5).project(ones, 0) for seed in (b"a", b"a", b"b"))
     assert first == again != other
     np.testing.assert_allclose(first, FIRST, rtol=1e-12)
     halves = Directions(b"a", 5)

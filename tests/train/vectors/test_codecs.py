@@ -111,7 +111,7 @@ def test_rounding_is_within_what_is_granted(name: str) -> None:
     using, exact = codec(name), numbers()
     rounded = using.code(exact).values
     granted = using.rounding(rounded)
-    moved = [Directions(bytes([i]), N).of(rounded - exact, 0) for i in range(50)]
+    moved = [Directions(bytes([i]), N).project(rounded - exact, 0) for i in range(50)]
     assert np.abs(moved).max() < granted < 0.2 * np.linalg.norm(exact)
     assert np.abs(moved).max() > granted / 20, "it is no more than it has to be"
 
