@@ -265,7 +265,7 @@ class Runs:
         """A snapshot or an average that a hash names."""
         digest = bytes.fromhex(model)
         candidates = (taken.trainer.find(digest) for taken in self._taken.values())
-        return next((found for found in candidates if found is not None), None)
+        return next((candidate for candidate in candidates if candidate is not None), None)
 
     # --- inside ------------------------------------------------------------------------------------------------
 

@@ -255,7 +255,7 @@ async def test_who_joined_what_its_leader_gave_up_without_a_word_joins_anew(
             return False
 
         monkeypatch.setattr(Leader, "_gather_members", give_up_once)
-        monkeypatch.setattr(Chronicle, "sync", find_nothing)
+        monkeypatch.setattr(Chronicle, "sync_commits", find_nothing)
         begun = trio.current_time()
         await world.until(world.epoch + 1)
         assert given_up == [{m.peer for m in world.trainers()}]

@@ -1,9 +1,9 @@
 """Which contributions a round counts: finite ones, whose size is not far outside that of the others.
 
 The rule: the norm of a member's mean gradient may be at most ``FACTOR`` times the median of this round's members, if
-they are three or more, else of the latest ones that the ledger counted, and at least ``LEAST`` times it: nothing is no
-work. A mean of few samples is noisier: where a member has fewer than the median of those, its upper limit grows with
-the square root of the ratio. If nobody would be left, everybody stays: then it is the gradients that have changed.
+they are three or more, else of the latest ones that the ledger counted, and at least ``LEAST`` times it: a mean of
+zeros is no work. A mean of few samples is noisier: where a member has fewer than the median of those, its upper limit
+grows with the square root of the ratio. If nobody would be left, everybody stays: then the gradients have changed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Who is at fault when two members of a round say different things of the same numbers.
 
-A dispute is between a member and its *parent* (plan.runs.topology): the parent, who adds up, says that the member's
-numbers are faulty or did not come, or the member says so of the results; or both name different sizes, hashes, or sums
-along the same directions (docs/protocol.md). One dispute tells that one of two lies, not which: the part is given to
-another, and who is in a dispute with that one as well is at fault. Nobody need be told what his own words show: what
-goes into a member must come out of it. What the leader sees itself it need not be told. Pure; from the members' beats.
+A dispute is between a member and its *parent* (plan.runs.topology), which adds up. The parent says that the member's
+numbers are faulty or did not come, or the member says so of the results. Or both name different sizes, hashes, or sums
+along the same directions (docs/protocol.md). One dispute shows that one of two lies, not which one. The part is given
+to another parent then, and a member that disputes with that one as well is at fault. Some faults need no witness: what
+goes into a member must come out of it, by its own words; and the leader believes what it sees itself. Pure; from the
+members' heartbeats.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def find_disputes(group: Group, seen: Seen, me: PeerId) -> DisputeReview:
     review = _Review(group, seen)
     edges = edges_of(group)
     review.compare_results()
-    review.compare_numbers(edges.own, lambda summary: summary.received, lambda summary: summary.gave)
+    review.compare_numbers(edges.direct, lambda summary: summary.received, lambda summary: summary.sent)
     review.compare_numbers(edges.subtotals, lambda summary: summary.subtotals, lambda summary: summary.passed)
     review.check_kept()
     review.check_flows(me)
@@ -175,7 +176,7 @@ class _Review:
 
     def check_kept(self) -> None:
         """Does a member itself find fault with what it keeps of its own?"""
-        for place in self._edges.kept:
+        for place in self._edges.self_adding:
             received = self._summaries[place].received.get(place)
             if received is not None and received.fault:
                 self.found.faults[self._peer(place)] = received.fault
@@ -201,7 +202,7 @@ class _Review:
         """Why a member cannot have added up what it says it has; "" when it can."""
         summary = self._summaries[place]
         edges = self._edges
-        givers = [place] if place in edges.kept else []
+        givers = [place] if place in edges.self_adding else []
         givers += edges.givers.get(place, [])
         inflows: list[Received | Gave | None] = [summary.received.get(child) for child in givers]
         inflows += [summary.subtotals.get(child) for child in edges.passers.get(place, [])]
@@ -252,7 +253,7 @@ class _Review:
         """Whose own numbers have not come; and whose subtotals, though it has everything that it adds up."""
         late = [
             (child, parent)
-            for child, parent in self._edges.own
+            for child, parent in self._edges.direct
             if not has_arrived(self._summaries[parent].received.get(child))
         ]
         waiting = {parent for _, parent in late}

@@ -19,6 +19,8 @@ MAX_AGE_S = 30.0  # beyond this a peer's speed says nothing any more
 
 
 class Action(Enum):
+    """What a member does next."""
+
     CONTINUE = "continue"
     JOIN_ROUND = "join_round"
     CATCH_UP = "catch_up"

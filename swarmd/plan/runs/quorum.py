@@ -12,7 +12,7 @@ from swarmd.values import Decision, PeerId
 
 ALONE_AFTER_S = 60.0  # since the last commit: who computes and takes part in no round is waited for no longer
 ALONE_AFTER = 4.0  # times the usual interval between commits, where that is longer
-LOST_AFTER_S = 60.0  # since a commit: whoever has its state has said so by then
+LOST_AFTER_S = 60.0  # since a commit: peers that have its state have said so by then
 
 
 def may_count(

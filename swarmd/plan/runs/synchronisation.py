@@ -101,8 +101,8 @@ def predict_update(swarm: RunConditions, setting: Setting) -> Prediction:
     compute_s = n_asked / rate + NEWS_S + unbroken_s / 2  # who is at a micro-batch ends it
     sites = swarm.sites or range(len(swarm.members))
     layout = topology.lay_out_group(setting.topology, swarm.members, sites).action
-    plan = partition.divide_vector(layout.members, _round_sizes(swarm, setting), layout.ways).action
-    trips = ROUND_TRIPS + _tree_depth(layout.ways) - 1
+    plan = partition.divide_vector(layout.members, _round_sizes(swarm, setting), layout.trees).action
+    trips = ROUND_TRIPS + _tree_depth(layout.trees) - 1
     round_s = plan.expected_s / LINK_SHARE + trips * swarm.round_trip_s + unbroken_s / 2  # for which others wait
     if setting.synchronisation == "delayed" or setting.fragments > 1:
         update_s = compute_s = max(compute_s, round_s)

@@ -73,15 +73,15 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Who gives its ``own`` numbers to whom, who gives ``subtotals``, and who has ``kept`` some of its own.
+    """Who gives its own numbers to whom (``direct``), who gives ``subtotals``, and who keeps some (``self_adding``).
 
     By place: ``givers`` and ``passers`` give their own numbers and subtotals to it; it gives those to ``parents``
     (itself included, if it keeps some) and ``heads``.
     """
 
-    own: frozenset[Edge]
+    direct: frozenset[Edge]
     subtotals: frozenset[Edge]
-    kept: frozenset[int]
+    self_adding: frozenset[int]
     givers: Mapping[int, list[int]]
     passers: Mapping[int, list[int]]
     parents: Mapping[int, list[int]]
@@ -89,7 +89,7 @@ class Edges:
 
     def adding(self) -> set[int]:
         """Who adds up something."""
-        return self.givers.keys() | self.passers.keys() | self.kept
+        return self.givers.keys() | self.passers.keys() | self.self_adding
 
 
 def parents_of(
@@ -241,12 +241,12 @@ def grid_rows(n: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class TopologyLayout:
-    """A topology for some members: their rows by place, who of them may reduce, and by which ways."""
+    """A topology for some members: their rows by place, who of them may reduce, and their trees."""
 
     kind: Kind
     rows: list[int]
     members: Sequence[PartitionMember]
-    ways: ReductionTrees
+    trees: ReductionTrees
 
 
 def lay_out_group(

@@ -23,7 +23,7 @@ class MemberSeen:
     beat_at: float
     moved_at: float
     beat: Beat | None = None
-    had_at: float | None = None  # the average
+    result_at: float | None = None  # the average
 
 
 Seen = Mapping[PeerId, MemberSeen]
@@ -65,7 +65,7 @@ class HeartbeatSummary:
 
     received: Mapping[int, Received]
     subtotals: Mapping[int, Received]
-    gave: Mapping[int, Gave]
+    sent: Mapping[int, Gave]
     passed: Mapping[int, Gave]
     reductions: Mapping[int, Reduction]
 
@@ -88,7 +88,7 @@ def _summarise_beat(beat: Beat) -> HeartbeatSummary:
     return HeartbeatSummary(
         received={r.member: r for r in beat.received},
         subtotals={r.member: r for r in beat.subtotals},
-        gave={g.parent: g for g in beat.gave},
+        sent={g.parent: g for g in beat.gave},
         passed={g.parent: g for g in beat.passed},
         reductions={r.reducer: r for r in beat.reductions},
     )

@@ -57,8 +57,8 @@ class Computing:
         """Compute while it is allowed, until cancelled; ``memory`` is of steps inside (train.vectors.inner_steps).
 
         What others gave comes before more of its own: it is of a state that is held for it alone
-        (train.gradients.gradient_audits). But whoever has nothing to give yet would have a round wait for it, where
-        nobody but one other gives to it: a micro-batch of its own comes first.
+        (train.gradients.gradient_audits). But a peer with nothing to give yet would have a round wait for it, where
+        only one other gives to it: a micro-batch of its own comes first.
         """
         self._feedback = feedback
         if self._recipe.steps_inside:

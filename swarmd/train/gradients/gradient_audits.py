@@ -1,8 +1,8 @@
 """Computes again what others gave to a run, and tells when something else comes of it (plan.trust.gradient_audits).
 
 A member looks at one contribution at a time: the state of before is held until it is done, which costs memory and
-nobody's wait. Whoever gave something else loses its standing here; the others are told (train.gradients.accusations),
-and compute it themselves before they believe: one of two members says what is not so.
+nobody's wait. A member that gave something else loses its standing here. The others are told
+(train.gradients.accusations), and compute it themselves before they believe: either of the two may be lying.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class GradientAudits:
     #     a run that overlaps  a contribution to commit k + 1 is begun on state k - 1, and goes on on state k: it is
     #                          drawn at commit k, and computed again once commit k + 1 says what it is
     #
-    # The draw is this member's own secret: whoever gives wrong numbers cannot know who looks. Chances rise for members
+    # The draw is this member's own secret: a liar cannot know who looks. Chances rise for members
     # that have contributed little so far (plan.trust.gradient_audits).
 
     def consider_commit(self, commit: Commit) -> None:

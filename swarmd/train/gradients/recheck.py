@@ -102,8 +102,8 @@ def open_recheck(
     """A contribution that the ledger counts: its late draws were computed on the state of the commit before."""
     pieces = []
     if share.late:
-        before = ledger.sealed[commit.epoch - 2].commit
-        pieces.append((before.state, share.late))
+        previous = ledger.sealed[commit.epoch - 2].commit
+        pieces.append((previous.state, share.late))
     if share.late < share.n:
         pieces.append((commit.state, share.n))
     return Recheck(peer, share, commit, tuple(pieces), accuser)

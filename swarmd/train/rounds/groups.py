@@ -18,8 +18,8 @@ LEAST_BYTES_PER_S = 1e3  # of an announced link: 0 would make a deadline of neve
 MOST_ELEMENTS = 2**34  # of a vector: 64 GiB in float32
 
 
-# A group comes from a leader, whoever that is: any member may send one. What is checked is all that this peer relies
-# on when it allocates memory and sends numbers. A group that is sound and unfair costs a round, no more: anchors sign
+# Any member may lead, and send a group. What is checked is all that this peer relies on when it allocates memory and
+# sends numbers. A group that is sound and unfair costs a round, no more: anchors sign
 # nothing of which the members do not stand for the sums.
 
 
@@ -74,7 +74,7 @@ def form_group(
     chosen = topology.lay_out_group(run.recipe.topology, able, _group_sites(joined))
     layout = chosen.action
     sizes = codec.sizes(n_elements, sum(j.n > 0 for j in joined.values()))
-    plan = partition.divide_vector(layout.members, sizes, layout.ways).action
+    plan = partition.divide_vector(layout.members, sizes, layout.trees).action
     ranges = partition.cut_ranges(plan.shares, n_elements, codec.block)
     members = []
     for member, row in zip(able, layout.rows, strict=True):

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 0.25  # news wakes sooner; this finds what nobody told
 SHORTEST_RETRY_S = 0.2  # after a round that failed; longer each time
-LONGEST_RETRY_S = 60.0  # whoever cannot average computes on, and tries seldom
+LONGEST_RETRY_S = 60.0  # a peer that cannot average computes on, and tries seldom
 GROUP_LATE_S = 1.0  # parts of a round may come before the group that they are for
 LONGEST_GATHER_S = 30.0  # a leader that has begun nothing for so long is suspected
 N_ROUNDS_KNOWN = 16  # latest rounds; older parts are not for anybody

@@ -1,7 +1,7 @@
 """Leads one round: gathers members, divides the work, watches, and brings the outcome to the anchors.
 
-Anybody may lead: what makes a round count is the anchors' signatures, not who asked for them. Whoever gives no sign
-of life, or sends nothing on, for longer than such things took so far is left out, and the round goes on without it.
+Anybody may lead: what makes a round count is the anchors' signatures, not who asked for them. A member that gives
+no sign of life, or sends nothing on, for longer than such things took so far is left out. The round goes on without it.
 """
 
 from __future__ import annotations
@@ -159,10 +159,10 @@ class Leader:
         if message.version != self._group.version:
             return
         if message.result and not (seen.beat and seen.beat.result):
-            result_times = [s.had_at for s in self._seen.values() if s.had_at is not None]
+            result_times = [s.result_at for s in self._seen.values() if s.result_at is not None]
             if result_times:
                 self._timing.results.add(now - min(result_times))
-            seen.had_at = now
+            seen.result_at = now
         if seen.beat is None or verdicts.has_moved(seen.beat, message):
             seen.moved_at = now
         seen.beat = message
@@ -236,8 +236,8 @@ class Leader:
 
     def _is_alone(self) -> bool:
         """Would nobody else hold what the round comes to? If this peer vanished then, the commit would be lost."""
-        others = self.joined.keys() - self._gone - {self._me}
-        return not any(self.joined[peer].receives for peer in others)
+        members = self.joined.keys() - self._gone - {self._me}
+        return not any(self.joined[peer].receives for peer in members)
 
     async def _average_versions(self) -> bytes:
         """Have the group average what it has, in one version after the other, until its members stand for one.

@@ -67,7 +67,7 @@ class IncomingPart:
 #     member b   [====upto           ]
 #     results    [====]                 as far as the slowest: summed in the order of the sources, then sent on
 #
-# Floating-point sums depend on their order. It is that of the group's members, whoever comes first, so that everybody
+# Floating-point sums depend on their order. It is that of the group's members, and not of arrival, so that everybody
 # who sums the same numbers gets the same bits. Contributions stay until the round ends: another version sums anew.
 # A member may send anything: chunks out of step end its channel, and numbers beyond all bounds are kept out of sums.
 

@@ -1,6 +1,6 @@
 """Brings what a member has to the others of a round: its numbers, subtotals, results; to each by channels of its own.
 
-Whoever cannot be reached is tried again; what was under way when a channel ended is sent again.
+A peer that cannot be reached is tried again; what was under way when a channel ended is sent again.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class AnchorView:
     intervals_s: Callable[[], Sequence[float]]
 
 
-# What an anchor must not do, whoever asks, and whatever crashes in between:
+# What an anchor must not do, no matter who asks, and what crashes in between:
 #
 # - sign two commits with one parent: the acceptor's promises, on the disk before they are told (plan.runs.ballot);
 # - sign what its ledger cannot take next: it asks the proposer for the commits in between first;
@@ -124,8 +124,8 @@ class Anchor:
     def _check_pace(self, peer: PeerId) -> None:
         """Nobody takes back others' promises all the time. Raises Refused."""
         now = trio.current_time()
-        asked = self._asked.items()
-        self._asked = {p: times for p, times in asked if now - times[-1] < ASKED_WITHIN_S}
+        requests = self._asked.items()
+        self._asked = {p: times for p, times in requests if now - times[-1] < ASKED_WITHIN_S}
         times = [asked_at for asked_at in self._asked.get(peer, []) if now - asked_at < ASKED_WITHIN_S]
         if len(times) >= MOST_ASKED:
             raise Refused(Code.NO_CAPACITY, "this proposer has had its promises, and made nothing of them", 1.0)

@@ -236,7 +236,7 @@ class CatchingUp:
     async def _restore_if_lost(self) -> bool:
         """Where nobody alive has the newest state, the newest that somebody has is where the run goes on.
 
-        Whoever says that it has one counts, though it cannot be reached from here: what it has is not lost.
+        A member that says it has one counts, though it cannot be reached from here: what it has is not lost.
         """
         now = trio.current_time()
         self._behind_since = self._behind_since or now

@@ -121,7 +121,7 @@ class Chronicle:
     async def sync_commits(self, peers: Iterable[PeerId]) -> bool:
         """Ask some at once for what is missing here, until one has some; did one?
 
-        What does not verify costs whoever sent it standing; who has nothing is believed no longer for a while.
+        A peer that sends what does not verify loses standing; one that has nothing is believed no longer for a while.
         """
         n_known = self.ledger.epoch
 

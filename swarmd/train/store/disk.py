@@ -37,6 +37,8 @@ _LENGTH = struct.Struct(">I")
 
 
 class _AcceptorFile(msgspec.Struct, frozen=True, array_like=True):
+    """What an anchor has promised, as it lies on the disk."""
+
     parent: bytes
     promised: Ballot
     accepted: Ballot

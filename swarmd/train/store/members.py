@@ -19,12 +19,14 @@ LEADS_FOR_S = 1.5  # after its last sign of life
 
 @dataclass(slots=True)
 class _MemberNews:
+    """The latest record of a member, and when it was first seen here."""
+
     sequence: int
-    at: float
+    seen_at: float
 
     def written_by(self, now: float) -> int:
         """The highest sequence of a record that its peer has written before ``now``: they are its clock, in ms."""
-        return self.sequence + int(1_000 * (now - self.at))
+        return self.sequence + int(1_000 * (now - self.seen_at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,12 @@ class _Suspicion:
 
 @dataclass(frozen=True, slots=True)
 class _Commit:
+    """The newest commit that this peer knows, and since when."""
+
     epoch: int = 0
     head: bytes = b""
     contributors: frozenset[str] = frozenset()
-    at: float = 0.0
+    known_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -172,7 +176,7 @@ class Members:
                     head=self._last.head,
                     n_samples=0,
                     samples_per_s=record.samples_per_s,
-                    age_s=now - self._last.at,
+                    age_s=now - self._last.known_at,
                 )
             else:
                 progress = MemberProgress(
@@ -181,7 +185,7 @@ class Members:
                     head=record.head,
                     n_samples=record.n_samples,
                     samples_per_s=record.samples_per_s,
-                    age_s=now - self._last_news[peer].at,
+                    age_s=now - self._last_news[peer].seen_at,
                     audit_left=record.audit_left,
                 )
             members.append(progress)

@@ -1,6 +1,6 @@
 """Brings one commit to the anchors of a run: ballots, promises, signatures (Paxos for the one value after a parent).
 
-Used by whoever leads a round and by whoever has the run go back to an earlier state: what counts is what a majority of
+Leaders of rounds use it, and peers that have the run go back to an earlier state: what counts is what a majority of
 anchors signs, not who asked for it. docs/training.md; Lamport 2001, "Paxos Made Simple".
 """
 

@@ -47,7 +47,7 @@ class TrainerServices:
 
 @dataclass(slots=True)
 class Wakeups:
-    """Something has changed: whoever waits looks again."""
+    """Something has changed: all that wait look again."""
 
     _event: trio.Event = field(default_factory=trio.Event)
 

@@ -2,8 +2,8 @@
 
 Whatever a codec makes of a vector is decided at its source: what the contribution *stands for* is what everybody sums,
 signs and accounts for, and its coded form says exactly that. Codecs work on blocks of elements, so that parts of a
-vector can be coded and read apart. Averages travel in one of two ways: dense codecs round them once more, at whoever
-reduces; codecs that leave most out have the contributions themselves *forwarded*, and everybody sums those.
+vector can be coded and read apart. Averages travel in one of two ways: dense codecs round them once more, at the
+reducer; codecs that leave most out have the contributions themselves *forwarded*, and everybody sums those.
 
 Pure. The same input gives the same bytes, and reading is elementwise: the same bits on every machine.
 """
@@ -269,22 +269,22 @@ class LowRank(Blocks):
         # Then left @ (squares.T @ left).T is the closest matrix in that span. Bits may differ between machines here:
         # what counts is what the written factors stand for.
         squares = rows.reshape(-1, SIDE, SIDE)
-        right = np.broadcast_to(self._start, (len(rows), SIDE, self._rank))
+        right_factor = np.broadcast_to(self._start, (len(rows), SIDE, self._rank))
         for _ in range(N_POWER):
-            left = np.linalg.qr(squares @ right)[0].astype(np.float32)
-            right = squares.transpose(0, 2, 1) @ left
-        left_exponents, left_halves = _to_halves(left.reshape(len(rows), -1))
-        right_exponents, right_halves = _to_halves(right.reshape(len(rows), -1))
+            left_factor = np.linalg.qr(squares @ right_factor)[0].astype(np.float32)
+            right_factor = squares.transpose(0, 2, 1) @ left_factor
+        left_exponents, left_halves = _to_halves(left_factor.reshape(len(rows), -1))
+        right_exponents, right_halves = _to_halves(right_factor.reshape(len(rows), -1))
         return _join_rows(left_exponents, left_halves, right_exponents, right_halves)
 
     def _unpack_rows(self, coded: Bytes) -> Rows:
         half = self.size // 2
-        left = self._read_factor(coded[:, :half])
-        right = self._read_factor(coded[:, half:])
+        left_factor = self._read_factor(coded[:, :half])
+        right_factor = self._read_factor(coded[:, half:])
         # Summed rank by rank, not by a matrix product, whose order of sums depends on the machine.
         squares = np.zeros((len(coded), SIDE, SIDE), np.float32)
         for k in range(self._rank):
-            squares += left[:, :, None, k] * right[:, None, :, k]
+            squares += left_factor[:, :, None, k] * right_factor[:, None, :, k]
         return squares.reshape(len(coded), -1)
 
     def _read_factor(self, coded: Bytes) -> Rows:

@@ -1,8 +1,8 @@
 """Random directions to look at vectors along: whether a mean is that of its parts, without having the parts.
 
 Sums are linear, so the numbers along one direction of all contributions add up to that of their sum (Freivalds 1977,
-"Probabilistic machines can use less running time"). The directions follow from the hash of the average: whoever
-reduces cannot know them before its answer stands, and all come to the same (Fiat and Shamir 1986).
+"Probabilistic machines can use less running time"). The directions follow from the hash of the average: a reducer
+cannot know them before its answer stands, and all come to the same (Fiat and Shamir 1986).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a peer gives to a round, coded; what that leaves out is remembered, and goes into the next (error feedback).
 
 Seide et al. 2014; Karimireddy et al. 2019 (1901.09847). The memory is a function of the contributions that the ledger
-has counted and of nothing else: a peer that was away goes on with the same bits as one that was not. Whoever has lost
-it begins with nothing, and says so (Commit.anew). Call all of it while nothing is computed.
+has counted and of nothing else: a peer that was away goes on with the same bits as one that was not. A peer that has
+lost it begins with nothing, and says so (Commit.anew). Call all of it while nothing is computed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Feedback:
         self.upto = 0
         self._recipe = recipe
         self._state = state
-        self._left_out: tuple[int, Vector] | None = None  # by what is offered, from this element on
+        self._left_out: tuple[int, Vector] | None = None  # by the offer, from this element on
 
     def remember(self, upto: int, residual: Vector) -> None:
         """Go on from what this peer wrote to its disk."""
@@ -46,7 +46,7 @@ class Feedback:
         self.residual = residual
 
     def code(self, offered: GatheredWork, limit: float) -> GatheredWork:
-        """What is offered, as it is given to the round. Raises ValueError when it is not finite.
+        """Code an offer, as it is given to the round. Raises ValueError when it is not finite.
 
         ``limit``: how far a mean may be from the momentum, where the recipe has contributions clipped.
         """

@@ -4,7 +4,7 @@ DiLoCo (Douillard et al. 2023, 2311.08105): each peer goes on from the run's par
 the difference is what the round averages, as if it were a gradient. Where fragments take turns (Streaming DiLoCo,
 2501.18512) peers compute on while one travels: what they have done to it meanwhile stays, on top of what the round
 came to, and counts in its next turn. Where the whole vector is averaged, the optimizer's moments after the draws that
-the ledger counted last are remembered: whoever loses what computes goes on from there. Call all of it while nothing is
+the ledger counted last are remembered: a peer whose worker dies goes on from there. Call all of it while nothing is
 computed.
 """
 

@@ -81,7 +81,7 @@ class Version:
 class RunState:
     """See the module. ``parameters`` may be shared with a worker: nobody reads it while ``apply`` runs.
 
-    Threads change it: whoever needs several facts of one state takes ``version`` once.
+    Threads change it: a caller that needs several facts of one state takes ``version`` once.
     """
 
     def __init__(self, run: Run, layout: VectorLayout, parameters: Vector, average_limit_bytes: int) -> None:
@@ -156,7 +156,7 @@ class RunState:
         self.move_to(self.epoch, self.head, self.steps)
 
     def freeze(self) -> Snapshot:
-        """Keep the state as it is now for whoever fetches it. Raises Refused while it changes."""
+        """Keep the state as it is now for peers that fetch it. Raises Refused while it changes."""
         if self.is_changing:
             raise Refused(Code.NO_CAPACITY, "the state changes at the moment", 0.5)
         if self.root not in self.snapshots:

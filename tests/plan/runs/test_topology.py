@@ -80,9 +80,9 @@ def test_who_may_not_collect_gives_to_the_root_itself() -> None:
 def test_in_a_grid_nobody_talks_to_more_than_a_row_and_a_column(n: int) -> None:
     side = round(n**0.5)
     edges = edges_of(group("rows", grid_rows(n), [True] * n, [True] * n))
-    talks = Counter(end for edge in edges.own | edges.subtotals for end in edge)
+    talks = Counter(end for edge in edges.direct | edges.subtotals for end in edge)
     assert max(talks.values()) <= 2 * (2 * side - 2)
-    assert edges.kept == set(range(n))
+    assert edges.self_adding == set(range(n))
     ring = edges_of(group("ring", [0] * n, [True] * n, [True] * n))
     assert max(Counter(child for child, _ in ring.subtotals).values()) == 1
 
