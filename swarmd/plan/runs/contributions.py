@@ -1,9 +1,10 @@
 """Which contributions a round counts: finite ones, whose size is not far outside that of the others.
 
-The rule: the norm of a member's mean gradient may be at most ``FACTOR`` times the median of this round's members, if
-they are three or more, else of the latest ones that the ledger counted, and at least ``LEAST`` times it: a mean of
-zeros is no work. A mean of few samples is noisier: where a member has fewer than the median of those, its upper limit
-grows with the square root of the ratio. If nobody would be left, everybody stays: then the gradients have changed.
+The rule: the norm of a member's mean gradient may be at most ``MOST_NORM_RATIO`` times the median, and at least
+``LEAST_NORM_RATIO`` times it: a mean of zeros is no work. The median is that of this round's members, if they are three
+or more, else of the latest ones that the ledger counted. A mean of few samples is noisier: where a member has fewer
+than the median of those, its upper limit grows with the square root of the ratio. If nobody would be left, everybody
+stays: then the gradients have changed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 
 from swarmd.values import PeerId
 
-FACTOR = 8.0  # times the usual norm: honest gradients vary less within a run
+MOST_NORM_RATIO = 8.0  # times the usual norm: honest gradients vary less within a run
 N_HISTORY = 16  # contributions that say what is usual
-LEAST = 1 / 64  # of the usual norm: what is that small moves nothing, and is not the gradient of as many samples
-RADIUS = 2.0  # times the usual distance from the momentum: of honest means of alike data few are beyond it
-CLIPPED_AT_MOST = 1.05  # times the radius: what rounding adds
+LEAST_NORM_RATIO = (
+    1 / 64
+)  # of the usual norm: what is that small moves nothing, and is not the gradient of as many samples
+RADIUS_FACTOR = 2.0  # times the usual distance from the momentum: of honest means of alike data few are beyond it
+MOST_CLIPPED_RATIO = 1.05  # times the radius: what rounding adds
 LEAST_MEMBERS = 3  # of two nobody knows which one is wrong
 
 
@@ -38,7 +41,7 @@ def clipping_radius(history: Sequence[WeighedContributions], n_samples: int) -> 
     noisier. Where all were clipped it doubles with each update; before the first one there is no limit.
     """
     usual = [w.norm * math.sqrt(w.n_samples) for w in history]
-    return RADIUS * statistics.median(usual) / math.sqrt(n_samples) if usual else math.inf
+    return RADIUS_FACTOR * statistics.median(usual) / math.sqrt(n_samples) if usual else math.inf
 
 
 def find_outliers(
@@ -65,9 +68,9 @@ def find_outliers(
     for peer, member in finite.items():
         n_samples = max(1, member.n_samples)
         noise = math.sqrt(max(1.0, n_median / n_samples))  # of a mean of fewer samples
-        limit = min(FACTOR * median * noise, CLIPPED_AT_MOST * limit_of(n_samples))
+        limit = min(MOST_NORM_RATIO * median * noise, MOST_CLIPPED_RATIO * limit_of(n_samples))
         if member.norm > limit > 0:
             far[peer] = f"its gradient's norm is {member.norm:.3g}, the limit here is {limit:.3g}"
-        elif member.norm < LEAST * median:
-            far[peer] = f"its gradient's norm is {member.norm:.3g}, the least here is {LEAST * median:.3g}"
+        elif member.norm < LEAST_NORM_RATIO * median:
+            far[peer] = f"its gradient's norm is {member.norm:.3g}, the least here is {LEAST_NORM_RATIO * median:.3g}"
     return rejected if len(far) == len(finite) else {**rejected, **far}

@@ -11,7 +11,7 @@ from swarmd.plan.runs.recovery import restorable_epoch
 from swarmd.values import Decision, PeerId
 
 ALONE_AFTER_S = 60.0  # since the last commit: who computes and takes part in no round is waited for no longer
-ALONE_AFTER = 4.0  # times the usual interval between commits, where that is longer
+ALONE_AFTER_INTERVALS = 4.0  # times the usual interval between commits, where that is longer
 LOST_AFTER_S = 60.0  # since a commit: peers that have its state have said so by then
 
 
@@ -32,7 +32,7 @@ def may_count(
 
 def may_be_alone(known_for_s: float, intervals_s: Sequence[float]) -> Decision[float]:
     """For how long yet one contributor's commit must wait, while others compute and answer; 0: no longer."""
-    least_s = max(ALONE_AFTER_S, ALONE_AFTER * statistics.median(intervals_s or [0.0]))
+    least_s = max(ALONE_AFTER_S, ALONE_AFTER_INTERVALS * statistics.median(intervals_s or [0.0]))
     left_s = max(0.0, least_s - known_for_s)
     return Decision(left_s, f"others compute and answer: one contributor alone counts in {left_s:.0f} s")
 

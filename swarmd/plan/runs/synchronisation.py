@@ -2,8 +2,8 @@
 
 An update of ``step`` is gathering, then a round, one after the other; where peers compute on, the longer of the two. A
 round is the bytes on the slowest link (plan.runs.partition) and a few round trips; DiLoCo has one for every so many
-steps that a peer takes. Of what computes at least ``ENOUGH`` of the time, the choice is what changes the mathematics
-least. Pure. ``python benchmarks/plan.py`` compares it with what training takes.
+steps that a peer takes. Of the settings that compute at least ``LEAST_UTILISATION`` of the time, the choice is the one
+that changes the mathematics least. Pure. ``python benchmarks/plan.py`` compares it with what training takes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from swarmd.plan.runs import partition, topology
 from swarmd.plan.runs.partition import PartitionMember, ReductionTrees, Sizes
 from swarmd.values import Decision
 
-ENOUGH = 0.9  # of the time that all could compute
-MOST_SAMPLES = 1.25  # times what a recipe asks for, in an update: while a round lasts, others compute on
+LEAST_UTILISATION = 0.9  # of the time that all could compute
+MOST_EXCESS = 1.25  # times what a recipe asks for, in an update: while a round lasts, others compute on
 INNER_STEPS = 100  # of each peer between updates, where a recipe does not say (DiLoCo's H)
 FRAGMENTS = 8  # of a streamed run, where a recipe does not say
 ROUND_TRIPS = 4.0  # of a round, one after the other: join, parts, shares, commit; others hide behind the parts
 LINK_SHARE = 0.85  # of a link that a round's parts reach: they begin and end one by one
-NEWS_S = 0.3  # until all know that enough samples are there: they compute on meanwhile
+NEWS_DELAY_S = 0.3  # until all know that enough samples are there: they compute on meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def predict_update(swarm: RunConditions, setting: Setting) -> Prediction:
     if setting.n_steps:
         unbroken_s = swarm.inner_batch / min(r for r in swarm.samples_per_s if r > 0)
     n_asked = max(1, target // setting.fragments)
-    compute_s = n_asked / rate + NEWS_S + unbroken_s / 2  # who is at a micro-batch ends it
+    compute_s = n_asked / rate + NEWS_DELAY_S + unbroken_s / 2  # who is at a micro-batch ends it
     sites = swarm.sites or range(len(swarm.members))
     layout = topology.lay_out_group(setting.topology, swarm.members, sites).action
     plan = partition.divide_vector(layout.members, _round_sizes(swarm, setting), layout.trees).action
@@ -123,7 +123,7 @@ def predict_update(swarm: RunConditions, setting: Setting) -> Prediction:
 
 def choose_setting(predictions: Sequence[Prediction]) -> Decision[Prediction]:
     """The first that computes enough of the time, else what computes most. In the order of ``list_settings``."""
-    enough = [p for p in predictions if p.utilisation >= ENOUGH and p.excess <= MOST_SAMPLES]
+    enough = [p for p in predictions if p.utilisation >= LEAST_UTILISATION and p.excess <= MOST_EXCESS]
     if enough:
         chosen = enough[0]
         share = f"{100 * chosen.utilisation:.0f} % of the time is computed"
@@ -131,12 +131,14 @@ def choose_setting(predictions: Sequence[Prediction]) -> Decision[Prediction]:
             return Decision(chosen, f"{share}, and all see each other's gradients at once")
         return Decision(chosen, f"{share}; {_explain_shortfall(predictions[predictions.index(chosen) - 1])}")
     chosen = max(predictions, key=lambda p: (p.utilisation, -p.excess))
-    return Decision(chosen, f"nothing computes {100 * ENOUGH:.0f} % of the time on these links; this comes closest")
+    return Decision(
+        chosen, f"nothing computes {100 * LEAST_UTILISATION:.0f} % of the time on these links; this comes closest"
+    )
 
 
 def _explain_shortfall(near: Prediction) -> str:
     """Why what changes the mathematics a little less is not chosen."""
-    if near.utilisation < ENOUGH:
+    if near.utilisation < LEAST_UTILISATION:
         return f"{near.setting}, which changes less, would compute {100 * near.utilisation:.0f} %"
     return f"{near.setting}, which moves more, would put {near.excess:.1f} times the samples into an update"
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 EVIDENCE_S = 300.0  # that the states of a wrong contribution are held for who wants to see
 MAX_EVIDENCE = 4  # states at a time, each with its moments; the newest are kept
 MAX_CASES = 4  # accusations that wait here, each with a state; the next are left to others
-N_HEARD = 256  # accusations that are not listened to again
+N_ACCUSATIONS_REMEMBERED = 256  # accusations that are not listened to again
 
 
 class Accusations:
@@ -52,7 +52,7 @@ class Accusations:
         self._state: RunState | None = None
         self._get: Callable[[str], Get]
         self._evidence: dict[bytes, tuple[Snapshot, float]] = {}
-        self._heard: deque[tuple[PeerId, PeerId, bytes]] = deque(maxlen=N_HEARD)
+        self._heard: deque[tuple[PeerId, PeerId, bytes]] = deque(maxlen=N_ACCUSATIONS_REMEMBERED)
         self._tasks = Tasks()
 
     async def run(self, state: RunState, get: Callable[[str], Get]) -> None:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 1.0  # what computes was lost, or nobody gives its data now
 MICRO_BATCH_S = 1.0  # what may be lost when the round begins meanwhile
 SMOOTHING = 0.3  # weight of the newest micro-batch in samples a second
-NEWS_AT = 0.2  # of its last announced speed: a change that others should know
+SPEED_CHANGE = 0.2  # of its last announced speed: a change that others should know
 
 
 class Computing:
@@ -190,7 +190,7 @@ class Computing:
         """Remember how fast it goes, and tell others when that has changed."""
         weight = SMOOTHING if self.samples_per_s else 1.0
         self.samples_per_s += (n / took_s - self.samples_per_s) * weight
-        if abs(self.samples_per_s - self._announced_rate) > NEWS_AT * self._announced_rate:
+        if abs(self.samples_per_s - self._announced_rate) > SPEED_CHANGE * self._announced_rate:
             self._announced_rate = self.samples_per_s
             self._world.announce()
 

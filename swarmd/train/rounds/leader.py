@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 PULSE_INTERVAL_S = 0.5  # members leave a leader after some pulses that did not come
 LOOK_INTERVAL_S = 0.1  # whether all have gathered, or answered
 LONGEST_S = 3_600.0  # of a round, whatever links were announced
-ENOUGH = 0.9  # of the target: what was forecast and not gathered is made up for next time
+LEAST_GATHERED_SHARE = 0.9  # of the target: what was forecast and not gathered is made up for next time
 LONGEST_CHUNK_S = 10.0  # whatever speed a member claims
 
 
@@ -220,7 +220,7 @@ class Leader:
             self._waits_for = f"{len(lacking)} more members" if lacking else "nobody"
             if not lacking or waited_s > self._timing.joins.limit_s():
                 self.missing = lacking
-                if n < ENOUGH * target or (lacking and self._is_alone()):
+                if n < LEAST_GATHERED_SHARE * target or (lacking and self._is_alone()):
                     raise TooEarly(f"{n} of {target} samples are here, members late: {len(lacking)}")
                 await self._require_signable()
                 return

@@ -23,10 +23,10 @@ from swarmd.protocol.runs.recipe import Parts, Recipe
 from swarmd.train.vectors.state import Vector
 
 BLOCK = 4_096  # elements that are coded together
-SCALED = 256  # elements that share a scale in int8: an outlier coarsens no more than those
-SIDE = 256  # a low-rank block is a square of as many rows and columns
+SCALE_GROUP = 256  # elements that share a scale in int8: an outlier coarsens no more than those
+SQUARE_SIDE = 256  # a low-rank block is a square of as many rows and columns
 N_POWER = 2  # power iterations for its factors, from a fixed start
-SURE = 8.0  # standard deviations: rounding never comes to more along a random direction
+ROUNDING_SIGMAS = 8.0  # standard deviations: rounding never comes to more along a random direction
 LEVELS = 127.0  # of int8, on each side of zero
 
 Buffer = bytes | memoryview
@@ -131,16 +131,16 @@ class Float16(Blocks):
         return _from_halves(coded[:, :2], coded[:, 2:])
 
     def rounding(self, average: Vector) -> float:
-        return SURE * 2.0**-11 * math.sqrt(float(np.dot(average, average)))
+        return ROUNDING_SIGMAS * 2.0**-11 * math.sqrt(float(np.dot(average, average)))
 
 
 class Int8(Blocks):
-    """Linear, symmetric int8; ``SCALED`` elements share a scale."""
+    """Linear, symmetric int8; ``SCALE_GROUP`` elements share a scale."""
 
-    size = 4 * (BLOCK // SCALED) + BLOCK
+    size = 4 * (BLOCK // SCALE_GROUP) + BLOCK
 
     def _pack_rows(self, rows: Rows) -> Bytes:
-        pieces = rows.reshape(len(rows), -1, SCALED)
+        pieces = rows.reshape(len(rows), -1, SCALE_GROUP)
         largest = np.abs(pieces).max(axis=2)
         scale = (largest / np.float32(LEVELS)).astype(np.float32)
         divisors = np.where(scale > 0, scale, 1)
@@ -148,16 +148,16 @@ class Int8(Blocks):
         return _join_rows(scale, np.clip(steps, -LEVELS, LEVELS).astype(np.int8))
 
     def _unpack_rows(self, coded: Bytes) -> Rows:
-        n_scales = 4 * (BLOCK // SCALED)
+        n_scales = 4 * (BLOCK // SCALE_GROUP)
         scale = np.ascontiguousarray(coded[:, :n_scales]).view(np.float32)
         steps = coded[:, n_scales:].view(np.int8)
-        steps = steps.reshape(len(coded), -1, SCALED)
+        steps = steps.reshape(len(coded), -1, SCALE_GROUP)
         return (steps * scale[:, :, None]).reshape(len(coded), -1)
 
     def rounding(self, average: Vector) -> float:
-        largest = np.abs(_as_rows(average, SCALED)).max(axis=1)
+        largest = np.abs(_as_rows(average, SCALE_GROUP)).max(axis=1)
         scale = largest.astype(np.float64) / LEVELS
-        return SURE * math.sqrt(SCALED / 12 * float(np.dot(scale, scale)))
+        return ROUNDING_SIGMAS * math.sqrt(SCALE_GROUP / 12 * float(np.dot(scale, scale)))
 
 
 class TopK(Blocks):
@@ -251,16 +251,16 @@ class LowRank(Blocks):
     feedback is carried from round to round.
     """
 
-    block = SIDE * SIDE
+    block = SQUARE_SIDE * SQUARE_SIDE
     forwards = True
     leaves_out = True
 
     def __init__(self, dtype: str, rank: int) -> None:
         super().__init__(dtype)
         self._rank = rank
-        self.size = 2 * (2 + 2 * SIDE * rank)
-        raw = np.random.Philox(key=0).random_raw(SIDE * rank)
-        raw = raw.reshape(SIDE, rank)
+        self.size = 2 * (2 + 2 * SQUARE_SIDE * rank)
+        raw = np.random.Philox(key=0).random_raw(SQUARE_SIDE * rank)
+        raw = raw.reshape(SQUARE_SIDE, rank)
         uniform = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
         self._start = (uniform - 0.5).astype(np.float32)
 
@@ -268,8 +268,8 @@ class LowRank(Blocks):
         # Power iteration: squares @ right spans nearly the largest singular vectors, and qr makes them orthonormal.
         # Then left @ (squares.T @ left).T is the closest matrix in that span. Bits may differ between machines here:
         # what counts is what the written factors stand for.
-        squares = rows.reshape(-1, SIDE, SIDE)
-        right_factor = np.broadcast_to(self._start, (len(rows), SIDE, self._rank))
+        squares = rows.reshape(-1, SQUARE_SIDE, SQUARE_SIDE)
+        right_factor = np.broadcast_to(self._start, (len(rows), SQUARE_SIDE, self._rank))
         for _ in range(N_POWER):
             left_factor = np.linalg.qr(squares @ right_factor)[0].astype(np.float32)
             right_factor = squares.transpose(0, 2, 1) @ left_factor
@@ -282,15 +282,15 @@ class LowRank(Blocks):
         left_factor = self._read_factor(coded[:, :half])
         right_factor = self._read_factor(coded[:, half:])
         # Summed rank by rank, not by a matrix product, whose order of sums depends on the machine.
-        squares = np.zeros((len(coded), SIDE, SIDE), np.float32)
+        squares = np.zeros((len(coded), SQUARE_SIDE, SQUARE_SIDE), np.float32)
         for k in range(self._rank):
             squares += left_factor[:, :, None, k] * right_factor[:, None, :, k]
         return squares.reshape(len(coded), -1)
 
     def _read_factor(self, coded: Bytes) -> Rows:
-        """[n, SIDE, rank] numbers from one half of each block."""
+        """[n, SQUARE_SIDE, rank] numbers from one half of each block."""
         numbers = _from_halves(coded[:, :2], coded[:, 2:])
-        return numbers.reshape(-1, SIDE, self._rank)
+        return numbers.reshape(-1, SQUARE_SIDE, self._rank)
 
 
 class Significance(Codec):

@@ -6,9 +6,9 @@ import pytest
 
 from swarmd.plan.runs.partition import PartitionMember
 from swarmd.plan.runs.synchronisation import (
-    ENOUGH,
+    LEAST_UTILISATION,
     LINK_SHARE,
-    MOST_SAMPLES,
+    MOST_EXCESS,
     CodecTraffic,
     Prediction,
     RunConditions,
@@ -67,10 +67,10 @@ def test_the_choice_is_what_changes_least_and_computes_enough(mbit: float, chose
     predictions = all_of(mbit)
     decision = choose_setting(predictions)
     assert str(decision.action.setting) == chosen
-    assert decision.action.utilisation >= ENOUGH
-    assert decision.action.excess <= MOST_SAMPLES
+    assert decision.action.utilisation >= LEAST_UTILISATION
+    assert decision.action.excess <= MOST_EXCESS
     for before in predictions[: predictions.index(decision.action)]:
-        assert before.utilisation < ENOUGH or before.excess > MOST_SAMPLES
+        assert before.utilisation < LEAST_UTILISATION or before.excess > MOST_EXCESS
     assert decision.reason
 
 

@@ -10,7 +10,13 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from swarmd.plan.runs.contributions import CLIPPED_AT_MOST, RADIUS, WeighedContributions, clipping_radius, find_outliers
+from swarmd.plan.runs.contributions import (
+    MOST_CLIPPED_RATIO,
+    RADIUS_FACTOR,
+    WeighedContributions,
+    clipping_radius,
+    find_outliers,
+)
 from swarmd.protocol.runs.recipe import Optimizer, Parts
 from swarmd.train.vectors.clipping import clip_total
 from swarmd.train.vectors.state import Vector, centre_of
@@ -25,15 +31,15 @@ def test_radius_follows_the_usual_distance_and_grows_for_means_of_few() -> None:
         WeighedContributions(4, 2.0),
         WeighedContributions(64, 0.5),
     ]  # all alike: a distance of 4 for one sample
-    assert clipping_radius(history, 16) == pytest.approx(RADIUS * 1.0)
-    assert clipping_radius(history, 64) == pytest.approx(RADIUS * 0.5)
+    assert clipping_radius(history, 16) == pytest.approx(RADIUS_FACTOR * 1.0)
+    assert clipping_radius(history, 64) == pytest.approx(RADIUS_FACTOR * 0.5)
     assert clipping_radius([], 16) == math.inf
 
 
 def test_who_gives_more_than_the_radius_is_left_out() -> None:
     history = [WeighedContributions(16, 1.0)] * 4
     members = {PeerId(p): WeighedContributions(16, 1.0) for p in "abc"}
-    members[PeerId("far")] = WeighedContributions(16, 1.1 * RADIUS * CLIPPED_AT_MOST)
+    members[PeerId("far")] = WeighedContributions(16, 1.1 * RADIUS_FACTOR * MOST_CLIPPED_RATIO)
     assert find_outliers(members, history) == {}
     assert set(find_outliers(members, history, lambda n: clipping_radius(history, n))) == {"far"}
     assert find_outliers(members, history, lambda n: clipping_radius([], n)) == {}
@@ -117,7 +123,7 @@ async def test_nobody_moves_an_average_further_than_the_radius(virtual_time: Moc
 def check_norms(world: TrainingWorld) -> None:
     for sealed in world.ledger.sealed[1:]:
         for c in sealed.commit.contributors:
-            assert c.norm <= CLIPPED_AT_MOST * world.ledger.radius(c.n, sealed.commit.epoch)
+            assert c.norm <= MOST_CLIPPED_RATIO * world.ledger.radius(c.n, sealed.commit.epoch)
 
 
 async def test_who_does_not_clip_is_left_out(virtual_time: MockClock) -> None:
