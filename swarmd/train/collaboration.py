@@ -158,7 +158,7 @@ class Collaboration:
 
     async def _begin_run(self) -> None:
         swarm = self._swarm
-        world = TrainerServices(
+        services = TrainerServices(
             rpc=swarm.rpc,
             identity=swarm.identity,
             view=swarm.view,
@@ -168,7 +168,7 @@ class Collaboration:
             links=lambda: (None, None),
             can_be_dialled=lambda: False,
         )
-        self._trainer = Trainer(world, self.run, "train", self._source, None, self._make_getter)
+        self._trainer = Trainer(services, self.run, "train", self._source, None, self._make_getter)
         if self._order:
             self._trainer.chronicle.take_order_untrusted(self._order)
         swarm.take_part(self.run.id, self._trainer)

@@ -276,7 +276,7 @@ class Runs:
         self._tasks.start_soon(self._keep_alive, taken, folder)
 
     def _make_trainer(self, run: Run, folder: RunFolder) -> tuple[Trainer, WorkerSource | None]:
-        world = TrainerServices(
+        services = TrainerServices(
             rpc=self._rpc,
             identity=self._identity,
             view=self._directory.view,
@@ -292,7 +292,7 @@ class Runs:
         source = None
         if folder.role == "train":
             source = WorkerSource(run, self._supply, self._rpc.network.peer_id, self._config.threads)
-        trainer = Trainer(world, run, folder.role, source, folder, partial(self._make_getter, folder))
+        trainer = Trainer(services, run, folder.role, source, folder, partial(self._make_getter, folder))
         trainer.pause(self._resting, "policy")
         return trainer, source
 

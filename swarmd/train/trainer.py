@@ -56,7 +56,7 @@ class Trainer:
 
     def __init__(
         self,
-        world: TrainerServices,
+        services: TrainerServices,
         run: Run,
         role: str,
         source: GradientSource | None,
@@ -65,26 +65,26 @@ class Trainer:
     ) -> None:
         self.run_spec = run
         self.role = role
-        self.me = world.rpc.network.peer_id
+        self.me = services.rpc.network.peer_id
         self.why = "starting"
         self.trouble = ""
         self.state: RunState | None = None
         self.members = Members(
             run.id,
             self.me,
-            world.view,
-            world.rpc.network.learn,
-            world.rpc.standing,
+            services.view,
+            services.rpc.network.learn,
+            services.rpc.standing,
         )
         self._news = Wakeups()
-        self.chronicle = Chronicle(world, run, self.members, folder, self._news, self.record)
+        self.chronicle = Chronicle(services, run, self.members, folder, self._news, self.record)
         self.ledger = self.chronicle.ledger
-        self.computing = Computing(world, self.ledger, self._news)
+        self.computing = Computing(services, self.ledger, self._news)
         self.work = self.computing.work
         self.pace = RunPace()
         self._averages = Averages()
         self.joining = Joining(
-            world,
+            services,
             self.chronicle,
             self.members,
             self._averages,
@@ -94,21 +94,21 @@ class Trainer:
         self.catching_up: CatchingUp | None = None
         signer = self.joining.signer
         self.audits = GradientAudits(
-            world,
+            services,
             self.ledger,
             self.members,
             self._news,
             backed=lambda: signer.backed,
             why_idle=self._why_nothing,
         )
-        self._world = world
+        self._services = services
         self._source = source
         self._folder = folder
         self._make_get = make_get
         self._givers = StateDonors()
         self._paused: dict[str, str] = {}  # by whom: why
         self._announced_head = b""
-        self.memories = Memories(world, run.recipe, folder)
+        self.memories = Memories(services, run.recipe, folder)
         self._tasks = Tasks()
 
     # --- life --------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Trainer:
                     lambda: self.computing.samples_per_s,
                 )
             nursery.start_soon(self._keep_house)
-            self._world.announce()
+            self._services.announce()
             while True:
                 mark = self._news.mark()
                 await self._take_step()
@@ -151,11 +151,11 @@ class Trainer:
         self.why = "loading the model"
         layout, parameters = await source.open()
         state = RunState(self.run_spec, layout, parameters, KEPT_AVERAGES * layout.n_bytes)
-        await self._world.off_loop(state.measure)
+        await self._services.off_loop(state.measure)
         await self._resume_from_disk(state)
         get = self._make_get(layout, "incoming")
         self.catching_up = CatchingUp(
-            self._world,
+            self._services,
             self.chronicle,
             self.members,
             self._averages,
@@ -178,18 +178,20 @@ class Trainer:
             layout = state.layout
             names = tuple(state.vectors)
             try:
-                vectors = await self._world.off_loop(read_vectors, saved.path, layout.dtype, layout.n_elements, names)
+                vectors = await self._services.off_loop(
+                    read_vectors, saved.path, layout.dtype, layout.n_elements, names
+                )
             except ConfigError as error:
                 logger.warning("leaving out a checkpoint: %s", error)
                 continue
             state.replace(vectors)
-            await self._world.off_loop(state.move_to, saved.epoch, saved.head, saved.steps)
+            await self._services.off_loop(state.move_to, saved.epoch, saved.head, saved.steps)
             if state.root == saved.root:
                 logger.info("going on from the checkpoint of update %d", saved.epoch)
                 return
             logger.warning("%s is damaged: trying the one before", saved.path)
             state.replace(first)
-            await self._world.off_loop(state.move_to, 0, self.run_spec.genesis, 0)
+            await self._services.off_loop(state.move_to, 0, self.run_spec.genesis, 0)
 
     # What a peer that computes does, looked at again with every piece of news:
     #
@@ -280,7 +282,7 @@ class Trainer:
         head = self.ledger.head
         if head != self._announced_head:
             self._announced_head = head
-            self._world.announce()
+            self._services.announce()
         self.why = "keeps the ledger and signs" if self.role == "anchor" else "waits for a round to reduce in"
         if self.role != "reduce" or now < self.joining.retry_at:
             return
@@ -308,7 +310,7 @@ class Trainer:
         if state.epoch != self.ledger.epoch:
             return
         self.pace.note(trio.current_time(), self.ledger.n_samples)
-        self._world.announce()
+        self._services.announce()
         every = self.run_spec.recipe.checkpoints.every
         is_due = state.epoch % every == 0 or self.ledger.why_finished()
         if self._folder is not None and is_due:
@@ -329,7 +331,7 @@ class Trainer:
             await self._news.wait(LOOK_INTERVAL_S)
         snapshot = self.state.freeze()
         n_kept = self.run_spec.recipe.checkpoints.keep
-        return str(await self._world.off_loop(self._folder.save, snapshot, n_kept))
+        return str(await self._services.off_loop(self._folder.save, snapshot, n_kept))
 
     async def _keep_house(self) -> None:
         """Let go of what nobody fetches any more, and hear what the run's owner says."""
@@ -338,7 +340,7 @@ class Trainer:
             if self.state is not None:
                 self._givers.expire(self.state, trio.current_time())
             if await self.chronicle.look_for_orders():
-                self._world.announce()
+                self._services.announce()
 
     def pause(self, reason: str, pauser: str = OWNER) -> None:
         """The owner of this machine, or a rule of theirs, wants it back; "": gives it again."""
@@ -428,11 +430,11 @@ class Trainer:
 
     def links(self) -> tuple[float | None, float | None]:
         """This peer's measured bytes/s, up and down."""
-        return self._world.links()
+        return self._services.links()
 
     def can_be_dialled(self) -> bool:
         """Can others open connections to this peer?"""
-        return self._world.can_be_dialled()
+        return self._services.can_be_dialled()
 
     def record(self) -> dict[str, Any]:
         """This peer's RunRecord, without what all records share."""
@@ -451,6 +453,6 @@ class Trainer:
             "n_samples": self.work.n,
             "samples_per_s": 0.0 if self.why_idle() else self.computing.samples_per_s,
             "audit_left": self.computing.audit_left,
-            "can_be_dialled": self._world.can_be_dialled(),
+            "can_be_dialled": self._services.can_be_dialled(),
             "order": self.chronicle.order_raw,
         }

@@ -41,11 +41,11 @@ N_ACCUSATIONS_REMEMBERED = 256  # accusations that are not listened to again
 class Accusations:
     """See the module. ``cases`` are those of others; ``trouble`` is what was found in what this machine gave."""
 
-    def __init__(self, world: TrainerServices, ledger: Ledger, members: Members, news: Wakeups) -> None:
+    def __init__(self, services: TrainerServices, ledger: Ledger, members: Members, news: Wakeups) -> None:
         self.cases: list[Recheck] = []
         self.trouble = ""
-        self._world = world
-        self._me = world.rpc.network.peer_id
+        self._services = services
+        self._me = services.rpc.network.peer_id
         self._ledger = ledger
         self._members = members
         self._news = news
@@ -172,7 +172,7 @@ class Accusations:
             for peer in self._members.look(trio.current_time()):
                 nursery.start_soon(
                     tell_peer,
-                    self._world.rpc,
+                    self._services.rpc,
                     peer,
                     lambda channel: channel.send(message, payload),
                 )

@@ -33,14 +33,14 @@ class Computing:
     nothing is computed any more.
     """
 
-    def __init__(self, world: TrainerServices, ledger: Ledger, news: Wakeups) -> None:
+    def __init__(self, services: TrainerServices, ledger: Ledger, news: Wakeups) -> None:
         self.trouble = ""
         self.broken = ""
         self.samples_per_s = 0.0
-        self._me = world.rpc.network.peer_id
+        self._me = services.rpc.network.peer_id
         self._recipe = ledger.run.recipe
         self.work = UncountedWork(self._me, self._recipe.overlaps)
-        self._world = world
+        self._services = services
         self._ledger = ledger
         self._news = news
         self.inner: InnerOptimizer | None = None
@@ -98,7 +98,7 @@ class Computing:
         self._is_allowed = False
         if self.inner is not None:
             self.inner.spoil()
-        self._world.announce()
+        self._services.announce()
 
     def try_again(self) -> None:
         """This machine's owner has looked."""
@@ -117,7 +117,7 @@ class Computing:
             await trio.sleep(RETRY_S)
             return True
         took_s = trio.current_time() - begun
-        rest_s = duty.rest_s(took_s, self._world.share()) if n else 0.0
+        rest_s = duty.rest_s(took_s, self._services.share()) if n else 0.0
         if rest_s:
             await trio.sleep(rest_s)
         return n > 0
@@ -127,14 +127,14 @@ class Computing:
         n_before = self.audit_left
         self.audit_left = n_left
         if n_left > n_before or (n_before and not n_left):
-            self._world.announce()
+            self._services.announce()
 
     async def _micro_batch(self, source: GradientSource, state: RunState) -> None:
         """Compute some samples, and rest as this machine's owner asks. Raises SwarmError."""
         inner = self.inner
         begun = trio.current_time()
         if inner is not None:
-            await self._world.off_loop(inner.follow, self.work, self._n_counted)
+            await self._services.off_loop(inner.follow, self.work, self._n_counted)
         # While it computes a round may offer what is here, or an update change the state. Both are noticed by what was
         # remembered before: gradients of an old state must not be added to those of a new one.
         head = state.head
@@ -144,7 +144,7 @@ class Computing:
         if inner is not None:
             step = InnerStep(self._recipe.learning_rate(state.steps + 1), inner.steps + 1)
         done = await source.compute(first, self._n_at_once(), not since.n, step)
-        self._world.count(done.n)
+        self._services.count(done.n)
         if since is not self.work.since or head != state.head:
             self.work.n_wasted += done.n  # it came too late, and was computed on what is no longer the state
         elif not math.isfinite(done.loss):
@@ -155,7 +155,7 @@ class Computing:
         self._is_computing = False
         self._news.notify()
         took_s = max(trio.current_time() - begun, 1e-6)
-        rest_s = duty.rest_s(took_s, self._world.share())
+        rest_s = duty.rest_s(took_s, self._services.share())
         self._batches.add(took_s + rest_s)
         self._note_speed(done.n, took_s + rest_s)
         if rest_s:
@@ -192,7 +192,7 @@ class Computing:
         self.samples_per_s += (n / took_s - self.samples_per_s) * weight
         if abs(self.samples_per_s - self._announced_rate) > SPEED_CHANGE * self._announced_rate:
             self._announced_rate = self.samples_per_s
-            self._world.announce()
+            self._services.announce()
 
     # --- what the trainer calls --------------------------------------------------------------------------------
 
@@ -225,15 +225,15 @@ class Computing:
         """
         await self.hold(hold_s if self.inner is None else math.inf)
         if self.inner is None:
-            await self._world.off_loop(self.work.offer)
+            await self._services.off_loop(self.work.offer)
         elif not self._is_computing:  # else its parameters change: what was offered before is offered again
-            await self._world.off_loop(self.inner.follow, self.work, self._n_counted)
-            await self._world.off_loop(self.work.offer, self.inner.contribution)
+            await self._services.off_loop(self.inner.follow, self.work, self._n_counted)
+            await self._services.off_loop(self.work.offer, self.inner.contribution)
         if self._feedback is not None:
             limit = self._ledger.radius(max(1, self.work.offered.n))
             try:
                 offered = self.work.offered
-                self.work.offered = await self._world.off_loop(self._feedback.code, offered, limit)
+                self.work.offered = await self._services.off_loop(self._feedback.code, offered, limit)
             except ValueError as error:
                 self.trouble = f"{error}: it is dropped"
                 self.work.drop()

@@ -52,7 +52,7 @@ class GradientAudits:
 
     def __init__(
         self,
-        world: TrainerServices,
+        services: TrainerServices,
         ledger: Ledger,
         members: Members,
         news: Wakeups,
@@ -60,9 +60,9 @@ class GradientAudits:
         why_idle: Callable[[], str],
     ) -> None:
         self.counts = AuditCounts()
-        self.accusations = Accusations(world, ledger, members, news)
-        self._world = world
-        self._me = world.rpc.network.peer_id
+        self.accusations = Accusations(services, ledger, members, news)
+        self._services = services
+        self._me = services.rpc.network.peer_id
         self._ledger = ledger
         self._recipe = ledger.run.recipe
         self._standing = members.standing
@@ -148,7 +148,7 @@ class GradientAudits:
     def _draw_contributor(self, shares: dict[PeerId, ContributionShare]) -> PeerId | None:
         n_samples = {peer: float(share.n) for peer, share in shares.items()}
         rates = {p: gradient_audits.rate(self._n_right(p), self._recipe.audit) for p in shares}
-        decision = gradient_audits.draw(rates, n_samples, self._me, self._world.rng.random())
+        decision = gradient_audits.draw(rates, n_samples, self._me, self._services.rng.random())
         logger.debug("%s", decision.reason)
         return decision.action
 
@@ -183,7 +183,7 @@ class GradientAudits:
         n = min(n_at_most, n_left)
         try:
             if case.on != root:
-                await self._world.off_loop(case.go_on_from, root, self._source)
+                await self._services.off_loop(case.go_on_from, root, self._source)
             assert case.request is not None
             case.loss += await self._source.compute_again(
                 case.request,
@@ -216,7 +216,7 @@ class GradientAudits:
 
     async def _judge_case(self, case: Recheck) -> None:
         """It has been computed: is it what its contributor signed?"""
-        recomputed, rounding = await self._world.off_loop(case.compute_result, self._ledger)
+        recomputed, rounding = await self._services.off_loop(case.compute_result, self._ledger)
         share = case.share
         peer = case.peer[-8:]
         update = case.commit.epoch

@@ -55,7 +55,7 @@ class Joining:
 
     def __init__(
         self,
-        world: TrainerServices,
+        services: TrainerServices,
         chronicle: Chronicle,
         members: Members,
         averages: Averages,
@@ -69,12 +69,12 @@ class Joining:
         self._is_in = False
         self.round: Round | None = None
         self.leader: Leader | None = None
-        self._world = world
-        self._me = world.rpc.network.peer_id
+        self._services = services
+        self._me = services.rpc.network.peer_id
         self._chronicle = chronicle
         self._members = members
         self._averages = averages
-        self.signer = assents.ContributingMember(chronicle.ledger, world.identity, self._clip_factor)
+        self.signer = assents.ContributingMember(chronicle.ledger, services.identity, self._clip_factor)
         self._news = news
         self._mine = mine
         self._begun: deque[bytes] = deque(maxlen=N_ROUNDS_KNOWN)  # rounds that this peer is or was in
@@ -136,7 +136,7 @@ class Joining:
                 state, _ = self._mine()
                 if state is None or state.head != parent:
                     return
-                chosen = self._leaders.choose(parent, self._world.can_be_dialled())
+                chosen = self._leaders.choose(parent, self._services.can_be_dialled())
                 if chosen == self._me or self.leader is not None:
                     await self._lead_round(why_idle)
                 else:
@@ -151,7 +151,7 @@ class Joining:
         self._followed = leader
         self._pulsed_at = trio.current_time()
         try:
-            await self._world.rpc.call(
+            await self._services.rpc.call(
                 leader,
                 self._make_join,
                 timeout_s=self.pulses.limit_s(),
@@ -221,11 +221,11 @@ class Joining:
         return now - self._pulsed_at < self.pulses.limit_s() / 2
 
     def _make_join(self, call_id: int) -> JoinRound:
-        up, down = self._world.links()
+        up, down = self._services.links()
         state, self._offered = self._mine()
-        can_be_dialled = self._world.can_be_dialled()
+        can_be_dialled = self._services.can_be_dialled()
         members = set(self._members.look(trio.current_time()))
-        near = sorted(self._world.near() & members)[:MAX_NEAR]
+        near = sorted(self._services.near() & members)[:MAX_NEAR]
         return JoinRound(
             id=call_id,
             run=self._chronicle.run.id,
@@ -435,13 +435,13 @@ class Joining:
         self.end_round()
         root = state.root if state is not None else b""
         self.round = Round(
-            self._world.rpc,
+            self._services.rpc,
             group,
             recipe,
             offered.coded,
             digest=partial(average_digest, self._chronicle.run.id, group.parent),
             sign=partial(self.signer.share, group.parent, root, offered),
-            off_loop=self._world.off_loop,
+            off_loop=self._services.off_loop,
         )
         self._begun.append(group.round)
         self._scope = self._tasks.start_soon(self._live_round, self.round, peer)
@@ -479,7 +479,7 @@ class Joining:
 
     def gone(self, peer: PeerId) -> None:
         """A channel to a peer has ended. If it was the last of them, do without it until it says something."""
-        if peer in self._world.rpc.peers():
+        if peer in self._services.rpc.peers():
             return
         self._members.suspect(peer, trio.current_time())
         if self.leader is not None:
@@ -522,4 +522,4 @@ class Joining:
             except RemoteProtocolError as error:  # nobody will stand for it then, and the round fails
                 logger.warning("%s", error)
             return
-        await tell_peer(self._world.rpc, peer, lambda channel: channel.send(message, payload))
+        await tell_peer(self._services.rpc, peer, lambda channel: channel.send(message, payload))

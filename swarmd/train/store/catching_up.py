@@ -44,7 +44,7 @@ class CatchingUp:
 
     def __init__(
         self,
-        world: TrainerServices,
+        services: TrainerServices,
         chronicle: Chronicle,
         members: Members,
         averages: Averages,
@@ -58,8 +58,8 @@ class CatchingUp:
         self.n_times = 0
         self.n_snapshots = 0
         self.last_s: float | None = None
-        self._world = world
-        self._me = world.rpc.network.peer_id
+        self._services = services
+        self._me = services.rpc.network.peer_id
         self._chronicle = chronicle
         self._ledger = chronicle.ledger
         self._members = members
@@ -123,7 +123,7 @@ class CatchingUp:
         """Change the state in a thread; nobody takes a snapshot of it meanwhile."""
         self._state.is_changing = True
         try:
-            await self._world.off_loop(function, *arguments)
+            await self._services.off_loop(function, *arguments)
         finally:
             self._state.is_changing = False
 
@@ -174,7 +174,7 @@ class CatchingUp:
         """Have donors keep their states, and fetch the one that most name; False while they do not agree on any."""
         state = self._state
         newest = self._ledger.epoch
-        offers = await recovery.ask_states(self._world.rpc, donors, self._chronicle.run.id)
+        offers = await recovery.ask_states(self._services.rpc, donors, self._chronicle.run.id)
         self._leave_out_unreachable(donors)
         eligible = {p: o for p, o in offers.items() if o.epoch <= newest}
         chosen = choose_path(held_epoch, newest, eligible, average_bytes=1, state_bytes=0)
@@ -230,7 +230,7 @@ class CatchingUp:
 
     def _leave_out_unreachable(self, donors: Iterable[PeerId]) -> None:
         """Their records outlive them: do without those that were asked and are not connected even so."""
-        for peer in set(recovery.choose_donors(donors)) - self._world.rpc.peers():
+        for peer in set(recovery.choose_donors(donors)) - self._services.rpc.peers():
             self._members.suspect(peer, trio.current_time())
 
     async def _restore_if_lost(self) -> bool:

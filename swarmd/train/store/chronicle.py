@@ -46,7 +46,7 @@ class Chronicle:
 
     def __init__(
         self,
-        world: TrainerServices,
+        services: TrainerServices,
         run: Run,
         members: Members,
         folder: RunFolder | None,
@@ -57,8 +57,8 @@ class Chronicle:
         self.ledger = Ledger(run)
         self.order = RunOrder(run.id, 0)
         self.order_raw = b""
-        self._world = world
-        self._me = world.rpc.network.peer_id
+        self._services = services
+        self._me = services.rpc.network.peer_id
         self._members = members
         self._folder = folder
         self._news = news
@@ -81,7 +81,7 @@ class Chronicle:
             raw = self._folder.order()
             if raw:
                 self.take_order_untrusted(raw)
-            for raw in await self._world.off_loop(list, self._folder.commits()):
+            for raw in await self._services.off_loop(list, self._folder.commits()):
                 self.ledger.add(commits.read_untrusted(raw, self._anchor_sets()))
             self._acceptor = self._folder.acceptor()
         self._is_ready = True
@@ -104,7 +104,7 @@ class Chronicle:
                 if sealed.commit.epoch == self.ledger.epoch + 1:
                     self.ledger.check_next(sealed.commit)
                     if self._folder is not None:  # on the disk first: an anchor must not forget what follows
-                        await self._world.off_loop(self._folder.append_commit, raw)
+                        await self._services.off_loop(self._folder.append_commit, raw)
                 if self.ledger.add(sealed):
                     self._note_added(sealed)
         return True
@@ -129,14 +129,14 @@ class Chronicle:
             try:
                 await self.take_commits(
                     await recovery.fetch_commits(
-                        self._world.rpc,
+                        self._services.rpc,
                         peer,
                         self.run.id,
                         n_known,
                     )
                 )
             except IntegrityError as error:
-                self._world.rpc.standing.fault(peer, Fault.FORGED, str(error))
+                self._services.rpc.standing.fault(peer, Fault.FORGED, str(error))
                 logger.warning("commits of %s do not count: %s", peer[-8:], error)
             except PeerError as error:
                 logger.info("no commits from %s: %s", peer[-8:], error)
@@ -152,7 +152,7 @@ class Chronicle:
 
     async def tell_commits(self, peer: PeerId, raws: list[bytes]) -> None:
         """Bring commits to a peer; one that cannot be reached will ask."""
-        await tell_peer(self._world.rpc, peer, lambda c: recovery.send_commits(c, self.run.id, raws))
+        await tell_peer(self._services.rpc, peer, lambda c: recovery.send_commits(c, self.run.id, raws))
 
     def find_earlier_state(self) -> bytes:
         """The newest commit before the last whose state somebody has. Raises ConfigError."""
@@ -177,7 +177,7 @@ class Chronicle:
     def _use_order(self) -> None:
         """Be an anchor if the order says so, once what an earlier life promised is known."""
         if self._anchor is None and self._is_ready and self._me in self.anchors:
-            world = self._world
+            services = self._services
             sight = AnchorView(
                 computing=self._computing_on,
                 answers=self._does_any_answer,
@@ -187,10 +187,10 @@ class Chronicle:
             )
             self._anchor = Anchor(
                 self.ledger,
-                world.identity,
+                services.identity,
                 self._acceptor,
                 self._folder,
-                world.off_loop,
+                services.off_loop,
                 sight,
             )
         if self._anchor is not None:
@@ -206,7 +206,7 @@ class Chronicle:
                 except IntegrityError as error:
                     logger.warning("an order that %s passes on does not count: %s", peer[-8:], error)
         if is_newer and self._folder is not None:
-            await self._world.off_loop(self._folder.keep_order, self.order_raw)
+            await self._services.off_loop(self._folder.keep_order, self.order_raw)
         return is_newer
 
     def _anchor_sets(self) -> dict[int, tuple[PeerId, ...]]:
@@ -266,7 +266,7 @@ class Chronicle:
         async def ask(peer: PeerId, scope: trio.CancelScope) -> None:
             nonlocal has_answered
             try:
-                await recovery.fetch_commits(self._world.rpc, peer, self.run.id, self.ledger.epoch)
+                await recovery.fetch_commits(self._services.rpc, peer, self.run.id, self.ledger.epoch)
             except PeerError:
                 return
             has_answered = True
@@ -280,7 +280,7 @@ class Chronicle:
 
     def proposer(self) -> Proposer:
         """One that brings a commit after the ledger's head to the anchors."""
-        return Proposer(self._me, self.ledger, self.order, self._world.rng, self.ask_anchor)
+        return Proposer(self._me, self.ledger, self.order, self._services.rng, self.ask_anchor)
 
     async def spread_commit(self, tasks: Tasks, raw: bytes, members: Iterable[PeerId]) -> None:
         """A majority has signed: take it, and tell the anchors and others."""
@@ -301,14 +301,14 @@ class Chronicle:
         try:
             await self.take_commits(
                 await recovery.fetch_commits(
-                    self._world.rpc,
+                    self._services.rpc,
                     anchor,
                     self.run.id,
                     n_known,
                 )
             )
         except IntegrityError as error:
-            self._world.rpc.standing.fault(anchor, Fault.FORGED, str(error))
+            self._services.rpc.standing.fault(anchor, Fault.FORGED, str(error))
             raise RemoteProtocolError(f"commits that do not count: {error}") from None
         if self.ledger.epoch > n_known:
             raise Refused(Code.STALE_EPOCH, "the anchor knows more commits")
@@ -327,5 +327,5 @@ class Chronicle:
             message = request(0)
             assert isinstance(message, Prepare | Propose)
             return await self.be_anchor(self._me, message, payload)
-        reply, frame = await self._world.rpc.call(anchor, request, payload, CALL_TIMEOUT_S, "bulk")
+        reply, frame = await self._services.rpc.call(anchor, request, payload, CALL_TIMEOUT_S, "bulk")
         return reply, bytes(frame.payload)

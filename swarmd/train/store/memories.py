@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 class Memories:
     """See the module; nothing is kept without a ``folder``. ``trouble`` is what went wrong last, for people."""
 
-    def __init__(self, world: TrainerServices, recipe: Recipe, folder: RunFolder | None) -> None:
+    def __init__(self, services: TrainerServices, recipe: Recipe, folder: RunFolder | None) -> None:
         self.trouble = ""
         self.feedback: Feedback | None = None
-        self._off_loop = world.off_loop
+        self._off_loop = services.off_loop
         self._recipe = recipe
         self._folder = folder
         self._feedback_kept = 0  # until which draw it is on this disk
