@@ -317,8 +317,8 @@ async def _find_run(swarm: AsyncSwarm, name: str) -> tuple[Run, bytes]:
     view = swarm.view()
     run_ids = {r.run for r in view.runs if is_called(name, r.run, r.name)}
     if len(run_ids) != 1:
-        known = ", ".join(sorted({r.name for r in view.runs})) or "none"
-        raise ConfigError(f"{len(run_ids)} runs are called {name!r}; the swarm has: {known}")
+        listed = ", ".join(sorted({r.name for r in view.runs})) or "none"
+        raise ConfigError(f"{len(run_ids)} runs are called {name!r}; the swarm has: {listed}")
     return await recovery.ask_run(swarm.rpc, swarm.view, RunId(run_ids.pop()))
 
 

@@ -116,7 +116,7 @@ def plan_round(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnsw
     for peer, record in records.items():
         if record.role == "anchor":
             continue
-        known = peers.get(peer)
+        peer_record = peers.get(peer)
         computes = record.role == "train"
         members.append(
             PartitionMember(
@@ -124,8 +124,8 @@ def plan_round(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnsw
                 contributes=computes,
                 receives=computes,
                 can_reduce=record.can_be_dialled,
-                up_bytes_per_s=known.up_bytes_per_s if known else None,
-                down_bytes_per_s=known.down_bytes_per_s if known else None,
+                up_bytes_per_s=peer_record.up_bytes_per_s if peer_record else None,
+                down_bytes_per_s=peer_record.down_bytes_per_s if peer_record else None,
             )
         )
         speeds.append(record.samples_per_s)

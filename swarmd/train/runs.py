@@ -362,11 +362,11 @@ class Runs:
 
     def _find_run(self, name: str) -> RunId:
         """The run that a name, or the beginning of a hash, means. Raises ConfigError."""
-        known = {RunId(r.run): r.name for r in self._directory.view().runs}
+        names = {RunId(r.run): r.name for r in self._directory.view().runs}
         for run_id, folder in known_runs(self._root).items():
             with suppress(ConfigError):
-                known.setdefault(run_id, folder.run().recipe.name)
-        return _match_run(name, known)
+                names.setdefault(run_id, folder.run().recipe.name)
+        return _match_run(name, names)
 
     def _find_taken(self, name: str) -> RunId:
         """The run meant, of those taken part in. Raises ConfigError."""
@@ -394,12 +394,12 @@ def choose_taken_run(
     return _match_run(name, taken)
 
 
-def _match_run(name: str, known: dict[RunId, str]) -> RunId:
-    matching = [r for r, called in known.items() if is_called(name, r, called)]
-    if not name and len(known) == 1:
-        return next(iter(known))
+def _match_run(name: str, names: dict[RunId, str]) -> RunId:
+    matching = [r for r, called in names.items() if is_called(name, r, called)]
+    if not name and len(names) == 1:
+        return next(iter(names))
     if len(matching) != 1:
-        by_name = sorted(known.items(), key=lambda item: item[1])
+        by_name = sorted(names.items(), key=lambda item: item[1])
         listed = ", ".join(f"{called} ({run_id[:8]})" for run_id, called in by_name) or "none"
         number = "no run" if not matching else f"{len(matching)} runs"
         raise ConfigError(f"{number} called {name!r} here; there are: {listed}")

@@ -45,11 +45,11 @@ class RunPace:
         """None before the second update."""
         if len(self._seen) < 2:
             return None
-        begun, n_before = self._seen[0]
-        latest, n_counted = self._seen[-1]
-        if latest <= begun:
+        first_at, n_before = self._seen[0]
+        latest_at, n_counted = self._seen[-1]
+        if latest_at <= first_at:
             return None
-        return (n_counted - n_before) / (latest - begun)
+        return (n_counted - n_before) / (latest_at - first_at)
 
 
 def codec_traffic(precision: str, own_parts: Parts | None = None) -> list[CodecTraffic]:

@@ -141,9 +141,9 @@ class Trainer:
             nursery.start_soon(self._keep_house)
             self._services.announce()
             while True:
-                mark = self._news.mark()
+                news = self._news.mark()
                 await self._take_step()
-                if not mark.is_set():
+                if not news.is_set():
                     await self._news.wait(LOOK_INTERVAL_S)
 
     async def _load_model(self, source: GradientSource) -> RunState:

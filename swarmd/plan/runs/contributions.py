@@ -64,13 +64,15 @@ def find_outliers(
         return rejected
     median = statistics.median(m.norm for m in usual)
     n_median = statistics.median(m.n_samples for m in usual)
-    far: dict[PeerId, str] = {}
+    outlying: dict[PeerId, str] = {}
     for peer, member in finite.items():
         n_samples = max(1, member.n_samples)
         noise = math.sqrt(max(1.0, n_median / n_samples))  # of a mean of fewer samples
         limit = min(MOST_NORM_RATIO * median * noise, MOST_CLIPPED_RATIO * limit_of(n_samples))
         if member.norm > limit > 0:
-            far[peer] = f"its gradient's norm is {member.norm:.3g}, the limit here is {limit:.3g}"
+            outlying[peer] = f"its gradient's norm is {member.norm:.3g}, the limit here is {limit:.3g}"
         elif member.norm < LEAST_NORM_RATIO * median:
-            far[peer] = f"its gradient's norm is {member.norm:.3g}, the least here is {LEAST_NORM_RATIO * median:.3g}"
-    return rejected if len(far) == len(finite) else {**rejected, **far}
+            outlying[peer] = (
+                f"its gradient's norm is {member.norm:.3g}, the least here is {LEAST_NORM_RATIO * median:.3g}"
+            )
+    return rejected if len(outlying) == len(finite) else {**rejected, **outlying}

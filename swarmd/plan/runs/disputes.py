@@ -106,10 +106,15 @@ def settle_disputes(pairs: Iterable[Pair], me: PeerId | None) -> DisputeVerdict:
         for member, reducer in unsettled:
             opponents.setdefault(member, set()).add(reducer)
             opponents.setdefault(reducer, set()).add(member)
-        worst = max(sorted(opponents), key=lambda peer: len(opponents[peer]), default=None)
-        if worst is None or len(opponents[worst]) < 2:
+        most_contradicted = max(sorted(opponents), key=lambda peer: len(opponents[peer]), default=None)
+        if most_contradicted is None or len(opponents[most_contradicted]) < 2:
             break
-        _convict(worst, opponents[worst], f"{len(opponents[worst])} others contradict it", verdict)
+        _convict(
+            most_contradicted,
+            opponents[most_contradicted],
+            f"{len(opponents[most_contradicted])} others contradict it",
+            verdict,
+        )
     verdict.doubted = {reducer: member for member, reducer in sorted(unsettled)}
     return verdict
 

@@ -77,15 +77,15 @@ def divide_vector(
     members: Sequence[PartitionMember], sizes: Sizes, trees: ReductionTrees | None = None
 ) -> Decision[Plan]:
     """Choose shares; without ``trees`` all talk to all. Raises ValueError when nobody can reduce."""
-    able = [i for i, m in enumerate(members) if m.can_reduce]
-    if not able:
+    reducers = [i for i, m in enumerate(members) if m.can_reduce]
+    if not reducers:
         raise ValueError("nobody in the group can be dialled: no one can reduce")
     loads = _measure_loads(members, sizes, trees or connect_all(members))
     equal = _equal_shares(members)
-    shares = _solve_program(loads, len(members), set(able))
+    shares = _solve_program(loads, len(members), set(reducers))
     if loads.takes_s(equal, sizes) <= loads.takes_s(shares, sizes) * (1 + TOLERANCE):
         shares = equal  # the program stops at a corner; where links are alike, all should work
-    shares = np.where(shares < _least_share(len(able)), 0.0, shares)
+    shares = np.where(shares < _least_share(len(reducers)), 0.0, shares)
     shares = shares / shares.sum()
     plan = loads.plan(shares, sizes)
     n = sum(s > 0 for s in plan.shares)
@@ -260,15 +260,15 @@ def _list_transfers(
     return transfers
 
 
-def _solve_program(loads: _Loads, n: int, able: set[int]) -> Shares:
+def _solve_program(loads: _Loads, n: int, reducers: set[int]) -> Shares:
     """The program, again and again without those whom it leaves no part: it balances the others then."""
     from scipy.optimize import linprog  # slow to import, and only leaders need it
 
     while True:
         n_rows = len(loads.seconds)
         matrix = np.hstack([loads.seconds, -np.ones((n_rows, 1))])
-        share_bounds = [(0.0, 1.0 if i in able else 0.0) for i in range(n)]
-        counts = [i for i, owners in enumerate(loads.owners) if owners & able]
+        share_bounds = [(0.0, 1.0 if i in reducers else 0.0) for i in range(n)]
+        counts = [i for i, owners in enumerate(loads.owners) if owners & reducers]
         solved = linprog(
             np.array([0.0] * n + [1.0]),  # the cost is the time alone
             A_ub=matrix[counts],
@@ -278,21 +278,21 @@ def _solve_program(loads: _Loads, n: int, able: set[int]) -> Shares:
             bounds=[*share_bounds, (0.0, None)],
         )
         if not solved.success:
-            equal = 1.0 / len(able)
-            return np.array([equal if i in able else 0.0 for i in range(n)])
+            equal = 1.0 / len(reducers)
+            return np.array([equal if i in reducers else 0.0 for i in range(n)])
         shares: Shares = np.clip(solved.x[:-1], 0.0, 1.0)
         # Who is the limit whatever it reduces pins the time: without it the program balances the others.
         limit_s = solved.x[-1] * (1 - TOLERANCE)
-        alone = {i for i in able if _least_seconds(loads, i, able) >= limit_s}
-        if not alone or alone == able:
+        alone = {i for i in reducers if _least_seconds(loads, i, reducers) >= limit_s}
+        if not alone or alone == reducers:
             return shares
-        able = able - alone
+        reducers = reducers - alone
 
 
-def _least_seconds(loads: _Loads, member: int, able: set[int]) -> float:
+def _least_seconds(loads: _Loads, member: int, reducers: set[int]) -> float:
     """What a peer takes at least that reduces nothing, by any of the others."""
     own_rows = [i for i, owners in enumerate(loads.owners) if owners == {member}]
-    other_reducers = sorted(able - {member})
+    other_reducers = sorted(reducers - {member})
     if not other_reducers or not own_rows:
         return 0.0
     seconds = loads.seconds[np.ix_(own_rows, other_reducers)]
@@ -304,6 +304,6 @@ def _equal_shares(members: Sequence[PartitionMember]) -> Shares:
     return np.array([1.0 / n if m.can_reduce else 0.0 for m in members])
 
 
-def _least_share(n_able: int) -> float:
+def _least_share(n_reducers: int) -> float:
     """Less than that is not worth a connection."""
-    return min(LEAST_SHARE, 0.5 / n_able)
+    return min(LEAST_SHARE, 0.5 / n_reducers)

@@ -24,8 +24,8 @@ def may_count(
     """May a commit count these contributors, of whom those that assent have checked the sums?"""
     if 2 * len(assenting) <= len(contributors):
         return Decision(False, f"{len(assenting)} of {len(contributors)} contributors stand for it: most must")
-    if far := find_outliers(contributors, history, limit_of):
-        peer, why = next(iter(far.items()))
+    if outlying := find_outliers(contributors, history, limit_of):
+        peer, why = next(iter(outlying.items()))
         return Decision(False, f"{peer[-8:]} counts too much or too little: {why}")
     return Decision(True, "most of its contributors stand for it")
 

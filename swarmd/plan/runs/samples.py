@@ -53,8 +53,8 @@ def permute_index(key: str, index: int, n: int) -> int:
         high = index >> half
         low = index & mask
         for turn in range(4):
-            word = hashlib.blake2b(f"{key}/{turn}/{low}".encode(), digest_size=8).digest()
-            mixed = high ^ (int.from_bytes(word, "big") & mask)
+            digest = hashlib.blake2b(f"{key}/{turn}/{low}".encode(), digest_size=8).digest()
+            mixed = high ^ (int.from_bytes(digest, "big") & mask)
             high = low
             low = mixed
         index = high << half | low

@@ -106,12 +106,12 @@ def parents_of(
         successors = dict(zip(circle, [*circle[1:], circle[0]], strict=True))
         return tuple(p if p == root else successors.get(p, root) for p in range(n))
     if kind == "rows":
-        able: dict[int, list[int]] = {}
+        collectors_by_row: dict[int, list[int]] = {}
         for place, row in enumerate(rows):
             if collects[place] or place == root:
-                able.setdefault(row, []).append(place)
-        turn = able[rows[root]].index(root)
-        collectors = {row: candidates[turn % len(candidates)] for row, candidates in able.items()}
+                collectors_by_row.setdefault(row, []).append(place)
+        turn = collectors_by_row[rows[root]].index(root)
+        collectors = {row: candidates[turn % len(candidates)] for row, candidates in collectors_by_row.items()}
         collectors[rows[root]] = root
         parents = []
         for place, row in enumerate(rows):
@@ -126,8 +126,8 @@ def reduction_trees_of(
 ) -> ReductionTrees:
     """The parents in the tree of everybody who can reduce, for who divides the work."""
     collects = [may_collect(m) for m in members]
-    able = [place for place, m in enumerate(members) if m.can_reduce]
-    return ReductionTrees({root: parents_of(kind, rows, collects, root) for root in able}, sites)
+    roots = [place for place, m in enumerate(members) if m.can_reduce]
+    return ReductionTrees({root: parents_of(kind, rows, collects, root) for root in roots}, sites)
 
 
 def may_collect(member: PartitionMember) -> bool:
@@ -257,9 +257,9 @@ def lay_out_group(
     """What a recipe's ``requested`` comes to for these members."""
     chosen = choose_topology(requested, sites)
     kind, rows = chosen.action
-    able = restrict_to_server(members) if requested == "server" else members
-    trees = reduction_trees_of(kind, rows, able, sites)
-    return Decision(TopologyLayout(kind, rows, able, trees), chosen.reason)
+    members_laid_out = restrict_to_server(members) if requested == "server" else members
+    trees = reduction_trees_of(kind, rows, members_laid_out, sites)
+    return Decision(TopologyLayout(kind, rows, members_laid_out, trees), chosen.reason)
 
 
 def choose_topology(requested: str, sites: Sequence[int]) -> Decision[tuple[Kind, list[int]]]:

@@ -45,17 +45,17 @@ def has_moved(earlier: Beat, later: Beat) -> bool:
 
 def find_silent(
     seen: Seen,
-    gone: Collection[PeerId],
+    departed: Collection[PeerId],
     limit_s: float,
     now: float,
 ) -> dict[PeerId, str]:
     """Members that give no sign of life, with the reason."""
     lost = {}
-    for peer, known in seen.items():
-        if peer in gone:
+    for peer, member in seen.items():
+        if peer in departed:
             lost[peer] = "it has gone"
-        elif now - known.beat_at > limit_s:
-            lost[peer] = f"no sign of life for {now - known.beat_at:.1f} s, the limit here is {limit_s:.1f}"
+        elif now - member.beat_at > limit_s:
+            lost[peer] = f"no sign of life for {now - member.beat_at:.1f} s, the limit here is {limit_s:.1f}"
     return lost
 
 

@@ -109,14 +109,14 @@ class Computing:
 
     async def _audit_some(self, audits: GradientAudits) -> bool:
         """Compute some of what another gave, if that is to be looked at, and rest as this machine's owner asks."""
-        begun = trio.current_time()
+        started_at = trio.current_time()
         try:
             n = await audits.advance(micro_batch_size(self._recipe.batch.micro, self.samples_per_s))
         except SwarmError as error:
             logger.warning("what another gave is not computed again: %s", error)
             await trio.sleep(RETRY_S)
             return True
-        took_s = trio.current_time() - begun
+        took_s = trio.current_time() - started_at
         rest_s = duty.rest_s(took_s, self._services.share()) if n else 0.0
         if rest_s:
             await trio.sleep(rest_s)
@@ -132,7 +132,7 @@ class Computing:
     async def _micro_batch(self, source: GradientSource, state: RunState) -> None:
         """Compute some samples, and rest as this machine's owner asks. Raises SwarmError."""
         inner = self.inner
-        begun = trio.current_time()
+        started_at = trio.current_time()
         if inner is not None:
             await self._services.off_loop(inner.follow, self.work, self._n_counted)
         # While it computes a round may offer what is here, or an update change the state. Both are noticed by what was
@@ -143,33 +143,33 @@ class Computing:
         step: InnerStep | None = None
         if inner is not None:
             step = InnerStep(self._recipe.learning_rate(state.steps + 1), inner.steps + 1)
-        done = await source.compute(first, self._n_at_once(), not since.n, step)
-        self._services.count(done.n)
+        computed = await source.compute(first, self._n_at_once(), not since.n, step)
+        self._services.count(computed.n)
         if since is not self.work.since or head != state.head:
-            self.work.n_wasted += done.n  # it came too late, and was computed on what is no longer the state
-        elif not math.isfinite(done.loss):
+            self.work.n_wasted += computed.n  # it came too late, and was computed on what is no longer the state
+        elif not math.isfinite(computed.loss):
             self.trouble = "the loss is not finite: what was gathered is dropped"
             self.work.drop_since()
         else:
-            self._add_gradients(first, done)
+            self._add_gradients(first, computed)
         self._is_computing = False
         self._news.notify()
-        took_s = max(trio.current_time() - begun, 1e-6)
+        took_s = max(trio.current_time() - started_at, 1e-6)
         rest_s = duty.rest_s(took_s, self._services.share())
         self._batches.add(took_s + rest_s)
-        self._note_speed(done.n, took_s + rest_s)
+        self._note_speed(computed.n, took_s + rest_s)
         if rest_s:
             await trio.sleep(rest_s)
 
-    def _add_gradients(self, first: int, done: ComputedGradients) -> None:
+    def _add_gradients(self, first: int, computed: ComputedGradients) -> None:
         if self.inner is None:
-            self.work.add(first, done.n, done.loss, done.gathered)
+            self.work.add(first, computed.n, computed.loss, computed.gathered)
             return
         self.work.add(
             first,
-            done.n,
-            done.loss,
-            done.gathered,
+            computed.n,
+            computed.loss,
+            computed.gathered,
             self.inner.is_anew,
         )
         self.inner.is_anew = False

@@ -103,21 +103,21 @@ class WorkerSource:
         step: InnerStep | None,
     ) -> ComputedGradients:
         rows = await self._data.read(self._peer, first, n)
-        begun = trio.current_time()
-        into = 1 - self._into  # two sums take turns: the one that was returned before is not written to
+        started_at = trio.current_time()
+        sum_index = 1 - self._into  # two sums take turns: the one that was returned before is not written to
         request = Compute(
             n=n,
             seed=self._data.seed(self._peer, first),
-            into=into,
+            into=sum_index,
             is_fresh=is_fresh,
             step=step.number if step is not None else 0,
             learning_rate=step.learning_rate if step is not None else 0.0,
         )
         answer = await self._compute_rows(request, rows.tobytes())
-        self._took.add(trio.current_time() - begun)
-        self._into = into
+        self._took.add(trio.current_time() - started_at)
+        self._into = sum_index
         assert self._memory is not None
-        name = LOCAL if step is not None else f"sum{into}"
+        name = LOCAL if step is not None else f"sum{sum_index}"
         return ComputedGradients(n, answer.loss, self._memory.vectors[name])
 
     @property

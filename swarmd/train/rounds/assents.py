@@ -258,7 +258,7 @@ class ContributingMember:
         )
         return backing.sign_share(share, parent, state, average, self._identity)
 
-    def assent_untrusted(self, payload: bytes, live: Round, generation: int, state: bytes) -> bytes:
+    def assent_untrusted(self, payload: bytes, current_round: Round, generation: int, state: bytes) -> bytes:
         """This peer's assent. Raises IntegrityError for a commit that it does not stand for.
 
         Everything that it knows itself must be so, and all shares must add up to the average that it holds.
@@ -266,14 +266,14 @@ class ContributingMember:
         commit, backed = backing.read_untrusted(payload)
         self._ledger.check_next(commit)
         named = [(c.peer, c.first, c.n) for c in commit.contributors]
-        counted = [(m.peer, m.first, m.n) for m in counted_of(live.group)]
-        if live.account is None or commit.average != live.result or commit.state != state:
+        counted = [(m.peer, m.first, m.n) for m in counted_of(current_round.group)]
+        if current_round.account is None or commit.average != current_round.result or commit.state != state:
             raise IntegrityError("a commit of another average or state than this peer has")
         if named != counted or commit.generation != generation:
             raise IntegrityError("a commit that counts others than the group's members")
         if not math.isclose(commit.clip, self._clip(commit.average), rel_tol=CLIP_TOLERANCE):
             raise IntegrityError(f"a commit that clips by {commit.clip}; expected {self._clip(commit.average)}")
-        if not backing.add_up(backed.shares, live.account.average, live.account.rounding):
+        if not backing.add_up(backed.shares, current_round.account.average, current_round.account.rounding):
             raise IntegrityError("the contributors' shares do not add up to the average")
         self.backed = backed
         return backing.sign_assent(backed.body, self._identity)

@@ -70,14 +70,14 @@ def form_group(
 ) -> Decision[Group]:
     """Divide the work among who joined, in their order. Raises ValueError when it cannot be divided."""
     codec = codec_of(run.recipe)
-    able = [_partition_member(p, j) for p, j in joined.items()]
-    chosen = topology.lay_out_group(run.recipe.topology, able, _group_sites(joined))
+    members_able = [_partition_member(p, j) for p, j in joined.items()]
+    chosen = topology.lay_out_group(run.recipe.topology, members_able, _group_sites(joined))
     layout = chosen.action
     sizes = codec.sizes(n_elements, sum(j.n > 0 for j in joined.values()))
     plan = partition.divide_vector(layout.members, sizes, layout.trees).action
     ranges = partition.cut_ranges(plan.shares, n_elements, codec.block)
     members = []
-    for member, row in zip(able, layout.rows, strict=True):
+    for member, row in zip(members_able, layout.rows, strict=True):
         message = joined[member.peer]
         members.append(
             GroupMember(
@@ -109,8 +109,8 @@ def _group_sites(joined: Mapping[PeerId, JoinRound]) -> list[int]:
     places = {peer: place for place, peer in enumerate(joined)}
     near = {}
     for peer, message in joined.items():
-        known = [PeerId(neighbour) for neighbour in message.near if neighbour in places]
-        near[places[peer]] = frozenset(places[neighbour] for neighbour in known)
+        neighbours = [PeerId(neighbour) for neighbour in message.near if neighbour in places]
+        near[places[peer]] = frozenset(places[neighbour] for neighbour in neighbours)
     return topology.sites_of(near, len(joined))
 
 
@@ -129,19 +129,19 @@ def shrink_group(
             members.append(replace(member, receives=receives, is_counted=False, collects=False))
         else:
             members.append(replace(member, collects=member.collects and member.peer not in idle))
-    able = [i for i, m in enumerate(members) if m.peer not in idle]
-    if not able or not any(m.n and m.is_counted for m in members):
+    reducers = [i for i, m in enumerate(members) if m.peer not in idle]
+    if not reducers or not any(m.n and m.is_counted for m in members):
         return None
     # A part whose reducer is idle is cut among the others, as far as a message has room for more parts. Numbers that
     # the old reducer had are sent again by their members, who keep them until the round's end.
     parts: list[GroupPart] = []
     room = MAX_PARTS - len(old.parts)
     for number, part in enumerate(old.parts):
-        if part.reducer in able:
+        if part.reducer in reducers:
             parts.append(part)
             continue
-        n_heirs = min(len(able), 1 + room)
-        heirs = [able[(number + i) % len(able)] for i in range(n_heirs)]
+        n_heirs = min(len(reducers), 1 + room)
+        heirs = [reducers[(number + i) % len(reducers)] for i in range(n_heirs)]
         equal = [1 / n_heirs] * n_heirs
         pieces = partition.cut_ranges(equal, part.end - part.start, block)
         pieces_of_part = []

@@ -128,7 +128,7 @@ class Joining:
 
     async def take_part(self, parent: bytes, why_idle: Callable[[], str]) -> None:
         """Join the round after ``parent``, under one leader after the other, until it is committed or called off."""
-        begun = trio.current_time()
+        started_at = trio.current_time()
         self._is_in = True
         self._why = "joins a round"
         try:
@@ -144,7 +144,7 @@ class Joining:
         finally:
             self._is_in = False
             self.leave()
-            self.counters.last_part_s = trio.current_time() - begun
+            self.counters.last_part_s = trio.current_time() - started_at
 
     async def follow(self, leader: PeerId, parent: bytes) -> None:
         """Join under another peer; returns when that is over, whatever came of it."""
@@ -172,20 +172,20 @@ class Joining:
             self._members.suspect(leader, trio.current_time())
             return
         self._leaders.refused_by = None
-        begun = trio.current_time()
+        joined_at = trio.current_time()
         while self._chronicle.ledger.head == parent and self._followed == leader and self.leader is None:
-            if await self._abandon_if_useless(leader, parent, begun):
+            if await self._abandon_if_useless(leader, parent, joined_at):
                 return
             await self._news.wait(LOOK_INTERVAL_S)
         now = trio.current_time()
         if self.leader is not None and not self._is_followed_alive(now):
             self._members.suspect(leader, now)  # others have given it up, and it is silent here as well
 
-    async def _abandon_if_useless(self, leader: PeerId, parent: bytes, begun: float) -> bool:
+    async def _abandon_if_useless(self, leader: PeerId, parent: bytes, joined_at: float) -> bool:
         """Look whether anything comes of following a leader; True when another must be found."""
         now = trio.current_time()
-        if self.round is None and now - begun > LONGEST_GATHER_S:
-            logger.info("the leader %s has begun nothing for %.0f s", leader[-8:], now - begun)
+        if self.round is None and now - joined_at > LONGEST_GATHER_S:
+            logger.info("the leader %s has begun nothing for %.0f s", leader[-8:], now - joined_at)
             self._members.pass_over(leader, parent, now)
             return True
         why = self._leaders.why_not(self.round)
@@ -200,7 +200,7 @@ class Joining:
             return True
         if now < self.retry_at:
             return True
-        if self.round is None and self._awaited_at > begun + PULSE_INTERVAL_S:
+        if self.round is None and self._awaited_at > joined_at + PULSE_INTERVAL_S:
             return True  # what this peer had joined was given up, and it was not told
         if self.round is not None:
             return False
@@ -455,25 +455,25 @@ class Joining:
                 await self._news.wait()
         if waiting.cancelled_caught:  # they are sent again, if they still count
             raise Unreachable("numbers of a round that has not begun here")
-        live = self.round
-        if live is None or live.group.round != message.round:
+        current_round = self.round
+        if current_round is None or current_round.group.round != message.round:
             return  # of a round that is over, or that came to nothing
-        await live.take(channel.peer, message, payload)
+        await current_round.take(channel.peer, message, payload)
 
     async def take_check(self, peer: PeerId, message: Check, payload: bytes) -> None:
         """The leader shows what it would bring to the anchors. Raises RemoteProtocolError for what nobody may."""
-        live = self.round
+        current_round = self.round
         state, _ = self._mine()
-        if peer != self._followed or live is None or state is None:
+        if peer != self._followed or current_round is None or state is None:
             return
-        if (message.round, message.version) != (live.group.round, live.group.version):
+        if (message.round, message.version) != (current_round.group.round, current_round.group.version):
             return
         try:
             if payload:
                 generation = self._chronicle.order.generation
-                live.give_assent(self.signer.assent_untrusted(payload, live, generation, state.root))
+                current_round.give_assent(self.signer.assent_untrusted(payload, current_round, generation, state.root))
             else:
-                await live.give_share(message.average)
+                await current_round.give_share(message.average)
         except IntegrityError as error:
             raise RemoteProtocolError(f"{peer[-8:]} shows what nobody can stand for: {error}") from None
 
@@ -506,13 +506,13 @@ class Joining:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    async def _live_round(self, live: Round, leader: PeerId) -> None:
+    async def _live_round(self, current_round: Round, leader: PeerId) -> None:
         async def beat(message: Beat) -> None:
-            if message.result and live.average is not None:
-                self._averages.put(live.group.parent, message.result, live.average)
+            if message.result and current_round.average is not None:
+                self._averages.put(current_round.group.parent, message.result, current_round.average)
             await self._tell_member(leader, message if leader == self._me else strip_for_others(message))
 
-        await live.run(beat)
+        await current_round.run(beat)
 
     async def _tell_member(self, peer: PeerId, message: Message, payload: bytes = b"") -> None:
         """Bring a message to a member, this peer included; one that cannot be reached is not told."""

@@ -150,22 +150,22 @@ class Leader:
 
     def take_beat(self, peer: PeerId, message: Beat) -> None:
         """A sign of life of a member, with how far it is."""
-        seen = self._seen.get(peer)
-        if self._group is None or seen is None or message.round != self._group.round:
+        member = self._seen.get(peer)
+        if self._group is None or member is None or message.round != self._group.round:
             return
         now = trio.current_time()
-        self._timing.beats.add(now - seen.beat_at)
-        seen.beat_at = now
+        self._timing.beats.add(now - member.beat_at)
+        member.beat_at = now
         if message.version != self._group.version:
             return
-        if message.result and not (seen.beat and seen.beat.result):
+        if message.result and not (member.beat and member.beat.result):
             result_times = [s.result_at for s in self._seen.values() if s.result_at is not None]
             if result_times:
                 self._timing.results.add(now - min(result_times))
-            seen.result_at = now
-        if seen.beat is None or verdicts.has_moved(seen.beat, message):
-            seen.moved_at = now
-        seen.beat = message
+            member.result_at = now
+        if member.beat is None or verdicts.has_moved(member.beat, message):
+            member.moved_at = now
+        member.beat = message
         self._news.notify()
 
     def drop_member(self, peer: PeerId) -> None:
@@ -369,8 +369,8 @@ class Leader:
 
     def _doubt_reducers(self, doubted: dict[PeerId, PeerId]) -> dict[PeerId, str]:
         """Let others reduce than those in doubt; where nobody else can, do without who contradicts them instead."""
-        able = {p for p in self._seen if p not in self._left_out and self.joined[p].can_reduce}
-        if able - self._doubted - doubted.keys():
+        reducers = {p for p in self._seen if p not in self._left_out and self.joined[p].can_reduce}
+        if reducers - self._doubted - doubted.keys():
             self._doubted |= doubted.keys()
             return {}
         return {member: f"it and {reducer[-8:]} contradict each other" for reducer, member in doubted.items()}

@@ -45,14 +45,14 @@ class Leaders:
     def choose(self, parent: bytes, may_lead: bool) -> PeerId:
         """The first by the rule that all follow. Without any candidate, everybody gets another chance."""
         now = trio.current_time()
-        able = self._members.possible_leaders(parent, now)
+        candidates = self._members.possible_leaders(parent, now)
         if may_lead:
-            able.append(self._me)
-        if self.refused_by in able:  # it follows somebody itself: one of those who lead already
-            able = [p for p in self._members.current_leaders(parent, now) if p != self.refused_by] or able
-        if not able:
+            candidates.append(self._me)
+        if self.refused_by in candidates:  # it follows somebody itself: one of those who lead already
+            candidates = [p for p in self._members.current_leaders(parent, now) if p != self.refused_by] or candidates
+        if not candidates:
             self._members.forgive()
-        return progress.leader_order(parent, able)[0] if able else self._me
+        return progress.leader_order(parent, candidates)[0] if candidates else self._me
 
     def first(self, leader: PeerId, parent: bytes) -> PeerId:
         """The first by the rule of those who lead this round at present, ``leader`` among them."""
@@ -69,14 +69,14 @@ class Leaders:
             logger.info("%s leads no longer here: %d rounds have failed", leader[-8:], self._n_failed[leader])
             self._members.pass_over(leader, parent, trio.current_time())
 
-    def why_not(self, live: Round | None) -> str:
+    def why_not(self, current_round: Round | None) -> str:
         """Why a round comes to nothing, however lively it is; "" while it may."""
-        if live is None:
+        if current_round is None:
             return ""
-        if trio.current_time() - live.moved_at > LONGEST_STILL_S:
+        if trio.current_time() - current_round.moved_at > LONGEST_STILL_S:
             return f"nothing has moved here for {LONGEST_STILL_S:.0f} s"
-        counted = counted_of(live.group)
-        n_contributors = sum(1 for m in live.group.members if m.n)
+        counted = counted_of(current_round.group)
+        n_contributors = sum(1 for m in current_round.group.members if m.n)
         is_left_out = n_contributors > len(counted) and self._me not in {m.peer for m in counted}
         if is_left_out and 2 * len(counted) <= n_contributors:
             return "it leaves out most of the others"

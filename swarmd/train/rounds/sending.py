@@ -82,20 +82,20 @@ class Sending:
     async def _send_contribution(self, peer: PeerId) -> None:
         """Send this peer's numbers for every part that ``peer`` adds up, now or in a later version."""
         channel: Channel | None = None
-        done = set[Key]()
+        sent = set[Key]()
         while True:
             if channel is not None and not channel.is_open:  # what it carried may not have arrived
                 channel = None
-                done = set()
+                sent = set()
             due = self._duties.gives.get(peer, ())
-            todo = [key for key in due if key not in done]
+            todo = [key for key in due if key not in sent]
             if not todo:
                 await self.news.wait()
                 continue
             try:
                 channel = channel or await self._open_channel(peer)
                 await self._send_part(channel, todo[0])
-                done.add(todo[0])
+                sent.add(todo[0])
             except PeerError:  # a connection may come back; the leader sees it if not
                 await trio.sleep(BEAT_INTERVAL_S)
 
@@ -148,31 +148,31 @@ class Sending:
         group = self._group
         ready = self._ready().sums
         for key in self._duties.passes.get(peer, ()):
-            for made in ready[key]:
+            for result in ready[key]:
                 message = Subtotal(
                     run=group.run,
                     round=group.round,
                     version=group.version,
                     part=key,
-                    start=made.start,
-                    n_elements=made.n,
+                    start=result.start,
+                    n_elements=result.n,
                 )
-                yield message, made.payload
+                yield message, result.payload
 
     def _ready_results(self, peer: PeerId) -> Iterator[tuple[Reduced, Buffer]]:
         """What goes down to a child, as far as it is there."""
         group = self._group
         ready = self._ready().averages
         for part in self._duties.tells.get(peer, ()):
-            for made in ready[part.start, part.end]:
+            for result in ready[part.start, part.end]:
                 message = Reduced(
                     run=group.run,
                     round=group.round,
                     version=group.version,
-                    start=made.start,
-                    n_elements=made.n,
+                    start=result.start,
+                    n_elements=result.n,
                 )
-                yield message, made.payload
+                yield message, result.payload
 
     async def _open_channel(self, peer: PeerId) -> Channel:
         """A channel for numbers, whose end will be noticed. Raises PeerError."""

@@ -70,7 +70,7 @@ class Anchor:
         acceptor: Acceptor | None,
         folder: RunFolder | None,
         off_loop: OffLoop[object],
-        sight: AnchorView,
+        view: AnchorView,
     ) -> None:
         self.order = RunOrder(ledger.run.id, 0)
         self._ledger = ledger
@@ -78,7 +78,7 @@ class Anchor:
         self._acceptor = acceptor or Acceptor(ledger.head)
         self._folder = folder
         self._off_loop = off_loop
-        self._sight = sight
+        self._view = view
         self._lock = trio.Lock()
         self._asked: dict[PeerId, list[float]] = {}
 
@@ -140,8 +140,8 @@ class Anchor:
         if commit.restores:
             ordered = (self.order.back_from, self.order.back_to)
             if ordered != (commit.parent, commit.restores):
-                known_for_s = self._sight.known_for_s()
-                _require_decision(quorum.may_go_back(self._ledger.epoch, self._sight.states(), known_for_s))
+                known_for_s = self._view.known_for_s()
+                _require_decision(quorum.may_go_back(self._ledger.epoch, self._view.states(), known_for_s))
             return
         contributors = {}
         for counted in commit.contributors:
@@ -149,9 +149,9 @@ class Anchor:
         assenting = {PeerId(commit.contributors[place].peer) for place, _ in backed.assents}
         history = self._ledger.contributions(N_HISTORY)
         _require_decision(quorum.may_count(contributors, assenting, history, self._ledger.radius))
-        other_members = self._sight.computing(commit.parent) - contributors.keys()
-        if len(contributors) == 1 and other_members and await self._sight.answers(other_members):
-            wait = quorum.may_be_alone(self._sight.known_for_s(), self._sight.intervals_s())
+        other_members = self._view.computing(commit.parent) - contributors.keys()
+        if len(contributors) == 1 and other_members and await self._view.answers(other_members):
+            wait = quorum.may_be_alone(self._view.known_for_s(), self._view.intervals_s())
             if wait.action:
                 raise Refused(Code.REFUSED, wait.reason, wait.action)
 

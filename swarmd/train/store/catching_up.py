@@ -83,7 +83,7 @@ class CatchingUp:
         self._end_round()
         if self._is_mistrusted or not await self._apply_next():
             self.n_times += 1
-            begun = trio.current_time()
+            started_at = trio.current_time()
             try:
                 if not await self._catch_up():
                     await trio.sleep(RETRY_S)
@@ -91,7 +91,7 @@ class CatchingUp:
                 self.why = f"cannot catch up yet: {error}"
                 logger.info("%s", self.why)
                 await trio.sleep(RETRY_FAILED_S)
-            self.last_s = trio.current_time() - begun
+            self.last_s = trio.current_time() - started_at
         if not self.is_due:
             self._behind_since = None
 

@@ -152,7 +152,7 @@ class Chronicle:
 
     async def tell_commits(self, peer: PeerId, raws: list[bytes]) -> None:
         """Bring commits to a peer; one that cannot be reached will ask."""
-        await tell_peer(self._services.rpc, peer, lambda c: recovery.send_commits(c, self.run.id, raws))
+        await tell_peer(self._services.rpc, peer, lambda channel: recovery.send_commits(channel, self.run.id, raws))
 
     def find_earlier_state(self) -> bytes:
         """The newest commit before the last whose state somebody has. Raises ConfigError."""
@@ -178,7 +178,7 @@ class Chronicle:
         """Be an anchor if the order says so, once what an earlier life promised is known."""
         if self._anchor is None and self._is_ready and self._me in self.anchors:
             services = self._services
-            sight = AnchorView(
+            view = AnchorView(
                 computing=self._computing_on,
                 answers=self._does_any_answer,
                 states=self._known_states,
@@ -191,7 +191,7 @@ class Chronicle:
                 self._acceptor,
                 self._folder,
                 services.off_loop,
-                sight,
+                view,
             )
         if self._anchor is not None:
             self._anchor.order = self.order

@@ -76,9 +76,9 @@ class Members:
             last_news = self._last_news.get(peer)
             if last_news is None or last_news.sequence != record.sequence:
                 self._last_news[peer] = _MemberNews(record.sequence, now)
-                known = self.view().peers.get(peer)
-                if known is not None:
-                    self.learn(peer, known.addresses)
+                peer_record = self.view().peers.get(peer)
+                if peer_record is not None:
+                    self.learn(peer, peer_record.addresses)
             is_silent = not with_suspects and self._is_suspect(record, now)
             is_distrusted = self._distrusted.get(peer) == record.head
             if is_silent or is_distrusted or self.standing.is_shunned(peer):
@@ -205,14 +205,14 @@ class Members:
     def possible_leaders(self, head: bytes, now: float) -> list[PeerId]:
         """Who may lead that round: those who compute on it and can be dialled, and those who do lead it."""
         records = self.look(now)
-        able = [
+        candidates = [
             p
             for p in self.computing(head, now)
             if records[p].can_be_dialled
             and records[p].state_epoch == records[p].epoch
             and not self._is_passed_over(p, head, now)
         ]
-        return able + [p for p in self.current_leaders(head, now) if p not in able]
+        return candidates + [p for p in self.current_leaders(head, now) if p not in candidates]
 
     def current_leaders(self, head: bytes, now: float) -> list[PeerId]:
         """Members that lead that round, as their latest signs of life say."""
@@ -221,8 +221,8 @@ class Members:
         for peer, (parent, last_sign) in self._leading.items():
             if parent == head and now - last_sign < LEADS_FOR_S:
                 recent.append(peer)
-        able = [p for p in recent if p in records and records[p].role == "train"]
-        return [p for p in able if not self._is_passed_over(p, head, now)]
+        candidates = [p for p in recent if p in records and records[p].role == "train"]
+        return [p for p in candidates if not self._is_passed_over(p, head, now)]
 
     def computing(self, head: bytes, now: float) -> list[PeerId]:
         """Who computes on a commit."""

@@ -102,8 +102,8 @@ async def ask_run(
     while True:
         for record in view().in_run(run_id):
             peer = PeerId(record.peer)
-            known = view().peers.get(peer)
-            rpc.network.learn(peer, known.addresses if known else ())
+            peer_record = view().peers.get(peer)
+            rpc.network.learn(peer, peer_record.addresses if peer_record else ())
             try:
                 return await _ask_run(rpc, peer, run_id)
             except IntegrityError as error:

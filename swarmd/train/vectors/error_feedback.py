@@ -77,9 +77,9 @@ class Feedback:
         left_out = self._left_out
         self._left_out = None
         if left_out is not None and is_counted:
-            low, rest = left_out
+            low, residual = left_out
             self.residual = self.residual.copy()
-            self.residual[low : low + len(rest)] = rest
+            self.residual[low : low + len(residual)] = residual
             self.upto = offered.end
 
     def _thresholds(self, n: int) -> Vector | None:

@@ -392,41 +392,41 @@ def _hash_chunks(vector: Vector) -> tuple[bytes, ...]:
 
 
 def _step_sgd(
-    o: Optimizer,
-    p: Vector,
-    g: Vector,
+    optimizer: Optimizer,
+    parameters: Vector,
+    gradient: Vector,
     moments: dict[str, Vector],
     rate: float,
     steps: int,
 ) -> None:
     """As torch.optim.SGD without dampening."""
-    if o.momentum:
-        moments["momentum"] *= o.momentum
-        moments["momentum"] += g
-        g = moments["momentum"]
-    p -= g * rate
+    if optimizer.momentum:
+        moments["momentum"] *= optimizer.momentum
+        moments["momentum"] += gradient
+        gradient = moments["momentum"]
+    parameters -= gradient * rate
 
 
 def _step_nesterov(
-    o: Diloco,
-    p: Vector,
-    g: Vector,
+    outer: Diloco,
+    parameters: Vector,
+    gradient: Vector,
     moments: dict[str, Vector],
 ) -> None:
     """As torch.optim.SGD with nesterov=True."""
-    if o.momentum:
+    if outer.momentum:
         momentum = moments["momentum"]
-        momentum *= o.momentum
-        momentum += g
-        g += momentum * o.momentum
-    g *= o.learning_rate
-    p -= g
+        momentum *= outer.momentum
+        momentum += gradient
+        gradient += momentum * outer.momentum
+    gradient *= outer.learning_rate
+    parameters -= gradient
 
 
 def _step_adamw(
-    o: Optimizer,
-    p: Vector,
-    g: Vector,
+    optimizer: Optimizer,
+    parameters: Vector,
+    gradient: Vector,
     moments: dict[str, Vector],
     rate: float,
     steps: int,
@@ -436,18 +436,18 @@ def _step_adamw(
     second = moments["moment2"]
     # In place, and each operation over the whole block: no temporary as large as the model, and the same order of
     # operations on every machine. ``g`` holds in turn g * g, then the denominator, then the step.
-    first *= o.beta1
-    first += g * (1 - o.beta1)
-    second *= o.beta2
-    g *= g
-    g *= 1 - o.beta2
-    second += g
-    np.sqrt(second, out=g)
-    g /= math.sqrt(1 - power_by_squaring(o.beta2, steps))
-    g += o.epsilon
-    np.divide(first, g, out=g)
-    g *= rate / (1 - power_by_squaring(o.beta1, steps))
-    p -= g
+    first *= optimizer.beta1
+    first += gradient * (1 - optimizer.beta1)
+    second *= optimizer.beta2
+    gradient *= gradient
+    gradient *= 1 - optimizer.beta2
+    second += gradient
+    np.sqrt(second, out=gradient)
+    gradient /= math.sqrt(1 - power_by_squaring(optimizer.beta2, steps))
+    gradient += optimizer.epsilon
+    np.divide(first, gradient, out=gradient)
+    gradient *= rate / (1 - power_by_squaring(optimizer.beta1, steps))
+    parameters -= gradient
 
 
 def power_by_squaring(base: float, exponent: int) -> float:

@@ -93,4 +93,4 @@ def test_directions_are_the_same_everywhere_and_other_for_each_average() -> None
     assert first == again != other
     np.testing.assert_allclose(first, FIRST, rtol=1e-12)
     halves = Directions(b"a", 5)
-    np.testing.assert_allclose(np.add(halves.of(ones[:2], 0), halves.of(ones[2:], 2)), first, rtol=1e-12)
+    np.testing.assert_allclose(np.add(halves.project(ones[:2], 0), halves.project(ones[2:], 2)), first, rtol=1e-12)
