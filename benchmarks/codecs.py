@@ -103,10 +103,10 @@ class Swarm:
         for peer in self.peers:
             begun = time.perf_counter()
             offered = peer.feedback.code(peer.work.offered)
-            assert offered.given is not None
-            payload = bytes(offered.given.payload(0, self.state.n_averaged))
+            assert offered.coded is not None
+            payload = bytes(offered.coded.payload(0, self.state.n_averaged))
             self.measured.code_s += time.perf_counter() - begun
-            self.measured.given += len(payload)
+            self.measured.coded += len(payload)
             begun = time.perf_counter()
             values = self.codec.read(payload, self.state.n_averaged)[0]
             self.measured.read_s += time.perf_counter() - begun
