@@ -110,7 +110,7 @@ class Collaboration:
         return StepResult(self._epoch, is_new, self._trainer.doing, bool(idle))
 
     def status(self) -> RunRow:
-        """What ``swarmd train status --json`` shows of a run."""
+        """Return what ``swarmd train status --json`` shows of a run."""
 
         async def look() -> RunRow:
             return report_run(self._trainer, "", None, "")
@@ -294,7 +294,7 @@ class _LoopSource:
             raise SwarmUnavailable(self._failure)
 
     def end(self, failure: str) -> None:
-        """No gradients are wanted any more."""
+        """Ask for no more gradients; a loop that waits learns why."""
         self._failure = failure
         self._wanted.set()
 

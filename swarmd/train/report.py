@@ -21,7 +21,7 @@ from swarmd.values import PeerId
 
 
 def report_run(trainer: Trainer, device: str, worker: int | None, failure: str) -> RunRow:
-    """Everything that ``swarmd train status`` shows of one run."""
+    """Collect everything that ``swarmd train status`` shows of one run."""
     now = trio.current_time()
     recipe = trainer.run_spec.recipe
     state = trainer.state
@@ -101,7 +101,7 @@ def _audit_row(trainer: Trainer) -> AuditsRow:
 
 
 def plan_round(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
-    """Who would do what in the next round, and what each way of training would come to. Raises ConfigError."""
+    """Plan who would do what in the next round, and what each way of training would come to. Raises ConfigError."""
     recipe = trainer.run_spec.recipe
     codec = codec_of(recipe)
     records = trainer.members.look(trio.current_time())
@@ -167,7 +167,7 @@ def _subtract_audits(
     peers: Sequence[PeerId],
     speeds: Sequence[float],
 ) -> list[float]:
-    """What is left of speeds for samples of one's own, where members compute again what others gave."""
+    """Compute what is left of speeds for one's own samples, where members compute again what others gave."""
     if trainer.audits.why_not:
         return list(speeds)
     computing = {peer: speed for peer, speed in zip(peers, speeds, strict=True) if speed > 0}

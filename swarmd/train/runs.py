@@ -144,7 +144,7 @@ class Runs:
         return JoinRunAnswer(run=run_id, name=run.recipe.name, role=role)
 
     async def leave(self, name: str) -> LeaveRunAnswer:
-        """No longer take part. The state stays on the disk."""
+        """Leave a run. The state stays on the disk."""
         run_id = self._find_taken(name)
         taken = self._taken[run_id]
         lacks_anchors = self._needs_me(taken.trainer)
@@ -199,7 +199,7 @@ class Runs:
         return CheckpointAnswer(path=path, layout=tuple(layout), update=trainer.ledger.epoch)
 
     def status(self) -> RunsAnswer:
-        """Runs taken part in, and others that the swarm has."""
+        """List runs taken part in, and others that the swarm has."""
         taken = []
         for part in self._taken.values():
             device = part.source.device if part.source is not None else ""
@@ -223,7 +223,7 @@ class Runs:
         return RunsAnswer(runs=tuple(taken), others=tuple(other_runs), training=self._config.training_runs)
 
     def plan(self, name: str) -> PlanAnswer:
-        """Who would reduce what now, and how long a round is expected to take."""
+        """Plan who would reduce what now, and how long a round is expected to take."""
         trainer = self._taken[self._find_taken(name)].trainer
         return plan_round(trainer, self._directory.view().peers)
 
@@ -253,16 +253,16 @@ class Runs:
         return True
 
     def gone(self, peer: PeerId) -> None:
-        """A channel to a peer has ended."""
+        """Note that a channel to a peer has ended."""
         for taken in self._taken.values():
             taken.trainer.gone(peer)
 
     def records(self) -> list[dict[str, Any]]:
-        """What this peer announces of each run, as fields of its RunRecord."""
+        """Return what this peer announces of each run, as fields of its RunRecord."""
         return [taken.trainer.record() for taken in self._taken.values()]
 
     def find(self, model: ModelId) -> Snapshot | Average | None:
-        """A snapshot or an average that a hash names."""
+        """Find a snapshot or an average by its hash."""
         digest = bytes.fromhex(model)
         candidates = (taken.trainer.find(digest) for taken in self._taken.values())
         return next((candidate for candidate in candidates if candidate is not None), None)
@@ -361,7 +361,7 @@ class Runs:
         return has_majority and not is_majority(len(present - {me}), len(anchors))
 
     def _find_run(self, name: str) -> RunId:
-        """The run that a name, or the beginning of a hash, means. Raises ConfigError."""
+        """Find the run that a name, or the beginning of a hash, means. Raises ConfigError."""
         names = {RunId(r.run): r.name for r in self._directory.view().runs}
         for run_id, folder in known_runs(self._root).items():
             with suppress(ConfigError):
@@ -369,7 +369,7 @@ class Runs:
         return _match_run(name, names)
 
     def _find_taken(self, name: str) -> RunId:
-        """The run meant, of those taken part in. Raises ConfigError."""
+        """Find the run meant, of those taken part in. Raises ConfigError."""
         taken = {r: t.trainer.run_spec.recipe.name for r, t in self._taken.items()}
         left_runs = {}
         for run_id in known_runs(self._root).keys() - taken.keys():
@@ -383,7 +383,7 @@ def choose_taken_run(
     taken: dict[RunId, str],
     left_runs: dict[RunId, str],
 ) -> RunId:
-    """The run meant, of those that this machine takes part in, not of those it has left. Raises ConfigError."""
+    """Find the run meant, of those that this machine takes part in, not of those it has left. Raises ConfigError."""
 
     def is_meant(run_id: RunId, called: str) -> bool:
         return not name or is_called(name, run_id, called)

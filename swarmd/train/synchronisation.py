@@ -36,7 +36,7 @@ class RunPace:
         self._seen: deque[tuple[float, int]] = deque(maxlen=N_UPDATES + 1)
 
     def note(self, now: float, n_counted: int) -> None:
-        """An update was applied; ``n_counted`` samples are in the ledger by now."""
+        """Note that an update was applied; ``n_counted`` samples are in the ledger by now."""
         if not self._seen or n_counted > self._seen[-1][1]:
             self._seen.append((now, n_counted))
 
@@ -53,7 +53,7 @@ class RunPace:
 
 
 def codec_traffic(precision: str, own_parts: Parts | None = None) -> list[CodecTraffic]:
-    """Each codec, with a recipe's own settings for the one that it names."""
+    """Describe each codec, with a recipe's own settings for the one that it names."""
     traffic = []
     for name in get_args(CodecName):
         parts = own_parts if own_parts is not None and own_parts.codec == name else Parts(codec=name)
@@ -66,7 +66,7 @@ def codec_traffic(precision: str, own_parts: Parts | None = None) -> list[CodecT
 def predict_settings(
     recipe: Recipe, members: Sequence[PartitionMember], samples_per_s: Sequence[float], n_elements: int
 ) -> tuple[Prediction | None, list[Prediction]]:
-    """What the recipe itself comes to, and all that there is to choose from; nothing where nobody computes yet."""
+    """Predict what the recipe itself comes to, and all that there is to choose from; nothing where nobody computes."""
     n_computing = sum(rate > 0 for rate in samples_per_s)
     if not n_computing:
         return None, []

@@ -233,7 +233,7 @@ class Trainer:
                 self.computing.go_on()
 
     def progress(self, epoch: int, head: bytes) -> MemberProgress:
-        """How far this peer is itself."""
+        """Return how far this peer is itself."""
         return MemberProgress(
             self.me,
             epoch,
@@ -244,7 +244,7 @@ class Trainer:
         )
 
     def _decide_action(self, state: RunState) -> Decision[Action]:
-        """What ``plan.runs.progress`` says, if nothing that only this peer knows speaks against it."""
+        """Decide by ``plan.runs.progress``, if nothing that only this peer knows speaks against it."""
         other_members = self.members.progress(trio.current_time())
         decision = progress.decide_action(
             self.progress(state.epoch, state.head), other_members, self.run_spec.recipe.batch.target
@@ -276,7 +276,7 @@ class Trainer:
             await self._news.wait(LOOK_INTERVAL_S)
 
     async def _help_others(self) -> None:
-        """What a peer without a model does: keep the ledger, and reduce for others when a round is near."""
+        """Keep the ledger without a model, and reduce for others when a round is near."""
         await self._follow_others()
         now = trio.current_time()
         head = self.ledger.head
@@ -306,7 +306,7 @@ class Trainer:
         self._tasks.start_soon(self.memories.keep, self.computing.inner)
 
     def _on_state(self, state: RunState) -> None:
-        """The state may be that of another update now: say so, and keep it now and then."""
+        """Say that the state may be that of another update now, and keep it now and then."""
         if state.epoch != self.ledger.epoch:
             return
         self.pace.note(trio.current_time(), self.ledger.n_samples)
@@ -343,7 +343,7 @@ class Trainer:
                 self._services.announce()
 
     def pause(self, reason: str, pauser: str = OWNER) -> None:
-        """The owner of this machine, or a rule of theirs, wants it back; "": gives it again."""
+        """Stop computing: the owner of this machine, or a rule of theirs, wants it back; "" gives it again."""
         self._paused[pauser] = reason
         if reason:
             self.computing.stop()
@@ -398,7 +398,7 @@ class Trainer:
             )
 
     async def _take_news(self, peer: PeerId, frame: Frame) -> None:
-        """Somebody says what was committed."""
+        """Take what somebody says was committed."""
         try:
             if not await self.chronicle.take_commits(decode(frame.payload, list[bytes], "a list of commits")):
                 self._tasks.start_soon(self.chronicle.sync_commits, [peer])
@@ -406,12 +406,12 @@ class Trainer:
             raise RemoteProtocolError(f"commits that do not count: {error}") from None
 
     def find(self, digest: bytes) -> Snapshot | Average | None:
-        """What of this run's state a hash names here."""
+        """Find what of this run's state a hash names here."""
         state = self.state.find(digest) if self.state is not None else None
         return state or self.audits.accusations.find(digest)
 
     def gone(self, peer: PeerId) -> None:
-        """A channel to a peer has ended."""
+        """Note that a channel to a peer has ended."""
         self.joining.gone(peer)
 
     # --- what it says of itself --------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ class Trainer:
         return f"{audits}{self.why}"
 
     def links(self) -> tuple[float | None, float | None]:
-        """This peer's measured bytes/s, up and down."""
+        """Return this peer's measured bytes/s, up and down."""
         return self._services.links()
 
     def can_be_dialled(self) -> bool:
@@ -437,7 +437,7 @@ class Trainer:
         return self._services.can_be_dialled()
 
     def record(self) -> dict[str, Any]:
-        """This peer's RunRecord, without what all records share."""
+        """Make this peer's RunRecord, without what all records share."""
         state = self.state.version if self.state else None
         return {
             "kind": "run",

@@ -25,7 +25,7 @@ class Arrivals:
         self._seen.append(seconds)
 
     def limit_s(self) -> float:
-        """How long to wait before calling one late; ``first_s`` while too little was seen."""
+        """Say how long to wait before calling one late; ``first_s`` while too little was seen."""
         # Of fewer than four durations the deviation says nothing.
         if len(self._seen) < 4:
             return self.first_s

@@ -58,6 +58,6 @@ def is_majority(n: int, n_anchors: int) -> bool:
 
 
 def find_bound_commit(promises: Iterable[tuple[Ballot, bytes]]) -> bytes:
-    """The commit that a proposer must adopt after a majority's promises; b"" if it is free."""
+    """Find the commit that a proposer must adopt after a majority's promises; b"" if it is free."""
     ballot, body = max(promises, default=(NO_BALLOT, b""), key=lambda pair: pair[0])
     return body if ballot > NO_BALLOT else b""

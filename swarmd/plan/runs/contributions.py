@@ -18,9 +18,7 @@ from swarmd.values import PeerId
 
 MOST_NORM_RATIO = 8.0  # times the usual norm: honest gradients vary less within a run
 N_HISTORY = 16  # contributions that say what is usual
-LEAST_NORM_RATIO = (
-    1 / 64
-)  # of the usual norm: what is that small moves nothing, and is not the gradient of as many samples
+LEAST_NORM_RATIO = 1 / 64  # of the usual norm: less moves nothing, and is not the gradient of as many samples
 RADIUS_FACTOR = 2.0  # times the usual distance from the momentum: of honest means of alike data few are beyond it
 MOST_CLIPPED_RATIO = 1.05  # times the radius: what rounding adds
 LEAST_MEMBERS = 3  # of two nobody knows which one is wrong
@@ -35,7 +33,7 @@ class WeighedContributions:
 
 
 def clipping_radius(history: Sequence[WeighedContributions], n_samples: int) -> float:
-    """How far the mean of so many samples may be from the momentum, where contributions are clipped round that.
+    """Say how far the mean of so many samples may be from the momentum, where contributions are clipped.
 
     Twice the usual distance in ``history``, the update before, each reckoned for one sample: means of fewer are
     noisier. Where all were clipped it doubles with each update; before the first one there is no limit.
@@ -49,7 +47,7 @@ def find_outliers(
     history: Sequence[WeighedContributions],
     limit_of: Callable[[int], float] = lambda n_samples: math.inf,
 ) -> dict[PeerId, str]:
-    """Who must be left out, each with the reason. ``limit_of`` so many samples: their radius, where that is a limit."""
+    """Find members to leave out, each with the reason. ``limit_of``: the radius of so many samples, if any."""
     rejected = {}
     for peer, member in members.items():
         if not math.isfinite(member.norm):

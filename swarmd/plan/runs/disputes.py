@@ -61,7 +61,7 @@ class DisputeVerdict:
 
 
 def find_disputes(group: Group, seen: Seen, me: PeerId) -> DisputeReview:
-    """What the members' latest beats say against each other. ``me`` leads, and holds the average if anybody does."""
+    """Find what the members' latest beats say against each other. ``me`` leads, and holds the average if any does."""
     review = _Review(group, seen)
     edges = edges_of(group)
     review.compare_results()
@@ -74,7 +74,7 @@ def find_disputes(group: Group, seen: Seen, me: PeerId) -> DisputeReview:
 
 
 def find_stalled_pairs(group: Group, seen: Seen, incomplete: bool, me: PeerId) -> DisputeReview:
-    """Everybody lives, and nothing moves: between whom is it that something does not come?"""
+    """Find between whom something does not come, where everybody lives and nothing moves."""
     never_heard = [p for p, known in seen.items() if known.beat is None]
     if never_heard:
         return DisputeReview(faults=dict.fromkeys(never_heard, "it has not taken part"))
@@ -91,7 +91,7 @@ def find_stalled_pairs(group: Group, seen: Seen, incomplete: bool, me: PeerId) -
 
 
 def settle_disputes(pairs: Iterable[Pair], me: PeerId | None) -> DisputeVerdict:
-    """Who is at fault, given all disputes of a round so far. ``me``: who need not be told what it sees, if anybody."""
+    """Find who is at fault, by all disputes of a round so far. ``me``: believes what it sees itself; may be None."""
     verdict = DisputeVerdict()
     unsettled = set(pairs)
     for member, reducer in sorted(unsettled):
@@ -150,7 +150,7 @@ class _Review:
     # --- what has come ------------------------------------------------------------------------------------------
 
     def compare_results(self) -> None:
-        """Is what came to each member what its parent has?"""
+        """Compare the results that came to each member with those that its parent has."""
         for root, tree in self._trees.items():
             for place, parent in enumerate(tree.parents):
                 reduction = self._summaries[place].reductions.get(root)
@@ -168,7 +168,7 @@ class _Review:
                     self._note_dispute(place, parent, "the results that came are not those that were sent")
 
     def compare_numbers(self, edges: Iterable[Edge], received_in: ReceivedIn, sent_in: GivenIn) -> None:
-        """Is what each parent has of each child what that one gave?"""
+        """Compare what each parent has of each child with what that child says it gave."""
         for child, parent in edges:
             received = received_in(self._summaries[parent]).get(child)
             sent = sent_in(self._summaries[child]).get(parent)
@@ -180,7 +180,7 @@ class _Review:
                 self._note_dispute(child, parent, "what came is not what was given")
 
     def check_kept(self) -> None:
-        """Does a member itself find fault with what it keeps of its own?"""
+        """Check whether a member itself finds fault with what it keeps of its own numbers."""
         for place in self._edges.self_adding:
             received = self._summaries[place].received.get(place)
             if received is not None and received.fault:
@@ -193,7 +193,7 @@ class _Review:
     # --- what comes of it ---------------------------------------------------------------------------------------
 
     def check_flows(self, me: PeerId) -> None:
-        """Does what goes into each member, by its own words, come out of it?"""
+        """Check that what goes into each member, by its own words, comes out of it."""
         places = {PeerId(m.peer): place for place, m in enumerate(self._group.members)}
         leaders_summary = self._summaries[places[me]] if me in places else SILENT
         for place in self._edges.adding():
@@ -204,7 +204,7 @@ class _Review:
                     self.found.faults[peer] = why
 
     def _flow_fault(self, place: int, results: Reduction | None) -> str:
-        """Why a member cannot have added up what it says it has; "" when it can."""
+        """Explain why a member cannot have added up what it says it has; "" when it can."""
         summary = self._summaries[place]
         edges = self._edges
         givers = [place] if place in edges.self_adding else []
@@ -233,7 +233,7 @@ class _Review:
         return ""
 
     def check_averages(self, me: PeerId) -> None:
-        """Has anybody another average than the leader, though it has the same parts?"""
+        """Check that nobody with the same parts as the leader has another average."""
         if me not in self.results or not self._has_all_results(me):
             return
         for member in self.results.keys() - {me}:
@@ -255,7 +255,7 @@ class _Review:
     # --- what has not come --------------------------------------------------------------------------------------
 
     def late_numbers(self, me: PeerId) -> None:
-        """Whose own numbers have not come; and whose subtotals, though it has everything that it adds up."""
+        """Find whose own numbers have not come; and whose subtotals, though all their parts are there."""
         late = [
             (child, parent)
             for child, parent in self._edges.direct
@@ -276,7 +276,7 @@ class _Review:
             self._note_dispute(child, parent, "parts have not come")
 
     def late_results(self) -> None:
-        """Who lacks results that its parent has."""
+        """Find members that lack results which their parent has."""
         for root, tree in self._trees.items():
             n_elements = sum(p.end - p.start for p in self._group.parts if p.reducer == root)
             has_results = [

@@ -45,7 +45,7 @@ class Ledger:
         return self._steps[-1]
 
     def digest_at(self, epoch: int) -> bytes:
-        """The digest of one update's commit; the run's own before the first."""
+        """Return the digest of one update's commit; the run's own before the first."""
         return self.sealed[epoch - 1].digest if epoch else self.run.genesis
 
     def knows(self, digest: bytes) -> bool:
@@ -53,7 +53,7 @@ class Ledger:
         return digest == self.run.genesis or digest in self._epochs
 
     def steps_at(self, epoch: int) -> int:
-        """The optimizer's count at one update."""
+        """Return the optimizer's count at one update."""
         return self._steps[epoch]
 
     def add(self, sealed: SealedCommit) -> bool:
@@ -115,7 +115,7 @@ class Ledger:
             )
 
     def restored_epoch(self, commit: Commit) -> int | None:
-        """The epoch whose state a commit brings back. Raises IntegrityError when it names none."""
+        """Return the epoch whose state a commit brings back. Raises IntegrityError when it names none."""
         if not commit.restores:
             return None
         epoch = 0 if commit.restores == self.run.genesis else self._epochs.get(commit.restores)
@@ -129,7 +129,7 @@ class Ledger:
         return sum(sealed.commit.n_samples for sealed in self.sealed)
 
     def losses(self) -> list[float]:
-        """Mean loss of each update, nats a token."""
+        """Return the mean loss of each update, nats a token."""
         return [s.commit.loss for s in self.sealed if s.commit.contributors]
 
     def why_finished(self) -> str:
@@ -148,17 +148,17 @@ class Ledger:
         return self.run.recipe.robust == "clip"
 
     def radius(self, n_samples: int, update: int | None = None) -> float:
-        """How far the mean of so many samples may be from the momentum, in an update (None: the next)."""
+        """Say how far the mean of so many samples may be from the momentum, in an update (None: the next)."""
         if not self.is_clipped:
             return math.inf
         return clipping_radius(self._latest_contributions(LEAST_MEMBERS, update), n_samples)
 
     def contributions(self, n: int) -> list[WeighedContributions]:
-        """The latest ones that were counted, as the outlier rule wants them."""
+        """Return the latest ones that were counted, as the outlier rule wants them."""
         return self._latest_contributions(n)[:n]
 
     def _latest_contributions(self, n: int, update: int | None = None) -> list[WeighedContributions]:
-        """Those of the newest commits (``update`` an update), as many as it takes for ``n`` of them."""
+        """Return those of the newest commits before ``update``, as many commits as it takes for ``n``."""
         end = None if update is None else update - 1
         latest: list[WeighedContributions] = []
         for sealed in reversed(self.sealed[:end]):

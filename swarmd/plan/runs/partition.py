@@ -93,7 +93,7 @@ def divide_vector(
 
 
 def restrict_to_server(members: Sequence[PartitionMember]) -> list[PartitionMember]:
-    """The same members, of whom only the one with the best link reduces."""
+    """Let only the member with the best link reduce."""
 
     def slowest_bytes_per_s(member: PartitionMember) -> float:
         up = member.up_bytes_per_s or UNKNOWN_BYTES_PER_S
@@ -105,13 +105,13 @@ def restrict_to_server(members: Sequence[PartitionMember]) -> list[PartitionMemb
 
 
 def connect_all(members: Sequence[PartitionMember]) -> ReductionTrees:
-    """Everybody right below each who can reduce."""
+    """Put everybody right below each member that can reduce."""
     reducers = [i for i, m in enumerate(members) if m.can_reduce]
     return ReductionTrees({root: (root,) * len(members) for root in reducers})
 
 
 def plan_equal_parts(members: Sequence[PartitionMember], sizes: Sizes) -> Plan:
-    """What the program is compared with: the same share for all who can reduce."""
+    """Give all who can reduce the same share: what the program is compared with."""
     return _measure_loads(members, sizes, connect_all(members)).plan(_equal_shares(members), sizes)
 
 
@@ -161,17 +161,17 @@ class _Loads:
         return self.gathering + self.spreading
 
     def plan(self, shares: Shares, sizes: Sizes) -> Plan:
-        """What such shares come to."""
+        """Compute what such shares come to."""
         moved_bytes = float((self.up @ shares).sum())
         plain_shares = tuple(float(share) for share in shares)
         return Plan(plain_shares, self.takes_s(shares, sizes), moved_bytes)
 
     def slowest_s(self, shares: Shares) -> float:
-        """Of the slowest link, if it never waits."""
+        """Compute the time of the slowest link, if it never waits."""
         return float((self.seconds @ shares).max(initial=0.0))
 
     def takes_s(self, shares: Shares, sizes: Sizes) -> float:
-        """The same, with the first chunk of the largest part before whose sum nothing comes down, and the last."""
+        """Compute the same, with waits: for the first chunk's sum before results come down, and for the last chunk."""
         gathering = float((self.gathering @ shares).max(initial=0.0))
         spreading = float((self.spreading @ shares).max(initial=0.0))
         n_chunks = math.ceil(sizes.contribution * float(shares.max()) / CHUNK_BYTES) or 1
@@ -215,7 +215,7 @@ class _Traffic:
         self.received = np.zeros((n, n))
 
     def seconds(self, groups: Sequence[list[int]], members: Sequence[PartitionMember]) -> list[Shares]:
-        """What it takes on each site's uplink, then on each site's downlink; a site has its best machine's rate."""
+        """Compute the time on each site's uplink, then on each site's downlink; a site has its best machine's rate."""
         rows = []
         for group in groups:
             rate = max(members[i].up_bytes_per_s or UNKNOWN_BYTES_PER_S for i in group)
@@ -229,7 +229,7 @@ class _Traffic:
 def _list_transfers(
     members: Sequence[PartitionMember], sizes: Sizes, root: int, parents: Sequence[int]
 ) -> list[tuple[int, int, bool, float]]:
-    """(child, parent, upwards, size) of all that travels along one tree, for a vector that its root reduces."""
+    """List (child, parent, upwards, size) of all that travels along one tree, for a vector that its root reduces."""
     depth = {root: 0}
     for place in range(len(parents)):
         path = [place]
@@ -261,7 +261,7 @@ def _list_transfers(
 
 
 def _solve_program(loads: _Loads, n: int, reducers: set[int]) -> Shares:
-    """The program, again and again without those whom it leaves no part: it balances the others then."""
+    """Solve the program, again and again without those whom it leaves no part: it balances the others then."""
     from scipy.optimize import linprog  # slow to import, and only leaders need it
 
     while True:
@@ -290,7 +290,7 @@ def _solve_program(loads: _Loads, n: int, reducers: set[int]) -> Shares:
 
 
 def _least_seconds(loads: _Loads, member: int, reducers: set[int]) -> float:
-    """What a peer takes at least that reduces nothing, by any of the others."""
+    """Compute the least time of a peer that reduces nothing, if one of the others reduces all."""
     own_rows = [i for i, owners in enumerate(loads.owners) if owners == {member}]
     other_reducers = sorted(reducers - {member})
     if not other_reducers or not own_rows:
@@ -305,5 +305,5 @@ def _equal_shares(members: Sequence[PartitionMember]) -> Shares:
 
 
 def _least_share(n_reducers: int) -> float:
-    """Less than that is not worth a connection."""
+    """Return the share below which a part is not worth a connection."""
     return min(LEAST_SHARE, 0.5 / n_reducers)

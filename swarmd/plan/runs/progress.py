@@ -73,7 +73,7 @@ def forecast_round(members: Iterable[MemberProgress], head: bytes, target: int) 
 
 
 def _left_s(members: Sequence[MemberProgress], lacking: float) -> float | None:
-    """When members will have gathered so many more samples: each begins when it has audited."""
+    """Compute when members will have gathered so many more samples: each begins when it has audited."""
     if not lacking:
         return 0.0
     # Members begin one after the other, each when its audits are done; between two beginnings the rate is constant.
@@ -122,7 +122,7 @@ def hold_s(own_speed: float, other_speeds: Sequence[float], has_samples: bool) -
 
 
 def leader_order(head: bytes, candidates: Iterable[PeerId]) -> list[PeerId]:
-    """Who leads the round after a commit, and who if that one fails: the same list for all who know the same peers.
+    """Order who leads the round after a commit, and who if that one fails: the same for all who know the same peers.
 
     Rendezvous hashing (Thaler & Ravishankar 1998): a newcomer or a leaver moves nobody else.
     """

@@ -60,6 +60,6 @@ def choose_path(
 
 
 def restorable_epoch(newest: int, states: Sequence[int]) -> int | None:
-    """The newest update of which anybody has the state, if that is not the newest commit's; None if it is."""
+    """Find the newest update whose state anybody has; None if that is the newest commit's."""
     best = max(states, default=None)
     return best if best is not None and best < newest else None

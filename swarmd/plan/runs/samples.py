@@ -17,7 +17,7 @@ def row_of(
     draw: int,
     shard_rows: tuple[int, ...],
 ) -> int:
-    """The row that a draw takes; ``shard_rows`` counts the rows of each shard."""
+    """Return the row that a draw takes; ``shard_rows`` counts the rows of each shard."""
     n_rows = sum(shard_rows)
     shard, place = _locate_draw(seed, peer, draw // n_rows, shard_rows, draw % n_rows)
     inside = permute_index(f"{seed}/{peer}/{draw // n_rows}/{shard}", place, shard_rows[shard])
@@ -25,7 +25,7 @@ def row_of(
 
 
 def shard_of(row: int, shard_rows: tuple[int, ...]) -> tuple[int, int]:
-    """The shard of a row, and its place in there."""
+    """Return the shard of a row, and its place in there."""
     for shard, n in enumerate(shard_rows):
         if row < n:
             return shard, row
@@ -34,13 +34,13 @@ def shard_of(row: int, shard_rows: tuple[int, ...]) -> tuple[int, int]:
 
 
 def seed_of(seed: int, peer: str, draw: int) -> int:
-    """The seed of whatever is random in computing a draw (dropout), below 2**53."""
+    """Return the seed of all that is random in computing a draw (dropout), below 2**53."""
     digest = hashlib.sha256(f"{seed}/{peer}/{draw}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 11
 
 
 def permute_index(key: str, index: int, n: int) -> int:
-    """Where a keyed permutation of range(n) takes ``index``: a Feistel network with cycle walking.
+    """Permute ``index`` within range(n) by a key: a Feistel network with cycle walking.
 
     Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", sections 4 and 5.
     """

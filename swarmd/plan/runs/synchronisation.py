@@ -88,7 +88,7 @@ class Prediction:
 
 
 def predict_update(swarm: RunConditions, setting: Setting) -> Prediction:
-    """What a setting comes to. Raises ValueError when nobody computes, or nobody can reduce."""
+    """Predict what a setting comes to. Raises ValueError when nobody computes, or nobody can reduce."""
     rate = sum(swarm.samples_per_s)
     if not rate > 0:
         raise ValueError("nobody computes: how fast it goes is not known")
@@ -122,7 +122,7 @@ def predict_update(swarm: RunConditions, setting: Setting) -> Prediction:
 
 
 def choose_setting(predictions: Sequence[Prediction]) -> Decision[Prediction]:
-    """The first that computes enough of the time, else what computes most. In the order of ``list_settings``."""
+    """Choose the first that computes enough of the time, else what computes most. In the order of ``list_settings``."""
     enough = [p for p in predictions if p.utilisation >= LEAST_UTILISATION and p.excess <= MOST_EXCESS]
     if enough:
         chosen = enough[0]
@@ -137,7 +137,7 @@ def choose_setting(predictions: Sequence[Prediction]) -> Decision[Prediction]:
 
 
 def _explain_shortfall(near: Prediction) -> str:
-    """Why what changes the mathematics a little less is not chosen."""
+    """Explain why what changes the mathematics a little less is not chosen."""
     if near.utilisation < LEAST_UTILISATION:
         return f"{near.setting}, which changes less, would compute {100 * near.utilisation:.0f} %"
     return f"{near.setting}, which moves more, would put {near.excess:.1f} times the samples into an update"
@@ -146,7 +146,7 @@ def _explain_shortfall(near: Prediction) -> str:
 def list_settings(
     codecs: Sequence[CodecTraffic], n_steps: int = INNER_STEPS, fragments: int = FRAGMENTS
 ) -> list[Setting]:
-    """What there is to choose from; what changes the mathematics least comes first."""
+    """List what there is to choose from; what changes the mathematics least comes first."""
     exact = [w for w in codecs if not w.forwards]
     forwarding = [w for w in codecs if w.forwards]
     candidates = [Setting("step", codec) for codec in exact]
@@ -158,7 +158,7 @@ def list_settings(
 
 
 def _round_sizes(swarm: RunConditions, setting: Setting) -> Sizes:
-    """What travels in a round."""
+    """Compute the sizes of what travels in a round."""
     codec = setting.codec
     n_elements = swarm.n_elements / setting.fragments
     n_bytes = max(1, round(n_elements * codec.bytes_per_element))
@@ -167,7 +167,7 @@ def _round_sizes(swarm: RunConditions, setting: Setting) -> Sizes:
 
 
 def _tree_depth(trees: ReductionTrees) -> int:
-    """How many hops lie between a member and a root at most."""
+    """Count the hops between a member and a root, at most."""
 
     def hops(place: int, root: int, parents: Sequence[int]) -> int:
         n = 0

@@ -88,7 +88,7 @@ class Edges:
     heads: Mapping[int, list[int]]
 
     def adding(self) -> set[int]:
-        """Who adds up something."""
+        """Return the places of members that add up something."""
         return self.givers.keys() | self.passers.keys() | self.self_adding
 
 
@@ -98,7 +98,7 @@ def parents_of(
     collects: Sequence[bool],
     root: int,
 ) -> tuple[int, ...]:
-    """The parent of each member in one root's tree, by place; only those who may collect have somebody below."""
+    """Return the parent of each member in one root's tree, by place; only members that collect have others below."""
     n = len(rows)
     if kind == "ring":
         links = [p for p in range(n) if collects[p] or p == root]
@@ -124,7 +124,7 @@ def parents_of(
 def reduction_trees_of(
     kind: Kind, rows: Sequence[int], members: Sequence[PartitionMember], sites: Sequence[int]
 ) -> ReductionTrees:
-    """The parents in the tree of everybody who can reduce, for who divides the work."""
+    """Return the parents in the tree of everybody who can reduce, for the plan of shares."""
     collects = [may_collect(m) for m in members]
     roots = [place for place, m in enumerate(members) if m.can_reduce]
     return ReductionTrees({root: parents_of(kind, rows, collects, root) for root in roots}, sites)
@@ -137,7 +137,7 @@ def may_collect(member: PartitionMember) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def trees_of(group: Group) -> Mapping[int, Tree]:
-    """The tree of each member that reduces something, by its place."""
+    """Return the tree of each member that reduces something, by its place."""
     rows = [m.row for m in group.members]
     collects = [m.collects for m in group.members]
     counted = [bool(m.n and m.is_counted) for m in group.members]
@@ -151,7 +151,7 @@ def trees_of(group: Group) -> Mapping[int, Tree]:
 
 @functools.lru_cache(maxsize=16)
 def edges_of(group: Group) -> Edges:
-    """Between whom numbers go in a group, in any of its trees."""
+    """Return between whom numbers go in a group, in any of its trees."""
     direct = set[Edge]()
     subtotals = set[Edge]()
     self_adding = set[int]()
@@ -177,7 +177,7 @@ def edges_of(group: Group) -> Edges:
 
 
 def _group_by_end(edges: set[Edge], end: int) -> dict[int, list[int]]:
-    """The other ends of edges, by one of them: 0 the child, 1 the parent."""
+    """Group the other ends of edges by one of them: 0 the child, 1 the parent."""
     ends: dict[int, list[int]] = {}
     for edge in sorted(edges):
         ends.setdefault(edge[end], []).append(edge[1 - end])
@@ -220,7 +220,7 @@ def _build_tree(
 
 
 def sites_of(near: Mapping[int, frozenset[int]], n: int) -> list[int]:
-    """The site of each of ``n`` members, by who is near whom, as both say: near to near is near."""
+    """Assign a site to each of ``n`` members, by who is near whom, as both say: near to near is near."""
     # Each place begins as a site of its own; a pair that names each other merges two sites under the lower number.
     # One side's word is not enough: a liar would join a site, and hide its traffic from the plan.
     site = list(range(n))
@@ -234,7 +234,7 @@ def sites_of(near: Mapping[int, frozenset[int]], n: int) -> list[int]:
 
 
 def grid_rows(n: int) -> list[int]:
-    """The row of each of ``n`` members in a grid that is as square as can be."""
+    """Assign a row to each of ``n`` members, in a grid that is as square as can be."""
     side = max(1, math.isqrt(n))
     return [place * side // n for place in range(n)]
 
@@ -254,7 +254,7 @@ def lay_out_group(
     members: Sequence[PartitionMember],
     sites: Sequence[int],
 ) -> Decision[TopologyLayout]:
-    """What a recipe's ``requested`` comes to for these members."""
+    """Lay out the topology that a recipe has ``requested`` for these members."""
     chosen = choose_topology(requested, sites)
     kind, rows = chosen.action
     members_laid_out = restrict_to_server(members) if requested == "server" else members
@@ -263,7 +263,7 @@ def lay_out_group(
 
 
 def choose_topology(requested: str, sites: Sequence[int]) -> Decision[tuple[Kind, list[int]]]:
-    """Kind and rows of a group, as its recipe asks, or (``auto``) by its sites and size. ``sites``: by place."""
+    """Choose kind and rows as the recipe asks, or (``auto``) by sites and size. ``sites``: by place."""
     n = len(sites)
     n_sites = len(set(sites))
     n_shared = sum(size > 1 for size in Counter(sites).values())

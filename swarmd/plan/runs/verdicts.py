@@ -49,7 +49,7 @@ def find_silent(
     limit_s: float,
     now: float,
 ) -> dict[PeerId, str]:
-    """Members that give no sign of life, with the reason."""
+    """Find members that give no sign of life, with the reason."""
     lost = {}
     for peer, member in seen.items():
         if peer in departed:
@@ -74,7 +74,7 @@ SILENT = HeartbeatSummary({}, {}, {}, {}, {})
 
 
 def latest_summaries(group: Group, seen: Seen) -> dict[int, HeartbeatSummary]:
-    """What each member said last, by its place; nothing of those that are not waited for."""
+    """Return what each member said last, by its place; nothing of those that are not waited for."""
     summaries = {}
     for place, member in enumerate(group.members):
         known = seen.get(PeerId(member.peer))
@@ -84,7 +84,7 @@ def latest_summaries(group: Group, seen: Seen) -> dict[int, HeartbeatSummary]:
 
 
 def _summarise_beat(beat: Beat) -> HeartbeatSummary:
-    """Of several entries for one place the last one counts."""
+    """Sort a beat's lists by place; of several entries for one place the last one counts."""
     return HeartbeatSummary(
         received={r.member: r for r in beat.received},
         subtotals={r.member: r for r in beat.subtotals},
@@ -100,7 +100,7 @@ def has_arrived(received: Received | None) -> bool:
 
 
 def collect_reports(group: Group, seen: Seen) -> Reports:
-    """What those say of each counted member who add up its numbers; and who has not passed on all that it should."""
+    """Put together what parents say of each counted member's numbers, and who has not passed on all it should."""
     reports = Reports()
     edges = edges_of(group)
     summaries = latest_summaries(group, seen)

@@ -73,7 +73,7 @@ class Accusations:
     #     computed here, and not wrong        a false accusation costs the accuser its standing
 
     def take_untrusted(self, accuser: PeerId, message: Contradict, payload: bytes, may_compute: bool) -> None:
-        """A member says that another's contribution is wrong. Raises RemoteProtocolError for what nobody may say.
+        """Take a member's word that another's contribution is wrong. Raises RemoteProtocolError for what none may say.
 
         Where it cannot be computed here the words of two count (Fault.FAULTY_NUMBERS).
         """
@@ -110,7 +110,7 @@ class Accusations:
         accuser: PeerId,
         parent: bytes,
     ) -> Commit | None:
-        """The ledger's commit that counts this share. Raises IntegrityError when it counts something else."""
+        """Find the ledger's commit that counts this share. Raises IntegrityError when it counts something else."""
         following = (s for s in reversed(self._ledger.sealed) if s.commit.parent == parent)
         sealed = next(following, None)
         if sealed is None:
@@ -148,7 +148,7 @@ class Accusations:
         self._news.notify()
 
     def drop(self, case: Recheck) -> None:
-        """It is decided, or cannot be."""
+        """Forget a case that is decided, or cannot be."""
         if case in self.cases:
             self.cases.remove(case)
 
@@ -178,7 +178,7 @@ class Accusations:
                 )
 
     def find(self, root: bytes) -> Snapshot | None:
-        """A state that is held as evidence."""
+        """Find a state that is held as evidence."""
         return self._evidence[root][0] if root in self._evidence else None
 
     def expire(self) -> None:

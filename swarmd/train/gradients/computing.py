@@ -101,7 +101,7 @@ class Computing:
         self._services.announce()
 
     def try_again(self) -> None:
-        """This machine's owner has looked."""
+        """Compute again: this machine's owner has looked."""
         if self.broken:
             self.trouble = ""
             self.broken = ""
@@ -241,7 +241,7 @@ class Computing:
             self.go_on()
 
     def settle(self, commit: Commit | None) -> None:
-        """What was computed is counted, or (None) no longer can be."""
+        """Note that what was computed is counted, or (None) no longer can be."""
         offered = self.work.offered
         is_counted = False
         if commit is None:
@@ -255,7 +255,7 @@ class Computing:
 
 
 def micro_batch_size(largest: int, samples_per_s: float) -> int:
-    """Samples of a micro-batch: few where they take long, for nobody breaks one off."""
+    """Choose the samples of a micro-batch: few where they take long, for nobody breaks one off."""
     if not samples_per_s:
         return largest
     return max(1, min(largest, int(MICRO_BATCH_S * samples_per_s)))

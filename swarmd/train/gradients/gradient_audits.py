@@ -109,7 +109,7 @@ class GradientAudits:
     # that have contributed little so far (plan.trust.gradient_audits).
 
     def consider_commit(self, commit: Commit) -> None:
-        """A commit is about to be applied: is one of its contributions computed again here?
+        """Decide whether one contribution of a commit that is about to be applied is computed again here.
 
         Where peers compute on while a round averages, a contribution is begun on the state before: who is to be looked
         at is drawn an update ahead.
@@ -142,7 +142,7 @@ class GradientAudits:
             self._drawn_case = case
 
     def forget_watched(self) -> None:
-        """The state here is no longer the one that followed from what was held."""
+        """Forget whom to look at next: the state here no longer follows from the one that was held."""
         self._watched = None
 
     def _draw_contributor(self, shares: dict[PeerId, ContributionShare]) -> PeerId | None:
@@ -156,7 +156,7 @@ class GradientAudits:
         return self._ledger.n_contributions.get(peer, 0) - self._wrong_at.get(peer, 0)
 
     def take_untrusted(self, accuser: PeerId, message: Contradict, payload: bytes) -> None:
-        """A member says that another's contribution is wrong. Raises RemoteProtocolError for what nobody may say."""
+        """Take a member's word that a contribution is wrong. Raises RemoteProtocolError for what none may say."""
         if not self._recipe.audit or (self._source is not None and self._source.why_not_again):
             return  # there is nothing that anybody could have computed again
         speed = self._speed()
@@ -205,7 +205,7 @@ class GradientAudits:
         return next((case for case in self._waiting_cases() if case.is_ready), None)
 
     def _waiting_cases(self) -> list[Recheck]:
-        """What others say comes first: they have reason to."""
+        """List cases, accusations first: accusers have reason to ask."""
         drawn = [self._drawn_case] if self._drawn_case is not None else []
         return [*self.accusations.cases, *drawn]
 
@@ -215,7 +215,7 @@ class GradientAudits:
         self.accusations.drop(case)
 
     async def _judge_case(self, case: Recheck) -> None:
-        """It has been computed: is it what its contributor signed?"""
+        """Compare what was computed with what its contributor signed, and act on it."""
         recomputed, rounding = await self._services.off_loop(case.compute_result, self._ledger)
         share = case.share
         peer = case.peer[-8:]

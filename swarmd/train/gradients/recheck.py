@@ -61,7 +61,7 @@ class Recheck:
         return self.done >= self.share.n
 
     def next_piece(self) -> tuple[bytes, int]:
-        """The state that the next draw was computed on, and how many are left of those on it."""
+        """Return the state that the next draw was computed on, and how many are left of those on it."""
         root, upto = next(piece for piece in self.pieces if self.done < piece[1])
         return root, upto - self.done
 
@@ -75,7 +75,7 @@ class Recheck:
         self.on = root
 
     def compute_result(self, ledger: Ledger) -> tuple[RecheckResult, float]:
-        """What it comes to, as the recipe would have it given, and what rounding may change. Call it in a thread."""
+        """Compute what it comes to, coded as the recipe says, and what rounding may change. Call it in a thread."""
         assert self.request is not None
         recipe = ledger.run.recipe
         commit = self.commit
@@ -99,7 +99,7 @@ class Recheck:
 def open_recheck(
     ledger: Ledger, peer: PeerId, share: ContributionShare, commit: Commit, accuser: PeerId | None = None
 ) -> Recheck:
-    """A contribution that the ledger counts: its late draws were computed on the state of the commit before."""
+    """Open the case of a counted contribution: its late draws were computed on the state of the commit before."""
     pieces = []
     if share.late:
         previous = ledger.sealed[commit.epoch - 2].commit

@@ -69,7 +69,7 @@ class GradientSource(Protocol):
         """
 
     def inner_vectors(self) -> dict[str, Vector]:
-        """What a peer's own steps need (inner.inner_vectors), shared with who calls. Raises SwarmError."""
+        """Return what a peer's own steps need (inner.inner_vectors), shared with the caller. Raises SwarmError."""
 
     @property
     def why_not_again(self) -> str:

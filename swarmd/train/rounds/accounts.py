@@ -68,7 +68,7 @@ class AverageProjection:
 
 
 def flow_of(duties: Duties, parts: Mapping[Key, ReducedPart], contribution: Vector | None) -> Flow:
-    """What has gone through a member, once all of it has. ``contribution``: its own contribution, if it counts."""
+    """Collect what has gone through a member, once all of it has. ``contribution``: its own, if it counts."""
     received = defaultdict[PeerId, list[tuple[int, Vector]]](list)
     subtotals = defaultdict[PeerId, list[tuple[int, Vector]]](list)
     for key, sources in duties.sources.items():
@@ -87,7 +87,7 @@ def flow_of(duties: Duties, parts: Mapping[Key, ReducedPart], contribution: Vect
 
 
 def project_contribution(directions: Directions, contribution: Vector) -> ContributionProjection:
-    """What a contribution is along the directions of an average, which need not be here."""
+    """Project a contribution on the directions of an average, which need not be here."""
     return ContributionProjection(squares_of(contribution), directions.project(contribution, 0))
 
 

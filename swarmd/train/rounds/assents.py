@@ -63,7 +63,7 @@ class _Shares:
         return tuple(self._checked[PeerId(m.peer)] for m in counted_of(self._group))
 
     def lacking(self) -> list[PeerId]:
-        """Whose are not here."""
+        """List whose are not here."""
         return [PeerId(m.peer) for m in counted_of(self._group) if m.peer not in self._checked]
 
     # What a member can gain by lying here: it signs its share, so that two different ones with the same draws are
@@ -129,7 +129,7 @@ class _Assents:
         return len(self._signatures) + len(self._wrong) == len(self._peers)
 
     def backed(self) -> bytes:
-        """What anchors are asked to sign."""
+        """Encode what anchors are asked to sign."""
         signatures = tuple(sorted(self._signatures.items()))
         return backing.encode(BackedCommit(self.body, self.shares, signatures))
 
@@ -168,7 +168,7 @@ class Backing:
         return self._shares.faults
 
     def lacking(self) -> list[PeerId]:
-        """Who has not said what it gave."""
+        """List whose are not here."""
         return self._shares.lacking()
 
     # Two rounds of signatures, as beats bring them:
@@ -245,7 +245,7 @@ class ContributingMember:
     def share(
         self, parent: bytes, state: bytes, offered: GatheredWork, average: bytes, projection: ContributionProjection
     ) -> ContributionShare:
-        """What this peer says that it gave to an average."""
+        """Sign what this peer says that it gave to an average."""
         share = ContributionShare(
             first=offered.first,
             n=offered.n,
@@ -259,7 +259,7 @@ class ContributingMember:
         return backing.sign_share(share, parent, state, average, self._identity)
 
     def assent_untrusted(self, payload: bytes, current_round: Round, generation: int, state: bytes) -> bytes:
-        """This peer's assent. Raises IntegrityError for a commit that it does not stand for.
+        """Sign a commit. Raises IntegrityError for one that this peer does not stand for.
 
         Everything that it knows itself must be so, and all shares must add up to the average that it holds.
         """

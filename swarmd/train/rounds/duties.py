@@ -31,7 +31,7 @@ class Duties:
 
 
 def duties_of(group: Group, me: PeerId) -> Duties:
-    """Those of ``me``, a member of the group."""
+    """List the duties of ``me``, a member of the group."""
     own_place = next(place for place, member in enumerate(group.members) if member.peer == me)
     trees = trees_of(group)
     sources: dict[Key, tuple[InputSource, ...]] = {}

@@ -58,7 +58,7 @@ def check_group(
 
 
 def counted_of(group: Group) -> list[GroupMember]:
-    """The contributors of a group, in the order in which a commit names them."""
+    """Return the contributors of a group, in the order in which a commit names them."""
     return [m for m in group.members if m.n and m.is_counted]
 
 
@@ -105,7 +105,7 @@ def form_group(
 
 
 def _group_sites(joined: Mapping[PeerId, JoinRound]) -> list[int]:
-    """The site of each who joined, as they say who is near."""
+    """Assign a site to each who joined, as they say who is near."""
     places = {peer: place for place, peer in enumerate(joined)}
     near = {}
     for peer, message in joined.items():
@@ -117,7 +117,7 @@ def _group_sites(joined: Mapping[PeerId, JoinRound]) -> list[int]:
 def shrink_group(
     old: Group, lost: Collection[PeerId], idle: Collection[str], leader: PeerId, block: int
 ) -> Group | None:
-    """The next version: ``lost`` members no longer count, ``idle`` ones add up nothing more, others get their parts.
+    """Make the next version: ``lost`` no longer count, ``idle`` add up nothing more, others get their parts.
 
     Those are cut at multiples of ``block``. The leader gets results in any case: it says how to clip. None if nobody is
     left to count or to reduce.
@@ -159,7 +159,7 @@ def shrink_group(
 
 
 def bounded_rate(announced: float) -> float:
-    """A bandwidth that somebody says it has, as one that the program can count with."""
+    """Bound the bandwidth that a member says it has, so that the program can count with it."""
     return max(LEAST_BYTES_PER_S, announced)
 
 

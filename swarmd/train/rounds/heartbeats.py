@@ -35,7 +35,7 @@ class HeartbeatState:
 def make_heartbeat(
     group: Group, duties: Duties, state: HeartbeatState, result: bytes, share: ContributionShare | None, assent: bytes
 ) -> Beat:
-    """A sign of life, with how far this member is."""
+    """Make a sign of life, with how far this member is."""
     account = state.account
     places = {PeerId(m.peer): place for place, m in enumerate(group.members)}
     passed = account.passed if account is not None else {}
@@ -68,7 +68,7 @@ def make_heartbeat(
 
 
 def strip_for_others(beat: Beat) -> Beat:
-    """Without what only a leader needs, of itself."""
+    """Leave out what a leader only tells itself."""
     reductions = [replace(r, total=(), rounding=0.0) for r in beat.reductions]
     return replace(beat, reductions=tuple(reductions))
 
@@ -80,7 +80,7 @@ def _list_received(
     subtotals: bool,
     sums: Mapping[PeerId, Sums],
 ) -> tuple[Received, ...]:
-    """Of whom all is here that it gives, its own numbers or subtotals, or what is wrong with them."""
+    """List members whose numbers (or ``subtotals``) are all here, or what is wrong with them."""
     keys_by_peer: dict[PeerId, list[Key]] = {}
     for key, sources in duties.sources.items():
         for source in sources:
@@ -99,7 +99,7 @@ def _list_received(
 
 
 def _list_reductions(group: Group, state: HeartbeatState) -> Iterator[Reduction]:
-    """Whose results are all here, or faulty."""
+    """List reducers whose results are all here, or faulty."""
     sizes: dict[int, int] = {}
     n_received: dict[int, int] = {}
     for part in group.parts:

@@ -251,7 +251,7 @@ class Joining:
         return self._averages.clip_factor(average, self._chronicle.run.recipe.clip_norm)
 
     def _open_leader(self) -> Leader:
-        """The one for the round after the newest commit; its members hear from it from now on."""
+        """Lead the round after the newest commit; its members hear from this peer from now on."""
         if self.leader is None or self.leader.parent != self._chronicle.ledger.head:
             self._pulsing.cancel()
             chronicle = self._chronicle
@@ -328,7 +328,7 @@ class Joining:
         return outcome
 
     def _call_off_round(self, leader: Leader, wait_s: float | None) -> None:
-        """Fewer samples are there than were forecast: all go on computing for as long as the rest takes."""
+        """Have all compute on for as long as the lacking samples take: fewer are here than were forecast."""
         now = trio.current_time()
         rate = sum(m.samples_per_s for m in self._members.progress(now)) or 1.0
         if wait_s is None:
@@ -339,7 +339,7 @@ class Joining:
         self._begin_again(leader, wait_s)
 
     def _begin_again(self, leader: Leader, wait_s: float) -> None:
-        """Who joined here is to join anew."""
+        """Have members that joined here join anew."""
         pulse = Pulse(
             run=self._chronicle.run.id,
             parent=leader.parent,
@@ -349,21 +349,21 @@ class Joining:
             self._tasks.start_soon(self._tell_member, peer, pulse)
 
     def _step_down(self, leader: Leader, successor: PeerId) -> None:
-        """Who joined here learns who leads instead."""
+        """Tell members that joined here who leads instead."""
         logger.info("%s leads this round, and comes first", successor[-8:])
         pulse = Pulse(run=self._chronicle.run.id, parent=leader.parent, successor=successor)
         for peer in set(leader.joined) - {self._me, successor}:
             self._tasks.start_soon(self._tell_member, peer, pulse)
 
     async def _spread_commit(self, raw: bytes, joined: set[PeerId]) -> None:
-        """A majority has signed: everybody may know."""
+        """Tell everybody of a commit that a majority has signed."""
         members = set(self._members.look(trio.current_time()))
         await self._chronicle.spread_commit(self._tasks, raw, joined | members)
 
     # --- what comes from others --------------------------------------------------------------------------------
 
     def take_join(self, peer: PeerId, message: JoinRound) -> None:
-        """A member wants this peer to lead. Raises Refused."""
+        """Let a member join under this peer. Raises Refused."""
         state, _ = self._mine()
         ledger = self._chronicle.ledger
         if state is None or state.head != ledger.head:
@@ -385,7 +385,7 @@ class Joining:
         self._news.notify()
 
     async def take(self, peer: PeerId, message: Message, payload: bytes) -> None:
-        """A sign of life, or a word of a leader. Raises RemoteProtocolError."""
+        """Take a sign of life, or a word of a leader. Raises RemoteProtocolError."""
         if isinstance(message, Group):
             await self.take_group(peer, message)
         elif isinstance(message, Check):
@@ -396,7 +396,7 @@ class Joining:
             self.leader.take_beat(peer, message)
 
     def take_pulse(self, peer: PeerId, message: Pulse) -> None:
-        """A leader is at it, calls the round off, or leaves it to another."""
+        """Note that a leader is at it, calls the round off, or leaves it to another."""
         now = trio.current_time()
         if message.retry_ms is None:
             self._members.note_leader(PeerId(message.successor) or peer, message.parent, now)
@@ -417,7 +417,7 @@ class Joining:
         self._news.notify()
 
     async def take_group(self, peer: PeerId, group: Group) -> None:
-        """The leader that this peer follows has formed, or changed, the group."""
+        """Take the group that the followed leader has formed, or changed."""
         if peer != self._followed or group.parent != self._chronicle.ledger.head:
             return
         state, _ = self._mine()
@@ -448,7 +448,7 @@ class Joining:
         self._news.notify()
 
     async def take_numbers(self, channel: Channel, message: Numbers, payload: memoryview) -> None:
-        """Parts of a round; the leader's word of it may be on its way by another channel, while others wait behind."""
+        """Take parts of a round. The leader's group may come by another channel: wait a little for it."""
         previous = self.round
         with trio.move_on_after(GROUP_LATE_S) as waiting:
             while message.round not in self._begun and self.round in (None, previous):
@@ -461,7 +461,7 @@ class Joining:
         await current_round.take(channel.peer, message, payload)
 
     async def take_check(self, peer: PeerId, message: Check, payload: bytes) -> None:
-        """The leader shows what it would bring to the anchors. Raises RemoteProtocolError for what nobody may."""
+        """Stand for what the leader would bring to the anchors. Raises RemoteProtocolError for what nobody can."""
         current_round = self.round
         state, _ = self._mine()
         if peer != self._followed or current_round is None or state is None:
@@ -478,7 +478,7 @@ class Joining:
             raise RemoteProtocolError(f"{peer[-8:]} shows what nobody can stand for: {error}") from None
 
     def gone(self, peer: PeerId) -> None:
-        """A channel to a peer has ended. If it was the last of them, do without it until it says something."""
+        """Note that a channel to a peer has ended. If it was the last, do without the peer until it says something."""
         if peer in self._services.rpc.peers():
             return
         self._members.suspect(peer, trio.current_time())
@@ -489,7 +489,7 @@ class Joining:
             self._news.notify()
 
     def close_leader(self, given_up: Leader | None = None) -> None:
-        """This peer leads nobody now, or at least not this; who joined will notice, and follow the next."""
+        """Stop leading, or leading this at least; members that joined will notice, and follow the next."""
         if given_up in (None, self.leader):
             self._pulsing.cancel()
             self.leader = None
@@ -500,7 +500,7 @@ class Joining:
         self.end_round()
 
     def end_round(self) -> None:
-        """Whatever round this peer is in, it is over."""
+        """End the round that this peer is in, if any."""
         self._scope.cancel()
         self.round = None
 

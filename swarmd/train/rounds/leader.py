@@ -149,7 +149,7 @@ class Leader:
             self._timing.joins.add(trio.current_time() - self._began_at)
 
     def take_beat(self, peer: PeerId, message: Beat) -> None:
-        """A sign of life of a member, with how far it is."""
+        """Take a member's sign of life, with how far it is."""
         member = self._seen.get(peer)
         if self._group is None or member is None or message.round != self._group.round:
             return
@@ -169,7 +169,7 @@ class Leader:
         self._news.notify()
 
     def drop_member(self, peer: PeerId) -> None:
-        """A peer takes no part in this round any more: it follows another, or its connections have ended."""
+        """Go on without a peer: it follows another, or its connections have ended."""
         self._gone.add(peer)
         self._news.notify()
 
@@ -296,7 +296,7 @@ class Leader:
         return formed.action
 
     def _shrink_group(self, lost: dict[PeerId, str]) -> Group:
-        """The next version: lost members no longer count, and what they or doubted ones reduced is given to others."""
+        """Make the next version: lost members no longer count, others reduce what lost or doubted ones did."""
         assert self._group is not None
         for peer, why in lost.items():
             logger.info("going on without %s: %s", peer, why)
@@ -327,7 +327,7 @@ class Leader:
     # A pair in dispute costs neither its place, only the parent its part: one of the two is honest.
 
     def _find_lost(self, now: float, version_at: float) -> dict[PeerId, str]:
-        """Who must be left out now, with the reason. Raises RoundFailed when nothing moves and nobody is to blame."""
+        """Find who must be left out now, with the reason. Raises RoundFailed when nothing moves by nobody's fault."""
         assert self._group is not None
         limit_s = self._timing.beats.limit_s()
         lost = verdicts.find_silent(self._seen, self._gone, limit_s, now)
@@ -350,7 +350,7 @@ class Leader:
         return {p: why for p, why in lost.items() if p not in self._left_out}
 
     def _find_holding_up(self, is_incomplete: bool, how_long: str) -> dict[PeerId, str]:
-        """Nothing moves: whom to do without. Raises RoundFailed when nobody else is to blame."""
+        """Find whom to do without where nothing moves. Raises RoundFailed when nobody else is to blame."""
         assert self._group is not None
         review = disputes.find_stalled_pairs(self._group, self._seen, is_incomplete, self._me)
         self._late_pairs |= review.pairs.keys()
@@ -376,7 +376,7 @@ class Leader:
         return {member: f"it and {reducer[-8:]} contradict each other" for reducer, member in doubted.items()}
 
     def _chunk_s(self) -> float:
-        """How long the slowest link that is known takes to show that anything moves."""
+        """Compute how long the slowest known link takes to show that anything moves."""
         messages = [self.joined[p] for p in self._seen]
         rates = []
         for joined in messages:
@@ -402,7 +402,7 @@ class Leader:
         return verdict.action
 
     def _open_backing(self) -> Backing:
-        """The average is whole: its contributors are to stand for it."""
+        """Have the contributors stand for the average, once it is whole."""
         if self._backing is None:
             assert self._group is not None
             beat = self._seen[self._me].beat

@@ -43,7 +43,7 @@ class Leaders:
         self._n_failed = Counter[PeerId]()  # after that commit, under whom
 
     def choose(self, parent: bytes, may_lead: bool) -> PeerId:
-        """The first by the rule that all follow. Without any candidate, everybody gets another chance."""
+        """Choose the first by the rule that all follow. Without any candidate, everybody gets another chance."""
         now = trio.current_time()
         candidates = self._members.possible_leaders(parent, now)
         if may_lead:
@@ -55,12 +55,12 @@ class Leaders:
         return progress.leader_order(parent, candidates)[0] if candidates else self._me
 
     def first(self, leader: PeerId, parent: bytes) -> PeerId:
-        """The first by the rule of those who lead this round at present, ``leader`` among them."""
+        """Choose the first by the rule, of those who lead this round at present, ``leader`` among them."""
         leading = self._members.current_leaders(parent, trio.current_time())
         return progress.leader_order(parent, [leader, *leading])[0]
 
     def note_failure(self, leader: PeerId, parent: bytes) -> None:
-        """A round that had begun was called off: others may do better."""
+        """Note that a round that had begun was called off: others may do better."""
         if self._failed_parent != parent:
             self._failed_parent = parent
             self._n_failed.clear()

@@ -107,13 +107,13 @@ class ReducedPart:
         return self.results[-1].start + self.results[-1].n
 
     def begin_again(self) -> None:
-        """In another version of the group, from what is here."""
+        """Begin another version of the group, from what is here."""
         self.total = np.empty_like(self.total)
         self.results = []
         self.subtotals = {}
 
     def incoming_from(self, peer: PeerId, is_subtotal: bool = False) -> IncomingPart:
-        """What has come of a member: its own numbers, or what all below it give."""
+        """Return what has come of a member: its own numbers, or what all below it give."""
         incoming = self.subtotals if is_subtotal else self.contributions
         if peer not in incoming:
             incoming[peer] = IncomingPart(np.empty_like(self.total), self.start)
@@ -158,7 +158,7 @@ class ReducedPart:
         return incoming.upto == self.end or not incoming.is_sound
 
     def next_chunk(self, sources: Sequence[InputSource]) -> tuple[int, int] | None:
-        """Elements [start, end) that are here of everybody and not added up yet."""
+        """Return the elements [start, end) that are here of everybody and not added up yet."""
         start = self.reduced_to
         end = min(start + self.chunk, self.end)
         if start >= self.end:
@@ -172,7 +172,7 @@ class ReducedPart:
         start: int,
         end: int,
     ) -> list[Input]:
-        """What is to be added up, in the order of ``sources``: the group may change while a thread does it."""
+        """Collect what is to be added up, in the order of ``sources``: the group may change while a thread does it."""
         place = slice(start - self.start, end - self.start)
         chosen = []
         for source in sources:
@@ -185,7 +185,7 @@ class ReducedPart:
         return chosen
 
     def _payload(self, peer: PeerId, incoming: IncomingPart, start: int, end: int) -> Buffer:
-        """How some of a member's numbers travelled, or would."""
+        """Return how some of a member's numbers travelled, or would."""
         if self.own_contribution is not None and peer == self.own_contribution[0]:
             return self.own_contribution[1].payload(start, end)
         return incoming.payloads[start]
@@ -209,7 +209,7 @@ class ReducedPart:
         return Result(start, end - start, reduce_contributions(self.codec, vectors, n_samples, total[place]))
 
     def _unpack_input(self, summand: Input) -> list[tuple[Vector, Buffer]]:
-        """One pair for each contributor where those are forwarded."""
+        """Return one pair for each contributor where those are forwarded."""
         if not self.codec.forwards or summand.n_contributors is None:
             return [(summand.values, summand.payload)]
         vectors = self.codec.read(summand.payload, len(summand.values), summand.n_contributors)
@@ -217,6 +217,6 @@ class ReducedPart:
 
 
 def chunk_elements(codec: Codec) -> int:
-    """How many elements travel at once."""
+    """Compute how many elements travel at once."""
     n_elements = CHUNK_BYTES * MOST_ELEMENTS // codec.n_bytes(MOST_ELEMENTS)
     return max(1, min(n_elements, MOST_ELEMENTS) // codec.block) * codec.block

@@ -108,7 +108,7 @@ class Round:
                     await self._beat_now.wait()
 
     def change_group(self, group: Group) -> None:
-        """The leader has changed the group."""
+        """Take part in the group as the leader has changed it."""
         if group.round != self.group.round or group.version <= self.group.version:
             return
         self._use_group(group)
@@ -121,12 +121,12 @@ class Round:
         return sum(self._results_here().values()) / self.group.n_elements
 
     def _results_here(self) -> dict[int, int]:
-        """How many elements of each part's average are here, by its first one."""
+        """Count the elements of each part's average that are here, by its first one."""
         made = {start: self._parts[start, end].reduced_to - start for start, end in self._duties.averages}
         return made | {start: upto - start for start, upto in self._got.items()}
 
     async def take(self, peer: PeerId, message: Numbers, payload: memoryview) -> None:
-        """Numbers that a member sends, whichever. Raises RemoteProtocolError."""
+        """Take numbers that a member sends, of any kind. Raises RemoteProtocolError."""
         match message:
             case Contribution():
                 await self._take_contribution(peer, message, payload)
@@ -136,7 +136,7 @@ class Round:
                 await self._take_reduced(peer, message, payload)
 
     async def _take_contribution(self, peer: PeerId, message: Contribution, payload: memoryview) -> None:
-        """A member's numbers for a part that is added up here. Raises RemoteProtocolError."""
+        """Take a member's numbers for a part that is added up here. Raises RemoteProtocolError."""
         part = await self._wait_for_part(message.part)
         if part is None or not any(m.peer == peer and m.n for m in self.group.members):
             raise OutOfStep(f"a contribution of {peer} from element {message.start} on, not added up here")
@@ -149,7 +149,7 @@ class Round:
             self._note_progress(done=is_faulty or has_all_inputs(self._duties, self._parts))
 
     async def _take_subtotal(self, peer: PeerId, message: Subtotal, payload: memoryview) -> None:
-        """What all below a member give, for a part that is added up here. Raises RemoteProtocolError."""
+        """Take what all below a member give, for a part that is added up here. Raises RemoteProtocolError."""
         await self._wait_for_version(message.version)
         if message.version != self.group.version:
             return
@@ -169,7 +169,7 @@ class Round:
             self._note_progress(done=is_faulty or has_all_inputs(self._duties, self._parts))
 
     async def _take_reduced(self, peer: PeerId, message: Reduced, payload: memoryview) -> None:
-        """Averaged numbers from their reducer, or by way of others. Raises RemoteProtocolError."""
+        """Take averaged numbers from their reducer, or by way of others. Raises RemoteProtocolError."""
         await self._wait_for_version(message.version)
         part = next((p for p in self.group.parts if p.start <= message.start < p.end), None)
         key = (part.start, part.end) if part is not None else (0, 0)
@@ -218,7 +218,7 @@ class Round:
                 await self._news.wait()
 
     async def _read_payload(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What was sent, decoded: in a thread where that takes long."""
+        """Decode what was sent: in a thread where that takes long."""
         if self._codec.is_plain:
             return function(*arguments)
         return await self._off_loop(function, *arguments)
@@ -259,7 +259,7 @@ class Round:
             )
 
     async def _wait_for_part(self, key: Key) -> ReducedPart | None:
-        """A part that is added up here; the group that gives it to this peer may be on its way."""
+        """Return a part that is added up here; wait for the group that gives it to this peer."""
         with trio.move_on_after(CHANGES_WITHIN_S):
             while key not in self._parts:
                 await self._news.wait()
@@ -297,7 +297,7 @@ class Round:
                 self._note_progress()
 
     def give_assent(self, signature: bytes) -> None:
-        """This peer stands for the commit that the leader has shown it."""
+        """Stand for the commit that the leader has shown."""
         self._assent = signature
         self._beat_now.set()
 
@@ -353,7 +353,7 @@ class Round:
         return are_here and all(self._parts[key].reduced_to == key[1] for key in self._duties.sources)
 
     async def _measure_own(self, version: int) -> None:
-        """How large this peer's numbers are for each that gets some: none of them can say otherwise then."""
+        """Measure this peer's numbers for each that gets some: none of them can say otherwise then."""
         if self._vector is None or self._squares:
             return
         squares: dict[PeerId, float] = {}
@@ -367,7 +367,7 @@ class Round:
         return any(m.peer == self._me for m in counted_of(self.group))
 
     def _ready_parts(self) -> ReadyParts:
-        """What can be sent on so far."""
+        """Return what can be sent on so far."""
         made = {key: self._parts[key].results for key in self._duties.sources}
         averages = {key: made[key] for key in self._duties.averages}
         return ReadyParts(made, {**self._relayed, **averages})
@@ -375,7 +375,7 @@ class Round:
     # --- small things ------------------------------------------------------------------------------------------
 
     def _make_beat(self) -> Beat:
-        """What the leader is told."""
+        """Make what the leader is told."""
         parts = {key: self._parts[key] for key in self._duties.sources}
         squares = self._squares if self._is_counted else {}
         state = heartbeats.HeartbeatState(self._results_here(), parts, squares, self._faults, self.account)

@@ -144,7 +144,7 @@ class Sending:
                 await trio.sleep(BEAT_INTERVAL_S)
 
     def _ready_subtotals(self, peer: PeerId) -> Iterator[tuple[Subtotal, Buffer]]:
-        """What goes up to a parent, as far as it is there."""
+        """Yield what goes up to a parent, as far as it is there."""
         group = self._group
         ready = self._ready().sums
         for key in self._duties.passes.get(peer, ()):
@@ -160,7 +160,7 @@ class Sending:
                 yield message, result.payload
 
     def _ready_results(self, peer: PeerId) -> Iterator[tuple[Reduced, Buffer]]:
-        """What goes down to a child, as far as it is there."""
+        """Yield what goes down to a child, as far as it is there."""
         group = self._group
         ready = self._ready().averages
         for part in self._duties.tells.get(peer, ()):
@@ -175,7 +175,7 @@ class Sending:
                 yield message, result.payload
 
     async def _open_channel(self, peer: PeerId) -> Channel:
-        """A channel for numbers, whose end will be noticed. Raises PeerError."""
+        """Open a channel for numbers, whose end will be noticed. Raises PeerError."""
         channel = await self._rpc.channel(peer, "averaging")
         self._tasks.start_soon(self._notice_end, channel)
         return channel

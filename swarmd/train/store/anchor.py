@@ -122,7 +122,7 @@ class Anchor:
             return Accepted(re=message.id, promised=message.ballot, signature=signature)
 
     def _check_pace(self, peer: PeerId) -> None:
-        """Nobody takes back others' promises all the time. Raises Refused."""
+        """Check that a peer does not take back others' promises all the time. Raises Refused."""
         now = trio.current_time()
         requests = self._asked.items()
         self._asked = {p: times for p, times in requests if now - times[-1] < ASKED_WITHIN_S}
@@ -132,7 +132,7 @@ class Anchor:
         self._asked[peer] = [*times, now]
 
     async def _check_backing(self, commit: Commit, backed: BackedCommit) -> None:
-        """Is this what a round made, as far as can be seen from here? Raises Refused."""
+        """Check that a round made this, as far as can be seen from here. Raises Refused."""
         if commit.parent != self._ledger.head:
             return  # _acceptor_for says what is wrong with it
         if backed.witness is not None and self._is_witnessed(backed, backed.witness):
@@ -156,7 +156,7 @@ class Anchor:
                 raise Refused(Code.REFUSED, wait.reason, wait.action)
 
     def _acceptor_for(self, parent: bytes) -> Acceptor:
-        """What was promised after a parent. Raises Refused unless that is the newest commit known here."""
+        """Return what was promised after a parent. Raises Refused unless that is the newest commit known here."""
         if self.order.state == "stopped":
             raise Refused(Code.REFUSED, "the run's owner has stopped it", 10.0)
         if parent != self._ledger.head:
@@ -199,7 +199,7 @@ def _require_decision(decision: Decision[bool]) -> None:
 
 
 def _body_of(acceptor: Acceptor) -> bytes:
-    """What this anchor accepted. Raises Refused for what an older version wrote: such runs go on with other anchors."""
+    """Return what this anchor accepted. Raises Refused for what an older version wrote: others anchor such runs."""
     try:
         return backing.body_of(acceptor.body)
     except IntegrityError as error:
@@ -207,7 +207,7 @@ def _body_of(acceptor: Acceptor) -> bytes:
 
 
 def _check_ballot(peer: PeerId, ballot: Ballot, acceptor: Acceptor) -> None:
-    """A ballot is its proposer's own, and not out of everybody's reach. Raises Refused."""
+    """Check that a ballot is its proposer's own, and not out of everybody's reach. Raises Refused."""
     number, name = ballot
     if name.split("/")[0] != peer or number > acceptor.promised[0] + MOST_AHEAD:
         raise Refused(Code.MALFORMED, f"ballot {ballot[0]} of {ballot[1][:64]!r} is none of this proposer's")

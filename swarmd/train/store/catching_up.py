@@ -108,7 +108,7 @@ class CatchingUp:
         return average is not None and await self._apply_average(commit, average)
 
     async def _apply_average(self, commit: Commit, average: Vector) -> bool:
-        """False when the commit was made of another state than this one, which is then given up."""
+        """Apply a commit; False when it was made of another state than this one, which is then given up."""
         if commit.state != self._state.root:
             logger.warning("the state here is another than that of update %d: fetching it anew", self._state.epoch)
             self._is_mistrusted = True
@@ -229,12 +229,12 @@ class CatchingUp:
             raise
 
     def _leave_out_unreachable(self, donors: Iterable[PeerId]) -> None:
-        """Their records outlive them: do without those that were asked and are not connected even so."""
+        """Do without donors that were asked and are still not connected: their records outlive them."""
         for peer in set(recovery.choose_donors(donors)) - self._services.rpc.peers():
             self._members.suspect(peer, trio.current_time())
 
     async def _restore_if_lost(self) -> bool:
-        """Where nobody alive has the newest state, the newest that somebody has is where the run goes on.
+        """Have the run go on from the newest state that somebody has, where nobody alive has the newest.
 
         A member that says it has one counts, though it cannot be reached from here: what it has is not lost.
         """

@@ -155,7 +155,7 @@ class Chronicle:
         await tell_peer(self._services.rpc, peer, lambda channel: recovery.send_commits(channel, self.run.id, raws))
 
     def find_earlier_state(self) -> bytes:
-        """The newest commit before the last whose state somebody has. Raises ConfigError."""
+        """Find the newest commit before the last whose state somebody has. Raises ConfigError."""
         earlier = [epoch for epoch in self._known_states() if epoch < self.ledger.epoch]
         if not earlier:
             raise ConfigError(f"nobody has an earlier state than that of update {self.ledger.epoch}")
@@ -210,7 +210,7 @@ class Chronicle:
         return is_newer
 
     def _anchor_sets(self) -> dict[int, tuple[PeerId, ...]]:
-        """The anchors of each generation that is known."""
+        """Return the anchors of each generation that is known."""
         return self.order.sets_of(self.run.recipe)
 
     # --- anchors -----------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class Chronicle:
         return await self._anchor.propose(peer, message, body), b""
 
     def _computing_on(self, head: bytes) -> set[PeerId]:
-        """Who computes on a commit, this peer included."""
+        """Return who computes on a commit, this peer included."""
         record = self._own_record()
         computing = {self._me} if record["samples_per_s"] > 0 and record["head"] == head else set()
         return computing | set(self._members.computing(head, trio.current_time()))
@@ -254,7 +254,7 @@ class Chronicle:
         return wait.reason, min([wait.action, SOON_S, *first_sample_s])
 
     def _known_states(self) -> list[int]:
-        """Of which updates somebody has the state."""
+        """List the updates of which somebody has the state."""
         own_epoch = self._own_record()["state_epoch"]
         states = list(self._members.states().values())
         return states if own_epoch is None else [*states, own_epoch]
@@ -279,11 +279,11 @@ class Chronicle:
         return has_answered
 
     def proposer(self) -> Proposer:
-        """One that brings a commit after the ledger's head to the anchors."""
+        """Make a proposer of a commit after the ledger's head."""
         return Proposer(self._me, self.ledger, self.order, self._services.rng, self.ask_anchor)
 
     async def spread_commit(self, tasks: Tasks, raw: bytes, members: Iterable[PeerId]) -> None:
-        """A majority has signed: take it, and tell the anchors and others."""
+        """Take a commit that a majority has signed, and tell the anchors and others."""
         await self.take_commits([raw])
         for peer in {*members, *self.anchors} - {self._me}:
             tasks.start_soon(self.tell_commits, peer, [raw])

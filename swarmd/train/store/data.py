@@ -49,7 +49,7 @@ class Data:
         self.shard_rows = rows_of_shards(self._manifest, self._run.recipe.batch.tokens)
 
     async def read(self, peer: str, first: int, n: int) -> Rows:
-        """The rows of draws ``first`` to ``first + n`` of a peer, int32 [n, tokens + 1]. Raises SwarmError."""
+        """Read the rows of draws ``first`` to ``first + n`` of a peer, int32 [n, tokens + 1]. Raises SwarmError."""
         seed = self._run.recipe.seed
         draws = range(first, first + n)
         rows = [row_of(seed, peer, draw, self.shard_rows) for draw in draws]
@@ -60,7 +60,7 @@ class Data:
         return np.stack(tokens)
 
     def seed(self, peer: str, first: int) -> int:
-        """What dropout of a micro-batch is seeded with, by its first draw."""
+        """Return the seed of a micro-batch's dropout, by its first draw."""
         return seed_of(self._run.recipe.seed, peer, first)
 
     async def _load_shard(self, shard: int) -> Rows:
@@ -74,7 +74,7 @@ class Data:
 
 
 def rows_of_shards(manifest: Manifest, tokens: int) -> tuple[int, ...]:
-    """How many rows each shard has. Raises IntegrityError when this is no data of such rows."""
+    """Count the rows of each shard. Raises IntegrityError when this is no data of such rows."""
     config = json.loads(manifest.config)
     expected = {f"shards.{i}.tokens" for i in range(manifest.n_blocks)}
     by_name = {t.name: t for t in manifest.tensors}
@@ -101,7 +101,7 @@ def read_shard(folder: ModelFolder, shard: int) -> Rows:
 
 
 def highest_token(folder: Path, manifest: Manifest) -> int:
-    """The highest token of packed data. Raises IntegrityError when it is not what the manifest says."""
+    """Find the highest token of packed data. Raises IntegrityError when it is not what the manifest says."""
     read = ModelFolder(folder, manifest)
     return max(int(read_shard(read, shard).max()) for shard in range(manifest.n_blocks))
 

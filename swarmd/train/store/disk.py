@@ -85,7 +85,7 @@ class RunFolder:
         (self.folder / "role").unlink(missing_ok=True)
 
     def order(self) -> bytes:
-        """The owner's latest order as it was signed; b"" without any."""
+        """Read the owner's latest order as it was signed; b"" without any."""
         path = self.folder / "order.bin"
         return path.read_bytes() if path.is_file() else b""
 
@@ -100,7 +100,7 @@ class RunFolder:
     # A crash can only cut off the last one. Peers have it as well, so that dropping half a commit loses nothing.
 
     def commits(self) -> Iterator[bytes]:
-        """Every commit that was written whole, in order; what a crash cut off is dropped."""
+        """Read every commit that was written whole, in order; what a crash cut off is dropped."""
         path = self.folder / "ledger.bin"
         if not path.is_file():
             return
@@ -136,7 +136,7 @@ class RunFolder:
     # --- an anchor's promises ---------------------------------------------------------------------------------
 
     def acceptor(self) -> Acceptor | None:
-        """What this anchor promised. Raises ConfigError when it cannot be read: then it must not promise again."""
+        """Read what this anchor promised. Raises ConfigError when it cannot: then it must not promise again."""
         path = self.folder / "anchor.bin"
         if not path.is_file():
             return None
@@ -189,7 +189,7 @@ class RunFolder:
         write_file(self.folder / "feedback.safetensors", header, residual.view(np.uint8).data)
 
     def feedback(self, dtype: str, n_elements: int) -> tuple[int, Vector] | None:
-        """What ``keep_feedback`` wrote, if anything. Raises ConfigError."""
+        """Read what ``keep_feedback`` wrote, if anything. Raises ConfigError."""
         path = self.folder / "feedback.safetensors"
         if not path.is_file():
             return None
@@ -212,7 +212,7 @@ class RunFolder:
         write_file(self.folder / "inner.safetensors", header, *payloads)
 
     def inner(self, dtype: str, n_elements: int) -> Memory | None:
-        """What ``keep_inner`` wrote, if anything. Raises ConfigError."""
+        """Read what ``keep_inner`` wrote, if anything. Raises ConfigError."""
         path = self.folder / "inner.safetensors"
         if not path.is_file():
             return None
@@ -230,7 +230,7 @@ class RunFolder:
         return Memory(upto, steps, moments)
 
     def saved(self) -> list[SavedRun]:
-        """The checkpoints here, the newest first."""
+        """Find the checkpoints here, the newest first."""
         checkpoints = []
         for path in sorted(self.folder.glob("state-*.safetensors"), reverse=True):
             try:
@@ -266,7 +266,7 @@ def read_vectors(
 
 
 def _read_all(path: Path, dtype: str, n_elements: int) -> dict[str, Vector]:
-    """Vectors of one length by their names. Raises ConfigError."""
+    """Read vectors of one length, by their names. Raises ConfigError."""
     vectors: dict[str, Vector] = {}
     try:
         with path.open("rb") as file:
@@ -281,5 +281,5 @@ def _read_all(path: Path, dtype: str, n_elements: int) -> dict[str, Vector]:
 
 
 def known_runs(root: Path) -> dict[RunId, RunFolder]:
-    """The runs that this machine takes, or took, part in."""
+    """Find the runs that this machine takes, or took, part in."""
     return {RunId(path.parent.name): RunFolder(path.parent) for path in root.glob("*/run.bin")}

@@ -64,7 +64,7 @@ class Members:
     _last: _Commit = field(default_factory=_Commit)
 
     def look(self, now: float, with_suspects: bool = False) -> dict[PeerId, RunRecord]:
-        """The other members' records, those left out that do not answer or have lost their standing.
+        """Return the other members' records, without those that do not answer or have lost their standing.
 
         ``with_suspects``: those, too, that did not answer: others may hear them.
         """
@@ -87,7 +87,7 @@ class Members:
         return records
 
     def suspect(self, peer: PeerId, now: float) -> None:
-        """A peer does not answer: do without it until it says something.
+        """Do without a peer that does not answer, until it says something.
 
         What it wrote before and what others pass on late says nothing: a record counts that it wrote afterwards.
         """
@@ -100,11 +100,11 @@ class Members:
         return suspicion is not None and now < suspicion.until and record.sequence <= suspicion.sequence
 
     def vouch(self, peer: PeerId) -> None:
-        """A peer has just said something: it lives."""
+        """Note that a peer has just said something: it lives."""
         self._suspects.pop(peer, None)
 
     def pass_over(self, peer: PeerId, head: bytes, now: float) -> None:
-        """Rounds after ``head`` come to nothing under this peer, however lively it is: others lead for a while.
+        """Let others lead for a while: rounds after ``head`` come to nothing under this peer, however lively it is.
 
         Not for ever: two that pass each other over would each be alone until their commits count alone.
         """
@@ -115,7 +115,7 @@ class Members:
         return parent == head and now < until
 
     def note_leader(self, peer: PeerId, head: bytes, now: float) -> None:
-        """A peer leads the round after ``head``, though its record may not say yet that it has come so far."""
+        """Note that a peer leads the round after ``head``, though its record may not say so yet."""
         self._leading = {
             leader: (parent, last_sign)
             for leader, (parent, last_sign) in self._leading.items()
@@ -125,7 +125,7 @@ class Members:
             self._leading[peer] = head, now
 
     def blame(self, blamed: Mapping[PeerId, set[PeerId]]) -> None:
-        """In a round that was led here, others found fault with these peers' numbers."""
+        """Note that others found fault with these peers' numbers, in a round that was led here."""
         for peer, witnesses in blamed.items():
             if witnesses & {self.me, peer}:  # seen here, or said by the peer itself: nobody else need be believed
                 self.standing.fault(peer, Fault.FAULTY_NUMBERS, "in a round of a training run")
@@ -134,21 +134,21 @@ class Members:
                 self.standing.fault(peer, Fault.FAULTY_NUMBERS, f"in a round, says {witness[-8:]}", witness)
 
     def shunned(self) -> list[PeerId]:
-        """Who has lost its standing here, for whatever reason."""
+        """List members that have lost their standing here."""
         return self.standing.shunned()
 
     def distrust(self, peer: PeerId) -> None:
-        """It has nothing to show for the commit that it names: do without it until it names another."""
+        """Do without a peer that has nothing to show for the commit that it names, until it names another."""
         for record in self.view().in_run(self.run):
             if record.peer == peer:
                 self._distrusted[peer] = record.head
 
     def look_again(self) -> None:
-        """Who was thought not to answer may live: others say so."""
+        """Suspect nobody: others say that some of them live."""
         self._suspects.clear()
 
     def forgive(self) -> None:
-        """Nobody else is left: give all another chance."""
+        """Give all another chance: nobody else is left."""
         self.look_again()
         self._distrusted.clear()
         self._passed_over.clear()
@@ -160,11 +160,11 @@ class Members:
         contributors: frozenset[str],
         now: float,
     ) -> None:
-        """A commit is known: who contributed to it goes on from there, though its record may not say so yet."""
+        """Note a commit: its contributors go on from there, though their records may not say so yet."""
         self._last = _Commit(epoch, head, contributors, now)
 
     def progress(self, now: float, with_suspects: bool = False) -> list[MemberProgress]:
-        """How far the others are that compute."""
+        """Return how far the others are that compute."""
         members = []
         for peer, record in self.look(now, with_suspects).items():
             if record.role != "train":
@@ -192,18 +192,18 @@ class Members:
         return members
 
     def states(self) -> dict[PeerId, int]:
-        """Of which update the others say that they have the state, whether they answer or not."""
+        """Return of which update the others say that they have the state, whether they answer or not."""
         records = [r for r in self.view().in_run(self.run) if r.peer != self.me]
         return {PeerId(r.peer): r.state_epoch for r in records if r.state_epoch is not None}
 
     def participants(self, head: bytes, now: float) -> list[PeerId]:
-        """Who takes part in the round after ``head``: those who compute on it, and those who only reduce."""
+        """List who takes part in the round after ``head``: those who compute on it, and those who only reduce."""
         records = self.look(now)
         reducing = [p for p, r in records.items() if r.role == "reduce" and r.head == head]
         return self.computing(head, now) + reducing
 
     def possible_leaders(self, head: bytes, now: float) -> list[PeerId]:
-        """Who may lead that round: those who compute on it and can be dialled, and those who do lead it."""
+        """List who may lead that round: those who compute on it and can be dialled, and those who do lead it."""
         records = self.look(now)
         candidates = [
             p
@@ -215,7 +215,7 @@ class Members:
         return candidates + [p for p in self.current_leaders(head, now) if p not in candidates]
 
     def current_leaders(self, head: bytes, now: float) -> list[PeerId]:
-        """Members that lead that round, as their latest signs of life say."""
+        """List members that lead that round, as their latest signs of life say."""
         records = self.look(now)
         recent = []
         for peer, (parent, last_sign) in self._leading.items():
@@ -225,7 +225,7 @@ class Members:
         return [p for p in candidates if not self._is_passed_over(p, head, now)]
 
     def computing(self, head: bytes, now: float) -> list[PeerId]:
-        """Who computes on a commit."""
+        """List who computes on a commit."""
         return [p.peer for p in self.progress(now) if p.head == head and p.samples_per_s > 0]
 
     def _is_moving_on(self, peer: PeerId, record: RunRecord) -> bool:

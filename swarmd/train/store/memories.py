@@ -31,7 +31,7 @@ class Memories:
         self._inner_kept = 0  # likewise
 
     async def recall(self, state: RunState) -> tuple[Feedback, Memory | None]:
-        """What this disk has of both; what is damaged begins anew."""
+        """Read what this disk has of both; what is damaged begins anew."""
         feedback = Feedback(self._recipe, state)
         self.feedback = feedback
         if self._folder is None:

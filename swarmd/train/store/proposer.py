@@ -113,7 +113,7 @@ class Proposer:
             proposed = await self.collect_promises() or proposed
 
     def _add_witness(self, place: int, promised: Promised, accepted: bytes) -> bytes:
-        """What an anchor says it has accepted, with its word for that; b"" if it could not be signed at all."""
+        """Add an anchor's word to the commit that it says it has accepted; b"" if that could not be signed at all."""
         if promised.accepted == NO_BALLOT or not accepted:
             return b""
         try:

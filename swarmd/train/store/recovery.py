@@ -50,7 +50,7 @@ Get = Callable[[bytes, tuple[PeerId, ...], tuple[str, ...], int], Awaitable[Vect
 
 
 def make_getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
-    """The real ``Get``: through a folder, so that a restart goes on where it was."""
+    """Make the real ``Get``: through a folder, so that a restart goes on where it was."""
 
     async def get(
         digest: bytes,
@@ -153,7 +153,7 @@ async def fetch_commits(
 
 
 def choose_donors(peers: Iterable[PeerId]) -> list[PeerId]:
-    """Who of many is asked: as few as can give a state well, and always the same."""
+    """Choose whom to ask, of many: as few as can give a state well, and always the same."""
     return sorted(peers)[:MAX_DONORS]
 
 

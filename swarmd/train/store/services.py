@@ -63,7 +63,7 @@ class Wakeups:
             await event.wait()
 
     def mark(self) -> trio.Event:
-        """What is set at the next change from now on."""
+        """Return what is set at the next change from now on."""
         return self._event
 
 

@@ -58,11 +58,11 @@ class Codec:
         return n_elements * self.dtype.itemsize
 
     def weight(self, n_contributors: int) -> int:
-        """How many times as large as a contribution an average is on its way."""
+        """Say how many times as large as a contribution an average is on its way."""
         return n_contributors if self.forwards else 1
 
     def sizes(self, n_elements: int, n_contributors: int) -> Sizes:
-        """What a round of so many elements moves."""
+        """Compute what a round of so many elements moves."""
         n_bytes = max(1, self.n_bytes(n_elements))
         plain = n_elements * self.dtype.itemsize / n_bytes
         return Sizes(n_bytes, float(self.weight(n_contributors)), plain, self.forwards)
@@ -110,11 +110,11 @@ class Blocks(Codec):
         return vectors
 
     def _pack_rows(self, rows: Rows) -> Bytes:
-        """[n, block] numbers to [n, size] bytes."""
+        """Code [n, block] numbers as [n, size] bytes."""
         raise NotImplementedError
 
     def _unpack_rows(self, coded: Bytes) -> Rows:
-        """What those bytes stand for. Raises RemoteProtocolError."""
+        """Decode what those bytes stand for. Raises RemoteProtocolError."""
         raise NotImplementedError
 
 
@@ -228,7 +228,7 @@ class TopK(Blocks):
         return rows
 
     def _read_places(self, low_bits: Bytes, high_bits: Bytes) -> npt.NDArray[np.int64]:
-        """[n, keep] places of elements, below ``BLOCK``. Raises RemoteProtocolError."""
+        """Read [n, keep] places of elements, below ``BLOCK``. Raises RemoteProtocolError."""
         ones = np.unpackbits(high_bits, axis=1, count=self._n_high)
         if not (ones.sum(axis=1) == self._keep).all():
             raise RemoteProtocolError(f"a block that names other than {self._keep} elements")
@@ -288,7 +288,7 @@ class LowRank(Blocks):
         return squares.reshape(len(coded), -1)
 
     def _read_factor(self, coded: Bytes) -> Rows:
-        """[n, SQUARE_SIDE, rank] numbers from one half of each block."""
+        """Read [n, SQUARE_SIDE, rank] numbers from one half of each block."""
         numbers = _from_halves(coded[:, :2], coded[:, 2:])
         return numbers.reshape(-1, SQUARE_SIDE, self._rank)
 
@@ -342,12 +342,12 @@ class Significance(Codec):
 
 
 def codec_of(recipe: Recipe) -> Codec:
-    """The one that a run's recipe names."""
+    """Return the codec that a run's recipe names."""
     return codec_of_parts(recipe.parts, recipe.precision)
 
 
 def codec_of_parts(parts: Parts, dtype: str) -> Codec:
-    """The one that a table [parts] of a recipe names."""
+    """Return the codec that a table [parts] of a recipe names."""
     match parts.codec:
         case "float16":
             return Float16(dtype)
@@ -366,26 +366,26 @@ def codec_of_parts(parts: Parts, dtype: str) -> Codec:
 
 
 def _ignore_float_errors() -> np.errstate:
-    """What others sent may be no numbers, or beyond all bounds: it is found out where it is measured."""
+    """Ignore what others sent that is no number, or beyond all bounds: it is found out where it is measured."""
     return np.errstate(all="ignore")
 
 
 def _split_payload(payload: Buffer, n: int, size: int) -> Bytes:
-    """[n, size] bytes. Raises RemoteProtocolError."""
+    """Split a payload into [n, size] bytes. Raises RemoteProtocolError."""
     if len(payload) != n * size:
         raise RemoteProtocolError(f"{len(payload)} B of coded numbers; expected {n} x {size}")
     return np.frombuffer(payload, np.uint8).reshape(n, size)
 
 
 def _as_rows(values: Vector, block: int) -> Rows:
-    """A vector as [n, block], filled up with zeros."""
+    """Cut a vector into [n, block], filled up with zeros."""
     rows = np.zeros((-(-len(values) // block), block), np.float32)
     rows.reshape(-1)[: len(values)] = values
     return rows
 
 
 def _join_rows(*pieces: npt.NDArray[np.generic]) -> Bytes:
-    """What belongs to each row, one after the other, as bytes."""
+    """Join arrays row by row, as bytes."""
     flat = []
     for piece in pieces:
         row = np.ascontiguousarray(piece.reshape(len(piece), -1))
@@ -398,7 +398,7 @@ def _pack_bits(flags: npt.NDArray[np.generic]) -> Bytes:
 
 
 def _to_halves(rows: Rows) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.float16]]:
-    """Rows in half precision, each times a power of two, whose exponent [n, 1] comes first."""
+    """Round rows to half precision, each times a power of two, whose exponent [n, 1] comes first."""
     largest = np.abs(rows).max(axis=1, keepdims=True)
     exponents = np.frexp(largest)[1]
     halves = np.ldexp(rows, 15 - exponents).astype(np.float16)
@@ -412,7 +412,7 @@ def _from_halves(exponents: Bytes, halves: Bytes) -> Rows:
 
 
 def _find_largest(sizes: Rows, n: int) -> npt.NDArray[np.int64]:
-    """The places of the ``n`` largest of each row, in order; among equals the first."""
+    """Find the places of the ``n`` largest of each row, in order; among equals the first."""
     limit = np.partition(sizes, -n, axis=1)[:, -n, None]
     chosen = sizes >= limit
     for row in np.nonzero(chosen.sum(axis=1) > n)[0]:

@@ -43,7 +43,7 @@ def add_contributions(
 
 
 def read_subtotal(codec: Codec, payload: Buffer, n_elements: int, n_contributors: int) -> Vector:
-    """The sum in what ``add_contributions`` returned. Raises RemoteProtocolError."""
+    """Read the sum in what ``add_contributions`` returned. Raises RemoteProtocolError."""
     if not codec.forwards:
         return Codec(str(codec.dtype)).read(payload, n_elements)[0]
     total: Vector = np.empty(n_elements, codec.dtype)
@@ -58,7 +58,7 @@ def read_reduced(
     n_contributors: int,
     n_samples: int,
 ) -> Vector:
-    """The average in what ``reduce_contributions`` returned. Raises RemoteProtocolError."""
+    """Read the average in what ``reduce_contributions`` returned. Raises RemoteProtocolError."""
     if not codec.forwards:
         return codec.read(payload, n_elements)[0]
     average: Vector = np.empty(n_elements, codec.dtype)

@@ -36,7 +36,7 @@ class Directions:
             self._between = np.sign(self._between)
 
     def project(self, values: Vector, start: int) -> Sums:
-        """What elements ``start`` to ``start + len(values)`` of a vector come to along each direction."""
+        """Project elements ``start`` to ``start + len(values)`` of a vector on each direction."""
         totals = np.zeros(N_DIRECTIONS)
         # A direction of a whole vector would be as long as N_DIRECTIONS vectors. It is made of one block instead:
         #
@@ -56,12 +56,12 @@ class Directions:
 
 
 def directions_of(recipe: Recipe, parent: bytes, n_elements: int, average: bytes) -> Directions:
-    """Those of a round's average. Runs that are audited came with even ones; others go on with what they had."""
+    """Make those of a round's average. Runs that are audited came with even ones; others go on with what they had."""
     return Directions(parent + average, n_elements, is_even=recipe.audit > 0)
 
 
 def _draw_uniform(bits: np.random.Philox, n: int) -> npt.NDArray[np.float64]:
-    """[n, N_DIRECTIONS] numbers of variance 1, from raw bits: those are the same in every version of numpy."""
+    """Draw [n, N_DIRECTIONS] numbers of variance 1 from raw bits, which are the same in every version of numpy."""
     raw = bits.random_raw(n * N_DIRECTIONS).reshape(n, N_DIRECTIONS)
     uniform = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return (uniform - 0.5) * 12**0.5

@@ -73,7 +73,7 @@ class Feedback:
         return replace(offered, coded=coded, anew=is_anew)
 
     def settle(self, offered: GatheredWork, is_counted: bool) -> None:
-        """A round is over; what was offered to it was counted, or not."""
+        """Note that a round is over; what was offered to it was counted, or not."""
         left_out = self._left_out
         self._left_out = None
         if left_out is not None and is_counted:
@@ -83,7 +83,7 @@ class Feedback:
             self.upto = offered.end
 
     def _thresholds(self, n: int) -> Vector | None:
-        """What each element of a contribution must exceed to change its parameter by the recipe's threshold."""
+        """Compute what each element must exceed to change its parameter by the recipe's threshold."""
         if self._recipe.parts.codec != "significance":
             return None
         state = self._state

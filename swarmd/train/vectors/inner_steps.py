@@ -51,7 +51,7 @@ class InnerOptimizer:
         self._offered_memory: tuple[int, dict[str, Vector]] | None = None  # steps and moments, as they were offered
 
     def spoil(self) -> None:
-        """What computes was lost, perhaps in the middle of a step."""
+        """Note that what computes was lost, perhaps in the middle of a step."""
         self._is_spoiled = True
 
     def follow(self, work: UncountedWork, counted: int) -> None:
@@ -84,7 +84,7 @@ class InnerOptimizer:
         self._is_spoiled = False
 
     def contribution(self, n: int) -> Vector:
-        """The difference that ``n`` samples have made to the fragment whose turn it is, times ``n``."""
+        """Compute the difference that ``n`` samples have made to the fragment whose turn it is, times ``n``."""
         low, high = self._state.fragment
         local = self._vectors[LOCAL][low:high]
         self._offered = low, local.copy()
@@ -96,7 +96,7 @@ class InnerOptimizer:
         return difference
 
     def settle(self, upto: int, is_counted: bool) -> None:
-        """A round is over; what was offered to it, draws until ``upto``, was counted, or not."""
+        """Note that a round is over; what was offered to it, draws until ``upto``, was counted, or not."""
         offered = self._offered_memory
         self._offered_memory = None
         if offered is not None and is_counted:
@@ -104,7 +104,7 @@ class InnerOptimizer:
             self.memory = Memory(upto, steps, moments)
 
     def _take_over(self, low: int, high: int) -> None:
-        """An update has changed a fragment: go on from there, with what was done to it since it was given."""
+        """Go on from an updated fragment, with what was done to it since it was given."""
         # Streaming DiLoCo: ``local`` went on from what was offered while that travelled.
         #
         #     local - offered       the steps since: they stay

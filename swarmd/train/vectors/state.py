@@ -59,7 +59,7 @@ class VectorLayout:
         return self.n_elements * np.dtype(self.dtype).itemsize
 
     def tensor_ranges(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
-        """Each tensor with its range [start, end)."""
+        """Yield each tensor with its range [start, end)."""
         start = 0
         for name, shape in self.tensors:
             size = math.prod(shape)
@@ -165,7 +165,7 @@ class RunState:
         return self.snapshots[self.root]
 
     def hold(self) -> Snapshot:
-        """The state as it is, for who is to look at it once the next update is applied; for as long as it is kept."""
+        """Hold the state as it is, to be looked at once the next update is applied."""
         fetched = self.snapshots.get(self.root)
         if fetched is not None and fetched.is_live:
             return fetched
@@ -174,11 +174,11 @@ class RunState:
         return snapshot
 
     def thaw(self, root: bytes) -> None:
-        """Nobody fetches that snapshot any more."""
+        """Let go of a snapshot that nobody fetches any more."""
         self.snapshots.pop(root, None)
 
     def find(self, digest: bytes) -> Snapshot | Average | None:
-        """What a hash names here."""
+        """Find what a hash names here."""
         snapshot = self.snapshots.get(digest)
         if snapshot is not None:
             return snapshot
@@ -209,7 +209,7 @@ class RunState:
         self.move_to(commit.epoch, digest, steps)
 
     def move_to(self, epoch: int, digest: bytes, steps: int) -> None:
-        """The vectors are now those after commit ``digest``."""
+        """Note that the vectors are now those after commit ``digest``."""
         settings = {"epoch": epoch, "head": digest.hex(), "run": self.run.id, "steps": steps}
         manifest = describe_vectors(settings, self.vectors)
         self.version = Version(epoch, digest, steps, manifest, digest_of(manifest))
@@ -234,7 +234,7 @@ class RunState:
         update(recipe.optimizer, parameters, gradient, moments, learning_rate, steps)
 
     def _decay_block(self, block: slice, learning_rate: float) -> None:
-        """Decoupled weight decay of matrices (Loshchilov & Hutter 2019, algorithm 2)."""
+        """Decay the weights of matrices, decoupled (Loshchilov & Hutter 2019, algorithm 2)."""
         weight_decay = self.run.recipe.optimizer.weight_decay
         if not weight_decay:
             return
@@ -265,7 +265,7 @@ class Average:
         return describe_average(self._run, self._parent, self.values)
 
     def read(self, ref: tuple[int, int]) -> bytes:
-        """One chunk. Raises Refused when there is no such one."""
+        """Read one chunk. Raises Refused when there is no such one."""
         index, chunk = ref
         size = CHUNK_BYTES // self.values.itemsize
         data = b""
@@ -295,7 +295,7 @@ class Snapshot:
                 self._kept[index, chunk] = data
 
     def read(self, ref: tuple[int, int]) -> bytes:
-        """One chunk. Raises Refused when there is no such one."""
+        """Read one chunk. Raises Refused when there is no such one."""
         index, chunk = ref
         self.n_reads += 1
         if index not in self._vectors or chunk >= len(self.manifest.tensors[index].chunks):
@@ -305,7 +305,7 @@ class Snapshot:
             return self._kept.get((index, chunk), data)
 
     def vector(self, name: str) -> Vector:
-        """One of its vectors, put together. Call it in a thread."""
+        """Put together one of its vectors. Call it in a thread."""
         named = ((i, tensor) for i, tensor in enumerate(self.manifest.tensors) if tensor.name == name)
         index, entry = next(named)
         n_chunks = len(entry.chunks)
@@ -324,7 +324,7 @@ class Snapshot:
 
 
 def describe_vectors(settings: Mapping[str, object], vectors: Mapping[str, Vector]) -> Manifest:
-    """The manifest of vectors: its hash names them, settings included."""
+    """Make the manifest of vectors: its hash names them, settings included."""
     entries = []
     for name, vector in vectors.items():
         dtype = DTYPES[str(vector.dtype)]
@@ -334,29 +334,29 @@ def describe_vectors(settings: Mapping[str, object], vectors: Mapping[str, Vecto
 
 
 def describe_average(run: RunId, parent: bytes, average: Vector) -> Manifest:
-    """The manifest of a round's average; a commit names its hash."""
+    """Make the manifest of a round's average; a commit names its hash."""
     return describe_vectors({"parent": parent.hex(), "run": run}, {"average": average})
 
 
 def average_digest(run: RunId, parent: bytes, average: Vector) -> bytes:
-    """What a commit names a round's average by. Call it in a thread."""
+    """Compute what a commit names a round's average by. Call it in a thread."""
     return digest_of(describe_average(run, parent, average))
 
 
 def digest_of(manifest: Manifest) -> bytes:
-    """The hash that names a manifest, as bytes."""
+    """Compute the hash that names a manifest, as bytes."""
     return bytes.fromhex(manifests.model_id(manifest))
 
 
 def fragment_of(recipe: Recipe, steps: int, n_elements: int) -> tuple[int, int]:
-    """The range [start, end) of elements that update ``steps``, counted from 1, averages: parts take turns."""
+    """Return the elements [start, end) that update ``steps``, counted from 1, averages: parts take turns."""
     n = recipe.fragments
     turn = (steps - 1) % n
     return n_elements * turn // n, n_elements * (turn + 1) // n
 
 
 def _outer_moments(recipe: Recipe) -> tuple[str, ...]:
-    """The vectors that all members keep beside the parameters."""
+    """Name the vectors that all members keep beside the parameters."""
     if recipe.steps_inside:
         return ("momentum",) if recipe.diloco.momentum else ()
     return recipe.optimizer.moments
@@ -368,7 +368,7 @@ def centre_of(
     steps: int,
     block: slice = slice(None),
 ) -> Vector:
-    """What the gradients of ``steps`` updates so far have been, lately: the same bits everywhere."""
+    """Compute what the gradients of ``steps`` updates so far have been, lately: the same bits everywhere."""
     optimizer = recipe.optimizer
     is_adamw = optimizer.kind == "adamw"
     name = "moment1" if is_adamw else "momentum"
@@ -380,7 +380,7 @@ def centre_of(
 
 
 def clip_factor(average: Vector, limit: float) -> float:
-    """What brings the norm of an average to ``limit``; 1.0 where it is not above, or there is none."""
+    """Compute what brings the norm of an average to ``limit``; 1.0 where it is not above, or there is none."""
     norm = math.sqrt(float(np.dot(average, average))) if limit else 0.0
     return min(1.0, limit / norm) if norm else 1.0
 
@@ -399,7 +399,7 @@ def _step_sgd(
     rate: float,
     steps: int,
 ) -> None:
-    """As torch.optim.SGD without dampening."""
+    """Step as torch.optim.SGD does without dampening."""
     if optimizer.momentum:
         moments["momentum"] *= optimizer.momentum
         moments["momentum"] += gradient
@@ -413,7 +413,7 @@ def _step_nesterov(
     gradient: Vector,
     moments: dict[str, Vector],
 ) -> None:
-    """As torch.optim.SGD with nesterov=True."""
+    """Step as torch.optim.SGD does with nesterov=True."""
     if outer.momentum:
         momentum = moments["momentum"]
         momentum *= outer.momentum
@@ -431,11 +431,11 @@ def _step_adamw(
     rate: float,
     steps: int,
 ) -> None:
-    """Kingma & Ba 2015, algorithm 1, with both corrections; powers by squaring, the same on every machine."""
+    """Step by Kingma & Ba 2015, algorithm 1, with both corrections; powers by squaring, the same on every machine."""
     first = moments["moment1"]
     second = moments["moment2"]
     # In place, and each operation over the whole block: no temporary as large as the model, and the same order of
-    # operations on every machine. ``g`` holds in turn g * g, then the denominator, then the step.
+    # operations on every machine. ``gradient`` holds in turn its square, then the denominator, then the step.
     first *= optimizer.beta1
     first += gradient * (1 - optimizer.beta1)
     second *= optimizer.beta2
@@ -451,7 +451,7 @@ def _step_adamw(
 
 
 def power_by_squaring(base: float, exponent: int) -> float:
-    """``base ** exponent`` by squaring: pow() of libm differs between machines in the last bit."""
+    """Compute ``base ** exponent`` by squaring: pow() of libm differs between machines in the last bit."""
     result = 1.0
     while exponent:
         if exponent & 1:

@@ -64,7 +64,7 @@ class UncountedWork:
         return self.offered.n + self.since.n
 
     def next_draw(self, counted: int) -> int:
-        """The draw to be computed next; ``counted``: how many of this peer's the ledger has counted."""
+        """Return the draw to be computed next; ``counted``: how many of this peer's the ledger has counted."""
         if self.since.n:
             return self.since.end
         return self.offered.end if self.offered.n else counted
@@ -77,7 +77,7 @@ class UncountedWork:
         gathered: Vector,
         anew: bool = False,
     ) -> None:
-        """Draws from ``first`` on were computed; ``gathered`` is the sum with them."""
+        """Add draws from ``first`` on that were computed; ``gathered`` is the sum with them."""
         old = self.since if self.since.n else GatheredWork(first, anew=anew)
         self.since = replace(
             old,
@@ -87,7 +87,7 @@ class UncountedWork:
         )
 
     def offer(self, of_own_steps: Callable[[int], Vector] | None = None) -> None:
-        """What is there goes into the round; what comes from now on is for the next one. Call it in a thread.
+        """Move what is there into the round; what comes from now on is for the next one. Call it in a thread.
 
         ``of_own_steps`` says what so many samples have come to, where that is no sum of gradients
         (train.vectors.inner_steps).
@@ -116,7 +116,7 @@ class UncountedWork:
         self.since = GatheredWork()
 
     def settle(self, commit: Commit) -> bool:
-        """A commit on the state that all of this was computed on was applied: does it count what was offered?"""
+        """Settle a commit on the state that all of this was computed on; did it count what was offered?"""
         offered = self.offered
         n_before = self.n
         draws = (self._me, offered.first)
@@ -132,12 +132,12 @@ class UncountedWork:
         return n_counted > 0
 
     def drop(self) -> None:
-        """Nothing of it can be counted any more."""
+        """Drop all: nothing of it can be counted any more."""
         self.n_wasted += self.n
         self.offered = GatheredWork()
         self.since = GatheredWork()
 
     def drop_since(self) -> None:
-        """What was gathered after the offer is of no use."""
+        """Drop what was gathered after the offer."""
         self.n_wasted += self.since.n
         self.since = GatheredWork()
