@@ -159,11 +159,11 @@ class Trainer:
             self.chronicle,
             self.members,
             self._averages,
-            self.joining.end_round,
-            self._tasks,
-            state,
-            get,
-            self._settle_work,
+            end_round=self.joining.end_round,
+            tasks=self._tasks,
+            state=state,
+            get=get,
+            settle=self._settle_work,
         )
         self.state = state
         return state

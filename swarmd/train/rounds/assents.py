@@ -66,9 +66,9 @@ class _Shares:
         """List whose are not here."""
         return [PeerId(m.peer) for m in counted_of(self._group) if m.peer not in self._checked]
 
-    # What a member can gain by lying here: it signs its share, so that two different ones with the same draws are
-    # evidence against it. It may name numbers that it did not give; then the shares do not add up to the average, and
-    # the leader finds whose sums differ from what the others saw of it (_contradicts_itself, plan.runs.disputes).
+    # A member that lies here gains nothing. It signs its share, and others may compute its draws again and compare
+    # (train.gradients). If it names numbers that it did not give, the shares do not add up to the average, and its sums
+    # differ from what its parents received (_contradicts_itself, plan.runs.disputes).
 
     def _check(self, peer: PeerId, member: GroupMember, share: ContributionShare) -> None:
         backing.check_share_untrusted(share, peer, self._group.parent, self._state, self.average)

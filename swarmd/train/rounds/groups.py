@@ -19,8 +19,8 @@ MOST_ELEMENTS = 2**34  # of a vector: 64 GiB in float32
 
 
 # Any member may lead, and send a group. What is checked is all that this peer relies on when it allocates memory and
-# sends numbers. A group that is sound and unfair costs a round, no more: anchors sign
-# nothing of which the members do not stand for the sums.
+# sends numbers. A group that is sound and unfair costs a round, no more: anchors sign only sums that its members stand
+# for.
 
 
 def check_group(

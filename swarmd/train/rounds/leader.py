@@ -183,7 +183,7 @@ class Leader:
     #
     # Promises come before the average, since a commit that may have been accepted makes the average needless. Versions
     # only ever leave out more members or take parts from more of them: there are few of them, and a round ends.
-    # Deadlines follow from what things took so far (plan.runs.arrivals), not from constants: links differ by 10,000.
+    # Deadlines follow from what things took so far (plan.runs.arrivals), not from constants: links differ widely.
 
     async def lead(self) -> Outcome:
         """Lead to a commit. Raises RoundFailed, or Refused when the anchors know a newer commit."""

@@ -48,6 +48,7 @@ class CatchingUp:
         chronicle: Chronicle,
         members: Members,
         averages: Averages,
+        *,
         end_round: Callable[[], None],
         tasks: Tasks,
         state: RunState,

@@ -134,8 +134,8 @@ def pack_texts(
     require_known_token(int(flat.max()), vocabulary)
     order = list(range(n_rows))
     random.Random(seed).shuffle(order)
-    # Rows overlap by one token: the last target of a row is the first input of the next, so that each token is a
-    # target once.
+    # Rows overlap by one token: the last target of a row is the first input of the next, so that each token but the
+    # first is a target once.
     starts = np.array(order, np.int64)[:, None] * tokens
     rows = flat[starts + np.arange(tokens + 1)]
     kind = "U16" if vocabulary <= 65_536 else "I32"

@@ -138,8 +138,8 @@ class Proposer:
 
     # All anchors are asked at once, and a majority's word is enough: slow ones cost nothing. Asking ends early, too,
     # where a majority can no longer be reached, or one anchor knows a commit after this parent (STALE_EPOCH): then
-    # this proposal is for nothing. One lying anchor can cost an attempt so, and no more: its word is checked when the
-    # commits that it claims to have are fetched.
+    # this proposal is for nothing. An anchor that lies about that costs an attempt each time; the run's owner can name
+    # others in its place.
 
     async def _ask_anchors(self, request: Callable[[int], Message], payload: bytes) -> list[tuple[int, Message, bytes]]:
         """Ask all anchors at once; returns as soon as a majority has said yes, or can no longer say it."""

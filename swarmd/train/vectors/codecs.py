@@ -175,8 +175,8 @@ class TopK(Blocks):
     #     | 2 float32: 64 b | 2 * keep        | _low * keep            | _n_high                 |
     #
     # High bits never fall from one place to the next. Place number i with high bits h sets bit h + i of the last
-    # field: exactly ``keep`` ones. So the field costs less than 2 bits a place, and log2(BLOCK / keep) more for the
-    # low bits, near what any code needs. A peer can write any bits: both checks in ``_unpack_rows`` are for that.
+    # field: exactly ``keep`` ones. So the field costs 2 to 3 bits a place, and log2(BLOCK / keep) more for the low
+    # bits, near what any code needs. A peer can write any bits: both checks in ``_unpack_rows`` are for that.
 
     def __init__(self, dtype: str, keep: int) -> None:
         super().__init__(dtype)

@@ -38,7 +38,7 @@ class Directions:
     def project(self, values: Vector, start: int) -> Sums:
         """Project elements ``start`` to ``start + len(values)`` of a vector on each direction."""
         totals = np.zeros(N_DIRECTIONS)
-        # A direction of a whole vector would be as long as N_DIRECTIONS vectors. It is made of one block instead:
+        # Directions of whole vectors would take the memory of N_DIRECTIONS vectors. They are made of one block instead:
         #
         #     direction = [ w[0] * d | w[1] * d | w[2] * d | ... ]      d: _within, w: _between
         #
