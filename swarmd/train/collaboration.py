@@ -112,10 +112,10 @@ class Collaboration:
     def status(self) -> RunRow:
         """Return what ``swarmd train status --json`` shows of a run."""
 
-        async def look() -> RunRow:
+        async def make_report() -> RunRow:
             return report_run(self._trainer, "", None, "")
 
-        row: RunRow = self._call(look)
+        row: RunRow = self._call(make_report)
         return row
 
     def close(self) -> None:

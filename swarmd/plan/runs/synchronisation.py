@@ -169,7 +169,7 @@ def _round_sizes(swarm: RunConditions, setting: Setting) -> Sizes:
 def _tree_depth(trees: ReductionTrees) -> int:
     """Count the hops between a member and a root, at most."""
 
-    def hops(place: int, root: int, parents: Sequence[int]) -> int:
+    def count_hops(place: int, root: int, parents: Sequence[int]) -> int:
         n = 0
         while place != root:
             place = parents[place]
@@ -177,5 +177,5 @@ def _tree_depth(trees: ReductionTrees) -> int:
         return n
 
     root, parents = next(iter(trees.parents.items()))
-    n_hops = [hops(place, root, parents) for place in range(len(parents))]
+    n_hops = [count_hops(place, root, parents) for place in range(len(parents))]
     return max(1, *n_hops)

@@ -123,21 +123,21 @@ def account_for_average(
                 rounding = math.hypot(rounding, codec.rounding(values))
         reductions[place] = results.digest()[:N_DIGEST_BYTES], _as_sums(total), rounding
 
-    def along(pieces: Pieces) -> dict[PeerId, Sums]:
+    def project_pieces(pieces: Pieces) -> dict[PeerId, Sums]:
         return {
             peer: _add_sums([directions.project(values, start) for start, values in vectors])
             for peer, vectors in pieces.items()
         }
 
-    received = along(flow.received)
-    sent = along(flow.sent)
+    received = project_pieces(flow.received)
+    sent = project_pieces(flow.sent)
     projection = None
     if contribution is not None:
         me, vector = contribution
         of_itself = received.get(me, _as_sums(_zero_sums()))
         projection = ContributionProjection(squares_of(vector), _add_sums([*sent.values(), of_itself]))
     passed = {}
-    for peer, sums in along(flow.passed).items():
+    for peer, sums in project_pieces(flow.passed).items():
         squares = sum(squares_of(values) for _, values in flow.passed[peer])
         passed[peer] = ContributionProjection(squares, sums)
     return AverageProjection(
@@ -147,7 +147,7 @@ def account_for_average(
         reductions=reductions,
         received=received,
         sent=sent,
-        subtotals=along(flow.subtotals),
+        subtotals=project_pieces(flow.subtotals),
         passed=passed,
     )
 

@@ -44,8 +44,8 @@ class _Shares:
         self._state = state
         self._checked: dict[PeerId, ContributionShare] = {}
 
-    def look(self, seen: Seen) -> tuple[ContributionShare, ...] | None:
-        """All of them, or None while some lack."""
+    def check_shares(self, seen: Seen) -> tuple[ContributionShare, ...] | None:
+        """Check the latest shares; return all of them, or None while some lack."""
         for member in counted_of(self._group):
             peer = PeerId(member.peer)
             beat = seen[peer].beat if peer in seen else None
@@ -109,8 +109,8 @@ class _Assents:
         self._signatures: dict[int, bytes] = {}
         self._wrong: set[PeerId] = set()
 
-    def look(self, seen: Seen) -> int:
-        """How many there are."""
+    def count_assents(self, seen: Seen) -> int:
+        """Check the latest assents; return how many there are."""
         for place, peer in enumerate(self._peers):
             beat = seen[peer].beat if peer in seen else None
             if beat is None or not beat.assent or place in self._signatures or peer in self._wrong:
@@ -190,7 +190,7 @@ class Backing:
             self._asked_at = now
             lacking = [p for p in self._peers if not _has_average(p, seen)]
             await self._tell_all(lacking, self._check(), b"")
-        shares = self._shares.look(seen)
+        shares = self._shares.check_shares(seen)
         self.waits_for = f"{count(len(self.lacking()), 'member')} to say what they gave"
         if shares is None:
             return b""
@@ -205,7 +205,7 @@ class Backing:
             self._asked_at = now
             shown = backing.encode(BackedCommit(body, shares))
             await self._tell_all(self._peers, self._check(), shown)
-        n = self._assents.look(seen)
+        n = self._assents.count_assents(seen)
         self.waits_for = f"{count(len(self._peers) - n, 'member')} to stand for the average"
         is_enough = self._assents.are_all or now - self._asked_at > self._limit_s
         return self._assents.backed() if is_enough and 2 * n > len(self._peers) else b""

@@ -41,20 +41,20 @@ def duties_of(group: Group, me: PeerId) -> Duties:
     bringers: dict[Key, PeerId] = {}
     averages = set[Key]()
 
-    def peer(place: int) -> PeerId:
+    def peer_at(place: int) -> PeerId:
         return PeerId(group.members[place].peer)
 
     for part in group.parts:
         tree = trees[part.reducer]
         key = (part.start, part.end)
-        parent = peer(tree.parents[own_place])
+        parent = peer_at(tree.parents[own_place])
         if part.reducer == own_place:
             averages.add(key)
         else:
             bringers[key] = parent
         if part.reducer == own_place or tree.passes_on(own_place):
             sources[key] = tuple(
-                InputSource(peer(source.place), source.is_subtotal, source.n_contributors)
+                InputSource(peer_at(source.place), source.is_subtotal, source.n_contributors)
                 for source in tree.sources.get(own_place, ())
             )
             if part.reducer != own_place:
@@ -62,7 +62,7 @@ def duties_of(group: Group, me: PeerId) -> Duties:
         else:
             gives.setdefault(parent, []).append(key)
         for child in tree.receivers.get(own_place, ()):
-            tells.setdefault(peer(child), []).append(part)
+            tells.setdefault(peer_at(child), []).append(part)
     return Duties(sources, frozenset(averages), gives, passes, tells, bringers)
 
 

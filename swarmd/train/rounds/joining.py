@@ -311,13 +311,13 @@ class Joining:
         order = self._chronicle.order
         parent = leader.parent
 
-        async def lead() -> None:
+        async def lead_to_end() -> None:
             nonlocal outcome
             outcome = await leader.lead()
             nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(lead)
+            nursery.start_soon(lead_to_end)
             while self._chronicle.ledger.head == parent and self._chronicle.order is order and not why_idle():
                 first = self._me if leader.has_begun else self._leaders.first(self._me, parent)
                 if first != self._me:
@@ -507,12 +507,12 @@ class Joining:
     # --- inside ------------------------------------------------------------------------------------------------
 
     async def _live_round(self, current_round: Round, leader: PeerId) -> None:
-        async def beat(message: Beat) -> None:
+        async def send_beat(message: Beat) -> None:
             if message.result and current_round.average is not None:
                 self._averages.put(current_round.group.parent, message.result, current_round.average)
             await self._tell_member(leader, message if leader == self._me else strip_for_others(message))
 
-        await current_round.run(beat)
+        await current_round.run(send_beat)
 
     async def _tell_member(self, peer: PeerId, message: Message, payload: bytes = b"") -> None:
         """Bring a message to a member, this peer included; one that cannot be reached is not told."""

@@ -451,7 +451,7 @@ class Leader:
         """Tell members that this leader lives until cancelled; before it begins, those who are expected as well."""
         under_way: set[PeerId] = set()
 
-        async def tell(peer: PeerId) -> None:
+        async def send_pulse(peer: PeerId) -> None:
             under_way.add(peer)
             awaited = peer not in self.joined and not self.has_begun
             pulse = Pulse(
@@ -469,5 +469,5 @@ class Leader:
             while True:
                 members = {*self.joined, *([] if self.has_begun else self._expected())}
                 for peer in members - {self._me} - self._gone - under_way:
-                    nursery.start_soon(tell, peer)
+                    nursery.start_soon(send_pulse, peer)
                 await trio.sleep(PULSE_INTERVAL_S)

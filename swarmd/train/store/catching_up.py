@@ -39,7 +39,7 @@ RETRY_FAILED_S = 1.0  # after everybody said no
 class CatchingUp:
     """See the module. ``settle`` is told of each commit that is applied, or of None when work is void.
 
-    ``end_round`` leaves the round that this peer is in; what is told to others goes out in ``nursery``.
+    ``end_round`` leaves the round that this peer is in; what is told to others goes out in ``tasks``.
     """
 
     def __init__(

@@ -125,7 +125,7 @@ class Chronicle:
         """
         n_known = self.ledger.epoch
 
-        async def ask(peer: PeerId, scope: trio.CancelScope) -> None:
+        async def ask_peer(peer: PeerId, scope: trio.CancelScope) -> None:
             try:
                 await self.take_commits(
                     await recovery.fetch_commits(
@@ -147,7 +147,7 @@ class Chronicle:
 
         async with trio.open_nursery() as nursery:
             for peer in [p for p in dict.fromkeys(peers) if p != self._me][:MOST_ASKED]:
-                nursery.start_soon(ask, peer, nursery.cancel_scope)
+                nursery.start_soon(ask_peer, peer, nursery.cancel_scope)
         return self.ledger.epoch > n_known
 
     async def tell_commits(self, peer: PeerId, raws: list[bytes]) -> None:
@@ -263,7 +263,7 @@ class Chronicle:
         """Does any of them answer now?"""
         has_answered = self._me in peers
 
-        async def ask(peer: PeerId, scope: trio.CancelScope) -> None:
+        async def ask_peer(peer: PeerId, scope: trio.CancelScope) -> None:
             nonlocal has_answered
             try:
                 await recovery.fetch_commits(self._services.rpc, peer, self.run.id, self.ledger.epoch)
@@ -275,7 +275,7 @@ class Chronicle:
         with trio.move_on_after(ANSWER_S):
             async with trio.open_nursery() as nursery:
                 for peer in [] if has_answered else sorted(peers)[:MOST_ASKED]:
-                    nursery.start_soon(ask, peer, nursery.cancel_scope)
+                    nursery.start_soon(ask_peer, peer, nursery.cancel_scope)
         return has_answered
 
     def proposer(self) -> Proposer:

@@ -150,7 +150,7 @@ class Proposer:
         final: list[Refused] = []
         n = len(self._anchors)
 
-        async def ask(place: int, anchor: PeerId, scope: trio.CancelScope) -> None:
+        async def ask_one(place: int, anchor: PeerId, scope: trio.CancelScope) -> None:
             try:
                 message, body = await self._ask_anchor(anchor, request, payload)
                 answers.append((place, message, body))
@@ -173,7 +173,7 @@ class Proposer:
 
         async with trio.open_nursery() as nursery:
             for place, anchor in enumerate(self._anchors):
-                nursery.start_soon(ask, place, anchor, nursery.cancel_scope)
+                nursery.start_soon(ask_one, place, anchor, nursery.cancel_scope)
         if newer:
             raise newer[0]
         if is_majority(len(final), len(self._anchors)):

@@ -52,7 +52,7 @@ Get = Callable[[bytes, tuple[PeerId, ...], tuple[str, ...], int], Awaitable[Vect
 def make_getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
     """Make the real ``Get``: through a folder, so that a restart goes on where it was."""
 
-    async def get(
+    async def get_vectors(
         digest: bytes,
         donors: tuple[PeerId, ...],
         names: tuple[str, ...],
@@ -72,7 +72,7 @@ def make_getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
         await trio.to_thread.run_sync(partial(shutil.rmtree, folder, ignore_errors=True))
         return vectors
 
-    return get
+    return get_vectors
 
 
 def _check_manifest(
@@ -120,10 +120,10 @@ async def ask_run(
 async def _ask_run(rpc: Rpc, peer: PeerId, run_id: RunId) -> tuple[Run, bytes]:
     """Raises PeerError, and IntegrityError for a lie."""
 
-    def request(call_id: int) -> Message:
+    def make_request(call_id: int) -> Message:
         return WantRun(id=call_id, run=run_id)
 
-    reply, frame = await rpc.call(peer, request, timeout_s=RUN_TIMEOUT_S, purpose="bulk")
+    reply, frame = await rpc.call(peer, make_request, timeout_s=RUN_TIMEOUT_S, purpose="bulk")
     if not isinstance(reply, RunIs):
         raise RemoteProtocolError(f"expected a run, got {type(reply).__name__}")
     raw, order = decode(frame.payload, tuple[bytes, bytes], "a run")
@@ -143,10 +143,10 @@ async def fetch_commits(
 ) -> list[bytes]:
     """Ask a peer for the commits after an update, not verified yet. Raises PeerError."""
 
-    def request(call_id: int) -> Message:
+    def make_request(call_id: int) -> Message:
         return WantCommits(id=call_id, run=run, after=epoch)
 
-    reply, frame = await rpc.call(peer, request, timeout_s=COMMITS_TIMEOUT_S, purpose="bulk")
+    reply, frame = await rpc.call(peer, make_request, timeout_s=COMMITS_TIMEOUT_S, purpose="bulk")
     if not isinstance(reply, Commits):
         raise RemoteProtocolError(f"expected commits, got {type(reply).__name__}")
     return decode(frame.payload, list[bytes], "a list of commits")
@@ -165,12 +165,12 @@ async def ask_states(
     """Have donors keep their present state; returns who keeps what."""
     offers: dict[PeerId, DonorOffer] = {}
 
-    def request(call_id: int) -> Message:
+    def make_request(call_id: int) -> Message:
         return WantState(id=call_id, run=run)
 
-    async def ask(peer: PeerId) -> None:
+    async def ask_donor(peer: PeerId) -> None:
         try:
-            reply, _ = await rpc.call(peer, request, timeout_s=STATE_TIMEOUT_S, purpose="bulk")
+            reply, _ = await rpc.call(peer, make_request, timeout_s=STATE_TIMEOUT_S, purpose="bulk")
             if isinstance(reply, StateIs) and len(reply.state) == 32:
                 offers[peer] = DonorOffer(reply.epoch, reply.state, 0)
         except PeerError as error:
@@ -178,7 +178,7 @@ async def ask_states(
 
     async with trio.open_nursery() as nursery:
         for peer in choose_donors(peers):
-            nursery.start_soon(ask, peer)
+            nursery.start_soon(ask_donor, peer)
     return offers
 
 

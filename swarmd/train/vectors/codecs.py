@@ -94,11 +94,11 @@ class Blocks(Codec):
         coded = self._pack_rows(_as_rows(values, self.block))
         stands_for = self._unpack_rows(coded).reshape(-1)[: len(values)].astype(self.dtype)
 
-        def payload(start: int, end: int) -> bytes:
+        def cut_payload(start: int, end: int) -> bytes:
             last = -(-end // self.block)
             return coded[start // self.block : last].tobytes()
 
-        return CodedVector(stands_for, payload)
+        return CodedVector(stands_for, cut_payload)
 
     def read(self, payload: Buffer, n_elements: int, n_vectors: int = 1) -> list[Vector]:
         flat = _split_payload(payload, n_vectors, self.n_bytes(n_elements))
@@ -321,11 +321,11 @@ class Significance(Codec):
             pieces.append(head + halves[i][chosen[i]].tobytes())
         stands_for = self.read(b"".join(pieces), len(values))[0]
 
-        def payload(start: int, end: int) -> bytes:
+        def cut_payload(start: int, end: int) -> bytes:
             last = -(-end // BLOCK)
             return b"".join(pieces[start // BLOCK : last])
 
-        return CodedVector(stands_for, payload)
+        return CodedVector(stands_for, cut_payload)
 
     def read(self, payload: Buffer, n_elements: int, n_vectors: int = 1) -> list[Vector]:
         vectors = []
