@@ -168,7 +168,14 @@ class Collaboration:
             links=lambda: (None, None),
             can_be_dialled=lambda: False,
         )
-        self._trainer = Trainer(services, self.run, "train", self._source, None, self._make_getter)
+        self._trainer = Trainer(
+            services,
+            self.run,
+            "train",
+            self._source,
+            None,
+            self._make_getter,
+        )
         if self._order:
             self._trainer.chronicle.take_order_untrusted(self._order)
         swarm.take_part(self.run.id, self._trainer)
@@ -305,7 +312,13 @@ class _LoopSource:
     def prepare_recheck(self, parameters: Vector) -> RecheckRequest:
         raise AssertionError("it cannot compute the run's draws")
 
-    async def compute_again(self, recheck: RecheckRequest, peer: str, first: int, n: int) -> float:
+    async def compute_again(
+        self,
+        recheck: RecheckRequest,
+        peer: str,
+        first: int,
+        n: int,
+    ) -> float:
         raise AssertionError("it cannot compute the run's draws")
 
     async def close(self) -> None: ...

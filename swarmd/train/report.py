@@ -20,7 +20,12 @@ from swarmd.train.vectors.codecs import codec_of
 from swarmd.values import PeerId
 
 
-def report_run(trainer: Trainer, device: str, worker: int | None, failure: str) -> RunRow:
+def report_run(
+    trainer: Trainer,
+    device: str,
+    worker: int | None,
+    failure: str,
+) -> RunRow:
     """Collect everything that ``swarmd train status`` shows of one run."""
     now = trio.current_time()
     recipe = trainer.run_spec.recipe

@@ -189,14 +189,22 @@ class Runs:
             raise ConfigError(str(error)) from None
         await trio.to_thread.run_sync(RunFolder(self._root / run_id).keep_order, raw)
         self._directory.announce_soon()
-        return OrderAnswer(run=run_id, state=order.state, anchors=tuple(chronicle.anchors))
+        return OrderAnswer(
+            run=run_id,
+            state=order.state,
+            anchors=tuple(chronicle.anchors),
+        )
 
     async def checkpoint(self, name: str) -> CheckpointAnswer:
         """Write a run's present state to the disk."""
         trainer = self._taken[self._find_taken(name)].trainer
         path = await trainer.save()
         layout = trainer.state.layout.tensors if trainer.state is not None else ()
-        return CheckpointAnswer(path=path, layout=tuple(layout), update=trainer.ledger.epoch)
+        return CheckpointAnswer(
+            path=path,
+            layout=tuple(layout),
+            update=trainer.ledger.epoch,
+        )
 
     def status(self) -> RunsAnswer:
         """List runs taken part in, and others that the swarm has."""
@@ -220,7 +228,11 @@ class Runs:
                     update=update,
                 )
             )
-        return RunsAnswer(runs=tuple(taken), others=tuple(other_runs), training=self._config.training_runs)
+        return RunsAnswer(
+            runs=tuple(taken),
+            others=tuple(other_runs),
+            training=self._config.training_runs,
+        )
 
     def plan(self, name: str) -> PlanAnswer:
         """Plan who would reduce what now, and how long a round is expected to take."""
@@ -292,7 +304,14 @@ class Runs:
         source = None
         if folder.role == "train":
             source = WorkerSource(run, self._supply, self._rpc.network.peer_id, self._config.threads)
-        trainer = Trainer(services, run, folder.role, source, folder, partial(self._make_getter, folder))
+        trainer = Trainer(
+            services,
+            run,
+            folder.role,
+            source,
+            folder,
+            partial(self._make_getter, folder),
+        )
         trainer.pause(self._resting, "policy")
         return trainer, source
 

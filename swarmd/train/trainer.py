@@ -77,7 +77,14 @@ class Trainer:
             services.rpc.standing,
         )
         self._news = Wakeups()
-        self.chronicle = Chronicle(services, run, self.members, folder, self._news, self.record)
+        self.chronicle = Chronicle(
+            services,
+            run,
+            self.members,
+            folder,
+            self._news,
+            self.record,
+        )
         self.ledger = self.chronicle.ledger
         self.computing = Computing(services, self.ledger, self._news)
         self.work = self.computing.work
@@ -129,7 +136,14 @@ class Trainer:
             if self._source is not None:
                 state = await self._load_model(self._source)
                 feedback, memory = await self.memories.recall(state)
-                nursery.start_soon(self.computing.run, self._source, state, feedback, memory, self.audits)
+                nursery.start_soon(
+                    self.computing.run,
+                    self._source,
+                    state,
+                    feedback,
+                    memory,
+                    self.audits,
+                )
                 get = partial(self._make_get, state.layout)
                 nursery.start_soon(
                     self.audits.run,

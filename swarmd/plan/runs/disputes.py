@@ -73,7 +73,12 @@ def find_disputes(group: Group, seen: Seen, me: PeerId) -> DisputeReview:
     return review.found
 
 
-def find_stalled_pairs(group: Group, seen: Seen, incomplete: bool, me: PeerId) -> DisputeReview:
+def find_stalled_pairs(
+    group: Group,
+    seen: Seen,
+    incomplete: bool,
+    me: PeerId,
+) -> DisputeReview:
     """Find between whom something does not come, where everybody lives and nothing moves."""
     never_heard = [p for p, known in seen.items() if known.beat is None]
     if never_heard:
@@ -119,7 +124,12 @@ def settle_disputes(pairs: Iterable[Pair], me: PeerId | None) -> DisputeVerdict:
     return verdict
 
 
-def _convict(peer: PeerId, witnesses: set[PeerId], why: str, verdict: DisputeVerdict) -> None:
+def _convict(
+    peer: PeerId,
+    witnesses: set[PeerId],
+    why: str,
+    verdict: DisputeVerdict,
+) -> None:
     verdict.faulty.setdefault(peer, (why, witnesses))
 
 

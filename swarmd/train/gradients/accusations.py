@@ -41,7 +41,13 @@ N_ACCUSATIONS_REMEMBERED = 256  # accusations that are not listened to again
 class Accusations:
     """See the module. ``cases`` are those of others; ``trouble`` is what was found in what this machine gave."""
 
-    def __init__(self, services: TrainerServices, ledger: Ledger, members: Members, news: Wakeups) -> None:
+    def __init__(
+        self,
+        services: TrainerServices,
+        ledger: Ledger,
+        members: Members,
+        news: Wakeups,
+    ) -> None:
         self.cases: list[Recheck] = []
         self.trouble = ""
         self._services = services
@@ -72,7 +78,13 @@ class Accusations:
     #     the accuser shows the states        within EVIDENCE_S, or loses standing itself; their hashes are commits'
     #     computed here, and not wrong        a false accusation costs the accuser its standing
 
-    def take_untrusted(self, accuser: PeerId, message: Contradict, payload: bytes, may_compute: bool) -> None:
+    def take_untrusted(
+        self,
+        accuser: PeerId,
+        message: Contradict,
+        payload: bytes,
+        may_compute: bool,
+    ) -> None:
         """Take a member's word that another's contribution is wrong. Raises RemoteProtocolError for what none may say.
 
         Where it cannot be computed here the words of two count (Fault.FAULTY_NUMBERS).

@@ -78,7 +78,13 @@ class GradientSource(Protocol):
     def prepare_recheck(self, parameters: Vector) -> RecheckRequest:
         """Get ready to compute on a copy of other parameters. Call it in a thread. Raises ConfigError."""
 
-    async def compute_again(self, recheck: RecheckRequest, peer: str, first: int, n: int) -> float:
+    async def compute_again(
+        self,
+        recheck: RecheckRequest,
+        peer: str,
+        first: int,
+        n: int,
+    ) -> float:
         """Add the gradients of a peer's draws from ``first`` on; returns their summed loss. Raises SwarmError."""
 
     async def close(self) -> None:

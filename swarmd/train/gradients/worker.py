@@ -135,7 +135,13 @@ class WorkerSource:
             str(memory.path),
         )
 
-    async def compute_again(self, recheck: RecheckRequest, peer: str, first: int, n: int) -> float:
+    async def compute_again(
+        self,
+        recheck: RecheckRequest,
+        peer: str,
+        first: int,
+        n: int,
+    ) -> float:
         rows = await self._data.read(peer, first, n)
         request = ComputeAgain(
             path=recheck.path,

@@ -71,13 +71,24 @@ class _Shares:
     # differ from what its parents received (_contradicts_itself, plan.runs.disputes).
 
     def _check(self, peer: PeerId, member: GroupMember, share: ContributionShare) -> None:
-        backing.check_share_untrusted(share, peer, self._group.parent, self._state, self.average)
+        backing.check_share_untrusted(
+            share,
+            peer,
+            self._group.parent,
+            self._state,
+            self.average,
+        )
         samples = (member.first, member.n, self._joined[peer].loss)
         if (share.first, share.n, share.loss) != samples:
             raise IntegrityError("its share is of other samples than it joined with")
 
 
-def _contradicts_itself(share: ContributionShare, peer: PeerId, place: int, seen: Seen) -> bool:
+def _contradicts_itself(
+    share: ContributionShare,
+    peer: PeerId,
+    place: int,
+    seen: Seen,
+) -> bool:
     """Does a member say other sums of what it gave, and keeps of its own, than it signs?"""
     beat = seen[peer].beat if peer in seen else None
     if beat is None or not beat.result:
@@ -258,7 +269,13 @@ class ContributingMember:
         )
         return backing.sign_share(share, parent, state, average, self._identity)
 
-    def assent_untrusted(self, payload: bytes, current_round: Round, generation: int, state: bytes) -> bytes:
+    def assent_untrusted(
+        self,
+        payload: bytes,
+        current_round: Round,
+        generation: int,
+        state: bytes,
+    ) -> bytes:
         """Sign a commit. Raises IntegrityError for one that this peer does not stand for.
 
         Everything that it knows itself must be so, and all shares must add up to the average that it holds.

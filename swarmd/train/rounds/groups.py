@@ -126,7 +126,14 @@ def shrink_group(
     for member in old.members:
         if member.peer in lost:
             receives = member.receives and member.peer == leader
-            members.append(replace(member, receives=receives, is_counted=False, collects=False))
+            members.append(
+                replace(
+                    member,
+                    receives=receives,
+                    is_counted=False,
+                    collects=False,
+                )
+            )
         else:
             members.append(replace(member, collects=member.collects and member.peer not in idle))
     reducers = [i for i, m in enumerate(members) if m.peer not in idle]

@@ -115,4 +115,11 @@ def _list_reductions(group: Group, state: HeartbeatState) -> Iterator[Reduction]
             yield Reduction(place, n_received[place], fault)
             continue
         digest, total, rounding = state.account.reductions[place]
-        yield Reduction(place, n_received[place], fault, digest=digest, total=total, rounding=rounding)
+        yield Reduction(
+            place,
+            n_received[place],
+            fault,
+            digest=digest,
+            total=total,
+            rounding=rounding,
+        )

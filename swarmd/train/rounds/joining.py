@@ -351,7 +351,11 @@ class Joining:
     def _step_down(self, leader: Leader, successor: PeerId) -> None:
         """Tell members that joined here who leads instead."""
         logger.info("%s leads this round, and comes first", successor[-8:])
-        pulse = Pulse(run=self._chronicle.run.id, parent=leader.parent, successor=successor)
+        pulse = Pulse(
+            run=self._chronicle.run.id,
+            parent=leader.parent,
+            successor=successor,
+        )
         for peer in set(leader.joined) - {self._me, successor}:
             self._tasks.start_soon(self._tell_member, peer, pulse)
 

@@ -129,7 +129,13 @@ class Leader:
             self._note_arrival(peer)
             raise Refused(Code.NO_CAPACITY, "the round has begun without you; the next one follows", 1.0)
         if message.n:
-            counted = CountedContribution(peer, message.first, message.n, message.loss, norm=0.0)
+            counted = CountedContribution(
+                peer,
+                message.first,
+                message.n,
+                message.loss,
+                norm=0.0,
+            )
             try:
                 self._ledger.check_counted(counted)
             except IntegrityError as error:

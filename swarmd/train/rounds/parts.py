@@ -184,7 +184,13 @@ class ReducedPart:
             chosen.append(Input(incoming.values[place], payload, n_contributors))
         return chosen
 
-    def _payload(self, peer: PeerId, incoming: IncomingPart, start: int, end: int) -> Buffer:
+    def _payload(
+        self,
+        peer: PeerId,
+        incoming: IncomingPart,
+        start: int,
+        end: int,
+    ) -> Buffer:
         """Return how some of a member's numbers travelled, or would."""
         if self.own_contribution is not None and peer == self.own_contribution[0]:
             return self.own_contribution[1].payload(start, end)

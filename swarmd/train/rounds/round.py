@@ -90,7 +90,13 @@ class Round:
         self.moved_at = trio.current_time()
         self._beat_now = trio.Event()
         self._tasks = Tasks()
-        self._sending = Sending(rpc, self._tasks, coded, self._chunk, self._ready_parts)
+        self._sending = Sending(
+            rpc,
+            self._tasks,
+            coded,
+            self._chunk,
+            self._ready_parts,
+        )
         self._use_group(group)
 
     # --- what the trainer calls --------------------------------------------------------------------------------
@@ -160,7 +166,13 @@ class Round:
         part = self._parts[message.part]
         if not part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
             return
-        fresh = await self._read_payload(read_subtotal, self._codec, payload, message.n_elements, source.n_contributors)
+        fresh = await self._read_payload(
+            read_subtotal,
+            self._codec,
+            payload,
+            message.n_elements,
+            source.n_contributors,
+        )
         if message.version != self.group.version:
             return
         if part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
@@ -290,7 +302,14 @@ class Round:
                 return
             start, end = chunk
             inputs = part.inputs(sources, start, end)
-            result = await self._off_loop(part.reduce, inputs, n_samples, start, end, part.total)
+            result = await self._off_loop(
+                part.reduce,
+                inputs,
+                n_samples,
+                start,
+                end,
+                part.total,
+            )
             if version == self.group.version:
                 part.results.append(result)
                 self._sending.news.notify()
@@ -328,7 +347,14 @@ class Round:
         vector = self._vector if self._is_counted else None
         contribution = (self._me, vector) if vector is not None else None
         flow = flow_of(self._duties, self._parts, vector)
-        account = await self._off_loop(self._account_for, self.group, digest, average, contribution, flow)
+        account = await self._off_loop(
+            self._account_for,
+            self.group,
+            digest,
+            average,
+            contribution,
+            flow,
+        )
         if version == self.group.version:
             self.account = account
             self.result = digest
@@ -346,7 +372,14 @@ class Round:
         contribution: tuple[PeerId, Vector] | None,
         flow: Flow,
     ) -> AverageProjection:
-        return account_for_average(group, self._directions(digest), average, contribution, flow, self._codec)
+        return account_for_average(
+            group,
+            self._directions(digest),
+            average,
+            contribution,
+            flow,
+            self._codec,
+        )
 
     def _is_whole(self) -> bool:
         are_here = all(self._got.get(start, start) == end for start, end in self._duties.bringers)
@@ -378,7 +411,13 @@ class Round:
         """Make what the leader is told."""
         parts = {key: self._parts[key] for key in self._duties.sources}
         squares = self._squares if self._is_counted else {}
-        state = heartbeats.HeartbeatState(self._results_here(), parts, squares, self._faults, self.account)
+        state = heartbeats.HeartbeatState(
+            self._results_here(),
+            parts,
+            squares,
+            self._faults,
+            self.account,
+        )
         return heartbeats.make_heartbeat(
             self.group,
             self._duties,

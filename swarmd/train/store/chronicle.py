@@ -280,7 +280,13 @@ class Chronicle:
 
     def proposer(self) -> Proposer:
         """Make a proposer of a commit after the ledger's head."""
-        return Proposer(self._me, self.ledger, self.order, self._services.rng, self.ask_anchor)
+        return Proposer(
+            self._me,
+            self.ledger,
+            self.order,
+            self._services.rng,
+            self.ask_anchor,
+        )
 
     async def spread_commit(self, tasks: Tasks, raw: bytes, members: Iterable[PeerId]) -> None:
         """Take a commit that a majority has signed, and tell the anchors and others."""
@@ -327,5 +333,11 @@ class Chronicle:
             message = request(0)
             assert isinstance(message, Prepare | Propose)
             return await self.be_anchor(self._me, message, payload)
-        reply, frame = await self._services.rpc.call(anchor, request, payload, CALL_TIMEOUT_S, "bulk")
+        reply, frame = await self._services.rpc.call(
+            anchor,
+            request,
+            payload,
+            CALL_TIMEOUT_S,
+            "bulk",
+        )
         return reply, bytes(frame.payload)

@@ -181,7 +181,12 @@ class Proposer:
         return answers
 
 
-def _make_prepare(run: str, parent: bytes, ballot: Ballot, call_id: int) -> Message:
+def _make_prepare(
+    run: str,
+    parent: bytes,
+    ballot: Ballot,
+    call_id: int,
+) -> Message:
     return Prepare(id=call_id, run=run, parent=parent, ballot=ballot)
 
 

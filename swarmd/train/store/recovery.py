@@ -49,7 +49,12 @@ Get = Callable[[bytes, tuple[PeerId, ...], tuple[str, ...], int], Awaitable[Vect
 """Fetches the vectors that a hash names from donors; their names and length are known. Raises SwarmUnavailable."""
 
 
-def make_getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
+def make_getter(
+    rpc: Rpc,
+    folder: Path,
+    dtype: str,
+    pace: Pace,
+) -> Get:
     """Make the real ``Get``: through a folder, so that a restart goes on where it was."""
 
     async def get_vectors(

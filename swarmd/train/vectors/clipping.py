@@ -14,7 +14,12 @@ from swarmd.train.vectors.state import Vector
 from swarmd.train.vectors.sums import squares_of
 
 
-def clip_total(total: Vector, n_samples: int, centre: Vector, limit: float) -> Vector:
+def clip_total(
+    total: Vector,
+    n_samples: int,
+    centre: Vector,
+    limit: float,
+) -> Vector:
     """Turn a sum of gradients into a sum of their mean's distance to the centre, shortened to ``limit``."""
     distance: Vector = total / n_samples - centre
     norm = math.sqrt(squares_of(distance))

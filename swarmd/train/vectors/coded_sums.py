@@ -42,7 +42,12 @@ def add_contributions(
     return bytes(out.view(np.uint8).data)
 
 
-def read_subtotal(codec: Codec, payload: Buffer, n_elements: int, n_contributors: int) -> Vector:
+def read_subtotal(
+    codec: Codec,
+    payload: Buffer,
+    n_elements: int,
+    n_contributors: int,
+) -> Vector:
     """Read the sum in what ``add_contributions`` returned. Raises RemoteProtocolError."""
     if not codec.forwards:
         return Codec(str(codec.dtype)).read(payload, n_elements)[0]

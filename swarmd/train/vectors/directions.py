@@ -55,7 +55,12 @@ class Directions:
         return tuple(float(total) for total in totals)
 
 
-def directions_of(recipe: Recipe, parent: bytes, n_elements: int, average: bytes) -> Directions:
+def directions_of(
+    recipe: Recipe,
+    parent: bytes,
+    n_elements: int,
+    average: bytes,
+) -> Directions:
     """Make those of a round's average. Runs that are audited came with even ones; others go on with what they had."""
     return Directions(parent + average, n_elements, is_even=recipe.audit > 0)
 

@@ -84,7 +84,13 @@ class RunState:
     Threads change it: a caller that needs several facts of one state takes ``version`` once.
     """
 
-    def __init__(self, run: Run, layout: VectorLayout, parameters: Vector, average_limit_bytes: int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        layout: VectorLayout,
+        parameters: Vector,
+        average_limit_bytes: int,
+    ) -> None:
         self.run = run
         self.layout = layout
         self.parameters = parameters
@@ -184,7 +190,13 @@ class RunState:
             return snapshot
         return next((a for a in self.averages.values() if a.digest == digest), None)
 
-    def apply(self, commit: Commit, digest: bytes, average: Vector, steps: int) -> None:
+    def apply(
+        self,
+        commit: Commit,
+        digest: bytes,
+        average: Vector,
+        steps: int,
+    ) -> None:
         """Take one step of the recipe's (outer) optimizer, and hash the outcome. Call it in a thread."""
         snapshots = [*self.snapshots.values(), *self._held]
         live = [snapshot for snapshot in snapshots if snapshot.is_live]
@@ -222,7 +234,13 @@ class RunState:
         for name, vector in self.vectors.items():
             vector[:] = vectors[name]
 
-    def _update_block(self, block: slice, gradient: Vector, learning_rate: float, steps: int) -> None:
+    def _update_block(
+        self,
+        block: slice,
+        gradient: Vector,
+        learning_rate: float,
+        steps: int,
+    ) -> None:
         recipe = self.run.recipe
         parameters = self.parameters[block]
         moments = {name: vector[block] for name, vector in self.moments.items()}
