@@ -183,12 +183,12 @@ def swarmd_rounds(n: int, n_rounds: int, links: list[float], equal: bool = False
         rates = [mbit * MBIT or None for mbit in links]
         members = [PartitionMember(p, up_bytes_per_s=r, down_bytes_per_s=r) for p, r in zip(peers, rates, strict=True)]
         sizes = Sizes(4 * n)
-        plan = partition.equal_parts(members, sizes) if equal else partition.divide(members, sizes).action
+        plan = partition.plan_equal_parts(members, sizes) if equal else partition.divide_vector(members, sizes).action
         for process in processes:
             _say(process, addresses)
         times = []
         for _ in range(n_rounds + 1):  # the first opens the connections
-            told = {"round": os.urandom(16).hex(), "members": peers, "ranges": partition.cut(plan.shares, n)}
+            told = {"round": os.urandom(16).hex(), "members": peers, "ranges": partition.cut_ranges(plan.shares, n)}
             for process in processes:
                 _say(process, told)
             answers = [json.loads(p.stdout.readline()) for p in processes]  # type: ignore[union-attr]

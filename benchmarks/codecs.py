@@ -29,7 +29,7 @@ from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.runs.recipe import LOCAL, Batch, Diloco, Optimizer, Parts, Recipe, start_run
 from swarmd.train.vectors.codecs import codec_of
-from swarmd.train.vectors.coded_sums import reduce
+from swarmd.train.vectors.coded_sums import reduce_contributions
 from swarmd.train.vectors.error_feedback import Feedback
 from swarmd.train.vectors.inner_steps import InnerOptimizer
 from swarmd.train.vectors.state import RunState, Vector, VectorLayout
@@ -104,8 +104,8 @@ class Swarm:
         for peer in self.peers:
             begun = time.perf_counter()
             offered = peer.feedback.code(peer.work.offered, math.inf)
-            assert offered.given is not None
-            payload = bytes(offered.given.payload(0, self.state.n_averaged))
+            assert offered.coded is not None
+            payload = bytes(offered.coded.payload(0, self.state.n_averaged))
             self.measured.code_s += time.perf_counter() - begun
             self.measured.given += len(payload)
             begun = time.perf_counter()
@@ -116,7 +116,7 @@ class Swarm:
             peer.first = offered.end
             peer.feedback.settle(offered, is_counted=True)
         average: Vector = np.empty(self.state.n_averaged, np.float32)
-        self.measured.reduced += len(reduce(self.codec, given, n_samples, average))
+        self.measured.reduced += len(reduce_contributions(self.codec, given, n_samples, average))
         self._apply(average)
 
     def _apply(self, average: Vector) -> None:

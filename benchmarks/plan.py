@@ -17,11 +17,18 @@ import trio
 
 from swarmd.net.sim import Line, SimLink
 from swarmd.plan.runs.partition import PartitionMember
-from swarmd.plan.runs.synchronisation import Prediction, RunConditions, Setting, choose, predict, settings
+from swarmd.plan.runs.synchronisation import (
+    Prediction,
+    RunConditions,
+    Setting,
+    choose_setting,
+    list_settings,
+    predict_update,
+)
 from swarmd.protocol.runs.recipe import Batch, Diloco, Optimizer, Parts, Recipe
-from swarmd.train.gradients.computing import n_at_once
+from swarmd.train.gradients.computing import micro_batch_size
 from swarmd.train.gradients.source import ComputedGradients, InnerStep
-from swarmd.train.synchronisation import ways
+from swarmd.train.synchronisation import codec_traffic
 from swarmd.train.vectors.state import Vector, VectorLayout
 from swarmd.values import PeerId
 from tests.train.world import ToySource, TrainingWorld
@@ -122,12 +129,12 @@ def main() -> None:
         for i in range(N_PEERS)
     )
     rate = batch / options.step_s / N_PEERS
-    at_once = n_at_once(MICRO, rate)
+    at_once = micro_batch_size(MICRO, rate)
     swarm = RunConditions(
         members, (rate,) * N_PEERS, options.elements, batch, MICRO, options.rtt_ms / 1000, at_once / rate
     )
-    predictions = [predict(swarm, s) for s in settings(ways("float32"), options.inner_steps)]
-    chosen = choose(predictions)
+    predictions = [predict_update(swarm, s) for s in list_settings(codec_traffic("float32"), options.inner_steps)]
+    chosen = choose_setting(predictions)
     print(f"the planner's choice: {chosen.action.setting}: {chosen.reason}")
     for predicted in predictions:
         name = str(predicted.setting)

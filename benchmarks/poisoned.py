@@ -134,7 +134,7 @@ class RealSource:
     def why_not_again(self) -> str:
         return ""
 
-    def again(self, parameters: Vector) -> RecheckRequest:
+    def prepare_recheck(self, parameters: Vector) -> RecheckRequest:
         return RecheckRequest(parameters.copy(), np.zeros_like(parameters))
 
     async def compute_again(self, again: RecheckRequest, peer: str, first: int, n: int) -> float:

@@ -22,9 +22,9 @@ import trio
 from benchmarks.plan import MadeUp
 from swarmd.net.sim import Line, SimLink
 from swarmd.plan.runs.partition import PartitionMember
-from swarmd.plan.runs.synchronisation import Prediction, RunConditions, Setting, predict
+from swarmd.plan.runs.synchronisation import Prediction, RunConditions, Setting, predict_update
 from swarmd.protocol.runs.recipe import Batch, Optimizer, Recipe
-from swarmd.train.synchronisation import ways
+from swarmd.train.synchronisation import codec_traffic
 from swarmd.train.vectors.state import Vector
 from swarmd.values import PeerId
 from tests.train.world import ToySource, TrainingWorld
@@ -159,7 +159,7 @@ def main() -> None:
     members = tuple(
         PartitionMember(PeerId(str(i)), up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s) for i in range(n)
     )
-    plain = ways("float32")[0]
+    plain = codec_traffic("float32")[0]
     home = RunConditions(
         members, (rate,) * n, options.elements, n * MICRO * 4, MICRO, options.rtt_ms / 1000, MICRO / rate
     )
@@ -170,7 +170,7 @@ def main() -> None:
                 continue
             setting, begun = Setting("step", plain, topology=topology), time.monotonic()
             found = in_virtual_time(SEED, measure, setting, home, n, at_a_site, bytes_per_s)
-            predicted = predict(replace(home, sites=found.sites), setting)
+            predicted = predict_update(replace(home, sites=found.sites), setting)
             print(show(predicted, found, time.monotonic() - begun), flush=True)
     errors = ", ".join(f"{error:.2f}" for error in gossip(n, options.elements, 8))
     took_s = 4 * options.elements / bytes_per_s + options.rtt_ms / 2000

@@ -104,6 +104,8 @@ class OtherRunRow(Status, frozen=True, kw_only=True):
 
 
 class RunsAnswer(Status, frozen=True, kw_only=True):
+    """All runs of the swarm; ``training``: this machine\'s setting."""
+
     runs: tuple[RunRow, ...]
     others: tuple[OtherRunRow, ...]
     training: str
@@ -149,12 +151,16 @@ class PlanAnswer(Status, frozen=True, kw_only=True):
 
 
 class JoinRunAnswer(Status, frozen=True, kw_only=True):
+    """The run that was joined, and the part in it."""
+
     run: str
     name: str
     role: str
 
 
 class PauseRunAnswer(Status, frozen=True, kw_only=True):
+    """Whether the run rests on this machine now."""
+
     run: str
     paused: bool
 
@@ -169,6 +175,8 @@ class LeaveRunAnswer(Status, frozen=True, kw_only=True):
 
 
 class OrderAnswer(Status, frozen=True, kw_only=True):
+    """What the run\'s owner has ordered, and the anchors from then on."""
+
     run: str
     state: str
     anchors: tuple[str, ...]

@@ -27,7 +27,7 @@ from swarmd.protocol.membership.records import RunRecord, ends_at
 from swarmd.protocol.runs.recipe import Recipe, Run, is_called
 from swarmd.run_status import RunRow
 from swarmd.train.gradients.source import ComputedGradients, InnerStep, RecheckRequest
-from swarmd.train.report import report
+from swarmd.train.report import report_run
 from swarmd.train.store import recovery
 from swarmd.train.store.recovery import Get
 from swarmd.train.store.services import TrainerServices
@@ -63,7 +63,11 @@ class Collaboration:
     """
 
     def __init__(
-        self, swarm: Swarm, run: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+        self,
+        swarm: Swarm,
+        run: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self._call = swarm.call
         self._swarm = swarm.within
@@ -84,7 +88,7 @@ class Collaboration:
         self._epoch = -1
         self._trainer: Trainer
         self._scope = trio.CancelScope()
-        self._call(self._begin)
+        self._call(self._begin_run)
         self._take_parameters()
 
     def step(self, n_samples: int, loss: float | torch.Tensor = 0.0) -> StepResult:
@@ -95,7 +99,7 @@ class Collaboration:
         """
         if n_samples < 1:
             raise ConfigError(f"a step counts at least one sample, got {n_samples}")
-        gradient = self._gradient() * n_samples
+        gradient = self._collect_gradient() * n_samples
         if not np.isfinite(gradient).all():
             raise ConfigError("the gradient is not finite: this step is not given to the swarm")
         mean = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
@@ -106,17 +110,17 @@ class Collaboration:
         return StepResult(self._epoch, is_new, self._trainer.doing, bool(idle))
 
     def status(self) -> RunRow:
-        """What ``swarmd train status --json`` shows of a run."""
+        """Return what ``swarmd train status --json`` shows of a run."""
 
-        async def look() -> RunRow:
-            return report(self._trainer, "", None, "")
+        async def make_report() -> RunRow:
+            return report_run(self._trainer, "", None, "")
 
-        found: RunRow = self._call(look)
-        return found
+        row: RunRow = self._call(make_report)
+        return row
 
     def close(self) -> None:
         """Leave the run."""
-        self._call(self._end)
+        self._call(self._end_run)
         self._folder.cleanup()
 
     def __enter__(self) -> Collaboration:
@@ -129,9 +133,12 @@ class Collaboration:
 
     # --- this thread -------------------------------------------------------------------------------------------
 
-    def _gradient(self) -> Vector:
-        pieces = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in self._parameters]
-        flat = torch.cat([piece.detach().to("cpu").flatten() for piece in pieces])
+    def _collect_gradient(self) -> Vector:
+        pieces = []
+        for _, parameter in self._parameters:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            pieces.append(gradient.detach().to("cpu").flatten())
+        flat = torch.cat(pieces)
         return flat.numpy().astype(self.run.recipe.precision)
 
     def _take_parameters(self) -> bool:
@@ -140,37 +147,46 @@ class Collaboration:
         if state is None or state.epoch == self._epoch:
             return False
         with torch.no_grad():
-            for (_, parameter), (_, shape, start, end) in zip(self._parameters, state.layout.places(), strict=True):
-                parameter.copy_(torch.from_numpy(state.parameters[start:end].copy()).view(shape))
+            places = state.layout.tensor_ranges()
+            for (_, parameter), (_, shape, start, end) in zip(self._parameters, places, strict=True):
+                values = torch.from_numpy(state.parameters[start:end].copy())
+                parameter.copy_(values.view(shape))
         self._epoch = state.epoch
         return True
 
     # --- the swarm's thread ------------------------------------------------------------------------------------
 
-    async def _begin(self) -> None:
+    async def _begin_run(self) -> None:
         swarm = self._swarm
-        world = TrainerServices(
+        services = TrainerServices(
             rpc=swarm.rpc,
             identity=swarm.identity,
             view=swarm.view,
-            announce=lambda: swarm.start_soon(self._announce),
+            announce=lambda: swarm.start_soon(self._announce_record),
             off_loop=trio.to_thread.run_sync,
             rng=random.Random(),
             links=lambda: (None, None),
             can_be_dialled=lambda: False,
         )
-        self._trainer = Trainer(world, self.run, "train", self._source, None, self._getter)
+        self._trainer = Trainer(
+            services,
+            self.run,
+            "train",
+            self._source,
+            None,
+            self._make_getter,
+        )
         if self._order:
             self._trainer.chronicle.take_order_untrusted(self._order)
         swarm.take_part(self.run.id, self._trainer)
-        swarm.start_soon(self._live)
+        swarm.start_soon(self._run_trainer)
         await self._source.wait_wanted()
 
     def _is_over(self) -> bool:
-        behind = self._trainer.catching_up
-        return bool(self._trainer.why_idle()) and behind is not None and not behind.is_due
+        catching_up = self._trainer.catching_up
+        return bool(self._trainer.why_idle()) and catching_up is not None and not catching_up.is_due
 
-    async def _live(self) -> None:
+    async def _run_trainer(self) -> None:
         failure = "this part in the run has ended"
         with self._scope:
             try:
@@ -181,39 +197,58 @@ class Collaboration:
                 failure = str(first_error(group))
         self._source.end(failure)
 
-    async def _end(self) -> None:
+    async def _end_run(self) -> None:
         self._scope.cancel()
         self._swarm.take_part(self.run.id, None)
 
     async def _announce_regularly(self) -> None:
         while True:
-            await self._announce()
+            await self._announce_record()
             await trio.sleep(ANNOUNCE_INTERVAL_S)
 
-    async def _announce(self) -> None:
+    async def _announce_record(self) -> None:
         now = int(time.time())
-        fields = {k: v for k, v in self._trainer.record().items() if k != "kind"}
+        fields = self._trainer.record()
+        del fields["kind"]
+        certificate_ends_at = self._swarm.exchange.pass_of(self._swarm.certificate).ends_at
         record = RunRecord(
             peer=self._swarm.identity.peer_id,
             sequence=int(time.time() * 1000),
             issued_at=now,
-            expires_at=ends_at(now, self._swarm.exchange.pass_of(self._swarm.certificate).ends_at),
+            expires_at=ends_at(now, certificate_ends_at),
             certificate=self._swarm.certificate,
             **fields,
         )
         await self._swarm.announce(record)
 
-    def _getter(self, layout: VectorLayout, into: str) -> Get:
+    def _make_getter(self, layout: VectorLayout, into: str) -> Get:
         folder = Path(self._folder.name) / into
-        return recovery.getter(self._swarm.rpc, folder, layout.dtype, Pace(lambda: None))
+        return recovery.make_getter(self._swarm.rpc, folder, layout.dtype, Pace(lambda: None))
 
 
+# Two threads: the user's loop calls ``step``, the swarm's event loop asks its source for gradients.
+#
+#     loop (its thread)                      event loop
+#     step: gradient ready                   compute(): sets _wanted, waits for _ready
+#       give(): waits for _wanted  --------> _given, _ready: gradients are added, perhaps a round is joined
+#       waits for _wanted again    <-------- the next compute(), of the state after the round
+#     step returns: parameters are copied
+#
+# So the loop stands still while a round averages, and computes on the run's newest parameters after it. Two sums take
+# turns, since the last one that was given must stay as it is until the call after next.
 class _LoopSource:
     """See ``train.gradients.source.Source``: what is computed comes from somebody's loop, whenever it has some."""
 
-    def __init__(self, parameters: list[tuple[str, nn.Parameter]], recipe: Recipe, is_over: Callable[[], bool]) -> None:
-        self._layout = VectorLayout(tuple((name, tuple(p.shape)) for name, p in parameters), recipe.precision)
-        flat = torch.cat([p.detach().to("cpu").flatten() for _, p in parameters]).numpy()
+    def __init__(
+        self,
+        parameters: list[tuple[str, nn.Parameter]],
+        recipe: Recipe,
+        is_over: Callable[[], bool],
+    ) -> None:
+        shapes = tuple((name, tuple(p.shape)) for name, p in parameters)
+        self._layout = VectorLayout(shapes, recipe.precision)
+        pieces = [p.detach().to("cpu").flatten() for _, p in parameters]
+        flat = torch.cat(pieces).numpy()
         self._vector: Vector = flat.astype(recipe.precision)
         self._sums: list[Vector] = [np.zeros_like(self._vector), np.zeros_like(self._vector)]
         self._into = 0
@@ -230,8 +265,15 @@ class _LoopSource:
     def inner_vectors(self) -> dict[str, Vector]:
         raise AssertionError("a run with steps of its own is refused before")
 
-    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
-        self._is_fresh, self._ready = is_fresh, trio.Event()
+    async def compute(
+        self,
+        first: int,
+        n: int,
+        is_fresh: bool,
+        step: InnerStep | None,
+    ) -> ComputedGradients:
+        self._is_fresh = is_fresh
+        self._ready = trio.Event()
         self._wanted.set()
         await self._ready.wait()
         assert self._given is not None
@@ -259,7 +301,7 @@ class _LoopSource:
             raise SwarmUnavailable(self._failure)
 
     def end(self, failure: str) -> None:
-        """No gradients are wanted any more."""
+        """Ask for no more gradients; a loop that waits learns why."""
         self._failure = failure
         self._wanted.set()
 
@@ -267,10 +309,16 @@ class _LoopSource:
     def why_not_again(self) -> str:
         return "what computes here is a loop of its user's"
 
-    def again(self, parameters: Vector) -> RecheckRequest:
+    def prepare_recheck(self, parameters: Vector) -> RecheckRequest:
         raise AssertionError("it cannot compute the run's draws")
 
-    async def compute_again(self, again: RecheckRequest, peer: str, first: int, n: int) -> float:
+    async def compute_again(
+        self,
+        recheck: RecheckRequest,
+        peer: str,
+        first: int,
+        n: int,
+    ) -> float:
         raise AssertionError("it cannot compute the run's draws")
 
     async def close(self) -> None: ...
@@ -280,20 +328,20 @@ async def _find_run(swarm: AsyncSwarm, name: str) -> tuple[Run, bytes]:
     """Have a member tell what a run is. Raises ConfigError or SwarmUnavailable."""
     await swarm.refresh()
     view = swarm.view()
-    found = {r.run for r in view.runs if is_called(name, r.run, r.name)}
-    if len(found) != 1:
-        known = ", ".join(sorted({r.name for r in view.runs})) or "none"
-        raise ConfigError(f"{len(found)} runs are called {name!r}; the swarm has: {known}")
-    return await recovery.ask_run(swarm.rpc, swarm.view, RunId(found.pop()))
+    run_ids = {r.run for r in view.runs if is_called(name, r.run, r.name)}
+    if len(run_ids) != 1:
+        listed = ", ".join(sorted({r.name for r in view.runs})) or "none"
+        raise ConfigError(f"{len(run_ids)} runs are called {name!r}; the swarm has: {listed}")
+    return await recovery.ask_run(swarm.rpc, swarm.view, RunId(run_ids.pop()))
 
 
 def _check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer | None) -> None:
     """Refuse an optimizer that is not the run's. Raises ConfigError."""
     if optimizer is None:
         return
-    asked = recipe.optimizer
-    if not isinstance(optimizer, OPTIMIZERS[asked.kind]):
-        raise ConfigError(f"the run's optimizer is {asked.kind}, not {type(optimizer).__name__}")
+    expected = recipe.optimizer
+    if not isinstance(optimizer, OPTIMIZERS[expected.kind]):
+        raise ConfigError(f"the run's optimizer is {expected.kind}, not {type(optimizer).__name__}")
     for group in optimizer.param_groups:
-        if not np.isclose(group["lr"], asked.learning_rate):
-            raise ConfigError(f"the run's learning rate is {asked.learning_rate}, not {group['lr']}")
+        if not np.isclose(group["lr"], expected.learning_rate):
+            raise ConfigError(f"the run's learning rate is {expected.learning_rate}, not {group['lr']}")

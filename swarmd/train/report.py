@@ -10,23 +10,32 @@ import trio
 from swarmd.errors import ConfigError
 from swarmd.plan.runs import partition, progress
 from swarmd.plan.runs.partition import PartitionMember
-from swarmd.plan.runs.synchronisation import Prediction, choose
+from swarmd.plan.runs.synchronisation import Prediction, choose_setting
 from swarmd.plan.trust import gradient_audits
 from swarmd.protocol.membership.records import PeerRecord
 from swarmd.run_status import AuditsRow, PlanAnswer, PlanMemberRow, PlanSettingRow, RoundRow, RunPeerRow, RunRow
-from swarmd.train.synchronisation import predictions
+from swarmd.train.synchronisation import predict_settings
 from swarmd.train.trainer import Trainer
 from swarmd.train.vectors.codecs import codec_of
 from swarmd.values import PeerId
 
 
-def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> RunRow:
-    """Everything that ``swarmd train status`` shows of one run."""
+def report_run(
+    trainer: Trainer,
+    device: str,
+    worker: int | None,
+    failure: str,
+) -> RunRow:
+    """Collect everything that ``swarmd train status`` shows of one run."""
     now = trio.current_time()
-    recipe, state, ledger = trainer.run_spec.recipe, trainer.state, trainer.ledger
-    version, joining = state.version if state else None, trainer.joining
+    recipe = trainer.run_spec.recipe
+    state = trainer.state
+    ledger = trainer.ledger
+    version = state.version if state else None
+    joining = trainer.joining
     me = trainer.progress(ledger.epoch, ledger.head)
-    total = progress.forecast([*trainer.members.progress(now), me], ledger.head, recipe.batch.target)
+    everybody = [*trainer.members.progress(now), me]
+    total = progress.forecast_round(everybody, ledger.head, recipe.batch.target)
     return RunRow(
         run=trainer.run_spec.id,
         name=recipe.name,
@@ -59,19 +68,19 @@ def report(trainer: Trainer, device: str, worker: int | None, failure: str) -> R
         snapshots_fetched=trainer.catching_up.n_snapshots if trainer.catching_up else 0,
         last_catch_up_s=trainer.catching_up.last_s if trainer.catching_up else None,
         death_costs_at_most_s=round(joining.longest_wait_s, 2),
-        peers=_others(trainer, now),
+        peers=_member_rows(trainer, now),
         shunned=tuple(trainer.members.shunned()),
-        audits=_audits(trainer),
+        audits=_audit_row(trainer),
         measured_samples_per_s=trainer.pace.samples_per_s,
         predicted_samples_per_s=trainer.pace.predicted,
         device=device,
         worker=worker,
         failure=failure or trainer.trouble or trainer.memories.trouble or trainer.computing.trouble,
-        finished=ledger.finished(),
+        finished=ledger.why_finished(),
     )
 
 
-def _others(trainer: Trainer, now: float) -> tuple[RunPeerRow, ...]:
+def _member_rows(trainer: Trainer, now: float) -> tuple[RunPeerRow, ...]:
     return tuple(
         RunPeerRow(
             peer=peer,
@@ -85,31 +94,49 @@ def _others(trainer: Trainer, now: float) -> tuple[RunPeerRow, ...]:
     )
 
 
-def _audits(trainer: Trainer) -> AuditsRow:
+def _audit_row(trainer: Trainer) -> AuditsRow:
     audits = trainer.audits
     one_in = trainer.run_spec.recipe.audit
-    return AuditsRow(one_in=one_in, why_not=audits.why_not, trouble=audits.accusations.trouble, **asdict(audits.counts))
+    return AuditsRow(
+        one_in=one_in,
+        why_not=audits.why_not,
+        trouble=audits.accusations.trouble,
+        **asdict(audits.counts),
+    )
 
 
-def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
-    """Who would do what in the next round, and what each way of training would come to. Raises ConfigError."""
+def plan_round(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
+    """Plan who would do what in the next round, and what each way of training would come to. Raises ConfigError."""
     recipe = trainer.run_spec.recipe
     codec = codec_of(recipe)
     records = trainer.members.look(trio.current_time())
     if trainer.state is None:
         raise ConfigError("the model is not loaded here yet: try again soon, or on a peer that trains")
     up, down = trainer.links()
-    members = [PartitionMember(trainer.me, True, True, trainer.can_be_dialled(), up, down)]
+    own_member = PartitionMember(
+        trainer.me, can_reduce=trainer.can_be_dialled(), up_bytes_per_s=up, down_bytes_per_s=down
+    )
+    members = [own_member]
     speeds = [trainer.computing.samples_per_s]
     for peer, record in records.items():
-        if record.role != "anchor":
-            known, computes = peers.get(peer), record.role == "train"
-            up, down = (known.up_bytes_per_s, known.down_bytes_per_s) if known else (None, None)
-            members.append(PartitionMember(peer, computes, computes, record.can_be_dialled, up, down))
-            speeds.append(record.samples_per_s)
+        if record.role == "anchor":
+            continue
+        peer_record = peers.get(peer)
+        computes = record.role == "train"
+        members.append(
+            PartitionMember(
+                peer,
+                contributes=computes,
+                receives=computes,
+                can_reduce=record.can_be_dialled,
+                up_bytes_per_s=peer_record.up_bytes_per_s if peer_record else None,
+                down_bytes_per_s=peer_record.down_bytes_per_s if peer_record else None,
+            )
+        )
+        speeds.append(record.samples_per_s)
     sizes = codec.sizes(trainer.state.n_averaged, sum(m.contributes for m in members))
     try:
-        decision = partition.divide(members, sizes)
+        decision = partition.divide_vector(members, sizes)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     rows = tuple(
@@ -122,35 +149,43 @@ def plan(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnswer:
         )
         for m, share in zip(members, decision.action.shares, strict=True)
     )
-    speeds = _without_audits(trainer, [m.peer for m in members], speeds)
-    own, predicted = predictions(recipe, members, speeds, trainer.state.layout.n_elements)
-    chosen = choose(predicted) if predicted else None
-    trainer.pace.predicted = own.samples_per_s if own else None
+    speeds = _subtract_audits(trainer, [m.peer for m in members], speeds)
+    own_prediction, predicted = predict_settings(recipe, members, speeds, trainer.state.layout.n_elements)
+    chosen = choose_setting(predicted) if predicted else None
+    trainer.pace.predicted = own_prediction.samples_per_s if own_prediction else None
     return PlanAnswer(
         run=trainer.run_spec.id,
         bytes=sizes.contribution,
         expected_s=decision.action.expected_s,
-        equal_parts_s=partition.equal_parts(members, sizes).expected_s,
+        equal_parts_s=partition.plan_equal_parts(members, sizes).expected_s,
         why=decision.reason,
         members=rows,
-        setting=str(own.setting) if own else "",
-        settings=tuple(_row(p) for p in predicted),
+        setting=str(own_prediction.setting) if own_prediction else "",
+        settings=tuple(_setting_row(p) for p in predicted),
         recommended=str(chosen.action.setting) if chosen else "",
         recommended_why=chosen.reason if chosen else "it is not known yet how fast anybody computes",
     )
 
 
-def _without_audits(trainer: Trainer, peers: Sequence[PeerId], speeds: Sequence[float]) -> list[float]:
-    """What is left of speeds for samples of one's own, where members compute again what others gave."""
+def _subtract_audits(
+    trainer: Trainer,
+    peers: Sequence[PeerId],
+    speeds: Sequence[float],
+) -> list[float]:
+    """Compute what is left of speeds for one's own samples, where members compute again what others gave."""
     if trainer.audits.why_not:
         return list(speeds)
-    own = {peer: speed for peer, speed in zip(peers, speeds, strict=True) if speed > 0}
+    computing = {peer: speed for peer, speed in zip(peers, speeds, strict=True) if speed > 0}
     n_right = {PeerId(peer): n for peer, n in trainer.ledger.n_contributions.items()}
-    again = gradient_audits.work(n_right, own, trainer.run_spec.recipe.audit)
-    return [speed * speed / (speed + again[p]) if speed > 0 else 0.0 for p, speed in zip(peers, speeds, strict=True)]
+    audited = gradient_audits.work(n_right, computing, trainer.run_spec.recipe.audit)
+    # Of each second a member computes s samples; for s own ones it audits a, and both take (s + a) / s seconds.
+    remaining = []
+    for peer, speed in zip(peers, speeds, strict=True):
+        remaining.append(speed * speed / (speed + audited[peer]) if speed > 0 else 0.0)
+    return remaining
 
 
-def _row(predicted: Prediction) -> PlanSettingRow:
+def _setting_row(predicted: Prediction) -> PlanSettingRow:
     return PlanSettingRow(
         setting=str(predicted.setting),
         update_s=predicted.update_s,

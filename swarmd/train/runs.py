@@ -42,7 +42,7 @@ from swarmd.run_status import (
     RunsAnswer,
 )
 from swarmd.train.gradients.worker import WorkerSource
-from swarmd.train.report import plan, report
+from swarmd.train.report import plan_round, report_run
 from swarmd.train.store import recovery
 from swarmd.train.store.disk import RunFolder, known_runs
 from swarmd.train.store.recovery import Get, ask_run
@@ -101,10 +101,11 @@ class Runs:
         """Go on with the runs that this machine had joined, until cancelled."""
         async with self._tasks.open():
             task_status.started()
-            for folder in known_runs(self._root).values() if self._config.training_runs != "off" else ():
+            folders = known_runs(self._root) if self._config.training_runs != "off" else {}
+            for folder in folders.values():
                 try:
                     if folder.role in ROLES:
-                        self._begin(folder.run(), folder)
+                        self._begin_run(folder.run(), folder)
                 except ConfigError as error:
                     logger.warning("leaving out a run: %s", error)
             await trio.sleep_forever()
@@ -117,30 +118,37 @@ class Runs:
             raise ConfigError(f"a role is one of {', '.join(ROLES)}, not {role!r}")
         if self._config.training_runs == "off":
             raise ConfigError('this machine takes no part in training: its setting "training_runs" is "off"')
-        run_id = self._find(name)
+        run_id = self._find_run(name)
         if run_id in self._taken:
             raise ConfigError(f"this daemon takes part in {name!r} already: swarmd train status")
         if len(self._taken) >= MAX_RUNS:
             raise ConfigError(f"this daemon takes part in {MAX_RUNS} runs, the most: swarmd train stop one first")
         folder = RunFolder(self._root / run_id)
-        known = (folder.folder / "run.bin").is_file()
-        run, order = (folder.run(), b"") if known else await ask_run(self._rpc, self._directory.view, run_id)
+        if (folder.folder / "run.bin").is_file():
+            run = folder.run()
+            order = b""
+        else:
+            run, order = await ask_run(self._rpc, self._directory.view, run_id)
         if run_id in self._taken:  # somebody was faster
-            return JoinRunAnswer(run=run_id, name=run.recipe.name, role=self._taken[run_id].trainer.role)
+            return JoinRunAnswer(
+                run=run_id,
+                name=run.recipe.name,
+                role=self._taken[run_id].trainer.role,
+            )
         if role == "anchor" and self._rpc.network.peer_id not in run.recipe.anchors:
             raise ConfigError("this peer is none of the run's anchors: join as train or reduce")
         folder.keep_run(run, role)
         if order:
             folder.keep_order(order)
-        self._begin(run, folder)
+        self._begin_run(run, folder)
         return JoinRunAnswer(run=run_id, name=run.recipe.name, role=role)
 
     async def leave(self, name: str) -> LeaveRunAnswer:
-        """No longer take part. The state stays on the disk."""
-        run_id = self._one_taken(name)
+        """Leave a run. The state stays on the disk."""
+        run_id = self._find_taken(name)
         taken = self._taken[run_id]
         lacks_anchors = self._needs_me(taken.trainer)
-        await self._save(taken)
+        await self._save_state(taken)
         taken.scope.cancel()
         RunFolder(self._root / run_id).leave()
         self._taken.pop(run_id, None)
@@ -149,11 +157,16 @@ class Runs:
             run=run_id, left=True, name=taken.trainer.run_spec.recipe.name, lacks_anchors=lacks_anchors
         )
 
-    async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> OrderAnswer:
+    async def order(
+        self,
+        name: str,
+        state: str,
+        anchors: tuple[str, ...],
+    ) -> OrderAnswer:
         """As its owner: stop a run, let it go on, name other anchors, or (``back``) have it go back to a state that
         somebody has. Raises ConfigError for anybody else.
         """
-        run_id = self._one_taken(name)
+        run_id = self._find_taken(name)
         trainer = self._taken[run_id].trainer
         if trainer.run_spec.owner != self._identity.public_key:
             raise ConfigError("only who started the run can do that: swarmd train stop without --all leaves it")
@@ -167,7 +180,7 @@ class Runs:
             anchors=anchors or old.anchors,
             earlier=(*old.earlier, old.anchors) if anchors and old.generation else old.earlier,
             back_from=chronicle.ledger.head if state == "back" else old.back_from,
-            back_to=chronicle.goes_back_to() if state == "back" else old.back_to,
+            back_to=chronicle.find_earlier_state() if state == "back" else old.back_to,
         )
         raw = sign_order(order, self._identity)
         try:
@@ -176,36 +189,59 @@ class Runs:
             raise ConfigError(str(error)) from None
         await trio.to_thread.run_sync(RunFolder(self._root / run_id).keep_order, raw)
         self._directory.announce_soon()
-        return OrderAnswer(run=run_id, state=order.state, anchors=tuple(chronicle.anchors))
+        return OrderAnswer(
+            run=run_id,
+            state=order.state,
+            anchors=tuple(chronicle.anchors),
+        )
 
     async def checkpoint(self, name: str) -> CheckpointAnswer:
         """Write a run's present state to the disk."""
-        trainer = self._taken[self._one_taken(name)].trainer
+        trainer = self._taken[self._find_taken(name)].trainer
         path = await trainer.save()
         layout = trainer.state.layout.tensors if trainer.state is not None else ()
-        return CheckpointAnswer(path=path, layout=tuple(layout), update=trainer.ledger.epoch)
+        return CheckpointAnswer(
+            path=path,
+            layout=tuple(layout),
+            update=trainer.ledger.epoch,
+        )
 
     def status(self) -> RunsAnswer:
-        """Runs taken part in, and others that the swarm has."""
+        """List runs taken part in, and others that the swarm has."""
         taken = []
-        for t in self._taken.values():
-            device, pid = (t.source.device, t.source.pid) if t.source is not None else ("", None)
-            taken.append(report(t.trainer, device, pid, t.failure))
+        for part in self._taken.values():
+            device = part.source.device if part.source is not None else ""
+            pid = part.source.pid if part.source is not None else None
+            taken.append(report_run(part.trainer, device, pid, part.failure))
         view = self._directory.view()
-        others = []
-        for run in dict.fromkeys(RunId(r.run) for r in view.runs if RunId(r.run) not in self._taken):
+        other_runs = []
+        run_ids = [RunId(r.run) for r in view.runs]
+        other_ids = [run_id for run_id in run_ids if run_id not in self._taken]
+        for run in dict.fromkeys(other_ids):
             records = view.in_run(run)
             update = max(r.epoch for r in records)
-            others.append(OtherRunRow(run=run, name=records[0].name, peers=len(records), update=update))
-        return RunsAnswer(runs=tuple(taken), others=tuple(others), training=self._config.training_runs)
+            other_runs.append(
+                OtherRunRow(
+                    run=run,
+                    name=records[0].name,
+                    peers=len(records),
+                    update=update,
+                )
+            )
+        return RunsAnswer(
+            runs=tuple(taken),
+            others=tuple(other_runs),
+            training=self._config.training_runs,
+        )
 
     def plan(self, name: str) -> PlanAnswer:
-        """Who would reduce what now, and how long a round is expected to take."""
-        return plan(self._taken[self._one_taken(name)].trainer, self._directory.view().peers)
+        """Plan who would reduce what now, and how long a round is expected to take."""
+        trainer = self._taken[self._find_taken(name)].trainer
+        return plan_round(trainer, self._directory.view().peers)
 
     def pause(self, name: str, is_paused: bool) -> PauseRunAnswer:
         """Compute nothing for a run until told otherwise; what is here stays, and is given to others."""
-        taken = self._taken[self._one_taken(name)]
+        taken = self._taken[self._find_taken(name)]
         taken.trainer.pause("paused here" if is_paused else "")
         self._directory.announce_soon()
         return PauseRunAnswer(run=taken.trainer.run_spec.id, paused=is_paused)
@@ -229,27 +265,30 @@ class Runs:
         return True
 
     def gone(self, peer: PeerId) -> None:
-        """A channel to a peer has ended."""
+        """Note that a channel to a peer has ended."""
         for taken in self._taken.values():
             taken.trainer.gone(peer)
 
     def records(self) -> list[dict[str, Any]]:
+        """Return what this peer announces of each run, as fields of its RunRecord."""
         return [taken.trainer.record() for taken in self._taken.values()]
 
     def find(self, model: ModelId) -> Snapshot | Average | None:
-        """A snapshot or an average that a hash names."""
-        found = (taken.trainer.find(bytes.fromhex(model)) for taken in self._taken.values())
-        return next((f for f in found if f is not None), None)
+        """Find a snapshot or an average by its hash."""
+        digest = bytes.fromhex(model)
+        candidates = (taken.trainer.find(digest) for taken in self._taken.values())
+        return next((candidate for candidate in candidates if candidate is not None), None)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _begin(self, run: Run, folder: RunFolder) -> None:
-        trainer, source = self._make(run, folder)
-        taken = self._taken[run.id] = _RunTaken(trainer, source, trio.CancelScope())
-        self._tasks.start_soon(self._live, taken, folder)
+    def _begin_run(self, run: Run, folder: RunFolder) -> None:
+        trainer, source = self._make_trainer(run, folder)
+        taken = _RunTaken(trainer, source, trio.CancelScope())
+        self._taken[run.id] = taken
+        self._tasks.start_soon(self._keep_alive, taken, folder)
 
-    def _make(self, run: Run, folder: RunFolder) -> tuple[Trainer, WorkerSource | None]:
-        world = TrainerServices(
+    def _make_trainer(self, run: Run, folder: RunFolder) -> tuple[Trainer, WorkerSource | None]:
+        services = TrainerServices(
             rpc=self._rpc,
             identity=self._identity,
             view=self._directory.view,
@@ -265,11 +304,18 @@ class Runs:
         source = None
         if folder.role == "train":
             source = WorkerSource(run, self._supply, self._rpc.network.peer_id, self._config.threads)
-        trainer = Trainer(world, run, folder.role, source, folder, partial(self._getter, folder))
+        trainer = Trainer(
+            services,
+            run,
+            folder.role,
+            source,
+            folder,
+            partial(self._make_getter, folder),
+        )
         trainer.pause(self._resting, "policy")
         return trainer, source
 
-    async def _live(self, taken: _RunTaken, folder: RunFolder) -> None:
+    async def _keep_alive(self, taken: _RunTaken, folder: RunFolder) -> None:
         """Keep a trainer going: what the swarm cannot give yet is tried again, what the user must mend is said."""
         try:
             with taken.scope:
@@ -280,37 +326,44 @@ class Runs:
                     taken.trainer.why = taken.failure
                     await trio.sleep(pause_s)
                     pause_s = min(LONGEST_RETRY_S, 2 * pause_s) if is_users else RETRY_S
-                    await self._close(taken)
-                    taken.trainer, taken.source = self._make(taken.trainer.run_spec, folder)
+                    await self._close_source(taken)
+                    taken.trainer, taken.source = self._make_trainer(taken.trainer.run_spec, folder)
         finally:
-            await self._close(taken)
+            await self._close_source(taken)
 
     async def _live_once(self, trainer: Trainer) -> tuple[str, bool]:
         """Run a trainer to its end; returns why that came, and whether this machine's user has to mend it.
 
         One run's fault ends neither the others nor the daemon.
         """
-        why, is_users = "", False
+        why = ""
+        is_users = False
         try:
             await trainer.run()
         except* SwarmError as group:
             error = first_error(group)
-            why, is_users = str(error), isinstance(error, ConfigError)
+            why = str(error)
+            is_users = isinstance(error, ConfigError)
         except* Exception as group:
             logger.exception("a training run broke: that is a fault of swarmd's")
             why = f"a fault of swarmd's: {first_error(group)!r}"
         return why, is_users
 
     @staticmethod
-    async def _close(taken: _RunTaken) -> None:
+    async def _close_source(taken: _RunTaken) -> None:
         with trio.CancelScope(shield=True):
             if taken.source is not None:
                 await taken.source.close()
 
-    def _getter(self, folder: RunFolder, layout: VectorLayout, into: str) -> Get:
-        return recovery.getter(self._rpc, folder.folder / into, layout.dtype, Pace(lambda: None))
+    def _make_getter(self, folder: RunFolder, layout: VectorLayout, into: str) -> Get:
+        return recovery.make_getter(
+            self._rpc,
+            folder.folder / into,
+            layout.dtype,
+            Pace(lambda: None),
+        )
 
-    async def _save(self, taken: _RunTaken) -> None:
+    async def _save_state(self, taken: _RunTaken) -> None:
         try:
             await taken.trainer.save()
         except ConfigError as error:
@@ -318,44 +371,55 @@ class Runs:
 
     def _needs_me(self, trainer: Trainer) -> bool:
         """Do updates count with this peer, and not without it, by the anchors that are there?"""
-        if trainer.ledger.finished() or trainer.chronicle.order.state == "stopped":
+        if trainer.ledger.why_finished() or trainer.chronicle.order.state == "stopped":
             return False
-        anchors, me = set(trainer.chronicle.anchors), self._rpc.network.peer_id
-        there = anchors & {me, *trainer.members.look(trio.current_time())}
-        return is_majority(len(there), len(anchors)) and not is_majority(len(there - {me}), len(anchors))
+        me = self._rpc.network.peer_id
+        anchors = set(trainer.chronicle.anchors)
+        present = anchors & {me, *trainer.members.look(trio.current_time())}
+        has_majority = is_majority(len(present), len(anchors))
+        return has_majority and not is_majority(len(present - {me}), len(anchors))
 
-    def _find(self, name: str) -> RunId:
-        """The run that a name, or the beginning of a hash, means. Raises ConfigError."""
-        known = {RunId(r.run): r.name for r in self._directory.view().runs}
+    def _find_run(self, name: str) -> RunId:
+        """Find the run that a name, or the beginning of a hash, means. Raises ConfigError."""
+        names = {RunId(r.run): r.name for r in self._directory.view().runs}
         for run_id, folder in known_runs(self._root).items():
             with suppress(ConfigError):
-                known.setdefault(run_id, folder.run().recipe.name)
-        return _one(name, known)
+                names.setdefault(run_id, folder.run().recipe.name)
+        return _match_run(name, names)
 
-    def _one_taken(self, name: str) -> RunId:
-        """The run meant, of those taken part in. Raises ConfigError."""
+    def _find_taken(self, name: str) -> RunId:
+        """Find the run meant, of those taken part in. Raises ConfigError."""
         taken = {r: t.trainer.run_spec.recipe.name for r, t in self._taken.items()}
-        left = {}
+        left_runs = {}
         for run_id in known_runs(self._root).keys() - taken.keys():
             with suppress(ConfigError):
-                left[run_id] = RunFolder(self._root / run_id).run().recipe.name
-        return one_taken(name, taken, left)
+                left_runs[run_id] = RunFolder(self._root / run_id).run().recipe.name
+        return choose_taken_run(name, taken, left_runs)
 
 
-def one_taken(name: str, taken: dict[RunId, str], left: dict[RunId, str]) -> RunId:
-    """The run meant, of those that this machine takes part in, not of those it has left. Raises ConfigError."""
-    before = [called for run_id, called in left.items() if not name or is_called(name, run_id, called)]
-    if before and not any(not name or is_called(name, run_id, called) for run_id, called in taken.items()):
-        raise ConfigError(f"this machine has left {before[0]!r}: swarmd train join {before[0]} takes part again")
-    return _one(name, taken)
+def choose_taken_run(
+    name: str,
+    taken: dict[RunId, str],
+    left_runs: dict[RunId, str],
+) -> RunId:
+    """Find the run meant, of those that this machine takes part in, not of those it has left. Raises ConfigError."""
+
+    def is_meant(run_id: RunId, called: str) -> bool:
+        return not name or is_called(name, run_id, called)
+
+    matching = [called for run_id, called in left_runs.items() if is_meant(run_id, called)]
+    if matching and not any(is_meant(run_id, called) for run_id, called in taken.items()):
+        raise ConfigError(f"this machine has left {matching[0]!r}: swarmd train join {matching[0]} takes part again")
+    return _match_run(name, taken)
 
 
-def _one(name: str, known: dict[RunId, str]) -> RunId:
-    found = [r for r, called in known.items() if is_called(name, r, called)]
-    if not name and len(known) == 1:
-        return next(iter(known))
-    if len(found) != 1:
-        listed = ", ".join(f"{called} ({r[:8]})" for r, called in sorted(known.items(), key=lambda k: k[1])) or "none"
-        what = "no run" if not found else f"{len(found)} runs"
-        raise ConfigError(f"{what} called {name!r} here; there are: {listed}")
-    return found[0]
+def _match_run(name: str, names: dict[RunId, str]) -> RunId:
+    matching = [r for r, called in names.items() if is_called(name, r, called)]
+    if not name and len(names) == 1:
+        return next(iter(names))
+    if len(matching) != 1:
+        by_name = sorted(names.items(), key=lambda item: item[1])
+        listed = ", ".join(f"{called} ({run_id[:8]})" for run_id, called in by_name) or "none"
+        number = "no run" if not matching else f"{len(matching)} runs"
+        raise ConfigError(f"{number} called {name!r} here; there are: {listed}")
+    return matching[0]

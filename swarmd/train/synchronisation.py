@@ -15,11 +15,11 @@ from swarmd.plan.runs.synchronisation import (
     Prediction,
     RunConditions,
     Setting,
-    predict,
-    settings,
+    list_settings,
+    predict_update,
 )
 from swarmd.protocol.runs.recipe import CodecName, Parts, Recipe
-from swarmd.train.gradients.computing import n_at_once
+from swarmd.train.gradients.computing import micro_batch_size
 from swarmd.train.vectors.codecs import BLOCK, codec_of_parts
 
 ROUND_TRIP_S = 0.05  # between homes of one continent; it is not measured
@@ -36,46 +36,65 @@ class RunPace:
         self._seen: deque[tuple[float, int]] = deque(maxlen=N_UPDATES + 1)
 
     def note(self, now: float, n_counted: int) -> None:
-        """An update was applied; ``n_counted`` samples are in the ledger by now."""
+        """Note that an update was applied; ``n_counted`` samples are in the ledger by now."""
         if not self._seen or n_counted > self._seen[-1][1]:
             self._seen.append((now, n_counted))
 
     @property
     def samples_per_s(self) -> float | None:
         """None before the second update."""
-        if len(self._seen) < 2 or self._seen[-1][0] <= self._seen[0][0]:
+        if len(self._seen) < 2:
             return None
-        return (self._seen[-1][1] - self._seen[0][1]) / (self._seen[-1][0] - self._seen[0][0])
+        first_at, n_before = self._seen[0]
+        latest_at, n_counted = self._seen[-1]
+        if latest_at <= first_at:
+            return None
+        return (n_counted - n_before) / (latest_at - first_at)
 
 
-def ways(precision: str, given: Parts | None = None) -> list[CodecTraffic]:
-    """Each codec, with a recipe's own settings for the one that it names."""
-    found = []
+def codec_traffic(precision: str, own_parts: Parts | None = None) -> list[CodecTraffic]:
+    """Describe each codec, with a recipe's own settings for the one that it names."""
+    traffic = []
     for name in get_args(CodecName):
-        parts = given if given is not None and given.codec == name else Parts(codec=name)
+        parts = own_parts if own_parts is not None and own_parts.codec == name else Parts(codec=name)
         codec = codec_of_parts(parts, precision)
-        found.append(CodecTraffic(name, codec.n_bytes(_MANY) / _MANY, codec.forwards, codec.dtype.itemsize))
-    return found
+        bytes_per_element = codec.n_bytes(_MANY) / _MANY
+        traffic.append(CodecTraffic(name, bytes_per_element, codec.forwards, codec.dtype.itemsize))
+    return traffic
 
 
-def predictions(
+def predict_settings(
     recipe: Recipe, members: Sequence[PartitionMember], samples_per_s: Sequence[float], n_elements: int
 ) -> tuple[Prediction | None, list[Prediction]]:
-    """What the recipe itself comes to, and all that there is to choose from; nothing where nobody computes yet."""
+    """Predict what the recipe itself comes to, and all that there is to choose from; nothing where nobody computes."""
     n_computing = sum(rate > 0 for rate in samples_per_s)
     if not n_computing:
         return None, []
     fastest = max(samples_per_s)
-    unbroken_s = n_at_once(recipe.batch.micro, fastest) / fastest
+    unbroken_s = micro_batch_size(recipe.batch.micro, fastest) / fastest
     batch = recipe.batch.target if not recipe.steps_inside else recipe.diloco.batch * n_computing
     swarm = RunConditions(
-        tuple(members), tuple(samples_per_s), n_elements, batch, recipe.diloco.batch, ROUND_TRIP_S, unbroken_s
+        members=tuple(members),
+        samples_per_s=tuple(samples_per_s),
+        n_elements=n_elements,
+        batch=batch,
+        inner_batch=recipe.diloco.batch,
+        round_trip_s=ROUND_TRIP_S,
+        micro_batch_s=unbroken_s,
     )
-    n_steps, found = INNER_STEPS, ways(recipe.precision, recipe.parts)
+    codecs = codec_traffic(recipe.precision, recipe.parts)
+    n_steps = INNER_STEPS
     if recipe.steps_inside:
         n_steps = max(1, recipe.batch.target * recipe.fragments // batch)
-    way = next(w for w in found if w.codec == recipe.parts.codec)
-    own = Setting(recipe.synchronisation, way, n_steps if recipe.steps_inside else 0, recipe.fragments, recipe.topology)
+    codec = next(w for w in codecs if w.codec == recipe.parts.codec)
+    own_setting = Setting(
+        recipe.synchronisation,
+        codec,
+        n_steps if recipe.steps_inside else 0,
+        fragments=recipe.fragments,
+        topology=recipe.topology,
+    )
     fragments = recipe.fragments if recipe.fragments > 1 else FRAGMENTS
-    others = [replace(own, topology=kind) for kind in TOPOLOGIES if kind != own.topology]
-    return predict(swarm, own), [predict(swarm, s) for s in [*settings(found, n_steps, fragments), *others]]
+    other_layouts = [replace(own_setting, topology=kind) for kind in TOPOLOGIES if kind != own_setting.topology]
+    candidates = [*list_settings(codecs, n_steps, fragments), *other_layouts]
+    return predict_update(swarm, own_setting), [predict_update(swarm, setting) for setting in candidates]

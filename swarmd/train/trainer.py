@@ -56,7 +56,7 @@ class Trainer:
 
     def __init__(
         self,
-        world: TrainerServices,
+        services: TrainerServices,
         run: Run,
         role: str,
         source: GradientSource | None,
@@ -65,32 +65,57 @@ class Trainer:
     ) -> None:
         self.run_spec = run
         self.role = role
-        self.me = world.rpc.network.peer_id
+        self.me = services.rpc.network.peer_id
         self.why = "starting"
         self.trouble = ""
         self.state: RunState | None = None
-        self.members = Members(run.id, self.me, world.view, world.rpc.network.learn, world.rpc.standing)
+        self.members = Members(
+            run.id,
+            self.me,
+            services.view,
+            services.rpc.network.learn,
+            services.rpc.standing,
+        )
         self._news = Wakeups()
-        self.chronicle = Chronicle(world, run, self.members, folder, self._news, self.record)
+        self.chronicle = Chronicle(
+            services,
+            run,
+            self.members,
+            folder,
+            self._news,
+            self.record,
+        )
         self.ledger = self.chronicle.ledger
-        self.computing = Computing(world, self.ledger, self._news)
+        self.computing = Computing(services, self.ledger, self._news)
         self.work = self.computing.work
         self.pace = RunPace()
         self._averages = Averages()
-        own = (self._averages, self._news, lambda: (self.state, self.work.offered))
-        self.joining = Joining(world, self.chronicle, self.members, *own)
+        self.joining = Joining(
+            services,
+            self.chronicle,
+            self.members,
+            self._averages,
+            self._news,
+            mine=lambda: (self.state, self.work.offered),
+        )
         self.catching_up: CatchingUp | None = None
-        stood_for = self.joining.signer
-        shared = (world, self.ledger, self.members, self._news)
-        self.audits = GradientAudits(*shared, lambda: stood_for.backed, self._why_nothing)
-        self._world = world
+        signer = self.joining.signer
+        self.audits = GradientAudits(
+            services,
+            self.ledger,
+            self.members,
+            self._news,
+            backed=lambda: signer.backed,
+            why_idle=self._why_nothing,
+        )
+        self._services = services
         self._source = source
         self._folder = folder
         self._make_get = make_get
         self._givers = StateDonors()
         self._paused: dict[str, str] = {}  # by whom: why
         self._announced_head = b""
-        self.memories = Memories(world, run.recipe, folder)
+        self.memories = Memories(services, run.recipe, folder)
         self._tasks = Tasks()
 
     # --- life --------------------------------------------------------------------------------------------------
@@ -109,37 +134,50 @@ class Trainer:
             await nursery.start(self.joining.run)
             task_status.started()
             if self._source is not None:
-                state = await self._load(self._source)
-                recalled = await self.memories.recall(state)
-                nursery.start_soon(self.computing.run, self._source, state, *recalled, self.audits)
+                state = await self._load_model(self._source)
+                feedback, memory = await self.memories.recall(state)
+                nursery.start_soon(
+                    self.computing.run,
+                    self._source,
+                    state,
+                    feedback,
+                    memory,
+                    self.audits,
+                )
                 get = partial(self._make_get, state.layout)
-                nursery.start_soon(self.audits.run, self._source, state, get, lambda: self.computing.samples_per_s)
+                nursery.start_soon(
+                    self.audits.run,
+                    self._source,
+                    state,
+                    get,
+                    lambda: self.computing.samples_per_s,
+                )
             nursery.start_soon(self._keep_house)
-            self._world.announce()
+            self._services.announce()
             while True:
-                mark = self._news.mark()
-                await self._step()
-                if not mark.is_set():
+                news = self._news.mark()
+                await self._take_step()
+                if not news.is_set():
                     await self._news.wait(LOOK_INTERVAL_S)
 
-    async def _load(self, source: GradientSource) -> RunState:
+    async def _load_model(self, source: GradientSource) -> RunState:
         """Get the model, and the newest state that this disk has."""
         self.why = "loading the model"
         layout, parameters = await source.open()
         state = RunState(self.run_spec, layout, parameters, KEPT_AVERAGES * layout.n_bytes)
-        await self._world.off_loop(state.measure)
+        await self._services.off_loop(state.measure)
         await self._resume_from_disk(state)
         get = self._make_get(layout, "incoming")
         self.catching_up = CatchingUp(
-            self._world,
+            self._services,
             self.chronicle,
             self.members,
             self._averages,
-            self.joining.end_round,
-            self._tasks,
-            state,
-            get,
-            self._settle,
+            end_round=self.joining.end_round,
+            tasks=self._tasks,
+            state=state,
+            get=get,
+            settle=self._settle_work,
         )
         self.state = state
         return state
@@ -151,58 +189,80 @@ class Trainer:
             if saved.epoch > self.ledger.epoch or self.ledger.digest_at(saved.epoch) != saved.head:
                 logger.warning("%s is of no commit that is known here", saved.path)
                 continue
-            layout, names = state.layout, tuple(state.vectors)
+            layout = state.layout
+            names = tuple(state.vectors)
             try:
-                vectors = await self._world.off_loop(read_vectors, saved.path, layout.dtype, layout.n_elements, names)
+                vectors = await self._services.off_loop(
+                    read_vectors, saved.path, layout.dtype, layout.n_elements, names
+                )
             except ConfigError as error:
                 logger.warning("leaving out a checkpoint: %s", error)
                 continue
             state.replace(vectors)
-            await self._world.off_loop(state.move_to, saved.epoch, saved.head, saved.steps)
+            await self._services.off_loop(state.move_to, saved.epoch, saved.head, saved.steps)
             if state.root == saved.root:
                 logger.info("going on from the checkpoint of update %d", saved.epoch)
                 return
             logger.warning("%s is damaged: trying the one before", saved.path)
             state.replace(first)
-            await self._world.off_loop(state.move_to, 0, self.run_spec.genesis, 0)
+            await self._services.off_loop(state.move_to, 0, self.run_spec.genesis, 0)
 
-    async def _step(self) -> None:
+    # What a peer that computes does, looked at again with every piece of news:
+    #
+    #     the state is behind the ledger -----------> catch up           (train.store.catching_up)
+    #     paused, stopped, finished ----------------> compute nothing, follow the ledger
+    #     others name commits that are not here ----> ask them           (plan.runs.progress)
+    #     enough samples in the swarm, by forecast -> offer, join a round (train.rounds.joining)
+    #     else -------------------------------------> compute on
+    #
+    # No peer is told what to do. All decide by the same rule from records that they have seen: where those differ a
+    # round begins a little early or late for some, and is put right by the leader.
+
+    async def _take_step(self) -> None:
         """Look, decide, act, once."""
         if self.state is None or self.catching_up is None:
-            await self._help()
+            await self._help_others()
         elif self.catching_up.is_due:
             await self.computing.hold()
             await self.catching_up.advance()
             self.why = self.catching_up.why
             self._on_state(self.state)
             self._news.notify()  # look again at once
-        elif idle := self.why_idle():
-            self.why = idle
+        elif self.why_idle():
+            self.why = self.why_idle()
             self.joining.close_leader()
             await self.computing.hold()
             await self._follow_others()
         else:
-            decision = self._decide(self.state)
+            decision = self._decide_action(self.state)
             self.why = decision.reason
             if decision.action is Action.CATCH_UP:
                 await self._follow_others()
             elif decision.action is Action.JOIN_ROUND:
                 speeds = [p.samples_per_s for p in self.members.progress(trio.current_time())]
-                mine, has_samples = self.computing.samples_per_s, self.work.n > 0
-                await self.computing.offer(progress.hold_s(mine, speeds, has_samples))
+                hold_s = progress.hold_s(self.computing.samples_per_s, speeds, has_samples=self.work.n > 0)
+                await self.computing.offer(hold_s)
                 await self.joining.take_part(self.state.head, self.why_idle)
             else:
                 self.computing.go_on()
 
     def progress(self, epoch: int, head: bytes) -> MemberProgress:
-        """How far this peer is itself."""
-        rate, left = self.computing.samples_per_s, self.computing.audit_left
-        return MemberProgress(self.me, epoch, head, self.work.n, rate, audit_left=left)
+        """Return how far this peer is itself."""
+        return MemberProgress(
+            self.me,
+            epoch,
+            head,
+            n_samples=self.work.n,
+            samples_per_s=self.computing.samples_per_s,
+            audit_left=self.computing.audit_left,
+        )
 
-    def _decide(self, state: RunState) -> Decision[Action]:
-        """What ``plan.runs.progress`` says, if nothing that only this peer knows speaks against it."""
-        others = self.members.progress(trio.current_time())
-        decision = progress.decide(self.progress(state.epoch, state.head), others, self.run_spec.recipe.batch.target)
+    def _decide_action(self, state: RunState) -> Decision[Action]:
+        """Decide by ``plan.runs.progress``, if nothing that only this peer knows speaks against it."""
+        other_members = self.members.progress(trio.current_time())
+        decision = progress.decide_action(
+            self.progress(state.epoch, state.head), other_members, self.run_spec.recipe.batch.target
+        )
         if decision.action is not Action.CATCH_UP and self.joining.is_called:
             return Decision(Action.JOIN_ROUND, "others have begun the round")
         if decision.action is Action.JOIN_ROUND and trio.current_time() < self.joining.retry_at:
@@ -211,57 +271,63 @@ class Trainer:
 
     def why_idle(self) -> str:
         """Why nothing is computed now; "" when something is."""
-        return self._why_nothing() or self.ledger.finished()
+        return self._why_nothing() or self.ledger.why_finished()
 
     def _why_nothing(self) -> str:
         """Why its owner, or that of this machine, wants nothing computed."""
         if self.chronicle.order.state == "stopped":
             return "the run's owner has stopped it"
-        return next(filter(None, self._paused.values()), "") or self.computing.broken
+        paused = next((reason for reason in self._paused.values() if reason), "")
+        return paused or self.computing.broken
 
     async def _follow_others(self) -> None:
         """Learn the commits that others say they have."""
         records = self.members.look(trio.current_time())
-        ahead = [p for p, r in records.items() if r.epoch >= self.ledger.epoch and r.head != self.ledger.head]
-        if ahead and not await self.chronicle.sync(ahead):
+        head = self.ledger.head
+        newest = [p for p, r in records.items() if r.epoch >= self.ledger.epoch]
+        peers_ahead = [p for p in newest if records[p].head != head]
+        if peers_ahead and not await self.chronicle.sync_commits(peers_ahead):
             await self._news.wait(LOOK_INTERVAL_S)
 
-    async def _help(self) -> None:
-        """What a peer without a model does: keep the ledger, and reduce for others when a round is near."""
+    async def _help_others(self) -> None:
+        """Keep the ledger without a model, and reduce for others when a round is near."""
         await self._follow_others()
-        now, head = trio.current_time(), self.ledger.head
+        now = trio.current_time()
+        head = self.ledger.head
         if head != self._announced_head:
             self._announced_head = head
-            self._world.announce()
+            self._services.announce()
         self.why = "keeps the ledger and signs" if self.role == "anchor" else "waits for a round to reduce in"
         if self.role != "reduce" or now < self.joining.retry_at:
             return
-        total = progress.forecast(self.members.progress(now), head, self.run_spec.recipe.batch.target)
-        leaders = progress.leader_order(head, self.members.leaders(head, now))
-        is_led = bool(self.members.leading(head, now))  # who leads knows its samples; here they are a forecast
+        members = self.members.progress(now)
+        total = progress.forecast_round(members, head, self.run_spec.recipe.batch.target)
+        leaders = progress.leader_order(head, self.members.possible_leaders(head, now))
+        is_led = bool(self.members.current_leaders(head, now))  # who leads knows its samples; here they are a forecast
         if (total.left_s == 0.0 or is_led) and leaders:
             await self.joining.follow(leaders[0], head)
             self.joining.leave()
 
     # --- the state --------------------------------------------------------------------------------------------------
 
-    def _settle(self, commit: Commit | None) -> None:
+    def _settle_work(self, commit: Commit | None) -> None:
         self.joining.retry_at = 0.0  # that was of the round before
         self.computing.settle(commit)
         if commit is not None and commit.contributors:
-            self.audits.consider(commit)
+            self.audits.consider_commit(commit)
         else:
-            self.audits.forget()
+            self.audits.forget_watched()
         self._tasks.start_soon(self.memories.keep, self.computing.inner)
 
     def _on_state(self, state: RunState) -> None:
-        """The state may be that of another update now: say so, and keep it now and then."""
+        """Say that the state may be that of another update now, and keep it now and then."""
         if state.epoch != self.ledger.epoch:
             return
         self.pace.note(trio.current_time(), self.ledger.n_samples)
-        self._world.announce()
+        self._services.announce()
         every = self.run_spec.recipe.checkpoints.every
-        if self._folder is not None and (state.epoch % every == 0 or self.ledger.finished()):
+        is_due = state.epoch % every == 0 or self.ledger.why_finished()
+        if self._folder is not None and is_due:
             self._tasks.start_soon(self._save_quietly)
 
     async def _save_quietly(self) -> None:
@@ -277,8 +343,9 @@ class Trainer:
             raise ConfigError("this peer holds no state of the run")
         while self.state.is_changing:
             await self._news.wait(LOOK_INTERVAL_S)
-        snapshot, n_kept = self.state.freeze(), self.run_spec.recipe.checkpoints.keep
-        return str(await self._world.off_loop(self._folder.save, snapshot, n_kept))
+        snapshot = self.state.freeze()
+        n_kept = self.run_spec.recipe.checkpoints.keep
+        return str(await self._services.off_loop(self._folder.save, snapshot, n_kept))
 
     async def _keep_house(self) -> None:
         """Let go of what nobody fetches any more, and hear what the run's owner says."""
@@ -287,14 +354,14 @@ class Trainer:
             if self.state is not None:
                 self._givers.expire(self.state, trio.current_time())
             if await self.chronicle.look_for_orders():
-                self._world.announce()
+                self._services.announce()
 
-    def pause(self, reason: str, by: str = OWNER) -> None:
-        """The owner of this machine, or a rule of theirs, wants it back; "": gives it again."""
-        self._paused[by] = reason
+    def pause(self, reason: str, pauser: str = OWNER) -> None:
+        """Stop computing: the owner of this machine, or a rule of theirs, wants it back; "" gives it again."""
+        self._paused[pauser] = reason
         if reason:
             self.computing.stop()
-        elif by == OWNER:
+        elif pauser == OWNER:
             self.computing.try_again()
         self._news.notify()
 
@@ -311,7 +378,8 @@ class Trainer:
         elif isinstance(message, rounds.Contradict):
             self.audits.take_untrusted(peer, message, bytes(frame.payload))
         elif isinstance(message, rounds.JoinRound):
-            if idle := self.why_idle():
+            idle = self.why_idle()
+            if idle:
                 raise Refused(Code.NO_CAPACITY, idle, 5.0)
             self.joining.take_join(peer, message)
             await channel.send(rounds.Joined(re=message.id))
@@ -321,9 +389,9 @@ class Trainer:
         elif isinstance(message, rounds.Commits):
             await self._take_news(peer, frame)
         else:
-            await self._give(channel, message)
+            await self._answer_query(channel, message)
 
-    async def _give(self, channel: Channel, message: AnyMessage) -> None:
+    async def _answer_query(self, channel: Channel, message: AnyMessage) -> None:
         """Tell what the run is, what its ledger says, or keep the state for somebody to fetch."""
         if isinstance(message, rounds.WantRun):
             payload = msgspec.msgpack.encode((self.run_spec.raw, self.chronicle.order_raw))
@@ -335,23 +403,29 @@ class Trainer:
             if self.state is None:
                 raise Refused(Code.NOT_HELD, "this peer has no state", 10.0)
             offer = self._givers.freeze(self.state, trio.current_time())
-            await channel.send(rounds.StateIs(re=message.id, epoch=offer.epoch, state=offer.state))
+            await channel.send(
+                rounds.StateIs(
+                    re=message.id,
+                    epoch=offer.epoch,
+                    state=offer.state,
+                )
+            )
 
     async def _take_news(self, peer: PeerId, frame: Frame) -> None:
-        """Somebody says what was committed."""
+        """Take what somebody says was committed."""
         try:
-            if not await self.chronicle.take(decode(frame.payload, list[bytes], "a list of commits")):
-                self._tasks.start_soon(self.chronicle.sync, [peer])
+            if not await self.chronicle.take_commits(decode(frame.payload, list[bytes], "a list of commits")):
+                self._tasks.start_soon(self.chronicle.sync_commits, [peer])
         except IntegrityError as error:
             raise RemoteProtocolError(f"commits that do not count: {error}") from None
 
-    def find(self, wanted: bytes) -> Snapshot | Average | None:
-        """What of this run's state a hash names here."""
-        found = self.state.find(wanted) if self.state is not None else None
-        return found or self.audits.accusations.find(wanted)
+    def find(self, digest: bytes) -> Snapshot | Average | None:
+        """Find what of this run's state a hash names here."""
+        state = self.state.find(digest) if self.state is not None else None
+        return state or self.audits.accusations.find(digest)
 
     def gone(self, peer: PeerId) -> None:
-        """A channel to a peer has ended."""
+        """Note that a channel to a peer has ended."""
         self.joining.gone(peer)
 
     # --- what it says of itself --------------------------------------------------------------------------------
@@ -359,21 +433,25 @@ class Trainer:
     @property
     def doing(self) -> str:
         """What this peer does now, and why."""
-        behind = self.catching_up
-        first = self.joining.doing or (behind.why if behind is not None and behind.is_due else "")
-        left = self.computing.audit_left
-        audits = f"computes again what others gave, {count(left, 'sample')} yet; " if left else ""
-        return first or f"{audits}{self.why}"
+        catching_up = self.catching_up
+        why_behind = catching_up.why if catching_up is not None and catching_up.is_due else ""
+        under_way = self.joining.doing or why_behind
+        if under_way:
+            return under_way
+        n_left = self.computing.audit_left
+        audits = f"computes again what others gave, {count(n_left, 'sample')} yet; " if n_left else ""
+        return f"{audits}{self.why}"
 
     def links(self) -> tuple[float | None, float | None]:
-        """This peer's measured bytes/s, up and down."""
-        return self._world.links()
+        """Return this peer's measured bytes/s, up and down."""
+        return self._services.links()
 
     def can_be_dialled(self) -> bool:
-        return self._world.can_be_dialled()
+        """Can others open connections to this peer?"""
+        return self._services.can_be_dialled()
 
     def record(self) -> dict[str, Any]:
-        """This peer's RunRecord, without what all records share."""
+        """Make this peer's RunRecord, without what all records share."""
         state = self.state.version if self.state else None
         return {
             "kind": "run",
@@ -389,6 +467,6 @@ class Trainer:
             "n_samples": self.work.n,
             "samples_per_s": 0.0 if self.why_idle() else self.computing.samples_per_s,
             "audit_left": self.computing.audit_left,
-            "can_be_dialled": self._world.can_be_dialled(),
+            "can_be_dialled": self._services.can_be_dialled(),
             "order": self.chronicle.order_raw,
         }

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from swarmd.errors import ConfigError
 from swarmd.protocol.models import manifest
 from swarmd.protocol.runs.recipe import Recipe
-from swarmd.train.store.data import highest_token, pack, require_known
+from swarmd.train.store.data import highest_token, pack_texts, require_known_token
 from tests.real.training import tiny_model
 
 RECIPE = Recipe("run", "0" * 64, "1" * 64)
@@ -55,12 +55,12 @@ def test_rows_whose_tokens_all_count_are_taken(tmp_path: Path) -> None:
 def test_a_token_that_the_model_does_not_know_is_refused_with_the_limit(tmp_path: Path) -> None:
     texts = [[3, 4, 700, 5, 6, 7, 8]]
     with pytest.raises(ConfigError, match="the token 700, and the model knows those from 0 to 511"):
-        pack(texts, 3, 512, tmp_path / "data", 0)
-    assert pack(texts, 3, 1024, tmp_path / "data", 0) == 2
+        pack_texts(texts, 3, 512, tmp_path / "data", 0)
+    assert pack_texts(texts, 3, 1024, tmp_path / "data", 0) == 2
     highest = highest_token(tmp_path / "data", manifest.read_folder(tmp_path / "data"))
     assert highest == 700
     with pytest.raises(ConfigError, match="700"):
-        require_known(highest, 512)
+        require_known_token(highest, 512)
 
 
 def test_a_model_of_the_catalog_keeps_its_hash_however_its_files_lie_here(

@@ -14,13 +14,21 @@ from hypothesis import strategies as st
 from swarmd.errors import IntegrityError
 from swarmd.plan.runs import partition
 from swarmd.plan.runs.arrivals import Arrivals
-from swarmd.plan.runs.ballot import Acceptor, bound_to
-from swarmd.plan.runs.contributions import WeighedContributions, outliers
+from swarmd.plan.runs.ballot import Acceptor, find_bound_commit
+from swarmd.plan.runs.contributions import WeighedContributions, find_outliers
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.runs.partition import PartitionMember, Sizes
-from swarmd.plan.runs.progress import LONGEST_HOLD_S, Action, MemberProgress, decide, forecast, hold_s, leader_order
-from swarmd.plan.runs.recovery import DonorOffer, choose_way, restorable
-from swarmd.plan.runs.samples import permuted, row_of, shard_of
+from swarmd.plan.runs.progress import (
+    LONGEST_HOLD_S,
+    Action,
+    MemberProgress,
+    decide_action,
+    forecast_round,
+    hold_s,
+    leader_order,
+)
+from swarmd.plan.runs.recovery import DonorOffer, choose_path, restorable_epoch
+from swarmd.plan.runs.samples import permute_index, row_of, shard_of
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs import commit as commits
 from swarmd.protocol.runs.commit import Commit, CountedContribution
@@ -73,7 +81,7 @@ def test_at_most_one_commit_is_chosen(seed: int) -> None:
                 acceptors[i] = promised
         if len(promises) < 2:
             continue
-        body = bound_to(promises) or f"body of {proposer}/{turn}".encode()
+        body = find_bound_commit(promises) or f"body of {proposer}/{turn}".encode()
         for i, acceptor in enumerate(acceptors):
             accepted = acceptor.accept(ballot, body).action if rng.random() < 0.6 else None
             if accepted is not None:
@@ -132,7 +140,7 @@ def test_commits_from_anywhere_raise_one_error_only(raw: bytes) -> None:
 
 @given(st.integers(1, 300), st.text(max_size=5))
 def test_permutation_is_one(n: int, key: str) -> None:
-    assert sorted(permuted(key, i, n) for i in range(n)) == list(range(n))
+    assert sorted(permute_index(key, i, n) for i in range(n)) == list(range(n))
 
 
 def test_peer_sees_every_row_once_before_any_again_and_one_shard_at_a_time() -> None:
@@ -150,14 +158,14 @@ def test_peer_sees_every_row_once_before_any_again_and_one_shard_at_a_time() -> 
 def test_decisions_explain_themselves() -> None:
     me = MemberProgress(A, 3, b"h", 4, 2.0)
     same = MemberProgress(B, 3, b"h", 3, 1.0, age_s=1.0)
-    assert decide(me, [same], 100).action is Action.CONTINUE
-    assert decide(me, [same], 8).action is Action.JOIN_ROUND
-    ahead = decide(me, [MemberProgress(B, 5, b"x", 0, 1.0)], 8)
+    assert decide_action(me, [same], 100).action is Action.CONTINUE
+    assert decide_action(me, [same], 8).action is Action.JOIN_ROUND
+    ahead = decide_action(me, [MemberProgress(B, 5, b"x", 0, 1.0)], 8)
     assert ahead.action is Action.CATCH_UP
     assert "newest at 5" in ahead.reason
-    assert decide(me, [MemberProgress(B, 3, b"other", 0, 1.0)], 100).action is Action.CATCH_UP
-    assert forecast([me, same], b"h", 14).left_s == pytest.approx(2.0)
-    assert forecast([], b"h", 14).left_s is None
+    assert decide_action(me, [MemberProgress(B, 3, b"other", 0, 1.0)], 100).action is Action.CATCH_UP
+    assert forecast_round([me, same], b"h", 14).left_s == pytest.approx(2.0)
+    assert forecast_round([], b"h", 14).left_s is None
 
 
 def test_leaders_follow_one_rule_and_a_leaver_moves_nobody_else() -> None:
@@ -187,29 +195,29 @@ def test_clients_reduce_nothing_and_slow_links_little() -> None:
         PartitionMember(PeerId(str(i)), up_bytes_per_s=r, down_bytes_per_s=r)
         for i, r in enumerate((1e6, 5e6, 1e7, 1e7))
     ]
-    plan = partition.divide(members, Sizes(40_000_000)).action
+    plan = partition.divide_vector(members, Sizes(40_000_000)).action
     assert plan.shares[0] <= 0.01
     assert plan.shares[1] < plan.shares[2]
     assert sum(plan.shares) == pytest.approx(1)
-    assert plan.expected_s < partition.equal_parts(members, Sizes(40_000_000)).expected_s / 1.4
+    assert plan.expected_s < partition.plan_equal_parts(members, Sizes(40_000_000)).expected_s / 1.4
     client = [PartitionMember(A, can_reduce=False), PartitionMember(B)]
-    assert partition.divide(client, Sizes(1_000)).action.shares == (0.0, 1.0)
+    assert partition.divide_vector(client, Sizes(1_000)).action.shares == (0.0, 1.0)
     with pytest.raises(ValueError, match="can reduce"):
-        partition.divide([PartitionMember(A, can_reduce=False)], Sizes(1_000))
+        partition.divide_vector([PartitionMember(A, can_reduce=False)], Sizes(1_000))
 
 
 def test_equal_links_mean_equal_parts() -> None:
     members = [PartitionMember(PeerId(str(i)), up_bytes_per_s=1e6, down_bytes_per_s=1e6) for i in range(5)]
-    assert partition.divide(members, Sizes(1_000_000)).action.shares == pytest.approx((0.2,) * 5)
+    assert partition.divide_vector(members, Sizes(1_000_000)).action.shares == pytest.approx((0.2,) * 5)
 
 
 @given(st.lists(st.floats(1e5, 1e9), min_size=1, max_size=8), st.integers(1, 5_000))
 def test_no_plan_is_worse_than_equal_parts_and_ranges_cover_all(rates: list[float], n: int) -> None:
     members = [PartitionMember(PeerId(str(i)), up_bytes_per_s=r, down_bytes_per_s=2 * r) for i, r in enumerate(rates)]
-    plan = partition.divide(members, Sizes(4 * n)).action
+    plan = partition.divide_vector(members, Sizes(4 * n)).action
     # shares below one per cent are given to the others, which may cost a little
-    assert plan.expected_s <= partition.equal_parts(members, Sizes(4 * n)).expected_s * 1.1 + 1e-9
-    ranges = partition.cut(plan.shares, n)
+    assert plan.expected_s <= partition.plan_equal_parts(members, Sizes(4 * n)).expected_s * 1.1 + 1e-9
+    ranges = partition.cut_ranges(plan.shares, n)
     assert len(ranges) == len(members)
     assert [x for a, z in ranges for x in range(a, z)] == list(range(n))
 
@@ -224,22 +232,22 @@ def test_outliers_are_named_with_their_reason() -> None:
         C: WeighedContributions(10, 30.0),
         D: WeighedContributions(10, math.nan),
     }
-    found = outliers(members, [])
+    found = find_outliers(members, [])
     assert set(found) == {C, D}
     assert "limit" in found[C]
-    assert outliers({A: WeighedContributions(10, 1.0), B: WeighedContributions(10, 30.0)}, []) == {}, (
+    assert find_outliers({A: WeighedContributions(10, 1.0), B: WeighedContributions(10, 30.0)}, []) == {}, (
         "two cannot tell who is right"
     )
     assert set(
-        outliers(
+        find_outliers(
             {A: WeighedContributions(10, 1.0), B: WeighedContributions(10, 30.0)}, [WeighedContributions(10, 1.0)] * 8
         )
     ) == {B}
-    assert outliers({A: WeighedContributions(10, 30.0)}, [WeighedContributions(10, 1.0)] * 8) == {}, (
+    assert find_outliers({A: WeighedContributions(10, 30.0)}, [WeighedContributions(10, 1.0)] * 8) == {}, (
         "somebody must be left"
     )
     few = {A: WeighedContributions(100, 1.0), B: WeighedContributions(100, 1.0), C: WeighedContributions(1, 30.0)}
-    assert outliers(few, []) == {}, "the mean of one sample is noisier"
+    assert find_outliers(few, []) == {}, "the mean of one sample is noisier"
 
 
 # --- recovery ----------------------------------------------------------------------------------------------------
@@ -247,15 +255,15 @@ def test_outliers_are_named_with_their_reason() -> None:
 
 def test_the_cheaper_way_and_the_majority_win() -> None:
     offers = {A: DonorOffer(9, b"x", 3), B: DonorOffer(9, b"x", 1), C: DonorOffer(9, b"liar", 9)}
-    near = choose_way(7, 9, offers, 10, 30).action
+    near = choose_path(7, 9, offers, 10, 30).action
     assert near is not None
     assert (near.state, near.donors) == (b"", (A, C))
-    far = choose_way(1, 9, offers, 10, 30).action
+    far = choose_path(1, 9, offers, 10, 30).action
     assert far is not None
     assert (far.epoch, far.state, far.donors) == (9, b"x", (A, B))
-    assert choose_way(9, 9, {}, 10, 30).action is None
-    assert restorable(9, [3, 7]) == 7
-    assert restorable(9, [9, 7]) is None
+    assert choose_path(9, 9, {}, 10, 30).action is None
+    assert restorable_epoch(9, [3, 7]) == 7
+    assert restorable_epoch(9, [9, 7]) is None
 
 
 def test_learning_rates() -> None:
@@ -273,13 +281,13 @@ def test_learning_rates() -> None:
 
 def test_who_audits_first_is_forecast_to_gather_later() -> None:
     audits, computes = MemberProgress(A, 3, b"h", 2, 4.0, audit_left=40), MemberProgress(B, 3, b"h", 10, 2.0)
-    total = forecast([audits, computes], b"h", 32)
+    total = forecast_round([audits, computes], b"h", 32)
     assert total.n_samples == 12
     assert total.left_s == 10.0  # 20 samples by one at 2/s, when the other has audited
-    assert forecast([audits, computes], b"h", 38).left_s == 11.0  # and 6 by both
-    assert forecast([audits], b"h", 32).left_s == 17.5
+    assert forecast_round([audits, computes], b"h", 38).left_s == 11.0  # and 6 by both
+    assert forecast_round([audits], b"h", 32).left_s == 17.5
     later = MemberProgress(A, 3, b"h", 2, 4.0, age_s=11.0, audit_left=40)
-    assert forecast([later], b"h", 32).n_samples == 6
+    assert forecast_round([later], b"h", 32).n_samples == 6
 
 
 def test_a_round_waits_for_a_micro_batch_by_what_its_member_is_worth() -> None:

@@ -26,8 +26,8 @@ from swarmd.protocol.runs.recipe import (
 )
 from swarmd.protocol.wire import rounds
 from swarmd.protocol.wire.rounds import Group, GroupMember, GroupPart, JoinRound, Prepare, Pulse
-from swarmd.train.rounds.groups import check_group, without
-from swarmd.train.store.data import pack, read_shard, rows_of_shards
+from swarmd.train.rounds.groups import check_group, shrink_group
+from swarmd.train.store.data import pack_texts, read_shard, rows_of_shards
 from swarmd.values import PeerId
 from swarmd.weights.folder import ModelFolder
 from tests.train.world import TrainingWorld, check_ledger
@@ -153,7 +153,7 @@ def test_a_group_that_loses_many_stays_one_that_others_take() -> None:
     )
     for i in range(40):
         lost = PeerId(f"m{i}")
-        changed = without(now, {lost}, {f"m{k}" for k in range(i + 1)}, PeerId("m63"), 16)
+        changed = shrink_group(now, {lost}, {f"m{k}" for k in range(i + 1)}, PeerId("m63"), 16)
         assert changed is not None
         check_group(changed, now, 65_536, RECIPE)
         assert len(changed.parts) <= rounds.MAX_PARTS
@@ -163,7 +163,7 @@ def test_a_group_that_loses_many_stays_one_that_others_take() -> None:
 
 def test_data_is_packed_checked_and_damage_found(tmp_path: Path) -> None:
     texts = [list(range(1, 40)), list(range(40, 99))]
-    assert pack(texts, 8, 100, tmp_path, seed=1) == 12
+    assert pack_texts(texts, 8, 100, tmp_path, seed=1) == 12
     read = manifest.read_folder(tmp_path)
     assert rows_of_shards(read, 8) == (12,)
     rows = read_shard(ModelFolder(tmp_path, read), 0)
@@ -172,9 +172,9 @@ def test_data_is_packed_checked_and_damage_found(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="rows of 17"):
         rows_of_shards(read, 16)
     with pytest.raises(ConfigError, match="those from 0 to 49"):
-        pack(texts, 8, 50, tmp_path / "b", seed=1)
+        pack_texts(texts, 8, 50, tmp_path / "b", seed=1)
     with pytest.raises(ConfigError, match="a row takes"):
-        pack([[1, 2]], 8, 50, tmp_path / "b", seed=1)
+        pack_texts([[1, 2]], 8, 50, tmp_path / "b", seed=1)
     path = tmp_path / "model.safetensors"
     folder = ModelFolder(tmp_path, read)
     raw = bytearray(path.read_bytes())

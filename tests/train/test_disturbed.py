@@ -107,7 +107,7 @@ async def test_reducer_that_blames_everybody_is_left_out_itself(virtual_time: Mo
     async with training(seed=5) as world:
         liar, honest = world.add("reduce"), world.trainers()  # as a leader its own word would do, for its round
         await world.until(6)
-        tell = liar.trainer.joining._tell
+        tell = liar.trainer.joining._tell_member
 
         async def blame(peer: PeerId, message: Message, payload: bytes = b"") -> None:
             if isinstance(message, Beat):
@@ -115,7 +115,7 @@ async def test_reducer_that_blames_everybody_is_left_out_itself(virtual_time: Mo
                 message = replace(message, received=received)
             await tell(peer, message, payload)
 
-        liar.trainer.joining._tell = blame  # type: ignore[method-assign]
+        liar.trainer.joining._tell_member = blame  # type: ignore[method-assign]
         await world.pace(8)
         assert all({m.peer for m in honest} <= peers for peers in world.contributors(7))
         assert {p for m in honest for p in m.trainer.members.shunned()} <= {liar.peer}, "one word is not enough"
@@ -135,7 +135,7 @@ async def test_claimed_bandwidth_sets_nobodys_deadline(virtual_time: MockClock) 
         async def take_and_be_silent(peer: PeerId, group: Group) -> None:
             await take_group(peer, group)
             if joining.round is not None:
-                joining.round._sending._contribute = send_nothing  # type: ignore[method-assign]
+                joining.round._sending._send_contribution = send_nothing  # type: ignore[method-assign]
 
         joining.take_group = take_and_be_silent  # type: ignore[method-assign]
         assert max(await world.pace(4)) < 60
@@ -175,7 +175,7 @@ async def test_join_before_the_agreed_time_is_refused(virtual_time: MockClock) -
         caller, called = world.trainers()
         called.trainer.joining.retry_at = trio.current_time() + 20
         with pytest.raises(Refused, match="fewer samples") as refused:
-            called.trainer.joining.take_join(caller.peer, caller.trainer.joining._joining(1))
+            called.trainer.joining.take_join(caller.peer, caller.trainer.joining._make_join(1))
         assert refused.value.retry_after_s == pytest.approx(20)
         assert called.trainer.joining.leader is None
         called.trainer.joining.retry_at = 0.0
@@ -220,7 +220,7 @@ async def test_after_a_round_that_failed_all_join_anew_at_once(
     async with training(seed=4) as world:
         await world.until(12)
         usual_s = np.mean(await world.pace())
-        average, failed = Leader._average, []
+        average, failed = Leader._average_versions, []
 
         async def fail_once(leader: Leader) -> bytes:
             if not failed:
@@ -228,7 +228,7 @@ async def test_after_a_round_that_failed_all_join_anew_at_once(
                 raise RoundFailed("once")
             return await average(leader)
 
-        monkeypatch.setattr(Leader, "_average", fail_once)
+        monkeypatch.setattr(Leader, "_average_versions", fail_once)
         begun = trio.current_time()
         await world.until(world.epoch + 1)
         assert trio.current_time() - begun < 2 * usual_s + 1.0
@@ -243,7 +243,7 @@ async def test_who_joined_what_its_leader_gave_up_without_a_word_joins_anew(
     async with training(seed=9, n=2) as world:
         await world.until(6)
         usual_s = np.mean(await world.pace())
-        gather, given_up = Leader._gather, []
+        gather, given_up = Leader._gather_members, []
 
         async def give_up_once(leader: Leader) -> None:
             await gather(leader)
@@ -254,8 +254,8 @@ async def test_who_joined_what_its_leader_gave_up_without_a_word_joins_anew(
         async def find_nothing(chronicle: Chronicle, peers: list[PeerId]) -> bool:
             return False
 
-        monkeypatch.setattr(Leader, "_gather", give_up_once)
-        monkeypatch.setattr(Chronicle, "sync", find_nothing)
+        monkeypatch.setattr(Leader, "_gather_members", give_up_once)
+        monkeypatch.setattr(Chronicle, "sync_commits", find_nothing)
         begun = trio.current_time()
         await world.until(world.epoch + 1)
         assert given_up == [{m.peer for m in world.trainers()}]

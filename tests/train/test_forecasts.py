@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from swarmd.train.report import plan, report
+from swarmd.train.report import plan_round, report_run
 from tests.train.world import TrainingWorld, training
 
 TARGET = 64
@@ -25,7 +25,7 @@ async def test_what_is_said_to_be_gathered_is_gathered_while_members_audit(virtu
             await trio.sleep(0.1)
             trainers = [m.trainer for m in world.trainers()]
             if len({t.ledger.head for t in trainers}) == 1:
-                off += [report(t, "", None, "").gathered - gathered(world) for t in trainers]
+                off += [report_run(t, "", None, "").gathered - gathered(world) for t in trainers]
             audits += any("computes again what others gave, " in t.doing for t in trainers)
         assert audits > 20
         assert max(off) <= TARGET / 4, "news of each other is a moment old"
@@ -38,6 +38,6 @@ async def test_a_plan_reckons_with_what_is_computed_again(virtual_time: MockCloc
         began, before = trio.current_time(), world.ledger.n_samples
         await world.until(23)
         measured = (world.ledger.n_samples - before) / (trio.current_time() - began)
-        found = plan(world.trainers()[0].trainer, {})
+        found = plan_round(world.trainers()[0].trainer, {})
         own = next(row for row in found.settings if row.setting == found.setting)
         assert own.samples_per_s == pytest.approx(measured, rel=0.15)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarmd.errors import ConfigError
-from swarmd.train.runs import one_taken
+from swarmd.train.runs import choose_taken_run
 from swarmd.values import RunId
 
 CAESAR, CICERO = RunId("a" * 64), RunId("b" * 64)
@@ -14,13 +14,13 @@ CAESAR, CICERO = RunId("a" * 64), RunId("b" * 64)
 @pytest.mark.parametrize("name", ["caesar", "aaaaaa", ""])
 def test_a_run_that_was_left_is_joined_again_and_it_is_said_how(name: str) -> None:
     with pytest.raises(ConfigError, match="this machine has left 'caesar': swarmd train join caesar takes part again"):
-        one_taken(name, {}, {CAESAR: "caesar"})
+        choose_taken_run(name, {}, {CAESAR: "caesar"})
 
 
 def test_a_run_that_this_machine_takes_part_in_is_meant_though_another_was_left() -> None:
-    assert one_taken("", {CICERO: "cicero"}, {CAESAR: "caesar"}) == CICERO
-    assert one_taken("caesar", {CICERO: "caesar"}, {CAESAR: "caesar"}) == CICERO
+    assert choose_taken_run("", {CICERO: "cicero"}, {CAESAR: "caesar"}) == CICERO
+    assert choose_taken_run("caesar", {CICERO: "caesar"}, {CAESAR: "caesar"}) == CICERO
     with pytest.raises(ConfigError, match="has left 'caesar'"):
-        one_taken("caesar", {CICERO: "cicero"}, {CAESAR: "caesar"})
+        choose_taken_run("caesar", {CICERO: "cicero"}, {CAESAR: "caesar"})
     with pytest.raises(ConfigError, match="no run called 'brutus' here; there are: cicero"):
-        one_taken("brutus", {CICERO: "cicero"}, {CAESAR: "caesar"})
+        choose_taken_run("brutus", {CICERO: "cicero"}, {CAESAR: "caesar"})

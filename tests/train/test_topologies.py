@@ -10,7 +10,7 @@ from trio.testing import MockClock
 
 from swarmd.plan.runs.topology import edges_of
 from swarmd.protocol.runs.recipe import Parts
-from swarmd.train.rounds.parts import InputSource, ReducedPart, chunk_of
+from swarmd.train.rounds.parts import InputSource, ReducedPart, chunk_elements
 from swarmd.train.rounds.round import Round
 from swarmd.train.vectors.codecs import codec_of_parts
 from swarmd.train.vectors.state import Vector
@@ -40,13 +40,13 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.between: list[set[str]] = []
-        use = Round._use
+        use = Round._use_group
 
         def used(live: Round, group: Any) -> None:
             use(live, group)
             self.between.append({group.members[child].peer for child, _ in edges_of(group).subtotals})
 
-        monkeypatch.setattr(Round, "_use", used)
+        monkeypatch.setattr(Round, "_use_group", used)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -93,7 +93,7 @@ def test_a_group_may_change_while_a_thread_adds_up() -> None:
     codec = codec_of_parts(Parts(codec="topk"), "float32")
     values: Vector = np.random.default_rng(0).standard_normal(4_096).astype(np.float32)
     coded, peer = codec.code(values), PeerId("b")
-    part = ReducedPart(0, 4_096, chunk_of(codec), codec, np.empty(4_096, np.float32))
+    part = ReducedPart(0, 4_096, chunk_elements(codec), codec, np.empty(4_096, np.float32))
     payload = bytes(coded.payload(0, 4_096)) * 2
     part.take(peer, 0, 2 * coded.values, payload, is_subtotal=True)
     sources = (InputSource(peer, True, 2),)

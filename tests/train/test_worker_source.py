@@ -21,7 +21,7 @@ from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.worker import Compute, ComputedRows, Ending, LoadRun, MapRun, RunLoaded, RunMapped
 from swarmd.train.gradients.source import SourceBroken, SourceLost
 from swarmd.train.gradients.worker import WorkerSource
-from swarmd.train.store.data import pack
+from swarmd.train.store.data import pack_texts
 from swarmd.weights.folder import ModelFolder
 from tests.train.world import training
 
@@ -62,7 +62,7 @@ class Process:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Callable[[Callable[[Compute], Message | None]], WorkerSource]]:
-    pack([range(3, 60)], 4, 64, tmp_path / "data", 0)
+    pack_texts([range(3, 60)], 4, 64, tmp_path / "data", 0)
     data = ModelFolder(tmp_path / "data", manifest.read_folder(tmp_path / "data"))
     me = Identity(b"m" * 32)
     recipe = Recipe("run", "0" * 64, "1" * 64, batch=Batch(target=8, micro=2, tokens=4), anchors=(me.peer_id,))

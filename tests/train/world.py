@@ -39,7 +39,7 @@ from swarmd.train.store.disk import RunFolder
 from swarmd.train.store.recovery import Get
 from swarmd.train.store.services import TrainerServices
 from swarmd.train.trainer import Trainer
-from swarmd.train.vectors.state import Vector, VectorLayout, describe, digest_of
+from swarmd.train.vectors.state import Vector, VectorLayout, describe_vectors, digest_of
 from swarmd.values import PeerId
 from tests.train.replaying import counted_of, replay_diloco
 
@@ -120,7 +120,7 @@ class ToySource:
     def why_not_again(self) -> str:
         return ""
 
-    def again(self, parameters: Vector) -> RecheckRequest:
+    def prepare_recheck(self, parameters: Vector) -> RecheckRequest:
         return RecheckRequest(parameters.copy(), np.zeros_like(parameters))
 
     async def compute_again(self, again: RecheckRequest, peer: str, first: int, n: int) -> float:
@@ -387,7 +387,7 @@ def describe_again(manifest: Manifest, vectors: dict[str, Vector]) -> bytes:
     """The hash of what came: chunks are verified as they come, in life."""
     config = json.loads(manifest.config)
     settings = {k: v for k, v in config.items() if k not in ("model_type", "num_hidden_layers")}
-    return digest_of(describe(settings, vectors))
+    return digest_of(describe_vectors(settings, vectors))
 
 
 async def _inline(function: Callable[..., Any], *arguments: Any) -> Any:

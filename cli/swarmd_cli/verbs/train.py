@@ -340,7 +340,7 @@ def _provide_data(state: Home, recipe: Recipe, recipe_folder: Path, model: Path,
     from swarmd.errors import ConfigError
     from swarmd.names import is_model_hash
     from swarmd.protocol.models import manifest
-    from swarmd.train.store.data import highest_token, pack, require_known, rows_of_shards
+    from swarmd.train.store.data import highest_token, pack_texts, require_known_token, rows_of_shards
 
     # A file is tokenised by the model's own tokenizer, cut into rows, and shuffled by the recipe's seed. A hash means
     # rows that were packed before: they are only checked, for another model may know fewer tokens.
@@ -353,11 +353,11 @@ def _provide_data(state: Home, recipe: Recipe, recipe_folder: Path, model: Path,
         folder = Path(presence["folder"])
         data_manifest = manifest.read_folder(folder)
         n_rows = sum(rows_of_shards(data_manifest, tokens))
-        require_known(highest_token(folder, data_manifest), vocabulary)
+        require_known_token(highest_token(folder, data_manifest), vocabulary)
         return recipe.data, n_rows
     texts = _tokenise(source, model, vocabulary)
     folder = state.folder / "data" / f"{recipe.name}-{int(time.time())}"
-    n_rows = pack(texts, tokens, vocabulary, folder, recipe.seed)
+    n_rows = pack_texts(texts, tokens, vocabulary, folder, recipe.seed)
     return _adopt_folder(state, folder), n_rows
 
 

@@ -21,10 +21,12 @@ class Arrivals:
     _seen: deque[float] = field(default_factory=lambda: deque(maxlen=N_REMEMBERED))
 
     def add(self, seconds: float) -> None:
+        """Remember how long one of them took."""
         self._seen.append(seconds)
 
     def limit_s(self) -> float:
-        """How long to wait before calling one late; ``first_s`` while too little was seen."""
+        """Say how long to wait before calling one late; ``first_s`` while too little was seen."""
+        # Of fewer than four durations the deviation says nothing.
         if len(self._seen) < 4:
             return self.first_s
         middle = statistics.median(self._seen)

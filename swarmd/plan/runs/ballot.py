@@ -15,6 +15,18 @@ from swarmd.values import Decision
 
 NO_BALLOT: Ballot = (0, "")
 
+# Why Paxos, and not a vote of the members: members come and go, and a leader may die between any two messages. Two
+# leaders may then propose different commits with the same parent, and both must never count.
+#
+#     proposer                     anchors (2n + 1)
+#        | -- prepare(ballot) -------> |   promise to take nothing lower; tell what was accepted
+#        | <-- promise, accepted ----- |   from a majority
+#        | -- accept(ballot, body) --> |   the body of the highest ballot that was told, else the proposer's own
+#        | <-- signature ------------- |   from a majority: the commit counts
+#
+# Two majorities share an anchor. So a later proposer hears of every body that may have won, and proposes that one.
+# A lying proposer can waste a ballot, no more. A lying anchor could sign two bodies: the run's owner chooses anchors.
+
 
 @dataclass(frozen=True, slots=True)
 class Acceptor:
@@ -41,10 +53,11 @@ class Acceptor:
 
 
 def is_majority(n: int, n_anchors: int) -> bool:
+    """Are so many anchors more than half of all?"""
     return 2 * n > n_anchors
 
 
-def bound_to(promises: Iterable[tuple[Ballot, bytes]]) -> bytes:
-    """The commit that a proposer must adopt after a majority's promises; b"" if it is free."""
+def find_bound_commit(promises: Iterable[tuple[Ballot, bytes]]) -> bytes:
+    """Find the commit that a proposer must adopt after a majority's promises; b"" if it is free."""
     ballot, body = max(promises, default=(NO_BALLOT, b""), key=lambda pair: pair[0])
     return body if ballot > NO_BALLOT else b""

@@ -1,9 +1,10 @@
 """Which contributions a round counts: finite ones, whose size is not far outside that of the others.
 
-The rule: the norm of a member's mean gradient may be at most ``FACTOR`` times the median of this round's members, if
-they are three or more, else of the latest ones that the ledger counted, and at least ``LEAST`` times it: nothing is no
-work. A mean of few samples is noisier: where a member has fewer than the median of those, its upper limit grows with
-the square root of the ratio. If nobody would be left, everybody stays: then it is the gradients that have changed.
+The rule: the norm of a member's mean gradient may be at most ``MOST_NORM_RATIO`` times the median, and at least
+``LEAST_NORM_RATIO`` times it: a mean of zeros is no work. The median is that of this round's members, if they are three
+or more, else of the latest ones that the ledger counted. A mean of few samples is noisier: where a member has fewer
+than the median of those, its upper limit grows with the square root of the ratio. If nobody would be left, everybody
+stays: then the gradients have changed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from dataclasses import dataclass
 
 from swarmd.values import PeerId
 
-FACTOR = 8.0  # times the usual norm: honest gradients vary less within a run
+MOST_NORM_RATIO = 8.0  # times the usual norm: honest gradients vary less within a run
 N_HISTORY = 16  # contributions that say what is usual
-LEAST = 1 / 64  # of the usual norm: what is that small moves nothing, and is not the gradient of as many samples
-RADIUS = 2.0  # times the usual distance from the momentum: of honest means of alike data few are beyond it
-CLIPPED_AT_MOST = 1.05  # times the radius: what rounding adds
+LEAST_NORM_RATIO = 1 / 64  # of the usual norm: less moves nothing, and is not the gradient of as many samples
+RADIUS_FACTOR = 2.0  # times the usual distance from the momentum: of honest means of alike data few are beyond it
+MOST_CLIPPED_RATIO = 1.05  # times the radius: what rounding adds
 LEAST_MEMBERS = 3  # of two nobody knows which one is wrong
 
 
@@ -31,35 +32,45 @@ class WeighedContributions:
     norm: float
 
 
-def radius(history: Sequence[WeighedContributions], n_samples: int) -> float:
-    """How far the mean of so many samples may be from the momentum, where contributions are clipped round that.
+def clipping_radius(history: Sequence[WeighedContributions], n_samples: int) -> float:
+    """Say how far the mean of so many samples may be from the momentum, where contributions are clipped.
 
     Twice the usual distance in ``history``, the update before, each reckoned for one sample: means of fewer are
     noisier. Where all were clipped it doubles with each update; before the first one there is no limit.
     """
     usual = [w.norm * math.sqrt(w.n_samples) for w in history]
-    return RADIUS * statistics.median(usual) / math.sqrt(n_samples) if usual else math.inf
+    return RADIUS_FACTOR * statistics.median(usual) / math.sqrt(n_samples) if usual else math.inf
 
 
-def outliers(
+def find_outliers(
     members: Mapping[PeerId, WeighedContributions],
     history: Sequence[WeighedContributions],
     limit_of: Callable[[int], float] = lambda n_samples: math.inf,
 ) -> dict[PeerId, str]:
-    """Who must be left out, each with the reason. ``limit_of`` so many samples: their radius, where that is a limit."""
-    found = {p: "its gradient is not finite" for p, m in members.items() if not math.isfinite(m.norm)}
-    finite = {p: m for p, m in members.items() if p not in found}
-    usual = list(finite.values()) if len(finite) >= LEAST_MEMBERS else list(history[:N_HISTORY])
+    """Find members to leave out, each with the reason. ``limit_of``: the radius of so many samples, if any."""
+    rejected = {}
+    for peer, member in members.items():
+        if not math.isfinite(member.norm):
+            rejected[peer] = "its gradient is not finite"
+    finite = {p: m for p, m in members.items() if p not in rejected}
+    # This round's own members are compared with each other where they can outvote a liar. Below that the ledger's
+    # history stands in: an attacker would have to be counted many times to move the median of that.
+    usual = list(history[:N_HISTORY])
+    if len(finite) >= LEAST_MEMBERS:
+        usual = list(finite.values())
     if not usual:
-        return found
+        return rejected
     median = statistics.median(m.norm for m in usual)
     n_median = statistics.median(m.n_samples for m in usual)
-    far: dict[PeerId, str] = {}
+    outlying: dict[PeerId, str] = {}
     for peer, member in finite.items():
-        limit = FACTOR * median * math.sqrt(max(1.0, n_median / max(1, member.n_samples)))
-        limit = min(limit, CLIPPED_AT_MOST * limit_of(max(1, member.n_samples)))
+        n_samples = max(1, member.n_samples)
+        noise = math.sqrt(max(1.0, n_median / n_samples))  # of a mean of fewer samples
+        limit = min(MOST_NORM_RATIO * median * noise, MOST_CLIPPED_RATIO * limit_of(n_samples))
         if member.norm > limit > 0:
-            far[peer] = f"its gradient's norm is {member.norm:.3g}, the limit here is {limit:.3g}"
-        elif member.norm < LEAST * median:
-            far[peer] = f"its gradient's norm is {member.norm:.3g}, the least here is {LEAST * median:.3g}"
-    return found if len(far) == len(finite) else {**found, **far}
+            outlying[peer] = f"its gradient's norm is {member.norm:.3g}, the limit here is {limit:.3g}"
+        elif member.norm < LEAST_NORM_RATIO * median:
+            outlying[peer] = (
+                f"its gradient's norm is {member.norm:.3g}, the least here is {LEAST_NORM_RATIO * median:.3g}"
+            )
+    return rejected if len(outlying) == len(finite) else {**rejected, **outlying}

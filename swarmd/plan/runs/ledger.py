@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from swarmd.errors import IntegrityError
-from swarmd.plan.runs.contributions import LEAST_MEMBERS, WeighedContributions, radius
+from swarmd.plan.runs.contributions import LEAST_MEMBERS, WeighedContributions, clipping_radius
 from swarmd.protocol.runs.commit import Commit, CountedContribution, SealedCommit
 from swarmd.protocol.runs.recipe import Run
 
@@ -31,6 +31,7 @@ class Ledger:
 
     @property
     def epoch(self) -> int:
+        """How many commits there are: the number of the newest update."""
         return len(self.sealed)
 
     @property
@@ -40,9 +41,11 @@ class Ledger:
 
     @property
     def steps(self) -> int:
+        """Updates as the optimizer counts them."""
         return self._steps[-1]
 
     def digest_at(self, epoch: int) -> bytes:
+        """Return the digest of one update's commit; the run's own before the first."""
         return self.sealed[epoch - 1].digest if epoch else self.run.genesis
 
     def knows(self, digest: bytes) -> bool:
@@ -50,6 +53,7 @@ class Ledger:
         return digest == self.run.genesis or digest in self._epochs
 
     def steps_at(self, epoch: int) -> int:
+        """Return the optimizer's count at one update."""
         return self._steps[epoch]
 
     def add(self, sealed: SealedCommit) -> bool:
@@ -92,28 +96,32 @@ class Ledger:
     @property
     def may_be_late(self) -> bool:
         """May draws on the state before the newest be counted by the next commit?"""
-        return self.run.recipe.overlaps and bool(self.sealed) and not self.sealed[-1].commit.restores
+        if not self.run.recipe.overlaps or not self.sealed:
+            return False
+        return not self.sealed[-1].commit.restores
 
     def check_counted(self, counted: CountedContribution) -> None:
         """Refuse samples that are counted already, skipped, too many, or of a loss that none has. IntegrityError."""
-        expected, who = self.next_draw.get(counted.peer, 0), counted.peer[-8:]
+        expected = self.next_draw.get(counted.peer, 0)
+        peer = counted.peer[-8:]
         if counted.first < expected:
-            raise IntegrityError(f"samples of {who} would be counted twice")
+            raise IntegrityError(f"samples of {peer} would be counted twice")
         batch = self.run.recipe.batch
-        if counted.first > expected or counted.n > MOST_TARGETS * batch.target + batch.micro or counted.loss < 0:
+        n_at_most = MOST_TARGETS * batch.target + batch.micro
+        if counted.first > expected or counted.n > n_at_most or counted.loss < 0:
             raise IntegrityError(
-                f"{who} counts {counted.n} samples from {counted.first} with a loss of {counted.loss:.3g}; expected "
+                f"{peer} counts {counted.n} samples from {counted.first} with a loss of {counted.loss:.3g}; expected "
                 f"them from {expected}, at most {MOST_TARGETS} times the target, and a loss that is not negative"
             )
 
     def restored_epoch(self, commit: Commit) -> int | None:
-        """The epoch whose state a commit brings back. Raises IntegrityError when it names none."""
+        """Return the epoch whose state a commit brings back. Raises IntegrityError when it names none."""
         if not commit.restores:
             return None
-        found = 0 if commit.restores == self.run.genesis else self._epochs.get(commit.restores)
-        if found is None:
+        epoch = 0 if commit.restores == self.run.genesis else self._epochs.get(commit.restores)
+        if epoch is None:
             raise IntegrityError("a commit restores a state that no commit of this run made")
-        return found
+        return epoch
 
     @property
     def n_samples(self) -> int:
@@ -121,10 +129,10 @@ class Ledger:
         return sum(sealed.commit.n_samples for sealed in self.sealed)
 
     def losses(self) -> list[float]:
-        """Mean loss of each update, nats a token."""
+        """Return the mean loss of each update, nats a token."""
         return [s.commit.loss for s in self.sealed if s.commit.contributors]
 
-    def finished(self) -> str:
+    def why_finished(self) -> str:
         """Why the run has come to its end; "" while it has not."""
         stop = self.run.recipe.stop
         if self.steps >= stop.steps:
@@ -139,21 +147,22 @@ class Ledger:
         """Are contributions clipped round the momentum?"""
         return self.run.recipe.robust == "clip"
 
-    def radius(self, n_samples: int, before: int | None = None) -> float:
-        """How far the mean of so many samples may be from the momentum, in an update (None: the next)."""
+    def radius(self, n_samples: int, update: int | None = None) -> float:
+        """Say how far the mean of so many samples may be from the momentum, in an update (None: the next)."""
         if not self.is_clipped:
             return math.inf
-        return radius(self._latest(LEAST_MEMBERS, before), n_samples)
+        return clipping_radius(self._latest_contributions(LEAST_MEMBERS, update), n_samples)
 
     def contributions(self, n: int) -> list[WeighedContributions]:
-        """The latest ones that were counted, as the outlier rule wants them."""
-        return self._latest(n)[:n]
+        """Return the latest ones that were counted, as the outlier rule wants them."""
+        return self._latest_contributions(n)[:n]
 
-    def _latest(self, n: int, before: int | None = None) -> list[WeighedContributions]:
-        """Those of the newest commits (``before`` an update), as many as it takes for ``n`` of them."""
-        found: list[WeighedContributions] = []
-        for sealed in reversed(self.sealed[: None if before is None else before - 1]):
-            found += [WeighedContributions(c.n, c.norm) for c in sealed.commit.contributors]
-            if len(found) >= n:
+    def _latest_contributions(self, n: int, update: int | None = None) -> list[WeighedContributions]:
+        """Return those of the newest commits before ``update``, as many commits as it takes for ``n``."""
+        end = None if update is None else update - 1
+        latest: list[WeighedContributions] = []
+        for sealed in reversed(self.sealed[:end]):
+            latest += [WeighedContributions(c.n, c.norm) for c in sealed.commit.contributors]
+            if len(latest) >= n:
                 break
-        return found
+        return latest

@@ -73,44 +73,53 @@ class Plan:
     moved_bytes: float
 
 
-def divide(members: Sequence[PartitionMember], sizes: Sizes, ways: ReductionTrees | None = None) -> Decision[Plan]:
-    """Choose shares; without ``ways`` all talk to all. Raises ValueError when nobody can reduce."""
-    able = [i for i, m in enumerate(members) if m.can_reduce]
-    if not able:
+def divide_vector(
+    members: Sequence[PartitionMember], sizes: Sizes, trees: ReductionTrees | None = None
+) -> Decision[Plan]:
+    """Choose shares; without ``trees`` all talk to all. Raises ValueError when nobody can reduce."""
+    reducers = [i for i, m in enumerate(members) if m.can_reduce]
+    if not reducers:
         raise ValueError("nobody in the group can be dialled: no one can reduce")
-    loads = _loads(members, sizes, ways or talk_to_all(members))
-    equal = _equal(members)
-    shares = _solve(loads, len(members), set(able))
+    loads = _measure_loads(members, sizes, trees or connect_all(members))
+    equal = _equal_shares(members)
+    shares = _solve_program(loads, len(members), set(reducers))
     if loads.takes_s(equal, sizes) <= loads.takes_s(shares, sizes) * (1 + TOLERANCE):
         shares = equal  # the program stops at a corner; where links are alike, all should work
-    shares = np.where(shares < _least_share(len(able)), 0.0, shares)
+    shares = np.where(shares < _least_share(len(reducers)), 0.0, shares)
     shares = shares / shares.sum()
     plan = loads.plan(shares, sizes)
     n = sum(s > 0 for s in plan.shares)
     return Decision(plan, f"{n} of {len(members)} peers reduce, {plan.expected_s:.2f} s expected")
 
 
-def only_server(members: Sequence[PartitionMember]) -> list[PartitionMember]:
-    """The same members, of whom only the one with the best link reduces."""
+def restrict_to_server(members: Sequence[PartitionMember]) -> list[PartitionMember]:
+    """Let only the member with the best link reduce."""
 
     def slowest_bytes_per_s(member: PartitionMember) -> float:
-        return min(member.up_bytes_per_s or UNKNOWN_BYTES_PER_S, member.down_bytes_per_s or UNKNOWN_BYTES_PER_S)
+        up = member.up_bytes_per_s or UNKNOWN_BYTES_PER_S
+        down = member.down_bytes_per_s or UNKNOWN_BYTES_PER_S
+        return min(up, down)
 
     best = max((m for m in members if m.can_reduce), key=slowest_bytes_per_s, default=None)
     return [replace(m, can_reduce=m is best) for m in members]
 
 
-def talk_to_all(members: Sequence[PartitionMember]) -> ReductionTrees:
-    """Everybody right below each who can reduce."""
-    return ReductionTrees({i: (i,) * len(members) for i, m in enumerate(members) if m.can_reduce})
+def connect_all(members: Sequence[PartitionMember]) -> ReductionTrees:
+    """Put everybody right below each member that can reduce."""
+    reducers = [i for i, m in enumerate(members) if m.can_reduce]
+    return ReductionTrees({root: (root,) * len(members) for root in reducers})
 
 
-def equal_parts(members: Sequence[PartitionMember], sizes: Sizes) -> Plan:
-    """What the program is compared with: the same share for all who can reduce."""
-    return _loads(members, sizes, talk_to_all(members)).plan(_equal(members), sizes)
+def plan_equal_parts(members: Sequence[PartitionMember], sizes: Sizes) -> Plan:
+    """Give all who can reduce the same share: what the program is compared with."""
+    return _measure_loads(members, sizes, connect_all(members)).plan(_equal_shares(members), sizes)
 
 
-def cut(shares: Sequence[float], n_elements: int, multiple: int = 16) -> list[tuple[int, int]]:
+def cut_ranges(
+    shares: Sequence[float],
+    n_elements: int,
+    multiple: int = 16,
+) -> list[tuple[int, int]]:
     """Turn shares into ranges [start, end) of the vector, in order; empty for who reduces nothing."""
     edges = [0]
     for total in np.cumsum(shares):
@@ -121,6 +130,16 @@ def cut(shares: Sequence[float], n_elements: int, multiple: int = 16) -> list[tu
 
 
 # --- the program ---------------------------------------------------------------------------------------------------
+#
+# Unknowns: the share s[r] of the vector that each member r reduces, and the time t of the slowest link.
+#
+#     minimise  t
+#     so that   sum over r of seconds[link, r] * s[r] <= t     for each direction of each link, and each processor
+#               sum over r of s[r] = 1,   s[r] >= 0            and s[r] = 0 for members that nobody can dial
+#
+# seconds[link, r] is what the link would take if r reduced the whole vector. It is linear in s since parts stream:
+# a link is busy with all parts at once, whatever their order. Machines of one site are one link.
+# A link that no reducer has part in is a constant, and must not count: else the slowest client would hide the rest.
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,116 +157,153 @@ class _Loads:
 
     @property
     def seconds(self) -> Shares:
+        """[links, members]: both directions of the trees together."""
         return self.gathering + self.spreading
 
     def plan(self, shares: Shares, sizes: Sizes) -> Plan:
-        """What such shares come to."""
-        return Plan(tuple(float(s) for s in shares), self.takes_s(shares, sizes), float((self.up @ shares).sum()))
+        """Compute what such shares come to."""
+        moved_bytes = float((self.up @ shares).sum())
+        plain_shares = tuple(float(share) for share in shares)
+        return Plan(plain_shares, self.takes_s(shares, sizes), moved_bytes)
 
     def slowest_s(self, shares: Shares) -> float:
-        """Of the slowest link, if it never waits."""
+        """Compute the time of the slowest link, if it never waits."""
         return float((self.seconds @ shares).max(initial=0.0))
 
     def takes_s(self, shares: Shares, sizes: Sizes) -> float:
-        """The same, with the first chunk of the largest part before whose sum nothing comes down, and the last."""
-        gathering, spreading = (float((s @ shares).max(initial=0.0)) for s in (self.gathering, self.spreading))
+        """Compute the same, with waits: for the first chunk's sum before results come down, and for the last chunk."""
+        gathering = float((self.gathering @ shares).max(initial=0.0))
+        spreading = float((self.spreading @ shares).max(initial=0.0))
         n_chunks = math.ceil(sizes.contribution * float(shares.max()) / CHUNK_BYTES) or 1
         return max(self.slowest_s(shares), gathering + spreading / n_chunks, gathering / n_chunks + spreading)
 
 
-def _loads(members: Sequence[PartitionMember], sizes: Sizes, ways: ReductionTrees) -> _Loads:
+def _measure_loads(members: Sequence[PartitionMember], sizes: Sizes, trees: ReductionTrees) -> _Loads:
     n = len(members)
-    sites = ways.sites or range(n)
-    moved = {direction: (np.zeros((n, n)), np.zeros((n, n))) for direction in (True, False)}  # sent, received
+    sites = trees.sites or range(n)
+    traffic = {is_up: _Traffic(n) for is_up in (True, False)}
     reduced = np.zeros((n, n))
-    for root, parents in ways.parents.items():
-        for child, parent, is_up, size in _sendings(members, sizes, root, parents):
+    for root, parents in trees.parents.items():
+        for child, parent, is_up, size in _list_transfers(members, sizes, root, parents):
             source, target = (child, parent) if is_up else (parent, child)
             if sites[source] != sites[target]:
-                moved[is_up][0][source, root] += size
-                moved[is_up][1][target, root] += size
+                traffic[is_up].sent[source, root] += size
+                traffic[is_up].received[target, root] += size
             if is_up:
                 reduced[parent, root] += size
-    groups = [[i for i in range(n) if sites[i] == site] for site in sorted(set(sites))]
-    ups = [max(members[i].up_bytes_per_s or UNKNOWN_BYTES_PER_S for i in here) for here in groups]
-    downs = [max(members[i].down_bytes_per_s or UNKNOWN_BYTES_PER_S for i in here) for here in groups]
-    processors = [reduced[i] / (m.reduce_bytes_per_s or UNKNOWN_REDUCE_BYTES_PER_S) for i, m in enumerate(members)]
-    seconds = {
-        is_up: [
-            *(sent[here].sum(0) / rate for here, rate in zip(groups, ups, strict=True)),
-            *(received[here].sum(0) / rate for here, rate in zip(groups, downs, strict=True)),
-            *(processors if is_up else np.zeros((n, n))),
-        ]
-        for is_up, (sent, received) in moved.items()
-    }
-    owners = [*map(frozenset, groups), *map(frozenset, groups), *(frozenset([i]) for i in range(n))]
+    groups = []
+    for site in sorted(set(sites)):
+        groups.append([i for i in range(n) if sites[i] == site])
+    rates = [m.reduce_bytes_per_s or UNKNOWN_REDUCE_BYTES_PER_S for m in members]
+    processors = [row / rate for row, rate in zip(reduced, rates, strict=True)]
+    links = {is_up: moved.seconds(groups, members) for is_up, moved in traffic.items()}
+    gathering = np.array([*links[True], *processors])
+    spreading = np.array([*links[False], *np.zeros((n, n))])
+    site_owners = [frozenset(group) for group in groups]
+    processor_owners = [frozenset([i]) for i in range(n)]
+    owners = [*site_owners, *site_owners, *processor_owners]
     scale = sizes.contribution
-    sent = moved[True][0] + moved[False][0]
-    return _Loads(np.array(seconds[True]) * scale, np.array(seconds[False]) * scale, owners, sent * scale)
+    sent = traffic[True].sent + traffic[False].sent
+    return _Loads(gathering * scale, spreading * scale, owners, sent * scale)
 
 
-def _sendings(
+class _Traffic:
+    """What moves in one direction of the trees, as multiples of a contribution: [members, reducers]."""
+
+    def __init__(self, n: int) -> None:
+        self.sent = np.zeros((n, n))
+        self.received = np.zeros((n, n))
+
+    def seconds(self, groups: Sequence[list[int]], members: Sequence[PartitionMember]) -> list[Shares]:
+        """Compute the time on each site's uplink, then on each site's downlink; a site has its best machine's rate."""
+        rows = []
+        for group in groups:
+            rate = max(members[i].up_bytes_per_s or UNKNOWN_BYTES_PER_S for i in group)
+            rows.append(self.sent[group].sum(0) / rate)
+        for group in groups:
+            rate = max(members[i].down_bytes_per_s or UNKNOWN_BYTES_PER_S for i in group)
+            rows.append(self.received[group].sum(0) / rate)
+        return rows
+
+
+def _list_transfers(
     members: Sequence[PartitionMember], sizes: Sizes, root: int, parents: Sequence[int]
 ) -> list[tuple[int, int, bool, float]]:
-    """(child, parent, upwards, size) of all that travels along one tree, for a vector that its root reduces."""
+    """List (child, parent, upwards, size) of all that travels along one tree, for a vector that its root reduces."""
     depth = {root: 0}
     for place in range(len(parents)):
-        way = [place]
-        while way[-1] not in depth:
-            way.append(parents[way[-1]])
-        for step in reversed(way[:-1]):
+        path = [place]
+        while path[-1] not in depth:
+            path.append(parents[path[-1]])
+        for step in reversed(path[:-1]):
             depth[step] = depth[parents[step]] + 1
-    given = [int(m.contributes) for m in members]
-    wants = [m.receives for m in members]
-    below = list(given)
-    found = []
+    # Leaves first: when a member's turn comes, all below it have said how many contributors they bring.
+    contributing = [int(m.contributes) for m in members]
+    receiving = [m.receives for m in members]
+    n_contributors = list(contributing)
+    transfers = []
     for place in sorted(depth, key=lambda p: -depth[p]):
         if place == root:
             continue
         parent = parents[place]
-        if below[place]:
-            alone = below[place] == given[place]
-            size = 1.0 if alone else float(below[place]) if sizes.forwarded else sizes.subtotal
-            found.append((place, parent, True, size))
-            below[parent] += below[place]
-        if wants[place]:
-            found.append((place, parent, False, sizes.result))
-            wants[parent] = True
-    return found
+        if n_contributors[place]:
+            size = sizes.subtotal
+            if n_contributors[place] == contributing[place]:
+                size = 1.0
+            elif sizes.forwarded:
+                size = float(n_contributors[place])
+            transfers.append((place, parent, True, size))
+            n_contributors[parent] += n_contributors[place]
+        if receiving[place]:
+            transfers.append((place, parent, False, sizes.result))
+            receiving[parent] = True
+    return transfers
 
 
-def _solve(loads: _Loads, n: int, able: set[int]) -> Shares:
-    """The program, again and again without those whom it leaves no part: it balances the others then."""
+def _solve_program(loads: _Loads, n: int, reducers: set[int]) -> Shares:
+    """Solve the program, again and again without those whom it leaves no part: it balances the others then."""
     from scipy.optimize import linprog  # slow to import, and only leaders need it
 
     while True:
-        matrix = np.hstack([loads.seconds, -np.ones((len(loads.seconds), 1))])
-        bounds = [(0.0, 1.0 if i in able else 0.0) for i in range(n)] + [(0.0, None)]
-        total = np.array([[1.0] * n + [0.0]])
-        cost = np.array([0.0] * n + [1.0])
-        counts = [i for i, owners in enumerate(loads.owners) if owners & able]
-        solved = linprog(cost, A_ub=matrix[counts], b_ub=[0.0] * len(counts), A_eq=total, b_eq=[1.0], bounds=bounds)
+        n_rows = len(loads.seconds)
+        matrix = np.hstack([loads.seconds, -np.ones((n_rows, 1))])
+        share_bounds = [(0.0, 1.0 if i in reducers else 0.0) for i in range(n)]
+        counts = [i for i, owners in enumerate(loads.owners) if owners & reducers]
+        solved = linprog(
+            np.array([0.0] * n + [1.0]),  # the cost is the time alone
+            A_ub=matrix[counts],
+            b_ub=[0.0] * len(counts),
+            A_eq=np.array([[1.0] * n + [0.0]]),
+            b_eq=[1.0],
+            bounds=[*share_bounds, (0.0, None)],
+        )
         if not solved.success:
-            return np.array([1.0 / len(able) if i in able else 0.0 for i in range(n)])
+            equal = 1.0 / len(reducers)
+            return np.array([equal if i in reducers else 0.0 for i in range(n)])
         shares: Shares = np.clip(solved.x[:-1], 0.0, 1.0)
-        alone = {i for i in able if _least_s(loads, i, able) >= solved.x[-1] * (1 - TOLERANCE)}
-        if not alone or alone == able:
+        # Who is the limit whatever it reduces pins the time: without it the program balances the others.
+        limit_s = solved.x[-1] * (1 - TOLERANCE)
+        alone = {i for i in reducers if _least_seconds(loads, i, reducers) >= limit_s}
+        if not alone or alone == reducers:
             return shares
-        able = able - alone
+        reducers = reducers - alone
 
 
-def _least_s(loads: _Loads, member: int, able: set[int]) -> float:
-    """What a peer takes at least that reduces nothing, by any of the others."""
-    own = [i for i, owners in enumerate(loads.owners) if owners == {member}]
-    others = sorted(able - {member})
-    return float(loads.seconds[np.ix_(own, others)].min(axis=1).max(initial=0.0)) if others and own else 0.0
+def _least_seconds(loads: _Loads, member: int, reducers: set[int]) -> float:
+    """Compute the least time of a peer that reduces nothing, if one of the others reduces all."""
+    own_rows = [i for i, owners in enumerate(loads.owners) if owners == {member}]
+    other_reducers = sorted(reducers - {member})
+    if not other_reducers or not own_rows:
+        return 0.0
+    seconds = loads.seconds[np.ix_(own_rows, other_reducers)]
+    return float(seconds.min(axis=1).max(initial=0.0))
 
 
-def _equal(members: Sequence[PartitionMember]) -> Shares:
+def _equal_shares(members: Sequence[PartitionMember]) -> Shares:
     n = sum(m.can_reduce for m in members)
     return np.array([1.0 / n if m.can_reduce else 0.0 for m in members])
 
 
-def _least_share(n_able: int) -> float:
-    """Less than that is not worth a connection."""
-    return min(LEAST_SHARE, 0.5 / n_able)
+def _least_share(n_reducers: int) -> float:
+    """Return the share below which a part is not worth a connection."""
+    return min(LEAST_SHARE, 0.5 / n_reducers)

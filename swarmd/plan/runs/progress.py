@@ -19,6 +19,8 @@ MAX_AGE_S = 30.0  # beyond this a peer's speed says nothing any more
 
 
 class Action(Enum):
+    """What a member does next."""
+
     CONTINUE = "continue"
     JOIN_ROUND = "join_round"
     CATCH_UP = "catch_up"
@@ -47,8 +49,10 @@ class MemberProgress:
     @property
     def audits_for_s(self) -> float:
         """How long it computes nothing of its own yet."""
-        left = self.audit_left - self.samples_per_s * min(self.age_s, MAX_AGE_S)
-        return max(0.0, left) / self.samples_per_s if self.samples_per_s else 0.0
+        n_to_audit = self.audit_left - self.samples_per_s * min(self.age_s, MAX_AGE_S)
+        if not self.samples_per_s:
+            return 0.0
+        return max(0.0, n_to_audit) / self.samples_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,60 +64,70 @@ class Forecast:
     left_s: float | None
 
 
-def forecast(members: Iterable[MemberProgress], head: bytes, target: int) -> Forecast:
+def forecast_round(members: Iterable[MemberProgress], head: bytes, target: int) -> Forecast:
     """Add up those that build on the same commit."""
     same = [m for m in members if m.head == head]
-    n, rate = sum(min(target, m.n_expected()) for m in same), sum(m.samples_per_s for m in same)
+    n = sum(min(target, m.n_expected()) for m in same)
+    rate = sum(m.samples_per_s for m in same)
     return Forecast(n, rate, _left_s(same, max(0.0, target - n)))
 
 
 def _left_s(members: Sequence[MemberProgress], lacking: float) -> float | None:
-    """When members will have gathered so many more samples: each begins when it has audited."""
+    """Compute when members will have gathered so many more samples: each begins when it has audited."""
     if not lacking:
         return 0.0
-    now_s, rate = 0.0, 0.0
-    for member in sorted((m for m in members if m.samples_per_s), key=lambda m: m.audits_for_s):
+    # Members begin one after the other, each when its audits are done; between two beginnings the rate is constant.
+    now_s = 0.0
+    rate = 0.0
+    computing = [m for m in members if m.samples_per_s]
+    for member in sorted(computing, key=lambda m: m.audits_for_s):
         gathered = rate * (member.audits_for_s - now_s)
         if gathered >= lacking:
             break
-        now_s, lacking, rate = member.audits_for_s, lacking - gathered, rate + member.samples_per_s
+        now_s = member.audits_for_s
+        lacking -= gathered
+        rate += member.samples_per_s
     return now_s + lacking / rate if rate else None
 
 
-def decide(me: MemberProgress, others: Sequence[MemberProgress], target: int) -> Decision[Action]:
-    """Choose what to do. ``others`` are the fresh records of the run's other members."""
-    ahead = [o for o in others if o.epoch > me.epoch]
-    if ahead:
-        newest = max(o.epoch for o in ahead)
-        return Decision(Action.CATCH_UP, f"others are past update {me.epoch} ({len(ahead)}), the newest at {newest}")
-    elsewhere = [o for o in others if o.epoch == me.epoch and o.head != me.head]
-    if elsewhere:  # no two commits share a parent: somebody lies, or its anchors were replaced
-        return Decision(Action.CATCH_UP, f"others name another commit {me.epoch} ({len(elsewhere)})")
-    total = forecast([me, *others], me.head, target)
+def decide_action(me: MemberProgress, other_members: Sequence[MemberProgress], target: int) -> Decision[Action]:
+    """Choose what to do. ``other_members`` are the fresh records of the run's other members."""
+    newer = [o for o in other_members if o.epoch > me.epoch]
+    if newer:
+        newest = max(o.epoch for o in newer)
+        return Decision(Action.CATCH_UP, f"others are past update {me.epoch} ({len(newer)}), the newest at {newest}")
+    diverged = [o for o in other_members if o.epoch == me.epoch and o.head != me.head]
+    if diverged:  # no two commits share a parent: somebody lies, or its anchors were replaced
+        return Decision(Action.CATCH_UP, f"others name another commit {me.epoch} ({len(diverged)})")
+    total = forecast_round([me, *other_members], me.head, target)
     if total.n_samples >= target:
         return Decision(Action.JOIN_ROUND, f"{total.n_samples:.0f} of {target} samples are gathered")
     when = "nobody computes" if total.left_s is None else f"the rest takes about {total.left_s:.1f} s"
     return Decision(Action.CONTINUE, f"{total.n_samples:.0f} of {target} samples are gathered, {when}")
 
 
-def hold_s(mine: float, others: Sequence[float], has_samples: bool) -> float:
-    """For how long a round waits for a micro-batch that a member is at; ``mine``, ``others``: samples/s.
+def hold_s(own_speed: float, other_speeds: Sequence[float], has_samples: bool) -> float:
+    """For how long a round waits for a micro-batch that a member is at; ``own_speed``, ``other_speeds``: samples/s.
 
     All wait meanwhile. Among alike members each brings as much as its share of the wait costs; of one that is slower
     the rest costs the others more than it brings: it is waited for as much less. Without any samples of the one there
     would be one contributor alone, which does not count: that one is waited for.
     """
-    computing = [speed for speed in (mine, *others) if speed > 0]
+    computing = [speed for speed in (own_speed, *other_speeds) if speed > 0]
     if not has_samples and len(computing) <= 2:
         return math.inf
-    if not mine:
+    if not own_speed:
         return LONGEST_HOLD_S
-    return LONGEST_HOLD_S * min(1.0, mine * len(computing) / sum(computing))
+    return LONGEST_HOLD_S * min(1.0, own_speed * len(computing) / sum(computing))
 
 
 def leader_order(head: bytes, candidates: Iterable[PeerId]) -> list[PeerId]:
-    """Who leads the round after a commit, and who if that one fails: the same list for all who know the same peers.
+    """Order who leads the round after a commit, and who if that one fails: the same for all who know the same peers.
 
     Rendezvous hashing (Thaler & Ravishankar 1998): a newcomer or a leaver moves nobody else.
     """
-    return sorted(candidates, key=lambda peer: hashlib.sha256(head + peer.encode()).digest())
+
+    def position(peer: PeerId) -> bytes:
+        return hashlib.sha256(head + peer.encode()).digest()
+
+    return sorted(candidates, key=position)

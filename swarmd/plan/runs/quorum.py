@@ -6,13 +6,13 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from swarmd.plan.runs.contributions import WeighedContributions, outliers
-from swarmd.plan.runs.recovery import restorable
+from swarmd.plan.runs.contributions import WeighedContributions, find_outliers
+from swarmd.plan.runs.recovery import restorable_epoch
 from swarmd.values import Decision, PeerId
 
 ALONE_AFTER_S = 60.0  # since the last commit: who computes and takes part in no round is waited for no longer
-ALONE_AFTER = 4.0  # times the usual interval between commits, where that is longer
-LOST_AFTER_S = 60.0  # since a commit: whoever has its state has said so by then
+ALONE_AFTER_INTERVALS = 4.0  # times the usual interval between commits, where that is longer
+LOST_AFTER_S = 60.0  # since a commit: peers that have its state have said so by then
 
 
 def may_count(
@@ -24,22 +24,22 @@ def may_count(
     """May a commit count these contributors, of whom those that assent have checked the sums?"""
     if 2 * len(assenting) <= len(contributors):
         return Decision(False, f"{len(assenting)} of {len(contributors)} contributors stand for it: most must")
-    if far := outliers(contributors, history, limit_of):
-        peer, why = next(iter(far.items()))
+    if outlying := find_outliers(contributors, history, limit_of):
+        peer, why = next(iter(outlying.items()))
         return Decision(False, f"{peer[-8:]} counts too much or too little: {why}")
     return Decision(True, "most of its contributors stand for it")
 
 
 def may_be_alone(known_for_s: float, intervals_s: Sequence[float]) -> Decision[float]:
     """For how long yet one contributor's commit must wait, while others compute and answer; 0: no longer."""
-    least_s = max(ALONE_AFTER_S, ALONE_AFTER * statistics.median(intervals_s or [0.0]))
+    least_s = max(ALONE_AFTER_S, ALONE_AFTER_INTERVALS * statistics.median(intervals_s or [0.0]))
     left_s = max(0.0, least_s - known_for_s)
     return Decision(left_s, f"others compute and answer: one contributor alone counts in {left_s:.0f} s")
 
 
 def may_go_back(newest: int, states: Sequence[int], known_for_s: float) -> Decision[bool]:
     """May the run go back to an earlier state, since nobody has the newest?"""
-    if restorable(newest, states) is None:
+    if restorable_epoch(newest, states) is None:
         return Decision(False, "somebody has the newest state")
     if known_for_s < LOST_AFTER_S:
         return Decision(

@@ -11,16 +11,21 @@ import hashlib
 from functools import lru_cache
 
 
-def row_of(seed: int, peer: str, draw: int, shard_rows: tuple[int, ...]) -> int:
-    """The row that a draw takes; ``shard_rows`` counts the rows of each shard."""
+def row_of(
+    seed: int,
+    peer: str,
+    draw: int,
+    shard_rows: tuple[int, ...],
+) -> int:
+    """Return the row that a draw takes; ``shard_rows`` counts the rows of each shard."""
     n_rows = sum(shard_rows)
-    shard, place = _locate(seed, peer, draw // n_rows, shard_rows, draw % n_rows)
-    inside = permuted(f"{seed}/{peer}/{draw // n_rows}/{shard}", place, shard_rows[shard])
+    shard, place = _locate_draw(seed, peer, draw // n_rows, shard_rows, draw % n_rows)
+    inside = permute_index(f"{seed}/{peer}/{draw // n_rows}/{shard}", place, shard_rows[shard])
     return sum(shard_rows[:shard]) + inside
 
 
 def shard_of(row: int, shard_rows: tuple[int, ...]) -> tuple[int, int]:
-    """The shard of a row, and its place in there."""
+    """Return the shard of a row, and its place in there."""
     for shard, n in enumerate(shard_rows):
         if row < n:
             return shard, row
@@ -29,28 +34,41 @@ def shard_of(row: int, shard_rows: tuple[int, ...]) -> tuple[int, int]:
 
 
 def seed_of(seed: int, peer: str, draw: int) -> int:
-    """The seed of whatever is random in computing a draw (dropout), below 2**53."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{peer}/{draw}".encode()).digest()[:8], "big") >> 11
+    """Return the seed of all that is random in computing a draw (dropout), below 2**53."""
+    digest = hashlib.sha256(f"{seed}/{peer}/{draw}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 11
 
 
-def permuted(key: str, index: int, n: int) -> int:
-    """Where a keyed permutation of range(n) takes ``index``: a Feistel network with cycle walking.
+def permute_index(key: str, index: int, n: int) -> int:
+    """Permute ``index`` within range(n) by a key: a Feistel network with cycle walking.
 
     Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", sections 4 and 5.
     """
+    # A Feistel network permutes all numbers of 2 * half bits; walking on from what lies outside range(n) until one
+    # lies inside makes it a permutation of range(n). It ends: the walk is a cycle that holds ``index``. At most four
+    # times as many numbers lie in the network's domain, so that a few turns do on average.
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
-        left, right = index >> half, index & mask
+        high = index >> half
+        low = index & mask
         for turn in range(4):
-            word = hashlib.blake2b(f"{key}/{turn}/{right}".encode(), digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(word, "big") & mask)
-        index = left << half | right
+            digest = hashlib.blake2b(f"{key}/{turn}/{low}".encode(), digest_size=8).digest()
+            mixed = high ^ (int.from_bytes(digest, "big") & mask)
+            high = low
+            low = mixed
+        index = high << half | low
         if index < n:
             return index
 
 
-def _locate(seed: int, peer: str, turn: int, shard_rows: tuple[int, ...], place: int) -> tuple[int, int]:
+def _locate_draw(
+    seed: int,
+    peer: str,
+    turn: int,
+    shard_rows: tuple[int, ...],
+    place: int,
+) -> tuple[int, int]:
     for shard in _shard_order(f"{seed}/{peer}/{turn}", len(shard_rows)):
         if place < shard_rows[shard]:
             return shard, place
@@ -60,4 +78,4 @@ def _locate(seed: int, peer: str, turn: int, shard_rows: tuple[int, ...], place:
 
 @lru_cache(maxsize=256)
 def _shard_order(key: str, n: int) -> tuple[int, ...]:
-    return tuple(permuted(key, i, n) for i in range(n))
+    return tuple(permute_index(key, i, n) for i in range(n))

@@ -23,7 +23,7 @@ class MemberSeen:
     beat_at: float
     moved_at: float
     beat: Beat | None = None
-    had_at: float | None = None  # the average
+    result_at: float | None = None  # the average
 
 
 Seen = Mapping[PeerId, MemberSeen]
@@ -37,20 +37,25 @@ class Reports:
     incomplete: set[PeerId] = field(default_factory=set)
 
 
-def has_moved(before: Beat, after: Beat) -> bool:
+def has_moved(earlier: Beat, later: Beat) -> bool:
     """Has anything more come to a member between two of its beats?"""
-    is_new = (after.result and not before.result) or (after.share and not before.share)
-    return after.n_elements > before.n_elements or bool(is_new or (after.assent and not before.assent))
+    is_new = (later.result and not earlier.result) or (later.share and not earlier.share)
+    return later.n_elements > earlier.n_elements or bool(is_new or (later.assent and not earlier.assent))
 
 
-def silent(seen: Seen, gone: Collection[PeerId], limit_s: float, now: float) -> dict[PeerId, str]:
-    """Members that give no sign of life, with the reason."""
+def find_silent(
+    seen: Seen,
+    departed: Collection[PeerId],
+    limit_s: float,
+    now: float,
+) -> dict[PeerId, str]:
+    """Find members that give no sign of life, with the reason."""
     lost = {}
-    for peer, known in seen.items():
-        if peer in gone:
+    for peer, member in seen.items():
+        if peer in departed:
             lost[peer] = "it has gone"
-        elif now - known.beat_at > limit_s:
-            lost[peer] = f"no sign of life for {now - known.beat_at:.1f} s, the limit here is {limit_s:.1f}"
+        elif now - member.beat_at > limit_s:
+            lost[peer] = f"no sign of life for {now - member.beat_at:.1f} s, the limit here is {limit_s:.1f}"
     return lost
 
 
@@ -60,7 +65,7 @@ class HeartbeatSummary:
 
     received: Mapping[int, Received]
     subtotals: Mapping[int, Received]
-    gave: Mapping[int, Gave]
+    sent: Mapping[int, Gave]
     passed: Mapping[int, Gave]
     reductions: Mapping[int, Reduction]
 
@@ -68,60 +73,73 @@ class HeartbeatSummary:
 SILENT = HeartbeatSummary({}, {}, {}, {}, {})
 
 
-def said_by(group: Group, seen: Seen) -> dict[int, HeartbeatSummary]:
-    """What each member said last, by its place; nothing of those that are not waited for."""
-    found = {}
+def latest_summaries(group: Group, seen: Seen) -> dict[int, HeartbeatSummary]:
+    """Return what each member said last, by its place; nothing of those that are not waited for."""
+    summaries = {}
     for place, member in enumerate(group.members):
         known = seen.get(PeerId(member.peer))
         beat = known.beat if known is not None else None
-        found[place] = (
-            SILENT
-            if beat is None
-            else HeartbeatSummary(
-                {r.member: r for r in beat.received},
-                {r.member: r for r in beat.subtotals},
-                {g.parent: g for g in beat.gave},
-                {g.parent: g for g in beat.passed},
-                {r.reducer: r for r in beat.reductions},
-            )
-        )
-    return found
+        summaries[place] = _summarise_beat(beat) if beat is not None else SILENT
+    return summaries
 
 
-def is_there(received: Received | None) -> bool:
+def _summarise_beat(beat: Beat) -> HeartbeatSummary:
+    """Sort a beat's lists by place; of several entries for one place the last one counts."""
+    return HeartbeatSummary(
+        received={r.member: r for r in beat.received},
+        subtotals={r.member: r for r in beat.subtotals},
+        sent={g.parent: g for g in beat.gave},
+        passed={g.parent: g for g in beat.passed},
+        reductions={r.reducer: r for r in beat.reductions},
+    )
+
+
+def has_arrived(received: Received | None) -> bool:
     """Is all of what somebody gives there, and sound?"""
     return received is not None and received.squares is not None
 
 
-def put_together(group: Group, seen: Seen) -> Reports:
-    """What those say of each counted member who add up its numbers; and who has not passed on all that it should."""
-    reports, edges, said = Reports(), edges_of(group), said_by(group, seen)
+def collect_reports(group: Group, seen: Seen) -> Reports:
+    """Put together what parents say of each counted member's numbers, and who has not passed on all it should."""
+    reports = Reports()
+    edges = edges_of(group)
+    summaries = latest_summaries(group, seen)
     for place, member in enumerate(group.members):
-        if member.n and member.is_counted:
-            squares = [
-                r.squares
-                for parent in edges.parents.get(place, ())
-                if (r := said[parent].received.get(place)) is not None and r.squares is not None
-            ]
-            if len(squares) == len(edges.parents.get(place, ())):
-                reports.weighed[PeerId(member.peer)] = WeighedContributions(
-                    member.n, math.sqrt(sum(squares)) / member.n
-                )
-            else:
-                reports.incomplete.add(PeerId(member.peer))
+        if not member.n or not member.is_counted:
+            continue
+        peer = PeerId(member.peer)
+        parents = edges.parents.get(place, ())
+        parts = [summaries[parent].received.get(place) for parent in parents]
+        squares = [part.squares for part in parts if part is not None and part.squares is not None]
+        # Each parent has a part of the vector: squares add up to those of the whole only if all have said theirs.
+        if len(squares) == len(parents):
+            norm = math.sqrt(sum(squares)) / member.n  # of its mean gradient
+            reports.weighed[peer] = WeighedContributions(member.n, norm)
+        else:
+            reports.incomplete.add(peer)
     for child, parent in edges.subtotals:
-        if not is_there(said[parent].subtotals.get(child)):
+        if not has_arrived(summaries[parent].subtotals.get(child)):
             reports.incomplete.add(PeerId(group.members[child].peer))
     return reports
 
 
-def is_whole(group: Group, seen: Seen, me: PeerId, now: float, limit_s: float) -> Decision[bool]:
+def is_average_complete(
+    group: Group,
+    seen: Seen,
+    me: PeerId,
+    now: float,
+    limit_s: float,
+) -> Decision[bool]:
     """Is the average here, and at all who should get it, or (``limit_s`` later) at enough of them?"""
-    wanted = [PeerId(m.peer) for m in group.members if m.receives and m.peer in seen]
-    named = {p: beat.result for p in wanted if (beat := seen[p].beat) is not None and beat.result}
-    have = [p for p, result in named.items() if result == named.get(me)]
-    waits_for = f"{count(len(wanted) - len(have), 'member')} to have the average"
-    if len(have) == len(wanted):
-        return Decision(bool(have), waits_for)
-    since = max((seen[p].moved_at for p in have), default=now)
-    return Decision(2 * len(have) > len(wanted) and now - since > limit_s, waits_for)
+    receivers = [PeerId(m.peer) for m in group.members if m.receives and m.peer in seen]
+    beats = {p: seen[p].beat for p in receivers}
+    results = {}
+    for peer, beat in beats.items():
+        if beat is not None and beat.result:
+            results[peer] = beat.result
+    holders = [p for p, result in results.items() if result == results.get(me)]
+    waits_for = f"{count(len(receivers) - len(holders), 'member')} to have the average"
+    if len(holders) == len(receivers):
+        return Decision(bool(holders), waits_for)
+    since = max((seen[p].moved_at for p in holders), default=now)
+    return Decision(2 * len(holders) > len(receivers) and now - since > limit_s, waits_for)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 1.0  # what computes was lost, or nobody gives its data now
 MICRO_BATCH_S = 1.0  # what may be lost when the round begins meanwhile
 SMOOTHING = 0.3  # weight of the newest micro-batch in samples a second
-NEWS_AT = 0.2  # of its last announced speed: a change that others should know
+SPEED_CHANGE = 0.2  # of its last announced speed: a change that others should know
 
 
 class Computing:
@@ -33,14 +33,14 @@ class Computing:
     nothing is computed any more.
     """
 
-    def __init__(self, world: TrainerServices, ledger: Ledger, news: Wakeups) -> None:
+    def __init__(self, services: TrainerServices, ledger: Ledger, news: Wakeups) -> None:
         self.trouble = ""
         self.broken = ""
         self.samples_per_s = 0.0
-        self._me = world.rpc.network.peer_id
+        self._me = services.rpc.network.peer_id
         self._recipe = ledger.run.recipe
         self.work = UncountedWork(self._me, self._recipe.overlaps)
-        self._world = world
+        self._services = services
         self._ledger = ledger
         self._news = news
         self.inner: InnerOptimizer | None = None
@@ -57,8 +57,8 @@ class Computing:
         """Compute while it is allowed, until cancelled; ``memory`` is of steps inside (train.vectors.inner_steps).
 
         What others gave comes before more of its own: it is of a state that is held for it alone
-        (train.gradients.gradient_audits). But whoever has nothing to give yet would have a round wait for it, where
-        nobody but one other gives to it: a micro-batch of its own comes first.
+        (train.gradients.gradient_audits). But a peer with nothing to give yet would have a round wait for it, where
+        only one other gives to it: a micro-batch of its own comes first.
         """
         self._feedback = feedback
         if self._recipe.steps_inside:
@@ -67,9 +67,9 @@ class Computing:
             if self.broken:
                 await self._news.wait()
                 continue
-            self._note_audits(audits.left)
+            self._note_audits(audits.n_waiting)
             has_none = self._is_allowed and not self.work.since.n
-            if not has_none and await self._audit(audits):
+            if not has_none and await self._audit_some(audits):
                 continue
             if not self._is_allowed or self.work.n >= MOST_TARGETS * self._recipe.batch.target:
                 await self._news.wait()
@@ -92,75 +92,91 @@ class Computing:
 
     def _give_up(self, error: SourceBroken) -> None:
         """Compute no more until this machine's owner has looked: it would be the same again, and cost them time."""
-        self.trouble = self.broken = f"{error}. Nothing is computed here until: swarmd train resume"
+        self.broken = f"{error}. Nothing is computed here until: swarmd train resume"
+        self.trouble = self.broken
         logger.warning("%s", self.broken)
         self._is_allowed = False
         if self.inner is not None:
             self.inner.spoil()
-        self._world.announce()
+        self._services.announce()
 
     def try_again(self) -> None:
-        """This machine's owner has looked."""
+        """Compute again: this machine's owner has looked."""
         if self.broken:
-            self.trouble = self.broken = ""
+            self.trouble = ""
+            self.broken = ""
             self._news.notify()
 
-    async def _audit(self, audits: GradientAudits) -> bool:
+    async def _audit_some(self, audits: GradientAudits) -> bool:
         """Compute some of what another gave, if that is to be looked at, and rest as this machine's owner asks."""
-        begun = trio.current_time()
+        started_at = trio.current_time()
         try:
-            n = await audits.advance(n_at_once(self._recipe.batch.micro, self.samples_per_s))
+            n = await audits.advance(micro_batch_size(self._recipe.batch.micro, self.samples_per_s))
         except SwarmError as error:
             logger.warning("what another gave is not computed again: %s", error)
             await trio.sleep(RETRY_S)
             return True
-        took_s = trio.current_time() - begun
-        if rest_s := duty.rest_s(took_s, self._world.share()) if n else 0.0:
+        took_s = trio.current_time() - started_at
+        rest_s = duty.rest_s(took_s, self._services.share()) if n else 0.0
+        if rest_s:
             await trio.sleep(rest_s)
         return n > 0
 
-    def _note_audits(self, left: int) -> None:
+    def _note_audits(self, n_left: int) -> None:
         """Remember how much is to be audited first, and tell others when that begins and ends."""
-        before, self.audit_left = self.audit_left, left
-        if left > before or (before and not left):
-            self._world.announce()
+        n_before = self.audit_left
+        self.audit_left = n_left
+        if n_left > n_before or (n_before and not n_left):
+            self._services.announce()
 
     async def _micro_batch(self, source: GradientSource, state: RunState) -> None:
         """Compute some samples, and rest as this machine's owner asks. Raises SwarmError."""
-        inner, begun = self.inner, trio.current_time()
+        inner = self.inner
+        started_at = trio.current_time()
         if inner is not None:
-            await self._world.off_loop(inner.follow, self.work, self._counted)
-        head, since = state.head, self.work.since
-        first = self.work.next_draw(self._counted)
-        step = InnerStep(self._recipe.learning_rate(state.steps + 1), inner.steps + 1) if inner is not None else None
-        done = await source.compute(first, self._n_at_once(), not since.n, step)
-        self._world.count(done.n)
+            await self._services.off_loop(inner.follow, self.work, self._n_counted)
+        # While it computes a round may offer what is here, or an update change the state. Both are noticed by what was
+        # remembered before: gradients of an old state must not be added to those of a new one.
+        head = state.head
+        since = self.work.since
+        first = self.work.next_draw(self._n_counted)
+        step: InnerStep | None = None
+        if inner is not None:
+            step = InnerStep(self._recipe.learning_rate(state.steps + 1), inner.steps + 1)
+        computed = await source.compute(first, self._n_at_once(), not since.n, step)
+        self._services.count(computed.n)
         if since is not self.work.since or head != state.head:
-            self.work.n_wasted += done.n  # it came too late, and was computed on what is no longer the state
-        elif not math.isfinite(done.loss):
+            self.work.n_wasted += computed.n  # it came too late, and was computed on what is no longer the state
+        elif not math.isfinite(computed.loss):
             self.trouble = "the loss is not finite: what was gathered is dropped"
             self.work.drop_since()
         else:
-            self._add(first, done)
+            self._add_gradients(first, computed)
         self._is_computing = False
         self._news.notify()
-        took_s = max(trio.current_time() - begun, 1e-6)
-        rest_s = duty.rest_s(took_s, self._world.share())
+        took_s = max(trio.current_time() - started_at, 1e-6)
+        rest_s = duty.rest_s(took_s, self._services.share())
         self._batches.add(took_s + rest_s)
-        self._note_speed(done.n, took_s + rest_s)
+        self._note_speed(computed.n, took_s + rest_s)
         if rest_s:
             await trio.sleep(rest_s)
 
-    def _add(self, first: int, done: ComputedGradients) -> None:
+    def _add_gradients(self, first: int, computed: ComputedGradients) -> None:
         if self.inner is None:
-            self.work.add(first, done.n, done.loss, done.gathered)
+            self.work.add(first, computed.n, computed.loss, computed.gathered)
             return
-        self.work.add(first, done.n, done.loss, done.gathered, self.inner.is_anew)
+        self.work.add(
+            first,
+            computed.n,
+            computed.loss,
+            computed.gathered,
+            self.inner.is_anew,
+        )
         self.inner.is_anew = False
         self.inner.steps += 1
 
     @property
-    def _counted(self) -> int:
+    def _n_counted(self) -> int:
         """How many of this peer's draws the ledger has counted."""
         return self._ledger.next_draw.get(self._me, 0)
 
@@ -168,14 +184,15 @@ class Computing:
         """How many samples to compute at a time: few where they take long, for a round waits for the last of them."""
         if self._recipe.steps_inside:
             return self._recipe.diloco.batch
-        return n_at_once(self._recipe.batch.micro, self.samples_per_s)
+        return micro_batch_size(self._recipe.batch.micro, self.samples_per_s)
 
     def _note_speed(self, n: int, took_s: float) -> None:
         """Remember how fast it goes, and tell others when that has changed."""
-        self.samples_per_s += (n / took_s - self.samples_per_s) * (SMOOTHING if self.samples_per_s else 1.0)
-        if abs(self.samples_per_s - self._announced_rate) > NEWS_AT * self._announced_rate:
+        weight = SMOOTHING if self.samples_per_s else 1.0
+        self.samples_per_s += (n / took_s - self.samples_per_s) * weight
+        if abs(self.samples_per_s - self._announced_rate) > SPEED_CHANGE * self._announced_rate:
             self._announced_rate = self.samples_per_s
-            self._world.announce()
+            self._services.announce()
 
     # --- what the trainer calls --------------------------------------------------------------------------------
 
@@ -208,14 +225,15 @@ class Computing:
         """
         await self.hold(hold_s if self.inner is None else math.inf)
         if self.inner is None:
-            await self._world.off_loop(self.work.offer)
+            await self._services.off_loop(self.work.offer)
         elif not self._is_computing:  # else its parameters change: what was offered before is offered again
-            await self._world.off_loop(self.inner.follow, self.work, self._counted)
-            await self._world.off_loop(self.work.offer, self.inner.contribution)
+            await self._services.off_loop(self.inner.follow, self.work, self._n_counted)
+            await self._services.off_loop(self.work.offer, self.inner.contribution)
         if self._feedback is not None:
             limit = self._ledger.radius(max(1, self.work.offered.n))
             try:
-                self.work.offered = await self._world.off_loop(self._feedback.code, self.work.offered, limit)
+                offered = self.work.offered
+                self.work.offered = await self._services.off_loop(self._feedback.code, offered, limit)
             except ValueError as error:
                 self.trouble = f"{error}: it is dropped"
                 self.work.drop()
@@ -223,8 +241,9 @@ class Computing:
             self.go_on()
 
     def settle(self, commit: Commit | None) -> None:
-        """What was computed is counted, or (None) no longer can be."""
-        offered, is_counted = self.work.offered, False
+        """Note that what was computed is counted, or (None) no longer can be."""
+        offered = self.work.offered
+        is_counted = False
         if commit is None:
             self.work.drop()
         else:
@@ -235,6 +254,8 @@ class Computing:
             self.inner.settle(offered.end, is_counted)
 
 
-def n_at_once(most: int, samples_per_s: float) -> int:
-    """Samples of a micro-batch: few where they take long, for nobody breaks one off."""
-    return most if not samples_per_s else max(1, min(most, int(MICRO_BATCH_S * samples_per_s)))
+def micro_batch_size(largest: int, samples_per_s: float) -> int:
+    """Choose the samples of a micro-batch: few where they take long, for nobody breaks one off."""
+    if not samples_per_s:
+        return largest
+    return max(1, min(largest, int(MICRO_BATCH_S * samples_per_s)))

@@ -1,8 +1,8 @@
 """Computes again what others gave to a run, and tells when something else comes of it (plan.trust.gradient_audits).
 
 A member looks at one contribution at a time: the state of before is held until it is done, which costs memory and
-nobody's wait. Whoever gave something else loses its standing here; the others are told (train.gradients.accusations),
-and compute it themselves before they believe: one of two members says what is not so.
+nobody's wait. A member that gave something else loses its standing here. The others are told
+(train.gradients.accusations), and compute it themselves before they believe: either of the two may be lying.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarmd.protocol.runs.backing import BackedCommit, ContributionShare
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.wire.rounds import Contradict
 from swarmd.train.gradients.accusations import Accusations
-from swarmd.train.gradients.recheck import Recheck, open_case
+from swarmd.train.gradients.recheck import Recheck, open_recheck
 from swarmd.train.gradients.source import GradientSource
 from swarmd.train.store.members import Members
 from swarmd.train.store.recovery import Get
@@ -52,7 +52,7 @@ class GradientAudits:
 
     def __init__(
         self,
-        world: TrainerServices,
+        services: TrainerServices,
         ledger: Ledger,
         members: Members,
         news: Wakeups,
@@ -60,9 +60,9 @@ class GradientAudits:
         why_idle: Callable[[], str],
     ) -> None:
         self.counts = AuditCounts()
-        self.accusations = Accusations(world, ledger, members, news)
-        self._world = world
-        self._me = world.rpc.network.peer_id
+        self.accusations = Accusations(services, ledger, members, news)
+        self._services = services
+        self._me = services.rpc.network.peer_id
         self._ledger = ledger
         self._recipe = ledger.run.recipe
         self._standing = members.standing
@@ -71,15 +71,21 @@ class GradientAudits:
         self._source: GradientSource | None = None
         self._state: RunState | None = None
         self._speed: Callable[[], float] = lambda: 0.0
-        self._own: Recheck | None = None
+        self._drawn_case: Recheck | None = None
         self._watched: tuple[PeerId, bytes, Snapshot] | None = None  # its next contribution is begun on this state
         self._wrong_at: dict[PeerId, int] = {}
 
     async def run(
-        self, source: GradientSource, state: RunState, get: Callable[[str], Get], speed: Callable[[], float]
+        self,
+        source: GradientSource,
+        state: RunState,
+        get: Callable[[str], Get],
+        speed: Callable[[], float],
     ) -> None:
         """Own what is fetched, until cancelled. ``speed``: samples/s of this peer; ``get``: see Accusations."""
-        self._source, self._state, self._speed = source, state, speed
+        self._source = source
+        self._state = state
+        self._speed = speed
         await self.accusations.run(state, get)
 
     @property
@@ -90,42 +96,59 @@ class GradientAudits:
         return self._source.why_not_again if self._source is not None else "this peer does not compute"
 
     # --- whom to look at -----------------------------------------------------------------------------------------
+    #
+    # A contribution can be computed again, bit for bit but for rounding: draws, data, seeds and the state are known to
+    # all. What it takes is the state that it was computed on, and that changes with the next update. So who is looked
+    # at is drawn before the update is applied, and the state is held as a snapshot then:
+    #
+    #     a plain run          commit k: draw one of its contributors, hold state k - 1, compute it while k is used
+    #     a run that overlaps  a contribution to commit k + 1 is begun on state k - 1, and goes on on state k: it is
+    #                          drawn at commit k, and computed again once commit k + 1 says what it is
+    #
+    # The draw is this member's own secret: a liar cannot know who looks. Chances rise for members
+    # that have contributed little so far (plan.trust.gradient_audits).
 
-    def consider(self, commit: Commit) -> None:
-        """A commit is about to be applied: is one of its contributions computed again here?
+    def consider_commit(self, commit: Commit) -> None:
+        """Decide whether one contribution of a commit that is about to be applied is computed again here.
 
         Where peers compute on while a round averages, a contribution is begun on the state before: who is to be looked
         at is drawn an update ahead.
         """
         self.accusations.expire()
-        state, backed = self._state, self._backed()
-        watched, self._watched = self._watched, None
-        if state is None or self.why_not or self._own is not None or backed is None:
+        state = self._state
+        backed = self._backed()
+        watched = self._watched
+        self._watched = None
+        if state is None or self.why_not or self._drawn_case is not None or backed is None:
             return
         if backed.body != commits.encode(commit):
             return
-        shares = {PeerId(c.peer): s for c, s in zip(commit.contributors, backed.shares, strict=True)}
-        drawn, held = self._draw(shares), None
+        peers = [PeerId(c.peer) for c in commit.contributors]
+        shares = dict(zip(peers, backed.shares, strict=True))
+        drawn = self._draw_contributor(shares)
+        snapshot: Snapshot | None = None
         if self._recipe.overlaps:
-            held = state.hold() if drawn is not None else None
-            self._watched = (drawn, state.root, held) if drawn is not None and held is not None else None
+            if drawn is not None:
+                snapshot = state.hold()
+                self._watched = (drawn, state.root, snapshot)
             drawn = watched[0] if watched is not None else None
-        if drawn is None or (share := shares.get(drawn)) is None:
+        share = shares.get(drawn) if drawn is not None else None
+        if drawn is None or share is None:
             return
-        case = open_case(self._ledger, drawn, share, commit)
+        case = open_recheck(self._ledger, drawn, share, commit)
         case.states = {watched[1]: watched[2]} if watched is not None else {}
-        case.states[state.root] = held or state.hold()
+        case.states[state.root] = snapshot or state.hold()
         if case.roots <= case.states.keys():
-            self._own = case
+            self._drawn_case = case
 
-    def forget(self) -> None:
-        """The state here is no longer the one that followed from what was held."""
+    def forget_watched(self) -> None:
+        """Forget whom to look at next: the state here no longer follows from the one that was held."""
         self._watched = None
 
-    def _draw(self, shares: dict[PeerId, ContributionShare]) -> PeerId | None:
+    def _draw_contributor(self, shares: dict[PeerId, ContributionShare]) -> PeerId | None:
         n_samples = {peer: float(share.n) for peer, share in shares.items()}
         rates = {p: gradient_audits.rate(self._n_right(p), self._recipe.audit) for p in shares}
-        decision = gradient_audits.draw(rates, n_samples, self._me, self._world.rng.random())
+        decision = gradient_audits.draw(rates, n_samples, self._me, self._services.rng.random())
         logger.debug("%s", decision.reason)
         return decision.action
 
@@ -133,7 +156,7 @@ class GradientAudits:
         return self._ledger.n_contributions.get(peer, 0) - self._wrong_at.get(peer, 0)
 
     def take_untrusted(self, accuser: PeerId, message: Contradict, payload: bytes) -> None:
-        """A member says that another's contribution is wrong. Raises RemoteProtocolError for what nobody may say."""
+        """Take a member's word that a contribution is wrong. Raises RemoteProtocolError for what none may say."""
         if not self._recipe.audit or (self._source is not None and self._source.why_not_again):
             return  # there is nothing that anybody could have computed again
         speed = self._speed()
@@ -141,69 +164,77 @@ class GradientAudits:
         self.accusations.take_untrusted(accuser, message, payload, may_compute)
 
     @property
-    def left(self) -> int:
+    def n_waiting(self) -> int:
         """How many samples of others are to be computed again here, as far as it can begin."""
         if self._source is None or self._why_idle():
             return 0
-        return sum(case.share.n - case.done for case in self._waiting() if case.is_ready)
+        return sum(case.share.n - case.done for case in self._waiting_cases() if case.is_ready)
 
     # --- computing -----------------------------------------------------------------------------------------------
 
-    async def advance(self, most: int) -> int:
+    async def advance(self, n_at_most: int) -> int:
         """Compute so many samples of what is to be looked at; returns how many it were. Raises SwarmError."""
         if self._why_idle():
-            self._own = None  # nobody knows for how long, and it takes memory
-        case = self._next()
+            self._drawn_case = None  # nobody knows for how long, and it takes memory
+        case = self._next_case()
         if case is None or self._source is None or self._why_idle():
             return 0
-        root, left = case.next_piece()
-        n = min(most, left)
+        root, n_left = case.next_piece()
+        n = min(n_at_most, n_left)
         try:
             if case.on != root:
-                await self._world.off_loop(case.go_on_from, root, self._source)
-            assert case.again is not None
-            case.loss += await self._source.compute_again(case.again, case.peer, case.share.first + case.done, n)
+                await self._services.off_loop(case.go_on_from, root, self._source)
+            assert case.request is not None
+            case.loss += await self._source.compute_again(
+                case.request,
+                case.peer,
+                case.share.first + case.done,
+                n,
+            )
         except SwarmError:
-            self._drop(case)
+            self._drop_case(case)
             raise
         case.done += n
         self.counts.samples += n
         if case.is_done:
-            self._drop(case)
-            await self._judge(case)
+            self._drop_case(case)
+            await self._judge_case(case)
         return n
 
-    def _next(self) -> Recheck | None:
-        return next((case for case in self._waiting() if case.is_ready), None)
+    def _next_case(self) -> Recheck | None:
+        return next((case for case in self._waiting_cases() if case.is_ready), None)
 
-    def _waiting(self) -> list[Recheck]:
-        """What others say comes first: they have reason to."""
-        return [*self.accusations.cases, *([self._own] if self._own is not None else [])]
+    def _waiting_cases(self) -> list[Recheck]:
+        """List cases, accusations first: accusers have reason to ask."""
+        drawn = [self._drawn_case] if self._drawn_case is not None else []
+        return [*self.accusations.cases, *drawn]
 
-    def _drop(self, case: Recheck) -> None:
-        if case is self._own:
-            self._own = None
+    def _drop_case(self, case: Recheck) -> None:
+        if case is self._drawn_case:
+            self._drawn_case = None
         self.accusations.drop(case)
 
-    async def _judge(self, case: Recheck) -> None:
-        """It has been computed: is it what its contributor signed?"""
-        found, rounding = await self._world.off_loop(case.came, self._ledger)
-        share, who, update = case.share, case.peer[-8:], case.commit.epoch
-        said = RecheckResult(share.loss, math.sqrt(share.squares), share.sums)
-        decision = gradient_audits.is_same(said, found, rounding)
-        case.again = None
+    async def _judge_case(self, case: Recheck) -> None:
+        """Compare what was computed with what its contributor signed, and act on it."""
+        recomputed, rounding = await self._services.off_loop(case.compute_result, self._ledger)
+        share = case.share
+        peer = case.peer[-8:]
+        update = case.commit.epoch
+        signed = RecheckResult(share.loss, math.sqrt(share.squares), share.sums)
+        decision = gradient_audits.is_same(signed, recomputed, rounding)
+        case.request = None
         self.counts.checked += 1
         if decision.action is None:
-            logger.warning("what %s gave to update %d says nothing: %s", who, update, decision.reason)
+            logger.warning("what %s gave to update %d says nothing: %s", peer, update, decision.reason)
         elif decision.action:
-            logger.info("what %s gave to update %d, computed again: %s", who, update, decision.reason)
+            logger.info("what %s gave to update %d, computed again: %s", peer, update, decision.reason)
             if case.accuser is not None:
-                why = f"{who} gave to update {update} what comes of its draws"
+                why = f"{peer} gave to update {update} what comes of its draws"
                 self._standing.fault(case.accuser, Fault.FALSE_ACCUSATION, why)
         else:
-            logger.warning("what %s gave to update %d is wrong: %s", who, update, decision.reason)
+            logger.warning("what %s gave to update %d is wrong: %s", peer, update, decision.reason)
             self.counts.wrong += 1
             self._wrong_at[case.peer] = self._ledger.n_contributions.get(case.peer, 0)
             if case.accuser is None:
-                await self.accusations.tell(case)
+                await self.accusations.tell_members(case)
             self._standing.fault(case.peer, Fault.WRONG_RESULTS, f"its gradients of update {update}")

@@ -11,7 +11,7 @@ from swarmd.plan.trust.gradient_audits import RecheckResult
 from swarmd.protocol.runs.backing import ContributionShare
 from swarmd.protocol.runs.commit import Commit
 from swarmd.train.gradients.source import GradientSource, RecheckRequest
-from swarmd.train.vectors.clipping import clipped
+from swarmd.train.vectors.clipping import clip_total
 from swarmd.train.vectors.codecs import codec_of
 from swarmd.train.vectors.directions import directions_of
 from swarmd.train.vectors.state import Snapshot, Vector, centre_of
@@ -27,7 +27,7 @@ class Recheck:
     """See the module. ``accuser``: who asks for it; None: it was drawn here.
 
     ``pieces``: the states that its draws were computed on, by hash, in order, each with the number of its last draw,
-    from 1; ``states``: those that are here; ``on`` which of them ``again`` computes now.
+    from 1; ``states``: those that are here; ``on`` which of them ``request`` computes now.
     """
 
     peer: PeerId
@@ -36,7 +36,7 @@ class Recheck:
     pieces: tuple[tuple[bytes, int], ...]
     accuser: PeerId | None = None
     states: dict[bytes, Held] = field(default_factory=dict)
-    again: RecheckRequest | None = None
+    request: RecheckRequest | None = None
     on: bytes = b""
     done: int = 0
     loss: float = 0.0
@@ -49,52 +49,65 @@ class Recheck:
     @property
     def is_ready(self) -> bool:
         """Are its states here, and no longer those that are about to change?"""
-        held = [self.states.get(root) for root in self.roots]
-        return all(h is not None and not (isinstance(h, Snapshot) and h.is_live) for h in held)
+        for root in self.roots:
+            state = self.states.get(root)
+            if state is None or (isinstance(state, Snapshot) and state.is_live):
+                return False
+        return True
 
     @property
     def is_done(self) -> bool:
+        """Are all draws of the contribution computed?"""
         return self.done >= self.share.n
 
     def next_piece(self) -> tuple[bytes, int]:
-        """The state that the next draw was computed on, and how many are left of those on it."""
+        """Return the state that the next draw was computed on, and how many are left of those on it."""
         root, upto = next(piece for piece in self.pieces if self.done < piece[1])
         return root, upto - self.done
 
     def go_on_from(self, root: bytes, source: GradientSource) -> None:
         """Compute on this state's parameters from here on. Call it in a thread."""
-        parameters = _vector(self.states[root], "parameters")
-        if self.again is None:
-            self.again = source.again(parameters)
+        parameters = _read_vector(self.states[root], "parameters")
+        if self.request is None:
+            self.request = source.prepare_recheck(parameters)
         else:
-            self.again.parameters[:] = parameters
+            self.request.parameters[:] = parameters
         self.on = root
 
-    def came(self, ledger: Ledger) -> tuple[RecheckResult, float]:
-        """What it comes to, as the recipe would have it given, and what rounding may change. Call it in a thread."""
-        assert self.again is not None
-        recipe, commit, n = ledger.run.recipe, self.commit, self.share.n
-        codec, total = codec_of(recipe), self.again.total
+    def compute_result(self, ledger: Ledger) -> tuple[RecheckResult, float]:
+        """Compute what it comes to, coded as the recipe says, and what rounding may change. Call it in a thread."""
+        assert self.request is not None
+        recipe = ledger.run.recipe
+        commit = self.commit
+        n = self.share.n
+        codec = codec_of(recipe)
+        total = self.request.total
         if ledger.is_clipped:
-            moments = {name: _vector(self.states[commit.state], name) for name in recipe.optimizer.moments}
+            state = self.states[commit.state]
+            moments = {name: _read_vector(state, name) for name in recipe.optimizer.moments}
             centre = centre_of(recipe, moments, ledger.steps_at(commit.epoch - 1))
-            total = clipped(total, n, centre, ledger.radius(n, commit.epoch))
+            total = clip_total(total, n, centre, ledger.radius(n, commit.epoch))
         rounding = 0.0
         if not codec.is_plain:
             total = codec.code(total).values
             rounding = codec.rounding(total) / 8  # both round nearly the same: few elements go another way
-        sums = directions_of(recipe, commit.parent, len(total), commit.average).of(total, 0)
+        directions = directions_of(recipe, commit.parent, len(total), commit.average)
+        sums = directions.project(total, 0)
         return RecheckResult(self.loss, math.sqrt(squares_of(total)), sums), rounding
 
 
-def open_case(
+def open_recheck(
     ledger: Ledger, peer: PeerId, share: ContributionShare, commit: Commit, accuser: PeerId | None = None
 ) -> Recheck:
-    """A contribution that the ledger counts: its late draws were computed on the state of the commit before."""
-    late = ((ledger.sealed[commit.epoch - 2].commit.state, share.late),) if share.late else ()
-    rest = ((commit.state, share.n),) if share.late < share.n else ()
-    return Recheck(peer, share, commit, (*late, *rest), accuser)
+    """Open the case of a counted contribution: its late draws were computed on the state of the commit before."""
+    pieces = []
+    if share.late:
+        previous = ledger.sealed[commit.epoch - 2].commit
+        pieces.append((previous.state, share.late))
+    if share.late < share.n:
+        pieces.append((commit.state, share.n))
+    return Recheck(peer, share, commit, tuple(pieces), accuser)
 
 
-def _vector(held: Held, name: str) -> Vector:
-    return held.vector(name) if isinstance(held, Snapshot) else held[name]
+def _read_vector(state: Held, name: str) -> Vector:
+    return state.vector(name) if isinstance(state, Snapshot) else state[name]

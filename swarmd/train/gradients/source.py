@@ -54,7 +54,13 @@ class GradientSource(Protocol):
         """Get ready; returns the layout, and the parameters that the run begins with. They are changed in place
         while nothing is computed. Raises SwarmError."""
 
-    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
+    async def compute(
+        self,
+        first: int,
+        n: int,
+        is_fresh: bool,
+        step: InnerStep | None,
+    ) -> ComputedGradients:
         """Add the gradients of draws from ``first`` on, about ``n`` of them, to what is gathered, or begin anew.
 
         What was returned before stays as it is until the call after next. With ``step`` their mean is taken as one step
@@ -63,16 +69,23 @@ class GradientSource(Protocol):
         """
 
     def inner_vectors(self) -> dict[str, Vector]:
-        """What a peer's own steps need (inner.inner_vectors), shared with who calls. Raises SwarmError."""
+        """Return what a peer's own steps need (inner.inner_vectors), shared with the caller. Raises SwarmError."""
 
     @property
     def why_not_again(self) -> str:
         """Why what others gave cannot be computed again here; "" when it can."""
 
-    def again(self, parameters: Vector) -> RecheckRequest:
+    def prepare_recheck(self, parameters: Vector) -> RecheckRequest:
         """Get ready to compute on a copy of other parameters. Call it in a thread. Raises ConfigError."""
 
-    async def compute_again(self, again: RecheckRequest, peer: str, first: int, n: int) -> float:
+    async def compute_again(
+        self,
+        recheck: RecheckRequest,
+        peer: str,
+        first: int,
+        n: int,
+    ) -> float:
         """Add the gradients of a peer's draws from ``first`` on; returns their summed loss. Raises SwarmError."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End what computes; nothing is computed from then on."""

@@ -80,62 +80,92 @@ class WorkerSource:
 
     @property
     def pid(self) -> int | None:
+        """The worker's process, while there is one."""
         return self._process.pid if self._process else None
 
     async def open(self) -> tuple[VectorLayout, Vector]:
         await self._data.open()
-        await self._start()
+        await self._start_worker()
         assert self._layout is not None
         assert self._memory is not None
         return self._layout, self._memory.vectors["parameters"]
 
     def inner_vectors(self) -> dict[str, Vector]:
         assert self._memory is not None
-        return {name: self._memory.vectors[name] for name in self._run.recipe.shared_vectors[1:]}
+        names = self._run.recipe.shared_vectors[1:]
+        return {name: self._memory.vectors[name] for name in names}
 
-    async def compute(self, first: int, n: int, is_fresh: bool, step: InnerStep | None) -> ComputedGradients:
+    async def compute(
+        self,
+        first: int,
+        n: int,
+        is_fresh: bool,
+        step: InnerStep | None,
+    ) -> ComputedGradients:
         rows = await self._data.read(self._peer, first, n)
-        begun, into = trio.current_time(), 1 - self._into
+        started_at = trio.current_time()
+        sum_index = 1 - self._into  # two sums take turns: the one that was returned before is not written to
         request = Compute(
             n=n,
             seed=self._data.seed(self._peer, first),
-            into=into,
+            into=sum_index,
             is_fresh=is_fresh,
             step=step.number if step is not None else 0,
             learning_rate=step.learning_rate if step is not None else 0.0,
         )
-        answer = await self._compute(request, rows.tobytes())
-        self._took.add(trio.current_time() - begun)
-        self._into = into
+        answer = await self._compute_rows(request, rows.tobytes())
+        self._took.add(trio.current_time() - started_at)
+        self._into = sum_index
         assert self._memory is not None
-        return ComputedGradients(n, answer.loss, self._memory.vectors[LOCAL if step is not None else f"sum{into}"])
+        name = LOCAL if step is not None else f"sum{sum_index}"
+        return ComputedGradients(n, answer.loss, self._memory.vectors[name])
 
     @property
     def why_not_again(self) -> str:
         return "" if self._is_repeatable else "its model drops out at random"
 
-    def again(self, parameters: Vector) -> RecheckRequest:
+    def prepare_recheck(self, parameters: Vector) -> RecheckRequest:
         assert self._layout is not None
         memory = _Memory(self._layout, AGAIN)
         memory.vectors["parameters"][:] = parameters
-        return RecheckRequest(memory.vectors["parameters"], memory.vectors["sum"], memory, str(memory.path))
+        return RecheckRequest(
+            memory.vectors["parameters"],
+            memory.vectors["sum"],
+            memory,
+            str(memory.path),
+        )
 
-    async def compute_again(self, again: RecheckRequest, peer: str, first: int, n: int) -> float:
+    async def compute_again(
+        self,
+        recheck: RecheckRequest,
+        peer: str,
+        first: int,
+        n: int,
+    ) -> float:
         rows = await self._data.read(peer, first, n)
-        request = ComputeAgain(path=again.path, n=n, seed=self._data.seed(peer, first))
-        return (await self._compute(request, rows.tobytes())).loss
+        request = ComputeAgain(
+            path=recheck.path,
+            n=n,
+            seed=self._data.seed(peer, first),
+        )
+        return (await self._compute_rows(request, rows.tobytes())).loss
 
     async def close(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
 
-    async def _compute(self, request: Compute | ComputeAgain, rows: bytes) -> ComputedRows:
+    # The worker may die at any time: killed for memory, by a driver, by hand. The vectors lie in memory that this
+    # process shares with it, so that they outlive it: a new worker maps the same and goes on. What it was adding to may
+    # be half written: compute() with ``is_fresh`` begins anew. Twice dead of the same samples is no accident.
+
+    async def _compute_rows(self, request: Compute | ComputeAgain, rows: bytes) -> ComputedRows:
         """Have the worker compute, started again if need be. Raises SourceLost."""
         try:
             if self._process is None:
-                await self._start()
-            answer, _ = await self._ask(request, rows, 10 * self._took.limit_s(), ComputedRows)
+                await self._start_worker()
+            answer, _ = await self._ask_worker(request, rows, 10 * self._took.limit_s(), ComputedRows)
         except (WorkerLost, RemoteProtocolError) as error:
             await self.close()
             self._require_other_work(request)
@@ -154,21 +184,32 @@ class WorkerSource:
             raise SourceBroken(f"the training worker ended twice of the same samples: {self._last_words}")
         self._died_of = work if self._last_words else None
 
-    async def _start(self) -> None:
+    async def _start_worker(self) -> None:
         """Start the process, load the model, share the memory. Raises ConfigError when the model cannot be loaded."""
         folder = await self._supply.ensure(ModelId(self._run.recipe.model))
-        self._process, self._frames, self._decoder = self._start_process(), [], FrameDecoder()
-        self._incoming, self._last_words = self._process.received(), ""
+        self._process = self._start_process()
+        self._frames = []
+        self._decoder = FrameDecoder()
+        self._incoming = self._process.received()
+        self._last_words = ""
         request = LoadRun(path=str(folder.folder), threads=self._threads)
-        loaded, frame = await self._ask(request, self._run.raw, LOAD_TIMEOUT_S, RunLoaded)
-        self.device, self._is_repeatable = loaded.device, loaded.is_repeatable
-        layout = VectorLayout(tuple(decode(frame.payload, TensorList, "a layout")), self._run.recipe.precision)
+        loaded, frame = await self._ask_worker(request, self._run.raw, LOAD_TIMEOUT_S, RunLoaded)
+        self.device = loaded.device
+        self._is_repeatable = loaded.is_repeatable
+        tensors = decode(frame.payload, TensorList, "a layout")
+        layout = VectorLayout(tuple(tensors), self._run.recipe.precision)
         is_new = self._memory is None
         if self._memory is None or self._layout != layout:
-            self._layout, self._memory = layout, _Memory(layout, self._run.recipe.shared_vectors)
-        await self._ask(MapRun(path=str(self._memory.path), init=is_new), b"", LOAD_TIMEOUT_S, RunMapped)
+            self._layout = layout
+            self._memory = _Memory(layout, self._run.recipe.shared_vectors)
+        await self._ask_worker(
+            MapRun(path=str(self._memory.path), init=is_new),
+            b"",
+            LOAD_TIMEOUT_S,
+            RunMapped,
+        )
 
-    async def _ask(
+    async def _ask_worker(
         self, request: Message, payload: bytes, timeout_s: float, expected: type[MessageT]
     ) -> tuple[MessageT, Frame]:
         """Raises WorkerLost; ConfigError when the worker says that it cannot."""
@@ -202,7 +243,8 @@ class _Memory:
     """Vectors in memory that another process can map."""
 
     def __init__(self, layout: VectorLayout, names: Sequence[str]) -> None:
-        self._folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+        in_memory = Path("/dev/shm")
+        self._folder = in_memory if os.access(in_memory, os.W_OK) else Path(tempfile.gettempdir())
         n_bytes = max(1, len(names) * layout.n_bytes)
         self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - it lives as long as the map
         try:
@@ -212,9 +254,11 @@ class _Memory:
                 f"{n_bytes} B of shared memory cannot be had in {self._folder}: {error.strerror}"
             ) from None
         self._map = mmap.mmap(self._file.fileno(), n_bytes)
-        whole: Vector = np.frombuffer(self._map, layout.dtype)
+        shared: Vector = np.frombuffer(self._map, layout.dtype)
         n = layout.n_elements
-        self.vectors = {name: whole[i * n : (i + 1) * n] for i, name in enumerate(names)}
+        self.vectors = {}
+        for i, name in enumerate(names):
+            self.vectors[name] = shared[i * n : (i + 1) * n]
 
     @property
     def path(self) -> Path:

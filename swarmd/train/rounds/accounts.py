@@ -35,7 +35,7 @@ class Flow:
     others, subtotals that came, and those that it passed on."""
 
     received: Pieces
-    gave: Pieces
+    sent: Pieces
     subtotals: Pieces
     passed: Pieces
 
@@ -52,88 +52,113 @@ class ContributionProjection:
 class AverageProjection:
     """Numbers along the average's own directions (train.vectors.directions).
 
-    ``given``: this member's contribution, if it counts; ``average``: the average; ``rounding``: what that may be off
+    ``contribution``: what this member gave, if it counts; ``average``: the average; ``rounding``: what that may be off
     by, because it was rounded on its way; ``reductions`` has, by the place of each reducer, its results' digest, the
     results, and their rounding; the others are as in Flow.
     """
 
-    given: ContributionProjection | None
+    contribution: ContributionProjection | None
     average: Sums
     rounding: float
     reductions: dict[int, tuple[bytes, Sums, float]]
     received: dict[PeerId, Sums]
-    gave: dict[PeerId, Sums]
+    sent: dict[PeerId, Sums]
     subtotals: dict[PeerId, Sums]
     passed: dict[PeerId, ContributionProjection]
 
 
-def flow_of(duties: Duties, parts: Mapping[Key, ReducedPart], given: Vector | None) -> Flow:
-    """What has gone through a member, once all of it has. ``given``: its own contribution, if it counts."""
-    received, subtotals = (defaultdict[PeerId, list[tuple[int, Vector]]](list) for _ in range(2))
+def flow_of(duties: Duties, parts: Mapping[Key, ReducedPart], contribution: Vector | None) -> Flow:
+    """Collect what has gone through a member, once all of it has. ``contribution``: its own, if it counts."""
+    received = defaultdict[PeerId, list[tuple[int, Vector]]](list)
+    subtotals = defaultdict[PeerId, list[tuple[int, Vector]]](list)
     for key, sources in duties.sources.items():
         for source in sources:
-            came = parts[key].of(source.peer, source.is_subtotal)
-            (subtotals if source.is_subtotal else received)[source.peer].append((key[0], came.values))
-    gives = duties.gives if given is not None else {}
-    gave = {peer: [(a, given[a:z]) for a, z in keys] for peer, keys in gives.items() if given is not None}
-    passed = {peer: [(key[0], parts[key].total) for key in keys] for peer, keys in duties.passes.items()}
-    return Flow(received, gave, subtotals, passed)
+            incoming = parts[key].incoming_from(source.peer, source.is_subtotal)
+            pieces = subtotals if source.is_subtotal else received
+            pieces[source.peer].append((key[0], incoming.values))
+    sent: dict[PeerId, list[tuple[int, Vector]]] = {}
+    if contribution is not None:
+        for peer, keys in duties.gives.items():
+            sent[peer] = [(start, contribution[start:end]) for start, end in keys]
+    passed = {}
+    for peer, keys in duties.passes.items():
+        passed[peer] = [(key[0], parts[key].total) for key in keys]
+    return Flow(received, sent, subtotals, passed)
 
 
-def given_to(directions: Directions, mine: Vector) -> ContributionProjection:
-    """What a contribution is along the directions of an average, which need not be here."""
-    return ContributionProjection(squares_of(mine), directions.of(mine, 0))
+def project_contribution(directions: Directions, contribution: Vector) -> ContributionProjection:
+    """Project a contribution on the directions of an average, which need not be here."""
+    return ContributionProjection(squares_of(contribution), directions.project(contribution, 0))
 
 
-def account_for(
-    group: Group, directions: Directions, average: Vector, mine: tuple[PeerId, Vector] | None, flow: Flow, codec: Codec
+# Who can show what of a round, without having others' vectors. Along each direction d of an average:
+#
+#     the sum of all contributors' shares    sum of (v_i . d)   must be n * (average . d)
+#     what a member received and gave        must be what the other end says of the same edge
+#     what flows into a member               must flow out of it (plan.runs.disputes)
+#
+# Directions are known only once the average's hash is: nobody can choose numbers that look right along them. A member
+# that keeps part of its contribution (it reduces a part itself) counts that as received from itself.
+
+
+def account_for_average(
+    group: Group,
+    directions: Directions,
+    average: Vector,
+    contribution: tuple[PeerId, Vector] | None,
+    flow: Flow,
+    codec: Codec,
 ) -> AverageProjection:
-    """Account for an average. ``mine`` is this member and its contribution, if it counts: what it gave and keeps."""
+    """Account for an average. ``contribution``: this member and what it gave and keeps, if it counts."""
     reductions: dict[int, tuple[bytes, Sums, float]] = {}
     for place in sorted({p.reducer for p in group.parts}):
-        results, total, rounding = hashlib.sha256(), _nothing(), 0.0
+        results = hashlib.sha256()
+        total = _zero_sums()
+        rounding = 0.0
         for part in group.parts:
             if part.reducer == place:
                 values = average[part.start : part.end]
                 results.update(values.view(np.uint8).data)
-                total += directions.of(values, part.start)
+                total += directions.project(values, part.start)
                 rounding = math.hypot(rounding, codec.rounding(values))
-        reductions[place] = results.digest()[:N_DIGEST_BYTES], _sums(total), rounding
+        reductions[place] = results.digest()[:N_DIGEST_BYTES], _as_sums(total), rounding
 
-    def along(pieces: Pieces) -> dict[PeerId, Sums]:
+    def project_pieces(pieces: Pieces) -> dict[PeerId, Sums]:
         return {
-            peer: _together([directions.of(values, start) for start, values in vectors])
+            peer: _add_sums([directions.project(values, start) for start, values in vectors])
             for peer, vectors in pieces.items()
         }
 
-    received, gave, passed = along(flow.received), along(flow.gave), along(flow.passed)
-    given = None
-    if mine is not None:
-        me, vector = mine
-        given = ContributionProjection(
-            squares_of(vector), _together([*gave.values(), received.get(me, _sums(_nothing()))])
-        )
+    received = project_pieces(flow.received)
+    sent = project_pieces(flow.sent)
+    projection = None
+    if contribution is not None:
+        me, vector = contribution
+        of_itself = received.get(me, _as_sums(_zero_sums()))
+        projection = ContributionProjection(squares_of(vector), _add_sums([*sent.values(), of_itself]))
+    passed = {}
+    for peer, sums in project_pieces(flow.passed).items():
+        squares = sum(squares_of(values) for _, values in flow.passed[peer])
+        passed[peer] = ContributionProjection(squares, sums)
     return AverageProjection(
-        given=given,
-        average=_together([total for _, total, _ in reductions.values()]),
+        contribution=projection,
+        average=_add_sums([total for _, total, _ in reductions.values()]),
         rounding=math.hypot(*(rounding for *_, rounding in reductions.values())),
         reductions=reductions,
         received=received,
-        gave=gave,
-        subtotals=along(flow.subtotals),
-        passed={
-            p: ContributionProjection(sum(squares_of(v) for _, v in flow.passed[p]), sums) for p, sums in passed.items()
-        },
+        sent=sent,
+        subtotals=project_pieces(flow.subtotals),
+        passed=passed,
     )
 
 
-def _nothing() -> Numbers:
+def _zero_sums() -> Numbers:
     return np.zeros(N_DIRECTIONS)
 
 
-def _together(sums: Sequence[Sums]) -> Sums:
-    return _sums(sum((np.array(s) for s in sums), _nothing()))
+def _add_sums(sums: Sequence[Sums]) -> Sums:
+    return _as_sums(sum((np.array(s) for s in sums), _zero_sums()))
 
 
-def _sums(numbers: Numbers) -> Sums:
-    return tuple(float(x) for x in numbers)
+def _as_sums(numbers: Numbers) -> Sums:
+    return tuple(float(number) for number in numbers)

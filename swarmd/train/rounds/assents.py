@@ -30,7 +30,13 @@ CLIP_TOLERANCE = 1e-3  # relative, of a norm that two machines computed
 class _Shares:
     """The shares of one version of a group as they come in, each checked once. ``faults``: whose are wrong, and why."""
 
-    def __init__(self, group: Group, joined: Mapping[PeerId, JoinRound], state: bytes, average: bytes) -> None:
+    def __init__(
+        self,
+        group: Group,
+        joined: Mapping[PeerId, JoinRound],
+        state: bytes,
+        average: bytes,
+    ) -> None:
         self.average = average
         self.faults: dict[PeerId, str] = {}
         self._group = group
@@ -38,8 +44,8 @@ class _Shares:
         self._state = state
         self._checked: dict[PeerId, ContributionShare] = {}
 
-    def look(self, seen: Seen) -> tuple[ContributionShare, ...] | None:
-        """All of them, or None while some lack."""
+    def check_shares(self, seen: Seen) -> tuple[ContributionShare, ...] | None:
+        """Check the latest shares; return all of them, or None while some lack."""
         for member in counted_of(self._group):
             peer = PeerId(member.peer)
             beat = seen[peer].beat if peer in seen else None
@@ -57,39 +63,65 @@ class _Shares:
         return tuple(self._checked[PeerId(m.peer)] for m in counted_of(self._group))
 
     def lacking(self) -> list[PeerId]:
-        """Whose are not here."""
+        """List whose are not here."""
         return [PeerId(m.peer) for m in counted_of(self._group) if m.peer not in self._checked]
 
+    # A member that lies here gains nothing. It signs its share, and others may compute its draws again and compare
+    # (train.gradients). If it names numbers that it did not give, the shares do not add up to the average, and its sums
+    # differ from what its parents received (_contradicts_itself, plan.runs.disputes).
+
     def _check(self, peer: PeerId, member: GroupMember, share: ContributionShare) -> None:
-        backing.check_share_untrusted(share, peer, self._group.parent, self._state, self.average)
-        if (share.first, share.n, share.loss) != (member.first, member.n, self._joined[peer].loss):
+        backing.check_share_untrusted(
+            share,
+            peer,
+            self._group.parent,
+            self._state,
+            self.average,
+        )
+        samples = (member.first, member.n, self._joined[peer].loss)
+        if (share.first, share.n, share.loss) != samples:
             raise IntegrityError("its share is of other samples than it joined with")
 
 
-def _contradicts_itself(share: ContributionShare, peer: PeerId, place: int, seen: Seen) -> bool:
+def _contradicts_itself(
+    share: ContributionShare,
+    peer: PeerId,
+    place: int,
+    seen: Seen,
+) -> bool:
     """Does a member say other sums of what it gave, and keeps of its own, than it signs?"""
     beat = seen[peer].beat if peer in seen else None
     if beat is None or not beat.result:
         return False  # it has signed what it gave to an average that it has not got
-    own = [g.sums for g in beat.gave] + [r.sums for r in beat.received if r.member == place]
-    if any(len(sums) != N_DIRECTIONS for sums in own):
+    named = [g.sums for g in beat.gave]
+    named += [r.sums for r in beat.received if r.member == place]
+    if any(len(sums) != N_DIRECTIONS for sums in named):
         return True
-    most = TOLERANCE * math.sqrt(share.squares)
-    return any(abs(sum(o[i] for o in own) - share.sums[i]) > most for i in range(N_DIRECTIONS))
+    tolerance = TOLERANCE * math.sqrt(share.squares)
+    for i in range(N_DIRECTIONS):
+        difference = sum(sums[i] for sums in named) - share.sums[i]
+        if abs(difference) > tolerance:
+            return True
+    return False
 
 
 class _Assents:
     """The signatures of contributors under one commit as they come in."""
 
-    def __init__(self, body: bytes, shares: tuple[ContributionShare, ...], peers: list[PeerId]) -> None:
+    def __init__(
+        self,
+        body: bytes,
+        shares: tuple[ContributionShare, ...],
+        peers: list[PeerId],
+    ) -> None:
         self.body = body
         self.shares = shares
         self._peers = peers
         self._signatures: dict[int, bytes] = {}
         self._wrong: set[PeerId] = set()
 
-    def look(self, seen: Seen) -> int:
-        """How many there are."""
+    def count_assents(self, seen: Seen) -> int:
+        """Check the latest assents; return how many there are."""
         for place, peer in enumerate(self._peers):
             beat = seen[peer].beat if peer in seen else None
             if beat is None or not beat.assent or place in self._signatures or peer in self._wrong:
@@ -104,11 +136,13 @@ class _Assents:
 
     @property
     def are_all(self) -> bool:
+        """Has everybody signed, or something wrong?"""
         return len(self._signatures) + len(self._wrong) == len(self._peers)
 
     def backed(self) -> bytes:
-        """What anchors are asked to sign."""
-        return backing.encode(BackedCommit(self.body, self.shares, tuple(sorted(self._signatures.items()))))
+        """Encode what anchors are asked to sign."""
+        signatures = tuple(sorted(self._signatures.items()))
+        return backing.encode(BackedCommit(self.body, self.shares, signatures))
 
 
 class Backing:
@@ -141,18 +175,33 @@ class Backing:
 
     @property
     def faults(self) -> dict[PeerId, str]:
+        """Whose share is wrong, and why."""
         return self._shares.faults
 
     def lacking(self) -> list[PeerId]:
-        """Who has not said what it gave."""
+        """List whose are not here."""
         return self._shares.lacking()
+
+    # Two rounds of signatures, as beats bring them:
+    #
+    #     leader                                    contributors
+    #       | -- Check(average) ---------------------> |   who have no average yet measure what they gave
+    #       | <-- beat with a share, signed ---------- |
+    #       |    all shares in: the commit is made     |
+    #       | -- Check(average, commit, shares) -----> |   each checks what it knows, and that all adds up
+    #       | <-- beat with an assent, signed -------- |
+    #       |    all in, or most after limit_s: done   |
+    #
+    # Most is enough for assents, since one that refuses must not stop the others. Shares must be there of all: an
+    # average without one of them is another average.
 
     async def advance(self, seen: Seen, now: float) -> bytes:
         """Look at the latest beats; returns the commit with its backing once most of them stand for it, else b""."""
         if self._asked_at is None:
             self._asked_at = now
-            await self._tell_all([p for p in self._peers if not _has_average(p, seen)], self._check(), b"")
-        shares = self._shares.look(seen)
+            lacking = [p for p in self._peers if not _has_average(p, seen)]
+            await self._tell_all(lacking, self._check(), b"")
+        shares = self._shares.check_shares(seen)
         self.waits_for = f"{count(len(self.lacking()), 'member')} to say what they gave"
         if shares is None:
             return b""
@@ -165,15 +214,21 @@ class Backing:
             body = commits.encode(self._make(shares, self._average))
             self._assents = _Assents(body, shares, self._peers)
             self._asked_at = now
-            await self._tell_all(self._peers, self._check(), backing.encode(BackedCommit(body, shares)))
-        n = self._assents.look(seen)
+            shown = backing.encode(BackedCommit(body, shares))
+            await self._tell_all(self._peers, self._check(), shown)
+        n = self._assents.count_assents(seen)
         self.waits_for = f"{count(len(self._peers) - n, 'member')} to stand for the average"
         is_enough = self._assents.are_all or now - self._asked_at > self._limit_s
         return self._assents.backed() if is_enough and 2 * n > len(self._peers) else b""
 
     def _check(self) -> Check:
         group = self._group
-        return Check(run=group.run, round=group.round, version=group.version, average=self._average)
+        return Check(
+            run=group.run,
+            round=group.round,
+            version=group.version,
+            average=self._average,
+        )
 
 
 def _has_average(peer: PeerId, seen: Seen) -> bool:
@@ -187,34 +242,55 @@ class ContributingMember:
     ``backed``: the commit that it stood for last, with all shares.
     """
 
-    def __init__(self, ledger: Ledger, identity: Identity, clip: Callable[[bytes], float]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        identity: Identity,
+        clip: Callable[[bytes], float],
+    ) -> None:
         self.backed: BackedCommit | None = None
         self._ledger = ledger
         self._identity = identity
         self._clip = clip
 
     def share(
-        self, parent: bytes, state: bytes, offered: GatheredWork, average: bytes, given: ContributionProjection
+        self, parent: bytes, state: bytes, offered: GatheredWork, average: bytes, projection: ContributionProjection
     ) -> ContributionShare:
-        """What this peer says that it gave to an average."""
-        said = offered.first, offered.n, offered.loss, given.squares, given.sums, b"", offered.late, offered.anew
-        return backing.sign_share(ContributionShare(*said), parent, state, average, self._identity)
+        """Sign what this peer says that it gave to an average."""
+        share = ContributionShare(
+            first=offered.first,
+            n=offered.n,
+            loss=offered.loss,
+            squares=projection.squares,
+            sums=projection.sums,
+            signature=b"",
+            late=offered.late,
+            anew=offered.anew,
+        )
+        return backing.sign_share(share, parent, state, average, self._identity)
 
-    def assent_untrusted(self, payload: bytes, live: Round, generation: int, state: bytes) -> bytes:
-        """This peer's assent. Raises IntegrityError for a commit that it does not stand for.
+    def assent_untrusted(
+        self,
+        payload: bytes,
+        current_round: Round,
+        generation: int,
+        state: bytes,
+    ) -> bytes:
+        """Sign a commit. Raises IntegrityError for one that this peer does not stand for.
 
         Everything that it knows itself must be so, and all shares must add up to the average that it holds.
         """
         commit, backed = backing.read_untrusted(payload)
         self._ledger.check_next(commit)
         named = [(c.peer, c.first, c.n) for c in commit.contributors]
-        if live.account is None or commit.average != live.result or commit.state != state:
+        counted = [(m.peer, m.first, m.n) for m in counted_of(current_round.group)]
+        if current_round.account is None or commit.average != current_round.result or commit.state != state:
             raise IntegrityError("a commit of another average or state than this peer has")
-        if named != [(m.peer, m.first, m.n) for m in counted_of(live.group)] or commit.generation != generation:
+        if named != counted or commit.generation != generation:
             raise IntegrityError("a commit that counts others than the group's members")
         if not math.isclose(commit.clip, self._clip(commit.average), rel_tol=CLIP_TOLERANCE):
             raise IntegrityError(f"a commit that clips by {commit.clip}; expected {self._clip(commit.average)}")
-        if not backing.add_up(backed.shares, live.account.average, live.account.rounding):
+        if not backing.add_up(backed.shares, current_round.account.average, current_round.account.rounding):
             raise IntegrityError("the contributors' shares do not add up to the average")
         self.backed = backed
         return backing.sign_assent(backed.body, self._identity)

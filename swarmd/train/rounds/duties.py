@@ -31,8 +31,8 @@ class Duties:
 
 
 def duties_of(group: Group, me: PeerId) -> Duties:
-    """Those of ``me``, a member of the group."""
-    here = next(place for place, member in enumerate(group.members) if member.peer == me)
+    """List the duties of ``me``, a member of the group."""
+    own_place = next(place for place, member in enumerate(group.members) if member.peer == me)
     trees = trees_of(group)
     sources: dict[Key, tuple[InputSource, ...]] = {}
     gives: dict[PeerId, list[Key]] = {}
@@ -41,29 +41,34 @@ def duties_of(group: Group, me: PeerId) -> Duties:
     bringers: dict[Key, PeerId] = {}
     averages = set[Key]()
 
-    def peer(place: int) -> PeerId:
+    def peer_at(place: int) -> PeerId:
         return PeerId(group.members[place].peer)
 
     for part in group.parts:
-        tree, key = trees[part.reducer], (part.start, part.end)
-        parent = peer(tree.parents[here])
-        if part.reducer == here:
+        tree = trees[part.reducer]
+        key = (part.start, part.end)
+        parent = peer_at(tree.parents[own_place])
+        if part.reducer == own_place:
             averages.add(key)
         else:
             bringers[key] = parent
-        if part.reducer == here or tree.passes_on(here):
+        if part.reducer == own_place or tree.passes_on(own_place):
             sources[key] = tuple(
-                InputSource(peer(s.place), s.is_subtotal, s.n_contributors) for s in tree.sources.get(here, ())
+                InputSource(peer_at(source.place), source.is_subtotal, source.n_contributors)
+                for source in tree.sources.get(own_place, ())
             )
-            if part.reducer != here:
+            if part.reducer != own_place:
                 passes.setdefault(parent, []).append(key)
         else:
             gives.setdefault(parent, []).append(key)
-        for child in tree.receivers.get(here, ()):
-            tells.setdefault(peer(child), []).append(part)
+        for child in tree.receivers.get(own_place, ()):
+            tells.setdefault(peer_at(child), []).append(part)
     return Duties(sources, frozenset(averages), gives, passes, tells, bringers)
 
 
-def all_came(duties: Duties, parts: Mapping[Key, ReducedPart]) -> bool:
+def has_all_inputs(duties: Duties, parts: Mapping[Key, ReducedPart]) -> bool:
     """Is all here that this member adds up?"""
-    return all(parts[key].is_done_with(s.peer, s.is_subtotal) for key, of in duties.sources.items() for s in of)
+    for key, sources in duties.sources.items():
+        if not all(parts[key].is_done_with(source.peer, source.is_subtotal) for source in sources):
+            return False
+    return True

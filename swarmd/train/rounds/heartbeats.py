@@ -32,70 +32,94 @@ class HeartbeatState:
     account: AverageProjection | None
 
 
-def beat_of(
-    group: Group, duties: Duties, said: HeartbeatState, result: bytes, share: ContributionShare | None, assent: bytes
+def make_heartbeat(
+    group: Group, duties: Duties, state: HeartbeatState, result: bytes, share: ContributionShare | None, assent: bytes
 ) -> Beat:
-    """A sign of life, with how far this member is."""
-    account = said.account
+    """Make a sign of life, with how far this member is."""
+    account = state.account
     places = {PeerId(m.peer): place for place, m in enumerate(group.members)}
     passed = account.passed if account is not None else {}
-    gave = [
-        Gave(places[peer], squares, account.gave.get(peer, ()) if account is not None else ())
-        for peer, squares in said.squares.items()
-        if squares < MOST_SQUARES
-    ]
-    came = [said.parts[key].of(s.peer, s.is_subtotal).upto - key[0] for key, of in duties.sources.items() for s in of]
+    sent = []
+    for peer, squares in state.squares.items():
+        if squares < MOST_SQUARES:
+            sums = account.sent.get(peer, ()) if account is not None else ()
+            sent.append(Gave(places[peer], squares, sums))
+    n_received = 0
+    for key, sources in duties.sources.items():
+        for source in sources:
+            incoming = state.parts[key].incoming_from(source.peer, source.is_subtotal)
+            n_received += incoming.upto - key[0]
+    received_sums = account.received if account is not None else {}
+    subtotal_sums = account.subtotals if account is not None else {}
     return Beat(
         run=group.run,
         round=group.round,
         version=group.version,
-        received=_received(duties, said, places, False, account.received if account is not None else {}),
-        subtotals=_received(duties, said, places, True, account.subtotals if account is not None else {}),
-        gave=tuple(gave),
-        passed=tuple(Gave(places[peer], given.squares, given.sums) for peer, given in passed.items()),
-        reductions=tuple(_reductions(group, said)),
+        received=_list_received(duties, state, places, subtotals=False, sums=received_sums),
+        subtotals=_list_received(duties, state, places, subtotals=True, sums=subtotal_sums),
+        gave=tuple(sent),
+        passed=tuple(Gave(places[peer], projection.squares, projection.sums) for peer, projection in passed.items()),
+        reductions=tuple(_list_reductions(group, state)),
         result=result,
         share=share,
         assent=assent,
-        n_elements=sum(came) + sum(said.results.values()),
+        n_elements=n_received + sum(state.results.values()),
     )
 
 
-def for_others(beat: Beat) -> Beat:
-    """Without what only a leader needs, of itself."""
-    return replace(beat, reductions=tuple(replace(r, total=(), rounding=0.0) for r in beat.reductions))
+def strip_for_others(beat: Beat) -> Beat:
+    """Leave out what a leader only tells itself."""
+    reductions = [replace(r, total=(), rounding=0.0) for r in beat.reductions]
+    return replace(beat, reductions=tuple(reductions))
 
 
-def _received(
-    duties: Duties, said: HeartbeatState, places: Mapping[PeerId, int], subtotals: bool, sums: Mapping[PeerId, Sums]
+def _list_received(
+    duties: Duties,
+    state: HeartbeatState,
+    places: Mapping[PeerId, int],
+    subtotals: bool,
+    sums: Mapping[PeerId, Sums],
 ) -> tuple[Received, ...]:
-    """Of whom all is here that it gives, its own numbers or subtotals, or what is wrong with them."""
-    wanted: dict[PeerId, list[Key]] = {}
+    """List members whose numbers (or ``subtotals``) are all here, or what is wrong with them."""
+    keys_by_peer: dict[PeerId, list[Key]] = {}
     for key, sources in duties.sources.items():
         for source in sources:
             if source.is_subtotal == subtotals:
-                wanted.setdefault(source.peer, []).append(key)
-    found = []
-    for peer, keys in wanted.items():
-        came = [(key, said.parts[key].of(peer, subtotals)) for key in keys]
-        here = sum(c.upto - key[0] for key, c in came)
-        squares = sum(c.squares for _, c in came)
+                keys_by_peer.setdefault(source.peer, []).append(key)
+    received = []
+    for peer, keys in keys_by_peer.items():
+        incoming = [(key, state.parts[key].incoming_from(peer, subtotals)) for key in keys]
+        n_received = sum(c.upto - key[0] for key, c in incoming)
+        squares = sum(c.squares for _, c in incoming)
         if not squares < MOST_SQUARES:
-            found.append(Received(places[peer], here, None, UNSOUND))
-        elif here == sum(end - start for start, end in keys):
-            found.append(Received(places[peer], here, squares, sums=sums.get(peer, ())))
-    return tuple(found)
+            received.append(Received(places[peer], n_received, None, UNSOUND))
+        elif n_received == sum(end - start for start, end in keys):
+            received.append(Received(places[peer], n_received, squares, sums=sums.get(peer, ())))
+    return tuple(received)
 
 
-def _reductions(group: Group, said: HeartbeatState) -> Iterator[Reduction]:
-    """Whose results are all here, or faulty."""
+def _list_reductions(group: Group, state: HeartbeatState) -> Iterator[Reduction]:
+    """List reducers whose results are all here, or faulty."""
     sizes: dict[int, int] = {}
-    here: dict[int, int] = {}
+    n_received: dict[int, int] = {}
     for part in group.parts:
-        sizes[part.reducer] = sizes.get(part.reducer, 0) + part.end - part.start
-        here[part.reducer] = here.get(part.reducer, 0) + said.results.get(part.start, 0)
+        n_elements = part.end - part.start
+        sizes[part.reducer] = sizes.get(part.reducer, 0) + n_elements
+        n_here = state.results.get(part.start, 0)
+        n_received[part.reducer] = n_received.get(part.reducer, 0) + n_here
     for place in sorted(sizes):
-        fault = said.faults.get(place, "")
-        if fault or here[place] == sizes[place]:
-            sums = said.account.reductions[place] if said.account is not None else (b"", (), 0.0)
-            yield Reduction(place, here[place], fault, *sums)
+        fault = state.faults.get(place, "")
+        if not fault and n_received[place] != sizes[place]:
+            continue
+        if state.account is None:
+            yield Reduction(place, n_received[place], fault)
+            continue
+        digest, total, rounding = state.account.reductions[place]
+        yield Reduction(
+            place,
+            n_received[place],
+            fault,
+            digest=digest,
+            total=total,
+            rounding=rounding,
+        )

@@ -39,41 +39,45 @@ class Leaders:
         self.refused_by: PeerId | None = None
         self._me = me
         self._members = members
-        self._failed: tuple[bytes, Counter[PeerId]] = b"", Counter()  # after which commit, under whom, how often
+        self._failed_parent = b""
+        self._n_failed = Counter[PeerId]()  # after that commit, under whom
 
     def choose(self, parent: bytes, may_lead: bool) -> PeerId:
-        """The first by the rule that all follow. Without any candidate, everybody gets another chance."""
+        """Choose the first by the rule that all follow. Without any candidate, everybody gets another chance."""
         now = trio.current_time()
-        able = self._members.leaders(parent, now)
+        candidates = self._members.possible_leaders(parent, now)
         if may_lead:
-            able.append(self._me)
-        if self.refused_by in able:  # it follows somebody itself: one of those who lead already
-            able = [p for p in self._members.leading(parent, now) if p != self.refused_by] or able
-        if not able:
+            candidates.append(self._me)
+        if self.refused_by in candidates:  # it follows somebody itself: one of those who lead already
+            candidates = [p for p in self._members.current_leaders(parent, now) if p != self.refused_by] or candidates
+        if not candidates:
             self._members.forgive()
-        return progress.leader_order(parent, able)[0] if able else self._me
+        return progress.leader_order(parent, candidates)[0] if candidates else self._me
 
     def first(self, leader: PeerId, parent: bytes) -> PeerId:
-        """The first by the rule of those who lead this round at present, ``leader`` among them."""
-        leading = self._members.leading(parent, trio.current_time())
+        """Choose the first by the rule, of those who lead this round at present, ``leader`` among them."""
+        leading = self._members.current_leaders(parent, trio.current_time())
         return progress.leader_order(parent, [leader, *leading])[0]
 
     def note_failure(self, leader: PeerId, parent: bytes) -> None:
-        """A round that had begun was called off: others may do better."""
-        if self._failed[0] != parent:
-            self._failed = parent, Counter()
-        self._failed[1][leader] += 1
-        if self._failed[1][leader] > MOST_FAILED:
-            logger.info("%s leads no longer here: %d rounds have failed", leader[-8:], self._failed[1][leader])
+        """Note that a round that had begun was called off: others may do better."""
+        if self._failed_parent != parent:
+            self._failed_parent = parent
+            self._n_failed.clear()
+        self._n_failed[leader] += 1
+        if self._n_failed[leader] > MOST_FAILED:
+            logger.info("%s leads no longer here: %d rounds have failed", leader[-8:], self._n_failed[leader])
             self._members.pass_over(leader, parent, trio.current_time())
 
-    def why_not(self, live: Round | None) -> str:
+    def why_not(self, current_round: Round | None) -> str:
         """Why a round comes to nothing, however lively it is; "" while it may."""
-        if live is None:
+        if current_round is None:
             return ""
-        if trio.current_time() - live.moved_at > LONGEST_STILL_S:
+        if trio.current_time() - current_round.moved_at > LONGEST_STILL_S:
             return f"nothing has moved here for {LONGEST_STILL_S:.0f} s"
-        counted = counted_of(live.group)
-        n_given = sum(1 for m in live.group.members if m.n)
-        is_left_out = n_given > len(counted) and self._me not in {m.peer for m in counted}
-        return "it leaves out most of the others" if is_left_out and 2 * len(counted) <= n_given else ""
+        counted = counted_of(current_round.group)
+        n_contributors = sum(1 for m in current_round.group.members if m.n)
+        is_left_out = n_contributors > len(counted) and self._me not in {m.peer for m in counted}
+        if is_left_out and 2 * len(counted) <= n_contributors:
+            return "it leaves out most of the others"
+        return ""

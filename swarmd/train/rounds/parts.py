@@ -10,7 +10,7 @@ import numpy as np
 from swarmd.errors import OutOfStep
 from swarmd.plan.runs.partition import CHUNK_BYTES
 from swarmd.train.vectors.codecs import Buffer, Codec, CodedVector
-from swarmd.train.vectors.coded_sums import add_up, reduce
+from swarmd.train.vectors.coded_sums import add_contributions, reduce_contributions
 from swarmd.train.vectors.state import Vector
 from swarmd.train.vectors.sums import squares_of
 from swarmd.values import PeerId
@@ -61,6 +61,17 @@ class IncomingPart:
         return self.squares < MOST_SQUARES
 
 
+# One part, at who adds it up. Numbers of each member come in order, so that one position says how far each is:
+#
+#     member a   [=========upto      ]
+#     member b   [====upto           ]
+#     results    [====]                 as far as the slowest: summed in the order of the sources, then sent on
+#
+# Floating-point sums depend on their order. It is that of the group's members, and not of arrival, so that everybody
+# who sums the same numbers gets the same bits. Contributions stay until the round ends: another version sums anew.
+# A member may send anything: chunks out of step end its channel, and numbers beyond all bounds are kept out of sums.
+
+
 @dataclass(slots=True)
 class ReducedPart:
     """See the module. Elements [start, end); numbers come, and go, in chunks of ``chunk`` elements.
@@ -74,98 +85,144 @@ class ReducedPart:
     chunk: int
     codec: Codec
     total: Vector
-    own: tuple[PeerId, CodedVector] | None = None
+    own_contribution: tuple[PeerId, CodedVector] | None = None
     contributions: dict[PeerId, IncomingPart] = field(default_factory=dict)
     subtotals: dict[PeerId, IncomingPart] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.own is not None:
-            me, given = self.own
-            values = given.values[self.start : self.end]
-            mine = self.contributions[me] = IncomingPart(values, self.end, squares_of(values))
-            if not mine.is_sound:
-                mine.upto = self.start
+        if self.own_contribution is not None:
+            me, coded = self.own_contribution
+            values = coded.values[self.start : self.end]
+            incoming = IncomingPart(values, self.end, squares_of(values))
+            self.contributions[me] = incoming
+            if not incoming.is_sound:
+                incoming.upto = self.start
 
     @property
     def reduced_to(self) -> int:
-        return self.results[-1].start + self.results[-1].n if self.results else self.start
+        """The element up to which it is added up."""
+        if not self.results:
+            return self.start
+        return self.results[-1].start + self.results[-1].n
 
     def begin_again(self) -> None:
-        """In another version of the group, from what is here."""
-        self.total, self.results, self.subtotals = np.empty_like(self.total), [], {}
+        """Begin another version of the group, from what is here."""
+        self.total = np.empty_like(self.total)
+        self.results = []
+        self.subtotals = {}
 
-    def of(self, peer: PeerId, is_subtotal: bool = False) -> IncomingPart:
-        """What has come of a member: its own numbers, or what all below it give."""
-        kept = self.subtotals if is_subtotal else self.contributions
-        if peer not in kept:
-            kept[peer] = IncomingPart(np.empty_like(self.total), self.start)
-        return kept[peer]
+    def incoming_from(self, peer: PeerId, is_subtotal: bool = False) -> IncomingPart:
+        """Return what has come of a member: its own numbers, or what all below it give."""
+        incoming = self.subtotals if is_subtotal else self.contributions
+        if peer not in incoming:
+            incoming[peer] = IncomingPart(np.empty_like(self.total), self.start)
+        return incoming[peer]
 
-    def lacks(self, peer: PeerId, start: int, n: int, is_subtotal: bool = False) -> bool:
+    def lacks(
+        self,
+        peer: PeerId,
+        start: int,
+        n: int,
+        is_subtotal: bool = False,
+    ) -> bool:
         """Are these elements of a member the next that are not here? Raises OutOfStep when they cannot be."""
-        came = self.of(peer, is_subtotal)
-        if start + n <= came.upto:
+        incoming = self.incoming_from(peer, is_subtotal)
+        if start + n <= incoming.upto:
             return False
-        if start != came.upto or n != min(self.chunk, self.end - came.upto):
-            raise OutOfStep(f"{n} elements of {peer} from {start} on, expected {self.chunk} from {came.upto}")
-        return came.is_sound
+        if start != incoming.upto or n != min(self.chunk, self.end - incoming.upto):
+            raise OutOfStep(f"{n} elements of {peer} from {start} on, expected {self.chunk} from {incoming.upto}")
+        return incoming.is_sound
 
-    def take(self, peer: PeerId, start: int, fresh: Vector, payload: Buffer, is_subtotal: bool = False) -> None:
+    def take(
+        self,
+        peer: PeerId,
+        start: int,
+        fresh: Vector,
+        payload: Buffer,
+        is_subtotal: bool = False,
+    ) -> None:
         """Keep a member's next numbers; those that are not finite are not summed, and the leader hears of it."""
-        came = self.of(peer, is_subtotal)
-        came.squares += squares_of(fresh)
-        if came.is_sound:
-            came.values[start - self.start : start - self.start + len(fresh)] = fresh
-            came.upto = start + len(fresh)
+        incoming = self.incoming_from(peer, is_subtotal)
+        incoming.squares += squares_of(fresh)
+        if incoming.is_sound:
+            offset = start - self.start
+            incoming.values[offset : offset + len(fresh)] = fresh
+            incoming.upto = start + len(fresh)
             if self.codec.forwards:
-                came.payloads[start] = bytes(payload)
+                incoming.payloads[start] = bytes(payload)
 
     def is_done_with(self, peer: PeerId, is_subtotal: bool = False) -> bool:
         """Is everything here, or nothing more of use?"""
-        came = self.of(peer, is_subtotal)
-        return came.upto == self.end or not came.is_sound
+        incoming = self.incoming_from(peer, is_subtotal)
+        return incoming.upto == self.end or not incoming.is_sound
 
     def next_chunk(self, sources: Sequence[InputSource]) -> tuple[int, int] | None:
-        """Elements [start, end) that are here of everybody and not added up yet."""
-        at = self.reduced_to
-        end = min(at + self.chunk, self.end)
-        is_here = at < self.end and all(self.of(s.peer, s.is_subtotal).upto >= end for s in sources)
-        return (at, end) if is_here else None
+        """Return the elements [start, end) that are here of everybody and not added up yet."""
+        start = self.reduced_to
+        end = min(start + self.chunk, self.end)
+        if start >= self.end:
+            return None
+        is_here = all(self.incoming_from(s.peer, s.is_subtotal).upto >= end for s in sources)
+        return (start, end) if is_here else None
 
-    def inputs(self, sources: Sequence[InputSource], start: int, end: int) -> list[Input]:
-        """What is to be added up, in the order of ``sources``: the group may change while a thread does it."""
+    def inputs(
+        self,
+        sources: Sequence[InputSource],
+        start: int,
+        end: int,
+    ) -> list[Input]:
+        """Collect what is to be added up, in the order of ``sources``: the group may change while a thread does it."""
         place = slice(start - self.start, end - self.start)
-        found = []
+        chosen = []
         for source in sources:
-            came = self.of(source.peer, source.is_subtotal)
+            incoming = self.incoming_from(source.peer, source.is_subtotal)
             payload: Buffer = b""
             if self.codec.forwards:
-                is_own = self.own is not None and source.peer == self.own[0]
-                payload = self.own[1].payload(start, end) if self.own is not None and is_own else came.payloads[start]
-            found.append(Input(came.values[place], payload, source.n_contributors if source.is_subtotal else None))
-        return found
+                payload = self._payload(source.peer, incoming, start, end)
+            n_contributors = source.n_contributors if source.is_subtotal else None
+            chosen.append(Input(incoming.values[place], payload, n_contributors))
+        return chosen
 
-    def reduce(self, inputs: Sequence[Input], n_samples: int | None, start: int, end: int, total: Vector) -> Result:
+    def _payload(
+        self,
+        peer: PeerId,
+        incoming: IncomingPart,
+        start: int,
+        end: int,
+    ) -> Buffer:
+        """Return how some of a member's numbers travelled, or would."""
+        if self.own_contribution is not None and peer == self.own_contribution[0]:
+            return self.own_contribution[1].payload(start, end)
+        return incoming.payloads[start]
+
+    def reduce(
+        self,
+        inputs: Sequence[Input],
+        n_samples: int | None,
+        start: int,
+        end: int,
+        total: Vector,
+    ) -> Result:
         """Add up some elements into ``total``. Call it in a thread.
 
         ``n_samples``: of which it is to be the average; None: a subtotal.
         """
         place = slice(start - self.start, end - self.start)
-        given = [pair for one in inputs for pair in self._vectors(one)]
+        vectors = [pair for summand in inputs for pair in self._unpack_input(summand)]
         if n_samples is None:
-            return Result(start, end - start, add_up(self.codec, given, total[place]))
-        return Result(start, end - start, reduce(self.codec, given, n_samples, total[place]))
+            return Result(start, end - start, add_contributions(self.codec, vectors, total[place]))
+        return Result(start, end - start, reduce_contributions(self.codec, vectors, n_samples, total[place]))
 
-    def _vectors(self, one: Input) -> list[tuple[Vector, Buffer]]:
-        """One pair for each contributor where those are forwarded."""
-        if not self.codec.forwards or one.n_contributors is None:
-            return [(one.values, one.payload)]
-        vectors = self.codec.read(one.payload, len(one.values), one.n_contributors)
-        return [(vector, one.payload if i == 0 else b"") for i, vector in enumerate(vectors)]
+    def _unpack_input(self, summand: Input) -> list[tuple[Vector, Buffer]]:
+        """Return one pair for each contributor where those are forwarded."""
+        if not self.codec.forwards or summand.n_contributors is None:
+            return [(summand.values, summand.payload)]
+        vectors = self.codec.read(summand.payload, len(summand.values), summand.n_contributors)
+        return [(vector, summand.payload if i == 0 else b"") for i, vector in enumerate(vectors)]
 
 
-def chunk_of(codec: Codec) -> int:
-    """How many elements travel at once."""
-    most = CHUNK_BYTES * MOST_ELEMENTS // codec.n_bytes(MOST_ELEMENTS)
-    return max(1, min(most, MOST_ELEMENTS) // codec.block) * codec.block
+def chunk_elements(codec: Codec) -> int:
+    """Compute how many elements travel at once."""
+    n_elements = CHUNK_BYTES * MOST_ELEMENTS // codec.n_bytes(MOST_ELEMENTS)
+    return max(1, min(n_elements, MOST_ELEMENTS) // codec.block) * codec.block

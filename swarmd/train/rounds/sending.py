@@ -1,6 +1,6 @@
 """Brings what a member has to the others of a round: its numbers, subtotals, results; to each by channels of its own.
 
-Whoever cannot be reached is tried again; what was under way when a channel ended is sent again.
+A peer that cannot be reached is tried again; what was under way when a channel ended is sent again.
 """
 
 from __future__ import annotations
@@ -33,16 +33,21 @@ class ReadyParts:
 
 
 class Sending:
-    """See the module. ``given``: this peer's contribution; ``ready`` says what can be sent on, ``news`` that it may."""
+    """See the module. ``coded``: this peer's contribution; ``ready`` says what can be sent on, ``news`` that it may."""
 
     def __init__(
-        self, rpc: Rpc, tasks: Tasks, given: CodedVector | None, chunk: int, ready: Callable[[], ReadyParts]
+        self,
+        rpc: Rpc,
+        tasks: Tasks,
+        coded: CodedVector | None,
+        chunk: int,
+        ready: Callable[[], ReadyParts],
     ) -> None:
         self.news = Wakeups()
         self._rpc = rpc
         self._me = rpc.network.peer_id
         self._tasks = tasks
-        self._given = given
+        self._coded = coded
         self._chunk = chunk
         self._ready = ready
         self._begun: set[tuple[str, PeerId]] = set()
@@ -51,65 +56,86 @@ class Sending:
 
     def follow(self, group: Group, duties: Duties) -> None:
         """Send what is due in this version of the group."""
-        self._group, self._duties = group, duties
-        for peer in duties.gives if self._given is not None else ():
-            self._begin("parts", peer, self._contribute)
+        self._group = group
+        self._duties = duties
+        for peer in duties.gives if self._coded is not None else ():
+            self._begin_sending("parts", peer, self._send_contribution)
         for peer in duties.passes:
-            self._begin("subtotals", peer, partial(self._send_on, self._subtotals))
+            self._begin_sending("subtotals", peer, partial(self._send_on, self._ready_subtotals))
         for peer in duties.tells:
-            self._begin("results", peer, partial(self._send_on, self._results))
+            self._begin_sending("results", peer, partial(self._send_on, self._ready_results))
         self.news.notify()
 
-    def _begin(self, what: str, peer: PeerId, send: Callable[[PeerId], Awaitable[None]]) -> None:
-        if self._tasks.is_open and peer != self._me and (what, peer) not in self._begun:
-            self._begun.add((what, peer))
+    def _begin_sending(
+        self,
+        purpose: str,
+        peer: PeerId,
+        send: Callable[[PeerId], Awaitable[None]],
+    ) -> None:
+        if self._tasks.is_open and peer != self._me and (purpose, peer) not in self._begun:
+            self._begun.add((purpose, peer))
             self._tasks.start_soon(send, peer)
 
-    async def _contribute(self, peer: PeerId) -> None:
+    # A channel tells nothing of what arrived before it ended. So what went over one that has ended is sent again from
+    # the start; who receives it drops what it has. With that a lost connection costs bytes, and no bookkeeping.
+
+    async def _send_contribution(self, peer: PeerId) -> None:
         """Send this peer's numbers for every part that ``peer`` adds up, now or in a later version."""
         channel: Channel | None = None
-        done = set[Key]()
+        sent = set[Key]()
         while True:
             if channel is not None and not channel.is_open:  # what it carried may not have arrived
-                channel, done = None, set()
-            todo = [key for key in self._duties.gives.get(peer, ()) if key not in done]
+                channel = None
+                sent = set()
+            due = self._duties.gives.get(peer, ())
+            todo = [key for key in due if key not in sent]
             if not todo:
                 await self.news.wait()
                 continue
             try:
-                channel = channel or await self._open(peer)
-                await self._give(channel, todo[0])
-                done.add(todo[0])
+                channel = channel or await self._open_channel(peer)
+                await self._send_part(channel, todo[0])
+                sent.add(todo[0])
             except PeerError:  # a connection may come back; the leader sees it if not
                 await trio.sleep(BEAT_INTERVAL_S)
 
-    async def _give(self, channel: Channel, key: Key) -> None:
+    async def _send_part(self, channel: Channel, key: Key) -> None:
         """Send this peer's numbers for one part."""
-        assert self._given is not None
-        run, number, (start, end) = self._group.run, self._group.round, key
-        for at in range(start, end, self._chunk):
-            n = min(self._chunk, end - at)
-            message = Contribution(run=run, round=number, part=key, start=at, n_elements=n)
-            await channel.send(message, self._given.payload(at, at + n))
+        assert self._coded is not None
+        group = self._group
+        start, end = key
+        for first in range(start, end, self._chunk):
+            n = min(self._chunk, end - first)
+            message = Contribution(
+                run=group.run,
+                round=group.round,
+                part=key,
+                start=first,
+                n_elements=n,
+            )
+            await channel.send(message, self._coded.payload(first, first + n))
 
     async def _send_on(
         self, ready_for: Callable[[PeerId], Iterator[tuple[Subtotal | Reduced, Buffer]]], peer: PeerId
     ) -> None:
         """Send each sum or average on as soon as it is there, for whatever version is the present one."""
         channel: Channel | None = None
-        version, sent = -1, set[int]()
+        version = -1
+        sent = set[int]()
         while True:
             if channel is not None and not channel.is_open:
-                channel, sent = None, set()
+                channel = None
+                sent = set()
             if version != self._group.version:
-                version, sent = self._group.version, set()
+                version = self._group.version
+                sent = set()
             ready = next((r for r in ready_for(peer) if r[0].start not in sent), None)
             if ready is None:
                 await self.news.wait()
                 continue
             try:
                 if channel is None:
-                    channel = await self._open(peer)
+                    channel = await self._open_channel(peer)
                     continue  # the group may have changed meanwhile
                 message, payload = ready
                 await channel.send(message, payload)
@@ -117,22 +143,39 @@ class Sending:
             except PeerError:
                 await trio.sleep(BEAT_INTERVAL_S)
 
-    def _subtotals(self, peer: PeerId) -> Iterator[tuple[Subtotal, Buffer]]:
-        """What goes up to a parent, as far as it is there."""
-        group, ready = self._group, self._ready().sums
+    def _ready_subtotals(self, peer: PeerId) -> Iterator[tuple[Subtotal, Buffer]]:
+        """Yield what goes up to a parent, as far as it is there."""
+        group = self._group
+        ready = self._ready().sums
         for key in self._duties.passes.get(peer, ()):
-            for made in ready[key]:
-                yield Subtotal(group.run, group.round, group.version, key, made.start, made.n), made.payload
+            for result in ready[key]:
+                message = Subtotal(
+                    run=group.run,
+                    round=group.round,
+                    version=group.version,
+                    part=key,
+                    start=result.start,
+                    n_elements=result.n,
+                )
+                yield message, result.payload
 
-    def _results(self, peer: PeerId) -> Iterator[tuple[Reduced, Buffer]]:
-        """What goes down to a child, as far as it is there."""
-        group, ready = self._group, self._ready().averages
+    def _ready_results(self, peer: PeerId) -> Iterator[tuple[Reduced, Buffer]]:
+        """Yield what goes down to a child, as far as it is there."""
+        group = self._group
+        ready = self._ready().averages
         for part in self._duties.tells.get(peer, ()):
-            for made in ready[part.start, part.end]:
-                yield Reduced(group.run, group.round, group.version, made.start, made.n), made.payload
+            for result in ready[part.start, part.end]:
+                message = Reduced(
+                    run=group.run,
+                    round=group.round,
+                    version=group.version,
+                    start=result.start,
+                    n_elements=result.n,
+                )
+                yield message, result.payload
 
-    async def _open(self, peer: PeerId) -> Channel:
-        """A channel for numbers, whose end will be noticed. Raises PeerError."""
+    async def _open_channel(self, peer: PeerId) -> Channel:
+        """Open a channel for numbers, whose end will be noticed. Raises PeerError."""
         channel = await self._rpc.channel(peer, "averaging")
         self._tasks.start_soon(self._notice_end, channel)
         return channel

@@ -49,6 +49,17 @@ class AnchorView:
     intervals_s: Callable[[], Sequence[float]]
 
 
+# What an anchor must not do, no matter who asks, and what crashes in between:
+#
+# - sign two commits with one parent: the acceptor's promises, on the disk before they are told (plan.runs.ballot);
+# - sign what its ledger cannot take next: it asks the proposer for the commits in between first;
+# - sign numbers that no round made: most contributors must have signed the same sums (plan.runs.quorum);
+# - go back to an old state while somebody has the newest, unless the run's owner orders it.
+#
+# A proposer may be any member, and may lie. It can make an anchor promise at most MOST_ASKED times in ASKED_WITHIN_S,
+# with ballots of its own name, and not far above those that were promised.
+
+
 class Anchor:
     """See the module. ``acceptor`` is what an earlier life of this anchor promised."""
 
@@ -59,7 +70,7 @@ class Anchor:
         acceptor: Acceptor | None,
         folder: RunFolder | None,
         off_loop: OffLoop[object],
-        sight: AnchorView,
+        view: AnchorView,
     ) -> None:
         self.order = RunOrder(ledger.run.id, 0)
         self._ledger = ledger
@@ -67,20 +78,20 @@ class Anchor:
         self._acceptor = acceptor or Acceptor(ledger.head)
         self._folder = folder
         self._off_loop = off_loop
-        self._sight = sight
+        self._view = view
         self._lock = trio.Lock()
         self._asked: dict[PeerId, list[float]] = {}
 
     async def prepare(self, peer: PeerId, message: Prepare) -> tuple[Promised, bytes]:
         """Promise, if nothing speaks against it. Raises Refused."""
         async with self._lock:
-            acceptor = self._for(message.parent)
+            acceptor = self._acceptor_for(message.parent)
             _check_ballot(peer, message.ballot, acceptor)
             self._check_pace(peer)
             promised = acceptor.prepare(message.ballot).action
             if promised is None:
                 return Promised(re=message.id, promised=acceptor.promised), b""
-            await self._keep(promised)
+            await self._keep_promise(promised)
             signature = b""
             if acceptor.body:
                 signature = commits.sign(_body_of(acceptor), acceptor.accepted, self._identity)
@@ -95,7 +106,7 @@ class Anchor:
             raise Refused(Code.MALFORMED, str(error)) from None
         await self._check_backing(commit, backed)
         async with self._lock:
-            acceptor = self._for(commit.parent)
+            acceptor = self._acceptor_for(commit.parent)
             _check_ballot(peer, message.ballot, acceptor)
             if commit.generation != self.order.generation:
                 raise Refused(Code.REFUSED, f"the anchors are those of generation {self.order.generation}")
@@ -106,56 +117,65 @@ class Anchor:
             accepted = acceptor.accept(message.ballot, proposed).action
             if accepted is None:
                 return Accepted(re=message.id, promised=acceptor.promised)
-            await self._keep(accepted)
+            await self._keep_promise(accepted)
             signature = commits.sign(backed.body, message.ballot, self._identity)
             return Accepted(re=message.id, promised=message.ballot, signature=signature)
 
     def _check_pace(self, peer: PeerId) -> None:
-        """Nobody takes back others' promises all the time. Raises Refused."""
+        """Check that a peer does not take back others' promises all the time. Raises Refused."""
         now = trio.current_time()
-        self._asked = {p: times for p, times in self._asked.items() if now - times[-1] < ASKED_WITHIN_S}
-        times = [at for at in self._asked.get(peer, []) if now - at < ASKED_WITHIN_S]
+        requests = self._asked.items()
+        self._asked = {p: times for p, times in requests if now - times[-1] < ASKED_WITHIN_S}
+        times = [asked_at for asked_at in self._asked.get(peer, []) if now - asked_at < ASKED_WITHIN_S]
         if len(times) >= MOST_ASKED:
             raise Refused(Code.NO_CAPACITY, "this proposer has had its promises, and made nothing of them", 1.0)
         self._asked[peer] = [*times, now]
 
     async def _check_backing(self, commit: Commit, backed: BackedCommit) -> None:
-        """Is this what a round made, as far as can be seen from here? Raises Refused."""
+        """Check that a round made this, as far as can be seen from here. Raises Refused."""
         if commit.parent != self._ledger.head:
-            return  # _for says what is wrong with it
+            return  # _acceptor_for says what is wrong with it
         if backed.witness is not None and self._is_witnessed(backed, backed.witness):
             return  # it saw the same, and a proposer that is bound to it must be free to go on
         if commit.restores:
-            if (self.order.back_from, self.order.back_to) != (commit.parent, commit.restores):
-                known_for_s = self._sight.known_for_s()
-                _require(quorum.may_go_back(self._ledger.epoch, self._sight.states(), known_for_s))
+            ordered = (self.order.back_from, self.order.back_to)
+            if ordered != (commit.parent, commit.restores):
+                known_for_s = self._view.known_for_s()
+                _require_decision(quorum.may_go_back(self._ledger.epoch, self._view.states(), known_for_s))
             return
-        contributors = {PeerId(c.peer): WeighedContributions(c.n, c.norm) for c in commit.contributors}
+        contributors = {}
+        for counted in commit.contributors:
+            contributors[PeerId(counted.peer)] = WeighedContributions(counted.n, counted.norm)
         assenting = {PeerId(commit.contributors[place].peer) for place, _ in backed.assents}
-        _require(quorum.may_count(contributors, assenting, self._ledger.contributions(N_HISTORY), self._ledger.radius))
-        others = self._sight.computing(commit.parent) - contributors.keys()
-        if len(contributors) == 1 and others and await self._sight.answers(others):
-            left = quorum.may_be_alone(self._sight.known_for_s(), self._sight.intervals_s())
-            if left.action:
-                raise Refused(Code.REFUSED, left.reason, left.action)
+        history = self._ledger.contributions(N_HISTORY)
+        _require_decision(quorum.may_count(contributors, assenting, history, self._ledger.radius))
+        other_members = self._view.computing(commit.parent) - contributors.keys()
+        if len(contributors) == 1 and other_members and await self._view.answers(other_members):
+            wait = quorum.may_be_alone(self._view.known_for_s(), self._view.intervals_s())
+            if wait.action:
+                raise Refused(Code.REFUSED, wait.reason, wait.action)
 
-    def _for(self, parent: bytes) -> Acceptor:
-        """What was promised after a parent. Raises Refused unless that is the newest commit known here."""
+    def _acceptor_for(self, parent: bytes) -> Acceptor:
+        """Return what was promised after a parent. Raises Refused unless that is the newest commit known here."""
         if self.order.state == "stopped":
             raise Refused(Code.REFUSED, "the run's owner has stopped it", 10.0)
         if parent != self._ledger.head:
             if self._ledger.knows(parent):
                 raise Refused(Code.STALE_EPOCH, f"commit {self._ledger.epoch} is known here: ask for it")
             raise Refused(Code.NOT_HELD, f"the parent is not known here, only {self._ledger.epoch} commits are")
-        kept = self._acceptor
-        if kept.parent == parent:
-            is_old = kept.body and commits.read_body_untrusted(_body_of(kept)).generation != self.order.generation
-            return Acceptor(parent, kept.promised) if is_old else kept
-        if kept.accepted > NO_BALLOT and not self._ledger.knows(kept.parent):  # the disk lost what came between
+        acceptor = self._acceptor
+        if acceptor.parent == parent:
+            if not acceptor.body:
+                return acceptor
+            accepted = commits.read_body_untrusted(_body_of(acceptor))
+            is_old = accepted.generation != self.order.generation
+            return Acceptor(parent, acceptor.promised) if is_old else acceptor
+        if acceptor.accepted > NO_BALLOT and not self._ledger.knows(acceptor.parent):
+            # The disk lost what came in between.
             raise Refused(Code.NOT_HELD, "this anchor has promised more than its ledger knows")
         return Acceptor(parent)
 
-    async def _keep(self, acceptor: Acceptor) -> None:
+    async def _keep_promise(self, acceptor: Acceptor) -> None:
         if self._folder is not None:
             try:
                 await self._off_loop(self._folder.keep_acceptor, acceptor)
@@ -173,20 +193,21 @@ class Anchor:
         return True
 
 
-def _require(decision: Decision[bool]) -> None:
+def _require_decision(decision: Decision[bool]) -> None:
     if not decision.action:
         raise Refused(Code.REFUSED, decision.reason, RETRY_AFTER_S)
 
 
-def _body_of(kept: Acceptor) -> bytes:
-    """What this anchor accepted. Raises Refused for what an older version wrote: such runs go on with other anchors."""
+def _body_of(acceptor: Acceptor) -> bytes:
+    """Return what this anchor accepted. Raises Refused for what an older version wrote: others anchor such runs."""
     try:
-        return backing.body_of(kept.body)
+        return backing.body_of(acceptor.body)
     except IntegrityError as error:
         raise Refused(Code.REFUSED, f"what this anchor accepted last is of another version: {error}") from None
 
 
 def _check_ballot(peer: PeerId, ballot: Ballot, acceptor: Acceptor) -> None:
-    """A ballot is its proposer's own, and not out of everybody's reach. Raises Refused."""
-    if ballot[1].split("/")[0] != peer or ballot[0] > acceptor.promised[0] + MOST_AHEAD:
+    """Check that a ballot is its proposer's own, and not out of everybody's reach. Raises Refused."""
+    number, name = ballot
+    if name.split("/")[0] != peer or number > acceptor.promised[0] + MOST_AHEAD:
         raise Refused(Code.MALFORMED, f"ballot {ballot[0]} of {ballot[1][:64]!r} is none of this proposer's")

@@ -15,7 +15,7 @@ import trio
 from swarmd.errors import SwarmError
 from swarmd.net.tasks import Tasks
 from swarmd.plan.runs import progress
-from swarmd.plan.runs.recovery import DonorOffer, choose_way, restorable
+from swarmd.plan.runs.recovery import DonorOffer, choose_path, restorable_epoch
 from swarmd.protocol.runs import backing
 from swarmd.protocol.runs import commit as commits
 from swarmd.protocol.runs.backing import BackedCommit
@@ -39,15 +39,16 @@ RETRY_FAILED_S = 1.0  # after everybody said no
 class CatchingUp:
     """See the module. ``settle`` is told of each commit that is applied, or of None when work is void.
 
-    ``end_round`` leaves the round that this peer is in; what is told to others goes out in ``nursery``.
+    ``end_round`` leaves the round that this peer is in; what is told to others goes out in ``tasks``.
     """
 
     def __init__(
         self,
-        world: TrainerServices,
+        services: TrainerServices,
         chronicle: Chronicle,
         members: Members,
         averages: Averages,
+        *,
         end_round: Callable[[], None],
         tasks: Tasks,
         state: RunState,
@@ -58,8 +59,8 @@ class CatchingUp:
         self.n_times = 0
         self.n_snapshots = 0
         self.last_s: float | None = None
-        self._world = world
-        self._me = world.rpc.network.peer_id
+        self._services = services
+        self._me = services.rpc.network.peer_id
         self._chronicle = chronicle
         self._ledger = chronicle.ledger
         self._members = members
@@ -75,6 +76,7 @@ class CatchingUp:
 
     @property
     def is_due(self) -> bool:
+        """Is the state here behind the ledger, or another than that of the others?"""
         return self._state.epoch < self._ledger.epoch or self._is_mistrusted
 
     async def advance(self) -> None:
@@ -82,7 +84,7 @@ class CatchingUp:
         self._end_round()
         if self._is_mistrusted or not await self._apply_next():
             self.n_times += 1
-            begun = trio.current_time()
+            started_at = trio.current_time()
             try:
                 if not await self._catch_up():
                     await trio.sleep(RETRY_S)
@@ -90,104 +92,137 @@ class CatchingUp:
                 self.why = f"cannot catch up yet: {error}"
                 logger.info("%s", self.why)
                 await trio.sleep(RETRY_FAILED_S)
-            self.last_s = trio.current_time() - begun
+            self.last_s = trio.current_time() - started_at
         if not self.is_due:
             self._behind_since = None
 
     async def _apply_next(self) -> bool:
         """Apply the commit after the state's, if its average is here; or go on from where a later one goes back to."""
         missed = [s.commit for s in self._ledger.sealed[self._state.epoch :]]
-        back = next((c for c in reversed(missed) if c.restores), None)
-        if back is not None and await self._restore(back):
+        restoring = next((c for c in reversed(missed) if c.restores), None)
+        if restoring is not None and await self._restore_state(restoring):
             return True
         commit = missed[0]
         if commit.restores:
             return False
         average = self._averages.take(commit.average, self._ledger.head)
-        return average is not None and await self._apply(commit, average)
+        return average is not None and await self._apply_average(commit, average)
 
-    async def _apply(self, commit: Commit, average: Vector) -> bool:
-        """False when the commit was made of another state than this one, which is then given up."""
+    async def _apply_average(self, commit: Commit, average: Vector) -> bool:
+        """Apply a commit; False when it was made of another state than this one, which is then given up."""
         if commit.state != self._state.root:
             logger.warning("the state here is another than that of update %d: fetching it anew", self._state.epoch)
             self._is_mistrusted = True
             return False
         self._settle(commit)
-        digest, steps = self._ledger.digest_at(commit.epoch), self._ledger.steps_at(commit.epoch)
-        await self._change(self._state.apply, commit, digest, average, steps)
+        digest = self._ledger.digest_at(commit.epoch)
+        steps = self._ledger.steps_at(commit.epoch)
+        await self._change_state(self._state.apply, commit, digest, average, steps)
         return True
 
-    async def _change(self, function: Callable[..., None], *arguments: Any) -> None:
+    async def _change_state(self, function: Callable[..., None], *arguments: Any) -> None:
         """Change the state in a thread; nobody takes a snapshot of it meanwhile."""
         self._state.is_changing = True
         try:
-            await self._world.off_loop(function, *arguments)
+            await self._services.off_loop(function, *arguments)
         finally:
             self._state.is_changing = False
 
-    async def _restore(self, commit: Commit) -> bool:
+    async def _restore_state(self, commit: Commit) -> bool:
         """Go back to the state that a commit names, if that is the one here."""
         if (commit.restores, commit.state) != (self._state.head, self._state.root):
             return False
         self._settle(commit)
         digest = self._ledger.digest_at(commit.epoch)
-        await self._change(self._state.move_to, commit.epoch, digest, self._state.steps)
+        await self._change_state(self._state.move_to, commit.epoch, digest, self._state.steps)
         return True
+
+    # Which way a peer that is behind takes, in this order:
+    #
+    #     the owner orders to go back to the state here        propose it
+    #     the averages that were missed cost fewer bytes       fetch and apply them, one by one
+    #     else                                                 fetch the newest snapshot that most donors name
+    #     nobody has the newest state, for RESTORE_AFTER_S     one of those with the newest one left proposes it
+    #
+    # Averages are named by signed commits: no donor can forge one. A snapshot is believed because most donors name
+    # it, and is checked by the next commit, which names the digest of the state it was made of.
 
     async def _catch_up(self) -> bool:
         """Fetch what is missing; False while nobody gives it. Raises SwarmUnavailable."""
-        state, newest = self._state, self._ledger.epoch
-        others = self._members.look(trio.current_time())
-        offers = {
-            p: DonorOffer(r.state_epoch, r.state, r.n_averages) for p, r in others.items() if r.state_epoch is not None
-        }
-        mine = None if self._is_mistrusted else state.epoch
+        state = self._state
+        newest = self._ledger.epoch
+        records = self._members.look(trio.current_time())
+        offers = {}
+        for peer, record in records.items():
+            if record.state_epoch is not None:
+                offers[peer] = DonorOffer(record.state_epoch, record.state, record.n_averages)
+        held_epoch = None if self._is_mistrusted else state.epoch
         order = self._chronicle.order
-        if (order.back_from, order.back_to) == (self._ledger.head, state.head) and not self._is_mistrusted:
+        ordered = (order.back_from, order.back_to)
+        if ordered == (self._ledger.head, state.head) and not self._is_mistrusted:
             return await self._go_back("its owner orders it")
         average_bytes = math.inf if self._averages_gone == newest else state.averaged_bytes
-        way = choose_way(mine, newest, offers, average_bytes, state.n_bytes)
-        self.why = way.reason
-        if way.action is None:
+        path = choose_path(held_epoch, newest, offers, average_bytes, state.n_bytes)
+        self.why = path.reason
+        if path.action is None:
             return await self._restore_if_lost()
         self._behind_since = None
-        if not way.action.state:
-            return await self._replay(way.action.donors, way.action.epoch)
-        asked = await recovery.ask_states(self._world.rpc, way.action.donors, self._chronicle.run.id)
-        self._leave_out_unreachable(way.action.donors)
-        chosen = choose_way(mine, newest, {p: o for p, o in asked.items() if o.epoch <= newest}, 1, 0)
+        if not path.action.state:
+            return await self._replay_averages(path.action.donors, path.action.epoch)
+        return await self._fetch_snapshot(held_epoch, path.action.donors)
+
+    async def _fetch_snapshot(self, held_epoch: int | None, donors: tuple[PeerId, ...]) -> bool:
+        """Have donors keep their states, and fetch the one that most name; False while they do not agree on any."""
+        state = self._state
+        newest = self._ledger.epoch
+        offers = await recovery.ask_states(self._services.rpc, donors, self._chronicle.run.id)
+        self._leave_out_unreachable(donors)
+        eligible = {p: o for p, o in offers.items() if o.epoch <= newest}
+        chosen = choose_path(held_epoch, newest, eligible, average_bytes=1, state_bytes=0)
         if chosen.action is None:
             self.why = chosen.reason
             return False
         logger.info("fetching %s", chosen.reason)
         self._settle(None)
         n_elements = state.layout.n_elements
-        vectors = await self._fetch(chosen.action.state, chosen.action.donors, tuple(state.vectors), n_elements)
+        vectors = await self._fetch_vectors(
+            chosen.action.state,
+            chosen.action.donors,
+            tuple(state.vectors),
+            n_elements,
+        )
         self.n_snapshots += 1
-        await self._change(self._take_over, vectors, chosen.action.epoch)
+        await self._change_state(self._take_over, vectors, chosen.action.epoch)
         self._is_mistrusted = state.root != chosen.action.state
         return True
 
     def _take_over(self, vectors: dict[str, Vector], epoch: int) -> None:
         self._state.replace(vectors)
-        self._state.move_to(epoch, self._ledger.digest_at(epoch), self._ledger.steps_at(epoch))
+        digest = self._ledger.digest_at(epoch)
+        self._state.move_to(epoch, digest, self._ledger.steps_at(epoch))
 
-    async def _replay(self, donors: tuple[PeerId, ...], newest: int) -> bool:
+    async def _replay_averages(self, donors: tuple[PeerId, ...], newest: int) -> bool:
         """Apply the averages that were missed, one after the other."""
         while self._state.epoch < newest:
             commit = self._ledger.sealed[self._state.epoch].commit
             if commit.restores:
-                self._is_mistrusted = not await self._restore(commit)
+                self._is_mistrusted = not await self._restore_state(commit)
             else:
                 self._averages_gone = newest  # unless they come: records are older than what they tell
-                average = await self._fetch(commit.average, donors, ("average",), self._state.n_averaged)
+                average = await self._fetch_vectors(commit.average, donors, ("average",), self._state.n_averaged)
                 self._averages_gone = None
-                await self._apply(commit, average["average"])
+                await self._apply_average(commit, average["average"])
             if self._is_mistrusted:
                 return True
         return True
 
-    async def _fetch(self, digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...], n: int) -> Vectors:
+    async def _fetch_vectors(
+        self,
+        digest: bytes,
+        donors: tuple[PeerId, ...],
+        names: tuple[str, ...],
+        n: int,
+    ) -> Vectors:
         try:
             return await self._get(digest, donors, names, n)
         except SwarmError:
@@ -195,22 +230,22 @@ class CatchingUp:
             raise
 
     def _leave_out_unreachable(self, donors: Iterable[PeerId]) -> None:
-        """Their records outlive them: do without those that were asked and are not connected even so."""
-        for peer in set(recovery.asked_of(donors)) - self._world.rpc.peers():
+        """Do without donors that were asked and are still not connected: their records outlive them."""
+        for peer in set(recovery.choose_donors(donors)) - self._services.rpc.peers():
             self._members.suspect(peer, trio.current_time())
 
     async def _restore_if_lost(self) -> bool:
-        """Where nobody alive has the newest state, the newest that somebody has is where the run goes on.
+        """Have the run go on from the newest state that somebody has, where nobody alive has the newest.
 
-        Whoever says that it has one counts, though it cannot be reached from here: what it has is not lost.
+        A member that says it has one counts, though it cannot be reached from here: what it has is not lost.
         """
         now = trio.current_time()
         self._behind_since = self._behind_since or now
-        held = {**self._members.states(), self._me: self._state.epoch}
-        best = restorable(self._ledger.epoch, list(held.values()))
+        states = {**self._members.states(), self._me: self._state.epoch}
+        best = restorable_epoch(self._ledger.epoch, list(states.values()))
         if best is None or now - self._behind_since < RESTORE_AFTER_S:
             return False
-        holders = [p for p, epoch in held.items() if epoch == best]
+        holders = [p for p, epoch in states.items() if epoch == best]
         if progress.leader_order(self._ledger.head, holders)[0] != self._me:
             return False
         return await self._go_back(f"nobody has the state of update {self._ledger.epoch}")
@@ -230,6 +265,8 @@ class CatchingUp:
             restores=self._state.head,
         )
         self._behind_since = None
-        raw = await self._chronicle.proposer().settle(backing.encode(BackedCommit(commits.encode(commit))))
-        await self._chronicle.spread(self._tasks, raw, self._members.look(trio.current_time()))
+        proposed = backing.encode(BackedCommit(commits.encode(commit)))
+        raw = await self._chronicle.proposer().settle(proposed)
+        members = self._members.look(trio.current_time())
+        await self._chronicle.spread_commit(self._tasks, raw, members)
         return True

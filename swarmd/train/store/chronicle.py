@@ -17,6 +17,7 @@ from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Message
 from swarmd.protocol.runs import commit as commits
+from swarmd.protocol.runs.commit import SealedCommit
 from swarmd.protocol.runs.recipe import Run, RunOrder, read_order_untrusted
 from swarmd.protocol.wire.rounds import Prepare, Propose
 from swarmd.train.store import recovery
@@ -24,7 +25,7 @@ from swarmd.train.store.anchor import Anchor, AnchorView
 from swarmd.train.store.disk import RunFolder
 from swarmd.train.store.members import Members
 from swarmd.train.store.proposer import Proposer
-from swarmd.train.store.services import TrainerServices, Wakeups, tell
+from swarmd.train.store.services import TrainerServices, Wakeups, tell_peer
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -36,34 +37,34 @@ SOON_S = 1.0  # until others whose speed is not known have computed something; l
 N_INTERVALS = 8  # between the latest commits: what is usual
 N_COMPARED = 8  # of the newest commits: what many tell at once is verified once
 
-Own = Callable[[], Mapping[str, Any]]
+OwnRecord = Callable[[], Mapping[str, Any]]
 """What this peer's own record says."""
 
 
 class Chronicle:
-    """See the module. ``order`` is the latest of the run's owner, ``own`` what this peer's record says."""
+    """See the module. ``order`` is the latest of the run's owner, ``own_record`` what this peer's record says."""
 
     def __init__(
         self,
-        world: TrainerServices,
+        services: TrainerServices,
         run: Run,
         members: Members,
         folder: RunFolder | None,
         news: Wakeups,
-        own: Own,
+        own_record: OwnRecord,
     ) -> None:
         self.run = run
         self.ledger = Ledger(run)
         self.order = RunOrder(run.id, 0)
         self.order_raw = b""
-        self._world = world
-        self._me = world.rpc.network.peer_id
+        self._services = services
+        self._me = services.rpc.network.peer_id
         self._members = members
         self._folder = folder
         self._news = news
         self._anchor: Anchor | None = None
         self._acceptor: Acceptor | None = None
-        self._own = own
+        self._own_record = own_record
         self._head_at = trio.current_time()
         self._intervals_s: deque[float] = deque(maxlen=N_INTERVALS)
         self._is_ready = False
@@ -71,14 +72,16 @@ class Chronicle:
 
     @property
     def anchors(self) -> tuple[PeerId, ...]:
+        """Whose majority signs commits now."""
         return self.order.anchors_of(self.run.recipe)
 
     async def recall(self) -> None:
         """Read what an earlier life of this peer wrote. Raises ConfigError or IntegrityError when it is damaged."""
         if self._folder is not None:
-            if raw := self._folder.order():
+            raw = self._folder.order()
+            if raw:
                 self.take_order_untrusted(raw)
-            for raw in await self._world.off_loop(list, self._folder.commits()):
+            for raw in await self._services.off_loop(list, self._folder.commits()):
                 self.ledger.add(commits.read_untrusted(raw, self._anchor_sets()))
             self._acceptor = self._folder.acceptor()
         self._is_ready = True
@@ -86,8 +89,10 @@ class Chronicle:
 
     # --- commits -----------------------------------------------------------------------------------------------
 
-    async def take(self, raws: Iterable[bytes]) -> bool:
+    async def take_commits(self, raws: Iterable[bytes]) -> bool:
         """Add what follows the ledger's head; False when something is missing in between. Raises IntegrityError."""
+        # Peers bring commits in any order, and several bring the same at once. One task at a time goes through them,
+        # and each is checked in this order: known already, signed by a majority, next in turn, on the disk, added.
         async with self._writing:
             for raw in raws:
                 if any(raw == known.raw for known in self.ledger.sealed[-N_COMPARED:]):
@@ -99,51 +104,62 @@ class Chronicle:
                 if sealed.commit.epoch == self.ledger.epoch + 1:
                     self.ledger.check_next(sealed.commit)
                     if self._folder is not None:  # on the disk first: an anchor must not forget what follows
-                        await self._world.off_loop(self._folder.append_commit, raw)
+                        await self._services.off_loop(self._folder.append_commit, raw)
                 if self.ledger.add(sealed):
-                    now = trio.current_time()
-                    self._intervals_s.append(now - self._head_at)
-                    self._head_at = now
-                    contributors = frozenset(c.peer for c in sealed.commit.contributors)
-                    self._members.committed(self.ledger.epoch, sealed.digest, contributors, now)
-                    self._news.notify()
+                    self._note_added(sealed)
         return True
 
-    async def sync(self, peers: Iterable[PeerId]) -> bool:
+    def _note_added(self, sealed: SealedCommit) -> None:
+        """Tell the rest of this peer that the ledger has grown."""
+        now = trio.current_time()
+        self._intervals_s.append(now - self._head_at)
+        self._head_at = now
+        contributors = frozenset(c.peer for c in sealed.commit.contributors)
+        self._members.note_commit(self.ledger.epoch, sealed.digest, contributors, now)
+        self._news.notify()
+
+    async def sync_commits(self, peers: Iterable[PeerId]) -> bool:
         """Ask some at once for what is missing here, until one has some; did one?
 
-        What does not verify costs whoever sent it standing; who has nothing is believed no longer for a while.
+        A peer that sends what does not verify loses standing; one that has nothing is believed no longer for a while.
         """
-        before = self.ledger.epoch
+        n_known = self.ledger.epoch
 
-        async def ask(peer: PeerId, scope: trio.CancelScope) -> None:
+        async def ask_peer(peer: PeerId, scope: trio.CancelScope) -> None:
             try:
-                await self.take(await recovery.fetch_commits(self._world.rpc, peer, self.run.id, before))
+                await self.take_commits(
+                    await recovery.fetch_commits(
+                        self._services.rpc,
+                        peer,
+                        self.run.id,
+                        n_known,
+                    )
+                )
             except IntegrityError as error:
-                self._world.rpc.standing.fault(peer, Fault.FORGED, str(error))
+                self._services.rpc.standing.fault(peer, Fault.FORGED, str(error))
                 logger.warning("commits of %s do not count: %s", peer[-8:], error)
             except PeerError as error:
                 logger.info("no commits from %s: %s", peer[-8:], error)
-            if self.ledger.epoch > before:
+            if self.ledger.epoch > n_known:
                 scope.cancel()
             else:
                 self._members.distrust(peer)
 
         async with trio.open_nursery() as nursery:
             for peer in [p for p in dict.fromkeys(peers) if p != self._me][:MOST_ASKED]:
-                nursery.start_soon(ask, peer, nursery.cancel_scope)
-        return self.ledger.epoch > before
+                nursery.start_soon(ask_peer, peer, nursery.cancel_scope)
+        return self.ledger.epoch > n_known
 
-    async def tell(self, peer: PeerId, raws: list[bytes]) -> None:
+    async def tell_commits(self, peer: PeerId, raws: list[bytes]) -> None:
         """Bring commits to a peer; one that cannot be reached will ask."""
-        await tell(self._world.rpc, peer, lambda c: recovery.send_commits(c, self.run.id, raws))
+        await tell_peer(self._services.rpc, peer, lambda channel: recovery.send_commits(channel, self.run.id, raws))
 
-    def goes_back_to(self) -> bytes:
-        """The newest commit before the last whose state somebody has. Raises ConfigError."""
-        before = [epoch for epoch in self._states() if epoch < self.ledger.epoch]
-        if not before:
+    def find_earlier_state(self) -> bytes:
+        """Find the newest commit before the last whose state somebody has. Raises ConfigError."""
+        earlier = [epoch for epoch in self._known_states() if epoch < self.ledger.epoch]
+        if not earlier:
             raise ConfigError(f"nobody has an earlier state than that of update {self.ledger.epoch}")
-        return self.ledger.digest_at(max(before))
+        return self.ledger.digest_at(max(earlier))
 
     # --- the owner's orders ------------------------------------------------------------------------------------
 
@@ -152,7 +168,8 @@ class Chronicle:
         order = read_order_untrusted(raw, self.run)
         if order.sequence <= self.order.sequence:
             return False
-        self.order, self.order_raw = order, raw
+        self.order = order
+        self.order_raw = raw
         self._use_order()
         self._news.notify()
         return True
@@ -160,38 +177,50 @@ class Chronicle:
     def _use_order(self) -> None:
         """Be an anchor if the order says so, once what an earlier life promised is known."""
         if self._anchor is None and self._is_ready and self._me in self.anchors:
-            world = self._world
-            sight = AnchorView(
-                self._computing,
-                self._answers,
-                self._states,
-                lambda: trio.current_time() - self._head_at,
-                lambda: self._intervals_s,
+            services = self._services
+            view = AnchorView(
+                computing=self._computing_on,
+                answers=self._does_any_answer,
+                states=self._known_states,
+                known_for_s=lambda: trio.current_time() - self._head_at,
+                intervals_s=lambda: self._intervals_s,
             )
-            self._anchor = Anchor(self.ledger, world.identity, self._acceptor, self._folder, world.off_loop, sight)
+            self._anchor = Anchor(
+                self.ledger,
+                services.identity,
+                self._acceptor,
+                self._folder,
+                services.off_loop,
+                view,
+            )
         if self._anchor is not None:
             self._anchor.order = self.order
 
     async def look_for_orders(self) -> bool:
         """Take the newest order that any member's record carries; was there one?"""
-        found = False
+        is_newer = False
         for peer, record in self._members.look(trio.current_time()).items():
             if record.order and record.order != self.order_raw:
                 try:
-                    found |= self.take_order_untrusted(record.order)
+                    is_newer |= self.take_order_untrusted(record.order)
                 except IntegrityError as error:
                     logger.warning("an order that %s passes on does not count: %s", peer[-8:], error)
-        if found and self._folder is not None:
-            await self._world.off_loop(self._folder.keep_order, self.order_raw)
-        return found
+        if is_newer and self._folder is not None:
+            await self._services.off_loop(self._folder.keep_order, self.order_raw)
+        return is_newer
 
     def _anchor_sets(self) -> dict[int, tuple[PeerId, ...]]:
-        """The anchors of each generation that is known."""
+        """Return the anchors of each generation that is known."""
         return self.order.sets_of(self.run.recipe)
 
     # --- anchors -----------------------------------------------------------------------------------------------
 
-    async def be_anchor(self, peer: PeerId, message: Prepare | Propose, body: bytes) -> tuple[Message, bytes]:
+    async def be_anchor(
+        self,
+        peer: PeerId,
+        message: Prepare | Propose,
+        body: bytes,
+    ) -> tuple[Message, bytes]:
         """Answer a proposer. Raises Refused."""
         if self._anchor is None:
             raise Refused(Code.REFUSED, "this peer is no anchor of the run")
@@ -199,11 +228,11 @@ class Chronicle:
             return await self._anchor.prepare(peer, message)
         return await self._anchor.propose(peer, message, body), b""
 
-    def _computing(self, head: bytes) -> set[PeerId]:
-        """Who computes on a commit, this peer included."""
-        own = self._own()
-        mine = {self._me} if own["samples_per_s"] > 0 and own["head"] == head else set()
-        return mine | set(self._members.computing(head, trio.current_time()))
+    def _computing_on(self, head: bytes) -> set[PeerId]:
+        """Return who computes on a commit, this peer included."""
+        record = self._own_record()
+        computing = {self._me} if record["samples_per_s"] > 0 and record["head"] == head else set()
+        return computing | set(self._members.computing(head, trio.current_time()))
 
     async def why_not_alone(self, contributor: PeerId) -> tuple[str, float]:
         """Why anchors would not sign what one contributor stands for, as far as is seen from here; "" when they would.
@@ -217,72 +246,98 @@ class Chronicle:
             for p in self._members.progress(now, with_suspects=True)
             if p.head == self.ledger.head and p.samples_per_s and p.peer != contributor
         }
-        left = quorum.may_be_alone(now - self._head_at, self._intervals_s)
-        others = {*speeds, *self._computing(self.ledger.head)} - {contributor}
-        if not left.action or not others or not await self._answers(others):
+        wait = quorum.may_be_alone(now - self._head_at, self._intervals_s)
+        other_members = {*speeds, *self._computing_on(self.ledger.head)} - {contributor}
+        if not wait.action or not other_members or not await self._does_any_answer(other_members):
             return "", 0.0
-        return left.reason, min([left.action, SOON_S, *(1 / speed for speed in speeds.values())])
+        first_sample_s = [1 / speed for speed in speeds.values()]
+        return wait.reason, min([wait.action, SOON_S, *first_sample_s])
 
-    def _states(self) -> list[int]:
-        """Of which updates somebody has the state."""
-        mine = self._own()["state_epoch"]
-        return [*self._members.states().values(), *([] if mine is None else [mine])]
+    def _known_states(self) -> list[int]:
+        """List the updates of which somebody has the state."""
+        own_epoch = self._own_record()["state_epoch"]
+        states = list(self._members.states().values())
+        return states if own_epoch is None else [*states, own_epoch]
 
-    async def _answers(self, peers: set[PeerId]) -> bool:
+    async def _does_any_answer(self, peers: set[PeerId]) -> bool:
         """Does any of them answer now?"""
-        found = self._me in peers
+        has_answered = self._me in peers
 
-        async def ask(peer: PeerId, scope: trio.CancelScope) -> None:
-            nonlocal found
+        async def ask_peer(peer: PeerId, scope: trio.CancelScope) -> None:
+            nonlocal has_answered
             try:
-                await recovery.fetch_commits(self._world.rpc, peer, self.run.id, self.ledger.epoch)
+                await recovery.fetch_commits(self._services.rpc, peer, self.run.id, self.ledger.epoch)
             except PeerError:
                 return
-            found = True
+            has_answered = True
             scope.cancel()
 
         with trio.move_on_after(ANSWER_S):
             async with trio.open_nursery() as nursery:
-                for peer in [] if found else sorted(peers)[:MOST_ASKED]:
-                    nursery.start_soon(ask, peer, nursery.cancel_scope)
-        return found
+                for peer in [] if has_answered else sorted(peers)[:MOST_ASKED]:
+                    nursery.start_soon(ask_peer, peer, nursery.cancel_scope)
+        return has_answered
 
     def proposer(self) -> Proposer:
-        """One that brings a commit after the ledger's head to the anchors."""
-        return Proposer(self._me, self.ledger, self.order, self._world.rng, self.ask_anchor)
+        """Make a proposer of a commit after the ledger's head."""
+        return Proposer(
+            self._me,
+            self.ledger,
+            self.order,
+            self._services.rng,
+            self.ask_anchor,
+        )
 
-    async def spread(self, tasks: Tasks, raw: bytes, others: Iterable[PeerId]) -> None:
-        """A majority has signed: take it, and tell the anchors and others."""
-        await self.take([raw])
-        for peer in {*others, *self.anchors} - {self._me}:
-            tasks.start_soon(self.tell, peer, [raw])
+    async def spread_commit(self, tasks: Tasks, raw: bytes, members: Iterable[PeerId]) -> None:
+        """Take a commit that a majority has signed, and tell the anchors and others."""
+        await self.take_commits([raw])
+        for peer in {*members, *self.anchors} - {self._me}:
+            tasks.start_soon(self.tell_commits, peer, [raw])
 
     async def ask_anchor(
         self, anchor: PeerId, request: Callable[[int], Message], payload: bytes
     ) -> tuple[Message, bytes]:
         """Ask one anchor, which may be this peer; one that lacks commits is given them first. Raises PeerError."""
         try:
-            return await self._ask(anchor, request, payload)
+            return await self._ask_once(anchor, request, payload)
         except Refused as error:
             if error.code is not Code.NOT_HELD:
                 raise
-        before = self.ledger.epoch
+        n_known = self.ledger.epoch
         try:
-            await self.take(await recovery.fetch_commits(self._world.rpc, anchor, self.run.id, before))
+            await self.take_commits(
+                await recovery.fetch_commits(
+                    self._services.rpc,
+                    anchor,
+                    self.run.id,
+                    n_known,
+                )
+            )
         except IntegrityError as error:
-            self._world.rpc.standing.fault(anchor, Fault.FORGED, str(error))
+            self._services.rpc.standing.fault(anchor, Fault.FORGED, str(error))
             raise RemoteProtocolError(f"commits that do not count: {error}") from None
-        if self.ledger.epoch > before:
+        if self.ledger.epoch > n_known:
             raise Refused(Code.STALE_EPOCH, "the anchor knows more commits")
         record = self._members.look(trio.current_time()).get(anchor)
-        first = record.epoch if record is not None and record.epoch < before else 0
-        await self.tell(anchor, [s.raw for s in self.ledger.sealed[first:]])
-        return await self._ask(anchor, request, payload)
+        first = record.epoch if record is not None and record.epoch < n_known else 0
+        await self.tell_commits(anchor, [s.raw for s in self.ledger.sealed[first:]])
+        return await self._ask_once(anchor, request, payload)
 
-    async def _ask(self, anchor: PeerId, request: Callable[[int], Message], payload: bytes) -> tuple[Any, bytes]:
+    async def _ask_once(
+        self,
+        anchor: PeerId,
+        request: Callable[[int], Message],
+        payload: bytes,
+    ) -> tuple[Any, bytes]:
         if anchor == self._me:
-            asked = request(0)
-            assert isinstance(asked, Prepare | Propose)
-            return await self.be_anchor(self._me, asked, payload)
-        reply, frame = await self._world.rpc.call(anchor, request, payload, CALL_TIMEOUT_S, "bulk")
+            message = request(0)
+            assert isinstance(message, Prepare | Propose)
+            return await self.be_anchor(self._me, message, payload)
+        reply, frame = await self._services.rpc.call(
+            anchor,
+            request,
+            payload,
+            CALL_TIMEOUT_S,
+            "bulk",
+        )
         return reply, bytes(frame.payload)

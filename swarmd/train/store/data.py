@@ -49,19 +49,21 @@ class Data:
         self.shard_rows = rows_of_shards(self._manifest, self._run.recipe.batch.tokens)
 
     async def read(self, peer: str, first: int, n: int) -> Rows:
-        """The rows of draws ``first`` to ``first + n`` of a peer, int32 [n, tokens + 1]. Raises SwarmError."""
+        """Read the rows of draws ``first`` to ``first + n`` of a peer, int32 [n, tokens + 1]. Raises SwarmError."""
         seed = self._run.recipe.seed
-        rows = [row_of(seed, peer, draw, self.shard_rows) for draw in range(first, first + n)]
-        found = []
+        draws = range(first, first + n)
+        rows = [row_of(seed, peer, draw, self.shard_rows) for draw in draws]
+        tokens = []
         for row in rows:
             shard, place = shard_of(row, self.shard_rows)
-            found.append((await self._shard(shard))[place])
-        return np.stack(found)
+            tokens.append((await self._load_shard(shard))[place])
+        return np.stack(tokens)
 
     def seed(self, peer: str, first: int) -> int:
+        """Return the seed of a micro-batch's dropout, by its first draw."""
         return seed_of(self._run.recipe.seed, peer, first)
 
-    async def _shard(self, shard: int) -> Rows:
+    async def _load_shard(self, shard: int) -> Rows:
         if shard not in self._kept:
             folder = await self._supply.ensure(ModelId(self._run.recipe.data), [shard])
             rows = await trio.to_thread.run_sync(read_shard, folder, shard)
@@ -72,14 +74,15 @@ class Data:
 
 
 def rows_of_shards(manifest: Manifest, tokens: int) -> tuple[int, ...]:
-    """How many rows each shard has. Raises IntegrityError when this is no data of such rows."""
+    """Count the rows of each shard. Raises IntegrityError when this is no data of such rows."""
     config = json.loads(manifest.config)
-    wanted = {f"shards.{i}.tokens" for i in range(manifest.n_blocks)}
+    expected = {f"shards.{i}.tokens" for i in range(manifest.n_blocks)}
     by_name = {t.name: t for t in manifest.tensors}
-    if config.get("model_type") != DATA or set(by_name) != wanted or not wanted or manifest.files:
+    if config.get("model_type") != DATA or set(by_name) != expected or not expected or manifest.files:
         raise IntegrityError("what the run names as its data is no packed data set")
     for tensor in by_name.values():
-        if tensor.dtype not in KINDS or len(tensor.shape) != 2 or tensor.shape[1] != tokens + 1 or not tensor.shape[0]:
+        is_matrix = tensor.dtype in KINDS and len(tensor.shape) == 2
+        if not is_matrix or tensor.shape[1] != tokens + 1 or not tensor.shape[0]:
             raise IntegrityError(f"a shard of {tensor.dtype} {tensor.shape}; expected rows of {tokens + 1} tokens")
     return tuple(by_name[f"shards.{i}.tokens"].shape[0] for i in range(manifest.n_blocks))
 
@@ -88,20 +91,22 @@ def read_shard(folder: ModelFolder, shard: int) -> Rows:
     """Read and verify one shard. Raises IntegrityError when it is not what the manifest says."""
     ((index, entry),) = folder.entries_of(shard)
     try:
-        raw = b"".join(folder.read((index, chunk)) for chunk in range(len(entry.chunks)))
+        n_chunks = len(entry.chunks)
+        raw = b"".join(folder.read((index, chunk)) for chunk in range(n_chunks))
     except Refused as error:
         raise IntegrityError(f"shard {shard} of the data is damaged: {error}") from None
-    rows: Rows = np.frombuffer(raw, KINDS[entry.dtype]).reshape(entry.shape).astype(np.int32)
+    stored = np.frombuffer(raw, KINDS[entry.dtype]).reshape(entry.shape)
+    rows: Rows = stored.astype(np.int32)
     return rows
 
 
 def highest_token(folder: Path, manifest: Manifest) -> int:
-    """The highest token of packed data. Raises IntegrityError when it is not what the manifest says."""
+    """Find the highest token of packed data. Raises IntegrityError when it is not what the manifest says."""
     read = ModelFolder(folder, manifest)
     return max(int(read_shard(read, shard).max()) for shard in range(manifest.n_blocks))
 
 
-def require_known(token: int, vocabulary: int) -> None:
+def require_known_token(token: int, vocabulary: int) -> None:
     """Refuse data with a token that the model has no vector of. Raises ConfigError."""
     if not 0 <= token < vocabulary:
         raise ConfigError(
@@ -110,7 +115,13 @@ def require_known(token: int, vocabulary: int) -> None:
         )
 
 
-def pack(texts: Iterable[Sequence[int]], tokens: int, vocabulary: int, folder: Path, seed: int) -> int:
+def pack_texts(
+    texts: Iterable[Sequence[int]],
+    tokens: int,
+    vocabulary: int,
+    folder: Path,
+    seed: int,
+) -> int:
     """Cut tokenised texts, one after the other, into rows of ``tokens + 1``, shuffle them, and write their shards.
 
     Returns the number of rows. Raises ConfigError when there is not one.
@@ -119,16 +130,22 @@ def pack(texts: Iterable[Sequence[int]], tokens: int, vocabulary: int, folder: P
     n_rows = (len(flat) - 1) // tokens
     if n_rows < 1:
         raise ConfigError(f"the data has {len(flat)} tokens; a row takes {tokens + 1}")
-    require_known(int(flat.min()), vocabulary)
-    require_known(int(flat.max()), vocabulary)
+    require_known_token(int(flat.min()), vocabulary)
+    require_known_token(int(flat.max()), vocabulary)
     order = list(range(n_rows))
     random.Random(seed).shuffle(order)
+    # Rows overlap by one token: the last target of a row is the first input of the next, so that each token but the
+    # first is a target once.
     starts = np.array(order, np.int64)[:, None] * tokens
     rows = flat[starts + np.arange(tokens + 1)]
     kind = "U16" if vocabulary <= 65_536 else "I32"
-    per_shard = max(1, SHARD_BYTES // (KINDS[kind].itemsize * (tokens + 1)), -(-n_rows // MAX_SHARDS))
-    cut = [rows[at : at + per_shard].astype(KINDS[kind]) for at in range(0, n_rows, per_shard)]
-    prefix, _ = shards.make_header((f"shards.{i}.tokens", kind, part.shape) for i, part in enumerate(cut))
+    row_bytes = KINDS[kind].itemsize * (tokens + 1)
+    per_shard = max(1, SHARD_BYTES // row_bytes, -(-n_rows // MAX_SHARDS))
+    cut = []
+    for first in range(0, n_rows, per_shard):
+        cut.append(rows[first : first + per_shard].astype(KINDS[kind]))
+    entries = [(f"shards.{i}.tokens", kind, part.shape) for i, part in enumerate(cut)]
+    prefix, _ = shards.make_header(entries)
     make_folder(folder)
     config = {"model_type": DATA, "num_hidden_layers": len(cut), "tokens": tokens}
     try:

@@ -37,6 +37,8 @@ _LENGTH = struct.Struct(">I")
 
 
 class _AcceptorFile(msgspec.Struct, frozen=True, array_like=True):
+    """What an anchor has promised, as it lies on the disk."""
+
     parent: bytes
     promised: Ballot
     accepted: Ballot
@@ -79,33 +81,42 @@ class RunFolder:
         return path.read_text() if path.is_file() else ""
 
     def leave(self) -> None:
+        """Forget this machine's part in the run; what the run wrote stays."""
         (self.folder / "role").unlink(missing_ok=True)
 
     def order(self) -> bytes:
+        """Read the owner's latest order as it was signed; b"" without any."""
         path = self.folder / "order.bin"
         return path.read_bytes() if path.is_file() else b""
 
     def keep_order(self, raw: bytes) -> None:
+        """Write the owner's latest order. Raises ConfigError."""
         write_file(self.folder / "order.bin", raw)
 
     # --- the ledger -------------------------------------------------------------------------------------------
+    #
+    # ledger.bin:  | length u32 | commit 1 | length u32 | commit 2 | ...    appended and synced, never rewritten
+    #
+    # A crash can only cut off the last one. Peers have it as well, so that dropping half a commit loses nothing.
 
     def commits(self) -> Iterator[bytes]:
-        """Every commit that was written whole, in order; what a crash cut off is dropped."""
+        """Read every commit that was written whole, in order; what a crash cut off is dropped."""
         path = self.folder / "ledger.bin"
         if not path.is_file():
             return
-        data, at = path.read_bytes(), 0
-        while at + _LENGTH.size <= len(data):
-            (size,) = _LENGTH.unpack_from(data, at)
-            if at + _LENGTH.size + size > len(data):
+        data = path.read_bytes()
+        offset = 0
+        while offset + _LENGTH.size <= len(data):
+            (size,) = _LENGTH.unpack_from(data, offset)
+            start = offset + _LENGTH.size
+            if start + size > len(data):
                 break
-            yield data[at + _LENGTH.size : at + _LENGTH.size + size]
-            at += _LENGTH.size + size
-        if at < len(data):
+            yield data[start : start + size]
+            offset = start + size
+        if offset < len(data):
             logger.warning("%s ends in the middle of a commit: the rest comes from peers", path)
             with path.open("r+b") as file:
-                file.truncate(at)
+                file.truncate(offset)
 
     def append_commit(self, raw: bytes) -> None:
         """Write one commit behind the others, synced. Raises ConfigError, and leaves the file as it was."""
@@ -125,17 +136,18 @@ class RunFolder:
     # --- an anchor's promises ---------------------------------------------------------------------------------
 
     def acceptor(self) -> Acceptor | None:
-        """What this anchor promised. Raises ConfigError when it cannot be read: then it must not promise again."""
+        """Read what this anchor promised. Raises ConfigError when it cannot: then it must not promise again."""
         path = self.folder / "anchor.bin"
         if not path.is_file():
             return None
-        kept = decode(path.read_bytes(), _AcceptorFile, f"{path}, which says what this anchor promised,", ConfigError)
-        return Acceptor(kept.parent, kept.promised, kept.accepted, kept.body)
+        saved = decode(path.read_bytes(), _AcceptorFile, f"{path}, which says what this anchor promised,", ConfigError)
+        return Acceptor(saved.parent, saved.promised, saved.accepted, saved.body)
 
     def keep_acceptor(self, acceptor: Acceptor) -> None:
-        kept = _AcceptorFile(acceptor.parent, acceptor.promised, acceptor.accepted, acceptor.body)
+        """Write what this anchor has promised, synced with its folder. Raises ConfigError."""
+        encodable = _AcceptorFile(acceptor.parent, acceptor.promised, acceptor.accepted, acceptor.body)
         path = self.folder / "anchor.bin"
-        write_file(path, msgspec.msgpack.encode(kept))
+        write_file(path, msgspec.msgpack.encode(encodable))
         for synced in (path, self.folder):
             handle = os.open(synced, os.O_RDONLY)
             os.fsync(handle)
@@ -159,9 +171,8 @@ class RunFolder:
                         file.write(snapshot.read((index, chunk)))
                 file.flush()
                 os.fsync(file.fileno())
-            write_file(
-                path.with_suffix(".json"), json.dumps({**settings, "root": model_id(snapshot.manifest)}).encode()
-            )
+            described = {**settings, "root": model_id(snapshot.manifest)}
+            write_file(path.with_suffix(".json"), json.dumps(described).encode())
             new.replace(path)
         except OSError as error:
             new.unlink(missing_ok=True)
@@ -173,18 +184,19 @@ class RunFolder:
 
     def keep_feedback(self, upto: int, residual: Vector) -> None:
         """Write what contributions have left out until draw ``upto``. Raises ConfigError."""
-        header, _ = shards.make_header([(f"{upto}", DTYPES[str(residual.dtype)], residual.shape)])
+        entry = (f"{upto}", DTYPES[str(residual.dtype)], residual.shape)
+        header, _ = shards.make_header([entry])
         write_file(self.folder / "feedback.safetensors", header, residual.view(np.uint8).data)
 
     def feedback(self, dtype: str, n_elements: int) -> tuple[int, Vector] | None:
-        """What ``keep_feedback`` wrote, if anything. Raises ConfigError."""
+        """Read what ``keep_feedback`` wrote, if anything. Raises ConfigError."""
         path = self.folder / "feedback.safetensors"
         if not path.is_file():
             return None
-        found = _read_all(path, dtype, n_elements)
-        if len(found) != 1 or not all(name.isdecimal() for name in found):
-            raise ConfigError(f"{path} holds {', '.join(sorted(found)) or 'nothing'}; expected the number of a draw")
-        ((upto, residual),) = found.items()
+        vectors = _read_all(path, dtype, n_elements)
+        if len(vectors) != 1 or not all(name.isdecimal() for name in vectors):
+            raise ConfigError(f"{path} holds {', '.join(sorted(vectors)) or 'nothing'}; expected the number of a draw")
+        ((upto, residual),) = vectors.items()
         return int(upto), residual
 
     def keep_inner(self, memory: Memory) -> None:
@@ -196,59 +208,78 @@ class RunFolder:
             for name, v in zip(names, vectors, strict=True)
         ]
         header, _ = shards.make_header(entries)
-        write_file(self.folder / "inner.safetensors", header, *(v.view(np.uint8).data for v in vectors))
+        payloads = [v.view(np.uint8).data for v in vectors]
+        write_file(self.folder / "inner.safetensors", header, *payloads)
 
     def inner(self, dtype: str, n_elements: int) -> Memory | None:
-        """What ``keep_inner`` wrote, if anything. Raises ConfigError."""
+        """Read what ``keep_inner`` wrote, if anything. Raises ConfigError."""
         path = self.folder / "inner.safetensors"
         if not path.is_file():
             return None
-        said, moments = set[tuple[int, int]](), dict[str, Vector]()
+        positions = set[tuple[int, int]]()
+        moments = dict[str, Vector]()
         for name, vector in _read_all(path, dtype, n_elements).items():
-            if (match := _MOMENT.fullmatch(name)) is None:
+            match = _MOMENT.fullmatch(name)
+            if match is None:
                 raise ConfigError(f"{path} holds {name!r}; expected the numbers of a draw and a step, and a moment")
-            said.add((int(match[1]), int(match[2])))
+            positions.add((int(match[1]), int(match[2])))
             moments[match[3]] = vector
-        if len(said) != 1:
-            raise ConfigError(f"{path} holds the moments of {len(said)} optimizers")
-        return Memory(*said.pop(), moments)
+        if len(positions) != 1:
+            raise ConfigError(f"{path} holds the moments of {len(positions)} optimizers")
+        ((upto, steps),) = positions
+        return Memory(upto, steps, moments)
 
     def saved(self) -> list[SavedRun]:
-        """The checkpoints here, the newest first."""
-        found = []
+        """Find the checkpoints here, the newest first."""
+        checkpoints = []
         for path in sorted(self.folder.glob("state-*.safetensors"), reverse=True):
             try:
-                said: dict[str, Any] = json.loads(path.with_suffix(".json").read_bytes())
-                head, root = bytes.fromhex(said["head"]), bytes.fromhex(said["root"])
-                found.append(SavedRun(path, int(said["epoch"]), int(said["steps"]), head, root))
+                settings: dict[str, Any] = json.loads(path.with_suffix(".json").read_bytes())
+                head = bytes.fromhex(settings["head"])
+                root = bytes.fromhex(settings["root"])
+                checkpoints.append(
+                    SavedRun(
+                        path,
+                        int(settings["epoch"]),
+                        int(settings["steps"]),
+                        head,
+                        root,
+                    )
+                )
             except (OSError, ValueError, KeyError, TypeError) as error:
                 logger.warning("leaving out the checkpoint %s: %s", path, error)
-        return found
+        return checkpoints
 
 
-def read_vectors(path: Path, dtype: str, n_elements: int, names: tuple[str, ...]) -> dict[str, Vector]:
+def read_vectors(
+    path: Path,
+    dtype: str,
+    n_elements: int,
+    names: tuple[str, ...],
+) -> dict[str, Vector]:
     """Read the vectors of a state or an average from safetensors. Raises ConfigError."""
-    found = _read_all(path, dtype, n_elements)
-    if set(found) != set(names):
-        raise ConfigError(f"{path} holds {', '.join(sorted(found)) or 'nothing'}; expected {', '.join(sorted(names))}")
-    return found
+    vectors = _read_all(path, dtype, n_elements)
+    if set(vectors) != set(names):
+        present = ", ".join(sorted(vectors)) or "nothing"
+        raise ConfigError(f"{path} holds {present}; expected {', '.join(sorted(names))}")
+    return vectors
 
 
 def _read_all(path: Path, dtype: str, n_elements: int) -> dict[str, Vector]:
-    """Vectors of one length by their names. Raises ConfigError."""
-    found: dict[str, Vector] = {}
+    """Read vectors of one length, by their names. Raises ConfigError."""
+    vectors: dict[str, Vector] = {}
     try:
         with path.open("rb") as file:
             for place in shards.read_header(file, path, os.fstat(file.fileno()).st_size):
                 if place.dtype != DTYPES[dtype] or place.shape != (n_elements,):
                     raise ConfigError(f"{path}: {place.name} is {place.dtype} {place.shape}, not {dtype} {n_elements}")
                 file.seek(place.start)
-                found[place.name] = np.fromfile(file, dtype, n_elements)
+                vectors[place.name] = np.fromfile(file, dtype, n_elements)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    return found
+    return vectors
 
 
 def known_runs(root: Path) -> dict[RunId, RunFolder]:
-    """The runs that this machine takes, or took, part in."""
+    """Find the runs that this machine takes, or took, part in."""
     return {RunId(path.parent.name): RunFolder(path.parent) for path in root.glob("*/run.bin")}

@@ -19,12 +19,14 @@ LEADS_FOR_S = 1.5  # after its last sign of life
 
 @dataclass(slots=True)
 class _MemberNews:
+    """The latest record of a member, and when it was first seen here."""
+
     sequence: int
-    at: float
+    seen_at: float
 
     def written_by(self, now: float) -> int:
         """The highest sequence of a record that its peer has written before ``now``: they are its clock, in ms."""
-        return self.sequence + int(1_000 * (now - self.at))
+        return self.sequence + int(1_000 * (now - self.seen_at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,12 @@ class _Suspicion:
 
 @dataclass(frozen=True, slots=True)
 class _Commit:
+    """The newest commit that this peer knows, and since when."""
+
     epoch: int = 0
     head: bytes = b""
     contributors: frozenset[str] = frozenset()
-    at: float = 0.0
+    known_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -52,7 +56,7 @@ class Members:
     view: Callable[[], SwarmView]
     learn: Callable[[PeerId, tuple[str, ...]], None]
     standing: Standing
-    _heard: dict[PeerId, _MemberNews] = field(default_factory=dict)
+    _last_news: dict[PeerId, _MemberNews] = field(default_factory=dict)
     _suspects: dict[PeerId, _Suspicion] = field(default_factory=dict)
     _distrusted: dict[PeerId, bytes] = field(default_factory=dict)
     _leading: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
@@ -60,62 +64,68 @@ class Members:
     _last: _Commit = field(default_factory=_Commit)
 
     def look(self, now: float, with_suspects: bool = False) -> dict[PeerId, RunRecord]:
-        """The other members' records, those left out that do not answer or have lost their standing.
+        """Return the other members' records, without those that do not answer or have lost their standing.
 
         ``with_suspects``: those, too, that did not answer: others may hear them.
         """
-        found = {}
+        records = {}
         for record in self.view().in_run(self.run):
             peer = PeerId(record.peer)
             if peer == self.me:
                 continue
-            heard = self._heard.get(peer)
-            if heard is None or heard.sequence != record.sequence:
-                self._heard[peer] = _MemberNews(record.sequence, now)
-                if (known := self.view().peers.get(peer)) is not None:
-                    self.learn(peer, known.addresses)
-            is_left_out = (not with_suspects and self._is_suspect(record, now)) or self._distrusted.get(
-                peer
-            ) == record.head
-            if not is_left_out and not self.standing.is_shunned(peer):
-                found[peer] = record
-        return found
+            last_news = self._last_news.get(peer)
+            if last_news is None or last_news.sequence != record.sequence:
+                self._last_news[peer] = _MemberNews(record.sequence, now)
+                peer_record = self.view().peers.get(peer)
+                if peer_record is not None:
+                    self.learn(peer, peer_record.addresses)
+            is_silent = not with_suspects and self._is_suspect(record, now)
+            is_distrusted = self._distrusted.get(peer) == record.head
+            if is_silent or is_distrusted or self.standing.is_shunned(peer):
+                continue
+            records[peer] = record
+        return records
 
     def suspect(self, peer: PeerId, now: float) -> None:
-        """A peer does not answer: do without it until it says something.
+        """Do without a peer that does not answer, until it says something.
 
         What it wrote before and what others pass on late says nothing: a record counts that it wrote afterwards.
         """
-        heard = self._heard.get(peer)
-        self._suspects[peer] = _Suspicion(now + SUSPECT_FOR_S, heard.written_by(now) if heard is not None else 0)
+        last_news = self._last_news.get(peer)
+        sequence = last_news.written_by(now) if last_news is not None else 0
+        self._suspects[peer] = _Suspicion(now + SUSPECT_FOR_S, sequence)
 
     def _is_suspect(self, record: RunRecord, now: float) -> bool:
         suspicion = self._suspects.get(PeerId(record.peer))
         return suspicion is not None and now < suspicion.until and record.sequence <= suspicion.sequence
 
     def vouch(self, peer: PeerId) -> None:
-        """A peer has just said something: it lives."""
+        """Note that a peer has just said something: it lives."""
         self._suspects.pop(peer, None)
 
     def pass_over(self, peer: PeerId, head: bytes, now: float) -> None:
-        """Rounds after ``head`` come to nothing under this peer, however lively it is: others lead for a while.
+        """Let others lead for a while: rounds after ``head`` come to nothing under this peer, however lively it is.
 
         Not for ever: two that pass each other over would each be alone until their commits count alone.
         """
         self._passed_over[peer] = head, now + PASSED_OVER_S
 
     def _is_passed_over(self, peer: PeerId, head: bytes, now: float) -> bool:
-        after, until = self._passed_over.get(peer, (b"", 0.0))
-        return after == head and now < until
+        parent, until = self._passed_over.get(peer, (b"", 0.0))
+        return parent == head and now < until
 
-    def leads(self, peer: PeerId, head: bytes, now: float) -> None:
-        """A peer leads the round after ``head``, though its record may not say yet that it has come so far."""
-        self._leading = {p: (h, at) for p, (h, at) in self._leading.items() if now - at < LEADS_FOR_S}
+    def note_leader(self, peer: PeerId, head: bytes, now: float) -> None:
+        """Note that a peer leads the round after ``head``, though its record may not say so yet."""
+        self._leading = {
+            leader: (parent, last_sign)
+            for leader, (parent, last_sign) in self._leading.items()
+            if now - last_sign < LEADS_FOR_S
+        }
         if peer in self.look(now):
             self._leading[peer] = head, now
 
     def blame(self, blamed: Mapping[PeerId, set[PeerId]]) -> None:
-        """In a round that was led here, others found fault with these peers' numbers."""
+        """Note that others found fault with these peers' numbers, in a round that was led here."""
         for peer, witnesses in blamed.items():
             if witnesses & {self.me, peer}:  # seen here, or said by the peer itself: nobody else need be believed
                 self.standing.fault(peer, Fault.FAULTY_NUMBERS, "in a round of a training run")
@@ -124,73 +134,98 @@ class Members:
                 self.standing.fault(peer, Fault.FAULTY_NUMBERS, f"in a round, says {witness[-8:]}", witness)
 
     def shunned(self) -> list[PeerId]:
-        """Who has lost its standing here, for whatever reason."""
+        """List members that have lost their standing here."""
         return self.standing.shunned()
 
     def distrust(self, peer: PeerId) -> None:
-        """It has nothing to show for the commit that it names: do without it until it names another."""
+        """Do without a peer that has nothing to show for the commit that it names, until it names another."""
         for record in self.view().in_run(self.run):
             if record.peer == peer:
                 self._distrusted[peer] = record.head
 
     def look_again(self) -> None:
-        """Who was thought not to answer may live: others say so."""
+        """Suspect nobody: others say that some of them live."""
         self._suspects.clear()
 
     def forgive(self) -> None:
-        """Nobody else is left: give all another chance."""
+        """Give all another chance: nobody else is left."""
         self.look_again()
         self._distrusted.clear()
         self._passed_over.clear()
 
-    def committed(self, epoch: int, head: bytes, contributors: frozenset[str], now: float) -> None:
-        """A commit is known: who contributed to it goes on from there, though its record may not say so yet."""
+    def note_commit(
+        self,
+        epoch: int,
+        head: bytes,
+        contributors: frozenset[str],
+        now: float,
+    ) -> None:
+        """Note a commit: its contributors go on from there, though their records may not say so yet."""
         self._last = _Commit(epoch, head, contributors, now)
 
     def progress(self, now: float, with_suspects: bool = False) -> list[MemberProgress]:
-        """How far the others are that compute."""
-        found = []
-        for peer, r in self.look(now, with_suspects).items():
-            if r.role == "train" and self._is_moving_on(peer, r):
-                age_s = now - self._last.at
-                found.append(MemberProgress(peer, self._last.epoch, self._last.head, 0, r.samples_per_s, age_s))
-            elif r.role == "train":
-                age_s = now - self._heard[peer].at
-                found.append(MemberProgress(peer, r.epoch, r.head, r.n_samples, r.samples_per_s, age_s, r.audit_left))
-        return found
+        """Return how far the others are that compute."""
+        members = []
+        for peer, record in self.look(now, with_suspects).items():
+            if record.role != "train":
+                continue
+            if self._is_moving_on(peer, record):
+                progress = MemberProgress(
+                    peer,
+                    epoch=self._last.epoch,
+                    head=self._last.head,
+                    n_samples=0,
+                    samples_per_s=record.samples_per_s,
+                    age_s=now - self._last.known_at,
+                )
+            else:
+                progress = MemberProgress(
+                    peer,
+                    epoch=record.epoch,
+                    head=record.head,
+                    n_samples=record.n_samples,
+                    samples_per_s=record.samples_per_s,
+                    age_s=now - self._last_news[peer].seen_at,
+                    audit_left=record.audit_left,
+                )
+            members.append(progress)
+        return members
 
     def states(self) -> dict[PeerId, int]:
-        """Of which update the others say that they have the state, whether they answer or not."""
-        records = self.view().in_run(self.run)
-        return {PeerId(r.peer): r.state_epoch for r in records if r.state_epoch is not None and r.peer != self.me}
+        """Return of which update the others say that they have the state, whether they answer or not."""
+        records = [r for r in self.view().in_run(self.run) if r.peer != self.me]
+        return {PeerId(r.peer): r.state_epoch for r in records if r.state_epoch is not None}
 
-    def at(self, head: bytes, now: float) -> list[PeerId]:
-        """Who takes part in the round after ``head``: those who compute on it, and those who only reduce."""
-        return self.computing(head, now) + [
-            p for p, r in self.look(now).items() if r.role == "reduce" and r.head == head
-        ]
-
-    def leaders(self, head: bytes, now: float) -> list[PeerId]:
-        """Who may lead that round: those who compute on it and can be dialled, and those who do lead it."""
+    def participants(self, head: bytes, now: float) -> list[PeerId]:
+        """List who takes part in the round after ``head``: those who compute on it, and those who only reduce."""
         records = self.look(now)
-        able = [
+        reducing = [p for p, r in records.items() if r.role == "reduce" and r.head == head]
+        return self.computing(head, now) + reducing
+
+    def possible_leaders(self, head: bytes, now: float) -> list[PeerId]:
+        """List who may lead that round: those who compute on it and can be dialled, and those who do lead it."""
+        records = self.look(now)
+        candidates = [
             p
             for p in self.computing(head, now)
             if records[p].can_be_dialled
             and records[p].state_epoch == records[p].epoch
             and not self._is_passed_over(p, head, now)
         ]
-        return able + [p for p in self.leading(head, now) if p not in able]
+        return candidates + [p for p in self.current_leaders(head, now) if p not in candidates]
 
-    def leading(self, head: bytes, now: float) -> list[PeerId]:
-        """Members that lead that round, as their latest signs of life say."""
+    def current_leaders(self, head: bytes, now: float) -> list[PeerId]:
+        """List members that lead that round, as their latest signs of life say."""
         records = self.look(now)
-        said = [p for p, (parent, at) in self._leading.items() if parent == head and now - at < LEADS_FOR_S]
-        able = [p for p in said if p in records and records[p].role == "train"]
-        return [p for p in able if not self._is_passed_over(p, head, now)]
+        recent = []
+        for peer, (parent, last_sign) in self._leading.items():
+            if parent == head and now - last_sign < LEADS_FOR_S:
+                recent.append(peer)
+        candidates = [p for p in recent if p in records and records[p].role == "train"]
+        return [p for p in candidates if not self._is_passed_over(p, head, now)]
 
     def computing(self, head: bytes, now: float) -> list[PeerId]:
-        """Who computes on a commit."""
+        """List who computes on a commit."""
         return [p.peer for p in self.progress(now) if p.head == head and p.samples_per_s > 0]
 
     def _is_moving_on(self, peer: PeerId, record: RunRecord) -> bool:

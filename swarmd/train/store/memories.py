@@ -21,47 +21,60 @@ logger = logging.getLogger(__name__)
 class Memories:
     """See the module; nothing is kept without a ``folder``. ``trouble`` is what went wrong last, for people."""
 
-    def __init__(self, world: TrainerServices, recipe: Recipe, folder: RunFolder | None) -> None:
+    def __init__(self, services: TrainerServices, recipe: Recipe, folder: RunFolder | None) -> None:
         self.trouble = ""
         self.feedback: Feedback | None = None
-        self._off_loop = world.off_loop
+        self._off_loop = services.off_loop
         self._recipe = recipe
         self._folder = folder
-        self._feedback_kept = self._inner_kept = 0  # until which draw they are on this disk
+        self._feedback_kept = 0  # until which draw it is on this disk
+        self._inner_kept = 0  # likewise
 
     async def recall(self, state: RunState) -> tuple[Feedback, Memory | None]:
-        """What this disk has of both; what is damaged begins anew."""
-        feedback = self.feedback = Feedback(self._recipe, state)
-        asked, memory = (state.layout.dtype, state.layout.n_elements), None
+        """Read what this disk has of both; what is damaged begins anew."""
+        feedback = Feedback(self._recipe, state)
+        self.feedback = feedback
         if self._folder is None:
             return feedback, None
+        dtype = state.layout.dtype
+        n_elements = state.layout.n_elements
+        memory: Memory | None = None
         try:
-            if feedback.codec.leaves_out and (kept := await self._off_loop(self._folder.feedback, *asked)) is not None:
-                feedback.remember(*kept)
-                self._feedback_kept = feedback.upto
+            if feedback.codec.leaves_out:
+                saved = await self._off_loop(self._folder.feedback, dtype, n_elements)
+                if saved is not None:
+                    upto, residual = saved
+                    feedback.remember(upto, residual)
+                    self._feedback_kept = feedback.upto
             if self._recipe.steps_inside:
-                memory = await self._off_loop(self._folder.inner, *asked)
+                memory = await self._off_loop(self._folder.inner, dtype, n_elements)
         except ConfigError as error:
             logger.warning("what the next contribution builds on begins anew: %s", error)
         is_of_recipe = memory is not None and memory.moments.keys() == set(self._recipe.optimizer.moments)
-        if memory is None or not is_of_recipe or (feedback.codec.leaves_out and feedback.upto != memory.upto):
+        if memory is None or not is_of_recipe:
+            return feedback, None
+        if feedback.codec.leaves_out and feedback.upto != memory.upto:
             return feedback, None  # both or neither: a commit says once whether a peer began anew
         self._inner_kept = memory.upto
         return feedback, memory
 
     async def keep(self, inner: InnerOptimizer | None) -> None:
         """Write both to the disk, unless they are there."""
-        feedback, folder = self.feedback, self._folder
+        feedback = self.feedback
+        folder = self._folder
         if folder is None:
             return
+        # While one is written the next commit may replace it: again, until the newest is on the disk.
         try:
-            while feedback is not None and self._feedback_kept != (upto := feedback.upto):
+            while feedback is not None and self._feedback_kept != feedback.upto:
+                upto = feedback.upto
                 await self._off_loop(folder.keep_feedback, upto, feedback.residual)
                 self._feedback_kept = upto
-            while inner is not None and (known := inner.memory) is not None and self._inner_kept != known.upto:
-                if known.moments:
-                    await self._off_loop(folder.keep_inner, known)
-                self._inner_kept = known.upto
+            while inner is not None and inner.memory is not None and self._inner_kept != inner.memory.upto:
+                memory = inner.memory
+                if memory.moments:
+                    await self._off_loop(folder.keep_inner, memory)
+                self._inner_kept = memory.upto
         except ConfigError as error:
             self.trouble = str(error)
             logger.warning("what the next contribution builds on is not kept: %s", error)

@@ -1,6 +1,6 @@
 """Brings one commit to the anchors of a run: ballots, promises, signatures (Paxos for the one value after a parent).
 
-Used by whoever leads a round and by whoever has the run go back to an earlier state: what counts is what a majority of
+Leaders of rounds use it, and peers that have the run go back to an earlier state: what counts is what a majority of
 anchors signs, not who asked for it. docs/training.md; Lamport 2001, "Paxos Made Simple".
 """
 
@@ -16,7 +16,7 @@ import msgspec
 import trio
 
 from swarmd.errors import Code, IntegrityError, PeerError, Refused, SwarmUnavailable
-from swarmd.plan.runs.ballot import NO_BALLOT, bound_to, is_majority
+from swarmd.plan.runs.ballot import NO_BALLOT, find_bound_commit, is_majority
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.protocol.fields import Message
 from swarmd.protocol.runs import backing
@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 FIRST_BACK_OFF_S = 0.1  # doubles with each attempt: another proposer may be at it
 LONGEST_BACK_OFF_S = 4.0  # between ballots of proposers that block each other
 
-AskAnchor = Callable[[PeerId, Callable[[int], Message], bytes], Awaitable[tuple[Message, bytes]]]
+AnchorAnswer = tuple[Message, bytes]
+AskAnchor = Callable[[PeerId, Callable[[int], Message], bytes], Awaitable[AnchorAnswer]]
 """Asks one anchor, which may be this peer; returns its answer with the payload. Raises PeerError."""
 
 
@@ -43,7 +44,14 @@ class RoundFailed(SwarmUnavailable):
 class Proposer:
     """One attempt to have something committed after a ledger's head. ``waits_for`` says what it lacks, for people."""
 
-    def __init__(self, me: PeerId, ledger: Ledger, order: RunOrder, rng: random.Random, ask_anchor: AskAnchor) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        ledger: Ledger,
+        order: RunOrder,
+        rng: random.Random,
+        ask_anchor: AskAnchor,
+    ) -> None:
         self.waits_for = ""
         self._ledger = ledger
         self._parent = ledger.head
@@ -61,23 +69,23 @@ class Proposer:
 
         ``proposed`` is a commit with its backing (protocol.runs.backing), as is what the others here take and return.
         """
-        return await self.seal(await self.promises() or proposed)
+        return await self.seal(await self.collect_promises() or proposed)
 
-    async def promises(self) -> bytes:
+    async def collect_promises(self) -> bytes:
         """Have a majority promise; returns the commit that it binds to, or b"". Waits for as long as it takes."""
         attempt = 0
         while True:
             self._ballot = (self._highest + 1, self._name)
-            request = partial(_prepare, self._run, self._parent, self._ballot)
+            request = partial(_make_prepare, self._run, self._parent, self._ballot)
             answers = await self._ask_anchors(request, b"")
-            yes = [
-                (m.accepted, self._witnessed(place, m, body))
-                for place, m, body in answers
-                if isinstance(m, Promised) and m.promised == self._ballot
-            ]
+            yes = []
+            for place, message, body in answers:
+                if isinstance(message, Promised) and message.promised == self._ballot:
+                    yes.append((message.accepted, self._add_witness(place, message, body)))
             if is_majority(len(yes), len(self._anchors)):
                 self.waits_for = ""
-                return bound_to([(ballot, body) for ballot, body in yes if ballot == NO_BALLOT or body])
+                # An anchor that accepted something it cannot prove binds nobody: it would stop the run by a lie.
+                return find_bound_commit([(ballot, body) for ballot, body in yes if ballot == NO_BALLOT or body])
             await self._back_off("a majority of the anchors", len(yes), attempt)
             attempt += 1
 
@@ -86,30 +94,33 @@ class Proposer:
         attempt = 0
         while True:
             body = backing.body_of(proposed)
-            request = partial(_propose, self._run, self._ballot)
+            request = partial(_make_propose, self._run, self._ballot)
             signatures: dict[int, bytes] = {}
             for place, message, _ in await self._ask_anchors(request, proposed):
-                if isinstance(message, Accepted) and message.signature:
-                    try:
-                        commits.verify_signature_untrusted(body, self._ballot, self._anchors[place], message.signature)
-                        signatures[place] = message.signature
-                    except IntegrityError as error:
-                        logger.warning("an anchor's signature does not count: %s", error)
+                if not isinstance(message, Accepted) or not message.signature:
+                    continue
+                anchor = self._anchors[place]
+                try:
+                    commits.verify_signature_untrusted(body, self._ballot, anchor, message.signature)
+                    signatures[place] = message.signature
+                except IntegrityError as error:
+                    logger.warning("an anchor's signature does not count: %s", error)
             if is_majority(len(signatures), len(self._anchors)):
                 self.waits_for = ""
                 return commits.seal(body, self._ballot, signatures)
             await self._back_off("a majority of the anchors to sign", len(signatures), attempt)
             attempt += 1
-            proposed = await self.promises() or proposed
+            proposed = await self.collect_promises() or proposed
 
-    def _witnessed(self, place: int, promised: Promised, accepted: bytes) -> bytes:
-        """What an anchor says it has accepted, with its word for that; b"" if it could not be signed at all."""
+    def _add_witness(self, place: int, promised: Promised, accepted: bytes) -> bytes:
+        """Add an anchor's word to the commit that it says it has accepted; b"" if that could not be signed at all."""
         if promised.accepted == NO_BALLOT or not accepted:
             return b""
         try:
             commit, backed = backing.read_untrusted(accepted)
             self._ledger.check_next(commit)
-            anchor, signature = self._anchors[place], promised.signature
+            anchor = self._anchors[place]
+            signature = promised.signature
             commits.verify_signature_untrusted(backed.body, promised.accepted, anchor, signature)
         except IntegrityError as error:
             logger.warning("an anchor names a commit that cannot follow: %s", error)
@@ -119,21 +130,27 @@ class Proposer:
         witness = Witness(place, promised.accepted, signature)
         return backing.encode(msgspec.structs.replace(backed, witness=witness))
 
-    async def _back_off(self, wanted: str, n: int, attempt: int) -> None:
+    async def _back_off(self, lacking: str, n: int, attempt: int) -> None:
         """Let another proposer finish, longer after each attempt."""
-        self.waits_for = f"{wanted}: {n} of {len(self._anchors)} answer"
-        await trio.sleep(self._rng.uniform(0.0, min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2**attempt)))
+        self.waits_for = f"{lacking}: {n} of {len(self._anchors)} answer"
+        longest_s = min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2**attempt)
+        await trio.sleep(self._rng.uniform(0.0, longest_s))
+
+    # All anchors are asked at once, and a majority's word is enough: slow ones cost nothing. Asking ends early, too,
+    # where a majority can no longer be reached, or one anchor knows a commit after this parent (STALE_EPOCH): then
+    # this proposal is for nothing. An anchor that lies about that costs an attempt each time; the run's owner can name
+    # others in its place.
 
     async def _ask_anchors(self, request: Callable[[int], Message], payload: bytes) -> list[tuple[int, Message, bytes]]:
         """Ask all anchors at once; returns as soon as a majority has said yes, or can no longer say it."""
         answers: list[tuple[int, Message, bytes]] = []
         said_yes: set[int] = set()
-        asked: set[int] = set()
+        answered: set[int] = set()
         newer: list[Refused] = []
         final: list[Refused] = []
         n = len(self._anchors)
 
-        async def ask(place: int, anchor: PeerId, scope: trio.CancelScope) -> None:
+        async def ask_one(place: int, anchor: PeerId, scope: trio.CancelScope) -> None:
             try:
                 message, body = await self._ask_anchor(anchor, request, payload)
                 answers.append((place, message, body))
@@ -149,14 +166,14 @@ class Proposer:
                 logger.info("the anchor %s: %s", anchor[-8:], error)
             except PeerError as error:
                 logger.info("the anchor %s: %s", anchor[-8:], error)
-            asked.add(place)
-            can_be = is_majority(n - len(asked - said_yes), n)
+            answered.add(place)
+            can_be = is_majority(n - len(answered - said_yes), n)
             if newer or is_majority(len(said_yes), n) or not can_be:
                 scope.cancel()
 
         async with trio.open_nursery() as nursery:
             for place, anchor in enumerate(self._anchors):
-                nursery.start_soon(ask, place, anchor, nursery.cancel_scope)
+                nursery.start_soon(ask_one, place, anchor, nursery.cancel_scope)
         if newer:
             raise newer[0]
         if is_majority(len(final), len(self._anchors)):
@@ -164,9 +181,14 @@ class Proposer:
         return answers
 
 
-def _prepare(run: str, parent: bytes, ballot: Ballot, call_id: int) -> Message:
+def _make_prepare(
+    run: str,
+    parent: bytes,
+    ballot: Ballot,
+    call_id: int,
+) -> Message:
     return Prepare(id=call_id, run=run, parent=parent, ballot=ballot)
 
 
-def _propose(run: str, ballot: Ballot, call_id: int) -> Message:
+def _make_propose(run: str, ballot: Ballot, call_id: int) -> Message:
     return Propose(id=call_id, run=run, ballot=ballot)

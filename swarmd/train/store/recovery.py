@@ -49,13 +49,23 @@ Get = Callable[[bytes, tuple[PeerId, ...], tuple[str, ...], int], Awaitable[Vect
 """Fetches the vectors that a hash names from donors; their names and length are known. Raises SwarmUnavailable."""
 
 
-def getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
-    """The real ``Get``: through a folder, so that a restart goes on where it was."""
+def make_getter(
+    rpc: Rpc,
+    folder: Path,
+    dtype: str,
+    pace: Pace,
+) -> Get:
+    """Make the real ``Get``: through a folder, so that a restart goes on where it was."""
 
-    async def get(digest: bytes, donors: tuple[PeerId, ...], names: tuple[str, ...], n_elements: int) -> Vectors:
-        wanted = ModelId(digest.hex())
-        manifest = await fetch_manifest(rpc, wanted, donors)
-        _check(manifest, dtype, n_elements, names)
+    async def get_vectors(
+        digest: bytes,
+        donors: tuple[PeerId, ...],
+        names: tuple[str, ...],
+        n_elements: int,
+    ) -> Vectors:
+        name = ModelId(digest.hex())
+        manifest = await fetch_manifest(rpc, name, donors)
+        _check_manifest(manifest, dtype, n_elements, names)
         target = await trio.to_thread.run_sync(folders.create, folder, manifest)
         if 0 not in target.held:
             offers = {peer: frozenset({0}) for peer in donors}
@@ -67,17 +77,27 @@ def getter(rpc: Rpc, folder: Path, dtype: str, pace: Pace) -> Get:
         await trio.to_thread.run_sync(partial(shutil.rmtree, folder, ignore_errors=True))
         return vectors
 
-    return get
+    return get_vectors
 
 
-def _check(manifest: Manifest, dtype: str, n_elements: int, names: tuple[str, ...]) -> None:
+def _check_manifest(
+    manifest: Manifest,
+    dtype: str,
+    n_elements: int,
+    names: tuple[str, ...],
+) -> None:
     """Refuse what is no state of this run before a byte of it is fetched. Raises SwarmUnavailable."""
-    wanted = [(name, DTYPES[dtype], (n_elements,)) for name in sorted(names)]
-    if [(t.name, t.dtype, t.shape) for t in manifest.tensors] != wanted or manifest.files:
+    expected = [(name, DTYPES[dtype], (n_elements,)) for name in sorted(names)]
+    offered = [(t.name, t.dtype, t.shape) for t in manifest.tensors]
+    if offered != expected or manifest.files:
         raise SwarmUnavailable("what the donors offer is no state of this run")
 
 
-async def ask_run(rpc: Rpc, view: Callable[[], SwarmView], run_id: RunId) -> tuple[Run, bytes]:
+async def ask_run(
+    rpc: Rpc,
+    view: Callable[[], SwarmView],
+    run_id: RunId,
+) -> tuple[Run, bytes]:
     """Have a member tell what a run is, and its owner's latest order (or b""). Raises SwarmUnavailable.
 
     A member's addresses may come a moment after the word of its run: all are asked again for ``ASK_AGAIN_S``.
@@ -87,8 +107,8 @@ async def ask_run(rpc: Rpc, view: Callable[[], SwarmView], run_id: RunId) -> tup
     while True:
         for record in view().in_run(run_id):
             peer = PeerId(record.peer)
-            known = view().peers.get(peer)
-            rpc.network.learn(peer, known.addresses if known else ())
+            peer_record = view().peers.get(peer)
+            rpc.network.learn(peer, peer_record.addresses if peer_record else ())
             try:
                 return await _ask_run(rpc, peer, run_id)
             except IntegrityError as error:
@@ -105,10 +125,10 @@ async def ask_run(rpc: Rpc, view: Callable[[], SwarmView], run_id: RunId) -> tup
 async def _ask_run(rpc: Rpc, peer: PeerId, run_id: RunId) -> tuple[Run, bytes]:
     """Raises PeerError, and IntegrityError for a lie."""
 
-    def request(call_id: int) -> Message:
+    def make_request(call_id: int) -> Message:
         return WantRun(id=call_id, run=run_id)
 
-    reply, frame = await rpc.call(peer, request, timeout_s=RUN_TIMEOUT_S, purpose="bulk")
+    reply, frame = await rpc.call(peer, make_request, timeout_s=RUN_TIMEOUT_S, purpose="bulk")
     if not isinstance(reply, RunIs):
         raise RemoteProtocolError(f"expected a run, got {type(reply).__name__}")
     raw, order = decode(frame.payload, tuple[bytes, bytes], "a run")
@@ -120,41 +140,50 @@ async def _ask_run(rpc: Rpc, peer: PeerId, run_id: RunId) -> tuple[Run, bytes]:
     return run, order
 
 
-async def fetch_commits(rpc: Rpc, peer: PeerId, run: str, after: int) -> list[bytes]:
+async def fetch_commits(
+    rpc: Rpc,
+    peer: PeerId,
+    run: str,
+    epoch: int,
+) -> list[bytes]:
     """Ask a peer for the commits after an update, not verified yet. Raises PeerError."""
 
-    def request(call_id: int) -> Message:
-        return WantCommits(id=call_id, run=run, after=after)
+    def make_request(call_id: int) -> Message:
+        return WantCommits(id=call_id, run=run, after=epoch)
 
-    reply, frame = await rpc.call(peer, request, timeout_s=COMMITS_TIMEOUT_S, purpose="bulk")
+    reply, frame = await rpc.call(peer, make_request, timeout_s=COMMITS_TIMEOUT_S, purpose="bulk")
     if not isinstance(reply, Commits):
         raise RemoteProtocolError(f"expected commits, got {type(reply).__name__}")
     return decode(frame.payload, list[bytes], "a list of commits")
 
 
-def asked_of(peers: Iterable[PeerId]) -> list[PeerId]:
-    """Who of many is asked: as few as can give a state well, and always the same."""
+def choose_donors(peers: Iterable[PeerId]) -> list[PeerId]:
+    """Choose whom to ask, of many: as few as can give a state well, and always the same."""
     return sorted(peers)[:MAX_DONORS]
 
 
-async def ask_states(rpc: Rpc, peers: Iterable[PeerId], run: str) -> dict[PeerId, DonorOffer]:
+async def ask_states(
+    rpc: Rpc,
+    peers: Iterable[PeerId],
+    run: str,
+) -> dict[PeerId, DonorOffer]:
     """Have donors keep their present state; returns who keeps what."""
     offers: dict[PeerId, DonorOffer] = {}
 
-    def request(call_id: int) -> Message:
+    def make_request(call_id: int) -> Message:
         return WantState(id=call_id, run=run)
 
-    async def ask(peer: PeerId) -> None:
+    async def ask_donor(peer: PeerId) -> None:
         try:
-            reply, _ = await rpc.call(peer, request, timeout_s=STATE_TIMEOUT_S, purpose="bulk")
+            reply, _ = await rpc.call(peer, make_request, timeout_s=STATE_TIMEOUT_S, purpose="bulk")
             if isinstance(reply, StateIs) and len(reply.state) == 32:
                 offers[peer] = DonorOffer(reply.epoch, reply.state, 0)
         except PeerError as error:
             logger.info("%s keeps no state for us: %s", peer[-8:], error)
 
     async with trio.open_nursery() as nursery:
-        for peer in asked_of(peers):
-            nursery.start_soon(ask, peer)
+        for peer in choose_donors(peers):
+            nursery.start_soon(ask_donor, peer)
     return offers
 
 
@@ -166,7 +195,8 @@ class StateDonors:
 
     def freeze(self, state: RunState, now: float) -> DonorOffer:
         """Keep the present state for somebody. Raises Refused when too many are fetched at the moment."""
-        self.expire(state, now, SNAPSHOT_LEASE_S if len(state.snapshots) < MAX_SNAPSHOTS else SHORT_LEASE_S)
+        lease_s = SNAPSHOT_LEASE_S if len(state.snapshots) < MAX_SNAPSHOTS else SHORT_LEASE_S
+        self.expire(state, now, lease_s)
         if state.root not in state.snapshots and len(state.snapshots) >= MAX_SNAPSHOTS:
             raise Refused(Code.NO_CAPACITY, f"{MAX_SNAPSHOTS} snapshots are being fetched already", SHORT_LEASE_S)
         snapshot = state.freeze()
@@ -184,7 +214,12 @@ class StateDonors:
                 self._renewed.pop(root, None)
 
 
-async def send_commits(channel: Channel, run: str, raws: Iterable[bytes], re: int = 0) -> None:
+async def send_commits(
+    channel: Channel,
+    run: str,
+    raws: Iterable[bytes],
+    re: int = 0,
+) -> None:
     """Send commits in order, as many as fit one frame. Raises PeerError."""
     body: list[bytes] = []
     size = 0

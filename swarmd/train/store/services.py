@@ -47,11 +47,12 @@ class TrainerServices:
 
 @dataclass(slots=True)
 class Wakeups:
-    """Something has changed: whoever waits looks again."""
+    """Something has changed: all that wait look again."""
 
     _event: trio.Event = field(default_factory=trio.Event)
 
     def notify(self) -> None:
+        """Wake all that wait, and begin anew."""
         self._event.set()
         self._event = trio.Event()
 
@@ -62,11 +63,15 @@ class Wakeups:
             await event.wait()
 
     def mark(self) -> trio.Event:
-        """What is set at the next change from now on."""
+        """Return what is set at the next change from now on."""
         return self._event
 
 
-async def tell(rpc: Rpc, peer: PeerId, send: Callable[[Channel], Awaitable[None]]) -> None:
+async def tell_peer(
+    rpc: Rpc,
+    peer: PeerId,
+    send: Callable[[Channel], Awaitable[None]],
+) -> None:
     """Bring something to a peer within a bounded time; one that cannot be reached is not told, and will ask."""
     try:
         with trio.fail_after(TELL_TIMEOUT_S):

@@ -16,11 +16,11 @@ class Averages:
         self._known[digest] = parent, average
 
     def take(self, digest: bytes, head: bytes) -> Vector | None:
-        """What a commit names, if it is here; what no commit after ``head`` can name is let go."""
-        found = self._known.pop(digest, None)
-        self._known = {d: known for d, known in self._known.items() if known[0] == head}
-        return found[1] if found is not None else None
+        """Take what a commit names, if it is here; forget what no commit after ``head`` can name."""
+        entry = self._known.pop(digest, None)
+        self._known = {name: known for name, known in self._known.items() if known[0] == head}
+        return entry[1] if entry is not None else None
 
     def clip_factor(self, digest: bytes, limit: float) -> float:
-        """What clips an average to the norm ``limit`` (0: none); 1 for one that is not here."""
+        """Compute what clips an average to the norm ``limit`` (0: none); 1 for one that is not here."""
         return clip_factor(self._known[digest][1], limit) if digest in self._known else 1.0

@@ -14,8 +14,13 @@ from swarmd.train.vectors.state import Vector
 from swarmd.train.vectors.sums import squares_of
 
 
-def clipped(total: Vector, n_samples: int, centre: Vector, limit: float) -> Vector:
-    """The sum of so many gradients, as a sum of what is left of their mean's distance to the centre."""
+def clip_total(
+    total: Vector,
+    n_samples: int,
+    centre: Vector,
+    limit: float,
+) -> Vector:
+    """Turn a sum of gradients into a sum of their mean's distance to the centre, shortened to ``limit``."""
     distance: Vector = total / n_samples - centre
     norm = math.sqrt(squares_of(distance))
     factor = min(1.0, limit / norm) if norm > 0 else 1.0

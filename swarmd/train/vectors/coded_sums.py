@@ -12,43 +12,60 @@ import numpy as np
 
 from swarmd.train.vectors.codecs import Buffer, Codec
 from swarmd.train.vectors.state import Vector
-from swarmd.train.vectors.sums import average_of
+from swarmd.train.vectors.sums import write_average
 
 
-def reduce(codec: Codec, given: Sequence[tuple[Vector, Buffer]], n_samples: int, out: Vector) -> Buffer:
+def reduce_contributions(
+    codec: Codec, contributions: Sequence[tuple[Vector, Buffer]], n_samples: int, out: Vector
+) -> Buffer:
     """Average what contributors gave, in their order, into ``out``; returns the form in which that travels.
 
-    ``given``: what each one's numbers stand for, and how they came.
+    ``contributions``: what each one's numbers stand for, and how they came.
     """
-    average_of([values for values, _ in given], out, n_samples)
+    write_average([values for values, _ in contributions], out, n_samples)
     if codec.forwards:
-        return b"".join(payload for _, payload in given)
+        return b"".join(payload for _, payload in contributions)
     coded = codec.code(out)
     out[:] = coded.values
     return coded.payload(0, len(out))
 
 
-def add_up(codec: Codec, given: Sequence[tuple[Vector, Buffer]], out: Vector) -> Buffer:
+def add_contributions(
+    codec: Codec,
+    contributions: Sequence[tuple[Vector, Buffer]],
+    out: Vector,
+) -> Buffer:
     """Add up what contributors gave, in their order, into ``out``; returns the form in which that travels on."""
-    average_of([values for values, _ in given], out, 1)
+    write_average([values for values, _ in contributions], out, 1)
     if codec.forwards:
-        return b"".join(payload for _, payload in given)
+        return b"".join(payload for _, payload in contributions)
     return bytes(out.view(np.uint8).data)
 
 
-def read_subtotal(codec: Codec, payload: Buffer, n_elements: int, n_contributors: int) -> Vector:
-    """The sum in what ``add_up`` returned. Raises RemoteProtocolError."""
+def read_subtotal(
+    codec: Codec,
+    payload: Buffer,
+    n_elements: int,
+    n_contributors: int,
+) -> Vector:
+    """Read the sum in what ``add_contributions`` returned. Raises RemoteProtocolError."""
     if not codec.forwards:
         return Codec(str(codec.dtype)).read(payload, n_elements)[0]
     total: Vector = np.empty(n_elements, codec.dtype)
-    average_of(codec.read(payload, n_elements, n_contributors), total, 1)
+    write_average(codec.read(payload, n_elements, n_contributors), total, 1)
     return total
 
 
-def read_reduced(codec: Codec, payload: Buffer, n_elements: int, n_contributors: int, n_samples: int) -> Vector:
-    """The average in what ``reduce`` returned. Raises RemoteProtocolError."""
+def read_reduced(
+    codec: Codec,
+    payload: Buffer,
+    n_elements: int,
+    n_contributors: int,
+    n_samples: int,
+) -> Vector:
+    """Read the average in what ``reduce_contributions`` returned. Raises RemoteProtocolError."""
     if not codec.forwards:
         return codec.read(payload, n_elements)[0]
     average: Vector = np.empty(n_elements, codec.dtype)
-    average_of(codec.read(payload, n_elements, n_contributors), average, n_samples)
+    write_average(codec.read(payload, n_elements, n_contributors), average, n_samples)
     return average

@@ -1,8 +1,8 @@
 """What a peer gives to a round, coded; what that leaves out is remembered, and goes into the next (error feedback).
 
 Seide et al. 2014; Karimireddy et al. 2019 (1901.09847). The memory is a function of the contributions that the ledger
-has counted and of nothing else: a peer that was away goes on with the same bits as one that was not. Whoever has lost
-it begins with nothing, and says so (Commit.anew). Call all of it while nothing is computed.
+has counted and of nothing else: a peer that was away goes on with the same bits as one that was not. A peer that has
+lost it begins with nothing, and says so (Commit.anew). Call all of it while nothing is computed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,20 @@ from dataclasses import replace
 import numpy as np
 
 from swarmd.protocol.runs.recipe import Recipe
-from swarmd.train.vectors.clipping import clipped
+from swarmd.train.vectors.clipping import clip_total
 from swarmd.train.vectors.codecs import codec_of
 from swarmd.train.vectors.state import RunState, Vector
 from swarmd.train.vectors.work import GatheredWork
+
+# One contribution of a codec that leaves most out (TopK, LowRank, Significance):
+#
+#     gathered (+ clipping) --> + residual --> code --> what travels, and what everybody sums
+#                                  ^             |
+#                                  |             v
+#                                  +--- decay * (total - coded), once the ledger has counted it
+#
+# The residual changes when a commit counts the contribution, and never when a round fails. So it can be computed
+# again from the ledger, and a member that offers the same draws again gives the same bits.
 
 
 class Feedback:
@@ -23,59 +33,63 @@ class Feedback:
 
     def __init__(self, recipe: Recipe, state: RunState) -> None:
         self.codec = codec_of(recipe)
-        self.residual: Vector = np.zeros(state.layout.n_elements if self.codec.leaves_out else 0, state.layout.dtype)
+        n_elements = state.layout.n_elements if self.codec.leaves_out else 0
+        self.residual: Vector = np.zeros(n_elements, state.layout.dtype)
         self.upto = 0
         self._recipe = recipe
         self._state = state
-        self._left: tuple[int, Vector] | None = None  # by what is offered, from this element on
+        self._left_out: tuple[int, Vector] | None = None  # by the offer, from this element on
 
     def remember(self, upto: int, residual: Vector) -> None:
         """Go on from what this peer wrote to its disk."""
-        self.upto, self.residual = upto, residual
+        self.upto = upto
+        self.residual = residual
 
     def code(self, offered: GatheredWork, limit: float) -> GatheredWork:
-        """What is offered, as it is given to the round. Raises ValueError when it is not finite.
+        """Code an offer, as it is given to the round. Raises ValueError when it is not finite.
 
         ``limit``: how far a mean may be from the momentum, where the recipe has contributions clipped.
         """
-        if offered.vector is None or offered.given is not None:
+        if offered.vector is None or offered.coded is not None:
             return offered
-        whole = offered.vector
+        total = offered.vector
         if self._recipe.robust == "clip":
-            whole = clipped(whole, offered.n, self._state.centre, limit)
+            total = clip_total(total, offered.n, self._state.centre, limit)
         if self.codec.is_plain:
-            return replace(offered, given=self.codec.code(whole))
+            return replace(offered, coded=self.codec.code(total))
         is_anew = offered.anew or offered.first != self.upto
         low, high = self._state.fragment
         if self.codec.leaves_out:
             if is_anew:
                 self.residual = np.zeros_like(self.residual)
-            whole = whole + self.residual[low:high]
-        if not np.isfinite(whole).all():
+            total = total + self.residual[low:high]
+        if not np.isfinite(total).all():
             raise ValueError("what was gathered is not finite")
-        given = self.codec.code(whole, self._least(offered.n))
+        coded = self.codec.code(total, self._thresholds(offered.n))
         if not self.codec.leaves_out:
-            return replace(offered, given=given)
-        self._left = low, (whole - given.values) * whole.dtype.type(self._recipe.parts.decay)
-        return replace(offered, given=given, anew=is_anew)
+            return replace(offered, coded=coded)
+        decay = total.dtype.type(self._recipe.parts.decay)
+        self._left_out = low, (total - coded.values) * decay
+        return replace(offered, coded=coded, anew=is_anew)
 
     def settle(self, offered: GatheredWork, is_counted: bool) -> None:
-        """A round is over; what was offered to it was counted, or not."""
-        left, self._left = self._left, None
-        if left is not None and is_counted:
-            low, rest = left
+        """Note that a round is over; what was offered to it was counted, or not."""
+        left_out = self._left_out
+        self._left_out = None
+        if left_out is not None and is_counted:
+            low, residual = left_out
             self.residual = self.residual.copy()
-            self.residual[low : low + len(rest)] = rest
+            self.residual[low : low + len(residual)] = residual
             self.upto = offered.end
 
-    def _least(self, n: int) -> Vector | None:
-        """What each element of a contribution must exceed to change its parameter by the recipe's threshold."""
+    def _thresholds(self, n: int) -> Vector | None:
+        """Compute what each element must exceed to change its parameter by the recipe's threshold."""
         if self._recipe.parts.codec != "significance":
             return None
-        state, recipe = self._state, self._recipe
+        state = self._state
+        recipe = self._recipe
         low, high = state.fragment
         rate = recipe.diloco.learning_rate if recipe.steps_inside else recipe.learning_rate(state.steps + 1)
-        least: Vector = np.abs(state.parameters[low:high]) * state.parameters.dtype.type(
-            recipe.parts.threshold * n / rate
-        )
-        return least
+        relative = state.parameters.dtype.type(recipe.parts.threshold * n / rate)
+        thresholds: Vector = np.abs(state.parameters[low:high]) * relative
+        return thresholds

@@ -4,7 +4,7 @@ DiLoCo (Douillard et al. 2023, 2311.08105): each peer goes on from the run's par
 the difference is what the round averages, as if it were a gradient. Where fragments take turns (Streaming DiLoCo,
 2501.18512) peers compute on while one travels: what they have done to it meanwhile stays, on top of what the round
 came to, and counts in its next turn. Where the whole vector is averaged, the optimizer's moments after the draws that
-the ledger counted last are remembered: whoever loses what computes goes on from there. Call all of it while nothing is
+the ledger counted last are remembered: a peer whose worker dies goes on from there. Call all of it while nothing is
 computed.
 """
 
@@ -32,7 +32,12 @@ class InnerOptimizer:
     ``memory``: what can be gone on from, as this peer's disk has it or the latest commit that counted something.
     """
 
-    def __init__(self, state: RunState, vectors: dict[str, Vector], memory: Memory | None = None) -> None:
+    def __init__(
+        self,
+        state: RunState,
+        vectors: dict[str, Vector],
+        memory: Memory | None = None,
+    ) -> None:
         self.memory = memory
         self.steps = 0
         self.is_anew = True
@@ -43,10 +48,10 @@ class InnerOptimizer:
         self._offered: tuple[int, Vector] | None = None  # of the fragment from this element on, as it was given
         self._is_spoiled = True
         self._is_whole = state.run.recipe.fragments == 1
-        self._given: tuple[int, dict[str, Vector]] | None = None  # steps and moments, as they were offered
+        self._offered_memory: tuple[int, dict[str, Vector]] | None = None  # steps and moments, as they were offered
 
     def spoil(self) -> None:
-        """What computes was lost, perhaps in the middle of a step."""
+        """Note that what computes was lost, perhaps in the middle of a step."""
         self._is_spoiled = True
 
     def follow(self, work: UncountedWork, counted: int) -> None:
@@ -54,46 +59,62 @@ class InnerOptimizer:
 
         ``counted``: how many of this peer's draws the ledger has counted.
         """
-        self._is_spoiled |= work.n_wasted != self._n_wasted or self._state.steps not in (
-            self._followed,
-            self._followed + 1,
-        )
+        expected_steps = (self._followed, self._followed + 1)
+        self._is_spoiled |= work.n_wasted != self._n_wasted or self._state.steps not in expected_steps
         if self._is_spoiled:
-            work.drop_since()
-            is_next = self.memory is not None and self.memory.upto == work.next_draw(counted)  # nothing is offered
-            known = self.memory if is_next else None
-            for name, vector in self._vectors.items():
-                vector[:] = known.moments[name] if known is not None and name != LOCAL else 0
-            self._vectors[LOCAL][:] = self._state.parameters
-            self.steps, self.is_anew = (known.steps, False) if known is not None else (0, True)
-            self._offered, self._is_spoiled = None, False
+            self._start_over(work, counted)
         elif self._state.steps > self._followed:
-            self._take_over(*fragment_of(self._state.run.recipe, self._state.steps, len(self._state.parameters)))
-        self._followed, self._n_wasted = self._state.steps, work.n_wasted
+            n_elements = len(self._state.parameters)
+            low, high = fragment_of(self._state.run.recipe, self._state.steps, n_elements)
+            self._take_over(low, high)
+        self._followed = self._state.steps
+        self._n_wasted = work.n_wasted
+
+    def _start_over(self, work: UncountedWork, counted: int) -> None:
+        """Undo steps that nobody counts: go on from the memory where it is of the next draw, else begin anew."""
+        work.drop_since()
+        is_next = self.memory is not None and self.memory.upto == work.next_draw(counted)  # nothing is offered
+        memory = self.memory if is_next else None
+        for name, vector in self._vectors.items():
+            vector[:] = memory.moments[name] if memory is not None and name != LOCAL else 0
+        self._vectors[LOCAL][:] = self._state.parameters
+        self.steps = memory.steps if memory is not None else 0
+        self.is_anew = memory is None
+        self._offered = None
+        self._is_spoiled = False
 
     def contribution(self, n: int) -> Vector:
-        """The difference that ``n`` samples have made to the fragment whose turn it is, times ``n``."""
+        """Compute the difference that ``n`` samples have made to the fragment whose turn it is, times ``n``."""
         low, high = self._state.fragment
-        mine = self._vectors[LOCAL][low:high]
-        self._offered = low, mine.copy()
+        local = self._vectors[LOCAL][low:high]
+        self._offered = low, local.copy()
         if self._is_whole:
-            self._given = self.steps, {name: v.copy() for name, v in self._vectors.items() if name != LOCAL}
-        difference: Vector = self._state.parameters[low:high] - mine
+            moments = {name: v.copy() for name, v in self._vectors.items() if name != LOCAL}
+            self._offered_memory = self.steps, moments
+        difference: Vector = self._state.parameters[low:high] - local
         difference *= n
         return difference
 
     def settle(self, upto: int, is_counted: bool) -> None:
-        """A round is over; what was offered to it, draws until ``upto``, was counted, or not."""
-        given, self._given = self._given, None
-        if given is not None and is_counted:
-            self.memory = Memory(upto, *given)
+        """Note that a round is over; what was offered to it, draws until ``upto``, was counted, or not."""
+        offered = self._offered_memory
+        self._offered_memory = None
+        if offered is not None and is_counted:
+            steps, moments = offered
+            self.memory = Memory(upto, steps, moments)
 
     def _take_over(self, low: int, high: int) -> None:
-        """An update has changed a fragment: go on from there, with what was done to it since it was given."""
-        mine = self._vectors[LOCAL][low:high]
+        """Go on from an updated fragment, with what was done to it since it was given."""
+        # Streaming DiLoCo: ``local`` went on from what was offered while that travelled.
+        #
+        #     local - offered       the steps since: they stay
+        #     + new parameters      what the round came to
+        #
+        # Nothing that was offered counts twice: the round's average holds it already.
+        local = self._vectors[LOCAL][low:high]
         if self._offered is None or self._offered[0] != low:
-            mine[:] = self._state.parameters[low:high]
+            local[:] = self._state.parameters[low:high]
         else:
-            mine -= self._offered[1]
-            mine += self._state.parameters[low:high]
+            local -= self._offered[1]
+            local += self._state.parameters[low:high]
         self._offered = None

@@ -29,6 +29,17 @@ Vector = npt.NDArray[np.floating]
 DTYPES = {"float32": "F32", "float64": "F64"}
 BLOCK_ELEMENTS = 1 << 16  # what fits a processor's cache together with its moments
 
+# A snapshot while an update goes over the vectors, chunk by chunk (4 MiB):
+#
+#     vectors    [new][new][ being changed ][old][old]
+#     snapshot   [copy][copy][copy]            |    |
+#     a reader gets copies of what has changed,  and reads the rest from the vectors themselves
+#
+# ``keep`` copies a chunk before ``apply`` changes it. A reader reads the vectors first and looks for a copy after:
+# if there is one, what it read may be half old and half new, and the copy is right. If there is none, the change
+# had not begun when it read. So readers never wait, and an update waits for no reader. A copy of the whole state
+# before each update would cost as much memory again, and time in which nothing is computed.
+
 
 @dataclass(frozen=True, slots=True)
 class VectorLayout:
@@ -39,19 +50,21 @@ class VectorLayout:
 
     @property
     def n_elements(self) -> int:
+        """How many numbers all tensors hold together."""
         return sum(math.prod(shape) for _, shape in self.tensors)
 
     @property
     def n_bytes(self) -> int:
+        """How many bytes the vector takes."""
         return self.n_elements * np.dtype(self.dtype).itemsize
 
-    def places(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
-        """Each tensor with its range [start, end)."""
-        at = 0
+    def tensor_ranges(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+        """Yield each tensor with its range [start, end)."""
+        start = 0
         for name, shape in self.tensors:
             size = math.prod(shape)
-            yield name, shape, at, at + size
-            at += size
+            yield name, shape, start, start + size
+            start += size
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +81,34 @@ class Version:
 class RunState:
     """See the module. ``parameters`` may be shared with a worker: nobody reads it while ``apply`` runs.
 
-    Threads change it: whoever needs several facts of one state takes ``version`` once.
+    Threads change it: a caller that needs several facts of one state takes ``version`` once.
     """
 
-    def __init__(self, run: Run, layout: VectorLayout, parameters: Vector, average_limit_bytes: int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        layout: VectorLayout,
+        parameters: Vector,
+        average_limit_bytes: int,
+    ) -> None:
         self.run = run
         self.layout = layout
         self.parameters = parameters
         self.moments = {name: np.zeros_like(parameters) for name in _outer_moments(run.recipe)}
-        self.version = Version(0, run.genesis, 0, Manifest(manifests.VERSION, 0, "", (), ()), b"")
+        self.version = Version(
+            0,
+            run.genesis,
+            0,
+            Manifest(manifests.VERSION, 0, "", (), ()),
+            b"",
+        )
         self.is_changing = False
         self.snapshots: dict[bytes, Snapshot] = {}
         self.averages: dict[int, Average] = {}
         self._held: list[Snapshot] = []
         self._average_limit_bytes = average_limit_bytes
-        self._decayed = [(start, end) for _, shape, start, end in layout.places() if len(shape) > 1]
+        matrices = [place for place in layout.tensor_ranges() if len(place[1]) > 1]
+        self._decayed = [(start, end) for _, _, start, end in matrices]
 
     @property
     def vectors(self) -> dict[str, Vector]:
@@ -91,6 +117,7 @@ class RunState:
 
     @property
     def n_bytes(self) -> int:
+        """How many bytes a snapshot takes."""
         return sum(vector.nbytes for vector in self.vectors.values())
 
     @property
@@ -122,6 +149,7 @@ class RunState:
 
     @property
     def averaged_bytes(self) -> int:
+        """How many bytes of the vector the next update averages."""
         return self.n_averaged * self.parameters.itemsize
 
     @property
@@ -134,85 +162,110 @@ class RunState:
         self.move_to(self.epoch, self.head, self.steps)
 
     def freeze(self) -> Snapshot:
-        """Keep the state as it is now for whoever fetches it. Raises Refused while it changes."""
+        """Keep the state as it is now for peers that fetch it. Raises Refused while it changes."""
         if self.is_changing:
             raise Refused(Code.NO_CAPACITY, "the state changes at the moment", 0.5)
         if self.root not in self.snapshots:
-            self.snapshots[self.root] = Snapshot(self.version.manifest, dict(enumerate(self.vectors.values())))
+            vectors = dict(enumerate(self.vectors.values()))
+            self.snapshots[self.root] = Snapshot(self.version.manifest, vectors)
         return self.snapshots[self.root]
 
     def hold(self) -> Snapshot:
-        """The state as it is, for who is to look at it once the next update is applied; for as long as it is kept."""
-        if (kept := self.snapshots.get(self.root)) is not None and kept.is_live:
-            return kept
-        self._held.append(Snapshot(self.version.manifest, dict(enumerate(self.vectors.values()))))
-        return self._held[-1]
+        """Hold the state as it is, to be looked at once the next update is applied."""
+        fetched = self.snapshots.get(self.root)
+        if fetched is not None and fetched.is_live:
+            return fetched
+        snapshot = Snapshot(self.version.manifest, dict(enumerate(self.vectors.values())))
+        self._held.append(snapshot)
+        return snapshot
 
     def thaw(self, root: bytes) -> None:
-        """Nobody fetches that snapshot any more."""
+        """Let go of a snapshot that nobody fetches any more."""
         self.snapshots.pop(root, None)
 
-    def find(self, wanted: bytes) -> Snapshot | Average | None:
-        """What a hash names here."""
-        return self.snapshots.get(wanted) or next((a for a in self.averages.values() if a.digest == wanted), None)
+    def find(self, digest: bytes) -> Snapshot | Average | None:
+        """Find what a hash names here."""
+        snapshot = self.snapshots.get(digest)
+        if snapshot is not None:
+            return snapshot
+        return next((a for a in self.averages.values() if a.digest == digest), None)
 
-    def apply(self, commit: Commit, digest: bytes, average: Vector, steps: int) -> None:
+    def apply(
+        self,
+        commit: Commit,
+        digest: bytes,
+        average: Vector,
+        steps: int,
+    ) -> None:
         """Take one step of the recipe's (outer) optimizer, and hash the outcome. Call it in a thread."""
-        live = [s for s in [*self.snapshots.values(), *self._held] if s.is_live]
+        snapshots = [*self.snapshots.values(), *self._held]
+        live = [snapshot for snapshot in snapshots if snapshot.is_live]
         self._held = []
         low, high = fragment_of(self.run.recipe, steps, len(self.parameters))
         size = CHUNK_BYTES // self.parameters.itemsize
         for chunk in range(-(-len(self.parameters) // size)):
             for snapshot in live:
                 snapshot.keep(chunk)
-            start, end = max(low, chunk * size), min(high, (chunk + 1) * size)
-            for at in range(start, end, BLOCK_ELEMENTS):
-                block = slice(at, min(at + BLOCK_ELEMENTS, end))
+            start = max(low, chunk * size)
+            end = min(high, (chunk + 1) * size)
+            for offset in range(start, end, BLOCK_ELEMENTS):
+                block = slice(offset, min(offset + BLOCK_ELEMENTS, end))
                 gradient = average[block.start - low : block.stop - low]
                 if self.run.recipe.robust == "clip":
                     gradient = gradient + centre_of(self.run.recipe, self.moments, steps - 1, block)
                 gradient = gradient * self.parameters.dtype.type(commit.clip)
-                self._update(block, gradient, commit.learning_rate, steps)
+                self._update_block(block, gradient, commit.learning_rate, steps)
         for snapshot in live:
             snapshot.is_live = False
         self._keep_average(commit, average)
         self.move_to(commit.epoch, digest, steps)
 
     def move_to(self, epoch: int, digest: bytes, steps: int) -> None:
-        """The vectors are now those after commit ``digest``."""
+        """Note that the vectors are now those after commit ``digest``."""
         settings = {"epoch": epoch, "head": digest.hex(), "run": self.run.id, "steps": steps}
-        manifest = describe(settings, self.vectors)
+        manifest = describe_vectors(settings, self.vectors)
         self.version = Version(epoch, digest, steps, manifest, digest_of(manifest))
 
     def replace(self, vectors: Mapping[str, Vector]) -> None:
         """Take over other values; snapshots of the old ones end."""
-        self.snapshots, self.averages, self._held = {}, {}, []
+        self.snapshots = {}
+        self.averages = {}
+        self._held = []
         for name, vector in self.vectors.items():
             vector[:] = vectors[name]
 
-    def _update(self, block: slice, gradient: Vector, learning_rate: float, steps: int) -> None:
-        recipe, parameters = self.run.recipe, self.parameters[block]
+    def _update_block(
+        self,
+        block: slice,
+        gradient: Vector,
+        learning_rate: float,
+        steps: int,
+    ) -> None:
+        recipe = self.run.recipe
+        parameters = self.parameters[block]
         moments = {name: vector[block] for name, vector in self.moments.items()}
         if recipe.steps_inside:
-            _nesterov(recipe.diloco, parameters, gradient, moments)
+            _step_nesterov(recipe.diloco, parameters, gradient, moments)
             return
-        self._decay(block, learning_rate)
-        _UPDATES[recipe.optimizer.kind](recipe.optimizer, parameters, gradient, moments, learning_rate, steps)
+        self._decay_block(block, learning_rate)
+        update = _UPDATES[recipe.optimizer.kind]
+        update(recipe.optimizer, parameters, gradient, moments, learning_rate, steps)
 
-    def _decay(self, block: slice, learning_rate: float) -> None:
-        """Decoupled weight decay of matrices (Loshchilov & Hutter 2019, algorithm 2)."""
+    def _decay_block(self, block: slice, learning_rate: float) -> None:
+        """Decay the weights of matrices, decoupled (Loshchilov & Hutter 2019, algorithm 2)."""
         weight_decay = self.run.recipe.optimizer.weight_decay
         if not weight_decay:
             return
         for start, end in self._decayed:
-            low, high = max(start, block.start), min(end, block.stop)
+            low = max(start, block.start)
+            high = min(end, block.stop)
             if low < high:
                 self.parameters[low:high] *= 1 - learning_rate * weight_decay
 
     def _keep_average(self, commit: Commit, average: Vector) -> None:
         n_kept = max(1, self._average_limit_bytes // max(1, average.nbytes))
-        kept = {**self.averages, commit.epoch: Average(self.run.id, commit, average)}
-        self.averages = {epoch: kept[epoch] for epoch in sorted(kept)[-n_kept:]}
+        averages = {**self.averages, commit.epoch: Average(self.run.id, commit, average)}
+        self.averages = {epoch: averages[epoch] for epoch in sorted(averages)[-n_kept:]}
 
 
 class Average:
@@ -226,13 +279,16 @@ class Average:
 
     @functools.cached_property
     def manifest(self) -> Manifest:
+        """Hash the average by chunks. Call it in a thread the first time."""
         return describe_average(self._run, self._parent, self.values)
 
     def read(self, ref: tuple[int, int]) -> bytes:
-        """One chunk. Raises Refused when there is no such one."""
+        """Read one chunk. Raises Refused when there is no such one."""
         index, chunk = ref
         size = CHUNK_BYTES // self.values.itemsize
-        data = self.values[chunk * size : (chunk + 1) * size].tobytes() if index == 0 else b""
+        data = b""
+        if index == 0:
+            data = self.values[chunk * size : (chunk + 1) * size].tobytes()
         if not data:
             raise Refused(Code.MALFORMED, f"chunk {chunk} of entry {index}, which an average does not have")
         return data
@@ -252,131 +308,168 @@ class Snapshot:
     def keep(self, chunk: int) -> None:
         """Copy a chunk of every vector; the caller is about to change it."""
         for index in self._vectors:
-            data = self._live(index, chunk)
+            data = self._live_chunk(index, chunk)
             with self._lock:
                 self._kept[index, chunk] = data
 
     def read(self, ref: tuple[int, int]) -> bytes:
-        """One chunk. Raises Refused when there is no such one."""
+        """Read one chunk. Raises Refused when there is no such one."""
         index, chunk = ref
         self.n_reads += 1
         if index not in self._vectors or chunk >= len(self.manifest.tensors[index].chunks):
             raise Refused(Code.MALFORMED, f"chunk {chunk} of vector {index}, which the state does not have")
-        data = self._live(index, chunk)
+        data = self._live_chunk(index, chunk)
         with self._lock:  # what was copied before it changed is right; else what was read is
             return self._kept.get((index, chunk), data)
 
     def vector(self, name: str) -> Vector:
-        """One of its vectors, put together. Call it in a thread."""
-        index, entry = next((i, t) for i, t in enumerate(self.manifest.tensors) if t.name == name)
-        raw = b"".join(self.read((index, chunk)) for chunk in range(len(entry.chunks)))
+        """Put together one of its vectors. Call it in a thread."""
+        named = ((i, tensor) for i, tensor in enumerate(self.manifest.tensors) if tensor.name == name)
+        index, entry = next(named)
+        n_chunks = len(entry.chunks)
+        raw = b"".join(self.read((index, chunk)) for chunk in range(n_chunks))
         return np.frombuffer(raw, self._vectors[index].dtype)
 
     @property
     def kept_bytes(self) -> int:
+        """How many bytes of chunks were copied before they changed."""
         return sum(len(data) for data in self._kept.values())
 
-    def _live(self, index: int, chunk: int) -> bytes:
+    def _live_chunk(self, index: int, chunk: int) -> bytes:
         vector = self._vectors[index]
         size = CHUNK_BYTES // vector.itemsize
         return vector[chunk * size : (chunk + 1) * size].tobytes()
 
 
-def describe(settings: Mapping[str, object], vectors: Mapping[str, Vector]) -> Manifest:
-    """The manifest of vectors: its hash names them, settings included."""
-    entries = tuple(
-        Entry(name, DTYPES[str(vector.dtype)], (len(vector),), _chunks(vector)) for name, vector in vectors.items()
-    )
+def describe_vectors(settings: Mapping[str, object], vectors: Mapping[str, Vector]) -> Manifest:
+    """Make the manifest of vectors: its hash names them, settings included."""
+    entries = []
+    for name, vector in vectors.items():
+        dtype = DTYPES[str(vector.dtype)]
+        entries.append(Entry(name, dtype, (len(vector),), _hash_chunks(vector)))
     config = manifests.canonical({"model_type": STATE, "num_hidden_layers": 0, **settings})
-    return Manifest(manifests.VERSION, 0, config, (), entries)
+    return Manifest(manifests.VERSION, 0, config, (), tuple(entries))
 
 
 def describe_average(run: RunId, parent: bytes, average: Vector) -> Manifest:
-    """The manifest of a round's average; a commit names its hash."""
-    return describe({"parent": parent.hex(), "run": run}, {"average": average})
+    """Make the manifest of a round's average; a commit names its hash."""
+    return describe_vectors({"parent": parent.hex(), "run": run}, {"average": average})
 
 
 def average_digest(run: RunId, parent: bytes, average: Vector) -> bytes:
-    """What a commit names a round's average by. Call it in a thread."""
+    """Compute what a commit names a round's average by. Call it in a thread."""
     return digest_of(describe_average(run, parent, average))
 
 
 def digest_of(manifest: Manifest) -> bytes:
+    """Compute the hash that names a manifest, as bytes."""
     return bytes.fromhex(manifests.model_id(manifest))
 
 
 def fragment_of(recipe: Recipe, steps: int, n_elements: int) -> tuple[int, int]:
-    """The range [start, end) of elements that update ``steps``, counted from 1, averages: parts take turns."""
-    n, turn = recipe.fragments, (steps - 1) % recipe.fragments
+    """Return the elements [start, end) that update ``steps``, counted from 1, averages: parts take turns."""
+    n = recipe.fragments
+    turn = (steps - 1) % n
     return n_elements * turn // n, n_elements * (turn + 1) // n
 
 
 def _outer_moments(recipe: Recipe) -> tuple[str, ...]:
-    """The vectors that all members keep beside the parameters."""
+    """Name the vectors that all members keep beside the parameters."""
     if recipe.steps_inside:
         return ("momentum",) if recipe.diloco.momentum else ()
     return recipe.optimizer.moments
 
 
-def centre_of(recipe: Recipe, moments: Mapping[str, Vector], steps: int, block: slice = slice(None)) -> Vector:
-    """What the gradients of ``steps`` updates so far have been, lately: the same bits everywhere."""
-    optimizer, is_adamw = recipe.optimizer, recipe.optimizer.kind == "adamw"
-    name, decay = ("moment1", optimizer.beta1) if is_adamw else ("momentum", optimizer.momentum)
+def centre_of(
+    recipe: Recipe,
+    moments: Mapping[str, Vector],
+    steps: int,
+    block: slice = slice(None),
+) -> Vector:
+    """Compute what the gradients of ``steps`` updates so far have been, lately: the same bits everywhere."""
+    optimizer = recipe.optimizer
+    is_adamw = optimizer.kind == "adamw"
+    name = "moment1" if is_adamw else "momentum"
+    decay = optimizer.beta1 if is_adamw else optimizer.momentum
     if name not in moments or not steps:
         return np.zeros(1, recipe.precision)
     weight = 1.0 if is_adamw else 1 - decay  # of each gradient: torch's momentum adds them up as they are
-    return moments[name][block] * (weight / (1 - power(decay, steps)))
+    return moments[name][block] * (weight / (1 - power_by_squaring(decay, steps)))
 
 
 def clip_factor(average: Vector, limit: float) -> float:
-    """What brings the norm of an average to ``limit``; 1.0 where it is not above, or there is none."""
+    """Compute what brings the norm of an average to ``limit``; 1.0 where it is not above, or there is none."""
     norm = math.sqrt(float(np.dot(average, average))) if limit else 0.0
     return min(1.0, limit / norm) if norm else 1.0
 
 
-def _chunks(vector: Vector) -> tuple[bytes, ...]:
+def _hash_chunks(vector: Vector) -> tuple[bytes, ...]:
     data = vector.view(np.uint8).data
-    return tuple(hashlib.sha256(data[at : at + CHUNK_BYTES]).digest() for at in range(0, len(data), CHUNK_BYTES))
+    starts = range(0, len(data), CHUNK_BYTES)
+    return tuple(hashlib.sha256(data[start : start + CHUNK_BYTES]).digest() for start in starts)
 
 
-def _sgd(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: float, steps: int) -> None:
-    """As torch.optim.SGD without dampening."""
-    if o.momentum:
-        moments["momentum"] *= o.momentum
-        moments["momentum"] += g
-        g = moments["momentum"]
-    p -= g * rate
+def _step_sgd(
+    optimizer: Optimizer,
+    parameters: Vector,
+    gradient: Vector,
+    moments: dict[str, Vector],
+    rate: float,
+    steps: int,
+) -> None:
+    """Step as torch.optim.SGD does without dampening."""
+    if optimizer.momentum:
+        moments["momentum"] *= optimizer.momentum
+        moments["momentum"] += gradient
+        gradient = moments["momentum"]
+    parameters -= gradient * rate
 
 
-def _nesterov(o: Diloco, p: Vector, g: Vector, moments: dict[str, Vector]) -> None:
-    """As torch.optim.SGD with nesterov=True."""
-    if o.momentum:
+def _step_nesterov(
+    outer: Diloco,
+    parameters: Vector,
+    gradient: Vector,
+    moments: dict[str, Vector],
+) -> None:
+    """Step as torch.optim.SGD does with nesterov=True."""
+    if outer.momentum:
         momentum = moments["momentum"]
-        momentum *= o.momentum
-        momentum += g
-        g += momentum * o.momentum
-    g *= o.learning_rate
-    p -= g
+        momentum *= outer.momentum
+        momentum += gradient
+        gradient += momentum * outer.momentum
+    gradient *= outer.learning_rate
+    parameters -= gradient
 
 
-def _adamw(o: Optimizer, p: Vector, g: Vector, moments: dict[str, Vector], rate: float, steps: int) -> None:
-    """Kingma & Ba 2015, algorithm 1, with both corrections; powers by squaring, the same on every machine."""
-    first, second = moments["moment1"], moments["moment2"]
-    first *= o.beta1
-    first += g * (1 - o.beta1)
-    second *= o.beta2
-    g *= g
-    g *= 1 - o.beta2
-    second += g
-    np.sqrt(second, out=g)
-    g /= math.sqrt(1 - power(o.beta2, steps))
-    g += o.epsilon
-    np.divide(first, g, out=g)
-    g *= rate / (1 - power(o.beta1, steps))
-    p -= g
+def _step_adamw(
+    optimizer: Optimizer,
+    parameters: Vector,
+    gradient: Vector,
+    moments: dict[str, Vector],
+    rate: float,
+    steps: int,
+) -> None:
+    """Step by Kingma & Ba 2015, algorithm 1, with both corrections; powers by squaring, the same on every machine."""
+    first = moments["moment1"]
+    second = moments["moment2"]
+    # In place, and each operation over the whole block: no temporary as large as the model, and the same order of
+    # operations on every machine. ``gradient`` holds in turn its square, then the denominator, then the step.
+    first *= optimizer.beta1
+    first += gradient * (1 - optimizer.beta1)
+    second *= optimizer.beta2
+    gradient *= gradient
+    gradient *= 1 - optimizer.beta2
+    second += gradient
+    np.sqrt(second, out=gradient)
+    gradient /= math.sqrt(1 - power_by_squaring(optimizer.beta2, steps))
+    gradient += optimizer.epsilon
+    np.divide(first, gradient, out=gradient)
+    gradient *= rate / (1 - power_by_squaring(optimizer.beta1, steps))
+    parameters -= gradient
 
 
-def power(base: float, exponent: int) -> float:
+def power_by_squaring(base: float, exponent: int) -> float:
+    """Compute ``base ** exponent`` by squaring: pow() of libm differs between machines in the last bit."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -387,4 +480,4 @@ def power(base: float, exponent: int) -> float:
 
 
 _Update = Callable[[Optimizer, Vector, Vector, dict[str, Vector], float, int], None]
-_UPDATES: dict[str, _Update] = {"sgd": _sgd, "adamw": _adamw}
+_UPDATES: dict[str, _Update] = {"sgd": _step_sgd, "adamw": _step_adamw}

@@ -12,20 +12,20 @@ BLOCK_ELEMENTS = 1 << 16  # summed at a time: fits a core's cache
 
 
 def squares_of(values: Vector) -> float:
-    """The sum of squares."""
+    """Compute the sum of squares."""
     return float(np.dot(values, values))
 
 
 def squares_in(values: Vector, ranges: Iterable[tuple[int, int]]) -> float:
-    """The sum of squares of some ranges [start, end)."""
+    """Compute the sum of squares of some ranges [start, end)."""
     return sum(squares_of(values[start:end]) for start, end in ranges)
 
 
-def average_of(sources: list[Vector], out: Vector, n_samples: int) -> None:
-    """The sum of ``sources`` in their order, divided by the number of samples."""
-    for at in range(0, len(out), BLOCK_ELEMENTS):
-        block = out[at : at + BLOCK_ELEMENTS]
-        block[:] = sources[0][at : at + BLOCK_ELEMENTS]
+def write_average(sources: list[Vector], out: Vector, n_samples: int) -> None:
+    """Write the sum of ``sources`` in their order, divided by the number of samples, to ``out``."""
+    for offset in range(0, len(out), BLOCK_ELEMENTS):
+        block = out[offset : offset + BLOCK_ELEMENTS]
+        block[:] = sources[0][offset : offset + BLOCK_ELEMENTS]
         for source in sources[1:]:
-            block += source[at : at + BLOCK_ELEMENTS]
+            block += source[offset : offset + BLOCK_ELEMENTS]
         block /= n_samples

@@ -14,13 +14,23 @@ from swarmd.protocol.runs.commit import Commit
 from swarmd.train.vectors.codecs import CodedVector
 from swarmd.train.vectors.state import Vector
 
+# Draws of one peer, in their order, where peers compute on while a round averages:
+#
+#     ... counted | offered (in the round) | since (computed meanwhile) | next draw ...
+#
+#     the round is committed, and counts what was offered:  offered = nothing; since becomes late
+#     the next offer:   offered = since, of which the late ones were computed on the state before
+#     the round counts others:   offered is lost; since too, as its draws would leave a gap
+#
+# The ledger counts each peer's draws without gaps. So what is lost takes all that comes after it along.
+
 
 @dataclass(frozen=True, slots=True)
 class GatheredWork:
     """Draws ``first`` to ``first + n``, their summed loss, and the sum of their gradients.
 
     The first ``late`` of them were computed on the state before the newest; ``anew``: nothing is left of earlier ones;
-    ``given`` is what the round gets of it (train.vectors.error_feedback).
+    ``coded`` is what the round gets of it (train.vectors.error_feedback).
     """
 
     first: int = 0
@@ -29,10 +39,11 @@ class GatheredWork:
     vector: Vector | None = None
     late: int = 0
     anew: bool = False
-    given: CodedVector | None = None
+    coded: CodedVector | None = None
 
     @property
     def end(self) -> int:
+        """The draw after the last one."""
         return self.first + self.n
 
 
@@ -53,52 +64,80 @@ class UncountedWork:
         return self.offered.n + self.since.n
 
     def next_draw(self, counted: int) -> int:
-        """The draw to be computed next; ``counted``: how many of this peer's the ledger has counted."""
-        return self.since.end if self.since.n else self.offered.end if self.offered.n else counted
+        """Return the draw to be computed next; ``counted``: how many of this peer's the ledger has counted."""
+        if self.since.n:
+            return self.since.end
+        return self.offered.end if self.offered.n else counted
 
-    def add(self, first: int, n: int, loss: float, gathered: Vector, anew: bool = False) -> None:
-        """Draws from ``first`` on were computed; ``gathered`` is the sum with them."""
+    def add(
+        self,
+        first: int,
+        n: int,
+        loss: float,
+        gathered: Vector,
+        anew: bool = False,
+    ) -> None:
+        """Add draws from ``first`` on that were computed; ``gathered`` is the sum with them."""
         old = self.since if self.since.n else GatheredWork(first, anew=anew)
-        self.since = replace(old, n=old.n + n, loss=old.loss + loss, vector=gathered)
+        self.since = replace(
+            old,
+            n=old.n + n,
+            loss=old.loss + loss,
+            vector=gathered,
+        )
 
     def offer(self, of_own_steps: Callable[[int], Vector] | None = None) -> None:
-        """What is there goes into the round; what comes from now on is for the next one. Call it in a thread.
+        """Move what is there into the round; what comes from now on is for the next one. Call it in a thread.
 
         ``of_own_steps`` says what so many samples have come to, where that is no sum of gradients
         (train.vectors.inner_steps).
         """
-        old, new = self.offered, self.since
-        if old.n and new.anew:
+        offered = self.offered
+        added = self.since
+        if offered.n and added.anew:
             self.drop()  # it is no whole
             return
-        if new.vector is None:
+        if added.vector is None:
             return
-        n = old.n + new.n
+        n = offered.n + added.n
         if of_own_steps is not None:
             vector = of_own_steps(n)
         else:
-            vector = new.vector.copy() if old.vector is None else old.vector + new.vector
-        first = old if old.n else new
-        self.offered = GatheredWork(first.first, n, old.loss + new.loss, vector, old.late + new.late, first.anew)
+            vector = added.vector.copy() if offered.vector is None else offered.vector + added.vector
+        first = offered if offered.n else added
+        self.offered = GatheredWork(
+            first=first.first,
+            n=n,
+            loss=offered.loss + added.loss,
+            vector=vector,
+            late=offered.late + added.late,
+            anew=first.anew,
+        )
         self.since = GatheredWork()
 
     def settle(self, commit: Commit) -> bool:
-        """A commit on the state that all of this was computed on was applied: does it count what was offered?"""
-        given, before = self.offered, self.n
-        n_counted = sum(c.n for c in commit.contributors if given.n and (c.peer, c.first) == (self._me, given.first))
-        is_lost = not self._overlaps or bool(commit.restores) or self.since.late > 0 or given.n > n_counted
+        """Settle a commit on the state that all of this was computed on; did it count what was offered?"""
+        offered = self.offered
+        n_before = self.n
+        draws = (self._me, offered.first)
+        n_counted = 0
+        if offered.n:
+            n_counted = sum(c.n for c in commit.contributors if (c.peer, c.first) == draws)
+        is_void = not self._overlaps or bool(commit.restores) or self.since.late > 0
+        is_lost = is_void or offered.n > n_counted
         self.offered = GatheredWork()
         self.since = GatheredWork() if is_lost else replace(self.since, late=self.since.n)
         self.n_counted += n_counted
-        self.n_wasted += before - n_counted - self.n
+        self.n_wasted += n_before - n_counted - self.n
         return n_counted > 0
 
     def drop(self) -> None:
-        """Nothing of it can be counted any more."""
+        """Drop all: nothing of it can be counted any more."""
         self.n_wasted += self.n
-        self.offered, self.since = GatheredWork(), GatheredWork()
+        self.offered = GatheredWork()
+        self.since = GatheredWork()
 
     def drop_since(self) -> None:
-        """What was gathered after the offer is of no use."""
+        """Drop what was gathered after the offer."""
         self.n_wasted += self.since.n
         self.since = GatheredWork()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarmd.plan.runs.contributions import WeighedContributions
-from swarmd.plan.runs.disputes import Pair, settle
+from swarmd.plan.runs.disputes import Pair, settle_disputes
 from swarmd.plan.runs.quorum import ALONE_AFTER_S, may_be_alone, may_count, may_go_back
 from swarmd.values import PeerId
 
@@ -17,7 +17,7 @@ def pairs(*named: str) -> list[Pair]:
 
 
 def test_one_dispute_moves_the_part_and_blames_nobody() -> None:
-    verdict = settle(pairs("a-b"), ME)
+    verdict = settle_disputes(pairs("a-b"), ME)
     assert not verdict.faulty
     assert verdict.doubted == {B: A}
 
@@ -34,13 +34,13 @@ def test_one_dispute_moves_the_part_and_blames_nobody() -> None:
     ],
 )
 def test_who_is_contradicted_twice_or_here_is_at_fault(said: list[Pair], faulty: set[PeerId]) -> None:
-    assert settle(said, ME).faulty.keys() >= faulty
-    assert ME not in settle(said, ME).faulty
+    assert settle_disputes(said, ME).faulty.keys() >= faulty
+    assert ME not in settle_disputes(said, ME).faulty
 
 
 def test_of_many_disputes_the_one_in_most_goes_first() -> None:
     """A liar that accuses all others, one of whom is accused by another one as well."""
-    verdict = settle(pairs("a-b", "a-c", "a-d", "c-d"), ME)
+    verdict = settle_disputes(pairs("a-b", "a-c", "a-d", "c-d"), ME)
     assert verdict.faulty.keys() == {A}
     assert verdict.doubted == {D: C}
     assert verdict.faulty[A][1] == {B, C, D}

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from swarmd.plan.runs import partition
 from swarmd.plan.runs.partition import PartitionMember, Sizes
-from swarmd.plan.runs.topology import MOST_IN_ONE_ROW, Kind, Tree, choose, edges_of, grid, sites_of, trees_of, ways_of
+from swarmd.plan.runs.topology import (
+    MOST_IN_ONE_ROW,
+    Kind,
+    Tree,
+    choose_topology,
+    edges_of,
+    grid_rows,
+    reduction_trees_of,
+    sites_of,
+    trees_of,
+)
 from swarmd.protocol.wire.rounds import Group, GroupMember, GroupPart
 from swarmd.values import PeerId
 
@@ -69,10 +79,10 @@ def test_who_may_not_collect_gives_to_the_root_itself() -> None:
 @pytest.mark.parametrize("n", [16, 64])
 def test_in_a_grid_nobody_talks_to_more_than_a_row_and_a_column(n: int) -> None:
     side = round(n**0.5)
-    edges = edges_of(group("rows", grid(n), [True] * n, [True] * n))
-    talks = Counter(end for edge in edges.own | edges.subtotals for end in edge)
+    edges = edges_of(group("rows", grid_rows(n), [True] * n, [True] * n))
+    talks = Counter(end for edge in edges.direct | edges.subtotals for end in edge)
     assert max(talks.values()) <= 2 * (2 * side - 2)
-    assert edges.kept == set(range(n))
+    assert edges.self_adding == set(range(n))
     ring = edges_of(group("ring", [0] * n, [True] * n, [True] * n))
     assert max(Counter(child for child, _ in ring.subtotals).values()) == 1
 
@@ -95,7 +105,7 @@ def test_sites_are_who_says_so_of_each_other() -> None:
         ("auto", [0, 0, 1], ("parts", [0, 0, 0])),
         ("sites", [0, 0, 1], ("rows", [0, 0, 1])),
         ("auto", [0, 0, 0], ("parts", [0, 0, 0])),
-        ("auto", list(range(MOST_IN_ONE_ROW + 1)), ("rows", grid(MOST_IN_ONE_ROW + 1))),
+        ("auto", list(range(MOST_IN_ONE_ROW + 1)), ("rows", grid_rows(MOST_IN_ONE_ROW + 1))),
         ("parts", [0, 0, 1], ("parts", [0, 0, 0])),
         ("sites", [0, 1, 2], ("parts", [0, 0, 0])),
         ("grid", [0, 0, 0, 0], ("rows", [0, 0, 1, 1])),
@@ -103,7 +113,7 @@ def test_sites_are_who_says_so_of_each_other() -> None:
     ],
 )
 def test_the_topology_follows_the_recipe_or_the_sites(asked: str, sites: list[int], expected: object) -> None:
-    assert choose(asked, sites).action == expected
+    assert choose_topology(asked, sites).action == expected
 
 
 def test_machines_of_a_site_share_its_line_and_send_over_it_once() -> None:
@@ -112,7 +122,9 @@ def test_machines_of_a_site_share_its_line_and_send_over_it_once() -> None:
     members = [PartitionMember(PeerId(str(i)), up_bytes_per_s=1e6, down_bytes_per_s=1e6) for i in range(8)]
 
     def takes_s(kind: Kind, rows: list[int]) -> float:
-        return partition.divide(members, Sizes(8_000_000), ways_of(kind, rows, members, sites)).action.expected_s
+        return partition.divide_vector(
+            members, Sizes(8_000_000), reduction_trees_of(kind, rows, members, sites)
+        ).action.expected_s
 
     assert takes_s("rows", sites) == pytest.approx(8.0)
     assert takes_s("parts", [0] * 8) == pytest.approx(32.0)
@@ -120,9 +132,9 @@ def test_machines_of_a_site_share_its_line_and_send_over_it_once() -> None:
 
 def test_a_grid_takes_no_longer_than_where_all_talk_to_all() -> None:
     members = [PartitionMember(PeerId(str(i)), up_bytes_per_s=1e6, down_bytes_per_s=1e6) for i in range(16)]
-    for kind, rows in (("rows", grid(16)), ("ring", [0] * 16)):
-        ways = ways_of(kind, rows, members, range(16))  # type: ignore[arg-type]
-        flat = partition.divide(members, Sizes(1_000_000)).action
-        found = partition.divide(members, Sizes(1_000_000), ways).action
+    for kind, rows in (("rows", grid_rows(16)), ("ring", [0] * 16)):
+        ways = reduction_trees_of(kind, rows, members, range(16))  # type: ignore[arg-type]
+        flat = partition.divide_vector(members, Sizes(1_000_000)).action
+        found = partition.divide_vector(members, Sizes(1_000_000), ways).action
         assert found.expected_s == pytest.approx(flat.expected_s)
         assert found.moved_bytes == pytest.approx(flat.moved_bytes)

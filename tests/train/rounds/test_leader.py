@@ -152,7 +152,7 @@ async def test_leader_that_cannot_take_part_gives_up_its_round(virtual_time: Moc
             if group := leader._group:
                 place = [m.peer for m in group.members].index(OTHER)
                 received = (Received(member=place, n_elements=8, squares=1.0),)
-                leader.beat(OTHER, Beat(group.run, group.round, group.version, received, result=b"r" * 32))
+                leader.take_beat(OTHER, Beat(group.run, group.round, group.version, received, result=b"r" * 32))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(beats)

@@ -10,9 +10,15 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from swarmd.plan.runs.contributions import CLIPPED_AT_MOST, RADIUS, WeighedContributions, outliers, radius
+from swarmd.plan.runs.contributions import (
+    MOST_CLIPPED_RATIO,
+    RADIUS_FACTOR,
+    WeighedContributions,
+    clipping_radius,
+    find_outliers,
+)
 from swarmd.protocol.runs.recipe import Optimizer, Parts
-from swarmd.train.vectors.clipping import clipped
+from swarmd.train.vectors.clipping import clip_total
 from swarmd.train.vectors.state import Vector, centre_of
 from swarmd.values import PeerId
 from tests.train.replaying import counted_of
@@ -25,26 +31,26 @@ def test_radius_follows_the_usual_distance_and_grows_for_means_of_few() -> None:
         WeighedContributions(4, 2.0),
         WeighedContributions(64, 0.5),
     ]  # all alike: a distance of 4 for one sample
-    assert radius(history, 16) == pytest.approx(RADIUS * 1.0)
-    assert radius(history, 64) == pytest.approx(RADIUS * 0.5)
-    assert radius([], 16) == math.inf
+    assert clipping_radius(history, 16) == pytest.approx(RADIUS_FACTOR * 1.0)
+    assert clipping_radius(history, 64) == pytest.approx(RADIUS_FACTOR * 0.5)
+    assert clipping_radius([], 16) == math.inf
 
 
 def test_who_gives_more_than_the_radius_is_left_out() -> None:
     history = [WeighedContributions(16, 1.0)] * 4
     members = {PeerId(p): WeighedContributions(16, 1.0) for p in "abc"}
-    members[PeerId("far")] = WeighedContributions(16, 1.1 * RADIUS * CLIPPED_AT_MOST)
-    assert outliers(members, history) == {}
-    assert set(outliers(members, history, lambda n: radius(history, n))) == {"far"}
-    assert outliers(members, history, lambda n: radius([], n)) == {}
+    members[PeerId("far")] = WeighedContributions(16, 1.1 * RADIUS_FACTOR * MOST_CLIPPED_RATIO)
+    assert find_outliers(members, history) == {}
+    assert set(find_outliers(members, history, lambda n: clipping_radius(history, n))) == {"far"}
+    assert find_outliers(members, history, lambda n: clipping_radius([], n)) == {}
 
 
 def test_a_sum_is_clipped_round_the_centre() -> None:
     centre = np.array([1.0, 0.0])
-    given = clipped(np.array([8.0, 16.0]), 4, centre, limit=2.0)  # a mean of (2, 4): (1, 4) away
+    given = clip_total(np.array([8.0, 16.0]), 4, centre, limit=2.0)  # a mean of (2, 4): (1, 4) away
     assert np.linalg.norm(given / 4) == pytest.approx(2.0)
     assert np.allclose(given / np.linalg.norm(given), np.array([1.0, 4.0]) / math.sqrt(17))
-    assert np.allclose(clipped(np.array([8.0, 16.0]), 4, centre, math.inf), [4.0, 16.0])
+    assert np.allclose(clip_total(np.array([8.0, 16.0]), 4, centre, math.inf), [4.0, 16.0])
 
 
 def replay(world: TrainingWorld, epoch: int) -> Vector:
@@ -67,7 +73,7 @@ def replay(world: TrainingWorld, epoch: int) -> Vector:
         total = np.zeros(N_ELEMENTS, np.float32)
         for c, _, _ in counted_of(sealed.commit):
             own = sum(gradient(now, recipe.seed, c.peer, draw)[1] for draw in range(c.first, c.first + c.n))
-            total += clipped(np.asarray(own), c.n, centre, ledger.radius(c.n, sealed.commit.epoch))
+            total += clip_total(np.asarray(own), c.n, centre, ledger.radius(c.n, sealed.commit.epoch))
         mean = torch.as_tensor(total / sealed.commit.n_samples + centre)
         matrix.grad, bias.grad = mean[:36].reshape(6, 6).clone(), mean[36:].clone()
         optimizer.step()
@@ -117,7 +123,7 @@ async def test_nobody_moves_an_average_further_than_the_radius(virtual_time: Moc
 def check_norms(world: TrainingWorld) -> None:
     for sealed in world.ledger.sealed[1:]:
         for c in sealed.commit.contributors:
-            assert c.norm <= CLIPPED_AT_MOST * world.ledger.radius(c.n, sealed.commit.epoch)
+            assert c.norm <= MOST_CLIPPED_RATIO * world.ledger.radius(c.n, sealed.commit.epoch)
 
 
 async def test_who_does_not_clip_is_left_out(virtual_time: MockClock) -> None:

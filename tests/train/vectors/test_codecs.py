@@ -10,7 +10,7 @@ import pytest
 from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.runs.recipe import Parts, Recipe
 from swarmd.train.vectors.codecs import BLOCK, Codec, codec_of
-from swarmd.train.vectors.coded_sums import read_reduced, reduce
+from swarmd.train.vectors.coded_sums import read_reduced, reduce_contributions
 from swarmd.train.vectors.directions import Directions
 from swarmd.train.vectors.state import Vector
 
@@ -99,7 +99,7 @@ def test_average_is_the_same_wherever_it_is_made(name: str) -> None:
     coded = [using.code(numbers(seed=i)) for i in range(3)]
     given = [(c.values, c.payload(0, N)) for c in coded]
     average = np.empty(N, np.float32)
-    payload = bytes(reduce(using, given, n_samples, average))
+    payload = bytes(reduce_contributions(using, given, n_samples, average))
     assert np.array_equal(read_reduced(using, payload, N, 3, n_samples), average)
     exact = sum(c.values.astype(np.float64) for c in coded) / n_samples
     assert error(average, exact) < {"int8": 0.03, "float16": 3e-4}.get(name, 1e-6)
@@ -111,7 +111,7 @@ def test_rounding_is_within_what_is_granted(name: str) -> None:
     using, exact = codec(name), numbers()
     rounded = using.code(exact).values
     granted = using.rounding(rounded)
-    moved = [Directions(bytes([i]), N).of(rounded - exact, 0) for i in range(50)]
+    moved = [Directions(bytes([i]), N).project(rounded - exact, 0) for i in range(50)]
     assert np.abs(moved).max() < granted < 0.2 * np.linalg.norm(exact)
     assert np.abs(moved).max() > granted / 20, "it is no more than it has to be"
 

@@ -155,7 +155,7 @@ def test_state_is_the_old_one_until_the_new_one_has_its_hash(monkeypatch: pytest
     """What others are told meanwhile is one update's number with that update's digest."""
     state = state_of(Optimizer(kind="sgd"), 1000)
     before, seen = state.version, []
-    describe = states.describe
+    describe = states.describe_vectors
 
     def watched(*arguments: Any) -> Any:
         seen.append(state.version)
@@ -163,7 +163,7 @@ def test_state_is_the_old_one_until_the_new_one_has_its_hash(monkeypatch: pytest
 
     average = np.ones(1000, np.float32)
     commit = commit_for(state, average, 0.1)
-    monkeypatch.setattr(states, "describe", watched)
+    monkeypatch.setattr(states, "describe_vectors", watched)
     state.apply(commit, bytes(32), average, 1)
     assert seen == [before]
     assert (state.version.epoch, state.version.root) != (before.epoch, before.root)
