@@ -266,9 +266,12 @@ def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any
     names = {f.name for f in fields(Config) if f.name not in TABLES} | set(OLD_NAMES)
     from_environment = {n: v for n in sorted(names) if (v := environment.get(f"SWARMD_{n.upper()}")) is not None}
     config = _apply(config, from_environment, "the environment")
-    given = {k: v for k, v in flags.items() if v is not None}
-    config = _apply(config, given, "the command line")
-    if tables and not {"model", "blocks"} & {*from_environment, *given}:  # what is said later counts, not the file's
+    from_flags = {k: v for k, v in flags.items() if v is not None}
+    config = _apply(config, from_flags, "the command line")
+    if tables and not {"model", "blocks"} & {
+        *from_environment,
+        *from_flags,
+    }:  # what is said later counts, not the file's
         config = replace(config, hosted=tuple(_table(config, table, str(path)) for table in tables))
     return config.check()
 
@@ -276,13 +279,13 @@ def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any
 def _apply(config: Config, values: Mapping[str, Any], source: str) -> Config:
     types = {f.name: type(getattr(config, f.name)) for f in fields(Config) if f.name not in TABLES}
     changes: dict[str, Any] = {}
-    for given, value in values.items():
-        name = OLD_NAMES.get(given, given)
-        if name != given:
-            logger.warning("%s: the setting %s is called %s now", source, given, name)
+    for setting, value in values.items():
+        name = OLD_NAMES.get(setting, setting)
+        if name != setting:
+            logger.warning("%s: the setting %s is called %s now", source, setting, name)
         if name not in types:
-            raise ConfigError(f"{source}: unknown setting {given!r}; there are: {', '.join(sorted(types))}")
-        changes[name] = _convert(given, value, types[name], source)
+            raise ConfigError(f"{source}: unknown setting {setting!r}; there are: {', '.join(sorted(types))}")
+        changes[name] = _convert(setting, value, types[name], source)
     return replace(config, **changes)
 
 
@@ -294,18 +297,18 @@ def _table(config: Config, table: Any, source: str) -> Serve:
     return Serve(**{**defaults, **_settings(table, Serve(), "serve", "[[serve]]", source)})
 
 
-def _one_table(table: Any, like: TableT, name: str, source: str) -> TableT:
-    """A table that there is one of; what it leaves out is as in ``like``."""
+def _one_table(table: Any, defaults: TableT, name: str, source: str) -> TableT:
+    """A table that there is one of; what it leaves out is as in ``defaults``."""
     if not isinstance(table, dict):
         raise ConfigError(f"{source}: {name} is a table [{name}], not {table!r}")
-    return replace(like, **_settings(table, like, name, f"[{name}]", source))
+    return replace(defaults, **_settings(table, defaults, name, f"[{name}]", source))
 
 
 def _settings(
-    table: dict[str, Any], like: Serve | GatewayConfig | PolicyConfig, prefix: str, shown: str, source: str
+    table: dict[str, Any], defaults: Serve | GatewayConfig | PolicyConfig, prefix: str, shown: str, source: str
 ) -> dict[str, Any]:
-    """What a table says, each setting of the type that it has in ``like``. Raises ConfigError."""
-    types = {f.name: type(getattr(like, f.name)) for f in fields(like)}
+    """What a table says, each setting of the type that it has in ``defaults``. Raises ConfigError."""
+    types = {f.name: type(getattr(defaults, f.name)) for f in fields(defaults)}
     if unknown := sorted(set(table) - set(types)):
         raise ConfigError(f"{source}: unknown setting {unknown[0]!r} in {shown}; there are: {', '.join(types)}")
     return {name: _convert(f"{prefix}.{name}", value, types[name], source) for name, value in table.items()}

@@ -99,49 +99,49 @@ class DaemonServices:
 class Daemon:
     """One member of the swarm: directory, store, training runs, and what it serves."""
 
-    def __init__(self, member: LocalMember, config: Config, world: DaemonServices, exchange: Exchange) -> None:
-        network, home = world.network, member.home
+    def __init__(self, member: LocalMember, config: Config, services: DaemonServices, exchange: Exchange) -> None:
+        network, home = services.network, member.home
         self.network, self.exchange = network, exchange
-        standing = Standing(world.wall_clock, home.standing_file if home else None)
+        standing = Standing(services.wall_clock, home.standing_file if home else None)
         self.rpc = Rpc(network, self, standing, exchange.principal)
-        self.directory = _directory_of(member, world, exchange, self.rpc, config)
+        self.directory = _directory_of(member, services, exchange, self.rpc, config)
         library = Library(member.weights, member.folders, int(config.disk_limit_gib * 2**30))
         self.books = UsageLedger(home.books_file if home else None)
         self.order = Order(exchange, self.books, network.peer_id)
         changed, count = self.directory.announce_soon, self.books.count
         self.store = Store(self.rpc, self.directory.view, library, config, changed, count)
-        self.presence = Presence(config.policy, self._rest, home.pause_file if home else None, world.traffic)
-        folder = (home.runs if home else member.weights, world.rng, lambda: self.presence.share.value)
+        self.presence = Presence(config.policy, self._rest, home.pause_file if home else None, services.traffic)
+        folder = (home.runs if home else member.weights, services.rng, lambda: self.presence.share.value)
         around_runs = (self.rpc, member.identity, self.directory, self.store.supply, config)
         self.runs = Runs(*around_runs, *folder, partial(count, UsageKind.SAMPLES))
-        around = HostingServices(
+        hosting_services = HostingServices(
             identity=member.identity,
             rpc=self.rpc,
             exchange=exchange,
             directory=self.directory,
             store=self.store,
             config=config,
-            start_worker=world.start_worker,
-            wall_clock=world.wall_clock,
-            rng=world.rng,
-            turnover=Turnover(world.wall_clock),
-            understands=world.understands,
+            start_worker=services.start_worker,
+            wall_clock=services.wall_clock,
+            rng=services.rng,
+            turnover=Turnover(services.wall_clock),
+            understands=services.understands,
             presence=self.presence,
             books=self.books,
             order=self.order,
-            trials=Trials(self.rpc, exchange, world.rng),
+            trials=Trials(self.rpc, exchange, services.rng),
             spill_folder=str(home.folder) if home else "",
         )
-        self.hosts = Hosts(around)
-        self.prober = Prober(around, self.hosts)
+        self.hosts = Hosts(hosting_services)
+        self.prober = Prober(hosting_services, self.hosts)
         self.gateway = _gateway_of(home, config)
-        meeting = (self.rpc, self.directory, world.rng, config.relay, config.upnp)
-        self.reachability = Reachability(world.ways, *meeting) if world.ways else None
-        self.health = Health(network.peer_id, version("swarmd"), world.wall_clock)
+        meeting = (self.rpc, self.directory, services.rng, config.relay, config.upnp)
+        self.reachability = Reachability(services.ways, *meeting) if services.ways else None
+        self.health = Health(network.peer_id, version("swarmd"), services.wall_clock)
         owned = (self.gateway, self.reachability, self.health, self.prober)
-        self.owner = Owner(around, self.hosts, self.runs, home, self.stop, *owned)
-        self._certificate, self._understands = member.certificate, world.understands
-        self._home, self._metrics, self._policy, self._rng = home, config.metrics, "", world.rng
+        self.owner = Owner(hosting_services, self.hosts, self.runs, home, self.stop, *owned)
+        self._certificate, self._understands = member.certificate, services.understands
+        self._home, self._metrics, self._policy, self._rng = home, config.metrics, "", services.rng
         self.stopping, self._hurry = trio.Event(), trio.Event()
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -251,11 +251,11 @@ class Daemon:
                     logger.info("disconnecting %s: %s", peer, error)
                     await self.network.disconnect(peer)
 
-    def _admit(self, arrivals: dict[bytes, AdmittedMember], before: Catalog) -> bytes | None:
+    def _admit(self, arrivals: dict[bytes, AdmittedMember], previous: Catalog) -> bytes | None:
         """Enter newcomers into the catalog, where a founder's key is here."""
         if self._home is None or not self._home.is_founder:
             return None
-        self._home.admit(arrivals, before)
+        self._home.admit(arrivals, previous)
         return self._home.catalog_raw()
 
     def _save_catalog(self) -> None:
@@ -319,8 +319,8 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
         records = KademliaStore(libp2p, value_sequence(exchange, time.time))
         known = (home.weights, home.folders(), by_peer(swarm.bootstrap), home)
         member = LocalMember(swarm.keys, identity, swarm.certificate, *known)
-        around = (network, records, time.time, random.Random(), workers.start)
-        world = DaemonServices(*around, ways=libp2p.ways, traffic=traffic)
+        services = (network, records, time.time, random.Random(), workers.start)
+        world = DaemonServices(*services, ways=libp2p.ways, traffic=traffic)
         async with libp2p.running(), network.running(), records.running(), trio.open_nursery() as nursery:
             daemon = Daemon(member, config, world, exchange)
 

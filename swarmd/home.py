@@ -205,15 +205,15 @@ class Home:
             self.change_catalog(lambda c: with_invite(c, made.identity.public_key, terms, time.time()))
         return made
 
-    def admit(self, arrivals: dict[bytes, AdmittedMember], before: Catalog | None = None) -> Catalog:
-        """Let members in for good, and bring back what a catalog ``before`` said of people and this one does not.
+    def admit(self, arrivals: dict[bytes, AdmittedMember], previous: Catalog | None = None) -> Catalog:
+        """Let members in for good, and bring back what a catalog ``previous`` said of people and this one does not.
 
         Raises ConfigError where this is no founder.
         """
         self.founder()
 
         def change(catalog: Catalog) -> Catalog:
-            lost = with_what_was_lost(catalog, before, time.time()) if before is not None else None
+            lost = with_what_was_lost(catalog, previous, time.time()) if previous is not None else None
             return with_admitted(lost or catalog, arrivals, time.time())
 
         return self.change_catalog(change)
@@ -240,9 +240,9 @@ class Home:
     def _founded_on(self, draft: SignedCharter) -> bytes:
         """The catalog of now under a new charter; this machine stays a member whoever let it in."""
         old, swarm = self.catalog(), self.swarm()
-        own = {self.identity().public_key: AdmittedMember(int(time.time()) + MEMBERSHIP_LIFETIME_S)}
+        this_member = {self.identity().public_key: AdmittedMember(int(time.time()) + MEMBERSHIP_LIFETIME_S)}
         new = msgspec.structs.replace(
-            with_admitted(old, own if own.keys() - old.admitted.keys() else {}, time.time()),
+            with_admitted(old, this_member if this_member.keys() - old.admitted.keys() else {}, time.time()),
             charters=(*self.charters(), msgspec.msgpack.encode(draft)),
             delegates=old.delegates if draft.charter.honours(self.founders().charter.issuers) else (),
             version=int(time.time()),  # whatever number was chosen before: charters count first
@@ -259,10 +259,10 @@ class Home:
 
     def bootstrap(self) -> dict[PeerId, tuple[str, ...]]:
         """Every address known to have led into the swarm, by peer."""
-        found: dict[PeerId, tuple[str, ...]] = by_peer(self.swarm().bootstrap)
+        addresses_by_peer: dict[PeerId, tuple[str, ...]] = by_peer(self.swarm().bootstrap)
         with contextlib.suppress(ConfigError):  # it is made anew
-            found |= read_json(self.peers_file, dict[PeerId, tuple[str, ...]], "")
-        return found
+            addresses_by_peer |= read_json(self.peers_file, dict[PeerId, tuple[str, ...]], "")
+        return addresses_by_peer
 
     # --- catalog and models ----------------------------------------------------------------------------------
 
@@ -277,11 +277,11 @@ class Home:
     def save_catalog(self, raw: bytes) -> None:
         """Keep a catalog that came; not over a newer one, which another process has just signed here."""
         with self._held("catalog.lock"):
-            kept = Catalog()
+            current = Catalog()
             with contextlib.suppress(IntegrityError):  # what cannot be read is not worth keeping
-                kept = self.catalog() if self.has_joined else kept
-            is_old = not kept.version or kept.version > time.time() + MAX_AHEAD_S
-            if is_old or read_catalog_untrusted(raw, self.swarm().keys.founder_key).rank >= kept.rank:
+                current = self.catalog() if self.has_joined else current
+            is_old = not current.version or current.version > time.time() + MAX_AHEAD_S
+            if is_old or read_catalog_untrusted(raw, self.swarm().keys.founder_key).rank >= current.rank:
                 self._write("catalog.bin", raw)
 
     def change_catalog(self, change: Callable[[Catalog], Catalog]) -> Catalog:
@@ -388,12 +388,12 @@ class Home:
 
 def by_peer(addresses: tuple[str, ...]) -> dict[PeerId, tuple[str, ...]]:
     """Group multiaddrs that end in /p2p/ID by that id; others are dropped."""
-    found: dict[PeerId, tuple[str, ...]] = {}
+    addresses_by_peer: dict[PeerId, tuple[str, ...]] = {}
     for address in addresses:
         _, marker, peer = address.rpartition("/p2p/")
         if marker:
-            found[PeerId(peer)] = (*found.get(PeerId(peer), ()), address)
-    return found
+            addresses_by_peer[PeerId(peer)] = (*addresses_by_peer.get(PeerId(peer), ()), address)
+    return addresses_by_peer
 
 
 def bundled_folder() -> Path:

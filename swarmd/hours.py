@@ -32,29 +32,29 @@ class Hours:
         parts = [part for piece in text.split(",") if piece.strip() for part in _read(piece.strip(), text)]
         return cls(text.strip(), tuple(parts))
 
-    def include(self, at: datetime) -> bool:
-        """Are they on at ``at``, local time?"""
-        minute = _minute(at)
+    def include(self, moment: datetime) -> bool:
+        """Are they on at ``moment``, local time?"""
+        minute = _minute(moment)
         return not self.parts or any(a <= minute < b or a <= minute + WEEK_MIN < b for a, b in self.parts)
 
-    def next_change(self, at: datetime) -> datetime | None:
+    def next_change(self, moment: datetime) -> datetime | None:
         """When they next begin or end; None: never."""
-        minute, now = _minute(at), self.include(at)
-        whole = at.replace(second=0, microsecond=0)
-        ahead = sorted({(edge - minute - 1) % WEEK_MIN + 1 for part in self.parts for edge in part})
-        changes = (whole + timedelta(minutes=minutes) for minutes in ahead)
-        return next((change for change in changes if self.include(change) != now), None)
+        minute, is_on = _minute(moment), self.include(moment)
+        this_minute = moment.replace(second=0, microsecond=0)
+        minutes_ahead = sorted({(edge - minute - 1) % WEEK_MIN + 1 for part in self.parts for edge in part})
+        changes = (this_minute + timedelta(minutes=minutes) for minutes in minutes_ahead)
+        return next((change for change in changes if self.include(change) != is_on), None)
 
 
-def _minute(at: datetime) -> int:
-    return at.weekday() * DAY_MIN + at.hour * 60 + at.minute
+def _minute(moment: datetime) -> int:
+    return moment.weekday() * DAY_MIN + moment.hour * 60 + moment.minute
 
 
 def _read(piece: str, text: str) -> list[tuple[int, int]]:
-    found = _PART.fullmatch(piece)
-    if found is None:
+    match = _PART.fullmatch(piece)
+    if match is None:
         raise ConfigError(f"hours are written as mon-fri 22:00-08:00, sat, sun; {piece!r} in {text!r} is not")
-    first, last, *times = found.groups()
+    first, last, *times = match.groups()
     begin, end = 0, DAY_MIN
     if times[0] is not None:
         begin, end = (60 * int(times[i]) + int(times[i + 1]) for i in (0, 2))

@@ -37,7 +37,7 @@ class Owner:
 
     def __init__(
         self,
-        around: HostingServices,
+        services: HostingServices,
         hosts: Hosts,
         runs: Runs,
         home: Home | None,
@@ -49,13 +49,13 @@ class Owner:
     ) -> None:
         self.runs = runs
         self.stop = stop
-        self._around = around
-        self._directory = around.directory
-        self._store = around.store
+        self._services = services
+        self._directory = services.directory
+        self._store = services.store
         self._hosts = hosts
         self._home = home
         self._gateway = gateway
-        self._presence = around.presence
+        self._presence = services.presence
         self._reachability = reachability
         self._health = health
         self._prober = prober
@@ -68,11 +68,11 @@ class Owner:
         hosting, view = self._hosts.snapshot(), self._directory.view()
         first = hosting[0] if hosting else None
         return answers.DaemonStatus(
-            swarm=self._around.exchange.keys.name,
-            peer=self._around.me,
+            swarm=self._services.exchange.keys.name,
+            peer=self._services.me,
             version=version("swarmd"),
             uptime_s=round(trio.current_time() - self._started_at, 1),
-            addresses=tuple(self._around.rpc.network.addresses()),
+            addresses=tuple(self._services.rpc.network.addresses()),
             members=len(view.peers),
             directory=self._directory.snapshot(),
             hosting=hosting,
@@ -102,15 +102,15 @@ class Owner:
     def peers(self) -> PeersAnswer:
         """One row for each member that is known, with what it serves."""
         view, trips = self._directory.view(), self._directory.links.round_trip_s
-        found = Counter((f.peer, f.is_right) for record in view.peers.values() for f in record.found)
+        findings = Counter((f.peer, f.is_right) for record in view.peers.values() for f in record.found)
         rows = []
         for peer, record in sorted(view.peers.items()):
-            balance = self._around.order.balance(peer)
-            worth = self._around.exchange.pass_of(record.certificate)
+            balance = self._services.order.balance(peer)
+            worth = self._services.exchange.pass_of(record.certificate)
             rows.append(
                 PeerRow(
                     peer=peer,
-                    is_self=peer == self._around.me,
+                    is_self=peer == self._services.me,
                     addresses=tuple(record.addresses),
                     version=record.version,
                     protocol=record.minor,
@@ -125,21 +125,21 @@ class Owner:
                     round_trip_ms=ms(trips.get(peer)),
                     spans=_span_rows(view, peer),
                     reach=record.reach or "unknown",
-                    way=self._around.rpc.network.way_to(peer),
-                    standing=self._around.rpc.standing.row(peer),
-                    voucher=self._around.exchange.invite_of(peer).hex(),
+                    way=self._services.rpc.network.way_to(peer),
+                    standing=self._services.rpc.standing.row(peer),
+                    voucher=self._services.exchange.invite_of(peer).hex(),
                     may=worth.may,
                     ends_at=worth.ends_at,
                     gave=balance.gave_us,
                     took=balance.took,
-                    found_right=found[peer, True],
-                    found_wrong=found[peer, False],
+                    found_right=findings[peer, True],
+                    found_wrong=findings[peer, False],
                 )
             )
-        now = self._around.wall_clock()
+        now = self._services.wall_clock()
         waiting = tuple(
-            WaitingRow(peer=peer, voucher=invite.hex(), knocked_s=round(now - at, 1))
-            for peer, (invite, at) in self._around.exchange.doors.waiting.items()
+            WaitingRow(peer=peer, voucher=invite.hex(), knocked_s=round(now - knocked_at, 1))
+            for peer, (invite, knocked_at) in self._services.exchange.doors.waiting.items()
         )
         return PeersAnswer(peers=tuple(rows), waiting=waiting)
 
@@ -153,7 +153,7 @@ class Owner:
         rows = []
         for name, (model, n_blocks) in sorted(view.catalog.models.items()):
             known = ModelId(model)
-            risk = self._around.turnover.risk(view, known, n_blocks)
+            risk = self._services.turnover.risk(view, known, n_blocks)
             rows.append(
                 answers.ModelRow(
                     name=name,
@@ -188,57 +188,57 @@ class Owner:
             hosting=hosting,
             sessions=named or sessions,
             chains={} if named else self._chains(model),
-            standing=self._around.rpc.standing.rows(),
+            standing=self._services.rpc.standing.rows(),
             probes=self._prober.snapshot() if self._prober else (),
         )
 
     def _chains(self, model: str) -> dict[str, ChainRow]:
-        view, me = self._directory.view(), self._around.me
+        view, me = self._directory.view(), self._services.me
         rows = {}
         for name in [model] if model else sorted(view.catalog.models):
-            found = view.model_named(name)
-            if found is None:
+            model_entry = view.model_named(name)
+            if model_entry is None:
                 listed = ", ".join(view.catalog.models) or "none yet"
                 raise ConfigError(f"the catalog has no model {name!r}; it has: {listed}")
-            spans, wanted = view.serving(found[0]), Span(0, found[1])
+            spans, all_blocks = view.serving(model_entry[0]), Span(0, model_entry[1])
             trips = trips_of(spans, me, {p: s / 2 for p, s in self._directory.links.round_trip_s.items()})
             try:
-                now = self._around.wall_clock()
-                route = best_route(spans, wanted, me, trips, now=now)
-                rejected = best_rejected(route, spans, wanted, me, trips, now=now)
+                now = self._services.wall_clock()
+                route = best_route(spans, all_blocks, me, trips, now=now)
+                rejected = best_rejected(route, spans, all_blocks, me, trips, now=now)
                 rows[name] = _chain_row(route, _chain_row(rejected) if rejected else None)
             except NoRoute as error:
                 rows[name] = ChainRow(cost_ms=None, error=str(error))
         return rows
 
     def addresses(self) -> answers.AddressesAnswer:
-        book = {self._around.me: self._around.rpc.network.addresses(), **self._directory.address_book()}
+        book = {self._services.me: self._services.rpc.network.addresses(), **self._directory.address_book()}
         return answers.AddressesAnswer(addresses={str(p): tuple(a) for p, a in book.items()})
 
     def downloads(self) -> answers.DownloadsAnswer:
         return answers.DownloadsAnswer(downloads=self._store.downloads())
 
     def here(self, model: str) -> answers.HereAnswer:
-        found = self._hash_of(model)
-        return answers.HereAnswer(model=found, **msgspec.structs.asdict(self._store.here(found)))
+        model_id = self._hash_of(model)
+        return answers.HereAnswer(model=model_id, **msgspec.structs.asdict(self._store.here(model_id)))
 
     async def ping(self, peer: str) -> answers.PingAnswer:
         """Measure a round trip to the peer whose id ends so. Raises ConfigError."""
-        found = self._directory.view().peer_ending(peer)
+        peer_id = self._directory.view().peer_ending(peer)
         try:
-            trip_ms = ms(await self._directory.ping(found))
-            way = self._around.rpc.network.way_to(found)
-            return answers.PingAnswer(peer=found, round_trip_ms=trip_ms, error=None, way=way)
+            trip_ms = ms(await self._directory.ping(peer_id))
+            path = self._services.rpc.network.way_to(peer_id)
+            return answers.PingAnswer(peer=peer_id, round_trip_ms=trip_ms, error=None, way=path)
         except PeerError as error:
-            return answers.PingAnswer(peer=found, round_trip_ms=None, error=str(error))
+            return answers.PingAnswer(peer=peer_id, round_trip_ms=None, error=str(error))
 
     # --- doing -----------------------------------------------------------------------------------------------
 
     def pull(self, model: str, blocks: str) -> answers.PullAnswer:
         """Begin to fetch a model, or some of its blocks and what is around them."""
-        found = self._hash_of(model)
-        self._store.pull(found, parse_span(blocks) if blocks else None)
-        return answers.PullAnswer(model=found)
+        model_id = self._hash_of(model)
+        self._store.pull(model_id, parse_span(blocks) if blocks else None)
+        return answers.PullAnswer(model=model_id)
 
     def remove(self, model: str) -> answers.RemoveAnswer:
         """Delete what was fetched of a model."""
@@ -252,10 +252,10 @@ class Owner:
             self._store.library.look(self._home.folders())
             raw = self._home.catalog_raw()
             if raw is not None:
-                self._around.exchange.merge_catalog_untrusted(raw)
+                self._services.exchange.merge_catalog_untrusted(raw)
             self._directory.announce_soon()
             await self._presence.follow(load(self._home.folder).policy)
-        return answers.ReloadAnswer(catalog_version=self._around.exchange.book.catalog.version)
+        return answers.ReloadAnswer(catalog_version=self._services.exchange.book.catalog.version)
 
     def drain(self, model: str) -> answers.DrainAnswer:
         """Stop serving; the daemon stays a member and goes on when told to resume."""

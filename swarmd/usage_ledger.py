@@ -141,11 +141,11 @@ class UsageLedger:
             self._counted += counted
             self._served += served
 
-    def prune(self, before: int) -> None:
+    def prune(self, oldest_kept: int) -> None:
         """Forget bills from before a time, in unix seconds."""
         try:
-            self._query("delete from bills where at < ?", before)
-            self._query("delete from served where day < ?", before // DAY_S)
+            self._query("delete from bills where at < ?", oldest_kept)
+            self._query("delete from served where day < ?", oldest_kept // DAY_S)
         except IntegrityError as error:
             logger.warning("old bills stay: %s", error)
 
@@ -165,18 +165,18 @@ class UsageLedger:
         Between guests of one voucher nothing counts, for they may be one machine. Raises IntegrityError for a file that
         is damaged.
         """
-        found: dict[bytes, list[int]] = {}
-        others: dict[bytes, list[str]] = {}
+        totals: dict[bytes, list[int]] = {}
+        givers: dict[bytes, list[str]] = {}
         query = (
             "select giver, voucher, sum(amount), count(distinct session), max(at) from bills "
             "where at >= ? and voucher != ? group by 1, 2 order by 3 desc"
         )
-        for giver, voucher, amount, n, at in self._query(query, since, own_voucher):
-            row = found.setdefault(voucher, [0, 0, 0, 0])
+        for giver, voucher, amount, n, last_at in self._query(query, since, own_voucher):
+            row = totals.setdefault(voucher, [0, 0, 0, 0])
             row[giver != me] += amount
-            row[2], row[3] = row[2] + n, max(row[3], at)
-            others.setdefault(voucher, []).extend([giver] if giver != me else [])
-        sums = [UsageSum(voucher, tuple(others[voucher][:MOST_NAMED]), *row) for voucher, row in found.items()]
+            row[2], row[3] = row[2] + n, max(row[3], last_at)
+            givers.setdefault(voucher, []).extend([giver] if giver != me else [])
+        sums = [UsageSum(voucher, tuple(givers[voucher][:MOST_NAMED]), *row) for voucher, row in totals.items()]
         return sorted(sums, key=lambda s: -s.gave - s.took)
 
     def days(self, me: str, own_voucher: bytes, since: int = 0) -> dict[int, tuple[int, int]]:
@@ -184,17 +184,17 @@ class UsageLedger:
         days: dict[int, tuple[int, int]] = {}
         query = f"select giver = ?, at / {DAY_S}, sum(amount) from bills where at >= ? and voucher != ? group by 1, 2"
         for is_given, day, amount in self._query(query, me, since, own_voucher):
-            gave, took = days.get(day, (0, 0))
-            days[day] = (gave + amount, took) if is_given else (gave, took + amount)
+            amount_given, amount_taken = days.get(day, (0, 0))
+            days[day] = (amount_given + amount, amount_taken) if is_given else (amount_given, amount_taken + amount)
         return days
 
     def check(self) -> int:
         """Verify every signature again; returns how many bills there are. Raises IntegrityError."""
         n = 0
-        for giver, taker, amount, body, given, taken in self._query(
+        for giver, taker, amount, body, giver_signature, taker_signature in self._query(
             "select giver, taker, amount, body, given, taken from bills"
         ):
-            bill = bills.read_untrusted(SignedUsageReceipt(body, given, taken))
+            bill = bills.read_untrusted(SignedUsageReceipt(body, giver_signature, taker_signature))
             if (bill.giver, bill.taker, bill.amount) != (giver, taker, amount):
                 raise IntegrityError(f"the books say {amount} for a bill of {bill.amount}: they were changed")
             n += 1

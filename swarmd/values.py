@@ -40,8 +40,8 @@ class Span:
     def blocks(self) -> range:
         return range(self.start, self.end)
 
-    def covers(self, other: Span) -> bool:
-        return self.start <= other.start and other.end <= self.end
+    def covers(self, inner: Span) -> bool:
+        return self.start <= inner.start and inner.end <= self.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ def count(n: int, noun: str) -> str:
 
 def some_of(names: Sequence[str]) -> str:
     """The first of some names for a sentence, and how many more there are."""
-    more = f" and {len(names) - N_NAMED} more" if len(names) > N_NAMED else ""
-    return ", ".join(names[:N_NAMED]) + more
+    suffix = f" and {len(names) - N_NAMED} more" if len(names) > N_NAMED else ""
+    return ", ".join(names[:N_NAMED]) + suffix
 
 
 def ranges(blocks: set[int] | frozenset[int]) -> list[Span]:

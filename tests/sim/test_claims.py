@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
 from swarmd.node.serving.balancer import Balancer, Turnover
-from swarmd.node.serving.trials import APART_S, JOINING_S, REFUSALS, Trials, of
+from swarmd.node.serving.trials import APART_S, JOINING_S, REFUSALS, Trials, claimant_of
 from swarmd.plan.chains.placement import Target
 from swarmd.plan.chains.view import RecordBook, SwarmView
 from swarmd.protocol.membership.catalog import Catalog
@@ -105,7 +105,7 @@ class Believing:
     async def try_some(self, spans: Any) -> None: ...
 
     async def serving(self, spans: Any) -> set[Any]:
-        return {of(s) for s in spans}
+        return {claimant_of(s) for s in spans}
 
 
 async def n_moves(n_hostile: int, is_believing: bool = False) -> int:

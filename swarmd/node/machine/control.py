@@ -150,22 +150,22 @@ def application(daemon: ControlServices) -> Starlette:
     )
 
 
-def _route(daemon: ControlServices, verb: Verb, after: BackgroundTask | None) -> Route:
+def _route(daemon: ControlServices, verb: Verb, background: BackgroundTask | None) -> Route:
     async def endpoint(request: Request) -> Response:
         try:
             answer = verb.call(daemon, {name: request.query_params.get(name, "") for name in verb.parameters})
             value = await answer if isinstance(answer, Awaitable) else answer
         except SwarmError as error:
             return _json(answers.RefusalAnswer(error=str(error), exit_code=error.exit_code), 409)
-        return _json(value, 200, after)
+        return _json(value, 200, background)
 
     return Route(f"/v1/{verb.path}", endpoint, methods=[verb.method])
 
 
-def _json(value: Status, code: int, after: BackgroundTask | None = None) -> Response:
+def _json(value: Status, code: int, background: BackgroundTask | None = None) -> Response:
     body = msgspec.json.encode({"schema": SCHEMA, **msgspec.structs.asdict(value)})
     headers = {"connection": "close"}  # hypercorn would keep the handle of a client that has gone
-    return Response(body, code, headers, media_type="application/json", background=after)
+    return Response(body, code, headers, media_type="application/json", background=background)
 
 
 def openapi() -> dict[str, Any]:
@@ -174,16 +174,16 @@ def openapi() -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     by_struct = dict(zip(structs, schemas, strict=True))
 
-    def response(struct: type[Status], what: str) -> dict[str, Any]:
+    def response(struct: type[Status], description: str) -> dict[str, Any]:
         envelope = {"type": "object", "properties": {"schema": {"const": SCHEMA}}, "required": ["schema"]}
         schema = {"allOf": [envelope, by_struct[struct]]}
-        return {"description": what, "content": {"application/json": {"schema": schema}}}
+        return {"description": description, "content": {"application/json": {"schema": schema}}}
 
     paths: dict[str, Any] = {}
     for verb in VERBS:
         parameters = [{"name": n, "in": "query", "schema": {"type": "string"}} for n in verb.parameters]
-        found = {"200": response(verb.answer, "the answer"), "409": response(answers.RefusalAnswer, "why not")}
-        paths[f"/v1/{verb.path}"] = {verb.method.lower(): {"parameters": parameters, "responses": found}}
+        responses = {"200": response(verb.answer, "the answer"), "409": response(answers.RefusalAnswer, "why not")}
+        paths[f"/v1/{verb.path}"] = {verb.method.lower(): {"parameters": parameters, "responses": responses}}
     info = {"title": "swarmd control API", "version": str(SCHEMA)}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
 
@@ -204,8 +204,8 @@ async def serve_control(
     config.bind = [f"unix:{path}"]
     config.umask = 0o177
     listening = config.create_sockets().insecure_sockets
-    for one in listening:
-        one.listen(config.backlog)
+    for listener in listening:
+        listener.listen(config.backlog)
     task_status.started()
     try:
         await serve_http(application(daemon), config, listening)

@@ -71,8 +71,8 @@ class GatewayProcess:
         finally:
             with trio.CancelScope(shield=True):
                 await _end(process)
-        said = self.log.read_text(errors="replace").strip().splitlines()
-        return said[-1].removeprefix("swarmd: ")[:200] if code and said else f"it ended with {code}"
+        log_lines = self.log.read_text(errors="replace").strip().splitlines()
+        return log_lines[-1].removeprefix("swarmd: ")[:200] if code and log_lines else f"it ended with {code}"
 
 
 async def _end(process: trio.Process) -> None:

@@ -41,8 +41,8 @@ class Health:
 
     def look(self, view: SwarmView) -> None:
         """Is there a record of this very peer, made since it runs, that it did not make?"""
-        own = view.peers.get(self._me)
-        if own is not None and own.issued_at > self.up_since and own.up_since != self.up_since:
+        own_record = view.peers.get(self._me)
+        if own_record is not None and own_record.issued_at > self.up_since and own_record.up_since != self.up_since:
             self._cloned_at = self._wall_clock()
 
     def snapshot(

@@ -34,9 +34,9 @@ class StatusCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
-        about = GaugeMetricFamily("swarmd_info", "Always 1.", labels=["swarm", "peer", "version"])
-        about.add_metric([status.swarm, status.peer, status.version], 1)
-        yield about
+        info = GaugeMetricFamily("swarmd_info", "Always 1.", labels=["swarm", "peer", "version"])
+        info.add_metric([status.swarm, status.peer, status.version], 1)
+        yield info
         yield GaugeMetricFamily("swarmd_uptime_seconds", "Since it started.", status.uptime_s)
         yield GaugeMetricFamily("swarmd_memory_bytes", "Of the daemon itself.", status.memory_mib * 2**20)
         yield GaugeMetricFamily("swarmd_members", "Members of the swarm that it knows.", status.members)

@@ -101,12 +101,12 @@ class Presence:
     def look(self, sensors: Sensors) -> None:
         """Decide, and act when that is another decision."""
         self._sensors = sensors
-        before = self.verdict
-        self.verdict = decide(self.rules, sensors, self._pause, before.rule == "hottest_c")
-        if self.verdict.may_work != before.may_work:
+        previous = self.verdict
+        self.verdict = decide(self.rules, sensors, self._pause, previous.rule == "hottest_c")
+        if self.verdict.may_work != previous.may_work:
             logger.info("%s", self.verdict.reason)
-        is_other_reason = not self.verdict.may_work and self.verdict.reason != before.reason  # who rests says why
-        if self.verdict.rule != before.rule or is_other_reason:
+        is_other_reason = not self.verdict.may_work and self.verdict.reason != previous.reason  # who rests says why
+        if self.verdict.rule != previous.rule or is_other_reason:
             self._act("" if self.verdict.may_work else self.verdict.reason)
 
     async def follow(self, config: PolicyConfig) -> None:
@@ -212,9 +212,9 @@ def _on_battery() -> bool:
         battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
         return battery is not None and battery.power_plugged is False
     supplies = [{name: _said(folder / name) for name in SUPPLY} for folder in POWER_SUPPLIES.glob("*")]
-    own = [supply for supply in supplies if supply["scope"] != "Device"]
-    is_plugged_in = any(supply["type"] != "Battery" and supply["online"] == "1" for supply in own)
-    return not is_plugged_in and any((s["type"], s["status"]) == ("Battery", "Discharging") for s in own)
+    machine_supplies = [supply for supply in supplies if supply["scope"] != "Device"]
+    is_plugged_in = any(supply["type"] != "Battery" and supply["online"] == "1" for supply in machine_supplies)
+    return not is_plugged_in and any((s["type"], s["status"]) == ("Battery", "Discharging") for s in machine_supplies)
 
 
 def _said(file: Path) -> str:
@@ -235,8 +235,8 @@ def _hottest_c() -> float | None:
     except (OSError, ValueError) as error:
         logger.info("no temperature can be read: %s", error)
         sensors = {}
-    found = [reading.current for chip in CPU_CHIPS for reading in sensors.get(chip, ())]
-    return max([*found, *_cards_c()], default=None)
+    chip_temperatures = [reading.current for chip in CPU_CHIPS for reading in sensors.get(chip, ())]
+    return max([*chip_temperatures, *_cards_c()], default=None)
 
 
 def _cards_c() -> list[float]:
@@ -267,13 +267,13 @@ def _seat_untouched_s() -> float | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SENSOR_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    said = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+    properties = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
     if done.returncode and "seat0" in done.stderr:
         return math.inf
-    if said.get("IdleHint") == "no":
+    if properties.get("IdleHint") == "no":
         return 0.0
-    since_us = said.get("IdleSinceHint", "")
-    return time.time() - int(since_us) / 1e6 if said.get("IdleHint") == "yes" and since_us.isdigit() else None
+    since_us = properties.get("IdleSinceHint", "")
+    return time.time() - int(since_us) / 1e6 if properties.get("IdleHint") == "yes" and since_us.isdigit() else None
 
 
 def _terminal_untouched_s(terminal: str) -> float | None:
@@ -291,12 +291,12 @@ def recall(file: Path | None) -> Pause | None:
     if file is None or not file.is_file():
         return None
     try:
-        kept = read_json(file, _PauseFile, "pause again, or resume")
+        saved = read_json(file, _PauseFile, "pause again, or resume")
     except ConfigError as error:
         logger.warning("%s; it stays paused until then", error)
         return Pause()
     try:
-        return _pause_of(kept.until)
+        return _pause_of(saved.until)
     except (ValueError, OverflowError, OSError):
         logger.warning("%s names no time: it stays paused until swarmd resume", file)
         return Pause()

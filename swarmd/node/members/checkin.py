@@ -60,7 +60,7 @@ async def check_in(
     network = Libp2pNetwork(identity, keys.psk, certificate=certificate)
     exchange = Exchange(keys, time.time)
     rpc = Rpc(network, _Visitor(exchange, certificate))
-    said: list[str] = []
+    failures: list[str] = []
     mismatches, waits = 0, False
     async with network.running(), trio.open_nursery() as nursery:
         await nursery.start(rpc.run)
@@ -68,25 +68,25 @@ async def check_in(
             network.learn(peer, addresses)
             try:
                 await exchange.pull(rpc, peer)
-                said = []
+                failures = []
                 break
             except Refused as error:
                 if error.code == Code.WAITS:
-                    said, waits = [], True
+                    failures, waits = [], True
                     break
                 if error.code in (Code.REVOKED, Code.NOT_A_MEMBER):
-                    said = [f"refused: {error}"]
+                    failures = [f"refused: {error}"]
                     mismatches = len(bootstrap)
                     break
-                said.append(f"{', '.join(addresses)}: {error}")
+                failures.append(f"{', '.join(addresses)}: {error}")
             except HandshakeFailed as error:
                 mismatches += 1
-                said.append(str(error))
+                failures.append(str(error))
             except PeerError as error:
-                said.append(str(error))
+                failures.append(str(error))
         nursery.cancel_scope.cancel()
-    if not said and bootstrap:
+    if not failures and bootstrap:
         return CheckinResult(exchange.book.catalog_raw, waits)
-    if mismatches == len(bootstrap) and said:
-        raise ConfigError(f"the swarm does not let this machine in: {'; '.join(said)}")
-    raise SwarmUnavailable(f"no member answers: {'; '.join(said) or 'the invite names no address'}")
+    if mismatches == len(bootstrap) and failures:
+        raise ConfigError(f"the swarm does not let this machine in: {'; '.join(failures)}")
+    raise SwarmUnavailable(f"no member answers: {'; '.join(failures) or 'the invite names no address'}")

@@ -187,10 +187,10 @@ class Directory:
         """Sign this peer's own records anew and tell some of those it is connected with."""
         raws = [records.sign(record, self._identity) for record in self._own_records()]
         connected = sorted(self._rpc.peers() - {self._network.peer_id}) if self._is_exchange_on else []
-        told = self._rng.sample(connected, min(N_PUSHED_TO, len(connected)))
+        receivers = self._rng.sample(connected, min(N_PUSHED_TO, len(connected)))
         newest = self.exchange.book.catalog.rank
-        await self.exchange.push(self._rpc, raws, told, catalog=newest != self._told_of_catalog)
-        if told:
+        await self.exchange.push(self._rpc, raws, receivers, catalog=newest != self._told_of_catalog)
+        if receivers:
             self._told_of_catalog = newest
 
     def _own_records(self) -> list[AnyRecord]:
@@ -204,11 +204,11 @@ class Directory:
             "certificate": self._certificate,
         }
         kinds: dict[str, type[AnyRecord]] = {"peer": PeerRecord, "span": SpanRecord, "run": RunRecord}
-        own: list[AnyRecord] = []
+        own_records: list[AnyRecord] = []
         for fields in self._describe():
             rest = {k: v for k, v in fields.items() if k != "kind"}
-            own.append(kinds[fields["kind"]](**common, **rest))
-        return own
+            own_records.append(kinds[fields["kind"]](**common, **rest))
+        return own_records
 
     async def _rendezvous_loop(self) -> None:
         """Be found and find, through the DHT: soon after the start, then rarely."""
@@ -231,8 +231,8 @@ class Directory:
 
     async def _enter_index(self) -> None:
         """Connect to somebody known, and enter the DHT through whoever is connected."""
-        others = [(p, a) for p, a in self.address_book().items() if p != self._network.peer_id]
-        for peer, addresses in others:
+        candidates = [(p, a) for p, a in self.address_book().items() if p != self._network.peer_id]
+        for peer, addresses in candidates:
             if self._rpc.peers() - {self._network.peer_id}:
                 break
             self._network.learn(peer, addresses)
@@ -243,8 +243,8 @@ class Directory:
         await self._store.join(sorted(self._rpc.peers()))
 
     async def _find_others(self) -> None:
-        found = await self._store.find_providers(self.exchange.keys.swarm_id)
-        for peer, addresses in found.items():
+        providers = await self._store.find_providers(self.exchange.keys.swarm_id)
+        for peer, addresses in providers.items():
             if peer in self.view().peers:
                 continue
             self._network.learn(peer, addresses)
@@ -257,25 +257,28 @@ class Directory:
                     logger.info("ignoring a value of %s in the DHT: %s", peer, error)
 
     def _own_value(self) -> bytes:
-        own = [records.sign(record, self._identity) for record in self._own_records()]
-        return msgspec.msgpack.encode(ExchangeBody(envelopes=own))
+        envelopes = [records.sign(record, self._identity) for record in self._own_records()]
+        return msgspec.msgpack.encode(ExchangeBody(envelopes=envelopes))
 
     async def _probe_loop(self) -> None:
         """Measure round trips to a few peers now and then, and bandwidth to one."""
         while True:
             await trio.sleep(1.5 if not self.links.round_trip_s else PROBE_INTERVAL_S)
-            others = sorted(self._others())
-            likely = sorted(self._likely_next().intersection(others))
-            before = set(self.links.round_trip_s), self.links.up_bytes_per_s
-            chosen = {*self._rng.sample(likely, min(8, len(likely))), *self._rng.sample(others, min(8, len(others)))}
+            other_peers = sorted(self._others())
+            likely = sorted(self._likely_next().intersection(other_peers))
+            previous_links = set(self.links.round_trip_s), self.links.up_bytes_per_s
+            chosen = {
+                *self._rng.sample(likely, min(8, len(likely))),
+                *self._rng.sample(other_peers, min(8, len(other_peers))),
+            }
             for peer in sorted(chosen):
                 try:
                     self.links.round_trip_s[peer] = await self.ping(peer)
                 except PeerError:
                     self.links.round_trip_s.pop(peer, None)
-            if others and self.links.up_bytes_per_s is None:
-                await self._probe_bandwidth(self._rng.choice(others))
-            if before != (set(self.links.round_trip_s), self.links.up_bytes_per_s):
+            if other_peers and self.links.up_bytes_per_s is None:
+                await self._probe_bandwidth(self._rng.choice(other_peers))
+            if previous_links != (set(self.links.round_trip_s), self.links.up_bytes_per_s):
                 self.announce_soon()  # else the next announcement says how they have changed
 
     async def ping(self, peer: PeerId, timeout_s: float = 5.0) -> float:
@@ -285,18 +288,18 @@ class Directory:
 
     async def answering(self, peers: set[PeerId]) -> set[PeerId]:
         """Which of these peers answer now, this one included; of very many those that are asked."""
-        found = peers & {self._network.peer_id}
+        alive = peers & {self._network.peer_id}
 
         async def ask(peer: PeerId) -> None:
             with suppress(PeerError):
                 await self.ping(peer, ANSWER_S)
-                found.add(peer)
+                alive.add(peer)
 
-        others = sorted(peers - found)
+        candidates = sorted(peers - alive)
         async with trio.open_nursery() as nursery:
-            for peer in self._rng.sample(others, min(MOST_ASKED, len(others))):
+            for peer in self._rng.sample(candidates, min(MOST_ASKED, len(candidates))):
                 nursery.start_soon(ask, peer)
-        return found
+        return alive
 
     async def _probe_bandwidth(self, peer: PeerId) -> None:
         try:
@@ -308,13 +311,13 @@ class Directory:
 
     async def _measure(self, peer: PeerId, trip_s: float, is_up: bool) -> float:
         """Bytes/s to or from a peer, by more bytes each time, until windows no longer count. Raises PeerError."""
-        n_bytes, before = PROBE_BYTES, 0.0
+        n_bytes, previous_rate = PROBE_BYTES, 0.0
         while True:
             rate = await self._rate(peer, trip_s, n_bytes, is_up)
-            is_steady = n_bytes >= rate * PROBE_S and rate < MUCH_FASTER * before
+            is_steady = n_bytes >= rate * PROBE_S and rate < MUCH_FASTER * previous_rate
             if n_bytes == MOST_PROBE_BYTES or is_steady:
-                return max(rate, before)
-            n_bytes, before = min(MOST_PROBE_BYTES, max(2 * n_bytes, int(rate * PROBE_S))), rate
+                return max(rate, previous_rate)
+            n_bytes, previous_rate = min(MOST_PROBE_BYTES, max(2 * n_bytes, int(rate * PROBE_S))), rate
 
     async def _rate(self, peer: PeerId, trip_s: float, n_bytes: int, is_up: bool) -> float:
         begun = trio.current_time()

@@ -36,8 +36,10 @@ class Order:
         if membership is None:
             return 1.0
         is_own = self._exchange.voucher_of(peer) == self._exchange.voucher_of(self._me)
-        whole = order.weight(self._exchange.book.catalog, membership, self.balance(peer), is_own)
-        return max(LEAST_WEIGHT, whole / self._exchange.n_sharing(peer))  # an invite for any number is one voucher
+        full_weight = order.weight(self._exchange.book.catalog, membership, self.balance(peer), is_own)
+        return max(
+            LEAST_WEIGHT, full_weight / self._exchange.n_sharing(peer)
+        )  # an invite for any number is one voucher
 
     def balance(self, peer: PeerId) -> Balance:
         """What passed between this machine and the guests of a peer's invite, as far as the books were read."""
@@ -53,9 +55,9 @@ class Order:
 
     def _read(self) -> dict[bytes, Balance]:
         """A client that signs no bill has taken all the same: this machine's own count is enough for its own order."""
-        own, since = self._exchange.voucher_of(self._me), int(self._exchange.now()) - SINCE_S
-        served = {voucher: n for voucher, n in self._books.served(since).items() if voucher != own}
+        own_voucher, since = self._exchange.voucher_of(self._me), int(self._exchange.now()) - SINCE_S
+        served = {voucher: n for voucher, n in self._books.served(since).items() if voucher != own_voucher}
         balances = {voucher: Balance(took=n) for voucher, n in served.items()}
-        for s in self._books.sums(self._me, own, since):
+        for s in self._books.sums(self._me, own_voucher, since):
             balances[s.voucher] = Balance(gave_us=s.took, took=max(s.gave, served.get(s.voucher, 0)))
         return balances

@@ -73,7 +73,7 @@ class Reachability:
         self._relays: list[PeerId] = []
         self._holding: dict[PeerId, trio.CancelScope] = {}
         self._refused_at: dict[PeerId, float] = {}
-        self._own: set[str] = set()
+        self._own_hosts: set[str] = set()
         self._announced: tuple[tuple[str, ...], frozenset[int]] = (), frozenset()
         self._wake = trio.Event()
         self.reach: Decision[Reach] = Decision("unknown", "no member has tried to connect yet")
@@ -133,39 +133,43 @@ class Reachability:
 
     async def _ask(self) -> None:
         """Have one more member try, until enough from outside have; all again after a while."""
-        now, own = trio.current_time(), set(self._ways.own_hosts())
-        if own != self._own:  # another network, perhaps: what was found there counts no more
-            self._own, self._answers, self._asked_at = own, {}, {}
-        fresh = [answer for answer, at in self._answers.values() if now - at < ASK_AGAIN_S]
-        others = sorted(self._directory.view().peers.keys() - {self._rpc.network.peer_id})
-        versions = () if self._ways.listening_port() is None else versions_to_try(fresh, own)
-        asked = self._whom_to_ask(versions, others, now)
-        if asked is None:
+        now, own_hosts = trio.current_time(), set(self._ways.own_hosts())
+        if own_hosts != self._own_hosts:  # another network, perhaps: what was found there counts no more
+            self._own_hosts, self._answers, self._asked_at = own_hosts, {}, {}
+        fresh = [answer for answer, answered_at in self._answers.values() if now - answered_at < ASK_AGAIN_S]
+        other_peers = sorted(self._directory.view().peers.keys() - {self._rpc.network.peer_id})
+        versions = () if self._ways.listening_port() is None else versions_to_try(fresh, own_hosts)
+        target = self._whom_to_ask(versions, other_peers, now)
+        if target is None:
             return
-        self._asked_at[asked], (peer, version) = now, asked
+        self._asked_at[target], (peer, version) = now, target
         try:
             self._rpc.network.learn(peer, self._directory.exchange.addresses_of(peer))
-            self._answers[asked] = (await self._ways.ask_dial_back(peer, version), now)
+            self._answers[target] = (await self._ways.ask_dial_back(peer, version), now)
         except PeerError as error:
-            self._asked_at[asked] = now - ASK_AGAIN_S + UNANSWERED_S
+            self._asked_at[target] = now - ASK_AGAIN_S + UNANSWERED_S
             logger.debug("%s does not say whether it can connect here over IPv%d: %s", peer, version, error)
 
-    def _whom_to_ask(self, versions: tuple[int, ...], others: list[PeerId], now: float) -> tuple[PeerId, int] | None:
+    def _whom_to_ask(
+        self, versions: tuple[int, ...], candidates: list[PeerId], now: float
+    ) -> tuple[PeerId, int] | None:
         for version in versions:
-            asked_at = {peer: self._asked_at.get((peer, version)) for peer in others}
-            if able := [peer for peer, at in asked_at.items() if at is None or now - at >= ASK_AGAIN_S]:
+            last_asked = {peer: self._asked_at.get((peer, version)) for peer in candidates}
+            if able := [
+                peer for peer, asked_at in last_asked.items() if asked_at is None or now - asked_at >= ASK_AGAIN_S
+            ]:
                 return self._rng.choice(able), version
         return None
 
     def _judge(self) -> None:
-        own = self._own
+        own_hosts = self._own_hosts
         oldest = trio.current_time() - 2 * ASK_AGAIN_S
-        self._answers = {p: (a, at) for p, (a, at) in self._answers.items() if at > oldest}
+        self._answers = {p: (a, answered_at) for p, (a, answered_at) in self._answers.items() if answered_at > oldest}
         answers = [answer for answer, _ in self._answers.values()]
-        before = self.reach
+        previous_reach = self.reach
         listens = self._ways.listening_port() is not None
-        self.reach = judge(answers, own) if listens else Decision("closed", "it does not listen")
-        if self.reach.action != before.action:
+        self.reach = judge(answers, own_hosts) if listens else Decision("closed", "it does not listen")
+        if self.reach.action != previous_reach.action:
             logger.info("this peer is %s: %s", self.reach.action, self.reach.reason)
             self._ways.is_open(self.reach.action == "open")
             self._ways.relay_for(self._relayed if self._is_relay else None)
@@ -192,11 +196,11 @@ class Reachability:
         return self._ways.listening_port()
 
     def _is_at_home(self) -> bool:
-        hosts = [ip_address(host) for host in self._own]
+        hosts = [ip_address(host) for host in self._own_hosts]
         return any(is_private(host) and not host.is_loopback for host in hosts)
 
     async def _map(self, port: int) -> None:
-        before = self._mapping
+        previous_mapping = self._mapping
         try:
             self._mapping = await map_port(port, self._nonce)
         except PeerError as error:
@@ -204,7 +208,7 @@ class Reachability:
             logger.info("%s", error)
             return
         self._map_at = trio.current_time() + LEASE_S / 2
-        if self._mapping != before:
+        if self._mapping != previous_mapping:
             spoken, outside = self._mapping.spoken, self._mapping.port
             logger.info("the router forwards its port %d to this machine's %d (%s)", outside, port, spoken)
             self._ways.reached_at_port(self._mapping.port)
@@ -223,8 +227,8 @@ class Reachability:
             if record.relays and record.peer != self._rpc.network.peer_id
         }
         usable = {p: s for p, s in offering.items() if now - self._refused_at.get(p, -NO_RELAY_S) >= NO_RELAY_S}
-        held = [peer for peer in self._holding if peer in usable]
-        return [peer for peer in choose_relays(usable, held) if peer not in self._holding]
+        current_relays = [peer for peer in self._holding if peer in usable]
+        return [peer for peer in choose_relays(usable, current_relays) if peer not in self._holding]
 
     async def _hold(self, relay: PeerId, scope: trio.CancelScope) -> None:
         """Be reachable through one relay, until that ends or nobody needs it."""
@@ -251,12 +255,12 @@ class Reachability:
         """Name what leads here beside this machine's own addresses, and tell others when that changed."""
         me, view = self._rpc.network.peer_id, self._directory.view()
         answers = [answer for answer, _ in self._answers.values()]
-        also = [f"/ip4/{host}/tcp/{port}/p2p/{me}" for host, port in forwarded(answers, self._own)]
+        also = [f"/ip4/{host}/tcp/{port}/p2p/{me}" for host, port in forwarded(answers, self._own_hosts)]
         for relay in self._relays:
             record = view.peers.get(relay)
             direct = [a for a in record.addresses if not is_circuit(a)] if isinstance(record, PeerRecord) else []
             also += [f"{address}/p2p-circuit/p2p/{me}" for address in direct[:MAX_RELAY_ADDRESSES]]
-        announced = tuple(also), lead_nowhere(answers, self._own)
+        announced = tuple(also), lead_nowhere(answers, self._own_hosts)
         if announced != self._announced:
             self._announced = announced
             self._ways.announce(*announced)

@@ -37,7 +37,7 @@ class Registrar:
     ) -> None:
         self._rng = rng
         self._admit = admit
-        self._before = exchange.book.catalog
+        self._previous = exchange.book.catalog
         self._exchange = exchange
         self._announce = announce
 
@@ -45,13 +45,13 @@ class Registrar:
         while True:
             await trio.sleep(ENTRY_INTERVAL_S * self._rng.uniform(0.5, 1.5))  # two founders seldom sign in one second
             arrivals, catalog = self._arrivals(), self._exchange.book.catalog
-            is_new = catalog is not self._before
-            is_lost = is_new and with_what_was_lost(catalog, self._before, self._exchange.now()) is not None
+            is_new = catalog is not self._previous
+            is_lost = is_new and with_what_was_lost(catalog, self._previous, self._exchange.now()) is not None
             try:
-                raw = self._admit(arrivals, self._before) if arrivals or is_lost else None
+                raw = self._admit(arrivals, self._previous) if arrivals or is_lost else None
                 if raw is not None and self._exchange.merge_catalog_untrusted(raw):
                     self._announce()
-                self._before = self._exchange.book.catalog
+                self._previous = self._exchange.book.catalog
             except (SwarmError, OSError) as error:
                 logger.warning("%d newcomers are not in the catalog yet: %s", len(arrivals), error)
 

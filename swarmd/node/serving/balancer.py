@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import trio
 
 from swarmd.net.api import TaskStatus
-from swarmd.node.serving.trials import Trials, of
+from swarmd.node.serving.trials import Trials, claimant_of
 from swarmd.plan.chains.placement import (
     MAX_MOVES_PER_DAY,
     TARGET_REDUNDANCY,
@@ -85,7 +85,7 @@ class Balancer:
     def __init__(
         self,
         view: Callable[[], SwarmView],
-        own: Own,
+        own_slot: Own,
         wall_clock: Callable[[], float],
         rng: random.Random,
         interval_s: float,
@@ -94,7 +94,7 @@ class Balancer:
         on_move: Callable[[Decision[Target]], Awaitable[bool]],
     ) -> None:
         self._view = view
-        self._own = own
+        self._own_slot = own_slot
         self._wall_clock = wall_clock
         self._rng = rng
         self._interval_s = interval_s
@@ -134,18 +134,18 @@ class Balancer:
 
         And would it leave them if those alone counted who do?
         """
-        own = next((s for s in view.spans if (s.peer, s.slot) == self._own), None)
-        if own is None:
+        own_span = next((s for s in view.spans if (s.peer, s.slot) == self._own_slot), None)
+        if own_span is None:
             return False
-        others = [s for s in view.serving(ModelId(own.model)) if s.peer != own.peer]
-        near = [s for s in others if s.start < own.end and s.end > own.start]
+        other_spans = [s for s in view.serving(ModelId(own_span.model)) if s.peer != own_span.peer]
+        near = [s for s in other_spans if s.start < own_span.end and s.end > own_span.start]
         serving = await self._trials.serving(near)
-        held = {block for s in near if of(s) in serving for block in range(s.start, s.end)}
-        if missing := set(range(own.start, own.end)) - held:
+        held_blocks = {block for s in near if claimant_of(s) in serving for block in range(s.start, s.end)}
+        if missing := set(range(own_span.start, own_span.end)) - held_blocks:
             blocks = ", ".join(map(str, ranges(missing)))
             self._last_look = f"this server stays: nobody else who holds blocks {blocks} takes sessions"
             return False
-        counted = tuple(s for s in view.spans if s not in near or of(s) in serving)
+        counted = tuple(s for s in view.spans if s not in near or claimant_of(s) in serving)
         decision, _ = self.look(replace(view, spans=counted))
         if decision.action != target:
             self._last_look = f"this server stays, of those counted that take sessions now: {decision.reason}"
@@ -158,44 +158,44 @@ class Balancer:
         if decision.action is None:
             self._meant = None
             return None
-        before = self._meant[1] if self._meant is not None and self._meant[0] == decision.action else 0
-        if before + 1 < needed:
-            self._meant = decision.action, before + 1
+        n_agreeing = self._meant[1] if self._meant is not None and self._meant[0] == decision.action else 0
+        if n_agreeing + 1 < needed:
+            self._meant = decision.action, n_agreeing + 1
             return None
         self._meant = None
         return Decision(decision.action, decision.reason)
 
     def look(self, view: SwarmView) -> tuple[Decision[Target | None], int]:
         """Should this server hold something else now? And how many looks in a row must say so."""
-        own = next((s for s in view.spans if (s.peer, s.slot) == self._own and s.state == "online"), None)
-        if own is None:
+        own_span = next((s for s in view.spans if (s.peer, s.slot) == self._own_slot and s.state == "online"), None)
+        if own_span is None:
             return Decision(None, "nothing is served here yet that could move"), 0
-        if not own.moves_left:
+        if not own_span.moves_left:
             has_moved = not self.moves_left
             why = (
                 f"it moved {MAX_MOVES_PER_DAY} times today" if has_moved else "its blocks are fixed (--blocks, balance)"
             )
             return Decision(None, f"this server stays: {why}"), 0
-        me = view.peers.get(PeerId(own.peer))
+        me = view.peers.get(PeerId(own_span.peer))
         if me is None or self._wall_clock() - me.up_since < self._interval_s:
             return Decision(None, "this server has only just come"), 0
         for rescue in rescues(view.spans, view.catalog.models, view.is_given):
-            if self._own in rescue.servers:
-                n_looks = LOOKS_THAT_AGREE + rescue.servers.index(self._own)
+            if self._own_slot in rescue.servers:
+                n_looks = LOOKS_THAT_AGREE + rescue.servers.index(self._own_slot)
                 blocks = ", ".join(map(str, rescue.lacking))
                 reason = f"blocks {blocks} of {rescue.name} are held by nobody, and these by others too"
                 return Decision(Target(rescue.model, None), reason), n_looks
-        return self._look_within(view, own), LOOKS_THAT_AGREE
+        return self._look_within(view, own_span), LOOKS_THAT_AGREE
 
-    def _look_within(self, view: SwarmView, own: SpanRecord) -> Decision[Target | None]:
+    def _look_within(self, view: SwarmView, own_span: SpanRecord) -> Decision[Target | None]:
         """Should it hold other blocks of the same model?"""
-        n_blocks = next((n for m, n in view.catalog.models.values() if m == own.model), 0)
-        spans = [s for s in view.spans if s.model == own.model and s.end <= n_blocks and s.state != "draining"]
+        n_blocks = next((n for m, n in view.catalog.models.values() if m == own_span.model), 0)
+        spans = [s for s in view.spans if s.model == own_span.model and s.end <= n_blocks and s.state != "draining"]
         decision = choose_move(holders_of(sorted(spans, key=lambda s: (s.peer, s.slot))), n_blocks)
-        if decision.action is None or (decision.action.peer, decision.action.slot) != self._own:
-            who = "" if decision.action is None else f"{decision.action.peer[-8:]} should move first: "
-            return Decision(None, f"{who}{decision.reason}")
-        return Decision(Target(ModelId(own.model), decision.action.span), decision.reason)
+        if decision.action is None or (decision.action.peer, decision.action.slot) != self._own_slot:
+            prefix = "" if decision.action is None else f"{decision.action.peer[-8:]} should move first: "
+            return Decision(None, f"{prefix}{decision.reason}")
+        return Decision(Target(ModelId(own_span.model), decision.action.span), decision.reason)
 
 
 def holders_of(spans: Iterable[SpanRecord]) -> list[Holder]:
@@ -207,8 +207,10 @@ def holders_of(spans: Iterable[SpanRecord]) -> list[Holder]:
     speeds = [
         max(s.decode_tokens_per_s or 1.0, *s.batch_tokens_per_s.values(), 0.001) * (s.end - s.start) for s in known
     ]
-    most = MOST_TIMES * statistics.median(speeds) if speeds else 0.0
+    max_speed = MOST_TIMES * statistics.median(speeds) if speeds else 0.0
     return [
-        Holder(PeerId(s.peer), Span(s.start, s.end), min(speed, most), s.state == "online", s.moves_left > 0, s.slot)
+        Holder(
+            PeerId(s.peer), Span(s.start, s.end), min(speed, max_speed), s.state == "online", s.moves_left > 0, s.slot
+        )
         for s, speed in zip(known, speeds, strict=True)
     ]

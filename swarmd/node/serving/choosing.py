@@ -19,7 +19,7 @@ from swarmd.node.machine.store import Store
 from swarmd.node.members.directory import Directory
 from swarmd.node.members.order import Order
 from swarmd.node.serving.balancer import Turnover, holders_of
-from swarmd.node.serving.trials import Trials, of
+from swarmd.node.serving.trials import Trials, claimant_of
 from swarmd.node.worker.worker_link import Starter
 from swarmd.plan.chains.memory import blocks_that_fit, group_bytes
 from swarmd.plan.chains.placement import Holder, choose_span
@@ -70,49 +70,53 @@ class HostingServices:
 
 
 async def choose_blocks(
-    around: HostingServices, wanted: Serve, slot: int, at_most: int, model: ModelId
+    services: HostingServices, settings: Serve, slot: int, at_most: int, model: ModelId
 ) -> Decision[Span]:
     """Choose the blocks of a model that a worker holds: ``at_most`` so many (0: as many as fit). Raises SwarmError."""
-    if wanted.span is not None:
-        return Decision(wanted.span, f"blocks {wanted.span}, as --blocks says")
+    if settings.span is not None:
+        return Decision(settings.span, f"blocks {settings.span}, as --blocks says")
     with trio.move_on_after(FIRST_LOOK_S):  # see who else is there before choosing
-        while len(around.directory.view().peers) < 2:
+        while len(services.directory.view().peers) < 2:
             await trio.sleep(0.2)
-    manifest = await around.store.supply.manifest(model)
-    n_blocks, (blocks, head_bytes) = manifest.n_blocks, group_bytes(manifest, wanted.dtype, wanted.quantize)
-    coming_bytes = sum(c.n_bytes for other, c in around.choices.items() if other != slot and not c.is_loaded)
-    own = around.choices.get(slot)  # what is loaded here gives way to what is chosen
-    free_bytes = psutil.virtual_memory().available - coming_bytes + (own.n_bytes if own and own.is_loaded else 0)
-    free_bytes = max(0, free_bytes - around.presence.kept_bytes - wanted.head * head_bytes)
+    manifest = await services.store.supply.manifest(model)
+    n_blocks, (blocks, head_bytes) = manifest.n_blocks, group_bytes(manifest, settings.dtype, settings.quantize)
+    coming_bytes = sum(c.n_bytes for other, c in services.choices.items() if other != slot and not c.is_loaded)
+    own_choice = services.choices.get(slot)  # what is loaded here gives way to what is chosen
+    free_bytes = (
+        psutil.virtual_memory().available
+        - coming_bytes
+        + (own_choice.n_bytes if own_choice and own_choice.is_loaded else 0)
+    )
+    free_bytes = max(0, free_bytes - services.presence.kept_bytes - settings.head * head_bytes)
     n_fit = blocks_that_fit(free_bytes, blocks)
-    n_fit = min(n_fit, wanted.max_blocks or n_fit, at_most or n_fit)
-    spans = [s for s in around.directory.view().spans if s.model == model and s.state != "draining"]
-    others = [s for s in spans if s.end <= n_blocks and (s.peer != around.me or s.slot not in around.choices)]
-    answering = await around.directory.answering({PeerId(s.peer) for s in others})
-    there = [s for s in others if s.peer in answering]
-    serving = await around.trials.serving(s for s in there if s.state == "online" and s.peer != around.me)
-    now = around.wall_clock()
-    counted = [s for s in there if s.peer == around.me or s.state != "online" or of(s) in serving]
+    n_fit = min(n_fit, settings.max_blocks or n_fit, at_most or n_fit)
+    spans = [s for s in services.directory.view().spans if s.model == model and s.state != "draining"]
+    other_spans = [s for s in spans if s.end <= n_blocks and (s.peer != services.me or s.slot not in services.choices)]
+    answering = await services.directory.answering({PeerId(s.peer) for s in other_spans})
+    live_spans = [s for s in other_spans if s.peer in answering]
+    serving = await services.trials.serving(s for s in live_spans if s.state == "online" and s.peer != services.me)
+    now = services.wall_clock()
+    counted = [s for s in live_spans if s.peer == services.me or s.state != "online" or claimant_of(s) in serving]
     holders = holders_of(s for s in counted if stays_s(s, now) > STAYS_S)
     speed = statistics.median([h.blocks_per_s for h in holders] or [1.0])  # its own is not measured yet
-    beside = [c.span for other, c in around.choices.items() if other != slot and c.model == model]
-    holders += [Holder(around.me, span, speed) for span in beside]
+    sibling_spans = [c.span for other, c in services.choices.items() if other != slot and c.model == model]
+    holders += [Holder(services.me, span, speed) for span in sibling_spans]
     decision = choose_span(holders, n_blocks, n_fit, speed)
     n_bytes = sum(blocks[decision.action.start : decision.action.end])
-    n_bytes += head_bytes if wanted.head and decision.action.end == n_blocks else 0
-    around.choices[slot] = PlacementChoice(model, decision.action, n_bytes)
+    n_bytes += head_bytes if settings.head and decision.action.end == n_blocks else 0
+    services.choices[slot] = PlacementChoice(model, decision.action, n_bytes)
     return decision
 
 
 async def fetch_blocks(
-    around: HostingServices, wanted: Serve, model: ModelId, span: Span, slot: int | None = None
+    services: HostingServices, settings: Serve, model: ModelId, span: Span, slot: int | None = None
 ) -> Path:
     """Have blocks on the disk, and the head where it is served, kept for worker ``slot``. Raises SwarmError."""
     groups = frozenset(span.blocks())
     if slot is not None:
-        around.store.hold(slot, model, groups)
-    if wanted.head and span.end == (n_blocks := (await around.store.supply.manifest(model)).n_blocks):
+        services.store.hold(slot, model, groups)
+    if settings.head and span.end == (n_blocks := (await services.store.supply.manifest(model)).n_blocks):
         groups |= {n_blocks}
         if slot is not None:
-            around.store.hold(slot, model, groups)
-    return (await around.store.supply.ensure(model, groups)).folder
+            services.store.hold(slot, model, groups)
+    return (await services.store.supply.ensure(model, groups)).folder

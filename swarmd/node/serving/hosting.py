@@ -75,12 +75,12 @@ class _Serving:
 class Hosting:
     """See the module. ``slot`` is its number in this daemon's list; ``deliver`` takes frames for this very peer."""
 
-    def __init__(self, around: HostingServices, wanted: Serve, slot: int, deliver: Deliver) -> None:
-        self.wanted = wanted
+    def __init__(self, services: HostingServices, settings: Serve, slot: int, deliver: Deliver) -> None:
+        self.settings = settings
         self.slot = slot
         self.state = State.CHOOSING
         self.why = "has not looked yet"
-        self._around = around
+        self._services = services
         self._deliver = deliver
         self._serving: _Serving | None = None
         self._coming: tuple[ModelId, Span] | None = None  # chosen, and not served yet
@@ -91,10 +91,10 @@ class Hosting:
         self._left_record: list[dict[str, Any]] = []
         self._at_most = 0  # blocks; lower once a worker could not load as many
         self._announced = (-1, 0)  # free cache tokens, sessions that decode
-        view, interval_s = around.directory.view, around.config.balance_interval_s
-        own = (around.me, slot)
-        world = (view, own, around.wall_clock, around.rng, interval_s, around.turnover)
-        self.balancer = Balancer(*world, around.trials, self._move)
+        view, interval_s = services.directory.view, services.config.balance_interval_s
+        own_slot = (services.me, slot)
+        world = (view, own_slot, services.wall_clock, services.rng, interval_s, services.turnover)
+        self.balancer = Balancer(*world, services.trials, self._move)
 
     # --- what the daemon asks --------------------------------------------------------------------------------
 
@@ -121,20 +121,22 @@ class Hosting:
 
     @property
     def _may_move(self) -> bool:
-        return self._around.config.balance and self.wanted.span is None
+        return self._services.config.balance and self.settings.span is None
 
     def n_decoding(self) -> int:
         return self._serving.server.n_decoding() if self._serving else 0
 
     def starts_at(self, session: bytes, block: int) -> bool:
         """Does a hop of this session, or lane, start here at a block?"""
-        now = self._serving
-        return now is not None and (now.server.starts_at(session, block) or now.lanes.starts_at(session, block))
+        serving = self._serving
+        return serving is not None and (
+            serving.server.starts_at(session, block) or serving.lanes.starts_at(session, block)
+        )
 
     def ends_at(self, session: bytes, block: int) -> bool:
         """Does a hop of this session, or lane, end here at a block?"""
-        now = self._serving
-        return now is not None and (now.server.ends_at(session, block) or now.lanes.ends_at(session, block))
+        serving = self._serving
+        return serving is not None and (serving.server.ends_at(session, block) or serving.lanes.ends_at(session, block))
 
     def holds(self, model: str, start: int, end: int) -> bool:
         """Are these blocks of a model ("" is any) served here?"""
@@ -193,7 +195,7 @@ class Hosting:
             return
         n = len(serving.server.sessions())
         self._set(State.DRAINING, f"{n} session{'' if n == 1 else 's'} to be taken over elsewhere")
-        self._around.directory.announce_soon()  # as draining
+        self._services.directory.announce_soon()  # as draining
         await leave(serving.server, serving.lanes, serving.worker, self._is_urgent)
 
     # --- serving ---------------------------------------------------------------------------------------------
@@ -232,13 +234,13 @@ class Hosting:
             placement = self._next[1] if self._next else await self._choose_span(model)
             self._next, self._coming = None, (model, placement.action)
             self._set(State.FETCHING, placement.reason)
-            self._around.directory.announce_soon()
-            folder = await fetch_blocks(self._around, self.wanted, model, placement.action, self.slot)
+            self._services.directory.announce_soon()
+            folder = await fetch_blocks(self._services, self.settings, model, placement.action, self.slot)
         except SwarmError as error:  # a disk that is full, blocks that nobody gives or has: it may get better
             logger.warning("cannot serve yet: %s", error)
             self._set(State.FAILED, str(error))
             self._next = self._coming = None
-            self._around.directory.announce_soon()
+            self._services.directory.announce_soon()
             with trio.move_on_after(RETRY_S):
                 await self._changed_mind.wait()
         else:
@@ -246,20 +248,20 @@ class Hosting:
             await self._serve(model, placement, folder)
         finally:
             self._coming = None
-            self._around.choices.pop(self.slot, None)
-            self._around.store.release(self.slot)
+            self._services.choices.pop(self.slot, None)
+            self._services.store.release(self.slot)
 
     async def _serve(self, model: ModelId, placement: Decision[Span], folder: Path) -> None:
         """Serve until somebody changes their mind; then have the sessions taken over elsewhere."""
-        around, wanted, config = self._around, self.wanted, self._around.config
-        mine = (around.identity, around.books, model, placement.action, wanted.dtype)
-        served = ServedBlocks(*mine, config.tuning_mib << 20, around.understands, around.order.weight)
-        worker = WorkerLink(around.start_worker, self._load_request(served, folder), around.presence.share)
-        ledger, world = CacheLedger(wanted.cache_tokens), (around.rpc, around.exchange)
-        server = Server(*world, served, worker, ledger, around.store.supply, self._on_server_change, self._deliver)
+        services, settings, config = self._services, self.settings, self._services.config
+        mine = (services.identity, services.books, model, placement.action, settings.dtype)
+        served = ServedBlocks(*mine, config.tuning_mib << 20, services.understands, services.order.weight)
+        worker = WorkerLink(services.start_worker, self._load_request(served, folder), services.presence.share)
+        ledger, world = CacheLedger(settings.cache_tokens), (services.rpc, services.exchange)
+        server = Server(*world, served, worker, ledger, services.store.supply, self._on_server_change, self._deliver)
         lanes = ServerLanes(*world, server, worker, self._deliver)
 
-        async def on_refusal(refusal: Refusal, frame: Frame, more: bool) -> None:
+        async def on_refusal(refusal: Refusal, frame: Frame, has_more: bool) -> None:
             if not lanes.take_worker_refusal(refusal, frame):
                 await server.on_worker_refusal(refusal)
 
@@ -276,38 +278,38 @@ class Hosting:
                 nursery.cancel_scope.cancel()
         finally:
             self._serving = None
-            around.directory.announce_soon()
+            services.directory.announce_soon()
 
     def _load_request(self, served: ServedBlocks, folder: Path) -> LoadSpan:
-        wanted, config = self.wanted, self._around.config
+        settings, config = self.settings, self._services.config
         return LoadSpan(
             path=str(folder),
             model=served.model,
             start=served.span.start,
             end=served.span.end,
-            dtype=wanted.dtype,
-            quantize=wanted.quantize,
-            kv_cache=wanted.kv_cache,
-            head=wanted.head,
-            threads=wanted.threads,
-            device=wanted.device,
+            dtype=settings.dtype,
+            quantize=settings.quantize,
+            kv_cache=settings.kv_cache,
+            head=settings.head,
+            threads=settings.threads,
+            device=settings.device,
             history_bytes=config.history_mib << 20,
             tuning_bytes=served.limit_bytes,
             tuning_share=config.tuning_share,
-            leave_free_bytes=self._around.presence.kept_bytes,
-            spill_folder=self._around.spill_folder,
+            leave_free_bytes=self._services.presence.kept_bytes,
+            spill_folder=self._services.spill_folder,
         )
 
     async def _choose_model(self) -> ModelId:
         """Wait until the catalog lists the model asked for, or any; then the one that needs servers most."""
         while True:
-            view, wanted = self._around.directory.view(), self.wanted.model
-            here = frozenset(self._around.store.library.folders)
-            choice = choose_model(view.spans, view.catalog.models, wanted, here)
+            view, model_name = self._services.directory.view(), self.settings.model
+            stored_models = frozenset(self._services.store.library.folders)
+            choice = choose_model(view.spans, view.catalog.models, model_name, stored_models)
             if choice.action is not None:
                 model, n_blocks = choice.action
-                if self.wanted.span is not None and self.wanted.span.end > n_blocks:
-                    raise ConfigError(f"--blocks {self.wanted.blocks} exceeds the model's {n_blocks} blocks")
+                if self.settings.span is not None and self.settings.span.end > n_blocks:
+                    raise ConfigError(f"--blocks {self.settings.blocks} exceeds the model's {n_blocks} blocks")
                 return model
             if choice.reason != self.why:
                 self._set(State.CHOOSING, choice.reason)
@@ -315,7 +317,7 @@ class Hosting:
             await trio.sleep(LOOK_INTERVAL_S)
 
     async def _choose_span(self, model: ModelId) -> Decision[Span]:
-        return await choose_blocks(self._around, self.wanted, self.slot, self._at_most, model)
+        return await choose_blocks(self._services, self.settings, self.slot, self._at_most, model)
 
     async def _move(self, target: Decision[Target]) -> bool:
         """Serve other blocks, once they are here: what is served now is served meanwhile. False if they do not come."""
@@ -325,7 +327,7 @@ class Hosting:
         model, span = target.action.model, target.action.span
         try:
             placement = Decision(span, target.reason) if span else await self._choose_span(model)
-            await fetch_blocks(self._around, self.wanted, model, placement.action)
+            await fetch_blocks(self._services, self.settings, model, placement.action)
         except SwarmError as error:
             logger.warning("not moving: %s", error)
             return False
@@ -340,11 +342,11 @@ class Hosting:
         if serving is None:
             return
         worker, server = serving.worker.snapshot(), serving.server
-        is_too_much = worker.state == "failed" and self.wanted.span is None
+        is_too_much = worker.state == "failed" and self.settings.span is None
         if is_too_much and len(server.served.span) > 1:  # a device may have less memory than the machine
             self._at_most = len(server.served.span) // 2
             self._changed_mind.set()
-        if (chosen := self._around.choices.get(self.slot)) is not None:
+        if (chosen := self._services.choices.get(self.slot)) is not None:
             chosen.is_loaded = worker.loaded is not None
         if worker.loaded is not None:
             server.ledger.total_tokens = self._tokens_that_fit(worker.loaded)
@@ -356,24 +358,24 @@ class Hosting:
             server.worker_lost(reason)
             serving.lanes.worker_lost(reason)
         self._announced = server.ledger.room_tokens, server.n_decoding()
-        self._around.directory.announce_soon()
+        self._services.directory.announce_soon()
 
     def _tokens_that_fit(self, loaded: Loaded) -> int:
         """Cache tokens that may be promised: what the settings say, if half of the free memory can hold them."""
-        free = (loaded.device_memory_bytes or psutil.virtual_memory().available) - self._around.presence.kept_bytes
-        per_token = loaded.cache_bytes_per_token + ITEM_BYTES[self.wanted.dtype] * loaded.hidden  # history too
-        return min(self.wanted.cache_tokens, max(0, free) // 2 // max(1, per_token))
+        free = (loaded.device_memory_bytes or psutil.virtual_memory().available) - self._services.presence.kept_bytes
+        per_token = loaded.cache_bytes_per_token + ITEM_BYTES[self.settings.dtype] * loaded.hidden  # history too
+        return min(self.settings.cache_tokens, max(0, free) // 2 // max(1, per_token))
 
     def _on_server_change(self) -> None:
         """Room or load may be other than what was announced: tell when that is worth it."""
         if self._serving is None:
             return
-        server, (announced, said) = self._serving.server, self._announced
+        server, (announced_room, announced_load) = self._serving.server, self._announced
         free, load = server.ledger.room_tokens, server.n_decoding()
-        is_room_news = abs(free - announced) > NEWS_SHARE * server.ledger.total_tokens
-        if is_room_news or abs(load - said) > max(1, NEWS_SHARE * said):
+        is_room_news = abs(free - announced_room) > NEWS_SHARE * server.ledger.total_tokens
+        if is_room_news or abs(load - announced_load) > max(1, NEWS_SHARE * announced_load):
             self._announced = free, load
-            self._around.directory.announce_soon()
+            self._services.directory.announce_soon()
 
     def _set(self, state: State, why: str) -> None:
         self.state, self.why = state, why
@@ -382,15 +384,15 @@ class Hosting:
 
     def records(self) -> list[dict[str, Any]]:
         """This hosting's SpanRecord, without what all records share."""
-        serving, wanted = self._serving, self.wanted
-        always = {"kind": "span", "slot": self.slot, "dtype": wanted.dtype, "quantize": wanted.format}
+        serving, settings = self._serving, self.settings
+        always = {"kind": "span", "slot": self.slot, "dtype": settings.dtype, "quantize": settings.format}
         if serving is None:
             if self._coming is None:
                 return self._left_record  # else its last record would be believed until it expires
             model, blocks = self._coming
             return [{**always, "state": "joining", "model": model, "start": blocks.start, "end": blocks.end}]
-        server, loaded, config = serving.server, serving.worker.loaded, self._around.config
-        likely, trips = self.likely_next(), self._around.directory.links.round_trip_s
+        server, loaded, config = serving.server, serving.worker.loaded, self._services.config
+        likely, trips = self.likely_next(), self._services.directory.links.round_trip_s
         nearest = sorted(trips.items(), key=lambda pair: (pair[0] not in likely, pair[1]))
         span = {
             **always,
@@ -406,12 +408,12 @@ class Hosting:
             "head": bool(loaded and loaded.has_head),
             "n_decoding": server.n_decoding(),
             "moves_left": self.balancer.moves_left if self._may_move else 0,
-            "any_model": self._may_move and not wanted.model,
+            "any_model": self._may_move and not settings.model,
             "free_cache_tokens": server.ledger.room_tokens,
             "training_bytes": config.tuning_mib << 20,
             "training_share": config.tuning_share,
             "round_trip_ms": {p: 1000 * s for p, s in nearest[:ROUND_TRIPS_IN_RECORD]},
-            "leaves_at": self._around.presence.leaves_at,
+            "leaves_at": self._services.presence.leaves_at,
         }
         self._left_record = [{**span, "state": "draining"}]
         return [span]
@@ -427,15 +429,17 @@ class Hosting:
         if self._serving is None:
             return set()
         model, span = self._serving.model, self._serving.server.served.span
-        wanted = {span.end, span.start - 1}
-        spans = self._around.directory.view().spans
-        return {PeerId(s.peer) for s in spans if s.model == model and any(s.start <= b < s.end for b in wanted)}
+        neighbour_blocks = {span.end, span.start - 1}
+        spans = self._services.directory.view().spans
+        return {
+            PeerId(s.peer) for s in spans if s.model == model and any(s.start <= b < s.end for b in neighbour_blocks)
+        }
 
     def snapshot(self) -> status.HostingStatus:
         serving = self._serving
         return status.HostingStatus(
             slot=self.slot,
-            wanted=self.wanted.model or "whatever the swarm lacks",
+            wanted=self.settings.model or "whatever the swarm lacks",
             state=str(self.state),
             why=serving.worker.snapshot().reason if serving and self.state is State.LOADING else self.why,
             serving=self._serving_status(serving) if serving else None,
@@ -446,7 +450,7 @@ class Hosting:
         )
 
     def _serving_status(self, serving: _Serving) -> status.ServingStatus:
-        catalog, span = self._around.directory.view().catalog, serving.placement.action
+        catalog, span = self._services.directory.view().catalog, serving.placement.action
         return status.ServingStatus(
             model=serving.model,
             name=catalog.name_of(serving.model),

@@ -41,10 +41,10 @@ TO_WHERE_IT_ENDS = (Progress, Backward)
 class Hosts:
     """See the module."""
 
-    def __init__(self, around: HostingServices) -> None:
-        self._around = around
-        wanted = enumerate(around.config.to_host())
-        self._hostings = [Hosting(around, serve, slot, self.deliver) for slot, serve in wanted]
+    def __init__(self, services: HostingServices) -> None:
+        self._services = services
+        wanted = enumerate(services.config.to_host())
+        self._hostings = [Hosting(services, serve, slot, self.deliver) for slot, serve in wanted]
 
     def __iter__(self) -> Iterator[Hosting]:
         return iter(self._hostings)
@@ -128,13 +128,13 @@ class Hosts:
         if not model:
             return self._hostings
         rows = [(h, h.snapshot()) for h in self._hostings]
-        catalog = self._around.directory.view().catalog
+        catalog = self._services.directory.view().catalog
         names = {model, *catalog.names_of(catalog.models[model][0] if model in catalog.models else model)}
-        found = [h for h, row in rows if h.wanted.model in names or (row.serving and row.serving.name in names)]
-        if not found:
+        matching = [h for h, row in rows if h.settings.model in names or (row.serving and row.serving.name in names)]
+        if not matching:
             known = ", ".join(row.serving.name or row.serving.model if row.serving else row.wanted for _, row in rows)
             raise ConfigError(f"this daemon serves no model {model!r}; it serves: {known or 'nothing'}")
-        return found
+        return matching
 
     # --- what they say of themselves ---------------------------------------------------------------------------
 

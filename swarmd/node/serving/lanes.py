@@ -120,22 +120,24 @@ class ServerLanes:
             raise Refused(Code.UNSUPPORTED, "this server takes no training work (tuning_mib is 0)")
         self._server.require_serving(opening.model, opening.start, opening.end, opening.dtype, opening.codec)
         key, principal = (opening.session, opening.start), self._exchange.principal(channel.peer)
-        own = sum(lane.principal == principal for lane in self._lanes)
-        if own >= MAX_LANES_PER_CLIENT or len(self._lanes) >= MAX_LANES:
-            raise Refused(Code.NO_CAPACITY, f"{len(self._lanes)} lanes are open here, {own} of this client", 10.0)
+        n_of_client = sum(lane.principal == principal for lane in self._lanes)
+        if n_of_client >= MAX_LANES_PER_CLIENT or len(self._lanes) >= MAX_LANES:
+            raise Refused(
+                Code.NO_CAPACITY, f"{len(self._lanes)} lanes are open here, {n_of_client} of this client", 10.0
+            )
         if any(k[0] == opening.session and lane.client != channel.peer for k, lane in self._lanes.items()):
             raise Refused(Code.STRANGER, "another client has a lane of this name")
         span = Span(opening.start, opening.end)
-        before, after = PeerId(opening.predecessor) or channel.peer, PeerId(opening.successor) or channel.peer
-        lane = LaneHop(channel.peer, principal, span, before, after, used_at=trio.current_time())
+        predecessor, successor = PeerId(opening.predecessor) or channel.peer, PeerId(opening.successor) or channel.peer
+        lane = LaneHop(channel.peer, principal, span, predecessor, successor, used_at=trio.current_time())
         self._lanes.put(key, lane)
         weight = self._server.served.weight_of(channel.peer)
         await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal, weight=weight)))
         self._tasks.start_soon(self._reply_opened, channel, opening, lane)
 
     async def _reply_opened(self, channel: Channel, opening: OpenLane, lane: LaneHop) -> None:
-        found = await self._server.onward.reach("training", lane.client, lane.successor)
-        lane.push, lane.why = found.action, found.reason
+        decision = await self._server.onward.reach("training", lane.client, lane.successor)
+        lane.push, lane.why = decision.action, decision.reason
         loaded = self._worker.loaded
         arity = loaded.layer_arity if loaded else 0
         reply = Opened(re=opening.id, push=lane.push, why=lane.why[:500], layer_arity=arity)
@@ -143,8 +145,8 @@ class ServerLanes:
 
     async def _on_work(self, peer: PeerId, message: Forward | Backward, frame: Frame) -> None:
         is_forward = isinstance(message, Forward)
-        at = (message.session, message.start)
-        lane = self._lanes.get(at) if is_forward else self._lanes.ending_at(*at)
+        key = (message.session, message.start)
+        lane = self._lanes.get(key) if is_forward else self._lanes.ending_at(*key)
         if lane is None:
             raise Refused(Code.NO_SESSION, f"no lane {message.session.hex()[:8]} at block {message.start} here")
         if peer not in (lane.client, lane.predecessor if is_forward else lane.successor):
@@ -152,9 +154,9 @@ class ServerLanes:
         if is_forward and self._server.is_draining:
             raise Refused(Code.NOT_SERVING, "this server is about to stop serving", 5.0)
         waiting = [(other.principal, sum(other.waiting.values())) for other in self._lanes]
-        own, in_all = sum(n for p, n in waiting if p == lane.principal), sum(n for _, n in waiting)
-        if max(2 * own, in_all) + len(frame.raw) > 2 * self._limit_bytes:
-            text = f"{own} B of this client, and {in_all} B in all, wait to be computed here"
+        client_bytes, total_bytes = sum(n for p, n in waiting if p == lane.principal), sum(n for _, n in waiting)
+        if max(2 * client_bytes, total_bytes) + len(frame.raw) > 2 * self._limit_bytes:
+            text = f"{client_bytes} B of this client, and {total_bytes} B in all, wait to be computed here"
             raise Refused(Code.NO_CAPACITY, text, RETRY_AFTER_S)
         kind = (type(message), message.seq)
         lane.waiting[kind] = lane.waiting.get(kind, 0) + len(frame.raw)
@@ -190,27 +192,27 @@ class ServerLanes:
         """Who takes what the worker says by itself of fine-tuning; refusals come by ``take_worker_refusal``."""
         return {Forward: self._on_forward, Backward: self._on_backward, Gradients: self._on_gradients}
 
-    async def _on_forward(self, message: Forward, frame: Frame, more: bool) -> None:
+    async def _on_forward(self, message: Forward, frame: Frame, has_more: bool) -> None:
         lane = self._lanes.ending_at(message.session, message.start)
         if lane is not None:
             self._done(lane, message)
             await self._outbox.send(lane.successor if lane.push else lane.client, frame.raw)
 
-    async def _on_backward(self, message: Backward, frame: Frame, more: bool) -> None:
+    async def _on_backward(self, message: Backward, frame: Frame, has_more: bool) -> None:
         lane = self._lanes.get((message.session, message.start))
         if lane is not None:
             self._done(lane, message)
             await self._outbox.send(lane.predecessor, frame.raw)
 
-    async def _on_gradients(self, message: Gradients, frame: Frame, more: bool) -> None:
+    async def _on_gradients(self, message: Gradients, frame: Frame, has_more: bool) -> None:
         lane = self._lanes.get((message.session, message.start))
         if lane is not None:
             self._outbox.tell(lane.client, frame.raw)
 
     def take_worker_refusal(self, refusal: Refusal, frame: Frame) -> bool:
         """Tell a lane's client what its worker refused; False when it was about no lane here."""
-        at = refusal.session or b"", refusal.start
-        lane = self._lanes.get(at) or self._lanes.ending_at(*at)
+        key = refusal.session or b"", refusal.start
+        lane = self._lanes.get(key) or self._lanes.ending_at(*key)
         if lane is None:
             return False
         refused = Forward if refusal.start == lane.span.start else Backward
@@ -263,8 +265,8 @@ class ServerLanes:
 
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> bool:
         """A neighbour refused what was pushed to it: the client must know."""
-        at = refusal.session or b"", refusal.start
-        for lane in (self._lanes.get(at), self._lanes.ending_at(*at)):
+        key = refusal.session or b"", refusal.start
+        for lane in (self._lanes.get(key), self._lanes.ending_at(*key)):
             if lane is not None and peer in (lane.predecessor, lane.successor):
                 self._outbox.tell(lane.client, framed(refusal))
                 return True

@@ -88,8 +88,8 @@ class Outbox:
         """Why a frame cannot wait with those for peers of the same sponsor; "" when it can."""
         of_others = sum(w.n_bytes for w in self._waiting.values() if w.sponsor != waiting.sponsor)
         of_sponsor = sum(w.n_bytes for w in self._waiting.values() if w.sponsor == waiting.sponsor)
-        left = MAX_WAITING_BYTES - of_others
-        if of_sponsor + n_bytes > max(MUCH_BYTES, MAX_SHARE * left) or of_sponsor + n_bytes > left:
+        room_bytes = MAX_WAITING_BYTES - of_others
+        if of_sponsor + n_bytes > max(MUCH_BYTES, MAX_SHARE * room_bytes) or of_sponsor + n_bytes > room_bytes:
             return f"{of_sponsor >> 20} MiB wait to be sent, and that is its share"
         stalled_s = trio.current_time() - waiting.took_at
         if waiting.n_bytes + n_bytes > MUCH_BYTES and stalled_s > STALLED_S:

@@ -65,16 +65,16 @@ class Receipts:
         """The client has signed a bill that it was given. Raises RemoteProtocolError."""
         identity = self._served.identity
         try:
-            said = usage_receipt.read_body_untrusted(body)
-            about = (said.giver, said.taker, said.session, said.start, said.end)
-            if about != (identity.peer_id, hop.state.client, message.session, hop.span.start, hop.span.end):
+            bill = usage_receipt.read_body_untrusted(body)
+            parties = (bill.giver, bill.taker, bill.session, bill.start, bill.end)
+            if parties != (identity.peer_id, hop.state.client, message.session, hop.span.start, hop.span.end):
                 raise IntegrityError("a bill of another session")
-            if hop.trail is None or said.n_tokens > hop.trail.n_computed:
-                raise IntegrityError(f"a bill for {said.n_tokens} tokens, more than were computed")
-            usage_receipt.verify_taken_untrusted(said, body, message.taken)
+            if hop.trail is None or bill.n_tokens > hop.trail.n_computed:
+                raise IntegrityError(f"a bill for {bill.n_tokens} tokens, more than were computed")
+            usage_receipt.verify_taken_untrusted(bill, body, message.taken)
         except IntegrityError as error:
             raise Forged(str(error)) from None
-        hop.bill = said, SignedUsageReceipt(body, usage_receipt.given_by(identity, body), message.taken)
+        hop.bill = bill, SignedUsageReceipt(body, usage_receipt.given_by(identity, body), message.taken)
 
     def ended(self, hop: SessionHop) -> None:
         """A session is over: what it came to goes into the books."""
@@ -93,13 +93,13 @@ class Receipts:
 
     async def _pass_on(self, client: PeerId, request: WantTokens, answer: WorkerReply) -> None:
         try:
-            said = await answer.wait()
+            reply = await answer.wait()
         except (Refused, WorkerLost) as error:
             code = error.code if isinstance(error, Refused) else Code.SESSION_LOST
             self._outbox.tell(client, framed(Refusal(re=request.id, code=code.value, message=str(error)[:500])))
             return
-        assert isinstance(said, TokensAre)
-        self._outbox.tell(client, framed(TokensAre(re=request.id, tensor=said.tensor), answer.payload))
+        assert isinstance(reply, TokensAre)
+        self._outbox.tell(client, framed(TokensAre(re=request.id, tensor=reply.tensor), answer.payload))
 
     def _signed(self, key: Key, hop: SessionHop, call_id: int = 0) -> bytes:
         assert hop.trail is not None
@@ -136,6 +136,8 @@ class Receipts:
             n_tokens=hop.trail.n_computed,
             at=int(self._exchange.now()),
         )
-        offered, given = usage_receipt.offer(so_far, self._served.identity)
-        at = ReceiptIs(re=call_id, session=key[0], start=key[1], signature=signature, bill=offered, given=given)
-        return framed(at, body)
+        offered, giver_signature = usage_receipt.offer(so_far, self._served.identity)
+        message = ReceiptIs(
+            re=call_id, session=key[0], start=key[1], signature=signature, bill=offered, given=giver_signature
+        )
+        return framed(message, body)

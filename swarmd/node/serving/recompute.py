@@ -63,15 +63,15 @@ class Recompute:
         self, key: bytes, start: int, hidden: Floats, coming: trio.MemoryReceiveChannel[Floats | Refusal]
     ) -> Floats:
         outs: list[Floats] = []
-        for seq, at in enumerate(range(0, hidden.shape[1], TOKENS_AT_ONCE), 1):
-            window = hidden[:, at : at + TOKENS_AT_ONCE]
-            meta, payload = pack_array(window, self._served.dtype, at)
+        for seq, offset in enumerate(range(0, hidden.shape[1], TOKENS_AT_ONCE), 1):
+            window = hidden[:, offset : offset + TOKENS_AT_ONCE]
+            meta, payload = pack_array(window, self._served.dtype, offset)
             op = Op(session=key, start=start, epoch=1, seq=seq, settled=seq - 1, tensor=meta)
             await self._worker.send(framed(op, payload))
-            said = await coming.receive()
-            if isinstance(said, Refusal):
-                raise Refused(Code(said.code), said.message)
-            outs.append(said)
+            answer = await coming.receive()
+            if isinstance(answer, Refusal):
+                raise Refused(Code(answer.code), answer.message)
+            outs.append(answer)
         return np.concatenate(outs, 1)
 
     def take(self, message: Op | Refusal, frame: Frame | None) -> bool:

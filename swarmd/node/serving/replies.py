@@ -37,12 +37,12 @@ class Replies:
         self._outbox.tell(channel.peer, framed(reply))
 
     async def replayed(self, peer: PeerId, message: Replay, answer: WorkerReply) -> None:
-        def replayed(said: Replayed) -> Replayed:
-            return Replayed(re=message.id, ops=said.ops, tokens=said.tokens)
+        def replayed(reply: Replayed) -> Replayed:
+            return Replayed(re=message.id, ops=reply.ops, tokens=reply.tokens)
 
         self._outbox.tell(peer, framed(await answer.reply(message.id, replayed)))
 
     async def _connect_onward(self, hop: SessionHop) -> None:
         """Find out whether this server can push to its successor; ``hop.why`` says so."""
-        found = await self._onward.reach("interactive", hop.state.client, hop.successor)
-        hop.push, hop.why = found.action, found.reason
+        decision = await self._onward.reach("interactive", hop.state.client, hop.successor)
+        hop.push, hop.why = decision.action, decision.reason

@@ -370,7 +370,7 @@ class Server:
             Inherited: self._on_inherited,
         }
 
-    async def _on_output(self, op: Op, frame: Frame, more: bool) -> None:
+    async def _on_output(self, op: Op, frame: Frame, has_more: bool) -> None:
         hop = self._hops.ending_at(op.session, op.start)
         if hop is None:
             self.own.take(op, frame)
@@ -387,21 +387,21 @@ class Server:
             hop.watch.on_sent(op.seq, trio.current_time())
         elif self._rpc.existing(hop.state.client) is not None:
             receiver = hop.state.client
-        if receiver is not None and more:
+        if receiver is not None and has_more:
             self._outbox.put(receiver, frame.raw)
         elif receiver is not None:
             await self._outbox.send(receiver, frame.raw)
 
-    async def _on_done(self, message: Done, frame: Frame, more: bool) -> None:
+    async def _on_done(self, message: Done, frame: Frame, has_more: bool) -> None:
         hop = self._hops.get((message.session, message.start))
         if hop is not None:
             hop.state.finished = max(hop.state.finished, message.seq)
             self._receipts.left((message.session, message.start), hop, message.seq, None, frame.payload)
 
-    async def _on_own_cache_part(self, message: CachePart, frame: Frame, more: bool) -> None:
+    async def _on_own_cache_part(self, message: CachePart, frame: Frame, has_more: bool) -> None:
         self._migrations.put((message.session, message.start), frame.raw)
 
-    async def _on_inherited(self, message: Inherited, frame: Frame, more: bool) -> None:
+    async def _on_inherited(self, message: Inherited, frame: Frame, has_more: bool) -> None:
         hop = self._hops.get((message.session, message.start))
         if hop is not None and hop.inherit_from is not None and message.epoch == hop.state.epoch:
             hop.inherit_from = None

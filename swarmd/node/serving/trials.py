@@ -40,7 +40,7 @@ class _TrialResult:
     n_refusals: int = 0
 
 
-def of(span: SpanRecord) -> Own:
+def claimant_of(span: SpanRecord) -> Own:
     """Whose claim it is."""
     return span.peer, span.slot
 
@@ -52,7 +52,7 @@ class Trials:
         self._rpc = rpc
         self._exchange = exchange
         self._rng = rng
-        self._tried: dict[Own, _TrialResult] = {}
+        self._results: dict[Own, _TrialResult] = {}
         self._joining_since: dict[Own, float] = {}
 
     def cover(self, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
@@ -61,42 +61,44 @@ class Trials:
         Where that leaves nobody else, the fault may be here: all count.
         """
         me, now = self._rpc.network.peer_id, trio.current_time()
-        there = {of(s) for s in spans}
-        self._joining_since = {own: at for own, at in self._joining_since.items() if own in there}
+        claimants = {claimant_of(s) for s in spans}
+        self._joining_since = {
+            claimant: since for claimant, since in self._joining_since.items() if claimant in claimants
+        }
         for span in spans:
             if span.state == "joining":
-                self._joining_since.setdefault(of(span), now)
+                self._joining_since.setdefault(claimant_of(span), now)
         counted = [s for s in spans if s.peer == me or self._counts(s, now)]
         return counted if any(s.peer != me for s in counted) else list(spans)
 
     def _counts(self, span: SpanRecord, now: float) -> bool:
-        is_loading_for_ever = now - self._joining_since.get(of(span), now) > JOINING_S
+        is_loading_for_ever = now - self._joining_since.get(claimant_of(span), now) > JOINING_S
         return self._refusals(span) < REFUSALS and not (span.state == "joining" and is_loading_for_ever)
 
     async def try_some(self, spans: Iterable[SpanRecord]) -> None:
         """Try a few claims, those first that were not tried for longest."""
         me = self._rpc.network.peer_id
-        others = [s for s in spans if s.peer != me and s.state == "online"]
-        self._rng.shuffle(others)
-        others.sort(key=lambda s: self._tried[of(s)].at if of(s) in self._tried else -1.0)
-        await self.serving(others[:TRIED_EACH_LOOK])
+        online_spans = [s for s in spans if s.peer != me and s.state == "online"]
+        self._rng.shuffle(online_spans)
+        online_spans.sort(key=lambda s: self._results[claimant_of(s)].at if claimant_of(s) in self._results else -1.0)
+        await self.serving(online_spans[:TRIED_EACH_LOOK])
 
     async def serving(self, spans: Iterable[SpanRecord]) -> set[Own]:
         """Try claims now; returns those that take a session."""
-        found, limit = set[Own](), trio.CapacityLimiter(TRIED_AT_ONCE)
+        accepting, limit = set[Own](), trio.CapacityLimiter(TRIED_AT_ONCE)
 
         async def attempt(span: SpanRecord) -> None:
             async with limit:
                 is_serving = await self._takes_session(span)
             self._note(span, is_serving)
             if is_serving:
-                found.add(of(span))
-                self._joining_since.pop(of(span), None)
+                accepting.add(claimant_of(span))
+                self._joining_since.pop(claimant_of(span), None)
 
         async with trio.open_nursery() as nursery:
             for span in spans:
                 nursery.start_soon(attempt, span)
-        return found
+        return accepting
 
     async def _takes_session(self, span: SpanRecord) -> bool:
         opening = opening_of(os.urandom(16), span, Span(span.start, span.end), TRIAL_TOKENS)
@@ -109,15 +111,17 @@ class Trials:
             return False
 
     def _refusals(self, span: SpanRecord) -> int:
-        tried = self._tried.get(of(span))
-        return tried.n_refusals if tried is not None else 0
+        result = self._results.get(claimant_of(span))
+        return result.n_refusals if result is not None else 0
 
     def _note(self, span: SpanRecord, is_serving: bool) -> None:
-        now, before = trio.current_time(), self._tried.pop(of(span), None)
+        now, previous = trio.current_time(), self._results.pop(claimant_of(span), None)
         n_refusals = 0 if is_serving else 1
-        if before is not None and not is_serving:
-            n_refusals = before.n_refusals + (now - before.at >= APART_S)
-        is_early = before is not None and not is_serving and now - before.at < APART_S
-        self._tried[of(span)] = _TrialResult(before.at if is_early and before is not None else now, n_refusals)
-        if len(self._tried) > MAX_REMEMBERED:
-            del self._tried[next(iter(self._tried))]
+        if previous is not None and not is_serving:
+            n_refusals = previous.n_refusals + (now - previous.at >= APART_S)
+        is_early = previous is not None and not is_serving and now - previous.at < APART_S
+        self._results[claimant_of(span)] = _TrialResult(
+            previous.at if is_early and previous is not None else now, n_refusals
+        )
+        if len(self._results) > MAX_REMEMBERED:
+            del self._results[next(iter(self._results))]

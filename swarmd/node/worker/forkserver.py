@@ -52,7 +52,7 @@ class ForkedProcess:
         request = {"module": module, "arguments": [*arguments], "environment": {**environment}, "outputs": outputs}
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
         self._connection.sendmsg([json.dumps(request).encode() + b"\n"], [rights])
-        self._said = b""
+        self._received = b""
         self.pid = int(self._line())
 
     def poll(self) -> int | None:
@@ -74,12 +74,12 @@ class ForkedProcess:
                 os.kill(self.pid, number)
 
     def _line(self) -> bytes:
-        while b"\n" not in self._said:
+        while b"\n" not in self._received:
             data = self._connection.recv(64)
             if not data:
                 return b""
-            self._said += data
-        line, self._said = self._said.split(b"\n", 1)
+            self._received += data
+        line, self._received = self._received.split(b"\n", 1)
         return line
 
 
@@ -144,8 +144,8 @@ def _fork(listener: socket.socket, connection: socket.socket, children: dict[int
     request = json.loads(data)
     pid = os.fork()
     if not pid:
-        for other in (listener, connection, *children.values()):
-            other.close()
+        for inherited in (listener, connection, *children.values()):
+            inherited.close()
         _become(request, list(files))
     for file in files:
         os.close(file)

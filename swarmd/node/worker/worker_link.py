@@ -349,14 +349,14 @@ class WorkerLink:
                 if isinstance(tick, Tick):
                     self._n_handled, self.n_reused = tick.handled, tick.reused
 
-    async def _take(self, message: WorkerMessage, frame: Frame, more: bool) -> None:
+    async def _take(self, message: WorkerMessage, frame: Frame, has_more: bool) -> None:
         if isinstance(message, Loaded):
             self._loaded = message
             self._set("online", _serving(message))
             await self._on_change()
         elif isinstance(message, Improved) and self._loaded is not None:
-            about = {"kernels": message.kernels, "quantization_error": message.quantization_error}
-            self._loaded = msgspec.structs.replace(self._loaded, **about)
+            changes = {"kernels": message.kernels, "quantization_error": message.quantization_error}
+            self._loaded = msgspec.structs.replace(self._loaded, **changes)
             self._reason = _serving(self._loaded)
             await self._on_change()
         elif isinstance(message, Loading):
@@ -375,7 +375,7 @@ class WorkerLink:
         elif (answer := self._answers.pop(getattr(message, "re", 0), None)) is not None:
             answer.arrive(message, frame.payload)
         elif (handle := self._handlers.get(type(message))) is not None:
-            await handle(message, frame, more)
+            await handle(message, frame, has_more)
             self._heard_at = trio.current_time()  # what delivering took is not the worker's silence
 
     def _progress(self, loading: Loading) -> str:
