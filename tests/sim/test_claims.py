@@ -85,7 +85,17 @@ class World:
             return True
 
         clock = lambda: 10_000 + trio.current_time()  # noqa: E731
-        await Balancer(self.view, (me, 0), clock, self.rng, LOOK_S, Turnover(clock), trials, move).run()
+        balancer = Balancer(
+            self.view,
+            (me, 0),
+            wall_clock=clock,
+            rng=self.rng,
+            interval_s=LOOK_S,
+            turnover=Turnover(clock),
+            trials=trials,
+            on_move=move,
+        )
+        await balancer.run()
 
     async def shift(self) -> None:
         """Claim what is held least, and leave it when somebody has gone elsewhere."""

@@ -53,7 +53,8 @@ class ServerAdapters:
         """Refuse a session until its adapter is ready; begins to get it. Raises Refused."""
         if adapter in self._ready:
             return
-        if (base := self._listed().get(adapter)) is None:
+        base = self._listed().get(adapter)
+        if base is None:
             raise Refused(Code.NOT_HELD, f"no catalog known here lists the adapter {adapter[:12]}", UNLISTED_RETRY_S)
         if base != self._base:
             raise Refused(Code.UNSUPPORTED, f"{adapter[:12]} is made for {base[:12]}, not for {self._base[:12]}")
@@ -73,13 +74,15 @@ class ServerAdapters:
         self._coming.clear()
 
     async def _get(self, adapter: str) -> None:
-        code, failure = Code.UNSUPPORTED, ""  # what is wrong with it stays wrong
+        code = Code.UNSUPPORTED  # what is wrong with an adapter stays wrong
         try:
             async with self._fetches:
                 manifest = await self._supply.manifest(ModelId(adapter))
-                if (base := adapters.base_of(manifest)) != self._base:
+                base = adapters.base_of(manifest)
+                if base != self._base:
                     raise IntegrityError(f"{adapter[:12]} is made for {base[:12]}, not for {self._base[:12]}")
-                if (n_bytes := sum(entry.n_bytes for entry in manifest.entries)) > MAX_BYTES:
+                n_bytes = sum(entry.n_bytes for entry in manifest.entries)
+                if n_bytes > MAX_BYTES:
                     raise IntegrityError(f"an adapter of {n_bytes} B; at most {MAX_BYTES} are loaded")
                 folder = await self._supply.ensure(ModelId(adapter))
             config = msgspec.json.encode(adapters.lora_of(folder.manifest))
@@ -90,9 +93,10 @@ class ServerAdapters:
                 self._supply.discard(ModelId(adapter))
         except WorkerLost:
             self._coming.discard(adapter)
-            return  # the next one is asked anew
+            return  # the next worker is asked anew
         except SwarmUnavailable as error:
-            code, failure = Code.NOT_HELD, str(error)
+            code = Code.NOT_HELD
+            failure = str(error)
         except SwarmError as error:
             failure = str(error)
         self._coming.discard(adapter)
@@ -105,4 +109,4 @@ class ServerAdapters:
         logger.warning("no adapter %s: %s", adapter[:12], reason)
         if len(self._failed) >= MAX_REMEMBERED:
             del self._failed[next(iter(self._failed))]
-        self._failed[adapter] = code, reason[:500], trio.current_time() + FAILED_FOR_S
+        self._failed[adapter] = (code, reason[:500], trio.current_time() + FAILED_FOR_S)

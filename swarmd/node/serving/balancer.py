@@ -41,7 +41,7 @@ LOOKS_THAT_AGREE = 2  # a record that came late must not move anybody
 
 @dataclass(frozen=True, slots=True)
 class Risk:
-    """How safe a model's blocks are: holders wanted, held by the rarest block, and the chance of a gap in an hour."""
+    """How safe a model's blocks are: holders wanted, holders of the rarest block, the chance of a gap in an hour."""
 
     target: int
     lowest: int
@@ -63,19 +63,38 @@ class Turnover:
         for peer, (up_since, seen_at) in self._seen.items():
             if present.get(peer) != up_since:  # gone, or started again
                 self._lifetimes_s.append(max(1.0, now - seen_at))
-        fresh = {p: (since, now) for p, since in present.items() if self._seen.get(p, (0, 0.0))[0] != since}
-        self._seen = {p: self._seen[p] for p in present if p not in fresh} | fresh
+        seen: dict[PeerId, tuple[int, float]] = {}
+        for peer, up_since in present.items():
+            known = self._seen.get(peer)
+            if known is None or known[0] != up_since:
+                known = (up_since, now)
+            seen[peer] = known
+        self._seen = seen
 
     def risk(self, view: SwarmView, model: ModelId, n_blocks: int) -> Risk:
         """How safe the blocks of a model are by what was seen so far."""
         holders = view.holders(model, n_blocks)
         now = self._wall_clock()
-        hazard = hazard_per_s(list(self._lifetimes_s), [max(0.0, now - seen_at) for _, seen_at in self._seen.values()])
+        ages_s = [max(0.0, now - seen_at) for _, seen_at in self._seen.values()]
+        hazard = hazard_per_s(list(self._lifetimes_s), ages_s)
         lowest = min(map(len, holders), default=0)
-        chance = 1.0 if lowest == 0 else None if hazard is None else gap_chance(holders, hazard)
+        if lowest == 0:
+            chance: float | None = 1.0
+        else:
+            chance = None if hazard is None else gap_chance(holders, hazard)
         return Risk(TARGET_REDUNDANCY, lowest, chance)
 
 
+# All members compute the same plan from records, and only the server that the plan names first moves. Three things
+# could still make servers move for nothing, so a move needs all of:
+#
+#     look -> the same target, look after look (views differ for a moment)     ``look_again``
+#          -> other holders of these blocks take a session now                 ``_is_spared``
+#          -> the plan without holders that take none still says so            ``_is_spared``
+#          -> moves left today                                                 ``look``
+#
+# Peers could announce blocks that they never serve, to make honest servers leave them. Such a claim stops counting once
+# its trial sessions are refused (``trials``), and before a move each claim that matters is tried again.
 class Balancer:
     """Decides when one server moves. ``on_move`` has it hold the target instead; False when that cannot be.
 
@@ -86,6 +105,7 @@ class Balancer:
         self,
         view: Callable[[], SwarmView],
         own_slot: Own,
+        *,
         wall_clock: Callable[[], float],
         rng: random.Random,
         interval_s: float,
@@ -108,19 +128,22 @@ class Balancer:
 
     @property
     def moves_left(self) -> int:
+        """How often this server may still move today."""
         return max(0, moves_left(self._moved_at, self._wall_clock()))
 
     def snapshot(self) -> BalanceStatus:
         return BalanceStatus(last_move=self._last_move, last_look=self._last_look, moves_left=self.moves_left)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Look at the swarm now and then, and move when that is due, until cancelled."""
         task_status.started()
         while True:
             await trio.sleep(self._interval_s * self._rng.uniform(0.8, 1.2))
             self._turnover.observe(self._view())
             await self._trials.try_some(self._view().listed())
             view = self._view()
-            view = replace(view, spans=tuple(self._trials.cover(view.spans)))
+            believed_spans = tuple(self._trials.cover(view.spans))
+            view = replace(view, spans=believed_spans)
             due = self.look_again(view)
             if due is None or not await self._is_spared(view, due.action):
                 continue
@@ -140,7 +163,10 @@ class Balancer:
         other_spans = [s for s in view.serving(ModelId(own_span.model)) if s.peer != own_span.peer]
         near = [s for s in other_spans if s.start < own_span.end and s.end > own_span.start]
         serving = await self._trials.serving(near)
-        held_blocks = {block for s in near if claimant_of(s) in serving for block in range(s.start, s.end)}
+        held_blocks: set[int] = set()
+        for span in near:
+            if claimant_of(span) in serving:
+                held_blocks |= set(range(span.start, span.end))
         if missing := set(range(own_span.start, own_span.end)) - held_blocks:
             blocks = ", ".join(map(str, ranges(missing)))
             self._last_look = f"this server stays: nobody else who holds blocks {blocks} takes sessions"
@@ -158,9 +184,11 @@ class Balancer:
         if decision.action is None:
             self._meant = None
             return None
-        n_agreeing = self._meant[1] if self._meant is not None and self._meant[0] == decision.action else 0
-        if n_agreeing + 1 < needed:
-            self._meant = decision.action, n_agreeing + 1
+        n_agreeing = 1
+        if self._meant is not None and self._meant[0] == decision.action:
+            n_agreeing += self._meant[1]
+        if n_agreeing < needed:
+            self._meant = (decision.action, n_agreeing)
             return None
         self._meant = None
         return Decision(decision.action, decision.reason)
@@ -171,10 +199,9 @@ class Balancer:
         if own_span is None:
             return Decision(None, "nothing is served here yet that could move"), 0
         if not own_span.moves_left:
-            has_moved = not self.moves_left
-            why = (
-                f"it moved {MAX_MOVES_PER_DAY} times today" if has_moved else "its blocks are fixed (--blocks, balance)"
-            )
+            why = "its blocks are fixed (--blocks, balance)"
+            if not self.moves_left:
+                why = f"it moved {MAX_MOVES_PER_DAY} times today"
             return Decision(None, f"this server stays: {why}"), 0
         me = view.peers.get(PeerId(own_span.peer))
         if me is None or self._wall_clock() - me.up_since < self._interval_s:
@@ -190,8 +217,10 @@ class Balancer:
     def _look_within(self, view: SwarmView, own_span: SpanRecord) -> Decision[Target | None]:
         """Should it hold other blocks of the same model?"""
         n_blocks = next((n for m, n in view.catalog.models.values() if m == own_span.model), 0)
-        spans = [s for s in view.spans if s.model == own_span.model and s.end <= n_blocks and s.state != "draining"]
-        decision = choose_move(holders_of(sorted(spans, key=lambda s: (s.peer, s.slot))), n_blocks)
+        of_model = [s for s in view.spans if s.model == own_span.model and s.end <= n_blocks]
+        staying = [s for s in of_model if s.state != "draining"]
+        staying.sort(key=lambda s: (s.peer, s.slot))  # all members compute in the same order
+        decision = choose_move(holders_of(staying), n_blocks)
         if decision.action is None or (decision.action.peer, decision.action.slot) != self._own_slot:
             prefix = "" if decision.action is None else f"{decision.action.peer[-8:]} should move first: "
             return Decision(None, f"{prefix}{decision.reason}")
@@ -203,14 +232,23 @@ def holders_of(spans: Iterable[SpanRecord]) -> list[Holder]:
 
     Nobody counts for more than ``MOST_TIMES`` the median of what all say.
     """
+
+    def blocks_per_s(span: SpanRecord) -> float:
+        tokens_per_s = max(span.decode_tokens_per_s or 1.0, *span.batch_tokens_per_s.values(), 0.001)
+        return tokens_per_s * (span.end - span.start)
+
     known = list(spans)
-    speeds = [
-        max(s.decode_tokens_per_s or 1.0, *s.batch_tokens_per_s.values(), 0.001) * (s.end - s.start) for s in known
-    ]
+    speeds = [blocks_per_s(span) for span in known]
     max_speed = MOST_TIMES * statistics.median(speeds) if speeds else 0.0
-    return [
-        Holder(
-            PeerId(s.peer), Span(s.start, s.end), min(speed, max_speed), s.state == "online", s.moves_left > 0, s.slot
+    holders = []
+    for span, speed in zip(known, speeds, strict=True):
+        holder = Holder(
+            PeerId(span.peer),
+            Span(span.start, span.end),
+            min(speed, max_speed),
+            span.state == "online",
+            span.moves_left > 0,
+            span.slot,
         )
-        for s, speed in zip(known, speeds, strict=True)
-    ]
+        holders.append(holder)
+    return holders

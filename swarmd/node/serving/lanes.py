@@ -42,6 +42,13 @@ DRAIN_LOOK_S = 0.05  # a few micro-batches are left, each some tens of ms
 RETRY_AFTER_S = 1.0  # some micro-batches: then there is room again
 
 
+#     client --Forward--> hop [0,4) --Forward--> hop [4,8) --Forward--> client
+#     client <--Backward- hop [0,4) <-Backward-- hop [4,8) <-Backward-- client
+#            <--Gradients, from each hop for its own blocks
+#
+# A lane keeps no caches and no history. So a failure anywhere ends the lane, the client hears it, and sends the
+# micro-batch through another one. Lanes share the worker with sessions: frames that wait for it are bounded by bytes,
+# counted for each principal (who answers for a client's keys), as many keys as one may have.
 class ServerLanes:
     """All lanes through one server. What may wait for its worker is bounded; with a bound of 0 none are taken.
 
@@ -54,7 +61,7 @@ class ServerLanes:
         self._worker = worker
         self._limit_bytes = server.served.limit_bytes
         self._lanes: Hops[LaneHop] = Hops()
-        to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, refused=self._on_refusal)
+        to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, on_refusal=self._on_refusal)
         self._outbox = Outbox(rpc, self._lost, to_self, "training")
         self._tokens_trained = 0
         self._tasks = Tasks()
@@ -78,11 +85,12 @@ class ServerLanes:
             async with self._tasks.open():
                 task_status.started()
                 while True:
-                    await self._lanes.some()
+                    await self._lanes.wait_for_hop()
                     await trio.sleep(LOOK_INTERVAL_S)
                     now = trio.current_time()
                     for key, lane in self._lanes.items():
-                        if lane.waiting or any(map(self._outbox.is_waiting, (lane.predecessor, lane.successor))):
+                        neighbours = (lane.predecessor, lane.successor)
+                        if lane.waiting or any(map(self._outbox.is_waiting, neighbours)):
                             self._outbox.tell(lane.client, framed(Progress(session=key[0], start=key[1])))
                         elif now - lane.used_at > LEASE_S:
                             await self._end(key)
@@ -99,7 +107,8 @@ class ServerLanes:
             elif isinstance(message, OpenLane) and channel is not None:
                 await self._on_open(channel, message)
             elif isinstance(message, CloseLane):
-                if (lane := self._lanes.get((message.session, message.start))) and lane.client == peer:
+                lane = self._lanes.get((message.session, message.start))
+                if lane is not None and lane.client == peer:
                     await self._end((message.session, message.start))
             elif isinstance(message, PutTuned) and channel is not None:
                 await self._on_put(peer, message, frame)
@@ -119,25 +128,31 @@ class ServerLanes:
         if not self._limit_bytes:
             raise Refused(Code.UNSUPPORTED, "this server takes no training work (tuning_mib is 0)")
         self._server.require_serving(opening.model, opening.start, opening.end, opening.dtype, opening.codec)
-        key, principal = (opening.session, opening.start), self._exchange.principal(channel.peer)
+        principal = self._exchange.principal(channel.peer)
         n_of_client = sum(lane.principal == principal for lane in self._lanes)
         if n_of_client >= MAX_LANES_PER_CLIENT or len(self._lanes) >= MAX_LANES:
-            raise Refused(
-                Code.NO_CAPACITY, f"{len(self._lanes)} lanes are open here, {n_of_client} of this client", 10.0
-            )
-        if any(k[0] == opening.session and lane.client != channel.peer for k, lane in self._lanes.items()):
-            raise Refused(Code.STRANGER, "another client has a lane of this name")
-        span = Span(opening.start, opening.end)
-        predecessor, successor = PeerId(opening.predecessor) or channel.peer, PeerId(opening.successor) or channel.peer
-        lane = LaneHop(channel.peer, principal, span, predecessor, successor, used_at=trio.current_time())
-        self._lanes.put(key, lane)
+            text = f"{len(self._lanes)} lanes are open here, {n_of_client} of this client"
+            raise Refused(Code.NO_CAPACITY, text, 10.0)
+        for (session, _), lane in self._lanes.items():
+            if session == opening.session and lane.client != channel.peer:
+                raise Refused(Code.STRANGER, "another client has a lane of this name")
+        lane = LaneHop(
+            channel.peer,
+            principal,
+            Span(opening.start, opening.end),
+            predecessor=PeerId(opening.predecessor) or channel.peer,
+            successor=PeerId(opening.successor) or channel.peer,
+            used_at=trio.current_time(),
+        )
+        self._lanes.put((opening.session, opening.start), lane)
         weight = self._server.served.weight_of(channel.peer)
         await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal, weight=weight)))
         self._tasks.start_soon(self._reply_opened, channel, opening, lane)
 
     async def _reply_opened(self, channel: Channel, opening: OpenLane, lane: LaneHop) -> None:
         decision = await self._server.onward.reach("training", lane.client, lane.successor)
-        lane.push, lane.why = decision.action, decision.reason
+        lane.push = decision.action
+        lane.why = decision.reason
         loaded = self._worker.loaded
         arity = loaded.layer_arity if loaded else 0
         reply = Opened(re=opening.id, push=lane.push, why=lane.why[:500], layer_arity=arity)
@@ -146,15 +161,21 @@ class ServerLanes:
     async def _on_work(self, peer: PeerId, message: Forward | Backward, frame: Frame) -> None:
         is_forward = isinstance(message, Forward)
         key = (message.session, message.start)
-        lane = self._lanes.get(key) if is_forward else self._lanes.ending_at(*key)
+        lane = self._lanes.get(key) if is_forward else self._lanes.ending_at(message.session, message.start)
         if lane is None:
             raise Refused(Code.NO_SESSION, f"no lane {message.session.hex()[:8]} at block {message.start} here")
-        if peer not in (lane.client, lane.predecessor if is_forward else lane.successor):
+        sender = lane.predecessor if is_forward else lane.successor
+        if peer not in (lane.client, sender):
             raise Refused(Code.STRANGER, f"{peer} is no neighbour in this lane")
         if is_forward and self._server.is_draining:
             raise Refused(Code.NOT_SERVING, "this server is about to stop serving", 5.0)
-        waiting = [(other.principal, sum(other.waiting.values())) for other in self._lanes]
-        client_bytes, total_bytes = sum(n for p, n in waiting if p == lane.principal), sum(n for _, n in waiting)
+        client_bytes = 0
+        total_bytes = 0
+        for open_lane in self._lanes:
+            waiting_bytes = sum(open_lane.waiting.values())
+            total_bytes += waiting_bytes
+            if open_lane.principal == lane.principal:
+                client_bytes += waiting_bytes
         if max(2 * client_bytes, total_bytes) + len(frame.raw) > 2 * self._limit_bytes:
             text = f"{client_bytes} B of this client, and {total_bytes} B in all, wait to be computed here"
             raise Refused(Code.NO_CAPACITY, text, RETRY_AFTER_S)
@@ -167,7 +188,8 @@ class ServerLanes:
         await self._worker.send(frame.raw)
 
     async def _on_put(self, peer: PeerId, message: PutTuned, frame: Frame) -> None:
-        served, principal = self._server.served, self._exchange.principal(peer)
+        served = self._server.served
+        principal = self._exchange.principal(peer)
         if not self._limit_bytes:
             raise Refused(Code.UNSUPPORTED, "this server takes no parameters of clients (tuning_mib is 0)")
         is_held = message.start < message.end and served.span.covers(Span(message.start, message.end))
@@ -184,7 +206,8 @@ class ServerLanes:
             await self._worker.send(framed(request(0), frame.payload))
 
     async def _reply_put(self, peer: PeerId, call_id: int, answer: WorkerReply) -> None:
-        self._outbox.tell(peer, framed(await answer.reply(call_id, lambda _: TunedHeld(re=call_id))))
+        reply = await answer.reply(call_id, lambda _: TunedHeld(re=call_id))
+        self._outbox.tell(peer, framed(reply))
 
     # --- what the worker says --------------------------------------------------------------------------------
 
@@ -211,8 +234,8 @@ class ServerLanes:
 
     def take_worker_refusal(self, refusal: Refusal, frame: Frame) -> bool:
         """Tell a lane's client what its worker refused; False when it was about no lane here."""
-        key = refusal.session or b"", refusal.start
-        lane = self._lanes.get(key) or self._lanes.ending_at(*key)
+        session = refusal.session or b""
+        lane = self._lanes.get((session, refusal.start)) or self._lanes.ending_at(session, refusal.start)
         if lane is None:
             return False
         refused = Forward if refusal.start == lane.span.start else Backward
@@ -234,7 +257,10 @@ class ServerLanes:
     # --- what is lost ----------------------------------------------------------------------------------------
 
     def peer_gone(self, peer: PeerId) -> None:
-        """A connection for fine-tuning ended: frames on their way may be lost, and who is gone holds nothing here."""
+        """Act on the end of a connection for fine-tuning: a peer that is gone holds no lanes here.
+
+        Frames on their way may be lost, so lanes through that peer are over, too.
+        """
         if not self._tasks.is_open:
             return
         for key, lane in self._lanes.items():
@@ -265,8 +291,8 @@ class ServerLanes:
 
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> bool:
         """A neighbour refused what was pushed to it: the client must know."""
-        key = refusal.session or b"", refusal.start
-        for lane in (self._lanes.get(key), self._lanes.ending_at(*key)):
+        session = refusal.session or b""
+        for lane in (self._lanes.get((session, refusal.start)), self._lanes.ending_at(session, refusal.start)):
             if lane is not None and peer in (lane.predecessor, lane.successor):
                 self._outbox.tell(lane.client, framed(refusal))
                 return True

@@ -25,6 +25,13 @@ from swarmd.values import PeerId
 SEND_TIMEOUT_S = 60.0  # for all caches of one hop
 
 
+#     client --HandOver--> this server --HandOver--> its worker
+#                          this server <--CachePart, CachePart, ...-- worker
+#                          this server --CachePart, ... (bulk channel)--> heir
+#     client <--HandedOver, or a refusal, once the last part has left--
+#
+# The queue of parts has no bound: the worker's reader must not wait for a slow heir, or every session's answers would.
+# What waits is at most one hop's caches, and SEND_TIMEOUT_S ends it.
 class Migrations:
     """The caches that leave one server. ``outbox`` reaches the clients that asked for it."""
 
@@ -37,11 +44,12 @@ class Migrations:
         self._parts: dict[Key, trio.MemorySendChannel[bytes]] = {}
 
     def is_under_way(self, key: Key) -> bool:
+        """Are the caches of a hop on their way out?"""
         return key in self._parts
 
     async def begin(self, client: PeerId, request: HandOver) -> None:
         """Have the worker give a hop's caches, and send them on; the client hears how it ended. Raises WorkerLost."""
-        key = request.session, request.start
+        key = (request.session, request.start)
         parts, outgoing = trio.open_memory_channel[bytes](math.inf)
         self._parts[key] = parts
         try:
@@ -81,7 +89,8 @@ class Migrations:
     async def _send_all(self, heir: PeerId, outgoing: trio.MemoryReceiveChannel[bytes]) -> str:
         """Send all parts; returns why that failed, or "". After a failure the rest is taken and dropped."""
         unsent = f"the caches could not be sent to {heir[-8:]}"
-        failure = "" if await self._onward.connect("bulk", heir) else f"{unsent}: it cannot be reached from here"
+        is_connected = await self._onward.connect("bulk", heir)
+        failure = "" if is_connected else f"{unsent}: it cannot be reached from here"
         async for part in outgoing:
             if not failure:
                 try:

@@ -27,8 +27,15 @@ MAX_REMEMBERED = 1_024  # successors that could not be reached
 ValueT = TypeVar("ValueT")
 
 
+# A client names the next hop of its session, and this server dials it. That is a port scanner for whoever may open a
+# session, unless the answer tells nothing:
+#
+#     reached                      answers at once, "pushes straight"
+#     anything else (refused, closed port, wrong key, no record)  answers after PUSH_TIMEOUT_S, in the same words
+#     failed within AGAIN_AFTER_S  answers at once, without a dial: the first answer said as much
+#     lost within LOST_S           answers at once, without a dial: this server's own connection to it ended
 class NextHopDialer:
-    """The ways onward of one server."""
+    """Connects one server with the next hops that its clients name."""
 
     def __init__(self, rpc: Rpc, exchange: Exchange) -> None:
         self._rpc = rpc
@@ -37,7 +44,7 @@ class NextHopDialer:
         self._lost_at: dict[PeerId, float] = {}
 
     def lost(self, peer: PeerId) -> None:
-        """A channel to a peer ended; with its last connection it is lost."""
+        """Note that a channel to a peer ended; with its last connection the peer is lost."""
         if self._rpc.network.way_to(peer) is None:
             _remember(self._lost_at, peer, trio.current_time())
 

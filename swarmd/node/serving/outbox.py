@@ -38,6 +38,15 @@ class _QueuedFrames:
     n_bytes: int = 0
 
 
+# Memory for frames that wait is one budget for all peers, so a peer that stops reading could take it all:
+#
+#     |<---------------- MAX_WAITING_BYTES ---------------->|
+#     [ of other sponsors' peers ][        room             ]
+#                                 [ one sponsor: a quarter ]    and never less than one frame of the largest size
+#
+# Shares are counted by sponsor (the key that brought a peer in), not by peer: keys of one's own cost nothing. The share
+# is a part of what the others leave, so the more waits, the less a further sponsor may add. A peer that takes nothing
+# at all loses its frames sooner, after STALLED_S.
 class Outbox:
     """A queue for each peer. ``failed`` hears of frames that were lost, ``to_self`` takes those for this peer.
 
@@ -89,7 +98,8 @@ class Outbox:
         of_others = sum(w.n_bytes for w in self._waiting.values() if w.sponsor != waiting.sponsor)
         of_sponsor = sum(w.n_bytes for w in self._waiting.values() if w.sponsor == waiting.sponsor)
         room_bytes = MAX_WAITING_BYTES - of_others
-        if of_sponsor + n_bytes > max(MUCH_BYTES, MAX_SHARE * room_bytes) or of_sponsor + n_bytes > room_bytes:
+        share_bytes = max(MUCH_BYTES, MAX_SHARE * room_bytes)
+        if of_sponsor + n_bytes > min(share_bytes, room_bytes):
             return f"{of_sponsor >> 20} MiB wait to be sent, and that is its share"
         stalled_s = trio.current_time() - waiting.took_at
         if waiting.n_bytes + n_bytes > MUCH_BYTES and stalled_s > STALLED_S:

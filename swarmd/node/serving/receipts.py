@@ -34,6 +34,10 @@ from swarmd.values import PeerId
 OPS_INTERVAL = 32  # ops that one receipt is for: a signature costs 0.1 ms, a digest 5 us
 
 
+# A hop's trail collects a digest of each token that enters and leaves it. Every OPS_INTERVAL ops the digests are cut
+# off, signed and sent to the client, with a hash of all digests before them. So a server that later says that it
+# computed something else contradicts its own signature. A client signs a bill and sends it back (``taken``), and this
+# server signs the same body: so a bill for more tokens than the trail has computed is refused.
 class Receipts:
     """Those of one server. ``outbox`` reaches clients."""
 
@@ -66,20 +70,23 @@ class Receipts:
         identity = self._served.identity
         try:
             bill = usage_receipt.read_body_untrusted(body)
-            parties = (bill.giver, bill.taker, bill.session, bill.start, bill.end)
-            if parties != (identity.peer_id, hop.state.client, message.session, hop.span.start, hop.span.end):
+            is_ours = (bill.giver, bill.taker) == (identity.peer_id, hop.state.client)
+            is_of_hop = (bill.session, bill.start, bill.end) == (message.session, hop.span.start, hop.span.end)
+            if not (is_ours and is_of_hop):
                 raise IntegrityError("a bill of another session")
             if hop.trail is None or bill.n_tokens > hop.trail.n_computed:
                 raise IntegrityError(f"a bill for {bill.n_tokens} tokens, more than were computed")
             usage_receipt.verify_taken_untrusted(bill, body, message.taken)
         except IntegrityError as error:
             raise Forged(str(error)) from None
-        hop.bill = bill, SignedUsageReceipt(body, usage_receipt.given_by(identity, body), message.taken)
+        own_signature = usage_receipt.given_by(identity, body)
+        hop.bill = (bill, SignedUsageReceipt(body, own_signature, message.taken))
 
     def ended(self, hop: SessionHop) -> None:
         """A session is over: what it came to goes into the books."""
         if hop.bill is not None:
-            self._served.books.add(*hop.bill, self._exchange.voucher_of(hop.state.client))
+            bill, signed = hop.bill
+            self._served.books.add(bill, signed, self._exchange.voucher_of(hop.state.client))
 
     async def answer(self, hop: SessionHop, request: WantReceipt | WantTokens) -> None:
         """Sign now what has passed since the last receipt, or have the worker show it. Raises Refused, WorkerLost."""
@@ -96,14 +103,15 @@ class Receipts:
             reply = await answer.wait()
         except (Refused, WorkerLost) as error:
             code = error.code if isinstance(error, Refused) else Code.SESSION_LOST
-            self._outbox.tell(client, framed(Refusal(re=request.id, code=code.value, message=str(error)[:500])))
+            refusal = Refusal(re=request.id, code=code.value, message=str(error)[:500])
+            self._outbox.tell(client, framed(refusal))
             return
         assert isinstance(reply, TokensAre)
         self._outbox.tell(client, framed(TokensAre(re=request.id, tensor=reply.tensor), answer.payload))
 
     def _signed(self, key: Key, hop: SessionHop, call_id: int = 0) -> bytes:
         assert hop.trail is not None
-        first, entered, left, before = hop.trail.cut()
+        first, entered_digests, left_digests, previous = hop.trail.cut()
         body, signature = receipt.sign(
             Receipt(
                 peer=self._served.identity.peer_id,
@@ -120,9 +128,9 @@ class Receipts:
                 adapter=hop.trail.adapter,
                 tuned=hop.trail.tuned,
                 first=first,
-                entered=entered,
-                left=left,
-                before=before,
+                entered=entered_digests,
+                left=left_digests,
+                before=previous,
             ),
             self._served.identity,
         )
@@ -138,6 +146,11 @@ class Receipts:
         )
         offered, giver_signature = usage_receipt.offer(so_far, self._served.identity)
         message = ReceiptIs(
-            re=call_id, session=key[0], start=key[1], signature=signature, bill=offered, given=giver_signature
+            re=call_id,
+            session=key[0],
+            start=key[1],
+            signature=signature,
+            bill=offered,
+            given=giver_signature,
         )
         return framed(message, body)

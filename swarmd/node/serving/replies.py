@@ -20,6 +20,7 @@ class Replies:
         self._outbox = outbox
 
     async def opened(self, channel: Channel, opening: OpenSession, hop: SessionHop) -> None:
+        """Tell a client that its hop is open, and whether this server pushes to the next one."""
         loaded = self._worker.loaded
         await self._connect_onward(hop)
         reply = Opened(
@@ -32,11 +33,19 @@ class Replies:
         self._outbox.tell(channel.peer, framed(reply))
 
     async def rerouted(self, channel: Channel, message: Reroute, hop: SessionHop) -> None:
+        """Tell a client that its hop has other neighbours now, and what it has received."""
         await self._connect_onward(hop)
-        reply = Rerouted(re=message.id, received=hop.state.received, push=hop.push, why=hop.why[:500])
+        reply = Rerouted(
+            re=message.id,
+            received=hop.state.received,
+            push=hop.push,
+            why=hop.why[:500],
+        )
         self._outbox.tell(channel.peer, framed(reply))
 
     async def replayed(self, peer: PeerId, message: Replay, answer: WorkerReply) -> None:
+        """Tell a client how much its hop sent again, once the worker says so."""
+
         def replayed(reply: Replayed) -> Replayed:
             return Replayed(re=message.id, ops=reply.ops, tokens=reply.tokens)
 
@@ -45,4 +54,5 @@ class Replies:
     async def _connect_onward(self, hop: SessionHop) -> None:
         """Find out whether this server can push to its successor; ``hop.why`` says so."""
         decision = await self._onward.reach("interactive", hop.state.client, hop.successor)
-        hop.push, hop.why = decision.action, decision.reason
+        hop.push = decision.action
+        hop.why = decision.reason

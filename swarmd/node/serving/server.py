@@ -67,6 +67,14 @@ WAITING_TIMES = 5  # as often as the worker keeps a session's tokens for replay,
 ACTIVE_S = 2.0  # a client that decodes takes a step more often than that
 
 
+#     peer --Op--> handle: judge the op, take room in the cache, note it in the trail --> worker
+#     next hop, or client <-- Outbox <-- _on_output: sign receipts, watch the successor <-- worker
+#
+# The state of a hop changes only between two awaits, so no lock is needed: all tasks run in one thread. The order of
+# ops is kept by the worker's queue, into which ``handle`` puts them before anything else can come between.
+#
+# Everything in ``handle`` may be sent by a liar. A message counts only from the peers that the hop names (client,
+# predecessor, heir's source), an op only in its sequence and epoch, and only while what waits fits the hop's limits.
 class Server:
     """All hops of all sessions through one worker.
 
@@ -79,6 +87,7 @@ class Server:
         exchange: Exchange,
         served: ServedBlocks,
         worker: WorkerLink,
+        *,
         ledger: CacheLedger,
         supply: Supply,
         changed: Callable[[], None],
@@ -86,7 +95,7 @@ class Server:
     ) -> None:
         self.served = served
         self.ledger = ledger
-        self.own = Recompute(served, worker)
+        self.recompute = Recompute(served, worker)
         self.is_draining = False  # no new sessions are taken
         self._rpc = rpc
         self._exchange = exchange
@@ -94,7 +103,7 @@ class Server:
         self._on_change = changed
         self._tasks = Tasks()
         self._hops: Hops[SessionHop] = Hops()
-        to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, refused=self._on_refusal)
+        to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, on_refusal=self._on_refusal)
         self._outbox = Outbox(rpc, self._push_failed, to_self)
         self._heartbeats = Heartbeats(rpc, self._hops, self._outbox)
         self.onward = NextHopDialer(rpc, exchange)
@@ -110,7 +119,7 @@ class Server:
         return dict(self._exchange.book.catalog.adapters.values())
 
     def n_decoding(self) -> int:
-        """Sessions that took a step just now."""
+        """Count the sessions that took a step just now."""
         return sum(trio.current_time() - hop.used_at < ACTIVE_S for hop in self._hops if hop.state.received)
 
     def snapshot(self) -> ServerStatus:
@@ -128,19 +137,22 @@ class Server:
         return rows(self._hops)
 
     def starts_at(self, session: bytes, block: int) -> bool:
+        """Does a hop of this session start here at a block?"""
         return (session, block) in self._hops
 
     def ends_at(self, session: bytes, block: int) -> bool:
+        """Does a hop of this session end here at a block?"""
         return self._hops.ends_at(session, block)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Send what is queued, watch the hops' successors, and end hops that nobody uses, until cancelled."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self._outbox.run)
             await nursery.start(self._adapters.run)
             async with self._tasks.open():
                 task_status.started()
                 while True:
-                    await self._hops.some()
+                    await self._hops.wait_for_hop()
                     await trio.sleep(WATCH_INTERVAL_S)
                     for key in self._heartbeats.look(trio.current_time()):
                         await self._end(key)
@@ -166,9 +178,11 @@ class Server:
             elif isinstance(message, CloseSession):
                 await self._on_close(peer, message)
             elif isinstance(message, WantReceipt | WantTokens):
-                await self._receipts.answer(self._own_hop(peer, message.session, message.start), message)
+                hop = self._own_hop(peer, message.session, message.start)
+                await self._receipts.answer(hop, message)
             elif isinstance(message, Taken):
-                self._receipts.taken(self._own_hop(peer, message.session, message.start), message, bytes(frame.payload))
+                hop = self._own_hop(peer, message.session, message.start)
+                self._receipts.taken(hop, message, bytes(frame.payload))
             elif isinstance(message, HandOver):
                 await self._on_hand_over(peer, message)
             elif isinstance(message, CachePart):
@@ -194,27 +208,30 @@ class Server:
         now = trio.current_time()
         if decision.action.verdict is OpVerdict.REFUSE:
             raise Refused(decision.action.code, decision.reason)
-        hop.sender, hop.used_at = peer, now
+        hop.sender = peer
+        hop.used_at = now
         if decision.action.verdict is OpVerdict.DUPLICATE:
-            hop.told_finished = -1  # whoever asks twice has not heard
+            hop.told_finished = -1  # a sender that asks twice has not heard
             if op.seq <= hop.state.finished:
                 await self._resend(op, hop)
             return
-        hop.take_in(op.seq, len(frame.raw), messages.n_changes(op.edits, op.tensor is not None))
+        n_edits = messages.n_changes(op.edits, op.tensor is not None)
+        hop.take_in(op.seq, len(frame.raw), n_edits)
+        n_tokens = 0 if op.tensor is None else op.tensor.b * op.tensor.t
         if op.tensor is not None:
-            await self._take_room((op.session, op.start), op.tensor.b * op.tensor.t, now)
+            await self._take_room((op.session, op.start), n_tokens, now)
         accept_op(hop.state, op)
         if hop.trail is not None:
             hop.trail.enter(op, frame.payload)
         hop.watch.on_settled(op.settled)
         if op.tensor is not None:
-            n_tokens = op.tensor.b * op.tensor.t
             self._tokens_served += n_tokens
-            self.served.books.serve(self._exchange.voucher_of(hop.state.client), n_tokens * len(hop.span))
+            voucher = self._exchange.voucher_of(hop.state.client)
+            self.served.books.serve(voucher, n_tokens * len(hop.span))
         await self._worker.send(frame.raw)
 
     async def _take_room(self, key: Key, n_tokens: int, now: float) -> None:
-        """An op needs so much cache, at most. Raises Refused for a session that has to end."""
+        """Take the cache that an op needs at most. Raises Refused for a session that has to end."""
         try:
             for ending in self.ledger.use(key, n_tokens, now):
                 await self._give_way(ending)
@@ -237,13 +254,17 @@ class Server:
         await self._worker.send(framed(request))
 
     async def _on_open(self, channel: Channel, opening: OpenSession) -> None:
-        client, key = channel.peer, (opening.session, opening.start)
+        client = channel.peer
+        key = (opening.session, opening.start)
         self._check_open(client, opening)
-        principal, weight = self._exchange.principal(client), self.served.weight_of(client)
-        n_tokens, now = opening.batch * opening.max_tokens, trio.current_time()
+        principal = self._exchange.principal(client)
+        weight = self.served.weight_of(client)
+        n_tokens = opening.batch * opening.max_tokens
+        now = trio.current_time()
         for ending in self.ledger.reserve(key, principal, n_tokens, now, weight):
             await self._give_way(ending)
-        token_bytes = 8 * (self._worker.loaded.hidden if self._worker.loaded else 0) + 64
+        hidden_size = self._worker.loaded.hidden if self._worker.loaded else 0
+        token_bytes = 8 * hidden_size + 64
         hop = SessionHop(
             HopState(client, PeerId(opening.predecessor) or client, opening.epoch),
             Span(opening.start, opening.end),
@@ -255,7 +276,8 @@ class Server:
             trail=self._receipts.trail(opening),
         )
         self._hops.put(key, hop)
-        await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal, weight=weight)))
+        for_worker = msgspec.structs.replace(opening, id=0, client=principal, weight=weight)
+        await self._worker.send(framed(for_worker))
         self._tasks.start_soon(self._replies.opened, channel, opening, hop)
         self._on_change()
 
@@ -271,8 +293,8 @@ class Server:
             self._adapters.require(opening.adapter)
         same_start = self._hops.get((opening.session, opening.start))
         same_end = self._hops.ending_at(opening.session, opening.end)
-        for known in (same_start, same_end):
-            if known is not None and known.state.client != client:
+        for hop in (same_start, same_end):
+            if hop is not None and hop.state.client != client:
                 raise Refused(Code.STRANGER, "another client has a session of this name")
 
     def require_serving(self, model: str, start: int, end: int, dtype: str, codec: str) -> Loaded:
@@ -291,7 +313,9 @@ class Server:
         hop.state.epoch = message.epoch
         hop.state.predecessor = PeerId(message.predecessor) or hop.state.client
         hop.successor = PeerId(message.successor) if message.successor else None
-        hop.watch, hop.suspected, hop.used_at = Watch(), False, trio.current_time()
+        hop.watch = Watch()
+        hop.suspected = False
+        hop.used_at = trio.current_time()
         hop.sender = hop.state.predecessor
         hop.watch.on_settled(message.settled)
         self._tasks.start_soon(self._replies.rerouted, channel, message, hop)
@@ -361,7 +385,7 @@ class Server:
     def worker_handlers(self) -> Handlers:
         """Who takes what the worker says by itself, but for refusals, which may be of lanes as well.
 
-        With ``more`` to come at once, outputs leave in one write.
+        With ``has_more``, outputs of one read leave in one write.
         """
         return {
             Op: self._on_output,
@@ -373,7 +397,7 @@ class Server:
     async def _on_output(self, op: Op, frame: Frame, has_more: bool) -> None:
         hop = self._hops.ending_at(op.session, op.start)
         if hop is None:
-            self.own.take(op, frame)
+            self.recompute.take(op, frame)
             return
         if op.base is None or op.base[0] + 1 == op.base[1]:
             hop.state.finished = max(hop.state.finished, op.seq)
@@ -393,10 +417,11 @@ class Server:
             await self._outbox.send(receiver, frame.raw)
 
     async def _on_done(self, message: Done, frame: Frame, has_more: bool) -> None:
-        hop = self._hops.get((message.session, message.start))
+        key = (message.session, message.start)
+        hop = self._hops.get(key)
         if hop is not None:
             hop.state.finished = max(hop.state.finished, message.seq)
-            self._receipts.left((message.session, message.start), hop, message.seq, None, frame.payload)
+            self._receipts.left(key, hop, message.seq, None, frame.payload)
 
     async def _on_own_cache_part(self, message: CachePart, frame: Frame, has_more: bool) -> None:
         self._migrations.put((message.session, message.start), frame.raw)
@@ -412,7 +437,7 @@ class Server:
 
     async def on_worker_refusal(self, refusal: Refusal) -> None:
         """The worker cannot do what a session asked for: its client must know."""
-        if self.own.take(refusal, None):
+        if self.recompute.take(refusal, None):
             return
         self._refused[refusal.code] += 1
         hop = self._hops.get((refusal.session or b"", refusal.start))
@@ -423,14 +448,15 @@ class Server:
         """Tell every client whose hop went down with the worker."""
         self._adapters.forget()
         for key, hop in self._hops.items():
-            lost = Refusal(code=Code.SESSION_LOST.value, message=reason[:500], session=key[0], start=key[1])
+            session, start = key
+            lost = Refusal(code=Code.SESSION_LOST.value, message=reason[:500], session=session, start=start)
             self._forget(key)
             self._outbox.tell(hop.state.client, framed(lost))
 
     # --- what ends -------------------------------------------------------------------------------------------
 
     def peer_gone(self, peer: PeerId) -> None:
-        """A connection ended."""
+        """Act on the end of a connection: a successor is suspected, and not dialled for a moment."""
         self._heartbeats.peer_gone(peer)
         self.onward.lost(peer)
 
@@ -445,7 +471,8 @@ class Server:
             return
 
     def _forget(self, key: Key) -> None:
-        if (hop := self._hops.pop(key)) is None:
+        hop = self._hops.pop(key)
+        if hop is None:
             return
         self._receipts.ended(hop)
         self.ledger.release(key)

@@ -36,7 +36,9 @@ NO_WORD_ABOUT_IT = (*OUR_MEMBERSHIP, Code.BANNED, Code.UNSUPPORTED)  # of this p
 
 @dataclass(slots=True)
 class _TrialResult:
-    at: float
+    """When a server was tried, and how many refusals in a row count by then."""
+
+    tried_at: float
     n_refusals: int = 0
 
 
@@ -60,7 +62,8 @@ class Trials:
 
         Where that leaves nobody else, the fault may be here: all count.
         """
-        me, now = self._rpc.network.peer_id, trio.current_time()
+        me = self._rpc.network.peer_id
+        now = trio.current_time()
         claimants = {claimant_of(s) for s in spans}
         self._joining_since = {
             claimant: since for claimant, since in self._joining_since.items() if claimant in claimants
@@ -72,20 +75,27 @@ class Trials:
         return counted if any(s.peer != me for s in counted) else list(spans)
 
     def _counts(self, span: SpanRecord, now: float) -> bool:
-        is_loading_for_ever = now - self._joining_since.get(claimant_of(span), now) > JOINING_S
-        return self._refusals(span) < REFUSALS and not (span.state == "joining" and is_loading_for_ever)
+        joining_s = now - self._joining_since.get(claimant_of(span), now)
+        is_loading_for_ever = span.state == "joining" and joining_s > JOINING_S
+        return self._refusals(span) < REFUSALS and not is_loading_for_ever
 
     async def try_some(self, spans: Iterable[SpanRecord]) -> None:
         """Try a few claims, those first that were not tried for longest."""
+
+        def tried_at(span: SpanRecord) -> float:
+            result = self._results.get(claimant_of(span))
+            return -1.0 if result is None else result.tried_at
+
         me = self._rpc.network.peer_id
         online_spans = [s for s in spans if s.peer != me and s.state == "online"]
         self._rng.shuffle(online_spans)
-        online_spans.sort(key=lambda s: self._results[claimant_of(s)].at if claimant_of(s) in self._results else -1.0)
+        online_spans.sort(key=tried_at)
         await self.serving(online_spans[:TRIED_EACH_LOOK])
 
     async def serving(self, spans: Iterable[SpanRecord]) -> set[Own]:
         """Try claims now; returns those that take a session."""
-        accepting, limit = set[Own](), trio.CapacityLimiter(TRIED_AT_ONCE)
+        accepting = set[Own]()
+        limit = trio.CapacityLimiter(TRIED_AT_ONCE)
 
         async def attempt(span: SpanRecord) -> None:
             async with limit:
@@ -115,13 +125,16 @@ class Trials:
         return result.n_refusals if result is not None else 0
 
     def _note(self, span: SpanRecord, is_serving: bool) -> None:
-        now, previous = trio.current_time(), self._results.pop(claimant_of(span), None)
-        n_refusals = 0 if is_serving else 1
-        if previous is not None and not is_serving:
-            n_refusals = previous.n_refusals + (now - previous.at >= APART_S)
-        is_early = previous is not None and not is_serving and now - previous.at < APART_S
-        self._results[claimant_of(span)] = _TrialResult(
-            previous.at if is_early and previous is not None else now, n_refusals
-        )
+        now = trio.current_time()
+        previous = self._results.pop(claimant_of(span), None)
+        if is_serving:
+            result = _TrialResult(now)
+        elif previous is None:
+            result = _TrialResult(now, n_refusals=1)
+        elif now - previous.tried_at < APART_S:
+            result = previous  # too soon for a second refusal: one full moment is one refusal
+        else:
+            result = _TrialResult(now, previous.n_refusals + 1)
+        self._results[claimant_of(span)] = result  # at the end: the oldest is forgotten first
         if len(self._results) > MAX_REMEMBERED:
             del self._results[next(iter(self._results))]

@@ -26,8 +26,16 @@ class Stage:
         self.spans: dict[str, tuple[Span, dict[str, Any]]] = {}
         self.up_since: dict[str, int] = {}
         self.turnover = Turnover(lambda: self.now)
-        world = (lambda: self.now, random.Random(0), 60.0, self.turnover, self, self._ignore)
-        self.balancer = Balancer(self.view, ("me", 0), *world)
+        self.balancer = Balancer(
+            self.view,
+            ("me", 0),
+            wall_clock=lambda: self.now,
+            rng=random.Random(0),
+            interval_s=60.0,
+            turnover=self.turnover,
+            trials=self,  # type: ignore[arg-type]
+            on_move=self._ignore,
+        )
 
     async def serving(self, spans: list[SpanRecord]) -> set[Any]:
         return {(s.peer, s.slot) for s in spans}
