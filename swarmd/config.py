@@ -75,10 +75,12 @@ class Serve:
 
     @property
     def format(self) -> str:
+        """Its bits, as a server announces them."""
         return format_of(self.quantize, self.kv_cache)
 
     @property
     def span(self) -> Span | None:
+        """The blocks that are set; None where the daemon chooses. Raises ConfigError."""
         return None if self.blocks == "auto" else parse_span(self.blocks)
 
 
@@ -249,9 +251,13 @@ def split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+# Four sources, each over the one before: defaults, config.toml, SWARMD_* in the environment, flags. Tables [[serve]]
+# take the daemon's own settings for what they leave out, so they are read last, when those are known. A model or blocks
+# that are named later than the file would contradict the tables, so then the tables do not count.
 def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any) -> Config:
     """Gather the settings; flags that are None were not given. Raises ConfigError."""
-    config, tables = Config(), list[Any]()
+    config = Config()
+    tables: list[Any] = []
     path = folder / "config.toml"
     if path.is_file():
         written = read_toml(path)
@@ -264,9 +270,10 @@ def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any
         )
         config = _apply(config, written, str(path))
     names = {f.name for f in fields(Config) if f.name not in TABLES} | set(OLD_NAMES)
-    from_environment = {n: v for n in sorted(names) if (v := environment.get(f"SWARMD_{n.upper()}")) is not None}
+    variables = {name: environment.get(f"SWARMD_{name.upper()}") for name in sorted(names)}
+    from_environment = {name: value for name, value in variables.items() if value is not None}
     config = _apply(config, from_environment, "the environment")
-    from_flags = {k: v for k, v in flags.items() if v is not None}
+    from_flags = {name: value for name, value in flags.items() if value is not None}
     config = _apply(config, from_flags, "the command line")
     if tables and not {"model", "blocks"} & {
         *from_environment,
@@ -342,20 +349,24 @@ def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
 
 def _check_address(name: str, text: str) -> None:
     """A multiaddr of TCP: /ip4/1.2.3.4/tcp/4117, /ip6/..., /dns4/host.example/tcp/4117. Raises ConfigError."""
-    match = re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/p2p/([^/]+))?", text)
-    is_right = (
-        match is not None and int(match[3]) <= 65_535 and (match[4] is None or bool(_PEER_ID.fullmatch(match[4])))
-    )
-    if match is not None and match[1].startswith("ip"):
-        try:
-            is_right = is_right and f"ip{ipaddress.ip_address(match[2]).version}" == match[1]
-        except ValueError:
-            is_right = False
-    elif match is not None:
-        is_right = is_right and bool(_HOST_NAME.fullmatch(match[2]))
-    if not is_right:
+    if not _is_address(text):
         article = "an" if name.startswith("a") else "a"
         raise ConfigError(f"expected {article} {name} address such as /ip4/192.0.2.7/tcp/4117, not {text!r}")
+
+
+def _is_address(text: str) -> bool:
+    match = re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/p2p/([^/]+))?", text)
+    if match is None:
+        return False
+    kind, host, port, peer = match.groups()
+    if int(port) > 65_535 or (peer is not None and not _PEER_ID.fullmatch(peer)):
+        return False
+    if not kind.startswith("ip"):
+        return bool(_HOST_NAME.fullmatch(host))
+    try:
+        return f"ip{ipaddress.ip_address(host).version}" == kind
+    except ValueError:
+        return False
 
 
 def _convert(name: str, value: Any, kind: type, source: str) -> Any:

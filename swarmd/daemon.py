@@ -1,7 +1,7 @@
 """The composition root: the only place that wires a daemon's parts together. It decides nothing by itself.
 
-``Daemon`` takes its world as arguments (network, rendezvous, clock, randomness, how workers start), so that the
-simulator and the tests run the same program; ``main`` gives it the real one.
+``Daemon`` takes its services as arguments (network, rendezvous, clock, randomness, how workers start), so that the
+simulator and the tests run the same program; ``main`` gives it the real ones.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LocalMember:
 
 @dataclass(frozen=True, slots=True)
 class DaemonServices:
-    """The world that a daemon runs in: the real one, or a simulated one, perhaps of another version."""
+    """The services that a daemon runs on: the real ones, or simulated ones, perhaps of another version."""
 
     network: Network
     records: RecordStore
@@ -100,20 +100,36 @@ class Daemon:
     """One member of the swarm: directory, store, training runs, and what it serves."""
 
     def __init__(self, member: LocalMember, config: Config, services: DaemonServices, exchange: Exchange) -> None:
-        network, home = services.network, member.home
-        self.network, self.exchange = network, exchange
+        network = services.network
+        home = member.home
+        self.network = network
+        self.exchange = exchange
         standing = Standing(services.wall_clock, home.standing_file if home else None)
         self.rpc = Rpc(network, self, standing, exchange.principal)
         self.directory = _directory_of(member, services, exchange, self.rpc, config)
         library = Library(member.weights, member.folders, int(config.disk_limit_gib * 2**30))
         self.books = UsageLedger(home.books_file if home else None)
         self.order = Order(exchange, self.books, network.peer_id)
-        changed, count = self.directory.announce_soon, self.books.count
-        self.store = Store(self.rpc, self.directory.view, library, config, changed, count)
+        self.store = Store(
+            self.rpc,
+            self.directory.view,
+            library,
+            config,
+            changed=self.directory.announce_soon,
+            count=self.books.count,
+        )
         self.presence = Presence(config.policy, self._rest, home.pause_file if home else None, services.traffic)
-        folder = (home.runs if home else member.weights, services.rng, lambda: self.presence.share.value)
-        around_runs = (self.rpc, member.identity, self.directory, self.store.supply, config)
-        self.runs = Runs(*around_runs, *folder, partial(count, UsageKind.SAMPLES))
+        self.runs = Runs(
+            self.rpc,
+            member.identity,
+            self.directory,
+            self.store.supply,
+            config,
+            home.runs if home else member.weights,
+            services.rng,
+            lambda: self.presence.share.value,
+            partial(self.books.count, UsageKind.SAMPLES),
+        )
         hosting_services = HostingServices(
             identity=member.identity,
             rpc=self.rpc,
@@ -135,15 +151,31 @@ class Daemon:
         self.hosts = Hosts(hosting_services)
         self.prober = Prober(hosting_services, self.hosts)
         self.gateway = _gateway_of(home, config)
-        meeting = (self.rpc, self.directory, services.rng, config.relay, config.upnp)
-        self.reachability = Reachability(services.ways, *meeting) if services.ways else None
+        self.reachability = _reachability_of(services, self.rpc, self.directory, config)
         self.health = Health(network.peer_id, version("swarmd"), services.wall_clock)
-        owned = (self.gateway, self.reachability, self.health, self.prober)
-        self.owner = Owner(hosting_services, self.hosts, self.runs, home, self.stop, *owned)
-        self._certificate, self._understands = member.certificate, services.understands
-        self._home, self._metrics, self._policy, self._rng = home, config.metrics, "", services.rng
-        self.stopping, self._hurry = trio.Event(), trio.Event()
+        self.owner = Owner(
+            hosting_services,
+            self.hosts,
+            self.runs,
+            home,
+            self.stop,
+            gateway=self.gateway,
+            reachability=self.reachability,
+            health=self.health,
+            prober=self.prober,
+        )
+        self._certificate = member.certificate
+        self._understands = services.understands
+        self._home = home
+        self._metrics = config.metrics
+        self._policy = ""  # why nothing may work; "" while it may
+        self._rng = services.rng
+        self.stopping = trio.Event()
+        self._hurry = trio.Event()
 
+    # Every task of a daemon is started here, or by a service that is started here. Services come in the order in which
+    # they need each other. It ends the other way round: first sessions are taken over elsewhere, then others hear that
+    # this peer leaves, and connections end last.
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until ``stop``."""
         async with trio.open_nursery() as nursery:
@@ -171,12 +203,12 @@ class Daemon:
             nursery.start_soon(Registrar(self.exchange, self._admit, self.directory.announce_soon, self._rng).run)
             task_status.started()
             await self.stopping.wait()
-            async with trio.open_nursery() as last:
-                last.start_soon(self._cancel_when_hurried, last.cancel_scope)
+            async with trio.open_nursery() as leaving:
+                leaving.start_soon(self._cancel_when_hurried, leaving.cancel_scope)
                 await self.hosts.leave()
                 with trio.move_on_after(GOODBYE_S):
                     await self.directory.announce()
-                last.cancel_scope.cancel()
+                leaving.cancel_scope.cancel()
             nursery.cancel_scope.cancel()
 
     def stop(self) -> None:
@@ -195,9 +227,10 @@ class Daemon:
     def _rest(self, reason: str) -> None:
         """Work for nobody, for a reason of the owner's policy; "" goes on with what this membership is for."""
         self._policy = reason
-        may = self.exchange.pass_of(self._certificate).may
-        self.hosts.rest(reason or ("" if "serve" in may else f"this machine's invite is for: {', '.join(may)}"))
-        self.runs.rest(reason or ("" if "train" in may else f"this machine's invite is for: {', '.join(may)}"))
+        rights = self.exchange.pass_of(self._certificate).may
+        not_invited = f"this machine's invite is for: {', '.join(rights)}"
+        self.hosts.rest(reason or ("" if "serve" in rights else not_invited))
+        self.runs.rest(reason or ("" if "train" in rights else not_invited))
 
     async def _cancel_when_hurried(self, scope: trio.CancelScope) -> None:
         await self._hurry.wait()
@@ -206,13 +239,16 @@ class Daemon:
     # --- the rpc's guest -------------------------------------------------------------------------------------
 
     def hello(self) -> Hello:
+        """Introduce this member to a peer that it meets."""
         return Hello(certificate=self._certificate, agent=f"swarmd {version('swarmd')}", now=self.health.now())
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
+        """Check a peer's certificate. Raises Refused."""
         self.health.heard(peer, hello)  # first: with a wrong clock here, no certificate may count
         self.exchange.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
+        """Give a member's message to the service that it is for; False when it is for none. Raises Refused."""
         self.exchange.require_member(channel.peer)
         if self.prober.take(channel.peer, message, frame):
             return True
@@ -235,6 +271,7 @@ class Daemon:
         return True
 
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
+        """Act on the end of the last channel of one purpose to a peer."""
         self.hosts.gone(peer, purpose)
         self.runs.gone(peer)
 
@@ -298,7 +335,8 @@ class Daemon:
 
 async def main(home: Home, config: Config, ready: Callable[[Daemon], None], worker: str = WORKER) -> None:
     """Run the real daemon in the foreground until it is told to stop; ``worker`` is its module. Raises SwarmError."""
-    swarm, manager = home.swarm(), ServiceManager()
+    swarm = home.swarm()
+    manager = ServiceManager()
     may_work = partial(verdict_now, config.policy, home.pause_file)
     with (
         home.locked(),
@@ -309,20 +347,42 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
         from swarmd.net.libp2p.host import Libp2pNetwork
         from swarmd.net.libp2p.kademlia import KademliaStore
 
-        exchange, identity = Exchange(swarm.keys, time.time), home.identity()
-        if (raw := home.catalog_raw()) is not None:
-            exchange.merge_catalog_untrusted(raw)
-        blocked = frozenset(PeerId(p) for p in split(config.blocked_peers))
-        addresses = split(config.listen), split(config.announce)
-        libp2p = Libp2pNetwork(identity, swarm.keys.psk, *addresses, blocked, swarm.certificate, traffic)
+        exchange = Exchange(swarm.keys, time.time)
+        identity = home.identity()
+        catalog_raw = home.catalog_raw()
+        if catalog_raw is not None:
+            exchange.merge_catalog_untrusted(catalog_raw)
+        libp2p = Libp2pNetwork(
+            identity,
+            swarm.keys.psk,
+            split(config.listen),
+            split(config.announce),
+            frozenset(PeerId(peer) for peer in split(config.blocked_peers)),
+            swarm.certificate,
+            traffic,
+        )
         network = DirectNetwork(libp2p, libp2p.listen_hosts() if config.direct else (), config.direct_port, traffic)
         records = KademliaStore(libp2p, value_sequence(exchange, time.time))
-        known = (home.weights, home.folders(), by_peer(swarm.bootstrap), home)
-        member = LocalMember(swarm.keys, identity, swarm.certificate, *known)
-        services = (network, records, time.time, random.Random(), workers.start)
-        world = DaemonServices(*services, ways=libp2p.ways, traffic=traffic)
+        member = LocalMember(
+            swarm.keys,
+            identity,
+            swarm.certificate,
+            weights=home.weights,
+            folders=home.folders(),
+            bootstrap=by_peer(swarm.bootstrap),
+            home=home,
+        )
+        services = DaemonServices(
+            network,
+            records,
+            wall_clock=time.time,
+            rng=random.Random(),
+            start_worker=workers.start,
+            ways=libp2p.ways,
+            traffic=traffic,
+        )
         async with libp2p.running(), network.running(), records.running(), trio.open_nursery() as nursery:
-            daemon = Daemon(member, config, world, exchange)
+            daemon = Daemon(member, config, services, exchange)
 
             async def live(task_status: TaskStatus[None]) -> None:
                 await daemon.run(task_status)
@@ -339,20 +399,34 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
 
 
 def _directory_of(
-    member: LocalMember, world: DaemonServices, exchange: Exchange, rpc: Rpc, config: Config
+    member: LocalMember, services: DaemonServices, exchange: Exchange, rpc: Rpc, config: Config
 ) -> Directory:
     return Directory(
         member.identity,
         member.certificate,
-        world.network,
+        services.network,
         rpc,
-        world.records,
+        services.records,
         exchange,
-        world.wall_clock,
-        world.rng,
-        member.bootstrap,
-        member.home.peers_file if member.home else None,
-        config.exchange,
+        wall_clock=services.wall_clock,
+        rng=services.rng,
+        bootstrap=member.bootstrap,
+        memory_file=member.home.peers_file if member.home else None,
+        is_exchange_on=config.exchange,
+    )
+
+
+def _reachability_of(services: DaemonServices, rpc: Rpc, directory: Directory, config: Config) -> Reachability | None:
+    """What finds out how this peer is reached; a simulated network needs none."""
+    if services.ways is None:
+        return None
+    return Reachability(
+        services.ways,
+        rpc,
+        directory,
+        services.rng,
+        offers=config.relay,
+        asks_router=config.upnp,
     )
 
 

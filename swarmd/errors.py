@@ -59,10 +59,14 @@ class ConfigError(SwarmError):
 
 
 class DaemonNotRunning(SwarmError):
+    """No daemon answers for this home."""
+
     exit_code = 3
 
 
 class NotJoined(SwarmError):
+    """This home is no member of a swarm."""
+
     exit_code = 4
 
 

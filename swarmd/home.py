@@ -78,14 +78,17 @@ class Home:
 
     @classmethod
     def default(cls) -> Home:
+        """The state folder that is used when none is named."""
         return cls(default_folder())
 
     @property
     def socket(self) -> Path:
+        """Where the daemon answers its owner."""
         return self.folder / SOCKET
 
     @property
     def peers_file(self) -> Path:
+        """Addresses of members that were met, to begin with after a restart."""
         return self.folder / "peers.json"
 
     @property
@@ -132,6 +135,7 @@ class Home:
 
     @property
     def has_joined(self) -> bool:
+        """Is this folder a member of a swarm?"""
         return (self.folder / "swarm.json").is_file()
 
     # --- founding, joining, leaving --------------------------------------------------------------------------
@@ -142,14 +146,16 @@ class Home:
             raise ConfigError(
                 f"{self.folder} belongs to the swarm {self.swarm().keys.name!r} already: swarmd leave first"
             )
-        founder, node = Identity.generate(), Identity.generate()
+        founder = Identity.generate()
+        node = Identity.generate()
         keys = SwarmKeys(name, founder.public_key, os.urandom(32))
         expires_at = int(time.time()) + MEMBERSHIP_LIFETIME_S
         self._write("founder.key", founder.seed.hex(), secret=True)
         self._write("node.key", node.seed.hex(), secret=True)
         catalog = Catalog(version=int(time.time()), models={BUNDLED_NAME: bundled_model()})
         self.save_catalog(sign_catalog(catalog, founder))
-        self._save(SwarmFile(keys, (certify(founder, node.public_key, "member", expires_at),)))  # now it is a member
+        certificate = (certify(founder, node.public_key, "member", expires_at),)
+        self._save(SwarmFile(keys, certificate))  # now it is a member
         return keys
 
     def enter(self, invite: Invite, identity: Identity, catalog: bytes | None) -> None:
@@ -160,9 +166,11 @@ class Home:
             self.save_catalog(catalog)
         else:
             (self.folder / "catalog.bin").unlink(missing_ok=True)  # of a swarm that was left halfway
-        self._save(SwarmFile(invite.swarm, invite.admit(identity.public_key, "member", expires_at), invite.addresses))
+        certificate = invite.admit(identity.public_key, "member", expires_at)
+        self._save(SwarmFile(invite.swarm, certificate, invite.addresses))
 
     def leave(self) -> None:
+        """Forget the swarm; settings and models stay."""
         for name in OF_A_SWARM.split():
             (self.folder / name).unlink(missing_ok=True)
 
@@ -174,9 +182,11 @@ class Home:
         return read_json(path, SwarmFile, "remove it, and join again with an invite")
 
     def identity(self) -> Identity:
+        """Read this machine's own key. Raises ConfigError."""
         return self._key("node.key")
 
     def founder(self) -> Identity:
+        """Read the founder's key. Raises ConfigError where this is no founder."""
         if not self.is_founder:
             raise ConfigError("only a founder of the swarm can do this: run it on the machine that ran swarmd init")
         return self._key("founder.key")
@@ -199,11 +209,11 @@ class Home:
     ) -> Invite:
         """Make an invite, and list it where its ``InviteTerms`` are not "any number, for anything"."""
         terms = InviteTerms(int(time.time()) + lifetime_s, uses, waits, may)
-        known = msgspec.structs.replace(self.swarm().keys, charters=self.charters())
-        made = invites.create(known, self.founder(), addresses, terms.ends_at)
+        keys = msgspec.structs.replace(self.swarm().keys, charters=self.charters())
+        invite = invites.create(keys, self.founder(), addresses, terms.ends_at)
         if terms != InviteTerms(terms.ends_at):
-            self.change_catalog(lambda c: with_invite(c, made.identity.public_key, terms, time.time()))
-        return made
+            self.change_catalog(lambda c: with_invite(c, invite.identity.public_key, terms, time.time()))
+        return invite
 
     def admit(self, arrivals: dict[bytes, AdmittedMember], previous: Catalog | None = None) -> Catalog:
         """Let members in for good, and bring back what a catalog ``previous`` said of people and this one does not.
@@ -229,7 +239,8 @@ class Home:
 
         Raises ConfigError, IntegrityError.
         """
-        founders, key = self.founders(), self.founder_key().public_key
+        founders = self.founders()
+        key = self.founder_key().public_key
         if key in founders.charter.keys:
             draft = sign_charter(draft, self._key("founder.key"))
         if not missing(draft, founders.charter) and key in draft.charter.keys:
@@ -239,10 +250,12 @@ class Home:
 
     def _founded_on(self, draft: SignedCharter) -> bytes:
         """The catalog of now under a new charter; this machine stays a member whoever let it in."""
-        old, swarm = self.catalog(), self.swarm()
+        old = self.catalog()
+        swarm = self.swarm()
         this_member = {self.identity().public_key: AdmittedMember(int(time.time()) + MEMBERSHIP_LIFETIME_S)}
+        is_admitted = this_member.keys() <= old.admitted.keys()
         new = msgspec.structs.replace(
-            with_admitted(old, this_member if this_member.keys() - old.admitted.keys() else {}, time.time()),
+            with_admitted(old, {} if is_admitted else this_member, time.time()),
             charters=(*self.charters(), msgspec.msgpack.encode(draft)),
             delegates=old.delegates if draft.charter.honours(self.founders().charter.issuers) else (),
             version=int(time.time()),  # whatever number was chosen before: charters count first
@@ -267,10 +280,12 @@ class Home:
     # --- catalog and models ----------------------------------------------------------------------------------
 
     def catalog_raw(self) -> bytes | None:
+        """Read the catalog as it was signed; None before the first came."""
         path = self.folder / "catalog.bin"
         return path.read_bytes() if path.is_file() else None
 
     def catalog(self) -> Catalog:
+        """Read and verify the catalog; an empty one before the first came. Raises IntegrityError."""
         raw = self.catalog_raw()
         return Catalog() if raw is None else read_catalog_untrusted(raw, self.swarm().keys.founder_key)
 
@@ -310,6 +325,7 @@ class Home:
 
     @property
     def may_publish(self) -> bool:
+        """May this member change the catalog, as a founder or its delegate?"""
         return self.is_founder or self.identity().public_key in self.catalog().delegates
 
     def _sign(self, catalog: Catalog) -> bytes:
@@ -323,10 +339,14 @@ class Home:
     def folders(self) -> dict[ModelId, Path]:
         """Checkpoint folders of the user's, by model hash; the bundled model is always there."""
         path = self.folder / "models.json"
-        listed = read_json(path, dict[ModelId, str], "remove it, and add the models again") if path.is_file() else {}
-        return {bundled_model()[0]: bundled_folder(), **{m: Path(p) for m, p in listed.items()}}
+        listed: dict[ModelId, str] = {}
+        if path.is_file():
+            listed = read_json(path, dict[ModelId, str], "remove it, and add the models again")
+        bundled, _ = bundled_model()
+        return {bundled: bundled_folder(), **{model: Path(folder) for model, folder in listed.items()}}
 
     def add_folder(self, model: ModelId, folder: Path) -> None:
+        """Use a model from a folder of the user's, where it is."""
         self._list_folders({**self.folders(), model: folder.resolve()})
 
     def forget_folder(self, model: ModelId) -> None:
@@ -397,11 +417,12 @@ def by_peer(addresses: tuple[str, ...]) -> dict[PeerId, tuple[str, ...]]:
 
 
 def bundled_folder() -> Path:
+    """Where the model lies that ships with swarmd."""
     return Path(str(resources.files("swarmd") / "bundled"))
 
 
 @functools.cache
 def bundled_model() -> tuple[ModelId, int]:
     """Hash and number of blocks of the model that ships with swarmd."""
-    read = manifest.read_folder(bundled_folder())
-    return manifest.model_id(read), read.n_blocks
+    bundled = manifest.read_folder(bundled_folder())
+    return manifest.model_id(bundled), bundled.n_blocks

@@ -19,7 +19,10 @@ _PART = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """Parts of a week. ``parts``: [start, end) in minutes since Monday 0:00, local time; none of them is always."""
+    """Parts of a week. ``parts``: [start, end) in minutes since Monday 0:00, local time; without any it is always.
+
+    A part that goes on over Sunday night ends after WEEK_MIN, so a minute is looked for a week later, too.
+    """
 
     text: str = ""
     parts: tuple[tuple[int, int], ...] = ()
@@ -35,11 +38,14 @@ class Hours:
     def include(self, moment: datetime) -> bool:
         """Are they on at ``moment``, local time?"""
         minute = _minute(moment)
-        return not self.parts or any(a <= minute < b or a <= minute + WEEK_MIN < b for a, b in self.parts)
+        if not self.parts:
+            return True
+        return any(start <= minute < end or start <= minute + WEEK_MIN < end for start, end in self.parts)
 
     def next_change(self, moment: datetime) -> datetime | None:
         """When they next begin or end; None: never."""
-        minute, is_on = _minute(moment), self.include(moment)
+        minute = _minute(moment)
+        is_on = self.include(moment)
         this_minute = moment.replace(second=0, microsecond=0)
         minutes_ahead = sorted({(edge - minute - 1) % WEEK_MIN + 1 for part in self.parts for edge in part})
         changes = (this_minute + timedelta(minutes=minutes) for minutes in minutes_ahead)
@@ -55,14 +61,20 @@ def _read(piece: str, text: str) -> list[tuple[int, int]]:
     if match is None:
         raise ConfigError(f"hours are written as mon-fri 22:00-08:00, sat, sun; {piece!r} in {text!r} is not")
     first, last, *times = match.groups()
-    begin, end = 0, DAY_MIN
+    begin = 0
+    end = DAY_MIN
     if times[0] is not None:
-        begin, end = (60 * int(times[i]) + int(times[i + 1]) for i in (0, 2))
+        begin = 60 * int(times[0]) + int(times[1])
+        end = 60 * int(times[2]) + int(times[3])
         if begin >= DAY_MIN or end > DAY_MIN or int(times[1]) > 59 or int(times[3]) > 59:
             raise ConfigError(f"times of day go from 0:00 to 24:00, not {piece!r}")
         if end <= begin:
             end += DAY_MIN
-    day = DAYS.index(first.lower()) if first else 0
-    n_days = (DAYS.index(last.lower()) - day) % 7 + 1 if last else 1 if first else 7
-    days = [(day + n) % 7 for n in range(n_days)]
-    return [(d * DAY_MIN + begin, d * DAY_MIN + end) for d in days]
+    first_day = DAYS.index(first.lower()) if first else 0
+    n_days = 7  # without a day: all of them
+    if last:
+        n_days = (DAYS.index(last.lower()) - first_day) % 7 + 1
+    elif first:
+        n_days = 1
+    days = [(first_day + n) % 7 for n in range(n_days)]
+    return [(day * DAY_MIN + begin, day * DAY_MIN + end) for day in days]

@@ -65,7 +65,8 @@ class Owner:
 
     def status(self) -> answers.DaemonStatus:
         """Everything that ``swarmd status`` shows."""
-        hosting, view = self._hosts.snapshot(), self._directory.view()
+        hosting = self._hosts.snapshot()
+        view = self._directory.view()
         first = hosting[0] if hosting else None
         return answers.DaemonStatus(
             swarm=self._services.exchange.keys.name,
@@ -95,18 +96,20 @@ class Owner:
         if self._health is None:
             return ()
         devices = [hosting.device.device for hosting in self._hosts if hosting.device is not None]
-        workers = [life for hosting in self._hosts if (life := hosting.worker_life) is not None]
+        lives = [hosting.worker_life for hosting in self._hosts]
+        workers = [life for life in lives if life is not None]
         free_bytes = psutil.disk_usage(str(self._home.folder)).free if self._home else None
         return self._health.snapshot(view, self._directory.snapshot(), free_bytes, devices, workers)
 
     def peers(self) -> PeersAnswer:
         """One row for each member that is known, with what it serves."""
-        view, trips = self._directory.view(), self._directory.links.round_trip_s
+        view = self._directory.view()
+        trips = self._directory.links.round_trip_s
         findings = Counter((f.peer, f.is_right) for record in view.peers.values() for f in record.found)
         rows = []
         for peer, record in sorted(view.peers.items()):
             balance = self._services.order.balance(peer)
-            worth = self._services.exchange.pass_of(record.certificate)
+            peer_pass = self._services.exchange.pass_of(record.certificate)
             rows.append(
                 PeerRow(
                     peer=peer,
@@ -128,8 +131,8 @@ class Owner:
                     way=self._services.rpc.network.way_to(peer),
                     standing=self._services.rpc.standing.row(peer),
                     voucher=self._services.exchange.invite_of(peer).hex(),
-                    may=worth.may,
-                    ends_at=worth.ends_at,
+                    may=peer_pass.may,
+                    ends_at=peer_pass.ends_at,
                     gave=balance.gave_us,
                     took=balance.took,
                     found_right=findings[peer, True],
@@ -144,6 +147,7 @@ class Owner:
         return PeersAnswer(peers=tuple(rows), waiting=waiting)
 
     def sessions(self) -> answers.SessionsAnswer:
+        """One row for each hop that is served here."""
         return answers.SessionsAnswer(sessions=self._hosts.sessions())
 
     def models(self) -> answers.ModelsAnswer:
@@ -175,7 +179,8 @@ class Owner:
 
         ``model`` may be the beginning of a session's id as well: then only that is explained.
         """
-        hosting, sessions = self._hosts.snapshot(), self._hosts.sessions()
+        hosting = self._hosts.snapshot()
+        sessions = self._hosts.sessions()
         is_session = bool(model) and self._directory.view().model_named(model) is None
         named = tuple(row for row in sessions if is_session and row.session.startswith(model))
         first = hosting[0] if hosting else None
@@ -193,15 +198,19 @@ class Owner:
         )
 
     def _chains(self, model: str) -> dict[str, ChainRow]:
-        view, me = self._directory.view(), self._services.me
+        view = self._directory.view()
+        me = self._services.me
+        half_trips_s = {peer: trip_s / 2 for peer, trip_s in self._directory.links.round_trip_s.items()}
         rows = {}
         for name in [model] if model else sorted(view.catalog.models):
             model_entry = view.model_named(name)
             if model_entry is None:
                 listed = ", ".join(view.catalog.models) or "none yet"
                 raise ConfigError(f"the catalog has no model {name!r}; it has: {listed}")
-            spans, all_blocks = view.serving(model_entry[0]), Span(0, model_entry[1])
-            trips = trips_of(spans, me, {p: s / 2 for p, s in self._directory.links.round_trip_s.items()})
+            model_id, n_blocks = model_entry
+            spans = view.serving(model_id)
+            all_blocks = Span(0, n_blocks)
+            trips = trips_of(spans, me, half_trips_s)
             try:
                 now = self._services.wall_clock()
                 route = best_route(spans, all_blocks, me, trips, now=now)
@@ -212,13 +221,17 @@ class Owner:
         return rows
 
     def addresses(self) -> answers.AddressesAnswer:
-        book = {self._services.me: self._services.rpc.network.addresses(), **self._directory.address_book()}
-        return answers.AddressesAnswer(addresses={str(p): tuple(a) for p, a in book.items()})
+        """Addresses to give to newcomers, this machine's first."""
+        own_addresses = self._services.rpc.network.addresses()
+        book = {self._services.me: own_addresses, **self._directory.address_book()}
+        return answers.AddressesAnswer(addresses={str(peer): tuple(listed) for peer, listed in book.items()})
 
     def downloads(self) -> answers.DownloadsAnswer:
+        """Downloads under way."""
         return answers.DownloadsAnswer(downloads=self._store.downloads())
 
     def here(self, model: str) -> answers.HereAnswer:
+        """What this machine has of a model. Raises ConfigError for a name that the catalog does not list."""
         model_id = self._hash_of(model)
         return answers.HereAnswer(model=model_id, **msgspec.structs.asdict(self._store.here(model_id)))
 
@@ -263,11 +276,12 @@ class Owner:
 
     def pause(self, seconds: str) -> answers.PauseAnswer:
         """Stop at once, for so long ("": until ``resume``). Raises ConfigError."""
-        presence, n = self._presence, len(self._hosts.sessions())
+        presence = self._presence
+        n_sessions = len(self._hosts.sessions())
         if seconds and not (seconds.isdecimal() and 0 < int(seconds) <= LONGEST_PAUSE_S):
             raise ConfigError(f"a pause takes 1 to {LONGEST_PAUSE_S} seconds, not {seconds!r}")
         presence.pause(int(seconds) if seconds else None)
-        return answers.PauseAnswer(sessions=n, policy=presence.snapshot())
+        return answers.PauseAnswer(sessions=n_sessions, policy=presence.snapshot())
 
     def resume(self, model: str) -> answers.ResumeAnswer:
         """Serve again after a drain; without a model, after a pause too."""

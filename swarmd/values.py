@@ -38,9 +38,11 @@ class Span:
         return f"[{self.start},{self.end})"
 
     def blocks(self) -> range:
+        """The numbers of its blocks."""
         return range(self.start, self.end)
 
     def covers(self, inner: Span) -> bool:
+        """Does it hold all blocks of another span?"""
         return self.start <= inner.start and inner.end <= self.end
 
 

@@ -32,7 +32,7 @@ class Health:
         return int(self._wall_clock())
 
     def heard(self, peer: PeerId, hello: Hello) -> None:
-        """A member has told its time."""
+        """Note a member's clock, from its hello."""
         if hello.now:
             self._clocks.pop(peer, None)
             self._clocks[peer] = hello.now - self._wall_clock()
@@ -40,7 +40,10 @@ class Health:
                 del self._clocks[next(iter(self._clocks))]
 
     def look(self, view: SwarmView) -> None:
-        """Is there a record of this very peer, made since it runs, that it did not make?"""
+        """Note whether there is a record of this very peer, made since it runs, that it did not make.
+
+        Two machines with one key, as after a copied disk, disturb each other: each takes the other's records for newer.
+        """
         own_record = view.peers.get(self._me)
         if own_record is not None and own_record.issued_at > self.up_since and own_record.up_since != self.up_since:
             self._cloned_at = self._wall_clock()
@@ -67,4 +70,12 @@ class Health:
             devices=devices,
             workers=workers,
         )
-        return tuple(HealthRow(kind=f.kind, is_fine=f.is_fine, text=f.text, remedy=f.remedy) for f in findings(facts))
+        return tuple(
+            HealthRow(
+                kind=finding.kind,
+                is_fine=finding.is_fine,
+                text=finding.text,
+                remedy=finding.remedy,
+            )
+            for finding in findings(facts)
+        )

@@ -30,16 +30,19 @@ class _Visitor:
         self._certificate = certificate
 
     def hello(self) -> Hello:
+        """Show the certificate, whatever it is worth."""
         return Hello(certificate=self._certificate, agent="swarmd join")
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
+        """Check a member's own certificate. Raises Refused."""
         self._exchange.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
+        """Answer nothing."""
         return False
 
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
-        return
+        """Miss nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,8 @@ async def check_in(
     exchange = Exchange(keys, time.time)
     rpc = Rpc(network, _Visitor(exchange, certificate))
     failures: list[str] = []
-    mismatches, waits = 0, False
+    n_mismatches = 0
+    waits = False
     async with network.running(), trio.open_nursery() as nursery:
         await nursery.start(rpc.run)
         for peer, addresses in bootstrap.items():
@@ -72,21 +76,22 @@ async def check_in(
                 break
             except Refused as error:
                 if error.code == Code.WAITS:
-                    failures, waits = [], True
+                    failures = []
+                    waits = True
                     break
                 if error.code in (Code.REVOKED, Code.NOT_A_MEMBER):
                     failures = [f"refused: {error}"]
-                    mismatches = len(bootstrap)
+                    n_mismatches = len(bootstrap)
                     break
                 failures.append(f"{', '.join(addresses)}: {error}")
             except HandshakeFailed as error:
-                mismatches += 1
+                n_mismatches += 1
                 failures.append(str(error))
             except PeerError as error:
                 failures.append(str(error))
         nursery.cancel_scope.cancel()
     if not failures and bootstrap:
         return CheckinResult(exchange.book.catalog_raw, waits)
-    if mismatches == len(bootstrap) and failures:
+    if n_mismatches == len(bootstrap) and failures:
         raise ConfigError(f"the swarm does not let this machine in: {'; '.join(failures)}")
     raise SwarmUnavailable(f"no member answers: {'; '.join(failures) or 'the invite names no address'}")

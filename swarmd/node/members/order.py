@@ -46,6 +46,7 @@ class Order:
         return self._balances.get(self._exchange.voucher_of(peer), Balance())
 
     async def run(self) -> None:
+        """Read the books now and then, until cancelled."""
         while self._books.are_kept:
             try:
                 self._balances = await trio.to_thread.run_sync(self._read)
@@ -55,9 +56,11 @@ class Order:
 
     def _read(self) -> dict[bytes, Balance]:
         """A client that signs no bill has taken all the same: this machine's own count is enough for its own order."""
-        own_voucher, since = self._exchange.voucher_of(self._me), int(self._exchange.now()) - SINCE_S
+        own_voucher = self._exchange.voucher_of(self._me)
+        since = int(self._exchange.now()) - SINCE_S
         served = {voucher: n for voucher, n in self._books.served(since).items() if voucher != own_voucher}
         balances = {voucher: Balance(took=n) for voucher, n in served.items()}
-        for s in self._books.sums(self._me, own_voucher, since):
-            balances[s.voucher] = Balance(gave_us=s.took, took=max(s.gave, served.get(s.voucher, 0)))
+        for total in self._books.sums(self._me, own_voucher, since):
+            n_served = served.get(total.voucher, 0)
+            balances[total.voucher] = Balance(gave_us=total.took, took=max(total.gave, n_served))
         return balances

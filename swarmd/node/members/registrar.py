@@ -1,4 +1,4 @@
-"""On a founder's machine: whoever came by an invite for so many is entered into the catalog, and so let in for good.
+"""On a founder's machine: enter newcomers, whose invite is for so many, into the catalog, which lets them in for good.
 
 Then everybody knows who has used the invite, and the member stays when the invite ends. Where another founder signed a
 catalog without knowing this one's latest, what it lost comes back. docs/trust.md, "Members".
@@ -42,9 +42,11 @@ class Registrar:
         self._announce = announce
 
     async def run(self) -> None:
+        """Enter newcomers now and then, until cancelled."""
         while True:
             await trio.sleep(ENTRY_INTERVAL_S * self._rng.uniform(0.5, 1.5))  # two founders seldom sign in one second
-            arrivals, catalog = self._arrivals(), self._exchange.book.catalog
+            arrivals = self._arrivals()
+            catalog = self._exchange.book.catalog
             is_new = catalog is not self._previous
             is_lost = is_new and with_what_was_lost(catalog, self._previous, self._exchange.now()) is not None
             try:

@@ -105,7 +105,7 @@ def _free_bytes(services: HostingServices, slot: int) -> int:
 
     What the worker holds now is counted as free: it gives way to what is chosen.
     """
-    n_bytes = psutil.virtual_memory().available - services.presence.kept_bytes
+    n_bytes: int = psutil.virtual_memory().available - services.presence.kept_bytes
     for other_slot, choice in services.choices.items():
         if other_slot == slot and choice.is_loaded:
             n_bytes += choice.n_bytes

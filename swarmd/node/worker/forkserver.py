@@ -62,6 +62,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return its exit status. Raises TimeoutError."""
         if self.returncode is None:
             self._connection.settimeout(timeout)
             self.returncode = int(self._line() or -signal.SIGKILL)
@@ -69,6 +70,7 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
+        """Send a signal, unless it is known to have ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -79,12 +81,19 @@ class ForkedProcess:
             if not data:
                 return b""
             self._received += data
-        line, self._received = self._received.split(b"\n", 1)
+        line, _, self._received = self._received.partition(b"\n")
         return line
 
 
+#     caller --one line of JSON, with file descriptors (SCM_RIGHTS)--> server: fork
+#     caller <--the child's pid---------------------------------------
+#     caller <--its exit status, when it ends-------------------------
+#     the caller closes the connection, or dies ---------------------> server: kill the child
+#
+# The server never becomes a thread or an event loop: a fork copies one thread only, and a lock that another one held
+# would stay locked in the child. ``gc.freeze`` keeps the collector from touching, and so copying, the shared pages.
 def serve(path: Path, modules: Sequence[str]) -> None:
-    """Import, then fork for whoever asks, until standard input closes."""
+    """Import, then fork for each caller, until standard input closes."""
     gc.disable()
     for module in modules:
         importlib.import_module(module)
@@ -95,7 +104,8 @@ def serve(path: Path, modules: Sequence[str]) -> None:
         listener.listen(64)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         print("ready", flush=True)
-        server, children = os.getpid(), dict[int, socket.socket]()
+        server = os.getpid()
+        children: dict[int, socket.socket] = {}
         try:
             _answer(listener, children)
         finally:

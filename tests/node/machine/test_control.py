@@ -15,7 +15,7 @@ import swarmd.status as answers
 from swarmd.errors import ConfigError, NoRoute
 from swarmd.node.machine.control import SCHEMA, VERBS, application, openapi
 
-OPENAPI = Path(__file__).parent.parent.parent / "docs" / "openapi.json"
+OPENAPI = Path(__file__).parents[3] / "docs" / "openapi.json"
 
 
 class PlayedRuns:
