@@ -190,8 +190,11 @@ class Config:
         """What this daemon serves, one entry for each worker; none with ``serve`` false."""
         if not self.serve:
             return ()
-        named = {f.name: getattr(self, f.name) for f in fields(Serve) if f.name != "model"}
-        return self.hosted or tuple(Serve(model, **named) for model in split(self.model) or ("",))
+        if self.hosted:
+            return self.hosted
+        names = [field.name for field in fields(Serve) if field.name != "model"]
+        settings = {name: getattr(self, name) for name in names}
+        return tuple(Serve(model, **settings) for model in split(self.model) or ("",))
 
     def check(self) -> Config:
         """Return the settings if they can be right. Raises ConfigError."""
@@ -263,13 +266,11 @@ def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any
         written = read_toml(path)
         if isinstance(written.get("serve"), list):
             tables = written.pop("serve")
-        config = replace(
-            config,
-            gateway=_one_table(written.pop("gateway", {}), GatewayConfig(), "gateway", str(path)),
-            policy=_one_table(written.pop("policy", {}), PolicyConfig(), "policy", str(path)),
-        )
+        gateway = _one_table(written.pop("gateway", {}), GatewayConfig(), "gateway", str(path))
+        policy = _one_table(written.pop("policy", {}), PolicyConfig(), "policy", str(path))
+        config = replace(config, gateway=gateway, policy=policy)
         config = _apply(config, written, str(path))
-    names = {f.name for f in fields(Config) if f.name not in TABLES} | set(OLD_NAMES)
+    names = _setting_types(config, TABLES).keys() | OLD_NAMES.keys()
     variables = {name: environment.get(f"SWARMD_{name.upper()}") for name in sorted(names)}
     from_environment = {name: value for name, value in variables.items() if value is not None}
     config = _apply(config, from_environment, "the environment")
@@ -279,12 +280,21 @@ def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any
         *from_environment,
         *from_flags,
     }:  # what is said later counts, not the file's
-        config = replace(config, hosted=tuple(_table(config, table, str(path)) for table in tables))
+        hosted = [_table(config, table, str(path)) for table in tables]
+        config = replace(config, hosted=tuple(hosted))
     return config.check()
 
 
+def _setting_types(
+    defaults: Config | Serve | GatewayConfig | PolicyConfig, without: tuple[str, ...] = ()
+) -> dict[str, type]:
+    """The names of settings, each with the type of its default."""
+    names = [field.name for field in fields(defaults) if field.name not in without]
+    return {name: type(getattr(defaults, name)) for name in names}
+
+
 def _apply(config: Config, values: Mapping[str, Any], source: str) -> Config:
-    types = {f.name: type(getattr(config, f.name)) for f in fields(Config) if f.name not in TABLES}
+    types = _setting_types(config, TABLES)
     changes: dict[str, Any] = {}
     for setting, value in values.items():
         name = OLD_NAMES.get(setting, setting)
@@ -300,7 +310,8 @@ def _table(config: Config, table: Any, source: str) -> Serve:
     """One table ``[[serve]]``; what it leaves out is as the daemon's own setting, but for the model."""
     if not isinstance(table, dict):
         raise ConfigError(f"{source}: serve is true, false, or tables [[serve]], not a list that holds {table!r}")
-    defaults = {f.name: getattr(config, f.name) for f in fields(Serve) if f.name not in ("model", "blocks")}
+    names = _setting_types(Serve(), ("model", "blocks"))
+    defaults = {name: getattr(config, name) for name in names}
     return Serve(**{**defaults, **_settings(table, Serve(), "serve", "[[serve]]", source)})
 
 
@@ -315,10 +326,13 @@ def _settings(
     table: dict[str, Any], defaults: Serve | GatewayConfig | PolicyConfig, prefix: str, shown: str, source: str
 ) -> dict[str, Any]:
     """What a table says, each setting of the type that it has in ``defaults``. Raises ConfigError."""
-    types = {f.name: type(getattr(defaults, f.name)) for f in fields(defaults)}
+    types = _setting_types(defaults)
     if unknown := sorted(set(table) - set(types)):
         raise ConfigError(f"{source}: unknown setting {unknown[0]!r} in {shown}; there are: {', '.join(types)}")
-    return {name: _convert(f"{prefix}.{name}", value, types[name], source) for name, value in table.items()}
+    converted = {}
+    for name, value in table.items():
+        converted[name] = _convert(f"{prefix}.{name}", value, types[name], source)
+    return converted
 
 
 def _check_policy(policy: PolicyConfig) -> None:

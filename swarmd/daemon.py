@@ -118,7 +118,8 @@ class Daemon:
             changed=self.directory.announce_soon,
             count=self.books.count,
         )
-        self.presence = Presence(config.policy, self._rest, home.pause_file if home else None, services.traffic)
+        pause_file = home.pause_file if home else None
+        self.presence = Presence(config.policy, self._rest, pause_file, services.traffic)
         self.runs = Runs(
             self.rpc,
             member.identity,
@@ -200,7 +201,8 @@ class Daemon:
             nursery.start_soon(self.books.keep)
             nursery.start_soon(self.order.run)
             nursery.start_soon(self._count_hours)
-            nursery.start_soon(Registrar(self.exchange, self._admit, self.directory.announce_soon, self._rng).run)
+            registrar = Registrar(self.exchange, self._admit, self.directory.announce_soon, self._rng)
+            nursery.start_soon(registrar.run)
             task_status.started()
             await self.stopping.wait()
             async with trio.open_nursery() as leaving:
@@ -256,7 +258,9 @@ class Daemon:
             return True
         if getattr(message, "run", ""):
             self.exchange.require_member(channel.peer, "train")
-        if await self.store.handle(channel, message) or await self.runs.handle(channel, message, frame):
+        if await self.store.handle(channel, message):
+            return True
+        if await self.runs.handle(channel, message, frame):
             return True
         if isinstance(message, Ping):
             await channel.answer_zeros(Pong(re=message.id), message.want_bytes)

@@ -254,10 +254,11 @@ class Home:
         swarm = self.swarm()
         this_member = {self.identity().public_key: AdmittedMember(int(time.time()) + MEMBERSHIP_LIFETIME_S)}
         is_admitted = this_member.keys() <= old.admitted.keys()
+        keeps_delegates = draft.charter.honours(self.founders().charter.issuers)
         new = msgspec.structs.replace(
             with_admitted(old, {} if is_admitted else this_member, time.time()),
             charters=(*self.charters(), msgspec.msgpack.encode(draft)),
-            delegates=old.delegates if draft.charter.honours(self.founders().charter.issuers) else (),
+            delegates=old.delegates if keeps_delegates else (),
             version=int(time.time()),  # whatever number was chosen before: charters count first
             root=0,
         )
@@ -268,7 +269,8 @@ class Home:
     def client_certificate(self, key: bytes) -> tuple[bytes, ...]:
         """Certify a throw-away client key with this member's own."""
         expires_at = int(time.time()) + CLIENT_LIFETIME_S
-        return (*self.swarm().certificate, certify(self.identity(), key, "client", expires_at))
+        link = certify(self.identity(), key, "client", expires_at)
+        return (*self.swarm().certificate, link)
 
     def bootstrap(self) -> dict[PeerId, tuple[str, ...]]:
         """Every address known to have led into the swarm, by peer."""
@@ -343,7 +345,10 @@ class Home:
         if path.is_file():
             listed = read_json(path, dict[ModelId, str], "remove it, and add the models again")
         bundled, _ = bundled_model()
-        return {bundled: bundled_folder(), **{model: Path(folder) for model, folder in listed.items()}}
+        folders = {bundled: bundled_folder()}
+        for model, folder in listed.items():
+            folders[model] = Path(folder)
+        return folders
 
     def add_folder(self, model: ModelId, folder: Path) -> None:
         """Use a model from a folder of the user's, where it is."""
@@ -351,10 +356,13 @@ class Home:
 
     def forget_folder(self, model: ModelId) -> None:
         """No longer use a folder of the user's; it stays as it is."""
-        self._list_folders({m: p for m, p in self.folders().items() if m != model})
+        folders = self.folders()
+        folders.pop(model, None)
+        self._list_folders(folders)
 
     def _list_folders(self, folders: dict[ModelId, Path]) -> None:
-        listed = {m: str(p) for m, p in folders.items() if p != bundled_folder()}
+        bundled = bundled_folder()
+        listed = {model: str(folder) for model, folder in folders.items() if folder != bundled}
         self._write("models.json", json.dumps(listed, indent=2))
 
     # --- files -----------------------------------------------------------------------------------------------

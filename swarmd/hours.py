@@ -32,7 +32,10 @@ class Hours:
         """Read what a person wrote; times that end before they begin go on until the next day. Raises ConfigError."""
         if text.strip() and not text.strip(" ,"):
             raise ConfigError(f'hours are written as mon-fri 22:00-08:00, sat, sun, or "" for always, not {text!r}')
-        parts = [part for piece in text.split(",") if piece.strip() for part in _read(piece.strip(), text)]
+        parts: list[tuple[int, int]] = []
+        for piece in text.split(","):
+            if piece.strip():
+                parts += _read(piece.strip(), text)
         return cls(text.strip(), tuple(parts))
 
     def include(self, moment: datetime) -> bool:
@@ -47,7 +50,8 @@ class Hours:
         minute = _minute(moment)
         is_on = self.include(moment)
         this_minute = moment.replace(second=0, microsecond=0)
-        minutes_ahead = sorted({(edge - minute - 1) % WEEK_MIN + 1 for part in self.parts for edge in part})
+        edges = {edge for part in self.parts for edge in part}
+        minutes_ahead = sorted({(edge - minute - 1) % WEEK_MIN + 1 for edge in edges})
         changes = (this_minute + timedelta(minutes=minutes) for minutes in minutes_ahead)
         return next((change for change in changes if self.include(change) != is_on), None)
 
@@ -64,9 +68,10 @@ def _read(piece: str, text: str) -> list[tuple[int, int]]:
     begin = 0
     end = DAY_MIN
     if times[0] is not None:
-        begin = 60 * int(times[0]) + int(times[1])
-        end = 60 * int(times[2]) + int(times[3])
-        if begin >= DAY_MIN or end > DAY_MIN or int(times[1]) > 59 or int(times[3]) > 59:
+        begin_hour, begin_minute, end_hour, end_minute = map(int, times)
+        begin = 60 * begin_hour + begin_minute
+        end = 60 * end_hour + end_minute
+        if begin >= DAY_MIN or end > DAY_MIN or begin_minute > 59 or end_minute > 59:
             raise ConfigError(f"times of day go from 0:00 to 24:00, not {piece!r}")
         if end <= begin:
             end += DAY_MIN

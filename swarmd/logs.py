@@ -19,7 +19,13 @@ from swarmd.config import LOG_FORMATS
 BURST = 10  # lines of one cause that are written in one window
 WINDOW_S = 60.0  # in which one cause may write a burst
 MAX_CAUSES = 1_000  # texts of programs, not of peers: some hundreds exist
-JOURNAL_LEVELS = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
+JOURNAL_LEVELS = {
+    logging.CRITICAL: 2,
+    logging.ERROR: 3,
+    logging.WARNING: 4,
+    logging.INFO: 6,
+    logging.DEBUG: 7,
+}
 
 Cause = tuple[str, int, str]
 """Who says what in which words: the name of a logger, a level, the text before it is filled in."""

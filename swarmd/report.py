@@ -105,7 +105,9 @@ class Owner:
         """One row for each member that is known, with what it serves."""
         view = self._directory.view()
         trips = self._directory.links.round_trip_s
-        findings = Counter((f.peer, f.is_right) for record in view.peers.values() for f in record.found)
+        findings: Counter[tuple[str, bool]] = Counter()
+        for record in view.peers.values():
+            findings.update((finding.peer, finding.is_right) for finding in record.found)
         rows = []
         for peer, record in sorted(view.peers.items()):
             balance = self._services.order.balance(peer)
@@ -153,10 +155,12 @@ class Owner:
     def models(self) -> answers.ModelsAnswer:
         """One row for each model of the catalog: who serves its blocks, how safe they are, what could be done."""
         view = self._directory.view()
-        help_for = {rescue.model: str(rescue) for rescue in rescues(view.spans, view.catalog.models, view.is_given)}
+        possible_rescues = rescues(view.spans, view.catalog.models, view.is_given)
+        help_for = {rescue.model: str(rescue) for rescue in possible_rescues}
         rows = []
         for name, (model, n_blocks) in sorted(view.catalog.models.items()):
             known = ModelId(model)
+            missing = view.missing(known, n_blocks)
             risk = self._services.turnover.risk(view, known, n_blocks)
             rows.append(
                 answers.ModelRow(
@@ -164,7 +168,7 @@ class Owner:
                     model=model,
                     blocks=n_blocks,
                     coverage=tuple(view.coverage(known, n_blocks)),
-                    missing=tuple((s.start, s.end) for s in view.missing(known, n_blocks)),
+                    missing=tuple((span.start, span.end) for span in missing),
                     help=help_for.get(known, ""),
                     target=risk.target,
                     lowest=risk.lowest,
@@ -233,7 +237,8 @@ class Owner:
     def here(self, model: str) -> answers.HereAnswer:
         """What this machine has of a model. Raises ConfigError for a name that the catalog does not list."""
         model_id = self._hash_of(model)
-        return answers.HereAnswer(model=model_id, **msgspec.structs.asdict(self._store.here(model_id)))
+        store_status = msgspec.structs.asdict(self._store.here(model_id))
+        return answers.HereAnswer(model=model_id, **store_status)
 
     async def ping(self, peer: str) -> answers.PingAnswer:
         """Measure a round trip to the peer whose id ends so. Raises ConfigError."""
@@ -317,7 +322,12 @@ def _span_rows(view: SwarmView, peer: PeerId) -> tuple[SpanRow, ...]:
 
 def _chain_row(route: Route, rejected: ChainRow | None = None) -> ChainRow:
     readers = tuple(dict.fromkeys(hop.peer for hop in route.hops))
-    return ChainRow(cost_ms=ms(route.cost_s), hops=tuple(route.why), readers=readers, rejected=rejected)
+    return ChainRow(
+        cost_ms=ms(route.cost_s),
+        hops=tuple(route.why),
+        readers=readers,
+        rejected=rejected,
+    )
 
 
 def ms(seconds: float | None) -> float | None:

@@ -150,11 +150,14 @@ class UsageLedger:
         self._counted = Counter()
         served = self._served
         self._served = Counter()
+        bill_rows = [_row(bill, signed, voucher) for bill, signed, voucher in waiting]
+        counted_rows = [(day, str(kind), n) for (day, kind), n in counted.items()]
+        served_rows = [(day, voucher, n) for (day, voucher), n in served.items()]
         try:
             with closing(self._open()) as database, database:
-                database.executemany(_ADD, [_row(bill, signed, voucher) for bill, signed, voucher in waiting])
-                database.executemany(_COUNT, [(day, str(kind), n) for (day, kind), n in counted.items()])
-                database.executemany(_SERVE, [(day, voucher, n) for (day, voucher), n in served.items()])
+                database.executemany(_ADD, bill_rows)
+                database.executemany(_COUNT, counted_rows)
+                database.executemany(_SERVE, served_rows)
         except sqlite3.Error as error:
             logger.warning("%d bills are not written to %s yet: %s", len(waiting), self._file, error)
             self._waiting = [*waiting, *self._waiting][-MAX_WAITING:]

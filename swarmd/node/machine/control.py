@@ -120,6 +120,14 @@ def _order_run(daemon: ControlServices, query: Query) -> Awaitable[Status]:
     return daemon.runs.order(query["name"], query["state"], anchors)
 
 
+def _pause_run(daemon: ControlServices, query: Query) -> Status:
+    return daemon.runs.pause(query["name"], True)
+
+
+def _unpause_run(daemon: ControlServices, query: Query) -> Status:
+    return daemon.runs.pause(query["name"], False)
+
+
 VERBS = (
     _get("status", answers.DaemonStatus, lambda d, q: d.status()),
     _get("peers", PeersAnswer, lambda d, q: d.peers()),
@@ -140,8 +148,8 @@ VERBS = (
     _get("train", run_status.RunsAnswer, lambda d, q: d.runs.status()),
     _get("train/plan", run_status.PlanAnswer, lambda d, q: d.runs.plan(**q), "name"),
     _post("train/join", run_status.JoinRunAnswer, lambda d, q: d.runs.join(**q), "name", "role"),
-    _post("train/pause", run_status.PauseRunAnswer, lambda d, q: d.runs.pause(**q, is_paused=True), "name"),
-    _post("train/unpause", run_status.PauseRunAnswer, lambda d, q: d.runs.pause(**q, is_paused=False), "name"),
+    _post("train/pause", run_status.PauseRunAnswer, _pause_run, "name"),
+    _post("train/unpause", run_status.PauseRunAnswer, _unpause_run, "name"),
     _post("train/leave", run_status.LeaveRunAnswer, lambda d, q: d.runs.leave(**q), "name"),
     _post("train/order", run_status.OrderAnswer, _order_run, "name", "state", "anchors"),
     _post("train/checkpoint", run_status.CheckpointAnswer, lambda d, q: d.runs.checkpoint(**q), "name"),
@@ -193,7 +201,8 @@ def openapi() -> dict[str, Any]:
 
     paths: dict[str, Any] = {}
     for verb in VERBS:
-        parameters = [{"name": n, "in": "query", "schema": {"type": "string"}} for n in verb.parameters]
+        text = {"type": "string"}
+        parameters = [{"name": name, "in": "query", "schema": text} for name in verb.parameters]
         responses = {
             "200": response(verb.answer, "the answer"),
             "409": response(answers.RefusalAnswer, "why not"),

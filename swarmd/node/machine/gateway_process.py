@@ -45,7 +45,13 @@ class GatewayProcess:
     restarts: int = 0
 
     def snapshot(self) -> GatewayStatus:
-        return GatewayStatus(state=self.state, why=self.why, listen=self.listen, pid=self.pid, restarts=self.restarts)
+        return GatewayStatus(
+            state=self.state,
+            why=self.why,
+            listen=self.listen,
+            pid=self.pid,
+            restarts=self.restarts,
+        )
 
     async def run(self) -> None:
         """Keep it running until cancelled."""

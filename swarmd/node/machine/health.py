@@ -58,9 +58,10 @@ class Health:
     ) -> tuple[HealthRow, ...]:
         """Everything that was looked at, for people."""
         self.look(view)
+        other_records = [record for peer, record in view.peers.items() if peer != self._me]
         facts = Facts(
             version=self._version,
-            versions=[r.version for peer, r in view.peers.items() if peer != self._me and r.version],
+            versions=[record.version for record in other_records if record.version],
             clocks_s=list(self._clocks.values()),
             is_cloned=self._wall_clock() - self._cloned_at < CLONED_FOR_S,
             free_disk_bytes=free_disk_bytes,

@@ -222,7 +222,9 @@ def _on_battery() -> bool:
     if sys.platform != "linux":
         battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
         return battery is not None and battery.power_plugged is False
-    supplies = [{name: _read_line(folder / name) for name in SUPPLY} for folder in POWER_SUPPLIES.glob("*")]
+    supplies = []
+    for folder in POWER_SUPPLIES.glob("*"):
+        supplies.append({name: _read_line(folder / name) for name in SUPPLY})
     machine_supplies = [supply for supply in supplies if supply["scope"] != "Device"]
     is_plugged_in = any(supply["type"] != "Battery" and supply["online"] == "1" for supply in machine_supplies)
     is_discharging = any(
@@ -258,7 +260,9 @@ def _cards_c() -> list[float]:
     if shutil.which(CARDS[0]) is None:
         return []
     done = _run_sensor(CARDS)
-    return [] if done is None else [float(line) for line in done.stdout.split() if line.isdigit()]
+    if done is None:
+        return []
+    return [float(line) for line in done.stdout.split() if line.isdigit()]
 
 
 def _run_sensor(command: Sequence[str]) -> subprocess.CompletedProcess[str] | None:

@@ -116,10 +116,11 @@ class Store:
     def here(self, model: ModelId) -> HereStatus:
         """What this machine has of a model, and how the last attempt to fetch more ended."""
         folder = self.library.folders.get(model)
+        spans = folder.blocks_held if folder else ()
         failure = self._failures.get(model)
         return HereStatus(
             here=folder is not None and folder.is_whole,
-            blocks_here=tuple((s.start, s.end) for s in folder.blocks_held) if folder else (),
+            blocks_here=tuple((span.start, span.end) for span in spans),
             folder=str(folder.folder) if folder else None,
             pulling=model in self._pulling,
             failure=str(failure) if failure else None,

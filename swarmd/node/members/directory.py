@@ -104,7 +104,9 @@ class Directory:
         self._wall_clock = wall_clock
         self._rng = rng
         self._memory_file = memory_file
-        self._known = {p: a for p, a in bootstrap.items() if p != network.peer_id} | self._recall()
+        self._known = dict(bootstrap)
+        self._known.pop(network.peer_id, None)
+        self._known |= self._recall()
         self._is_exchange_on = is_exchange_on
         self._describe: Describe = list
         self._likely_next: Callable[[], set[PeerId]] = set
@@ -136,7 +138,8 @@ class Directory:
 
     def address_book(self) -> dict[PeerId, tuple[str, ...]]:
         """Addresses to give to newcomers: those of live members first."""
-        live = {peer: record.addresses for peer, record in self.view().peers.items() if record.addresses}
+        records_of = self.view().peers.items()
+        live = {peer: record.addresses for peer, record in records_of if record.addresses}
         remembered = {peer: addresses for peer, addresses in self._known.items() if peer not in live}
         return {**live, **remembered}
 
@@ -169,15 +172,16 @@ class Directory:
 
     async def _exchange_once(self) -> bool:
         """Exchange with one peer; did both sides know all?"""
-        targets = sorted(self._others())
-        strangers = [p for p in self._known if p not in self.view().peers and p != self._network.peer_id]
+        members = self._others()
+        targets = sorted(members)
+        strangers = [peer for peer in self._known if peer not in members and peer != self._network.peer_id]
         if strangers and (not targets or self._rng.random() < 0.1):
             targets = strangers
         if not targets:
             self._reason = "alone: nobody is known yet"
             return False
         peer = self._rng.choice(targets)
-        self._network.learn(peer, self.exchange.addresses_of(peer) or self._known.get(peer, ()))
+        self._network.learn(peer, self._addresses_of(peer))
         try:
             is_news = await self.exchange.pull(self._rpc, peer)
         except PeerError as error:
@@ -233,8 +237,9 @@ class Directory:
             try:
                 await self._enter_index()
                 await self._find_others()
-                await self._store.put(own_key(self.exchange.keys.swarm_id, self._network.peer_id), self._own_value())
-                await self._store.provide(self.exchange.keys.swarm_id)
+                swarm_id = self.exchange.keys.swarm_id
+                await self._store.put(own_key(swarm_id, self._network.peer_id), self._own_value())
+                await self._store.provide(swarm_id)
                 self._is_indexed = True
                 self._index = "the DHT keeps this member's record"
             except PeerError as error:
@@ -248,8 +253,9 @@ class Directory:
 
     async def _enter_index(self) -> None:
         """Connect to somebody known, and enter the DHT through whoever is connected."""
-        candidates = [(p, a) for p, a in self.address_book().items() if p != self._network.peer_id]
-        for peer, addresses in candidates:
+        candidates = self.address_book()
+        candidates.pop(self._network.peer_id, None)
+        for peer, addresses in candidates.items():
             if self._rpc.peers() - {self._network.peer_id}:
                 break
             self._network.learn(peer, addresses)
@@ -299,7 +305,7 @@ class Directory:
 
     async def ping(self, peer: PeerId, timeout_s: float = 5.0) -> float:
         """Measure one round trip in seconds. Raises PeerError."""
-        self._network.learn(peer, self.exchange.addresses_of(peer) or self._known.get(peer, ()))
+        self._network.learn(peer, self._addresses_of(peer))
         return await self._rpc.round_trip_s(peer, timeout_s)
 
     async def answering(self, peers: set[PeerId]) -> set[PeerId]:
@@ -347,9 +353,17 @@ class Directory:
         begun = trio.current_time()
         sent = bytes(n_bytes if is_up else 0)
         n_wanted = n_bytes - len(sent)
-        await self._rpc.call(peer, lambda call_id: Ping(id=call_id, want_bytes=n_wanted), sent, 30.0, "bulk")
+
+        def request(call_id: int) -> Ping:
+            return Ping(id=call_id, want_bytes=n_wanted)
+
+        await self._rpc.call(peer, request, sent, 30.0, "bulk")
         took_s = trio.current_time() - begun - trip_s
         return n_bytes / max(took_s, 1e-6)
+
+    def _addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """The addresses that a peer announces, or those that are remembered of it."""
+        return self.exchange.addresses_of(peer) or self._known.get(peer, ())
 
     def _others(self) -> set[PeerId]:
         return set(self.view().peers) - {self._network.peer_id}
@@ -364,7 +378,8 @@ class Directory:
             return {}
 
     def _remember(self) -> None:
-        fresh = {peer: record.addresses for peer, record in self.view().peers.items() if peer != self._network.peer_id}
+        fresh = {peer: record.addresses for peer, record in self.view().peers.items()}
+        fresh.pop(self._network.peer_id, None)
         if all(self._known.get(peer) == addresses for peer, addresses in fresh.items()):
             return
         older = {peer: addresses for peer, addresses in self._known.items() if peer not in fresh}

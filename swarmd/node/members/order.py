@@ -58,7 +58,8 @@ class Order:
         """A client that signs no bill has taken all the same: this machine's own count is enough for its own order."""
         own_voucher = self._exchange.voucher_of(self._me)
         since = int(self._exchange.now()) - SINCE_S
-        served = {voucher: n for voucher, n in self._books.served(since).items() if voucher != own_voucher}
+        served = self._books.served(since)
+        served.pop(own_voucher, None)
         balances = {voucher: Balance(took=n) for voucher, n in served.items()}
         for total in self._books.sums(self._me, own_voucher, since):
             n_served = served.get(total.voucher, 0)

@@ -134,7 +134,9 @@ class Reachability:
 
     @property
     def _is_settled(self) -> bool:
-        return self.reach.action == "open" or (self.reach.action == "closed" and len(self._relays) >= N_RELAYS)
+        if self.reach.action == "closed":
+            return len(self._relays) >= N_RELAYS
+        return self.reach.action == "open"
 
     def _relays_for_people(self) -> str:
         if not self._relays:
@@ -181,7 +183,9 @@ class Reachability:
 
     def _judge(self) -> None:
         oldest = trio.current_time() - 2 * ASK_AGAIN_S
-        self._answers = {target: (a, at_s) for target, (a, at_s) in self._answers.items() if at_s > oldest}
+        for target, (_, answered_at) in list(self._answers.items()):
+            if answered_at <= oldest:
+                del self._answers[target]
         answers = [answer for answer, _ in self._answers.values()]
         previous_reach = self.reach
         listens = self._ways.listening_port() is not None
@@ -208,7 +212,8 @@ class Reachability:
     def _port_to_map(self) -> int | None:
         """The port that the router is to be asked for now: while members cannot connect, or can because of it."""
         is_needed = self.reach.action == "closed" or self._mapping is not None
-        if not (self._asks_router and is_needed and trio.current_time() >= self._map_at and self._is_at_home()):
+        is_due = trio.current_time() >= self._map_at
+        if not (self._asks_router and is_needed and is_due and self._is_at_home()):
             return None
         self._map_at = trio.current_time() + ASK_AGAIN_S
         return self._ways.listening_port()

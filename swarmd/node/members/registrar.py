@@ -59,6 +59,7 @@ class Registrar:
 
     def _arrivals(self) -> dict[bytes, AdmittedMember]:
         ends_at = int(self._exchange.now()) + MEMBERSHIP_LIFETIME_S
-        return {
-            key: AdmittedMember(ends_at, invite, terms.may) for key, invite, terms in self._exchange.doors.arrived()
-        }
+        arrivals = {}
+        for key, invite, terms in self._exchange.doors.arrived():
+            arrivals[key] = AdmittedMember(ends_at, invite, terms.may)
+        return arrivals

@@ -157,11 +157,12 @@ class Balancer:
 
         And would it leave them if those alone counted who do?
         """
-        own_span = next((s for s in view.spans if (s.peer, s.slot) == self._own_slot), None)
+        own_span = self._own_span(view)
         if own_span is None:
             return False
-        other_spans = [s for s in view.serving(ModelId(own_span.model)) if s.peer != own_span.peer]
-        near = [s for s in other_spans if s.start < own_span.end and s.end > own_span.start]
+        of_model = view.serving(ModelId(own_span.model))
+        overlapping = [s for s in of_model if s.start < own_span.end and s.end > own_span.start]
+        near = [s for s in overlapping if s.peer != own_span.peer]
         serving = await self._trials.serving(near)
         held_blocks: set[int] = set()
         for span in near:
@@ -195,8 +196,8 @@ class Balancer:
 
     def look(self, view: SwarmView) -> tuple[Decision[Target | None], int]:
         """Should this server hold something else now? And how many looks in a row must say so."""
-        own_span = next((s for s in view.spans if (s.peer, s.slot) == self._own_slot and s.state == "online"), None)
-        if own_span is None:
+        own_span = self._own_span(view)
+        if own_span is None or own_span.state != "online":
             return Decision(None, "nothing is served here yet that could move"), 0
         if not own_span.moves_left:
             why = "its blocks are fixed (--blocks, balance)"
@@ -214,9 +215,15 @@ class Balancer:
                 return Decision(Target(rescue.model, None), reason), n_looks
         return self._look_within(view, own_span), LOOKS_THAT_AGREE
 
+    def _own_span(self, view: SwarmView) -> SpanRecord | None:
+        """This server's own record, if the view has it."""
+        own_spans = (span for span in view.spans if claimant_of(span) == self._own_slot)
+        return next(own_spans, None)
+
     def _look_within(self, view: SwarmView, own_span: SpanRecord) -> Decision[Target | None]:
         """Should it hold other blocks of the same model?"""
-        n_blocks = next((n for m, n in view.catalog.models.values() if m == own_span.model), 0)
+        listed = view.catalog.models.values()
+        n_blocks = next((n_blocks for model, n_blocks in listed if model == own_span.model), 0)
         of_model = [s for s in view.spans if s.model == own_span.model and s.end <= n_blocks]
         staying = [s for s in of_model if s.state != "draining"]
         staying.sort(key=lambda s: (s.peer, s.slot))  # all members compute in the same order

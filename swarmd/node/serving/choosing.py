@@ -121,13 +121,18 @@ def _free_bytes(services: HostingServices, slot: int) -> int:
 async def _believed_spans(services: HostingServices, model: ModelId, n_blocks: int) -> list[SpanRecord]:
     """Find the records of other workers that placement may count on."""
     me = services.me
-    spans = [s for s in services.directory.view().spans if s.model == model and s.state != "draining"]
-    other_spans = [s for s in spans if s.end <= n_blocks and (s.peer != me or s.slot not in services.choices)]
+
+    def is_own_worker(span: SpanRecord) -> bool:
+        return span.peer == me and span.slot in services.choices
+
+    spans = [s for s in services.directory.view().spans if s.model == model and s.end <= n_blocks]
+    other_spans = [s for s in spans if s.state != "draining" and not is_own_worker(s)]
     answering = await services.directory.answering({PeerId(s.peer) for s in other_spans})
     live_spans = [s for s in other_spans if s.peer in answering]
-    serving = await services.trials.serving(s for s in live_spans if s.state == "online" and s.peer != me)
+    claims = [s for s in live_spans if s.state == "online" and s.peer != me]
+    serving = await services.trials.serving(claims)
     now = services.wall_clock()
-    counted = [s for s in live_spans if s.peer == me or s.state != "online" or claimant_of(s) in serving]
+    counted = [s for s in live_spans if s not in claims or claimant_of(s) in serving]
     return [s for s in counted if stays_s(s, now) > STAYS_S]
 
 

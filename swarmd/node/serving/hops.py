@@ -61,7 +61,7 @@ class SessionHop:
 
     def times(self) -> tuple[HopTimes, ...]:
         """What passes take here and at the hops before, of those that went alike with the last one."""
-        alike = [times for times in self.passes if timing.goes_alike(times, self.passes[-1])]
+        alike = [passed for passed in self.passes if timing.goes_alike(passed, self.passes[-1])]
         return tuple(
             HopTimes(start=start, waiting_ms=1e3 * waiting_s, computing_ms=1e3 * computing_s)
             for start, waiting_s, computing_s in timing.medians_s(alike)
@@ -98,6 +98,17 @@ class LaneHop:
     why: str = ""
     used_at: float = 0.0
     waiting: dict[tuple[type, int], int] = field(default_factory=dict)
+
+
+def session_lost(key: Key, reason: str) -> Refusal:
+    """What a client is told whose hop, of a session or a lane, is over."""
+    session, start = key
+    return Refusal(
+        code=Code.SESSION_LOST.value,
+        message=reason[:500],
+        session=session,
+        start=start,
+    )
 
 
 def rows(hops: Hops[SessionHop]) -> tuple[SessionRow, ...]:

@@ -442,7 +442,8 @@ class Hosting:
             if self._coming is None:
                 return self._last_record  # else its last record would be believed until it expires
             model, blocks = self._coming
-            return [{**common, "state": "joining", "model": model, "start": blocks.start, "end": blocks.end}]
+            coming = {"state": "joining", "model": model, "start": blocks.start, "end": blocks.end}
+            return [{**common, **coming}]
         server = serving.server
         loaded = serving.worker.loaded
         config = self._services.config
@@ -474,8 +475,8 @@ class Hosting:
         """The measured links that a record has room for: likely neighbours in chains first, then the nearest."""
         likely = self.likely_next()
         trips = self._services.directory.links.round_trip_s
-        nearest = sorted(trips.items(), key=lambda pair: (pair[0] not in likely, pair[1]))
-        return {peer: 1000 * trip_s for peer, trip_s in nearest[:ROUND_TRIPS_IN_RECORD]}
+        nearest = sorted(trips, key=lambda peer: (peer not in likely, trips[peer]))
+        return {peer: 1000 * trips[peer] for peer in nearest[:ROUND_TRIPS_IN_RECORD]}
 
     def _announced_state(self) -> str:
         """Blocks that cannot be loaded are promised to nobody: others then fill the gap."""
@@ -487,18 +488,25 @@ class Hosting:
         """Name the peers that serve the block after this server's last or before its first: chains need these links."""
         if self._serving is None:
             return set()
-        span = self._serving.server.served.span
-        neighbour_blocks = (span.end, span.start - 1)
-        spans = [s for s in self._services.directory.view().spans if s.model == self._serving.model]
-        return {PeerId(s.peer) for s in spans if any(s.start <= block < s.end for block in neighbour_blocks)}
+        own_span = self._serving.server.served.span
+        neighbours = set()
+        for span in self._services.directory.view().spans:
+            is_before = span.start <= own_span.start - 1 < span.end
+            is_behind = span.start <= own_span.end < span.end
+            if span.model == self._serving.model and (is_before or is_behind):
+                neighbours.add(PeerId(span.peer))
+        return neighbours
 
     def snapshot(self) -> status.HostingStatus:
         serving = self._serving
+        why = self.why
+        if serving is not None and self.state is State.LOADING:
+            why = serving.worker.snapshot().reason
         return status.HostingStatus(
             slot=self.slot,
             wanted=self.settings.model or "whatever the swarm lacks",
             state=str(self.state),
-            why=serving.worker.snapshot().reason if serving and self.state is State.LOADING else self.why,
+            why=why,
             serving=self._serving_status(serving) if serving else None,
             worker=_worker_status(serving.worker.snapshot()) if serving else None,
             server=serving.server.snapshot() if serving else None,

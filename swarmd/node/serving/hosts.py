@@ -51,9 +51,9 @@ class Hosts:
 
     def __init__(self, services: HostingServices) -> None:
         self._services = services
-        self._hostings = [
-            Hosting(services, settings, slot, self.deliver) for slot, settings in enumerate(services.config.to_host())
-        ]
+        self._hostings = []
+        for slot, settings in enumerate(services.config.to_host()):
+            self._hostings.append(Hosting(services, settings, slot, self.deliver))
 
     def __iter__(self) -> Iterator[Hosting]:
         return iter(self._hostings)
@@ -96,7 +96,8 @@ class Hosts:
             return serving[0] if serving else None
         if isinstance(message, OpenSession | OpenLane | PutTuned):
             able = [h for h in serving if h.holds(message.model, message.start, message.end)]
-            return next((h for h in able if h.takes_sessions), (able or serving)[0])
+            default = able[0] if able else serving[0]
+            return next((h for h in able if h.takes_sessions), default)
         session = getattr(message, "session", b"")
         block = getattr(message, "start", 0)
         by_end = next((h for h in serving if h.ends_at(session, block)), None)
@@ -141,8 +142,13 @@ class Hosts:
             return self._hostings
         rows = [(h, h.snapshot()) for h in self._hostings]
         catalog = self._services.directory.view().catalog
-        names = {model, *catalog.names_of(catalog.models[model][0] if model in catalog.models else model)}
-        matching = [h for h, row in rows if h.settings.model in names or (row.serving and row.serving.name in names)]
+        model_hash = catalog.models[model][0] if model in catalog.models else model
+        names = {model, *catalog.names_of(model_hash)}
+        matching = []
+        for hosting, row in rows:
+            is_served = row.serving is not None and row.serving.name in names
+            if is_served or hosting.settings.model in names:
+                matching.append(hosting)
         if not matching:
             known = ", ".join(_name_for_people(row) for _, row in rows)
             raise ConfigError(f"this daemon serves no model {model!r}; it serves: {known or 'nothing'}")

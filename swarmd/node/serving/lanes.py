@@ -18,7 +18,7 @@ from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
-from swarmd.node.serving.hops import Deliver, Hops, Key, LaneHop, deliver_here
+from swarmd.node.serving.hops import Deliver, Hops, Key, LaneHop, deliver_here, session_lost
 from swarmd.node.serving.outbox import Outbox
 from swarmd.node.serving.server import Server
 from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerLost, WorkerReply
@@ -91,7 +91,9 @@ class ServerLanes:
                     for key, lane in self._lanes.items():
                         neighbours = (lane.predecessor, lane.successor)
                         if lane.waiting or any(map(self._outbox.is_waiting, neighbours)):
-                            self._outbox.tell(lane.client, framed(Progress(session=key[0], start=key[1])))
+                            session, start = key
+                            progress = Progress(session=session, start=start)
+                            self._outbox.tell(lane.client, framed(progress))
                         elif now - lane.used_at > LEASE_S:
                             await self._end(key)
 
@@ -146,7 +148,8 @@ class ServerLanes:
         )
         self._lanes.put((opening.session, opening.start), lane)
         weight = self._server.served.weight_of(channel.peer)
-        await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal, weight=weight)))
+        for_worker = msgspec.structs.replace(opening, id=0, client=principal, weight=weight)
+        await self._worker.send(framed(for_worker))
         self._tasks.start_soon(self._reply_opened, channel, opening, lane)
 
     async def _reply_opened(self, channel: Channel, opening: OpenLane, lane: LaneHop) -> None:
@@ -154,16 +157,21 @@ class ServerLanes:
         lane.push = decision.action
         lane.why = decision.reason
         loaded = self._worker.loaded
-        arity = loaded.layer_arity if loaded else 0
-        reply = Opened(re=opening.id, push=lane.push, why=lane.why[:500], layer_arity=arity)
+        reply = Opened(
+            re=opening.id,
+            push=lane.push,
+            why=lane.why[:500],
+            layer_arity=loaded.layer_arity if loaded else 0,
+        )
         self._outbox.tell(channel.peer, framed(reply))
 
     async def _on_work(self, peer: PeerId, message: Forward | Backward, frame: Frame) -> None:
         is_forward = isinstance(message, Forward)
-        key = (message.session, message.start)
-        lane = self._lanes.get(key) if is_forward else self._lanes.ending_at(message.session, message.start)
+        session = message.session
+        block = message.start
+        lane = self._lanes.get((session, block)) if is_forward else self._lanes.ending_at(session, block)
         if lane is None:
-            raise Refused(Code.NO_SESSION, f"no lane {message.session.hex()[:8]} at block {message.start} here")
+            raise Refused(Code.NO_SESSION, f"no lane {session.hex()[:8]} at block {block} here")
         sender = lane.predecessor if is_forward else lane.successor
         if peer not in (lane.client, sender):
             raise Refused(Code.STRANGER, f"{peer} is no neighbour in this lane")
@@ -184,7 +192,8 @@ class ServerLanes:
         lane.used_at = trio.current_time()
         if not is_forward:
             self._tokens_trained += message.tensor.b * message.tensor.t
-            self._server.served.books.count(UsageKind.MICRO_BATCHES, int(message.part[0] + 1 == message.part[1]))
+            if _is_last_part(message.part):
+                self._server.served.books.count(UsageKind.MICRO_BATCHES, 1)
         await self._worker.send(frame.raw)
 
     async def _on_put(self, peer: PeerId, message: PutTuned, frame: Frame) -> None:
@@ -192,14 +201,15 @@ class ServerLanes:
         principal = self._exchange.principal(peer)
         if not self._limit_bytes:
             raise Refused(Code.UNSUPPORTED, "this server takes no parameters of clients (tuning_mib is 0)")
-        is_held = message.start < message.end and served.span.covers(Span(message.start, message.end))
+        is_span = message.start < message.end
+        is_held = is_span and served.span.covers(Span(message.start, message.end))
         if not is_held or message.model not in ("", served.model):
             raise Refused(Code.NOT_SERVING, f"this server holds blocks {served.span} of {served.model[:12]}")
 
         def request(call_id: int) -> PutTuned:
             return msgspec.structs.replace(message, id=call_id, client=principal)
 
-        if message.id and message.part[0] + 1 == message.part[1]:
+        if message.id and _is_last_part(message.part):
             answer = await self._worker.ask(request, frame.payload)
             self._tasks.start_soon(self._reply_put, peer, message.id, answer)
         else:
@@ -234,8 +244,8 @@ class ServerLanes:
 
     def take_worker_refusal(self, refusal: Refusal, frame: Frame) -> bool:
         """Tell a lane's client what its worker refused; False when it was about no lane here."""
-        session = refusal.session or b""
-        lane = self._lanes.get((session, refusal.start)) or self._lanes.ending_at(session, refusal.start)
+        starting, ending = self._lanes_at(refusal)
+        lane = starting or ending
         if lane is None:
             return False
         refused = Forward if refusal.start == lane.span.start else Backward
@@ -245,14 +255,14 @@ class ServerLanes:
 
     @staticmethod
     def _done(lane: LaneHop, message: Forward | Backward) -> None:
-        if message.part[0] + 1 == message.part[1]:
+        if _is_last_part(message.part):
             lane.waiting.pop((type(message), message.seq), None)
 
     def worker_lost(self, reason: str) -> None:
         """Tell every client whose lane went down with the worker."""
         for key, lane in self._lanes.items():
             self._lanes.pop(key)
-            self._refuse(key, lane, Code.SESSION_LOST, reason)
+            self._tell_lost(key, lane, reason)
 
     # --- what is lost ----------------------------------------------------------------------------------------
 
@@ -276,7 +286,7 @@ class ServerLanes:
             if peer in (lane.predecessor, lane.successor) and peer != lane.client and key in self._lanes:
                 self._lanes.pop(key)  # before anybody is told, which may fail too
                 self._tasks.start_soon(self._close_in_worker, key)
-                self._refuse(key, lane, Code.SESSION_LOST, f"the link to {peer[-8:]} failed: {reason}")
+                self._tell_lost(key, lane, f"the link to {peer[-8:]} failed: {reason}")
 
     async def drain(self, timeout_s: float) -> None:
         """Let what was begun come to its end for a while; then tell clients to go elsewhere, who hear it yet."""
@@ -285,29 +295,41 @@ class ServerLanes:
                 await trio.sleep(DRAIN_LOOK_S)
         for key, lane in self._lanes.items():
             self._lanes.pop(key)
-            self._refuse(key, lane, Code.SESSION_LOST, "this server stops serving these blocks")
+            self._tell_lost(key, lane, "this server stops serving these blocks")
         with trio.move_on_after(FAREWELL_S):
             await self._outbox.flush()
 
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> bool:
         """A neighbour refused what was pushed to it: the client must know."""
-        session = refusal.session or b""
-        for lane in (self._lanes.get((session, refusal.start)), self._lanes.ending_at(session, refusal.start)):
+        for lane in self._lanes_at(refusal):
             if lane is not None and peer in (lane.predecessor, lane.successor):
                 self._outbox.tell(lane.client, framed(refusal))
                 return True
         return False
 
-    def _refuse(self, key: Key, lane: LaneHop, code: Code, reason: str) -> None:
-        lost = Refusal(code=code.value, message=reason[:500], session=key[0], start=key[1])
-        self._outbox.tell(lane.client, framed(lost))
+    def _lanes_at(self, refusal: Refusal) -> tuple[LaneHop | None, LaneHop | None]:
+        """The lane that starts at a refusal's block, and the one that ends there."""
+        session = refusal.session or b""
+        block = refusal.start
+        return self._lanes.get((session, block)), self._lanes.ending_at(session, block)
+
+    def _tell_lost(self, key: Key, lane: LaneHop, reason: str) -> None:
+        self._outbox.tell(lane.client, framed(session_lost(key, reason)))
 
     async def _end(self, key: Key) -> None:
         if self._lanes.pop(key) is not None:
             await self._close_in_worker(key)
 
     async def _close_in_worker(self, key: Key) -> None:
+        session, start = key
+        closing = CloseLane(session=session, start=start)
         try:
-            await self._worker.send(framed(CloseLane(session=key[0], start=key[1])))
+            await self._worker.send(framed(closing))
         except WorkerLost:
             return
+
+
+def _is_last_part(part: tuple[int, int]) -> bool:
+    """Is this the last of a message's parts? ``part``: its number from 0, and how many there are."""
+    number, n_parts = part
+    return number + 1 == n_parts

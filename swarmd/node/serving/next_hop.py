@@ -72,7 +72,8 @@ class NextHopDialer:
                 return True
             except PeerError:
                 await trio.sleep_forever()  # until the time is over: how soon it failed would tell what is there
-        _remember(self._failed, peer, (trio.current_time() + AGAIN_AFTER_S, self._exchange.addresses_of(peer)))
+        until = trio.current_time() + AGAIN_AFTER_S
+        _remember(self._failed, peer, (until, self._exchange.addresses_of(peer)))
         return False
 
     def _failed_lately(self, peer: PeerId) -> bool:

@@ -85,7 +85,8 @@ class Outbox:
             return
         waiting = self._waiting.get(peer)
         if waiting is None:
-            waiting = self._waiting[peer] = _QueuedFrames(self._rpc.sponsor_of(peer), trio.current_time())
+            waiting = _QueuedFrames(self._rpc.sponsor_of(peer), trio.current_time())
+            self._waiting[peer] = waiting
             self._tasks.start_soon(self._drain, peer, waiting)
         if refusal := self._why_not(waiting, len(frame)):
             self._failed(peer, refusal)
@@ -95,8 +96,13 @@ class Outbox:
 
     def _why_not(self, waiting: _QueuedFrames, n_bytes: int) -> str:
         """Why a frame cannot wait with those for peers of the same sponsor; "" when it can."""
-        of_others = sum(w.n_bytes for w in self._waiting.values() if w.sponsor != waiting.sponsor)
-        of_sponsor = sum(w.n_bytes for w in self._waiting.values() if w.sponsor == waiting.sponsor)
+        of_others = 0
+        of_sponsor = 0
+        for queue in self._waiting.values():
+            if queue.sponsor == waiting.sponsor:
+                of_sponsor += queue.n_bytes
+            else:
+                of_others += queue.n_bytes
         room_bytes = MAX_WAITING_BYTES - of_others
         share_bytes = max(MUCH_BYTES, MAX_SHARE * room_bytes)
         if of_sponsor + n_bytes > min(share_bytes, room_bytes):
@@ -149,7 +155,9 @@ class Outbox:
         if peer == self._rpc.network.peer_id:
             await self._to_self(frame)
         else:
-            channel = self._rpc.existing(peer, self._purpose) or await self._rpc.channel(peer, self._purpose)
+            channel = self._rpc.existing(peer, self._purpose)
+            if channel is None:
+                channel = await self._rpc.channel(peer, self._purpose)
             await channel.send_raw(frame)
 
 

@@ -93,14 +93,21 @@ class Prober:
 
     def announced(self) -> tuple[ProbeFinding, ...]:
         """Give findings as records carry them: of servers that are present, and of absent ones that were wrong."""
-        present = {(s.peer, name_of(s)) for s in self._services.directory.view().spans}
-        present_peers = {peer for peer, _ in present}
-        findings = [f for key, (f, _) in self._findings.items() if key in present or not f.is_right]
+        spans = self._services.directory.view().spans
+        present = {(span.peer, name_of(span)) for span in spans}
+        present_peers = {span.peer for span in spans}
+        findings = []
+        for key, (known_finding, _) in self._findings.items():
+            if key in present or not known_finding.is_right:
+                findings.append(known_finding)
         findings.sort(key=lambda f: (f.is_right, f.peer not in present_peers))
         return tuple(findings[:MAX_FOUND])
 
     def snapshot(self) -> tuple[ProbeRow, ...]:
-        return tuple(ProbeRow(peer=f.peer, is_right=f.is_right, why=why) for f, why in self._findings.values())
+        rows = []
+        for known_finding, why in self._findings.values():
+            rows.append(ProbeRow(peer=known_finding.peer, is_right=known_finding.is_right, why=why))
+        return tuple(rows)
 
     async def run(self) -> None:
         """Probe the servers that are due, one after the other, until cancelled."""
@@ -157,13 +164,15 @@ class Prober:
         """Compute what another server is accused of, and believe that. Raises Refused, RemoteProtocolError."""
         spans = self._services.directory.view().spans
         accused_key = (message.peer, message.model, message.slot)
-        accused = next((s for s in spans if (s.peer, s.model, s.slot) == accused_key), None)
+        matching = [s for s in spans if (s.peer, s.model, s.slot) == accused_key]
+        accused = matching[0] if matching else None
         own_spans = [s for s in spans if s.peer == self._services.me]
-        mine = next((s for s in own_spans if accused is not None and shared(s, accused)), None)
-        if accused is None or mine is None:
+        comparable = [s for s in own_spans if accused is not None and shared(s, accused)]
+        if accused is None or not comparable:
             raise Refused(Code.NOT_HERE, "these blocks are not served here, or not by who is accused")
         if self._judging.locked():
             raise Refused(Code.NO_CAPACITY, "another accusation is looked at", AGAIN_S)
+        mine = comparable[0]
         async with self._judging:
             shown = read_untrusted(payload, message.peer)
             case = (message.peer, shown.receipt.session)
@@ -184,7 +193,8 @@ class Prober:
                 del self._judged[next(iter(self._judged))]
             self._services.rpc.standing.fault(PeerId(accused.peer), Fault.WRONG_RESULTS, decision.reason)
             self._note(accused, decision)
-        await channel.send(Believed(re=message.id, is_wrong=not decision.action, why=decision.reason))
+        answer = Believed(re=message.id, is_wrong=not decision.action, why=decision.reason)
+        await channel.send(answer)
 
     async def _recompute(
         self, shown: CoherentEvidence, accused: SpanRecord, mine: SpanRecord
@@ -202,8 +212,10 @@ class Prober:
         if not np.isfinite(own_output).all():
             raise Refused(Code.REFUSED, "these numbers overflow here, too")
         bound = bound_of(accused.dtype, accused.quantize)
-        deviations = errors(shown.entered[:, last], shown.left, own_output[:, last], bound)
-        return is_equal(deviations, bound), float(deviations.max()) < CLEARLY_BELOW * bound.token
+        entered = shown.entered[:, last]
+        deviations = errors(entered, shown.left, own_output[:, last], bound)
+        is_clear = float(deviations.max()) < CLEARLY_BELOW * bound.token
+        return is_equal(deviations, bound), is_clear
 
     # --- one probe -------------------------------------------------------------------------------------------
 
@@ -215,7 +227,8 @@ class Prober:
         if span is None or not hidden_size:
             raise PeerTimeout("nothing to compare")
         seed = self._services.rng.getrandbits(63)
-        values = np.random.default_rng(seed).standard_normal((1, N_TOKENS, hidden_size), dtype=np.float32)
+        shape = (1, N_TOKENS, hidden_size)
+        values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
         entered = rounded(values, target.dtype)
         own_output = await server.recompute.compute(span, entered)
         with trio.move_on_after(PROBE_TIMEOUT_S):
@@ -240,7 +253,8 @@ class Prober:
                     raise RemoteProtocolError(f"expected an opened session, got {type(reply).__name__}")
                 meta, payload = pack_array(entered, target.dtype)
                 channel = await rpc.channel(peer)
-                await channel.send(Op(session=key, start=span.start, epoch=1, seq=1, tensor=meta), payload)
+                op = Op(session=key, start=span.start, epoch=1, seq=1, tensor=meta)
+                await channel.send(op, payload)
                 return await coming.receive()
         finally:
             del self._answers[key, peer]

@@ -55,7 +55,8 @@ class Receipts:
         loaded = self._worker.loaded
         if loaded is None or not opening.receipts:
             return None
-        return Trail(shape=(opening.batch, loaded.hidden), adapter=opening.adapter, tuned=opening.tuned)
+        shape = (opening.batch, loaded.hidden)
+        return Trail(shape=shape, adapter=opening.adapter, tuned=opening.tuned)
 
     def left(self, key: Key, hop: SessionHop, seq: int, tensor: TensorMeta | None, payload: memoryview) -> None:
         """An op has left a hop, or ended in it without output."""
@@ -71,8 +72,9 @@ class Receipts:
         try:
             bill = usage_receipt.read_body_untrusted(body)
             is_ours = (bill.giver, bill.taker) == (identity.peer_id, hop.state.client)
-            is_of_hop = (bill.session, bill.start, bill.end) == (message.session, hop.span.start, hop.span.end)
-            if not (is_ours and is_of_hop):
+            is_session = bill.session == message.session
+            is_hop = (bill.start, bill.end) == (hop.span.start, hop.span.end)
+            if not (is_ours and is_session and is_hop):
                 raise IntegrityError("a bill of another session")
             if hop.trail is None or bill.n_tokens > hop.trail.n_computed:
                 raise IntegrityError(f"a bill for {bill.n_tokens} tokens, more than were computed")
@@ -96,7 +98,8 @@ class Receipts:
             return
         if hop.trail is None or hop.trail.is_broken:
             raise Refused(Code.NOT_HELD, "no receipts of this session: its rows were reordered")
-        self._outbox.tell(hop.state.client, self._signed((request.session, request.start), hop, request.id))
+        key = (request.session, request.start)
+        self._outbox.tell(hop.state.client, self._signed(key, hop, request.id))
 
     async def _pass_on(self, client: PeerId, request: WantTokens, answer: WorkerReply) -> None:
         try:
@@ -107,7 +110,8 @@ class Receipts:
             self._outbox.tell(client, framed(refusal))
             return
         assert isinstance(reply, TokensAre)
-        self._outbox.tell(client, framed(TokensAre(re=request.id, tensor=reply.tensor), answer.payload))
+        tokens = TokensAre(re=request.id, tensor=reply.tensor)
+        self._outbox.tell(client, framed(tokens, answer.payload))
 
     def _signed(self, key: Key, hop: SessionHop, call_id: int = 0) -> bytes:
         assert hop.trail is not None

@@ -67,7 +67,14 @@ class Recompute:
         for seq, offset in enumerate(range(0, hidden.shape[1], TOKENS_AT_ONCE), 1):
             window = hidden[:, offset : offset + TOKENS_AT_ONCE]
             meta, payload = pack_array(window, self._served.dtype, offset)
-            op = Op(session=key, start=start, epoch=1, seq=seq, settled=seq - 1, tensor=meta)
+            op = Op(
+                session=key,
+                start=start,
+                epoch=1,
+                seq=seq,
+                settled=seq - 1,
+                tensor=meta,
+            )
             await self._worker.send(framed(op, payload))
             answer = await coming.receive()
             if isinstance(answer, Refusal):

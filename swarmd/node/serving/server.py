@@ -21,7 +21,7 @@ from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.node.serving.adapters import ServerAdapters
 from swarmd.node.serving.heartbeat import Heartbeats
-from swarmd.node.serving.hops import Deliver, Hops, Key, SessionHop, deliver_here, rows
+from swarmd.node.serving.hops import Deliver, Hops, Key, SessionHop, deliver_here, rows, session_lost
 from swarmd.node.serving.migration import Migrations
 from swarmd.node.serving.next_hop import NextHopDialer
 from swarmd.node.serving.outbox import Outbox
@@ -120,7 +120,8 @@ class Server:
 
     def n_decoding(self) -> int:
         """Count the sessions that took a step just now."""
-        return sum(trio.current_time() - hop.used_at < ACTIVE_S for hop in self._hops if hop.state.received)
+        used_at = [hop.used_at for hop in self._hops if hop.state.received]
+        return sum(trio.current_time() - at_s < ACTIVE_S for at_s in used_at)
 
     def snapshot(self) -> ServerStatus:
         return ServerStatus(
@@ -245,12 +246,16 @@ class Server:
         await self._end(key)
         if hop is not None:
             text = "others ask for cache, and this client uses more than a fair share"
-            lost = Refusal(code=Code.SESSION_LOST.value, message=text, session=key[0], start=key[1])
-            self._outbox.tell(hop.state.client, framed(lost))
+            self._outbox.tell(hop.state.client, framed(session_lost(key, text)))
 
     async def _resend(self, op: Op, hop: SessionHop) -> None:
         """Answer a repeated op from what the worker kept."""
-        request = Replay(session=op.session, start=op.start, epoch=hop.state.epoch, have=op.seq - 1)
+        request = Replay(
+            session=op.session,
+            start=op.start,
+            epoch=hop.state.epoch,
+            have=op.seq - 1,
+        )
         await self._worker.send(framed(request))
 
     async def _on_open(self, channel: Channel, opening: OpenSession) -> None:
@@ -336,10 +341,11 @@ class Server:
         self.is_draining = True
         with trio.move_on_after(timeout_s):
             for key, hop in self._hops.items():
+                session, start = key
                 if self._rpc.existing(hop.state.client) is None:
                     await self._end(key)
                 else:
-                    leaving = Leaving(session=key[0], start=key[1], epoch=hop.state.epoch)
+                    leaving = Leaving(session=session, start=start, epoch=hop.state.epoch)
                     self._outbox.tell(hop.state.client, framed(leaving))
             while self._hops:
                 await self._ended.wait()
@@ -364,7 +370,9 @@ class Server:
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
         """A successor refused what this hop pushed: its client must know."""
         hop = self._hops.ending_at(refusal.session or b"", refusal.start)
-        if hop is not None and hop.successor == peer and refusal.epoch in (0, hop.state.epoch):
+        if hop is None or hop.successor != peer:
+            return
+        if refusal.epoch in (0, hop.state.epoch):
             self._outbox.tell(hop.state.client, framed(refusal))
 
     def _own_hop(self, peer: PeerId, session: bytes, start: int) -> SessionHop:
@@ -401,7 +409,8 @@ class Server:
             return
         if op.base is None or op.base[0] + 1 == op.base[1]:
             hop.state.finished = max(hop.state.finished, op.seq)
-        self._receipts.left((op.session, hop.span.start), hop, op.seq, op.tensor, frame.payload)
+        key = (op.session, hop.span.start)
+        self._receipts.left(key, hop, op.seq, op.tensor, frame.payload)
         if op.epoch != hop.state.epoch:
             return  # computed for a chain that is no more; the client asks for it again
         if op.times:
@@ -448,10 +457,8 @@ class Server:
         """Tell every client whose hop went down with the worker."""
         self._adapters.forget()
         for key, hop in self._hops.items():
-            session, start = key
-            lost = Refusal(code=Code.SESSION_LOST.value, message=reason[:500], session=session, start=start)
             self._forget(key)
-            self._outbox.tell(hop.state.client, framed(lost))
+            self._outbox.tell(hop.state.client, framed(session_lost(key, reason)))
 
     # --- what ends -------------------------------------------------------------------------------------------
 
@@ -465,8 +472,10 @@ class Server:
 
     async def _end(self, key: Key) -> None:
         self._forget(key)
+        session, start = key
+        closing = CloseSession(session=session, start=start)
         try:
-            await self._worker.send(framed(CloseSession(session=key[0], start=key[1])))
+            await self._worker.send(framed(closing))
         except WorkerLost:
             return
 

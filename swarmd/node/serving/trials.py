@@ -111,9 +111,11 @@ class Trials:
         return accepting
 
     async def _takes_session(self, span: SpanRecord) -> bool:
-        opening = opening_of(os.urandom(16), span, Span(span.start, span.end), TRIAL_TOKENS)
+        blocks = Span(span.start, span.end)
+        opening = opening_of(os.urandom(16), span, blocks, TRIAL_TOKENS)
+        peer = PeerId(span.peer)
         try:
-            async with short_session(self._rpc, self._exchange, PeerId(span.peer), opening, OPEN_TIMEOUT_S):
+            async with short_session(self._rpc, self._exchange, peer, opening, OPEN_TIMEOUT_S):
                 return True
         except Refused as error:
             return error.code in NO_WORD_ABOUT_IT

@@ -57,8 +57,10 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """The exit status once it has ended."""
-        if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
-            self.wait()
+        if self.returncode is None:
+            has_ended, _, _ = select.select([self._connection], [], [], 0)
+            if has_ended:
+                self.wait()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -116,7 +118,8 @@ def serve(path: Path, modules: Sequence[str]) -> None:
 
 def _answer(listener: socket.socket, children: dict[int, socket.socket]) -> None:
     while True:
-        ready, _, _ = select.select([sys.stdin, listener, *children.values()], [], [], LOOK_S)
+        sources = [sys.stdin, listener, *children.values()]
+        ready, _, _ = select.select(sources, [], [], LOOK_S)
         for pid, connection in list(children.items()):
             if connection in ready:  # whoever asked is gone, and has no use for its child
                 _end(pid)
@@ -176,7 +179,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
             os.dup2(outputs[-1], 2)
         os.environ.clear()
         os.environ.update(request["environment"])
-        sys.argv = [request["module"], *(text.format(*files) for text in request["arguments"])]
+        arguments = [text.format(*files) for text in request["arguments"]]
+        sys.argv = [request["module"], *arguments]
         random.seed()
         gc.enable()
         importlib.import_module(request["module"]).main()

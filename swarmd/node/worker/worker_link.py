@@ -191,9 +191,12 @@ class WorkerReply:
         try:
             return make(await self.wait())
         except Refused as error:
-            return Refusal(re=call_id, code=error.code.value, message=str(error)[:500])
+            code = error.code
+            reason = str(error)
         except WorkerLost as error:
-            return Refusal(re=call_id, code=Code.SESSION_LOST.value, message=str(error)[:500])
+            code = Code.SESSION_LOST
+            reason = str(error)
+        return Refusal(re=call_id, code=code.value, message=reason[:500])
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,11 +261,19 @@ class WorkerLink:
         """What the worker said of itself, its speeds as its owner's share of the time leaves them."""
         if self._loaded is None:
             return None
-        return msgspec.structs.replace(self._loaded, speed=_shared(self._loaded.speed, self._share.value))
+        speed = _shared(self._loaded.speed, self._share.value)
+        return msgspec.structs.replace(self._loaded, speed=speed)
 
     def snapshot(self) -> WorkerLinkStatus:
         pid = self._process.pid if self._process else None
-        return WorkerLinkStatus(self._state, pid, max(0, self._restarts), self.loaded, self._reason, self._last_end)
+        return WorkerLinkStatus(
+            state=self._state,
+            pid=pid,
+            restarts=max(0, self._restarts),
+            loaded=self.loaded,
+            reason=self._reason,
+            last_end=self._last_end,
+        )
 
     async def send(self, frame: bytes) -> None:
         """Hand one frame to the worker. Raises WorkerLost."""
