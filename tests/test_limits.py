@@ -35,7 +35,8 @@ class Limit:
 
 def limits_of(path: Path) -> list[Limit]:
     source = path.read_text()
-    lines, found = source.splitlines(), []
+    lines = source.splitlines()
+    limits = []
     for node in ast.parse(source).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if not (isinstance(target, ast.Name) and target.id.isupper() and BOUND.search(target.id)):
@@ -48,8 +49,8 @@ def limits_of(path: Path) -> list[Limit]:
         if is_number and "#" in line:
             written, _, reason = line.partition("#")
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found.append(Limit(module, target.id, written.partition("=")[2].strip(), reason.strip()))
-    return found
+            limits.append(Limit(module, target.id, written.partition("=")[2].strip(), reason.strip()))
+    return limits
 
 
 def unit_of(name: str) -> str:
@@ -63,11 +64,11 @@ def page() -> str:
     }
     lines = [HEAD]
     for package in sorted(p for p in (ROOT / "swarmd").iterdir() if p.is_dir()):
-        found = [limit for path in sorted(package.rglob("*.py")) for limit in limits_of(path)]
-        if not found:
+        limits = [limit for path in sorted(package.rglob("*.py")) for limit in limits_of(path)]
+        if not limits:
             continue
         lines += [f"## {package.name}", "| where | what | value | why | named by |", "|---|---|---|---|---|"]
-        for limit in found:
+        for limit in limits:
             named = ", ".join(
                 p.relative_to(ROOT / "tests").as_posix() for p, words in tests.items() if limit.name in words
             )

@@ -157,9 +157,10 @@ class Balancer:
 
         And would it leave them if those alone counted who do?
         """
-        own_span = self._own_span(view)
-        if own_span is None:
+        own_spans = self._own_spans(view)
+        if not own_spans:
             return False
+        own_span = own_spans[0]
         of_model = view.serving(ModelId(own_span.model))
         overlapping = [s for s in of_model if s.start < own_span.end and s.end > own_span.start]
         near = [s for s in overlapping if s.peer != own_span.peer]
@@ -196,8 +197,8 @@ class Balancer:
 
     def look(self, view: SwarmView) -> tuple[Decision[Target | None], int]:
         """Should this server hold something else now? And how many looks in a row must say so."""
-        own_span = self._own_span(view)
-        if own_span is None or own_span.state != "online":
+        own_span = next((span for span in self._own_spans(view) if span.state == "online"), None)
+        if own_span is None:
             return Decision(None, "nothing is served here yet that could move"), 0
         if not own_span.moves_left:
             why = "its blocks are fixed (--blocks, balance)"
@@ -215,10 +216,9 @@ class Balancer:
                 return Decision(Target(rescue.model, None), reason), n_looks
         return self._look_within(view, own_span), LOOKS_THAT_AGREE
 
-    def _own_span(self, view: SwarmView) -> SpanRecord | None:
-        """This server's own record, if the view has it."""
-        own_spans = (span for span in view.spans if claimant_of(span) == self._own_slot)
-        return next(own_spans, None)
+    def _own_spans(self, view: SwarmView) -> list[SpanRecord]:
+        """This server's own records: two for a while, after it went from one model to another."""
+        return [span for span in view.spans if claimant_of(span) == self._own_slot]
 
     def _look_within(self, view: SwarmView, own_span: SpanRecord) -> Decision[Target | None]:
         """Should it hold other blocks of the same model?"""

@@ -32,14 +32,14 @@ class World:
 
 def test_a_copy_of_this_machine_is_noticed_and_forgotten_again() -> None:
     world = World()
-    own = world.view(1_000_005, 1_000_000)
-    assert world.row("identity", own).is_fine
+    own_view = world.view(1_000_005, 1_000_000)
+    assert world.row("identity", own_view).is_fine
     assert world.row("identity", world.view(999_990, 999_000)).is_fine, "of this machine, before it was restarted"
     world.now += 10
     assert world.row("identity", world.view(1_000_008, 999_000)).is_fine is False
-    assert world.row("identity", own).is_fine is False, "though its own record is the newer one by now"
+    assert world.row("identity", own_view).is_fine is False, "though its own record is the newer one by now"
     world.now += CLONED_FOR_S + 1
-    assert world.row("identity", own).is_fine
+    assert world.row("identity", own_view).is_fine
 
 
 def test_clocks_of_whoever_says_hello() -> None:

@@ -65,12 +65,12 @@ def test_a_pause_acts_at_once_and_outlives_its_daemon(tmp_path: Path) -> None:
     world.presence.pause(7_200)
     assert not world.presence.snapshot().may_work
     assert len(world.done) == 1
-    again = world.another(PolicyConfig())
-    again.look(Sensors(datetime.now()))
-    assert again.verdict.reason == world.presence.verdict.reason
-    again.look(Sensors(datetime.now() + timedelta(hours=3)))
-    assert again.verdict.may_work
-    again.resume()
+    restarted = world.another(PolicyConfig())
+    restarted.look(Sensors(datetime.now()))
+    assert restarted.verdict.reason == world.presence.verdict.reason
+    restarted.look(Sensors(datetime.now() + timedelta(hours=3)))
+    assert restarted.verdict.may_work
+    restarted.resume()
     assert not world.file.exists()
     world.another(PolicyConfig()).look(Sensors(datetime.now()))
     assert len(world.done) == 3, "the first pause, the second daemon's, and its end"
@@ -105,10 +105,10 @@ def test_rules_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
 
 def test_sensors_are_read_here_as_far_as_there_are_any() -> None:
     name = psutil.Process().name().lower()
-    asked = read_sensors(rules_of(PolicyConfig(not_while=name, idle_minutes=5, hottest_c=90)))
-    assert name in asked.programs
-    assert asked.untouched_s is None or asked.untouched_s >= 0
-    assert asked.hottest_c is None or -20 < asked.hottest_c < 150
+    rules = read_sensors(rules_of(PolicyConfig(not_while=name, idle_minutes=5, hottest_c=90)))
+    assert name in rules.programs
+    assert rules.untouched_s is None or rules.untouched_s >= 0
+    assert rules.hottest_c is None or -20 < rules.hottest_c < 150
     assert read_sensors(Rules()).programs == frozenset(), "nobody asked"
 
 
@@ -127,8 +127,8 @@ def test_the_hottest_card_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ("said", "expected"),
     [("IdleHint=no\nIdleSinceHint=0\n", 0.0), ("IdleHint=yes\nIdleSinceHint=5\n", 95.0), ("", None)],
 )
-def test_a_seat_as_logind_describes_it(said: str, expected: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = presence_module.subprocess.CompletedProcess([], 0, said.replace("=5", "=5000000"), "")
+def test_a_seat_as_logind_describes_it(output: str, expected: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = presence_module.subprocess.CompletedProcess([], 0, output.replace("=5", "=5000000"), "")
     monkeypatch.setattr(presence_module.shutil, "which", lambda name: "/usr/bin/loginctl")
     monkeypatch.setattr(presence_module.subprocess, "run", lambda *a, **k: done)
     monkeypatch.setattr(presence_module.time, "time", lambda: 100.0)

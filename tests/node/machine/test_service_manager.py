@@ -24,9 +24,9 @@ def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
 
 
 async def test_it_hears_of_the_start_the_loop_and_the_end(
-    heard: tuple[str, socket.socket], virtual_time: MockClock
+    messages: tuple[str, socket.socket], virtual_time: MockClock
 ) -> None:
-    name, listener = heard
+    name, listener = messages
     environment = {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "60000000", "WATCHDOG_PID": str(os.getpid()), "HOME": "/"}
     manager = ServiceManager(environment)
     assert environment == {"HOME": "/"}, "no child speaks for the daemon"

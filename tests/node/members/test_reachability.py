@@ -36,7 +36,8 @@ class World:
     def __init__(
         self, host: str = "5.0.1.2", *, can_connect: bool = False, listens: bool = True, asks_router: bool = False
     ) -> None:
-        self.host, self.ports = host, (4117,)
+        self.host = host
+        self.ports: tuple[int, ...] = (4117,)
         self.open_ports = {4117} if can_connect else set()
         self.asked: list[PeerId] = []
         self.held: dict[PeerId, trio.CancelScope] = {}
@@ -56,7 +57,7 @@ class World:
             announce_soon=self.announce_soon,
         )
         rpc: Any = SimpleNamespace(
-            network=SimpleNamespace(peer_id=ME, addresses=lambda: self.addresses, learn=lambda peer, found: None)
+            network=SimpleNamespace(peer_id=ME, addresses=lambda: self.addresses, learn=lambda peer, addresses: None)
         )
         self.me = Reachability(self, rpc, directory, random.Random(0), True, asks_router)
         self.add("ME", relays=True)
@@ -85,19 +86,20 @@ class World:
             return ReachabilityReport(peer, "2600::2", self.ports if self.is_open_over_6 else ())
         return ReachabilityReport(peer, self.host, tuple(p for p in self.ports if p in self.open_ports))
 
-    async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
+    async def hold_reservation(self, relay: PeerId, on_reserved: Callable[[], None]) -> None:
         await trio.sleep(0.1)
         if relay in self.unwilling:
             raise Unreachable("full")
         with trio.CancelScope() as self.held[relay]:
-            held()
+            on_reserved()
             await trio.sleep_forever()
 
     def own_hosts(self) -> tuple[str, ...]:
         return tuple(address.split("/")[2] for address in self.addresses)
 
     def announce(self, also: tuple[str, ...], without: frozenset[int]) -> None:
-        self.also, self.without = also, without
+        self.also = also
+        self.without = without
 
     def is_open(self, is_open: bool) -> None:
         assert is_open == (self.me.reach.action == "open")
@@ -138,7 +140,8 @@ async def test_who_can_be_dialled_asks_three_members_and_relays_for_members_only
 
 async def test_each_version_of_ip_is_tried_and_announced_where_it_leads_here(virtual_time: MockClock) -> None:
     world = World()
-    world.addresses, world.is_open_over_6 = (*world.addresses, "/ip6/2600::2/tcp/4117/p2p/ME"), True
+    world.addresses = (*world.addresses, "/ip6/2600::2/tcp/4117/p2p/ME")
+    world.is_open_over_6 = True
     world.add("A", "B", "C", "D")
     async with living(world):
         await trio.sleep(60)
@@ -168,11 +171,11 @@ async def test_a_relay_that_dies_is_replaced_within_seconds(virtual_time: MockCl
     world.add("R1", "R2", "R3", relays=True)
     async with living(world):
         await trio.sleep(30)
-        said = world.n_announced
+        n_announced = world.n_announced
         world.held["R2"].cancel()
         await trio.sleep(1)
         assert set(world.me.snapshot().relays) == {"R1", "R3"}
-        assert world.n_announced > said
+        assert world.n_announced > n_announced
 
 
 async def test_a_relay_that_says_no_is_asked_again_after_a_minute(virtual_time: MockClock) -> None:
@@ -229,7 +232,9 @@ async def test_in_another_network_all_is_asked_anew(virtual_time: MockClock) -> 
     async with living(world):
         await trio.sleep(30)
         assert world.me.reach.action == "open"
-        world.addresses, world.host, world.open_ports = ("/ip4/10.0.0.7/tcp/4117/p2p/ME",), "5.0.7.7", set()
+        world.addresses = ("/ip4/10.0.0.7/tcp/4117/p2p/ME",)
+        world.host = "5.0.7.7"
+        world.open_ports = set()
         await trio.sleep(30)
         assert world.me.reach.action == "closed"
         assert world.asked == ["A", "A"]
@@ -250,11 +255,13 @@ async def test_a_forwarded_port_is_found_late(virtual_time: MockClock) -> None:
 async def test_the_router_is_asked_where_nobody_can_connect_and_the_port_given_back(
     virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, asked, given_back = World(asks_router=True), list[float](), list[Mapping]()
+    world = World(asks_router=True)
+    requested_at: list[float] = []
+    given_back: list[Mapping] = []
 
     async def map_port(port: int, nonce: bytes) -> Mapping:
-        asked.append(trio.current_time())
-        if len(asked) == 1:
+        requested_at.append(trio.current_time())
+        if len(requested_at) == 1:
             raise Unreachable("the router opens no port: it is busy")
         world.open_ports = {port + 1}
         return Mapping("5.0.1.2", port + 1, port, "PCP")
@@ -267,15 +274,15 @@ async def test_the_router_is_asked_where_nobody_can_connect_and_the_port_given_b
     world.add("A")
     async with living(world):
         await trio.sleep(ASK_AGAIN_S / 2)
-        assert len(asked) == 1
+        assert len(requested_at) == 1
         assert world.me.reach.action == "closed"
         await trio.sleep(ASK_AGAIN_S)
-        assert len(asked) == 2
+        assert len(requested_at) == 2
         assert world.me.reach.action == "open"
         assert world.me.snapshot().mapped == "5.0.1.2:4118"
         assert world.also == ("/ip4/5.0.1.2/tcp/4118/p2p/ME",)
         await trio.sleep(LEASE_S)
-        assert len(asked) in (3, 4), "it is renewed before it ends"
+        assert len(requested_at) in (3, 4), "it is renewed before it ends"
     assert given_back == [Mapping("5.0.1.2", 4118, 4117, "PCP")]
 
 

@@ -43,14 +43,15 @@ class Stage:
     async def _ignore(self, _: object) -> bool:
         return True
 
-    def add(self, peer: str, start: int, end: int, up_since: int = 1_000, **more: Any) -> None:
-        self.spans[peer], self.up_since[peer] = (Span(start, end), more), up_since
+    def add(self, peer: str, start: int, end: int, up_since: int = 1_000, **fields: Any) -> None:
+        self.spans[peer] = (Span(start, end), fields)
+        self.up_since[peer] = up_since
 
     def view(self) -> SwarmView:
         book = RecordBook(catalog=Catalog(version=1, models={"model": (MODEL, N_BLOCKS)}))
         common = {"sequence": 1, "issued_at": 0, "expires_at": 10**9, "certificate": ()}
-        for peer, (span, more) in self.spans.items():
-            fields = {"state": "online", "moves_left": 4, "decode_tokens_per_s": 50.0, **more}
+        for peer, (span, overrides) in self.spans.items():
+            fields = {"state": "online", "moves_left": 4, "decode_tokens_per_s": 50.0, **overrides}
             records: list[AnyRecord] = [
                 PeerRecord(peer=peer, up_since=self.up_since[peer], **common),
                 SpanRecord(peer=peer, model=MODEL, start=span.start, end=span.end, **common, **fields),

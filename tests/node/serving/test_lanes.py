@@ -44,8 +44,8 @@ class World:
         exchange.require_member = lambda *_: None
         served = ServedBlocks(Identity(bytes(32)), UsageLedger(None), ModelId("m"), Span(0, 4), "float32", limit_bytes)
         onward = NextHopDialer(rpc, exchange)  # type: ignore[arg-type]
-        about = {"served": served, "require_serving": lambda *_: None, "onward": onward}
-        self.server: Any = SimpleNamespace(is_draining=False, **about)
+        attributes = {"served": served, "require_serving": lambda *_: None, "onward": onward}
+        self.server: Any = SimpleNamespace(is_draining=False, **attributes)
         worker: Any = SimpleNamespace(send=self.send, ask=self.ask, loaded=None, is_online=True)
         self.answers: list[WorkerReply] = []
         self.lanes = ServerLanes(rpc, exchange, self.server, worker, self.deliver)  # type: ignore[arg-type]

@@ -18,7 +18,8 @@ from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import HandedOver, HandOver, Refusal
 from swarmd.values import PeerId
 
-CLIENT, HEIR = PeerId("client"), PeerId("heir")
+CLIENT = PeerId("client")
+HEIR = PeerId("heir")
 KEY = b"s" * 16, 2
 REQUEST = HandOver(id=77, session=KEY[0], start=KEY[1], epoch=3, to=HEIR)
 
