@@ -124,7 +124,7 @@ def test_the_hottest_card_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("output", "expected"),
     [("IdleHint=no\nIdleSinceHint=0\n", 0.0), ("IdleHint=yes\nIdleSinceHint=5\n", 95.0), ("", None)],
 )
 def test_a_seat_as_logind_describes_it(output: str, expected: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
