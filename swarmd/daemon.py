@@ -33,12 +33,12 @@ from swarmd.net.traffic import Traffic
 from swarmd.node.machine.control import serve_control
 from swarmd.node.machine.gateway_process import GatewayProcess, command
 from swarmd.node.machine.health import Health
-from swarmd.node.machine.heap import give_back
+from swarmd.node.machine.heap import trim_heap
 from swarmd.node.machine.metrics import serve_metrics
 from swarmd.node.machine.presence import Presence, limits_of, verdict_now
 from swarmd.node.machine.service_manager import ServiceManager
 from swarmd.node.machine.store import Store
-from swarmd.node.members.directory import Directory, value_sequence
+from swarmd.node.members.directory import Directory, value_validator
 from swarmd.node.members.order import Order
 from swarmd.node.members.reachability import Reachability
 from swarmd.node.members.registrar import Registrar
@@ -187,7 +187,7 @@ class Daemon:
             await nursery.start(self.runs.run)
             if self._home is not None:
                 await nursery.start(serve_control, self.owner, self._home.socket)
-                nursery.start_soon(give_back)
+                nursery.start_soon(trim_heap)
             if self._metrics:
                 nursery.start_soon(serve_metrics, self.owner.status, self._metrics)
             if self.gateway is not None:
@@ -246,7 +246,7 @@ class Daemon:
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """Check a peer's certificate. Raises Refused."""
-        self.health.heard(peer, hello)  # first: with a wrong clock here, no certificate may count
+        self.health.note_hello(peer, hello)  # first: with a wrong clock here, no certificate may count
         self.exchange.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
@@ -331,8 +331,8 @@ class Daemon:
             "down_bytes_per_s": links.down_bytes_per_s,
             "up_since": self.health.up_since,
             "holds": self.store.donor.holds(),
-            "found": self.prober.announced(),
-            **(self.reachability.announced() if self.reachability else {}),
+            "found": self.prober.record_findings(),
+            **(self.reachability.record_fields() if self.reachability else {}),
         }
         return [peer, *self.hosts.records(), *self.runs.records()]
 
@@ -366,7 +366,7 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
             traffic,
         )
         network = DirectNetwork(libp2p, libp2p.listen_hosts() if config.direct else (), config.direct_port, traffic)
-        records = KademliaStore(libp2p, value_sequence(exchange, time.time))
+        records = KademliaStore(libp2p, value_validator(exchange, time.time))
         member = LocalMember(
             swarm.keys,
             identity,

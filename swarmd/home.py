@@ -70,6 +70,17 @@ class SwarmFile(msgspec.Struct, frozen=True):
     bootstrap: tuple[str, ...] = ()
 
 
+#     node.key, swarm.json        this machine's key, and its swarm: secret
+#     founder.key                 secret: of a founder, or of a member that is to become one
+#     catalog.bin                 the newest catalog, as it was signed
+#     peers.json                  addresses to begin with; may be lost
+#     standing.json, checks.json  what was seen of others
+#     books.db                    bills, and what this machine counted
+#     weights/, runs/             models and training runs
+#     lock, catalog.lock          one daemon at a time; one change of the catalog at a time
+#
+# Several processes use a folder at once: a daemon, its gateway, commands. So a file is always replaced as a whole, the
+# catalog is read, changed and written under its lock, and every call reads the files anew.
 @dataclass(frozen=True, slots=True)
 class Home:
     """One state folder."""

@@ -228,7 +228,8 @@ class Owner:
         """Addresses to give to newcomers, this machine's first."""
         own_addresses = self._services.rpc.network.addresses()
         book = {self._services.me: own_addresses, **self._directory.address_book()}
-        return answers.AddressesAnswer(addresses={str(peer): tuple(listed) for peer, listed in book.items()})
+        addresses = {str(peer): tuple(listed) for peer, listed in book.items()}
+        return answers.AddressesAnswer(addresses=addresses)
 
     def downloads(self) -> answers.DownloadsAnswer:
         """Downloads under way."""

@@ -156,6 +156,8 @@ VERBS = (
 )
 
 
+# The file system decides who may ask: the socket has mode 0600 in a folder of mode 0700. A token would add nothing: a
+# program that can read the folder has the member's keys. A web page cannot ask either: browsers open no Unix sockets.
 def application(daemon: ControlServices) -> Starlette:
     """Build the ASGI application."""
 

@@ -32,6 +32,10 @@ def command(folder: Path) -> list[str]:
     return [sys.executable, "-P", "-m", "swarmd_cli.main", "--home", str(folder), "gateway"]
 
 
+#     run: start --> running --ends--> a pause --> start again
+#
+# The pause doubles each time it ends soon, so that a gateway that cannot start (a port that is taken, a broken setting)
+# costs nothing, and is back within a minute once that is mended. The last line of its log says why it ended.
 @dataclass(slots=True)
 class GatewayProcess:
     """Runs one command for as long as the daemon lives; ``snapshot`` says how that goes."""

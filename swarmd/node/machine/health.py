@@ -31,7 +31,7 @@ class Health:
         """What this machine's clock says, in seconds since 1970."""
         return int(self._wall_clock())
 
-    def heard(self, peer: PeerId, hello: Hello) -> None:
+    def note_hello(self, peer: PeerId, hello: Hello) -> None:
         """Note a member's clock, from its hello."""
         if hello.now:
             self._clocks.pop(peer, None)

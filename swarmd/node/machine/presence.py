@@ -74,7 +74,7 @@ class Presence:
         self._file = file
         self._read = sense or partial(trio.to_thread.run_sync, read_sensors)
         self._traffic = traffic or Traffic(limits_of(config))
-        self._pause = recall(file)
+        self._pause = read_pause(file)
         self._sensors = Sensors(datetime.now())
         self._changed = trio.Event()
         self.rules = rules_of(config)
@@ -179,7 +179,7 @@ def verdict_now(config: PolicyConfig, file: Path, traffic: Traffic) -> WorkPermi
     """What is decided before, or without, a daemon. Raises ConfigError."""
     rules = rules_of(config)
     sensors = replace(read_sensors(rules), month_bytes=traffic.used().n_bytes)
-    return decide(rules, sensors, recall(file))
+    return decide(rules, sensors, read_pause(file))
 
 
 def rules_of(config: PolicyConfig) -> Rules:
@@ -309,7 +309,7 @@ def _pause_of(until: float | None) -> Pause:
     return Pause(None if until is None else datetime.fromtimestamp(until))
 
 
-def recall(file: Path | None) -> Pause | None:
+def read_pause(file: Path | None) -> Pause | None:
     """The pause that was written down."""
     if file is None or not file.is_file():
         return None

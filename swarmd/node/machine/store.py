@@ -31,6 +31,9 @@ Uplink = Callable[[], tuple[float | None, bool]]
 SHARE_WHILE_DECODING = 0.8  # of the uplink: what is full makes every packet wait, decode steps' too
 
 
+# Three users of one disk: workers that serve, downloads that a person asked for, and peers that fetch from here. What a
+# worker serves or is about to serve (``hold``) is never deleted to make room; anything else may be. Each worker holds
+# for itself by its slot, so two workers of one model hold what either needs.
 class Store:
     """See the module. ``changed`` hears that what is here is other than announced, ``count`` of bytes."""
 

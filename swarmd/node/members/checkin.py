@@ -53,6 +53,12 @@ class CheckinResult:
     waits: bool = False
 
 
+# Nothing is written before a member has answered: a folder with a wrong key would have to be cleaned up by hand. The
+# kind of failure decides what the user is told:
+#
+#     every handshake fails, or one member knows the invite as revoked   ConfigError: another invite is needed
+#     a founder has to approve first                                     no error: ``waits``
+#     nobody answers                                                     SwarmUnavailable: worth another try
 async def check_in(
     keys: SwarmKeys, identity: Identity, certificate: tuple[bytes, ...], bootstrap: dict[PeerId, tuple[str, ...]]
 ) -> CheckinResult:

@@ -204,7 +204,9 @@ class Directory:
     async def announce(self) -> None:
         """Sign this peer's own records anew and tell some of those it is connected with."""
         raws = [records.sign(record, self._identity) for record in self._own_records()]
-        connected = sorted(self._rpc.peers() - {self._network.peer_id}) if self._is_exchange_on else []
+        connected: list[PeerId] = []
+        if self._is_exchange_on:
+            connected = sorted(self._rpc.peers() - {self._network.peer_id})
         receivers = self._rng.sample(connected, min(N_PUSHED_TO, len(connected)))
         newest = self.exchange.book.catalog.rank
         await self.exchange.push(self._rpc, raws, receivers, catalog=newest != self._told_of_catalog)
@@ -238,7 +240,7 @@ class Directory:
                 await self._enter_index()
                 await self._find_others()
                 swarm_id = self.exchange.keys.swarm_id
-                await self._store.put(own_key(swarm_id, self._network.peer_id), self._own_value())
+                await self._store.put(record_key(swarm_id, self._network.peer_id), self._own_value())
                 await self._store.provide(swarm_id)
                 self._is_indexed = True
                 self._index = "the DHT keeps this member's record"
@@ -272,7 +274,7 @@ class Directory:
                 continue
             self._network.learn(peer, addresses)
             self._known.setdefault(peer, addresses)
-            value = await self._store.get(own_key(self.exchange.keys.swarm_id, peer))
+            value = await self._store.get(record_key(self.exchange.keys.swarm_id, peer))
             if value is None:
                 continue
             try:
@@ -308,7 +310,7 @@ class Directory:
         self._network.learn(peer, self._addresses_of(peer))
         return await self._rpc.round_trip_s(peer, timeout_s)
 
-    async def answering(self, peers: set[PeerId]) -> set[PeerId]:
+    async def find_answering(self, peers: set[PeerId]) -> set[PeerId]:
         """Which of these peers answer now, this one included; of very many those that are asked."""
         alive = peers & {self._network.peer_id}
 
@@ -393,12 +395,12 @@ class Directory:
             logger.warning("cannot remember addresses in %s: %s", self._memory_file, error.strerror)
 
 
-def own_key(swarm_id: str, peer: PeerId) -> str:
+def record_key(swarm_id: str, peer: PeerId) -> str:
     """The DHT key that only ``peer`` can write."""
     return f"/swarmd/{swarm_id}/{peer}"
 
 
-def value_sequence(exchange: Exchange, wall_clock: Callable[[], float]) -> Callable[[str, bytes], int]:
+def value_validator(exchange: Exchange, wall_clock: Callable[[], float]) -> Callable[[str, bytes], int]:
     """Make the DHT's validator: a value must hold records of the peer that its key names, and nothing else.
 
     A DHT server stores values for strangers. Without this check anyone could replace a member's value by an older one,
@@ -412,7 +414,7 @@ def value_sequence(exchange: Exchange, wall_clock: Callable[[], float]) -> Calla
         highest = 0
         for raw in body.envelopes:
             verified = records.read_untrusted(raw, exchange.doors.founders.ever, wall_clock())
-            if own_key(exchange.keys.swarm_id, PeerId(verified.record.peer)) != key:
+            if record_key(exchange.keys.swarm_id, PeerId(verified.record.peer)) != key:
                 raise IntegrityError(f"a record of {verified.record.peer} under the key {key}")
             highest = max(highest, verified.record.sequence)
         return highest

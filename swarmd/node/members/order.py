@@ -21,6 +21,10 @@ LEAST_WEIGHT = 0.01  # of what the protocol takes: nobody gets nothing
 SINCE_S = 30 * 86_400  # what was given earlier is thanked for
 
 
+# A weight must not be something that a client can raise by itself. So it comes from this machine's own books, which
+# hold what its own clients took and what its own worker computed. Many keys by one invite share one weight, so more
+# keys bring nothing. Reading a month of bills takes some milliseconds, so it is done by a thread now and then, and an
+# opening session is weighed by what was read last.
 class Order:
     """``weight`` is asked when a session opens, ``run`` reads the books now and then."""
 
@@ -62,6 +66,6 @@ class Order:
         served.pop(own_voucher, None)
         balances = {voucher: Balance(took=n) for voucher, n in served.items()}
         for total in self._books.sums(self._me, own_voucher, since):
-            n_served = served.get(total.voucher, 0)
-            balances[total.voucher] = Balance(gave_us=total.took, took=max(total.gave, n_served))
+            n_served = max(total.gave, served.get(total.voucher, 0))
+            balances[total.voucher] = Balance(gave_us=total.took, took=n_served)
         return balances

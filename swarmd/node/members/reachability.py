@@ -124,7 +124,7 @@ class Reachability:
             mapped=mapped,
         )
 
-    def announced(self) -> dict[str, object]:
+    def record_fields(self) -> dict[str, object]:
         """Give the fields of this peer's record that say how it is reached."""
         return {"reach": self.reach.action, "relays": self._is_relay}
 
@@ -154,7 +154,8 @@ class Reachability:
             self._answers = {}
             self._asked_at = {}
         fresh = [answer for answer, answered_at in self._answers.values() if now - answered_at < ASK_AGAIN_S]
-        other_peers = sorted(self._directory.view().peers.keys() - {self._rpc.network.peer_id})
+        me = self._rpc.network.peer_id
+        other_peers = sorted(self._directory.view().peers.keys() - {me})
         versions = () if self._ways.listening_port() is None else versions_to_try(fresh, own_hosts)
         target = self._whom_to_ask(versions, other_peers, now)
         if target is None:

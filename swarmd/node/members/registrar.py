@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 ENTRY_INTERVAL_S = 2.0  # as often as members exchange: who comes in between shares one version of the catalog
 
 
+# Two founders may sign catalogs at the same time, each without the other's entries. The one with the higher rank wins
+# in the whole swarm, and what only the other one said is lost. Each founder's machine therefore compares every new
+# catalog with the one before, and signs a next one with what was lost. The pause is random, so that two founders that
+# notice the same loss do not sign against each other for ever.
 class Registrar:
     """``admit`` signs a catalog with more members, and with what one before said and this one lost, and returns it;
     None where no founder's key is here.

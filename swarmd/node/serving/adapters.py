@@ -27,6 +27,15 @@ MAX_BYTES = 1 << 30  # of one adapter: three times rank 64 on every matrix of an
 MAX_FETCHES = 2  # at a time: sessions share the link with them
 
 
+# A session that names an adapter is refused until it is here, and its client asks again:
+#
+#     require --> listed, and made for this base? --no--> refused for good
+#             --> ready? --yes--> the session opens
+#             --> failed a moment ago? --yes--> refused, until FAILED_FOR_S is over
+#             --> else: a task fetches and loads it; refused with RETRY_AFTER_S meanwhile
+#
+# So no session's opening waits for a download. A client may name any adapter of the catalog, and have it fetched: what
+# is under way is bounded in number, in bytes and at a time, and a failure is not repeated for each session.
 class ServerAdapters:
     """The adapters of one server. ``listed`` gives those of the catalog: hash to the hash of what each is made for."""
 

@@ -142,7 +142,7 @@ class Balancer:
             self._turnover.observe(self._view())
             await self._trials.try_some(self._view().listed())
             view = self._view()
-            believed_spans = tuple(self._trials.cover(view.spans))
+            believed_spans = tuple(self._trials.select_believed(view.spans))
             view = replace(view, spans=believed_spans)
             due = self.look_again(view)
             if due is None or not await self._is_spared(view, due.action):
@@ -164,7 +164,7 @@ class Balancer:
         of_model = view.serving(ModelId(own_span.model))
         overlapping = [s for s in of_model if s.start < own_span.end and s.end > own_span.start]
         near = [s for s in overlapping if s.peer != own_span.peer]
-        serving = await self._trials.serving(near)
+        serving = await self._trials.find_serving(near)
         held_blocks: set[int] = set()
         for span in near:
             if claimant_of(span) in serving:

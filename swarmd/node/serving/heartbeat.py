@@ -61,13 +61,13 @@ class Heartbeats:
                 expired.append(key)
         return expired
 
-    def peer_gone(self, peer: PeerId) -> None:
+    def on_peer_gone(self, peer: PeerId) -> None:
         """Suspect a peer whose connection ended at once: hops that wait for it need not wait for silence."""
         for key, hop in self._hops.items():
             if hop.successor == peer and hop.push and hop.watch.is_waiting():
                 self._suspect(key, hop, "its connection ended")
 
-    def push_failed(self, peer: PeerId, reason: str) -> None:
+    def on_push_failed(self, peer: PeerId, reason: str) -> None:
         """Suspect a successor whose frames were lost."""
         for key, hop in self._hops.items():
             if hop.successor == peer and hop.watch.is_waiting():

@@ -183,9 +183,9 @@ class Hosting:
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
         """Act on the end of the last channel of one purpose to a peer."""
         if self._serving is not None and purpose == "interactive":
-            self._serving.server.peer_gone(peer)
+            self._serving.server.on_peer_gone(peer)
         elif self._serving is not None and purpose == "training":
-            self._serving.lanes.peer_gone(peer)
+            self._serving.lanes.on_peer_gone(peer)
 
     def hold(self, hold: ServingPause, reason: str) -> int:
         """Serve nothing until ``release``; returns how many sessions have to be taken over elsewhere."""
@@ -401,8 +401,8 @@ class Hosting:
             self._set(states.get(worker.state, State.LOADING), worker.reason)
         if worker.state != "online":
             reason = f"the worker of this hop ended: {worker.reason}"
-            server.worker_lost(reason)
-            serving.lanes.worker_lost(reason)
+            server.on_worker_lost(reason)
+            serving.lanes.on_worker_lost(reason)
         self._announced = (server.ledger.room_tokens, server.n_decoding())
         self._services.directory.announce_soon()
 

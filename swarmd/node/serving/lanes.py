@@ -258,7 +258,7 @@ class ServerLanes:
         if _is_last_part(message.part):
             lane.waiting.pop((type(message), message.seq), None)
 
-    def worker_lost(self, reason: str) -> None:
+    def on_worker_lost(self, reason: str) -> None:
         """Tell every client whose lane went down with the worker."""
         for key, lane in self._lanes.items():
             self._lanes.pop(key)
@@ -266,7 +266,7 @@ class ServerLanes:
 
     # --- what is lost ----------------------------------------------------------------------------------------
 
-    def peer_gone(self, peer: PeerId) -> None:
+    def on_peer_gone(self, peer: PeerId) -> None:
         """Act on the end of a connection for fine-tuning: a peer that is gone holds no lanes here.
 
         Frames on their way may be lost, so lanes through that peer are over, too.

@@ -76,8 +76,8 @@ class Migrations:
                 failure = await self._send_all(PeerId(request.to), outgoing)
         self._parts.pop((request.session, request.start), None)
         if failure or not answers:
-            refusal = Refusal(re=request.id, code=Code.REFUSED.value, message=failure[:500])
-            answers = [refusal]
+            code = Code.REFUSED.value
+            answers = [Refusal(re=request.id, code=code, message=failure[:500])]
         self._outbox.tell(client, framed(answers[0]))
 
     async def _close_when_answered(self, request: HandOver, answer: WorkerReply, answers: list[Message]) -> None:

@@ -43,7 +43,7 @@ class NextHopDialer:
         self._failed: dict[PeerId, tuple[float, tuple[str, ...]]] = {}
         self._lost_at: dict[PeerId, float] = {}
 
-    def lost(self, peer: PeerId) -> None:
+    def note_lost(self, peer: PeerId) -> None:
         """Note that a channel to a peer ended; with its last connection the peer is lost."""
         if self._rpc.network.way_to(peer) is None:
             _remember(self._lost_at, peer, trio.current_time())

@@ -91,7 +91,7 @@ class Prober:
         self._judged: dict[tuple[str, bytes], None] = {}  # peer and session, in order of their judgement
         self._answers: dict[tuple[bytes, PeerId], trio.MemorySendChannel[Floats]] = {}
 
-    def announced(self) -> tuple[ProbeFinding, ...]:
+    def record_findings(self) -> tuple[ProbeFinding, ...]:
         """Give findings as records carry them: of servers that are present, and of absent ones that were wrong."""
         spans = self._services.directory.view().spans
         present = {(span.peer, name_of(span)) for span in spans}

@@ -58,7 +58,7 @@ class Receipts:
         shape = (opening.batch, loaded.hidden)
         return Trail(shape=shape, adapter=opening.adapter, tuned=opening.tuned)
 
-    def left(self, key: Key, hop: SessionHop, seq: int, tensor: TensorMeta | None, payload: memoryview) -> None:
+    def note_output(self, key: Key, hop: SessionHop, seq: int, tensor: TensorMeta | None, payload: memoryview) -> None:
         """An op has left a hop, or ended in it without output."""
         if hop.trail is None:
             return
@@ -66,7 +66,7 @@ class Receipts:
         if hop.trail.n_ops >= OPS_INTERVAL and not hop.trail.is_broken:
             self._outbox.tell(hop.state.client, self._signed(key, hop))
 
-    def taken(self, hop: SessionHop, message: Taken, body: bytes) -> None:
+    def accept_bill(self, hop: SessionHop, message: Taken, body: bytes) -> None:
         """The client has signed a bill that it was given. Raises RemoteProtocolError."""
         identity = self._served.identity
         try:
@@ -84,7 +84,7 @@ class Receipts:
         own_signature = usage_receipt.given_by(identity, body)
         hop.bill = (bill, SignedUsageReceipt(body, own_signature, message.taken))
 
-    def ended(self, hop: SessionHop) -> None:
+    def settle(self, hop: SessionHop) -> None:
         """A session is over: what it came to goes into the books."""
         if hop.bill is not None:
             bill, signed = hop.bill

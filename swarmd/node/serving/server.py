@@ -183,7 +183,7 @@ class Server:
                 await self._receipts.answer(hop, message)
             elif isinstance(message, Taken):
                 hop = self._own_hop(peer, message.session, message.start)
-                self._receipts.taken(hop, message, bytes(frame.payload))
+                self._receipts.accept_bill(hop, message, bytes(frame.payload))
             elif isinstance(message, HandOver):
                 await self._on_hand_over(peer, message)
             elif isinstance(message, CachePart):
@@ -283,7 +283,7 @@ class Server:
         self._hops.put(key, hop)
         for_worker = msgspec.structs.replace(opening, id=0, client=principal, weight=weight)
         await self._worker.send(framed(for_worker))
-        self._tasks.start_soon(self._replies.opened, channel, opening, hop)
+        self._tasks.start_soon(self._replies.reply_opened, channel, opening, hop)
         self._on_change()
 
     def _check_open(self, client: PeerId, opening: OpenSession) -> None:
@@ -323,13 +323,13 @@ class Server:
         hop.used_at = trio.current_time()
         hop.sender = hop.state.predecessor
         hop.watch.on_settled(message.settled)
-        self._tasks.start_soon(self._replies.rerouted, channel, message, hop)
+        self._tasks.start_soon(self._replies.reply_rerouted, channel, message, hop)
 
     async def _on_replay(self, peer: PeerId, message: Replay) -> None:
         hop = self._own_hop(peer, message.session, message.start)
         self._require_epoch(hop, message.epoch, exactly=True)
         answer = await self._worker.ask(lambda call_id: msgspec.structs.replace(message, id=call_id))
-        self._tasks.start_soon(self._replies.replayed, peer, message, answer)
+        self._tasks.start_soon(self._replies.reply_replayed, peer, message, answer)
 
     async def _on_close(self, peer: PeerId, message: CloseSession) -> None:
         if (message.session, message.start) in self._hops:  # else it is over already, which is as good
@@ -410,7 +410,7 @@ class Server:
         if op.base is None or op.base[0] + 1 == op.base[1]:
             hop.state.finished = max(hop.state.finished, op.seq)
         key = (op.session, hop.span.start)
-        self._receipts.left(key, hop, op.seq, op.tensor, frame.payload)
+        self._receipts.note_output(key, hop, op.seq, op.tensor, frame.payload)
         if op.epoch != hop.state.epoch:
             return  # computed for a chain that is no more; the client asks for it again
         if op.times:
@@ -430,7 +430,7 @@ class Server:
         hop = self._hops.get(key)
         if hop is not None:
             hop.state.finished = max(hop.state.finished, message.seq)
-            self._receipts.left(key, hop, message.seq, None, frame.payload)
+            self._receipts.note_output(key, hop, message.seq, None, frame.payload)
 
     async def _on_own_cache_part(self, message: CachePart, frame: Frame, has_more: bool) -> None:
         self._migrations.put((message.session, message.start), frame.raw)
@@ -453,7 +453,7 @@ class Server:
         if hop is not None:
             self._outbox.tell(hop.state.client, framed(refusal))
 
-    def worker_lost(self, reason: str) -> None:
+    def on_worker_lost(self, reason: str) -> None:
         """Tell every client whose hop went down with the worker."""
         self._adapters.forget()
         for key, hop in self._hops.items():
@@ -462,13 +462,13 @@ class Server:
 
     # --- what ends -------------------------------------------------------------------------------------------
 
-    def peer_gone(self, peer: PeerId) -> None:
+    def on_peer_gone(self, peer: PeerId) -> None:
         """Act on the end of a connection: a successor is suspected, and not dialled for a moment."""
-        self._heartbeats.peer_gone(peer)
-        self.onward.lost(peer)
+        self._heartbeats.on_peer_gone(peer)
+        self.onward.note_lost(peer)
 
     def _push_failed(self, peer: PeerId, reason: str) -> None:
-        self._heartbeats.push_failed(peer, reason)
+        self._heartbeats.on_push_failed(peer, reason)
 
     async def _end(self, key: Key) -> None:
         self._forget(key)
@@ -483,7 +483,7 @@ class Server:
         hop = self._hops.pop(key)
         if hop is None:
             return
-        self._receipts.ended(hop)
+        self._receipts.settle(hop)
         self.ledger.release(key)
         self._ended.set()
         self._ended = trio.Event()

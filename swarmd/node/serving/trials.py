@@ -57,7 +57,7 @@ class Trials:
         self._results: dict[Own, _TrialResult] = {}
         self._joining_since: dict[Own, float] = {}
 
-    def cover(self, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
+    def select_believed(self, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
         """Those whose claims count: all, but for who refused again and again, or loads for ever.
 
         Where that leaves nobody else, the fault may be here: all count.
@@ -90,9 +90,9 @@ class Trials:
         online_spans = [s for s in spans if s.peer != me and s.state == "online"]
         self._rng.shuffle(online_spans)
         online_spans.sort(key=tried_at)
-        await self.serving(online_spans[:TRIED_EACH_LOOK])
+        await self.find_serving(online_spans[:TRIED_EACH_LOOK])
 
-    async def serving(self, spans: Iterable[SpanRecord]) -> set[Own]:
+    async def find_serving(self, spans: Iterable[SpanRecord]) -> set[Own]:
         """Try claims now; returns those that take a session."""
         accepting = set[Own]()
         limit = trio.CapacityLimiter(TRIED_AT_ONCE)

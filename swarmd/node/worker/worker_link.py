@@ -412,9 +412,17 @@ class WorkerLink:
         elif isinstance(message, Measured) and self._loaded is not None:
             self._loaded = msgspec.structs.replace(self._loaded, speed=message)
             await self._on_change()
-        elif (answer := self._answers.pop(getattr(message, "re", 0), None)) is not None:
+        else:
+            await self._deliver(message, frame, has_more)
+
+    async def _deliver(self, message: WorkerMessage, frame: Frame, has_more: bool) -> None:
+        """Give a message to the task that asked for it, or else to the handler of its type."""
+        answer = self._answers.pop(getattr(message, "re", 0), None)
+        if answer is not None:
             answer.arrive(message, frame.payload)
-        elif (handle := self._handlers.get(type(message))) is not None:
+            return
+        handle = self._handlers.get(type(message))
+        if handle is not None:
             await handle(message, frame, has_more)
             self._heard_at = trio.current_time()  # what delivering took is not the worker's silence
 

@@ -225,7 +225,7 @@ async def test_others_believe_what_they_compute_themselves(virtual_time: MockClo
         for place in (2, 4):
             daemon = run.swarm.daemons[run.peers[place]][0]
             assert daemon.rpc.standing.count(liar, Fault.WRONG_RESULTS) == 1
-            assert liar in [found.peer for found in daemon.prober.announced() if not found.is_right]
+            assert liar in [found.peer for found in daemon.prober.record_findings() if not found.is_right]
         newcomer = await run.swarm.client()
         await trio.sleep(10)
         assert newcomer.trust()[liar, 0] is Trust.DOUBTED

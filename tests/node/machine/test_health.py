@@ -46,10 +46,10 @@ def test_clocks_of_whoever_says_hello() -> None:
     world = World()
     view = world.view(1_000_000, 1_000_000)
     assert world.row("clock", view).is_fine is None
-    world.health.heard(PeerId("old"), Hello())
+    world.health.note_hello(PeerId("old"), Hello())
     assert world.row("clock", view).is_fine is None, "an older version tells no time"
-    world.health.heard(PeerId("a"), Hello(now=1_000_120))
+    world.health.note_hello(PeerId("a"), Hello(now=1_000_120))
     assert world.row("clock", view).text == "120 s behind 1 of 1 other members"
     for n in range(2 * MAX_CLOCKS):
-        world.health.heard(PeerId(str(n)), Hello(now=1_000_000))
+        world.health.note_hello(PeerId(str(n)), Hello(now=1_000_000))
     assert world.row("clock", view).text == f"within 30 s of {MAX_CLOCKS} of {MAX_CLOCKS} other members"

@@ -128,7 +128,7 @@ async def test_who_can_be_dialled_asks_three_members_and_relays_for_members_only
     async with living(world):
         await trio.sleep(60)
         assert len(world.asked) == 3
-        assert world.me.announced() == {"reach": "open", "relays": True}
+        assert world.me.record_fields() == {"reach": "open", "relays": True}
         assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",), "the router forwards it: nobody had to say so"
         assert world.may_relay is not None
         assert world.may_relay(PeerId("A"), (b"member",)) == Relayed(b"its invite", may_reserve=True)
@@ -159,7 +159,7 @@ async def test_who_cannot_be_dialled_holds_the_two_nearest_relays_and_says_so(vi
     world.add("R1", "R2", "R3", relays=True)
     async with living(world):
         await trio.sleep(30)
-        assert world.me.announced() == {"reach": "closed", "relays": False}
+        assert world.me.record_fields() == {"reach": "closed", "relays": False}
         assert world.may_relay is None
         assert set(world.held) == {"R1", "R2"}
         assert sorted(world.also) == [f"/ip4/5.0.9.9/tcp/1/p2p/{r}/p2p-circuit/p2p/ME" for r in ("R1", "R2")]
@@ -221,7 +221,7 @@ async def test_who_can_be_dialled_at_last_needs_no_relay(virtual_time: MockClock
         assert world.me.snapshot().relays == ("R1",)
         world.open_ports = {4117}  # somebody has the router forward the port
         await trio.sleep(3 * ASK_AGAIN_S)
-        assert world.me.announced()["reach"] == "open"
+        assert world.me.record_fields()["reach"] == "open"
         assert world.me.snapshot().relays == ()
         assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",)
 

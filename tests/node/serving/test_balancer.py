@@ -37,7 +37,7 @@ class Stage:
             on_move=self._ignore,
         )
 
-    async def serving(self, spans: list[SpanRecord]) -> set[Any]:
+    async def find_serving(self, spans: list[SpanRecord]) -> set[Any]:
         return {(s.peer, s.slot) for s in spans}
 
     async def _ignore(self, _: object) -> bool:

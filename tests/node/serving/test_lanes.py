@@ -153,8 +153,8 @@ async def test_what_waits_is_bounded_and_a_refusal_frees_its_own_kind_only() -> 
 
 async def test_a_neighbour_that_is_gone_ends_the_lane_and_the_client_hears_it_once() -> None:
     async with lanes() as world:
-        world.lanes.peer_gone(AFTER)
-        world.lanes.peer_gone(BEFORE)
+        world.lanes.on_peer_gone(AFTER)
+        world.lanes.on_peer_gone(BEFORE)
         await trio.testing.wait_all_tasks_blocked()
         ((peer, refusal),) = world.heard
         assert peer == CLIENT
@@ -166,7 +166,7 @@ async def test_a_neighbour_that_is_gone_ends_the_lane_and_the_client_hears_it_on
 
 async def test_a_client_that_is_gone_leaves_nothing_behind() -> None:
     async with lanes() as world:
-        world.lanes.peer_gone(CLIENT)
+        world.lanes.on_peer_gone(CLIENT)
         await trio.testing.wait_all_tasks_blocked()
         assert isinstance(world.to_worker[-1], CloseLane)
         assert await refused(world, BEFORE, forward()) is Code.NO_SESSION

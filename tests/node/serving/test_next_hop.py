@@ -119,10 +119,10 @@ async def test_of_a_peer_that_was_just_lost_it_is_said_at_once_and_without_a_dia
     begun = trio.current_time()
     world.announced[NEXT] = ITS_OWN
     world.is_connected = True
-    world.onward.lost(NEXT)
+    world.onward.note_lost(NEXT)
     assert (await world.onward.reach("interactive", CLIENT, NEXT)).action, "another connection lives"
     world.is_connected = False
-    world.onward.lost(NEXT)
+    world.onward.note_lost(NEXT)
     decision = await world.onward.reach("interactive", CLIENT, NEXT)
     assert decision.reason == "returns to the client: uccessor cannot be reached from here"
     assert (trio.current_time(), world.n_dialled) == (begun, 1)
