@@ -314,7 +314,7 @@ class Daemon:
     def _describe(self) -> list[dict[str, Any]]:
         devices = [h.device for h in self.hosts if h.device is not None]
         links = self.directory.links
-        self.health.look(self.directory.view())
+        self.health.note_clone(self.directory.view())
         peer = {
             "kind": "peer",
             "addresses": self.network.addresses()[:16],

@@ -260,7 +260,7 @@ class Home:
         return draft
 
     def _founded_on(self, draft: SignedCharter) -> bytes:
-        """The catalog of now under a new charter; this machine stays a member whoever let it in."""
+        """Sign the present catalog under a new charter, in which this machine stays a member."""
         old = self.catalog()
         swarm = self.swarm()
         this_member = {self.identity().public_key: AdmittedMember(int(time.time()) + MEMBERSHIP_LIFETIME_S)}
@@ -383,7 +383,7 @@ class Home:
         """Hold this folder for one daemon. Raises ConfigError when another holds it."""
         self._make_folder()
         path = self.folder / "lock"
-        is_foreign = is_open_to_others(path) and not is_answered(self.socket)  # whoever could open it may hold it
+        is_foreign = is_open_to_others(path) and not is_answered(self.socket)  # another user may hold it
         with open_own(path, anew=is_foreign) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
 """What the owner of this machine may ask its daemon, and what it answers: the control API's other side.
 
-Nothing is decided here: each answer is gathered from whoever knows it (``status`` has the structs).
+Nothing is decided here: each answer is gathered from the parts that know it (``status`` has the structs).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Who gave what to whom: the bills of one machine in one file, and their sums.
+"""What members computed for each other: the bills of one machine in one file, and their sums.
 
-SQLite keeps them (the standard library's): one row for each hop of a session, the largest bill of it. Several
-processes of one home write to it. Sums are of bills with both signatures, which were checked when they came in, and
-can be checked again (``check``). What a machine counts by itself (weights, micro-batches, hours) stands apart, and so
-does what it computed for each voucher (``served``): nobody else need believe that, and nobody has to sign it.
+SQLite keeps them (the standard library's): one row for each hop of a session, with its largest bill. Several processes
+of one home write to the file. Sums count bills with both signatures only, which were checked when they came in, and can
+be checked again (``check``). What a machine counts by itself (weights, micro-batches, hours) stands apart, and so does
+what it computed for each voucher (``served``): nobody signs that, and no other member need believe it.
 """
 
 from __future__ import annotations

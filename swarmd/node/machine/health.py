@@ -39,7 +39,7 @@ class Health:
             if len(self._clocks) > MAX_CLOCKS:
                 del self._clocks[next(iter(self._clocks))]
 
-    def look(self, view: SwarmView) -> None:
+    def note_clone(self, view: SwarmView) -> None:
         """Note whether there is a record of this very peer, made since it runs, that it did not make.
 
         Two machines with one key, as after a copied disk, disturb each other: each takes the other's records for newer.
@@ -57,7 +57,7 @@ class Health:
         workers: Sequence[WorkerLife],
     ) -> tuple[HealthRow, ...]:
         """Everything that was looked at, for people."""
-        self.look(view)
+        self.note_clone(view)
         other_records = [record for peer, record in view.peers.items() if peer != self._me]
         facts = Facts(
             version=self._version,

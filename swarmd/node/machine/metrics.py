@@ -98,7 +98,7 @@ class StatusCollector(Collector):
 
 
 def application(status: Callable[[], DaemonStatus], host: str) -> Starlette:
-    """Build the ASGI application: GET /metrics and nothing else, for who calls this machine ``host``."""
+    """Build the ASGI application: GET /metrics and nothing else, under the name ``host`` or localhost."""
     registry = CollectorRegistry()
     registry.register(StatusCollector(status))
 

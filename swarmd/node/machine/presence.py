@@ -106,9 +106,9 @@ class Presence:
         rules = self.rules
         sensors = await self._sense(rules)
         if rules is self.rules:  # else those that count now have been looked at meanwhile
-            self.look(sensors)
+            self.apply_sensors(sensors)
 
-    def look(self, sensors: Sensors) -> None:
+    def apply_sensors(self, sensors: Sensors) -> None:
         """Decide, and act when that is another decision."""
         self._sensors = sensors
         previous = self.verdict
@@ -127,7 +127,7 @@ class Presence:
         self._traffic.limits = limits_of(config)
         self.share.set(config.compute_share)
         self.kept_bytes = int(config.leave_free_gib * GIB)
-        self.look(sensors)
+        self.apply_sensors(sensors)
         self._changed.set()  # other rules may ask for another look sooner
 
     async def _sense(self, rules: Rules) -> Sensors:
@@ -159,7 +159,7 @@ class Presence:
 
     def _set(self, pause: Pause | None) -> None:
         self._pause = pause
-        self.look(replace(self._sensors, now=datetime.now()))
+        self.apply_sensors(replace(self._sensors, now=datetime.now()))
         self._changed.set()
 
     def snapshot(self) -> PolicyStatus:

@@ -254,7 +254,7 @@ class Directory:
                 delay_s = min(RENDEZVOUS_INTERVAL_S, delay_s * 4)
 
     async def _enter_index(self) -> None:
-        """Connect to somebody known, and enter the DHT through whoever is connected."""
+        """Connect to a known member, and enter the DHT through all that are connected."""
         candidates = self.address_book()
         candidates.pop(self._network.peer_id, None)
         for peer, addresses in candidates.items():

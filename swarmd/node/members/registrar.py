@@ -18,7 +18,7 @@ from swarmd.protocol.membership.catalog import MEMBERSHIP_LIFETIME_S, AdmittedMe
 
 logger = logging.getLogger(__name__)
 
-ENTRY_INTERVAL_S = 2.0  # as often as members exchange: who comes in between shares one version of the catalog
+ENTRY_INTERVAL_S = 2.0  # as often as members exchange: newcomers in between share one version of the catalog
 
 
 # Two founders may sign catalogs at the same time, each without the other's entries. The one with the higher rank wins
@@ -26,10 +26,10 @@ ENTRY_INTERVAL_S = 2.0  # as often as members exchange: who comes in between sha
 # catalog with the one before, and signs a next one with what was lost. The pause is random, so that two founders that
 # notice the same loss do not sign against each other for ever.
 class Registrar:
-    """``admit`` signs a catalog with more members, and with what one before said and this one lost, and returns it;
-    None where no founder's key is here.
+    """Enters newcomers, and what a catalog before said and the present one lost.
 
-    ``announce`` tells others soon that there is a newer one.
+    ``admit`` signs such a catalog and returns it; None where no founder's key is here. ``announce`` tells others soon
+    that there is a newer one.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Looks at the swarm now and then: how long members stay, how near a gap is, and whether a server should move.
 
-What is best is ``plan.chains.placement``'s; all members decide alike, and the one whose move helps most acts on it,
-once two looks in a row say so: views differ for a moment after something changed. Who is second in line for a model
-that lacks blocks waits one look longer, and so on, so that one that cannot come holds up nobody.
+``plan.chains.placement`` decides what is best. All members decide alike, and the server whose move helps most acts on
+it, once two looks in a row agree: views differ for a moment after something changed. The second in line for a model
+that lacks blocks waits one look longer, and so on, so that a server that cannot come delays nobody.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class Turnover:
 # All members compute the same plan from records, and only the server that the plan names first moves. Three things
 # could still make servers move for nothing, so a move needs all of:
 #
-#     look -> the same target, look after look (views differ for a moment)     ``look_again``
-#          -> other holders of these blocks take a session now                 ``_is_spared``
-#          -> the plan without holders that take none still says so            ``_is_spared``
-#          -> moves left today                                                 ``look``
+#     the server may still move today                              ``choose_target``
+#     the same target, look after look (views differ for a moment) ``confirm_target``
+#     other holders of these blocks take a session now             ``_is_spared``
+#     the plan without holders that take none still says so        ``_is_spared``
 #
 # Peers could announce blocks that they never serve, to make honest servers leave them. Such a claim stops counting once
 # its trial sessions are refused (``trials``), and before a move each claim that matters is tried again.
@@ -144,7 +144,7 @@ class Balancer:
             view = self._view()
             believed_spans = tuple(self._trials.select_believed(view.spans))
             view = replace(view, spans=believed_spans)
-            due = self.look_again(view)
+            due = self.confirm_target(view)
             if due is None or not await self._is_spared(view, due.action):
                 continue
             if await self._on_move(Decision(due.action, f"moved: {due.reason}")):
@@ -174,14 +174,14 @@ class Balancer:
             self._last_look = f"this server stays: nobody else who holds blocks {blocks} takes sessions"
             return False
         counted = tuple(s for s in view.spans if s not in near or claimant_of(s) in serving)
-        decision, _ = self.look(replace(view, spans=counted))
+        decision, _ = self.choose_target(replace(view, spans=counted))
         if decision.action != target:
             self._last_look = f"this server stays, of those counted that take sessions now: {decision.reason}"
         return decision.action == target
 
-    def look_again(self, view: SwarmView) -> Decision[Target] | None:
+    def confirm_target(self, view: SwarmView) -> Decision[Target] | None:
         """Look, and say what to do now: something once enough looks in a row agreed on it."""
-        decision, needed = self.look(view)
+        decision, needed = self.choose_target(view)
         self._last_look = decision.reason
         if decision.action is None:
             self._meant = None
@@ -195,7 +195,7 @@ class Balancer:
         self._meant = None
         return Decision(decision.action, decision.reason)
 
-    def look(self, view: SwarmView) -> tuple[Decision[Target | None], int]:
+    def choose_target(self, view: SwarmView) -> tuple[Decision[Target | None], int]:
         """Should this server hold something else now? And how many looks in a row must say so."""
         own_span = next((span for span in self._own_spans(view) if span.state == "online"), None)
         if own_span is None:

@@ -1,7 +1,7 @@
-"""Heartbeats between the hops of sessions: who is told how far this server is, and which silent neighbour is suspected.
+"""Heartbeats between the hops of sessions: report progress to senders, and suspect successors that fall silent.
 
-A hop reports to whoever sent it work while work is under way, and watches its successor: only a direct neighbour names
-a suspect, and only to the session's client. Hops that nobody uses any more are found here as well.
+A hop reports to the peer that sends it work while work is under way, and watches its successor. Only a direct neighbour
+names a suspect, and only to the session's client. Hops that nobody uses any more are found here as well.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Heartbeats:
         if hop is not None and hop.successor == peer and progress.epoch == hop.state.epoch:
             hop.watch.on_progress(progress.finished, now)
 
-    def look(self, now: float) -> list[Key]:
-        """Suspect who is silent and report to senders; returns the hops that nobody uses any more."""
+    def check_hops(self, now: float) -> list[Key]:
+        """Suspect silent successors and report to senders; returns the hops that nobody uses any more."""
         expired = []
         for key, hop in self._hops.items():
             reason = hop.watch.suspicion(now, SUSPECT_AFTER_S) if hop.push else None

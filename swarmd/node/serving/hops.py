@@ -1,4 +1,4 @@
-"""The hops that a server holds for others, of sessions and of lanes: who they are, who is next, how frames reach them.
+"""The hops that a server holds for others, of sessions and of lanes: their state, and how frames find them.
 
 A hop knows its client, its predecessor and its successor, and is found by the block where it starts or ends.
 """
@@ -111,7 +111,7 @@ def session_lost(key: Key, reason: str) -> Refusal:
     )
 
 
-def rows(hops: Hops[SessionHop]) -> tuple[SessionRow, ...]:
+def session_rows(hops: Hops[SessionHop]) -> tuple[SessionRow, ...]:
     """One row for each hop, for people."""
     return tuple(
         SessionRow(

@@ -1,8 +1,8 @@
 """The serving side of fine-tuning: lanes that micro-batches of one client go through, forward and backward.
 
 As with sessions the daemon passes frames on as they came, and the worker computes. A lane knows its neighbours and
-takes frames from them and from its client only. What goes wrong is told to the client, who sends the micro-batch
-through another lane; nothing here is ever repeated or repaired.
+takes frames from them and from its client only. The client is told of each failure, and sends the micro-batch through
+another lane; nothing here is ever repeated or repaired.
 """
 
 from __future__ import annotations

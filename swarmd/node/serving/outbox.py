@@ -1,4 +1,4 @@
-"""Frames to other peers: in order for each peer, and never holding up whoever hands them over.
+"""Frames to other peers: in order for each peer, and without ever delaying the task that hands them over.
 
 ``put`` only queues; a task for each peer that has frames waiting sends them, small ones together. ``send`` writes at
 once, but only where there is credit and nobody else is writing. So a peer that does not read delays nobody else, and

@@ -1,8 +1,8 @@
 """Holders of the same blocks compare: a seeded input through another's blocks, and through one's own.
 
-It finds broken memory, wrong weights and undeclared rounding before anybody's text meets them, for the price of 32
-tokens. To who is probed it is a session like any other. What is found is announced, and what others claim of a third
-(``Accuse``) is computed here before it is believed. Whom to probe is ``plan.trust.reputation``'s.
+A probe finds broken memory, wrong weights and undeclared rounding before anybody's text meets them, for the price of 32
+tokens. To the probed server it is a session like any other. Findings are announced. An accusation of a third server
+(``Accuse``) is computed here before it is believed. ``plan.trust.reputation`` decides which servers are probed.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ LOOK_INTERVAL_S = 2.0  # how long a newcomer waits to be probed, about
 N_TOKENS = 32  # of a probe
 PROBE_TIMEOUT_S = 10.0  # a server that is busy is probed later
 AGAIN_S = 60.0  # after a probe to which there was no answer
-CLEARLY_BELOW = 0.1  # of the bound: who accuses at its edge has seen what another machine sees otherwise
-EVIDENCE_LIFETIME_S = 3_600.0  # who was repaired since is not accused again
+CLEARLY_BELOW = 0.1  # of the bound: near it, two honest machines may judge the same numbers differently
+EVIDENCE_LIFETIME_S = 3_600.0  # a server that was repaired since is not accused again
 MAX_REMEMBERED = 1_024  # servers, the newest
 MAX_FOUND = 32  # of a record: wrong ones first
 

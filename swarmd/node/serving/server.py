@@ -21,7 +21,7 @@ from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.node.serving.adapters import ServerAdapters
 from swarmd.node.serving.heartbeat import Heartbeats
-from swarmd.node.serving.hops import Deliver, Hops, Key, SessionHop, deliver_here, rows, session_lost
+from swarmd.node.serving.hops import Deliver, Hops, Key, SessionHop, deliver_here, session_lost, session_rows
 from swarmd.node.serving.migration import Migrations
 from swarmd.node.serving.next_hop import NextHopDialer
 from swarmd.node.serving.outbox import Outbox
@@ -135,7 +135,7 @@ class Server:
 
     def sessions(self) -> tuple[SessionRow, ...]:
         """One row for each hop."""
-        return rows(self._hops)
+        return session_rows(self._hops)
 
     def starts_at(self, session: bytes, block: int) -> bool:
         """Does a hop of this session start here at a block?"""
@@ -155,7 +155,7 @@ class Server:
                 while True:
                     await self._hops.wait_for_hop()
                     await trio.sleep(WATCH_INTERVAL_S)
-                    for key in self._heartbeats.look(trio.current_time()):
+                    for key in self._heartbeats.check_hops(trio.current_time()):
                         await self._end(key)
                     self._on_change()
 

@@ -1,9 +1,10 @@
 """Whether servers that claim blocks serve them: a session is opened with them, as a client does, and closed again.
 
-A record alone is a word. Members that claim blocks and are always full would make honest servers leave these blocks,
-come back when the claims change, and leave again. So each daemon tries some claims now and then, and all that matter
-before it acts on them. Who refuses twice, some time apart, is no cover in this daemon's eyes until it takes a session
-again; who is only busy for a while is not, and a server that stays full needs another beside it in any case.
+A record proves nothing. Members that claim blocks and are always full would make honest servers leave these blocks,
+come back when the claims change, and leave again. So each daemon tries some claims now and then, and all claims that
+matter before it acts on them. A server that refuses twice, some time apart, does not count as a holder until it takes a
+session again. One refusal is no proof: any server is full now and then. A server that stays full needs another one
+beside it in any case.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _TrialResult:
 
 
 def claimant_of(span: SpanRecord) -> Own:
-    """Whose claim it is."""
+    """The server that a record is of: its peer, and the slot of its worker."""
     return span.peer, span.slot
 
 
@@ -58,7 +59,7 @@ class Trials:
         self._joining_since: dict[Own, float] = {}
 
     def select_believed(self, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
-        """Those whose claims count: all, but for who refused again and again, or loads for ever.
+        """Give the records whose claims count: all but those of servers that refused again and again, or load for ever.
 
         Where that leaves nobody else, the fault may be here: all count.
         """

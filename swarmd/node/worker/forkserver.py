@@ -1,9 +1,9 @@
 """Processes that fork from one with everything imported: the second start of a program takes a tenth of a second.
 
-``python -m swarmd.node.worker.forkserver SOCKET MODULE...`` imports the modules and forks for whoever asks at the
-socket (mode 0600: its owner only). A child lives as long as the connection that asked for it is open. Workers are
-started so where ``SWARMD_FORK_SERVER`` names the socket of such a server with torch loaded; the tests do it for
-hundreds of them.
+``python -m swarmd.node.worker.forkserver SOCKET MODULE...`` imports the modules and forks for each program that asks at
+the socket (mode 0600: its owner only). A child lives as long as the connection that asked for it is open. Where
+``SWARMD_FORK_SERVER`` names the socket of such a server with torch loaded, workers are started by it. The tests start
+hundreds of them so.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _answer(listener: socket.socket, children: dict[int, socket.socket]) -> None
         sources = [sys.stdin, listener, *children.values()]
         ready, _, _ = select.select(sources, [], [], LOOK_S)
         for pid, connection in list(children.items()):
-            if connection in ready:  # whoever asked is gone, and has no use for its child
+            if connection in ready:  # the caller is gone, and has no use for its child
                 _end(pid)
         _tell_ends(children)
         if sys.stdin in ready and not os.read(0, 1):

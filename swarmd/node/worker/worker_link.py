@@ -1,9 +1,9 @@
 """The daemon's end of its worker: start it, load a span, ask and be answered, notice when it dies or stops.
 
-What the worker answers to a request (``ask``, ``call``) goes to whoever asked, by the one id space of this link; what
-it says by itself goes to the handler of its type. A worker is alive while it makes progress: with frames that it has
-not dealt with it must answer or tick within ``STALL_S``. One that is silent for longer (stopped, swapped out, hung) is
-killed and replaced; its sessions are lost and said to be.
+An answer to a request (``ask``, ``call``) goes to the task that asked, by the one id space of this link. What the
+worker says by itself goes to the handler of its type. A worker is alive while it makes progress: as long as it has
+frames to deal with, it must answer or tick within ``STALL_S``. One that is silent for longer (stopped, swapped out,
+hung) is killed and replaced; its sessions are lost, and their clients are told.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def test_what_is_paused_starts_no_worker(tmp_path: Path) -> None:
 def test_a_damaged_pause_stays_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "pause.json").write_text("{")
     world = World(tmp_path)
-    world.presence.look(Sensors(datetime.now()))
+    world.presence.apply_sensors(Sensors(datetime.now()))
     assert world.presence.verdict.reason.endswith("until swarmd resume")
     assert "pause again, or resume" in caplog.text
 
@@ -162,7 +162,7 @@ def test_a_battery_is_that_of_the_machine(
 async def test_new_rules_are_looked_at_before_they_are_answered(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.sensors = replace(world.sensors, programs=frozenset({"game"}))
-    world.presence.look(world.sensors)
+    world.presence.apply_sensors(world.sensors)
     await world.presence.follow(PolicyConfig(not_while="game"))
     assert world.presence.snapshot().why == "not while game runs"
     assert world.done == ["not while game runs"]
@@ -172,7 +172,7 @@ async def test_new_rules_are_looked_at_before_they_are_answered(tmp_path: Path) 
 def test_a_pause_until_no_time_stays_one(until: str, tmp_path: Path) -> None:
     (tmp_path / "pause.json").write_text(f'{{"until":{until}}}')
     world = World(tmp_path)
-    world.presence.look(Sensors(datetime.now()))
+    world.presence.apply_sensors(Sensors(datetime.now()))
     assert world.presence.verdict.reason.endswith("until swarmd resume")
 
 

@@ -62,7 +62,7 @@ class Stage:
 
     def look(self) -> tuple[Span | None, str]:
         self.turnover.observe(self.view())
-        decision, _ = self.balancer.look(self.view())
+        decision, _ = self.balancer.choose_target(self.view())
         return decision.action.span if decision.action else None, decision.reason
 
 
