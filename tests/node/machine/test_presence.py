@@ -66,13 +66,13 @@ def test_a_pause_acts_at_once_and_outlives_its_daemon(tmp_path: Path) -> None:
     assert not world.presence.snapshot().may_work
     assert len(world.done) == 1
     restarted = world.another(PolicyConfig())
-    restarted.look(Sensors(datetime.now()))
+    restarted.apply_sensors(Sensors(datetime.now()))
     assert restarted.verdict.reason == world.presence.verdict.reason
-    restarted.look(Sensors(datetime.now() + timedelta(hours=3)))
+    restarted.apply_sensors(Sensors(datetime.now() + timedelta(hours=3)))
     assert restarted.verdict.may_work
     restarted.resume()
     assert not world.file.exists()
-    world.another(PolicyConfig()).look(Sensors(datetime.now()))
+    world.another(PolicyConfig()).apply_sensors(Sensors(datetime.now()))
     assert len(world.done) == 3, "the first pause, the second daemon's, and its end"
 
 
