@@ -131,9 +131,9 @@ def session_rows(hops: Hops[SessionHop]) -> tuple[SessionRow, ...]:
 HopT = TypeVar("HopT", SessionHop, LaneHop)
 
 
-# A frame that comes in names the block where its hop starts; what a successor sends back (progress, refusals,
-# gradients) names the block where this peer's hop ends. So hops are kept by their first block, with a second index by
-# their end:
+# A frame that comes in names the block where its hop starts. What a successor sends back (progress, refusals, frames of
+# a backward pass) names the block where this peer's hop ends. So hops are kept by their first block, with a second
+# index by their end:
 #
 #     session s:   [0,4) ends at 4 --> another peer's [4,8)
 #     _hops    (s, 0) -> hop           op from the client:          start = 0

@@ -72,7 +72,7 @@ class _Serving:
     worker: WorkerLink
 
 
-#                    a move or a pause ends the loop's turn at any point
+#     any state but DRAINING: a move or a pause ends the turn
 #     CHOOSING -> FETCHING -> LOADING -> ONLINE -> DRAINING --.
 #        ^          |           ^          |                  |
 #        |        FAILED        '----------'                  |

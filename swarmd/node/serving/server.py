@@ -70,8 +70,8 @@ ACTIVE_S = 2.0  # a client that decodes takes a step more often than that
 #     peer --Op--> handle: judge the op, take room in the cache, note it in the trail --> worker
 #     next hop, or client <-- Outbox <-- _on_output: sign receipts, watch the successor <-- worker
 #
-# The state of a hop changes only between two awaits, so no lock is needed: all tasks run in one thread. The order of
-# ops is kept by the worker's queue, into which ``handle`` puts them before anything else can come between.
+# All tasks run in one thread, and a hop's state changes between two awaits only, so there is no lock. The worker's
+# queue keeps the order in which ``handle`` accepted ops.
 #
 # Everything in ``handle`` may be sent by a liar. A message counts only from the peers that the hop names (client,
 # predecessor, heir's source), an op only in its sequence and epoch, and only while what waits fits the hop's limits.
