@@ -16,7 +16,7 @@ ME = PeerId("me")
 DIRECTORY = DirectoryStatus(known_peers=0, last_exchange_s=None, reason="")
 
 
-class World:
+class HealthScene:
     def __init__(self) -> None:
         self.now = 1_000_000.0
         self.health = Health(ME, "1.0", lambda: self.now)
@@ -31,7 +31,7 @@ class World:
 
 
 def test_a_copy_of_this_machine_is_noticed_and_forgotten_again() -> None:
-    world = World()
+    world = HealthScene()
     own_view = world.view(1_000_005, 1_000_000)
     assert world.row("identity", own_view).is_fine
     assert world.row("identity", world.view(999_990, 999_000)).is_fine, "of this machine, before it was restarted"
@@ -43,7 +43,7 @@ def test_a_copy_of_this_machine_is_noticed_and_forgotten_again() -> None:
 
 
 def test_clocks_of_whoever_says_hello() -> None:
-    world = World()
+    world = HealthScene()
     view = world.view(1_000_000, 1_000_000)
     assert world.row("clock", view).is_fine is None
     world.health.note_hello(PeerId("old"), Hello())

@@ -21,7 +21,7 @@ from swarmd.plan.links.traffic import Limits
 from swarmd.plan.owner.policy import Rules, Sensors
 
 
-class World:
+class PlayedMachine:
     """Sensors that a test sets, and what was done."""
 
     def __init__(self, folder: Path, **rules: object) -> None:
@@ -38,7 +38,7 @@ class World:
 
 
 async def test_a_change_is_acted_on_once(virtual_time: MockClock, tmp_path: Path) -> None:
-    world = World(tmp_path, not_while="game")
+    world = PlayedMachine(tmp_path, not_while="game")
     async with trio.open_nursery() as nursery:
         await nursery.start(world.presence.run)
         await trio.sleep(3 * SENSE_INTERVAL_S)
@@ -52,7 +52,7 @@ async def test_a_change_is_acted_on_once(virtual_time: MockClock, tmp_path: Path
 
 
 async def test_what_is_against_it_at_the_start_is_known_before_anything_is_served(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = PlayedMachine(tmp_path)
     world.sensors = replace(world.sensors, on_battery=True)
     async with trio.open_nursery() as nursery:
         await nursery.start(world.presence.run)
@@ -61,7 +61,7 @@ async def test_what_is_against_it_at_the_start_is_known_before_anything_is_serve
 
 
 def test_a_pause_acts_at_once_and_outlives_its_daemon(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = PlayedMachine(tmp_path)
     world.presence.pause(7_200)
     assert not world.presence.snapshot().may_work
     assert len(world.done) == 1
@@ -77,14 +77,14 @@ def test_a_pause_acts_at_once_and_outlives_its_daemon(tmp_path: Path) -> None:
 
 
 def test_what_rests_knows_the_newest_reason(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = PlayedMachine(tmp_path)
     world.presence.pause(7_200)
     world.presence.pause(None)
     assert world.done[-1] == world.presence.snapshot().why == "paused by its owner until swarmd resume"
 
 
 def test_what_is_paused_starts_no_worker(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = PlayedMachine(tmp_path)
     assert verdict_now(PolicyConfig(), world.file, Traffic(Limits())).may_work
     world.presence.pause(None)
     assert not verdict_now(PolicyConfig(), world.file, Traffic(Limits())).may_work
@@ -92,7 +92,7 @@ def test_what_is_paused_starts_no_worker(tmp_path: Path) -> None:
 
 def test_a_damaged_pause_stays_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "pause.json").write_text("{")
-    world = World(tmp_path)
+    world = PlayedMachine(tmp_path)
     world.presence.apply_sensors(Sensors(datetime.now()))
     assert world.presence.verdict.reason.endswith("until swarmd resume")
     assert "pause again, or resume" in caplog.text
@@ -100,7 +100,7 @@ def test_a_damaged_pause_stays_one(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_rules_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hours are written as"):
-        World(tmp_path, hours="at night")
+        PlayedMachine(tmp_path, hours="at night")
 
 
 def test_sensors_are_read_here_as_far_as_there_are_any() -> None:
@@ -160,7 +160,7 @@ def test_a_battery_is_that_of_the_machine(
 
 
 async def test_new_rules_are_looked_at_before_they_are_answered(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = PlayedMachine(tmp_path)
     world.sensors = replace(world.sensors, programs=frozenset({"game"}))
     world.presence.apply_sensors(world.sensors)
     await world.presence.follow(PolicyConfig(not_while="game"))
@@ -171,14 +171,14 @@ async def test_new_rules_are_looked_at_before_they_are_answered(tmp_path: Path) 
 @pytest.mark.parametrize("until", ["1e12", "1e300", "-1e300"])
 def test_a_pause_until_no_time_stays_one(until: str, tmp_path: Path) -> None:
     (tmp_path / "pause.json").write_text(f'{{"until":{until}}}')
-    world = World(tmp_path)
+    world = PlayedMachine(tmp_path)
     world.presence.apply_sensors(Sensors(datetime.now()))
     assert world.presence.verdict.reason.endswith("until swarmd resume")
 
 
 async def test_a_new_rule_is_looked_after_at_its_own_pace(virtual_time: MockClock, tmp_path: Path) -> None:
     """Where no rule asked for a sensor, a daemon looked once a minute only."""
-    world = World(tmp_path)
+    world = PlayedMachine(tmp_path)
     async with trio.open_nursery() as nursery:
         await nursery.start(world.presence.run)
         await world.presence.follow(PolicyConfig(not_while="game"))

@@ -30,7 +30,7 @@ def check(peer: PeerId, certificate: tuple[bytes, ...]) -> Any:
     return SimpleNamespace(role=certificate[0].decode())
 
 
-class World:
+class PlayedNetwork:
     """What a peer meets: members that can connect to it or not, of which some relay."""
 
     def __init__(
@@ -115,7 +115,7 @@ class World:
 
 
 @asynccontextmanager
-async def living(world: World) -> AsyncIterator[World]:
+async def living(world: PlayedNetwork) -> AsyncIterator[PlayedNetwork]:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(world.me.run)
         yield world
@@ -123,7 +123,7 @@ async def living(world: World) -> AsyncIterator[World]:
 
 
 async def test_who_can_be_dialled_asks_three_members_and_relays_for_members_only(virtual_time: MockClock) -> None:
-    world = World(can_connect=True)
+    world = PlayedNetwork(can_connect=True)
     world.add("A", "B", "C", "D", "E")
     async with living(world):
         await trio.sleep(60)
@@ -139,7 +139,7 @@ async def test_who_can_be_dialled_asks_three_members_and_relays_for_members_only
 
 
 async def test_each_version_of_ip_is_tried_and_announced_where_it_leads_here(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedNetwork()
     world.addresses = (*world.addresses, "/ip6/2600::2/tcp/4117/p2p/ME")
     world.is_open_over_6 = True
     world.add("A", "B", "C", "D")
@@ -154,7 +154,7 @@ async def test_each_version_of_ip_is_tried_and_announced_where_it_leads_here(vir
 
 
 async def test_who_cannot_be_dialled_holds_the_two_nearest_relays_and_says_so(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedNetwork()
     world.add("A")
     world.add("R1", "R2", "R3", relays=True)
     async with living(world):
@@ -167,7 +167,7 @@ async def test_who_cannot_be_dialled_holds_the_two_nearest_relays_and_says_so(vi
 
 
 async def test_a_relay_that_dies_is_replaced_within_seconds(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedNetwork()
     world.add("R1", "R2", "R3", relays=True)
     async with living(world):
         await trio.sleep(30)
@@ -179,7 +179,7 @@ async def test_a_relay_that_dies_is_replaced_within_seconds(virtual_time: MockCl
 
 
 async def test_a_relay_that_says_no_is_asked_again_after_a_minute(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedNetwork()
     world.add("R1", relays=True)
     world.unwilling = {PeerId("R1")}
     world.add("A")
@@ -192,7 +192,7 @@ async def test_a_relay_that_says_no_is_asked_again_after_a_minute(virtual_time: 
 
 
 async def test_a_member_that_does_not_answer_is_no_verdict(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedNetwork()
     world.add("A")
     world.unwilling = {PeerId("A")}
     async with living(world):
@@ -204,7 +204,7 @@ async def test_a_member_that_does_not_answer_is_no_verdict(virtual_time: MockClo
 
 
 async def test_who_does_not_listen_asks_nobody_and_takes_relays(virtual_time: MockClock) -> None:
-    world = World(listens=False)
+    world = PlayedNetwork(listens=False)
     world.add("R1", relays=True)
     async with living(world):
         await trio.sleep(5)
@@ -213,7 +213,7 @@ async def test_who_does_not_listen_asks_nobody_and_takes_relays(virtual_time: Mo
 
 
 async def test_who_can_be_dialled_at_last_needs_no_relay(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedNetwork()
     world.add("A")
     world.add("R1", relays=True)
     async with living(world):
@@ -227,7 +227,7 @@ async def test_who_can_be_dialled_at_last_needs_no_relay(virtual_time: MockClock
 
 
 async def test_in_another_network_all_is_asked_anew(virtual_time: MockClock) -> None:
-    world = World("192.168.1.2", can_connect=True)
+    world = PlayedNetwork("192.168.1.2", can_connect=True)
     world.add("A")
     async with living(world):
         await trio.sleep(30)
@@ -241,7 +241,7 @@ async def test_in_another_network_all_is_asked_anew(virtual_time: MockClock) -> 
 
 
 async def test_a_forwarded_port_is_found_late(virtual_time: MockClock) -> None:
-    world = World("192.168.1.2", can_connect=True)
+    world = PlayedNetwork("192.168.1.2", can_connect=True)
     world.add("NEIGHBOUR")
     async with living(world):
         await trio.sleep(30)
@@ -255,7 +255,7 @@ async def test_a_forwarded_port_is_found_late(virtual_time: MockClock) -> None:
 async def test_the_router_is_asked_where_nobody_can_connect_and_the_port_given_back(
     virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(asks_router=True)
+    world = PlayedNetwork(asks_router=True)
     requested_at: list[float] = []
     given_back: list[Mapping] = []
 
@@ -290,7 +290,7 @@ async def test_who_can_be_dialled_or_is_alone_with_loopback_asks_no_router(
     virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reachability, "map_port", None)
-    for world in (World(can_connect=True, asks_router=True), World("127.0.0.1", asks_router=True)):
+    for world in (PlayedNetwork(can_connect=True, asks_router=True), PlayedNetwork("127.0.0.1", asks_router=True)):
         if world.host == "127.0.0.1":
             world.addresses = ("/ip4/127.0.0.1/tcp/4117/p2p/ME",)
         world.add("A")

@@ -18,7 +18,7 @@ MODEL = ModelId("m" * 64)
 N_BLOCKS = 6
 
 
-class Stage:
+class BalancerScene:
     """A view made by hand, and the balancer of ``me``."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Stage:
 
 
 def test_a_server_moves_to_what_nobody_holds_if_it_is_the_one_to_move() -> None:
-    stage = Stage()
+    stage = BalancerScene()
     stage.add("me", 0, 3)
     stage.add("other", 0, 3, moves_left=0)
     span, reason = stage.look()
@@ -76,7 +76,7 @@ def test_a_server_moves_to_what_nobody_holds_if_it_is_the_one_to_move() -> None:
 
 
 def test_it_leaves_the_move_to_another_whose_move_helps_more_or_as_much() -> None:
-    stage = Stage()
+    stage = BalancerScene()
     stage.add("me", 0, 3)
     stage.add("also", 0, 3)
     span, reason = stage.look()
@@ -86,7 +86,7 @@ def test_it_leaves_the_move_to_another_whose_move_helps_more_or_as_much() -> Non
 
 @pytest.mark.parametrize("why", ["fixed", "new", "sole"])
 def test_it_stays_when_it_is_fixed_new_or_the_only_holder(why: str) -> None:
-    stage = Stage()
+    stage = BalancerScene()
     stage.add("me", 0, 3, up_since=9_990 if why == "new" else 1_000, moves_left=0 if why == "fixed" else 4)
     if why != "sole":
         stage.add("other", 0, 3, moves_left=0)
@@ -94,7 +94,7 @@ def test_it_stays_when_it_is_fixed_new_or_the_only_holder(why: str) -> None:
 
 
 def test_it_says_truly_why_it_stays() -> None:
-    stage = Stage()
+    stage = BalancerScene()
     assert stage.look()[1] == "nothing is served here yet that could move"
     stage.add("me", 0, 3, state="joining")
     assert stage.look()[1] == "nothing is served here yet that could move"
@@ -105,7 +105,7 @@ def test_it_says_truly_why_it_stays() -> None:
 
 
 def test_a_draining_holder_counts_for_nothing() -> None:
-    stage = Stage()
+    stage = BalancerScene()
     stage.add("me", 0, 3)
     stage.add("other", 0, 3, moves_left=0)
     stage.add("leaving", 3, 6, state="draining")
@@ -113,7 +113,7 @@ def test_a_draining_holder_counts_for_nothing() -> None:
 
 
 def test_the_risk_follows_what_was_seen() -> None:
-    stage = Stage()
+    stage = BalancerScene()
     for peer, start in (("me", 0), ("a", 3), ("b", 0)):
         stage.add(peer, start, start + 3)
     stage.look()

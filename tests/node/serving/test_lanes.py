@@ -29,7 +29,7 @@ KEY = b"l" * 16
 CLIENT, BEFORE, AFTER, STRANGER = (Identity(bytes([n]) * 32).peer_id for n in range(4))
 
 
-class World:
+class LaneScene:
     """What is around the lanes of one server: a worker that remembers, peers that hear."""
 
     def __init__(self, limit_bytes: int = 1_000) -> None:
@@ -95,9 +95,9 @@ class World:
 
 
 @asynccontextmanager
-async def lanes(limit_bytes: int = 1_000) -> AsyncIterator[World]:
+async def lanes(limit_bytes: int = 1_000) -> AsyncIterator[LaneScene]:
     """A server with one lane, over blocks [1, 3)."""
-    world = World(limit_bytes)
+    world = LaneScene(limit_bytes)
     async with trio.open_nursery() as nursery:
         await nursery.start(world.lanes.run)
         await world.give(CLIENT, OpenLane(1, KEY, "m", 1, 3, predecessor=BEFORE, successor=AFTER))
@@ -111,7 +111,7 @@ def forward(seq: int = 1, start: int = 1) -> Forward:
     return Forward(KEY, start, seq, tensor=TensorMeta(1, 1, 1))
 
 
-async def refused(world: World, peer: PeerId, message: AnyMessage, payload: bytes = b"") -> Code:
+async def refused(world: LaneScene, peer: PeerId, message: AnyMessage, payload: bytes = b"") -> Code:
     with pytest.raises(Refused) as failure:
         await world.give(peer, message, payload)
     return failure.value.code
@@ -208,7 +208,7 @@ async def test_parameters_are_answered_to_whoever_gave_them_and_only_the_last_pi
 
 
 async def test_a_server_without_memory_for_it_takes_no_training_work() -> None:
-    world = World(limit_bytes=0)
+    world = LaneScene(limit_bytes=0)
     async with trio.open_nursery() as nursery:
         await nursery.start(world.lanes.run)
         assert await refused(world, CLIENT, OpenLane(1, KEY, "m", 1, 3)) is Code.UNSUPPORTED

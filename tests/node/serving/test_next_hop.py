@@ -19,7 +19,7 @@ NEXT = PeerId("successor")
 ITS_OWN = ("/ip4/192.0.2.7/tcp/4001",)
 
 
-class World:
+class PlayedDialling:
     """Records, and a network in which dialling fails in some way; None: it succeeds."""
 
     def __init__(self, failure: Exception | None = None, after_s: float = 0.0) -> None:
@@ -55,7 +55,7 @@ class World:
 async def test_whatever_is_there_the_client_hears_the_same_after_the_same_time(
     virtual_time: MockClock, failure: Exception | None, after_s: float, is_announced: bool
 ) -> None:
-    world = World(failure, after_s)
+    world = PlayedDialling(failure, after_s)
     begun = trio.current_time()
     if is_announced:
         world.announced[NEXT] = ITS_OWN
@@ -68,7 +68,7 @@ async def test_whatever_is_there_the_client_hears_the_same_after_the_same_time(
 
 
 async def test_a_record_that_comes_meanwhile_is_enough(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedDialling()
     async with trio.open_nursery() as nursery:
 
         async def announce() -> None:
@@ -81,7 +81,7 @@ async def test_a_record_that_comes_meanwhile_is_enough(virtual_time: MockClock) 
 
 
 async def test_who_is_connected_needs_no_record(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedDialling()
     world.is_connected = True
     decision = await world.onward.reach("interactive", CLIENT, NEXT)
     assert (decision.action, decision.reason) == (True, "pushes straight to uccessor")
@@ -91,7 +91,7 @@ async def test_who_is_connected_needs_no_record(virtual_time: MockClock) -> None
 async def test_who_could_not_be_reached_is_dialled_again_after_a_while_or_at_another_place(
     virtual_time: MockClock,
 ) -> None:
-    world = World(Unreachable("connection refused"))
+    world = PlayedDialling(Unreachable("connection refused"))
     world.announced[NEXT] = ITS_OWN
     for _ in range(10):
         await world.onward.reach("interactive", CLIENT, NEXT)
@@ -106,7 +106,7 @@ async def test_who_could_not_be_reached_is_dialled_again_after_a_while_or_at_ano
 
 @pytest.mark.parametrize(("successor", "why"), [(None, "answers"), (CLIENT, "answers"), (ME, "is here too")])
 async def test_the_client_and_this_server_are_not_dialled(successor: PeerId | None, why: str) -> None:
-    world = World()
+    world = PlayedDialling()
     decision = await world.onward.reach("interactive", CLIENT, successor)
     assert decision.action
     assert why in decision.reason
@@ -115,7 +115,7 @@ async def test_the_client_and_this_server_are_not_dialled(successor: PeerId | No
 
 async def test_of_a_peer_that_was_just_lost_it_is_said_at_once_and_without_a_dial(virtual_time: MockClock) -> None:
     """Repairs wait for it."""
-    world = World()
+    world = PlayedDialling()
     begun = trio.current_time()
     world.announced[NEXT] = ITS_OWN
     world.is_connected = True

@@ -21,7 +21,7 @@ A = PeerId("a")
 B = PeerId("b")
 
 
-class Stage:
+class PlayedPeers:
     """Peers that take what is sent, hold it up, or are gone."""
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage() -> AsyncIterator[Stage]:
-    played = Stage()
+async def stage() -> AsyncIterator[PlayedPeers]:
+    played = PlayedPeers()
     async with trio.open_nursery() as nursery:
         await nursery.start(played.outbox.run)
         yield played

@@ -65,7 +65,7 @@ class PlayedWorker:
         self._out.close()
 
 
-class Stage:
+class LinkScene:
     def __init__(self, first: Any = None) -> None:
         self.workers: list[PlayedWorker] = []
         self.heard: list[tuple[Any, bool]] = []
@@ -86,8 +86,8 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(first: Any = None) -> AsyncIterator[Stage]:
-    played = Stage(first)
+async def stage(first: Any = None) -> AsyncIterator[LinkScene]:
+    played = LinkScene(first)
     async with trio.open_nursery() as nursery:
         await nursery.start(played.link.run, {Op: played.on_op}, played.on_change)
         await trio.sleep(0.1)
