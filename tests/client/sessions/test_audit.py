@@ -121,8 +121,8 @@ def receipts_of(run: Chat, place: int) -> Receipts:
 async def test_who_signs_that_nothing_passed_is_done_without(virtual_time: MockClock, place: int) -> None:
     async with chat(*THREE) as run:
         receipts = receipts_of(run, place)
-        left = receipts.left
-        receipts.left = lambda key, hop, seq, tensor, payload: left(key, hop, seq, None, payload)  # type: ignore[method-assign]
+        sign = receipts.note_output
+        receipts.note_output = lambda key, hop, seq, tensor, payload: sign(key, hop, seq, None, payload)  # type: ignore[method-assign]
         await run.generate(FIRST_WINDOW_OPS + 10)
         assert run.session.statistics.doubts
         assert run.peers[place] not in [link.hop.peer for link in run.session.hops.links]
