@@ -39,7 +39,7 @@ TRAINING = ("asked", "off")
 LOG_FORMATS = ("auto", "text", "json")
 HEADS = ("own", "int8", "swarm")  # of clients: what computes logits
 SUPERVISED = "SWARMD_SUPERVISED"  # in a gateway's environment: its standard input is its daemon's pipe
-LONGEST_PAUSE_S = 366 * 86_400  # who wants to work for nobody for longer leaves
+LONGEST_PAUSE_S = 366 * 86_400  # a machine that is to rest for longer can leave the swarm
 LEAST_SHARE = 0.05  # of the time that a server computes: below, sessions take it for dead
 MAX_HOSTED = 16  # workers of one daemon; a record is announced for each
 _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
@@ -78,10 +78,12 @@ class Serve:
 
     @property
     def format(self) -> str:
+        """Its bits, as a server announces them."""
         return format_of(self.quantize, self.kv_cache)
 
     @property
     def span(self) -> Span | None:
+        """The blocks that are set; None where the daemon chooses. Raises ConfigError."""
         return None if self.blocks == "auto" else parse_span(self.blocks)
 
 
@@ -192,8 +194,11 @@ class Config:
         """What this daemon serves, one entry for each worker; none with ``serve`` false."""
         if not self.serve:
             return ()
-        named = {f.name: getattr(self, f.name) for f in fields(Serve) if f.name != "model"}
-        return self.hosted or tuple(Serve(model, **named) for model in split(self.model) or ("",))
+        if self.hosted:
+            return self.hosted
+        names = [field.name for field in fields(Serve) if field.name != "model"]
+        settings = {name: getattr(self, name) for name in names}
+        return tuple(Serve(model, **settings) for model in split(self.model) or ("",))
 
     def check(self) -> Config:
         """Return the settings if they can be right. Raises ConfigError."""
@@ -253,40 +258,55 @@ def split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+# Four sources, each over the one before: defaults, config.toml, SWARMD_* in the environment, flags. Tables [[serve]]
+# take the daemon's own settings for what they leave out, so they are read last, when those are known. A model or blocks
+# that are named later than the file would contradict the tables, so then the tables do not count.
 def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any) -> Config:
     """Gather the settings; flags that are None were not given. Raises ConfigError."""
-    config, tables = Config(), list[Any]()
+    config = Config()
+    tables: list[Any] = []
     path = folder / "config.toml"
     if path.is_file():
         written = read_toml(path)
         if isinstance(written.get("serve"), list):
             tables = written.pop("serve")
-        config = replace(
-            config,
-            gateway=_one_table(written.pop("gateway", {}), GatewayConfig(), "gateway", str(path)),
-            policy=_one_table(written.pop("policy", {}), PolicyConfig(), "policy", str(path)),
-        )
+        gateway = _one_table(written.pop("gateway", {}), GatewayConfig(), "gateway", str(path))
+        policy = _one_table(written.pop("policy", {}), PolicyConfig(), "policy", str(path))
+        config = replace(config, gateway=gateway, policy=policy)
         config = _apply(config, written, str(path))
-    names = {f.name for f in fields(Config) if f.name not in TABLES} | set(OLD_NAMES)
-    from_environment = {n: v for n in sorted(names) if (v := environment.get(f"SWARMD_{n.upper()}")) is not None}
+    names = _setting_types(config, TABLES).keys() | OLD_NAMES.keys()
+    variables = {name: environment.get(f"SWARMD_{name.upper()}") for name in sorted(names)}
+    from_environment = {name: value for name, value in variables.items() if value is not None}
     config = _apply(config, from_environment, "the environment")
-    given = {k: v for k, v in flags.items() if v is not None}
-    config = _apply(config, given, "the command line")
-    if tables and not {"model", "blocks"} & {*from_environment, *given}:  # what is said later counts, not the file's
-        config = replace(config, hosted=tuple(_table(config, table, str(path)) for table in tables))
+    from_flags = {name: value for name, value in flags.items() if value is not None}
+    config = _apply(config, from_flags, "the command line")
+    if tables and not {"model", "blocks"} & {
+        *from_environment,
+        *from_flags,
+    }:  # what is said later counts, not the file's
+        hosted = [_table(config, table, str(path)) for table in tables]
+        config = replace(config, hosted=tuple(hosted))
     return config.check()
 
 
+def _setting_types(
+    defaults: Config | Serve | GatewayConfig | PolicyConfig, without: tuple[str, ...] = ()
+) -> dict[str, type]:
+    """The names of settings, each with the type of its default."""
+    names = [field.name for field in fields(defaults) if field.name not in without]
+    return {name: type(getattr(defaults, name)) for name in names}
+
+
 def _apply(config: Config, values: Mapping[str, Any], source: str) -> Config:
-    types = {f.name: type(getattr(config, f.name)) for f in fields(Config) if f.name not in TABLES}
+    types = _setting_types(config, TABLES)
     changes: dict[str, Any] = {}
-    for given, value in values.items():
-        name = OLD_NAMES.get(given, given)
-        if name != given:
-            logger.warning("%s: the setting %s is called %s now", source, given, name)
+    for setting, value in values.items():
+        name = OLD_NAMES.get(setting, setting)
+        if name != setting:
+            logger.warning("%s: the setting %s is called %s now", source, setting, name)
         if name not in types:
-            raise ConfigError(f"{source}: unknown setting {given!r}; there are: {', '.join(sorted(types))}")
-        changes[name] = _convert(given, value, types[name], source)
+            raise ConfigError(f"{source}: unknown setting {setting!r}; there are: {', '.join(sorted(types))}")
+        changes[name] = _convert(setting, value, types[name], source)
     return replace(config, **changes)
 
 
@@ -294,25 +314,29 @@ def _table(config: Config, table: Any, source: str) -> Serve:
     """One table ``[[serve]]``; what it leaves out is as the daemon's own setting, but for the model."""
     if not isinstance(table, dict):
         raise ConfigError(f"{source}: serve is true, false, or tables [[serve]], not a list that holds {table!r}")
-    defaults = {f.name: getattr(config, f.name) for f in fields(Serve) if f.name not in ("model", "blocks")}
+    names = _setting_types(Serve(), ("model", "blocks"))
+    defaults = {name: getattr(config, name) for name in names}
     return Serve(**{**defaults, **_settings(table, Serve(), "serve", "[[serve]]", source)})
 
 
-def _one_table(table: Any, like: TableT, name: str, source: str) -> TableT:
-    """A table that there is one of; what it leaves out is as in ``like``."""
+def _one_table(table: Any, defaults: TableT, name: str, source: str) -> TableT:
+    """A table that there is one of; what it leaves out is as in ``defaults``."""
     if not isinstance(table, dict):
         raise ConfigError(f"{source}: {name} is a table [{name}], not {table!r}")
-    return replace(like, **_settings(table, like, name, f"[{name}]", source))
+    return replace(defaults, **_settings(table, defaults, name, f"[{name}]", source))
 
 
 def _settings(
-    table: dict[str, Any], like: Serve | GatewayConfig | PolicyConfig, prefix: str, shown: str, source: str
+    table: dict[str, Any], defaults: Serve | GatewayConfig | PolicyConfig, prefix: str, shown: str, source: str
 ) -> dict[str, Any]:
-    """What a table says, each setting of the type that it has in ``like``. Raises ConfigError."""
-    types = {f.name: type(getattr(like, f.name)) for f in fields(like)}
+    """What a table says, each setting of the type that it has in ``defaults``. Raises ConfigError."""
+    types = _setting_types(defaults)
     if unknown := sorted(set(table) - set(types)):
         raise ConfigError(f"{source}: unknown setting {unknown[0]!r} in {shown}; there are: {', '.join(types)}")
-    return {name: _convert(f"{prefix}.{name}", value, types[name], source) for name, value in table.items()}
+    converted = {}
+    for name, value in table.items():
+        converted[name] = _convert(f"{prefix}.{name}", value, types[name], source)
+    return converted
 
 
 def _check_policy(policy: PolicyConfig) -> None:
@@ -344,20 +368,24 @@ def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
 
 def _check_address(name: str, text: str) -> None:
     """A multiaddr of TCP: /ip4/1.2.3.4/tcp/4117, /ip6/..., /dns4/host.example/tcp/4117. Raises ConfigError."""
-    match = re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/p2p/([^/]+))?", text)
-    is_right = (
-        match is not None and int(match[3]) <= 65_535 and (match[4] is None or bool(_PEER_ID.fullmatch(match[4])))
-    )
-    if match is not None and match[1].startswith("ip"):
-        try:
-            is_right = is_right and f"ip{ipaddress.ip_address(match[2]).version}" == match[1]
-        except ValueError:
-            is_right = False
-    elif match is not None:
-        is_right = is_right and bool(_HOST_NAME.fullmatch(match[2]))
-    if not is_right:
+    if not _is_address(text):
         article = "an" if name.startswith("a") else "a"
         raise ConfigError(f"expected {article} {name} address such as /ip4/192.0.2.7/tcp/4117, not {text!r}")
+
+
+def _is_address(text: str) -> bool:
+    match = re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/p2p/([^/]+))?", text)
+    if match is None:
+        return False
+    kind, host, port, peer = match.groups()
+    if int(port) > 65_535 or (peer is not None and not _PEER_ID.fullmatch(peer)):
+        return False
+    if not kind.startswith("ip"):
+        return bool(_HOST_NAME.fullmatch(host))
+    try:
+        return f"ip{ipaddress.ip_address(host).version}" == kind
+    except ValueError:
+        return False
 
 
 def _convert(name: str, value: Any, kind: type, source: str) -> Any:

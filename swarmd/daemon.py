@@ -1,7 +1,7 @@
 """The composition root: the only place that wires a daemon's parts together. It decides nothing by itself.
 
-``Daemon`` takes its world as arguments (network, rendezvous, clock, randomness, how workers start), so that the
-simulator and the tests run the same program; ``main`` gives it the real one.
+``Daemon`` takes its services as arguments (network, rendezvous, clock, randomness, how workers start), so that the
+simulator and the tests run the same program; ``main`` gives it the real ones.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from swarmd.net.traffic import Traffic
 from swarmd.node.machine.control import serve_control
 from swarmd.node.machine.gateway_process import GatewayProcess, command
 from swarmd.node.machine.health import Health
-from swarmd.node.machine.heap import give_back
+from swarmd.node.machine.heap import trim_heap
 from swarmd.node.machine.metrics import serve_metrics
 from swarmd.node.machine.presence import Presence, limits_of, verdict_now
 from swarmd.node.machine.service_manager import ServiceManager
 from swarmd.node.machine.store import Store
-from swarmd.node.members.directory import Directory, value_sequence
+from swarmd.node.members.directory import Directory, value_validator
 from swarmd.node.members.order import Order
 from swarmd.node.members.reachability import Reachability
 from swarmd.node.members.registrar import Registrar
@@ -84,7 +84,7 @@ class LocalMember:
 
 @dataclass(frozen=True, slots=True)
 class DaemonServices:
-    """The world that a daemon runs in: the real one, or a simulated one, perhaps of another version."""
+    """The services that a daemon runs on: the real ones, or simulated ones, perhaps of another version."""
 
     network: Network
     records: RecordStore
@@ -99,51 +99,84 @@ class DaemonServices:
 class Daemon:
     """One member of the swarm: directory, store, training runs, and what it serves."""
 
-    def __init__(self, member: LocalMember, config: Config, world: DaemonServices, exchange: Exchange) -> None:
-        network, home = world.network, member.home
-        self.network, self.exchange = network, exchange
-        standing = Standing(world.wall_clock, home.standing_file if home else None)
+    def __init__(self, member: LocalMember, config: Config, services: DaemonServices, exchange: Exchange) -> None:
+        network = services.network
+        home = member.home
+        self.network = network
+        self.exchange = exchange
+        standing = Standing(services.wall_clock, home.standing_file if home else None)
         self.rpc = Rpc(network, self, standing, exchange.principal)
-        self.directory = _directory_of(member, world, exchange, self.rpc, config)
+        self.directory = _directory_of(member, services, exchange, self.rpc, config)
         library = Library(member.weights, member.folders, int(config.disk_limit_gib * 2**30))
         self.books = UsageLedger(home.books_file if home else None)
         self.order = Order(exchange, self.books, network.peer_id)
-        changed, count = self.directory.announce_soon, self.books.count
-        self.store = Store(self.rpc, self.directory.view, library, config, changed, count)
-        self.presence = Presence(config.policy, self._rest, home.pause_file if home else None, world.traffic)
-        folder = (home.runs if home else member.weights, world.rng, lambda: self.presence.share.value)
-        around_runs = (self.rpc, member.identity, self.directory, self.store.supply, config)
-        self.runs = Runs(*around_runs, *folder, partial(count, UsageKind.SAMPLES))
-        around = HostingServices(
+        self.store = Store(
+            self.rpc,
+            self.directory.view,
+            library,
+            config,
+            changed=self.directory.announce_soon,
+            count=self.books.count,
+        )
+        pause_file = home.pause_file if home else None
+        self.presence = Presence(config.policy, self._rest, pause_file, services.traffic)
+        self.runs = Runs(
+            self.rpc,
+            member.identity,
+            self.directory,
+            self.store.supply,
+            config,
+            home.runs if home else member.weights,
+            services.rng,
+            lambda: self.presence.share.value,
+            partial(self.books.count, UsageKind.SAMPLES),
+        )
+        hosting_services = HostingServices(
             identity=member.identity,
             rpc=self.rpc,
             exchange=exchange,
             directory=self.directory,
             store=self.store,
             config=config,
-            start_worker=world.start_worker,
-            wall_clock=world.wall_clock,
-            rng=world.rng,
-            turnover=Turnover(world.wall_clock),
-            understands=world.understands,
+            start_worker=services.start_worker,
+            wall_clock=services.wall_clock,
+            rng=services.rng,
+            turnover=Turnover(services.wall_clock),
+            understands=services.understands,
             presence=self.presence,
             books=self.books,
             order=self.order,
-            trials=Trials(self.rpc, exchange, world.rng),
+            trials=Trials(self.rpc, exchange, services.rng),
             spill_folder=str(home.folder) if home else "",
         )
-        self.hosts = Hosts(around)
-        self.prober = Prober(around, self.hosts)
+        self.hosts = Hosts(hosting_services)
+        self.prober = Prober(hosting_services, self.hosts)
         self.gateway = _gateway_of(home, config)
-        meeting = (self.rpc, self.directory, world.rng, config.relay, config.upnp)
-        self.reachability = Reachability(world.ways, *meeting) if world.ways else None
-        self.health = Health(network.peer_id, version("swarmd"), world.wall_clock)
-        owned = (self.gateway, self.reachability, self.health, self.prober)
-        self.owner = Owner(around, self.hosts, self.runs, home, self.stop, *owned)
-        self._certificate, self._understands = member.certificate, world.understands
-        self._home, self._metrics, self._policy, self._rng = home, config.metrics, "", world.rng
-        self.stopping, self._hurry = trio.Event(), trio.Event()
+        self.reachability = _reachability_of(services, self.rpc, self.directory, config)
+        self.health = Health(network.peer_id, version("swarmd"), services.wall_clock)
+        self.owner = Owner(
+            hosting_services,
+            self.hosts,
+            self.runs,
+            home,
+            self.stop,
+            gateway=self.gateway,
+            reachability=self.reachability,
+            health=self.health,
+            prober=self.prober,
+        )
+        self._certificate = member.certificate
+        self._understands = services.understands
+        self._home = home
+        self._metrics = config.metrics
+        self._policy = ""  # why nothing may work; "" while it may
+        self._rng = services.rng
+        self.stopping = trio.Event()
+        self._hurry = trio.Event()
 
+    # Every task of a daemon is started here, or by a service that is started here. Services come in the order in which
+    # they need each other. It ends the other way round: first sessions are taken over elsewhere, then others hear that
+    # this peer leaves, and connections end last.
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until ``stop``."""
         async with trio.open_nursery() as nursery:
@@ -154,7 +187,7 @@ class Daemon:
             await nursery.start(self.runs.run)
             if self._home is not None:
                 await nursery.start(serve_control, self.owner, self._home.socket)
-                nursery.start_soon(give_back)
+                nursery.start_soon(trim_heap)
             if self._metrics:
                 nursery.start_soon(serve_metrics, self.owner.status, self._metrics)
             if self.gateway is not None:
@@ -168,15 +201,16 @@ class Daemon:
             nursery.start_soon(self.books.keep)
             nursery.start_soon(self.order.run)
             nursery.start_soon(self._count_hours)
-            nursery.start_soon(Registrar(self.exchange, self._admit, self.directory.announce_soon, self._rng).run)
+            registrar = Registrar(self.exchange, self._admit, self.directory.announce_soon, self._rng)
+            nursery.start_soon(registrar.run)
             task_status.started()
             await self.stopping.wait()
-            async with trio.open_nursery() as last:
-                last.start_soon(self._cancel_when_hurried, last.cancel_scope)
+            async with trio.open_nursery() as leaving:
+                leaving.start_soon(self._cancel_when_hurried, leaving.cancel_scope)
                 await self.hosts.leave()
                 with trio.move_on_after(GOODBYE_S):
                     await self.directory.announce()
-                last.cancel_scope.cancel()
+                leaving.cancel_scope.cancel()
             nursery.cancel_scope.cancel()
 
     def stop(self) -> None:
@@ -195,9 +229,10 @@ class Daemon:
     def _rest(self, reason: str) -> None:
         """Work for nobody, for a reason of the owner's policy; "" goes on with what this membership is for."""
         self._policy = reason
-        may = self.exchange.pass_of(self._certificate).may
-        self.hosts.rest(reason or ("" if "serve" in may else f"this machine's invite is for: {', '.join(may)}"))
-        self.runs.rest(reason or ("" if "train" in may else f"this machine's invite is for: {', '.join(may)}"))
+        rights = self.exchange.pass_of(self._certificate).may
+        not_invited = f"this machine's invite is for: {', '.join(rights)}"
+        self.hosts.rest(reason or ("" if "serve" in rights else not_invited))
+        self.runs.rest(reason or ("" if "train" in rights else not_invited))
 
     async def _cancel_when_hurried(self, scope: trio.CancelScope) -> None:
         await self._hurry.wait()
@@ -206,13 +241,16 @@ class Daemon:
     # --- the rpc's guest -------------------------------------------------------------------------------------
 
     def hello(self) -> Hello:
+        """Introduce this member to a peer that it meets."""
         return Hello(certificate=self._certificate, agent=f"swarmd {version('swarmd')}", now=self.health.now())
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
-        self.health.heard(peer, hello)  # first: with a wrong clock here, no certificate may count
+        """Check a peer's certificate. Raises Refused."""
+        self.health.note_hello(peer, hello)  # first: with a wrong clock here, no certificate may count
         self.exchange.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
+        """Give a member's message to the service that it is for; False when it is for none. Raises Refused."""
         self.exchange.require_member(channel.peer)
         if self.prober.take(channel.peer, message, frame):
             return True
@@ -220,7 +258,9 @@ class Daemon:
             return True
         if getattr(message, "run", ""):
             self.exchange.require_member(channel.peer, "train")
-        if await self.store.handle(channel, message) or await self.runs.handle(channel, message, frame):
+        if await self.store.handle(channel, message):
+            return True
+        if await self.runs.handle(channel, message, frame):
             return True
         if isinstance(message, Ping):
             await channel.answer_zeros(Pong(re=message.id), message.want_bytes)
@@ -235,6 +275,7 @@ class Daemon:
         return True
 
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
+        """Act on the end of the last channel of one purpose to a peer."""
         self.hosts.gone(peer, purpose)
         self.runs.gone(peer)
 
@@ -251,11 +292,11 @@ class Daemon:
                     logger.info("disconnecting %s: %s", peer, error)
                     await self.network.disconnect(peer)
 
-    def _admit(self, arrivals: dict[bytes, AdmittedMember], before: Catalog) -> bytes | None:
+    def _admit(self, arrivals: dict[bytes, AdmittedMember], previous: Catalog) -> bytes | None:
         """Enter newcomers into the catalog, where a founder's key is here."""
         if self._home is None or not self._home.is_founder:
             return None
-        self._home.admit(arrivals, before)
+        self._home.admit(arrivals, previous)
         return self._home.catalog_raw()
 
     def _save_catalog(self) -> None:
@@ -273,7 +314,7 @@ class Daemon:
     def _describe(self) -> list[dict[str, Any]]:
         devices = [h.device for h in self.hosts if h.device is not None]
         links = self.directory.links
-        self.health.look(self.directory.view())
+        self.health.note_clone(self.directory.view())
         peer = {
             "kind": "peer",
             "addresses": self.network.addresses()[:16],
@@ -290,15 +331,16 @@ class Daemon:
             "down_bytes_per_s": links.down_bytes_per_s,
             "up_since": self.health.up_since,
             "holds": self.store.donor.holds(),
-            "found": self.prober.announced(),
-            **(self.reachability.announced() if self.reachability else {}),
+            "found": self.prober.record_findings(),
+            **(self.reachability.record_fields() if self.reachability else {}),
         }
         return [peer, *self.hosts.records(), *self.runs.records()]
 
 
 async def main(home: Home, config: Config, ready: Callable[[Daemon], None], worker: str = WORKER) -> None:
     """Run the real daemon in the foreground until it is told to stop; ``worker`` is its module. Raises SwarmError."""
-    swarm, manager = home.swarm(), ServiceManager()
+    swarm = home.swarm()
+    manager = ServiceManager()
     may_work = partial(verdict_now, config.policy, home.pause_file)
     with (
         home.locked(),
@@ -309,20 +351,42 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
         from swarmd.net.libp2p.host import Libp2pNetwork
         from swarmd.net.libp2p.kademlia import KademliaStore
 
-        exchange, identity = Exchange(swarm.keys, time.time), home.identity()
-        if (raw := home.catalog_raw()) is not None:
-            exchange.merge_catalog_untrusted(raw)
-        blocked = frozenset(PeerId(p) for p in split(config.blocked_peers))
-        addresses = split(config.listen), split(config.announce)
-        libp2p = Libp2pNetwork(identity, swarm.keys.psk, *addresses, blocked, swarm.certificate, traffic)
+        exchange = Exchange(swarm.keys, time.time)
+        identity = home.identity()
+        catalog_raw = home.catalog_raw()
+        if catalog_raw is not None:
+            exchange.merge_catalog_untrusted(catalog_raw)
+        libp2p = Libp2pNetwork(
+            identity,
+            swarm.keys.psk,
+            split(config.listen),
+            split(config.announce),
+            frozenset(PeerId(peer) for peer in split(config.blocked_peers)),
+            swarm.certificate,
+            traffic,
+        )
         network = DirectNetwork(libp2p, libp2p.listen_hosts() if config.direct else (), config.direct_port, traffic)
-        records = KademliaStore(libp2p, value_sequence(exchange, time.time))
-        known = (home.weights, home.folders(), by_peer(swarm.bootstrap), home)
-        member = LocalMember(swarm.keys, identity, swarm.certificate, *known)
-        around = (network, records, time.time, random.Random(), workers.start)
-        world = DaemonServices(*around, ways=libp2p.ways, traffic=traffic)
+        records = KademliaStore(libp2p, value_validator(exchange, time.time))
+        member = LocalMember(
+            swarm.keys,
+            identity,
+            swarm.certificate,
+            weights=home.weights,
+            folders=home.folders(),
+            bootstrap=by_peer(swarm.bootstrap),
+            home=home,
+        )
+        services = DaemonServices(
+            network,
+            records,
+            wall_clock=time.time,
+            rng=random.Random(),
+            start_worker=workers.start,
+            ways=libp2p.ways,
+            traffic=traffic,
+        )
         async with libp2p.running(), network.running(), records.running(), trio.open_nursery() as nursery:
-            daemon = Daemon(member, config, world, exchange)
+            daemon = Daemon(member, config, services, exchange)
 
             async def live(task_status: TaskStatus[None]) -> None:
                 await daemon.run(task_status)
@@ -339,20 +403,34 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
 
 
 def _directory_of(
-    member: LocalMember, world: DaemonServices, exchange: Exchange, rpc: Rpc, config: Config
+    member: LocalMember, services: DaemonServices, exchange: Exchange, rpc: Rpc, config: Config
 ) -> Directory:
     return Directory(
         member.identity,
         member.certificate,
-        world.network,
+        services.network,
         rpc,
-        world.records,
+        services.records,
         exchange,
-        world.wall_clock,
-        world.rng,
-        member.bootstrap,
-        member.home.peers_file if member.home else None,
-        config.exchange,
+        wall_clock=services.wall_clock,
+        rng=services.rng,
+        bootstrap=member.bootstrap,
+        memory_file=member.home.peers_file if member.home else None,
+        is_exchange_on=config.exchange,
+    )
+
+
+def _reachability_of(services: DaemonServices, rpc: Rpc, directory: Directory, config: Config) -> Reachability | None:
+    """What finds out how this peer is reached; a simulated network needs none."""
+    if services.ways is None:
+        return None
+    return Reachability(
+        services.ways,
+        rpc,
+        directory,
+        services.rng,
+        offers=config.relay,
+        asks_router=config.upnp,
     )
 
 

@@ -46,6 +46,17 @@ class Code(StrEnum):
 OUR_MEMBERSHIP = (Code.NOT_A_MEMBER, Code.REVOKED, Code.WAITS, Code.NOT_ALLOWED)  # every member will say the same
 
 
+#     SwarmError
+#     |-- ConfigError, DaemonNotRunning, NotJoined, CacheExhausted   the user changes something
+#     |-- PeerError: try another peer
+#     |   |-- Unreachable, PeerTimeout                               its connection, or its silence
+#     |   |-- Refused                                                it answered no, with a code
+#     |   '-- RemoteProtocolError                                    it sent what no honest peer sends
+#     |       '-- Forged, OutOfStep, OtherVersion
+#     |-- SwarmUnavailable: back off
+#     |   '-- NoRoute
+#     '-- IntegrityError: discard, and penalise
+#         '-- WrongAnswer
 class SwarmError(Exception):
     """The root of the tree."""
 
@@ -59,10 +70,14 @@ class ConfigError(SwarmError):
 
 
 class DaemonNotRunning(SwarmError):
+    """No daemon answers for this home."""
+
     exit_code = 3
 
 
 class NotJoined(SwarmError):
+    """This home is no member of a swarm."""
+
     exit_code = 4
 
 

@@ -24,6 +24,9 @@ def default_folder() -> Path:
     return Path(chosen) if chosen else Path.home() / ".local" / "share" / "swarmd"
 
 
+# A crash, or a full disk, must never leave half a file: a half key or catalog would lose a member its place. So the new
+# content goes to a new name on the same disk, is flushed, and only then takes the old one's place, which is atomic. The
+# mode is set when the file is made: a secret is at no moment readable for others.
 def write_file(path: Path, content: str | bytes, secret: bool = False) -> None:
     """Write a file whole or not at all; a secret one is its owner's alone. Raises ConfigError."""
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
@@ -62,6 +65,8 @@ def close_to_others(folder: Path) -> None:
     logger.warning("other users of this machine could open %s (mode %o): it is its owner's alone now", folder, mode)
 
 
+# A lock that another user of the machine may open can be held by them for ever. So a file that was open to others is
+# replaced by a new one before it is locked: their handle then leads to a file that nobody looks at any more.
 def open_own(path: Path, anew: bool = False) -> TextIO:
     """Open a file that only its owner can open, made where it is not; ``anew`` replaces it. Raises ConfigError."""
     try:

@@ -70,6 +70,17 @@ class SwarmFile(msgspec.Struct, frozen=True):
     bootstrap: tuple[str, ...] = ()
 
 
+#     node.key, swarm.json        this machine's key, and its swarm: secret
+#     founder.key                 secret: of a founder, or of a member that is to become one
+#     catalog.bin                 the newest catalog, as it was signed
+#     peers.json                  addresses to begin with; may be lost
+#     standing.json, checks.json  what was seen of others
+#     books.db                    bills, and what this machine counted
+#     weights/, runs/             models and training runs
+#     lock, catalog.lock          one daemon at a time; one change of the catalog at a time
+#
+# Several processes use a folder at once: a daemon, its gateway, commands. So a file is always replaced as a whole, the
+# catalog is read, changed and written under its lock, and every call reads the files anew.
 @dataclass(frozen=True, slots=True)
 class Home:
     """One state folder."""
@@ -78,14 +89,17 @@ class Home:
 
     @classmethod
     def default(cls) -> Home:
+        """The state folder that is used when none is named."""
         return cls(default_folder())
 
     @property
     def socket(self) -> Path:
+        """Where the daemon answers its owner."""
         return self.folder / SOCKET
 
     @property
     def peers_file(self) -> Path:
+        """Addresses of members that were met, to begin with after a restart."""
         return self.folder / "peers.json"
 
     @property
@@ -132,6 +146,7 @@ class Home:
 
     @property
     def has_joined(self) -> bool:
+        """Is this folder a member of a swarm?"""
         return (self.folder / "swarm.json").is_file()
 
     # --- founding, joining, leaving --------------------------------------------------------------------------
@@ -142,14 +157,16 @@ class Home:
             raise ConfigError(
                 f"{self.folder} belongs to the swarm {self.swarm().keys.name!r} already: swarmd leave first"
             )
-        founder, node = Identity.generate(), Identity.generate()
+        founder = Identity.generate()
+        node = Identity.generate()
         keys = SwarmKeys(name, founder.public_key, os.urandom(32))
         expires_at = int(time.time()) + MEMBERSHIP_LIFETIME_S
         self._write("founder.key", founder.seed.hex(), secret=True)
         self._write("node.key", node.seed.hex(), secret=True)
         catalog = Catalog(version=int(time.time()), models={BUNDLED_NAME: bundled_model()})
         self.save_catalog(sign_catalog(catalog, founder))
-        self._save(SwarmFile(keys, (certify(founder, node.public_key, "member", expires_at),)))  # now it is a member
+        certificate = (certify(founder, node.public_key, "member", expires_at),)
+        self._save(SwarmFile(keys, certificate))  # now it is a member
         return keys
 
     def enter(self, invite: Invite, identity: Identity, catalog: bytes | None) -> None:
@@ -160,9 +177,11 @@ class Home:
             self.save_catalog(catalog)
         else:
             (self.folder / "catalog.bin").unlink(missing_ok=True)  # of a swarm that was left halfway
-        self._save(SwarmFile(invite.swarm, invite.admit(identity.public_key, "member", expires_at), invite.addresses))
+        certificate = invite.admit(identity.public_key, "member", expires_at)
+        self._save(SwarmFile(invite.swarm, certificate, invite.addresses))
 
     def leave(self) -> None:
+        """Forget the swarm; settings and models stay."""
         for name in OF_A_SWARM.split():
             (self.folder / name).unlink(missing_ok=True)
 
@@ -174,9 +193,11 @@ class Home:
         return read_json(path, SwarmFile, "remove it, and join again with an invite")
 
     def identity(self) -> Identity:
+        """Read this machine's own key. Raises ConfigError."""
         return self._key("node.key")
 
     def founder(self) -> Identity:
+        """Read the founder's key. Raises ConfigError where this is no founder."""
         if not self.is_founder:
             raise ConfigError("only a founder of the swarm can do this: run it on the machine that ran swarmd init")
         return self._key("founder.key")
@@ -199,21 +220,21 @@ class Home:
     ) -> Invite:
         """Make an invite, and list it where its ``InviteTerms`` are not "any number, for anything"."""
         terms = InviteTerms(int(time.time()) + lifetime_s, uses, waits, may)
-        known = msgspec.structs.replace(self.swarm().keys, charters=self.charters())
-        made = invites.create(known, self.founder(), addresses, terms.ends_at)
+        keys = msgspec.structs.replace(self.swarm().keys, charters=self.charters())
+        invite = invites.create(keys, self.founder(), addresses, terms.ends_at)
         if terms != InviteTerms(terms.ends_at):
-            self.change_catalog(lambda c: with_invite(c, made.identity.public_key, terms, time.time()))
-        return made
+            self.change_catalog(lambda c: with_invite(c, invite.identity.public_key, terms, time.time()))
+        return invite
 
-    def admit(self, arrivals: dict[bytes, AdmittedMember], before: Catalog | None = None) -> Catalog:
-        """Let members in for good, and bring back what a catalog ``before`` said of people and this one does not.
+    def admit(self, arrivals: dict[bytes, AdmittedMember], previous: Catalog | None = None) -> Catalog:
+        """Let members in for good, and bring back what a catalog ``previous`` said of people and this one does not.
 
         Raises ConfigError where this is no founder.
         """
         self.founder()
 
         def change(catalog: Catalog) -> Catalog:
-            lost = with_what_was_lost(catalog, before, time.time()) if before is not None else None
+            lost = with_what_was_lost(catalog, previous, time.time()) if previous is not None else None
             return with_admitted(lost or catalog, arrivals, time.time())
 
         return self.change_catalog(change)
@@ -229,7 +250,8 @@ class Home:
 
         Raises ConfigError, IntegrityError.
         """
-        founders, key = self.founders(), self.founder_key().public_key
+        founders = self.founders()
+        key = self.founder_key().public_key
         if key in founders.charter.keys:
             draft = sign_charter(draft, self._key("founder.key"))
         if not missing(draft, founders.charter) and key in draft.charter.keys:
@@ -238,13 +260,16 @@ class Home:
         return draft
 
     def _founded_on(self, draft: SignedCharter) -> bytes:
-        """The catalog of now under a new charter; this machine stays a member whoever let it in."""
-        old, swarm = self.catalog(), self.swarm()
-        own = {self.identity().public_key: AdmittedMember(int(time.time()) + MEMBERSHIP_LIFETIME_S)}
+        """Sign the present catalog under a new charter, in which this machine stays a member."""
+        old = self.catalog()
+        swarm = self.swarm()
+        this_member = {self.identity().public_key: AdmittedMember(int(time.time()) + MEMBERSHIP_LIFETIME_S)}
+        is_admitted = this_member.keys() <= old.admitted.keys()
+        keeps_delegates = draft.charter.honours(self.founders().charter.issuers)
         new = msgspec.structs.replace(
-            with_admitted(old, own if own.keys() - old.admitted.keys() else {}, time.time()),
+            with_admitted(old, {} if is_admitted else this_member, time.time()),
             charters=(*self.charters(), msgspec.msgpack.encode(draft)),
-            delegates=old.delegates if draft.charter.honours(self.founders().charter.issuers) else (),
+            delegates=old.delegates if keeps_delegates else (),
             version=int(time.time()),  # whatever number was chosen before: charters count first
             root=0,
         )
@@ -255,33 +280,36 @@ class Home:
     def client_certificate(self, key: bytes) -> tuple[bytes, ...]:
         """Certify a throw-away client key with this member's own."""
         expires_at = int(time.time()) + CLIENT_LIFETIME_S
-        return (*self.swarm().certificate, certify(self.identity(), key, "client", expires_at))
+        link = certify(self.identity(), key, "client", expires_at)
+        return (*self.swarm().certificate, link)
 
     def bootstrap(self) -> dict[PeerId, tuple[str, ...]]:
         """Every address known to have led into the swarm, by peer."""
-        found: dict[PeerId, tuple[str, ...]] = by_peer(self.swarm().bootstrap)
+        addresses_by_peer: dict[PeerId, tuple[str, ...]] = by_peer(self.swarm().bootstrap)
         with contextlib.suppress(ConfigError):  # it is made anew
-            found |= read_json(self.peers_file, dict[PeerId, tuple[str, ...]], "")
-        return found
+            addresses_by_peer |= read_json(self.peers_file, dict[PeerId, tuple[str, ...]], "")
+        return addresses_by_peer
 
     # --- catalog and models ----------------------------------------------------------------------------------
 
     def catalog_raw(self) -> bytes | None:
+        """Read the catalog as it was signed; None before the first came."""
         path = self.folder / "catalog.bin"
         return path.read_bytes() if path.is_file() else None
 
     def catalog(self) -> Catalog:
+        """Read and verify the catalog; an empty one before the first came. Raises IntegrityError."""
         raw = self.catalog_raw()
         return Catalog() if raw is None else read_catalog_untrusted(raw, self.swarm().keys.founder_key)
 
     def save_catalog(self, raw: bytes) -> None:
         """Keep a catalog that came; not over a newer one, which another process has just signed here."""
         with self._held("catalog.lock"):
-            kept = Catalog()
+            current = Catalog()
             with contextlib.suppress(IntegrityError):  # what cannot be read is not worth keeping
-                kept = self.catalog() if self.has_joined else kept
-            is_old = not kept.version or kept.version > time.time() + MAX_AHEAD_S
-            if is_old or read_catalog_untrusted(raw, self.swarm().keys.founder_key).rank >= kept.rank:
+                current = self.catalog() if self.has_joined else current
+            is_old = not current.version or current.version > time.time() + MAX_AHEAD_S
+            if is_old or read_catalog_untrusted(raw, self.swarm().keys.founder_key).rank >= current.rank:
                 self._write("catalog.bin", raw)
 
     def change_catalog(self, change: Callable[[Catalog], Catalog]) -> Catalog:
@@ -310,6 +338,7 @@ class Home:
 
     @property
     def may_publish(self) -> bool:
+        """May this member change the catalog, as a founder or its delegate?"""
         return self.is_founder or self.identity().public_key in self.catalog().delegates
 
     def _sign(self, catalog: Catalog) -> bytes:
@@ -323,18 +352,28 @@ class Home:
     def folders(self) -> dict[ModelId, Path]:
         """Checkpoint folders of the user's, by model hash; the bundled model is always there."""
         path = self.folder / "models.json"
-        listed = read_json(path, dict[ModelId, str], "remove it, and add the models again") if path.is_file() else {}
-        return {bundled_model()[0]: bundled_folder(), **{m: Path(p) for m, p in listed.items()}}
+        listed: dict[ModelId, str] = {}
+        if path.is_file():
+            listed = read_json(path, dict[ModelId, str], "remove it, and add the models again")
+        bundled, _ = bundled_model()
+        folders = {bundled: bundled_folder()}
+        for model, folder in listed.items():
+            folders[model] = Path(folder)
+        return folders
 
     def add_folder(self, model: ModelId, folder: Path) -> None:
+        """Use a model from a folder of the user's, where it is."""
         self._list_folders({**self.folders(), model: folder.resolve()})
 
     def forget_folder(self, model: ModelId) -> None:
         """No longer use a folder of the user's; it stays as it is."""
-        self._list_folders({m: p for m, p in self.folders().items() if m != model})
+        folders = self.folders()
+        folders.pop(model, None)
+        self._list_folders(folders)
 
     def _list_folders(self, folders: dict[ModelId, Path]) -> None:
-        listed = {m: str(p) for m, p in folders.items() if p != bundled_folder()}
+        bundled = bundled_folder()
+        listed = {model: str(folder) for model, folder in folders.items() if folder != bundled}
         self._write("models.json", json.dumps(listed, indent=2))
 
     # --- files -----------------------------------------------------------------------------------------------
@@ -344,7 +383,7 @@ class Home:
         """Hold this folder for one daemon. Raises ConfigError when another holds it."""
         self._make_folder()
         path = self.folder / "lock"
-        is_foreign = is_open_to_others(path) and not is_answered(self.socket)  # whoever could open it may hold it
+        is_foreign = is_open_to_others(path) and not is_answered(self.socket)  # another user may hold it
         with open_own(path, anew=is_foreign) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -388,20 +427,21 @@ class Home:
 
 def by_peer(addresses: tuple[str, ...]) -> dict[PeerId, tuple[str, ...]]:
     """Group multiaddrs that end in /p2p/ID by that id; others are dropped."""
-    found: dict[PeerId, tuple[str, ...]] = {}
+    addresses_by_peer: dict[PeerId, tuple[str, ...]] = {}
     for address in addresses:
         _, marker, peer = address.rpartition("/p2p/")
         if marker:
-            found[PeerId(peer)] = (*found.get(PeerId(peer), ()), address)
-    return found
+            addresses_by_peer[PeerId(peer)] = (*addresses_by_peer.get(PeerId(peer), ()), address)
+    return addresses_by_peer
 
 
 def bundled_folder() -> Path:
+    """Where the model lies that ships with swarmd."""
     return Path(str(resources.files("swarmd") / "bundled"))
 
 
 @functools.cache
 def bundled_model() -> tuple[ModelId, int]:
     """Hash and number of blocks of the model that ships with swarmd."""
-    read = manifest.read_folder(bundled_folder())
-    return manifest.model_id(read), read.n_blocks
+    bundled = manifest.read_folder(bundled_folder())
+    return manifest.model_id(bundled), bundled.n_blocks

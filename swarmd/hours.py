@@ -19,7 +19,10 @@ _PART = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """Parts of a week. ``parts``: [start, end) in minutes since Monday 0:00, local time; none of them is always."""
+    """Parts of a week. ``parts``: [start, end) in minutes since Monday 0:00, local time; without any it is always.
+
+    A part that goes on over Sunday night ends after WEEK_MIN, so a minute is looked for a week later, too.
+    """
 
     text: str = ""
     parts: tuple[tuple[int, int], ...] = ()
@@ -29,40 +32,54 @@ class Hours:
         """Read what a person wrote; times that end before they begin go on until the next day. Raises ConfigError."""
         if text.strip() and not text.strip(" ,"):
             raise ConfigError(f'hours are written as mon-fri 22:00-08:00, sat, sun, or "" for always, not {text!r}')
-        parts = [part for piece in text.split(",") if piece.strip() for part in _read(piece.strip(), text)]
+        parts: list[tuple[int, int]] = []
+        for piece in text.split(","):
+            if piece.strip():
+                parts += _read(piece.strip(), text)
         return cls(text.strip(), tuple(parts))
 
-    def include(self, at: datetime) -> bool:
-        """Are they on at ``at``, local time?"""
-        minute = _minute(at)
-        return not self.parts or any(a <= minute < b or a <= minute + WEEK_MIN < b for a, b in self.parts)
+    def include(self, moment: datetime) -> bool:
+        """Are they on at ``moment``, local time?"""
+        minute = _minute(moment)
+        if not self.parts:
+            return True
+        return any(start <= minute < end or start <= minute + WEEK_MIN < end for start, end in self.parts)
 
-    def next_change(self, at: datetime) -> datetime | None:
+    def next_change(self, moment: datetime) -> datetime | None:
         """When they next begin or end; None: never."""
-        minute, now = _minute(at), self.include(at)
-        whole = at.replace(second=0, microsecond=0)
-        ahead = sorted({(edge - minute - 1) % WEEK_MIN + 1 for part in self.parts for edge in part})
-        changes = (whole + timedelta(minutes=minutes) for minutes in ahead)
-        return next((change for change in changes if self.include(change) != now), None)
+        minute = _minute(moment)
+        is_on = self.include(moment)
+        this_minute = moment.replace(second=0, microsecond=0)
+        edges = {edge for part in self.parts for edge in part}
+        minutes_ahead = sorted({(edge - minute - 1) % WEEK_MIN + 1 for edge in edges})
+        changes = (this_minute + timedelta(minutes=minutes) for minutes in minutes_ahead)
+        return next((change for change in changes if self.include(change) != is_on), None)
 
 
-def _minute(at: datetime) -> int:
-    return at.weekday() * DAY_MIN + at.hour * 60 + at.minute
+def _minute(moment: datetime) -> int:
+    return moment.weekday() * DAY_MIN + moment.hour * 60 + moment.minute
 
 
 def _read(piece: str, text: str) -> list[tuple[int, int]]:
-    found = _PART.fullmatch(piece)
-    if found is None:
+    match = _PART.fullmatch(piece)
+    if match is None:
         raise ConfigError(f"hours are written as mon-fri 22:00-08:00, sat, sun; {piece!r} in {text!r} is not")
-    first, last, *times = found.groups()
-    begin, end = 0, DAY_MIN
+    first, last, *times = match.groups()
+    begin = 0
+    end = DAY_MIN
     if times[0] is not None:
-        begin, end = (60 * int(times[i]) + int(times[i + 1]) for i in (0, 2))
-        if begin >= DAY_MIN or end > DAY_MIN or int(times[1]) > 59 or int(times[3]) > 59:
+        begin_hour, begin_minute, end_hour, end_minute = map(int, times)
+        begin = 60 * begin_hour + begin_minute
+        end = 60 * end_hour + end_minute
+        if begin >= DAY_MIN or end > DAY_MIN or begin_minute > 59 or end_minute > 59:
             raise ConfigError(f"times of day go from 0:00 to 24:00, not {piece!r}")
         if end <= begin:
             end += DAY_MIN
-    day = DAYS.index(first.lower()) if first else 0
-    n_days = (DAYS.index(last.lower()) - day) % 7 + 1 if last else 1 if first else 7
-    days = [(day + n) % 7 for n in range(n_days)]
-    return [(d * DAY_MIN + begin, d * DAY_MIN + end) for d in days]
+    first_day = DAYS.index(first.lower()) if first else 0
+    n_days = 7  # without a day: all of them
+    if last:
+        n_days = (DAYS.index(last.lower()) - first_day) % 7 + 1
+    elif first:
+        n_days = 1
+    days = [(first_day + n) % 7 for n in range(n_days)]
+    return [(day * DAY_MIN + begin, day * DAY_MIN + end) for day in days]

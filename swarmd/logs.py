@@ -16,9 +16,16 @@ from datetime import UTC, datetime
 
 from swarmd.config import LOG_FORMATS
 
-BURST, WINDOW_S = 10, 60.0  # lines of one cause within so long
+BURST = 10  # lines of one cause that are written in one window
+WINDOW_S = 60.0  # in which one cause may write a burst
 MAX_CAUSES = 1_000  # texts of programs, not of peers: some hundreds exist
-JOURNAL_LEVELS = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
+JOURNAL_LEVELS = {
+    logging.CRITICAL: 2,
+    logging.ERROR: 3,
+    logging.WARNING: 4,
+    logging.INFO: 6,
+    logging.DEBUG: 7,
+}
 
 Cause = tuple[str, int, str]
 """Who says what in which words: the name of a logger, a level, the text before it is filled in."""
@@ -32,17 +39,25 @@ class Limit(logging.Filter):
         self._clock = clock
         self._windows: dict[Cause, tuple[float, int]] = {}
 
+    # A peer that provokes the same warning again and again must not fill the disk. Lines are counted by what the
+    # program says (logger, level, the text before it is filled in), never by what a peer put into it: otherwise each
+    # line would be a cause of its own.
     def filter(self, record: logging.LogRecord) -> bool:
-        cause, now = (record.name, record.levelno, str(record.msg)), self._clock()
+        """Let a record through, unless its cause has filled its window."""
+        cause = (record.name, record.levelno, str(record.msg))
+        now = self._clock()
         begun, count = self._windows.pop(cause, (now, 0))
-        left_out = 0
+        n_left_out = 0
         if now - begun >= WINDOW_S:
-            begun, count, left_out = now, 0, max(0, count - BURST)
-        self._windows[cause] = begun, count + 1
+            n_left_out = max(0, count - BURST)
+            begun = now
+            count = 0
+        self._windows[cause] = (begun, count + 1)
         if len(self._windows) > MAX_CAUSES:
             del self._windows[next(iter(self._windows))]  # the one that was silent for longest
-        if left_out:
-            record.msg, record.args = f"{record.getMessage()} ({left_out} more of this kind were left out)", None
+        if n_left_out:
+            record.msg = f"{record.getMessage()} ({n_left_out} more of this kind were left out)"
+            record.args = None
         return count < BURST
 
 
@@ -50,6 +65,7 @@ class JsonFormatter(logging.Formatter):
     """One object for each line: time, level, logger, message and, if there is one, the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Write one record as JSON."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -65,6 +81,7 @@ class JournalFormatter(logging.Formatter):
     """Each line begins with its level as journald reads it; journald knows the time."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Write one record, each of its lines with the level."""
         level = JOURNAL_LEVELS.get(record.levelno, 6)
         return "\n".join(f"<{level}>{line}" for line in super().format(record).splitlines())
 
@@ -81,10 +98,10 @@ def formatter(kind: str, is_journal: bool) -> logging.Formatter:
 def goes_to_journal(handle: int, environment: Mapping[str, str] = os.environ) -> bool:
     """Is what is written there read by journald? It says which stream is its own (systemd.exec(5))."""
     try:
-        there = os.fstat(handle)
+        stream = os.fstat(handle)
     except OSError:
         return False
-    return environment.get("JOURNAL_STREAM") == f"{there.st_dev}:{there.st_ino}"
+    return environment.get("JOURNAL_STREAM") == f"{stream.st_dev}:{stream.st_ino}"
 
 
 def configure(kind: str, verbose: bool) -> None:

@@ -1,6 +1,6 @@
 """What the owner of this machine may ask its daemon, and what it answers: the control API's other side.
 
-Nothing is decided here: each answer is gathered from whoever knows it (``status`` has the structs).
+Nothing is decided here: each answer is gathered from the parts that know it (``status`` has the structs).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Owner:
 
     def __init__(
         self,
-        around: HostingServices,
+        services: HostingServices,
         hosts: Hosts,
         runs: Runs,
         home: Home | None,
@@ -49,13 +49,13 @@ class Owner:
     ) -> None:
         self.runs = runs
         self.stop = stop
-        self._around = around
-        self._directory = around.directory
-        self._store = around.store
+        self._services = services
+        self._directory = services.directory
+        self._store = services.store
         self._hosts = hosts
         self._home = home
         self._gateway = gateway
-        self._presence = around.presence
+        self._presence = services.presence
         self._reachability = reachability
         self._health = health
         self._prober = prober
@@ -65,14 +65,15 @@ class Owner:
 
     def status(self) -> answers.DaemonStatus:
         """Everything that ``swarmd status`` shows."""
-        hosting, view = self._hosts.snapshot(), self._directory.view()
+        hosting = self._hosts.snapshot()
+        view = self._directory.view()
         first = hosting[0] if hosting else None
         return answers.DaemonStatus(
-            swarm=self._around.exchange.keys.name,
-            peer=self._around.me,
+            swarm=self._services.exchange.keys.name,
+            peer=self._services.me,
             version=version("swarmd"),
             uptime_s=round(trio.current_time() - self._started_at, 1),
-            addresses=tuple(self._around.rpc.network.addresses()),
+            addresses=tuple(self._services.rpc.network.addresses()),
             members=len(view.peers),
             directory=self._directory.snapshot(),
             hosting=hosting,
@@ -95,22 +96,26 @@ class Owner:
         if self._health is None:
             return ()
         devices = [hosting.device.device for hosting in self._hosts if hosting.device is not None]
-        workers = [life for hosting in self._hosts if (life := hosting.worker_life) is not None]
+        lives = [hosting.worker_life for hosting in self._hosts]
+        workers = [life for life in lives if life is not None]
         free_bytes = psutil.disk_usage(str(self._home.folder)).free if self._home else None
         return self._health.snapshot(view, self._directory.snapshot(), free_bytes, devices, workers)
 
     def peers(self) -> PeersAnswer:
         """One row for each member that is known, with what it serves."""
-        view, trips = self._directory.view(), self._directory.links.round_trip_s
-        found = Counter((f.peer, f.is_right) for record in view.peers.values() for f in record.found)
+        view = self._directory.view()
+        trips = self._directory.links.round_trip_s
+        findings: Counter[tuple[str, bool]] = Counter()
+        for record in view.peers.values():
+            findings.update((finding.peer, finding.is_right) for finding in record.found)
         rows = []
         for peer, record in sorted(view.peers.items()):
-            balance = self._around.order.balance(peer)
-            worth = self._around.exchange.pass_of(record.certificate)
+            balance = self._services.order.balance(peer)
+            peer_pass = self._services.exchange.pass_of(record.certificate)
             rows.append(
                 PeerRow(
                     peer=peer,
-                    is_self=peer == self._around.me,
+                    is_self=peer == self._services.me,
                     addresses=tuple(record.addresses),
                     version=record.version,
                     protocol=record.minor,
@@ -125,42 +130,45 @@ class Owner:
                     round_trip_ms=ms(trips.get(peer)),
                     spans=_span_rows(view, peer),
                     reach=record.reach or "unknown",
-                    way=self._around.rpc.network.way_to(peer),
-                    standing=self._around.rpc.standing.row(peer),
-                    voucher=self._around.exchange.invite_of(peer).hex(),
-                    may=worth.may,
-                    ends_at=worth.ends_at,
+                    way=self._services.rpc.network.way_to(peer),
+                    standing=self._services.rpc.standing.row(peer),
+                    voucher=self._services.exchange.invite_of(peer).hex(),
+                    may=peer_pass.may,
+                    ends_at=peer_pass.ends_at,
                     gave=balance.gave_us,
                     took=balance.took,
-                    found_right=found[peer, True],
-                    found_wrong=found[peer, False],
+                    found_right=findings[peer, True],
+                    found_wrong=findings[peer, False],
                 )
             )
-        now = self._around.wall_clock()
+        now = self._services.wall_clock()
         waiting = tuple(
-            WaitingRow(peer=peer, voucher=invite.hex(), knocked_s=round(now - at, 1))
-            for peer, (invite, at) in self._around.exchange.doors.waiting.items()
+            WaitingRow(peer=peer, voucher=invite.hex(), knocked_s=round(now - knocked_at, 1))
+            for peer, (invite, knocked_at) in self._services.exchange.doors.waiting.items()
         )
         return PeersAnswer(peers=tuple(rows), waiting=waiting)
 
     def sessions(self) -> answers.SessionsAnswer:
+        """One row for each hop that is served here."""
         return answers.SessionsAnswer(sessions=self._hosts.sessions())
 
     def models(self) -> answers.ModelsAnswer:
         """One row for each model of the catalog: who serves its blocks, how safe they are, what could be done."""
         view = self._directory.view()
-        help_for = {rescue.model: str(rescue) for rescue in rescues(view.spans, view.catalog.models, view.is_given)}
+        possible_rescues = rescues(view.spans, view.catalog.models, view.is_given)
+        help_for = {rescue.model: str(rescue) for rescue in possible_rescues}
         rows = []
         for name, (model, n_blocks) in sorted(view.catalog.models.items()):
             known = ModelId(model)
-            risk = self._around.turnover.risk(view, known, n_blocks)
+            missing = view.missing(known, n_blocks)
+            risk = self._services.turnover.risk(view, known, n_blocks)
             rows.append(
                 answers.ModelRow(
                     name=name,
                     model=model,
                     blocks=n_blocks,
                     coverage=tuple(view.coverage(known, n_blocks)),
-                    missing=tuple((s.start, s.end) for s in view.missing(known, n_blocks)),
+                    missing=tuple((span.start, span.end) for span in missing),
                     help=help_for.get(known, ""),
                     target=risk.target,
                     lowest=risk.lowest,
@@ -175,7 +183,8 @@ class Owner:
 
         ``model`` may be the beginning of a session's id as well: then only that is explained.
         """
-        hosting, sessions = self._hosts.snapshot(), self._hosts.sessions()
+        hosting = self._hosts.snapshot()
+        sessions = self._hosts.sessions()
         is_session = bool(model) and self._directory.view().model_named(model) is None
         named = tuple(row for row in sessions if is_session and row.session.startswith(model))
         first = hosting[0] if hosting else None
@@ -188,57 +197,67 @@ class Owner:
             hosting=hosting,
             sessions=named or sessions,
             chains={} if named else self._chains(model),
-            standing=self._around.rpc.standing.rows(),
+            standing=self._services.rpc.standing.rows(),
             probes=self._prober.snapshot() if self._prober else (),
         )
 
     def _chains(self, model: str) -> dict[str, ChainRow]:
-        view, me = self._directory.view(), self._around.me
+        view = self._directory.view()
+        me = self._services.me
+        half_trips_s = {peer: trip_s / 2 for peer, trip_s in self._directory.links.round_trip_s.items()}
         rows = {}
         for name in [model] if model else sorted(view.catalog.models):
-            found = view.model_named(name)
-            if found is None:
+            model_entry = view.model_named(name)
+            if model_entry is None:
                 listed = ", ".join(view.catalog.models) or "none yet"
                 raise ConfigError(f"the catalog has no model {name!r}; it has: {listed}")
-            spans, wanted = view.serving(found[0]), Span(0, found[1])
-            trips = trips_of(spans, me, {p: s / 2 for p, s in self._directory.links.round_trip_s.items()})
+            model_id, n_blocks = model_entry
+            spans = view.serving(model_id)
+            all_blocks = Span(0, n_blocks)
+            trips = trips_of(spans, me, half_trips_s)
             try:
-                now = self._around.wall_clock()
-                route = best_route(spans, wanted, me, trips, now=now)
-                rejected = best_rejected(route, spans, wanted, me, trips, now=now)
+                now = self._services.wall_clock()
+                route = best_route(spans, all_blocks, me, trips, now=now)
+                rejected = best_rejected(route, spans, all_blocks, me, trips, now=now)
                 rows[name] = _chain_row(route, _chain_row(rejected) if rejected else None)
             except NoRoute as error:
                 rows[name] = ChainRow(cost_ms=None, error=str(error))
         return rows
 
     def addresses(self) -> answers.AddressesAnswer:
-        book = {self._around.me: self._around.rpc.network.addresses(), **self._directory.address_book()}
-        return answers.AddressesAnswer(addresses={str(p): tuple(a) for p, a in book.items()})
+        """Addresses to give to newcomers, this machine's first."""
+        own_addresses = self._services.rpc.network.addresses()
+        book = {self._services.me: own_addresses, **self._directory.address_book()}
+        addresses = {str(peer): tuple(listed) for peer, listed in book.items()}
+        return answers.AddressesAnswer(addresses=addresses)
 
     def downloads(self) -> answers.DownloadsAnswer:
+        """Downloads under way."""
         return answers.DownloadsAnswer(downloads=self._store.downloads())
 
     def here(self, model: str) -> answers.HereAnswer:
-        found = self._hash_of(model)
-        return answers.HereAnswer(model=found, **msgspec.structs.asdict(self._store.here(found)))
+        """What this machine has of a model. Raises ConfigError for a name that the catalog does not list."""
+        model_id = self._hash_of(model)
+        store_status = msgspec.structs.asdict(self._store.here(model_id))
+        return answers.HereAnswer(model=model_id, **store_status)
 
     async def ping(self, peer: str) -> answers.PingAnswer:
         """Measure a round trip to the peer whose id ends so. Raises ConfigError."""
-        found = self._directory.view().peer_ending(peer)
+        peer_id = self._directory.view().peer_ending(peer)
         try:
-            trip_ms = ms(await self._directory.ping(found))
-            way = self._around.rpc.network.way_to(found)
-            return answers.PingAnswer(peer=found, round_trip_ms=trip_ms, error=None, way=way)
+            trip_ms = ms(await self._directory.ping(peer_id))
+            path = self._services.rpc.network.way_to(peer_id)
+            return answers.PingAnswer(peer=peer_id, round_trip_ms=trip_ms, error=None, way=path)
         except PeerError as error:
-            return answers.PingAnswer(peer=found, round_trip_ms=None, error=str(error))
+            return answers.PingAnswer(peer=peer_id, round_trip_ms=None, error=str(error))
 
     # --- doing -----------------------------------------------------------------------------------------------
 
     def pull(self, model: str, blocks: str) -> answers.PullAnswer:
         """Begin to fetch a model, or some of its blocks and what is around them."""
-        found = self._hash_of(model)
-        self._store.pull(found, parse_span(blocks) if blocks else None)
-        return answers.PullAnswer(model=found)
+        model_id = self._hash_of(model)
+        self._store.pull(model_id, parse_span(blocks) if blocks else None)
+        return answers.PullAnswer(model=model_id)
 
     def remove(self, model: str) -> answers.RemoveAnswer:
         """Delete what was fetched of a model."""
@@ -252,10 +271,10 @@ class Owner:
             self._store.library.look(self._home.folders())
             raw = self._home.catalog_raw()
             if raw is not None:
-                self._around.exchange.merge_catalog_untrusted(raw)
+                self._services.exchange.merge_catalog_untrusted(raw)
             self._directory.announce_soon()
             await self._presence.follow(load(self._home.folder).policy)
-        return answers.ReloadAnswer(catalog_version=self._around.exchange.book.catalog.version)
+        return answers.ReloadAnswer(catalog_version=self._services.exchange.book.catalog.version)
 
     def drain(self, model: str) -> answers.DrainAnswer:
         """Stop serving; the daemon stays a member and goes on when told to resume."""
@@ -263,11 +282,12 @@ class Owner:
 
     def pause(self, seconds: str) -> answers.PauseAnswer:
         """Stop at once, for so long ("": until ``resume``). Raises ConfigError."""
-        presence, n = self._presence, len(self._hosts.sessions())
+        presence = self._presence
+        n_sessions = len(self._hosts.sessions())
         if seconds and not (seconds.isdecimal() and 0 < int(seconds) <= LONGEST_PAUSE_S):
             raise ConfigError(f"a pause takes 1 to {LONGEST_PAUSE_S} seconds, not {seconds!r}")
         presence.pause(int(seconds) if seconds else None)
-        return answers.PauseAnswer(sessions=n, policy=presence.snapshot())
+        return answers.PauseAnswer(sessions=n_sessions, policy=presence.snapshot())
 
     def resume(self, model: str) -> answers.ResumeAnswer:
         """Serve again after a drain; without a model, after a pause too."""
@@ -303,7 +323,12 @@ def _span_rows(view: SwarmView, peer: PeerId) -> tuple[SpanRow, ...]:
 
 def _chain_row(route: Route, rejected: ChainRow | None = None) -> ChainRow:
     readers = tuple(dict.fromkeys(hop.peer for hop in route.hops))
-    return ChainRow(cost_ms=ms(route.cost_s), hops=tuple(route.why), readers=readers, rejected=rejected)
+    return ChainRow(
+        cost_ms=ms(route.cost_s),
+        hops=tuple(route.why),
+        readers=readers,
+        rejected=rejected,
+    )
 
 
 def ms(seconds: float | None) -> float | None:

@@ -1,6 +1,7 @@
 """What a daemon says of itself and its swarm: the answers of the control API, structs with units in names.
 
-The OpenAPI file (docs/openapi.json) is made from these by ``openapi``; who fills them in is whoever knows.
+The OpenAPI file (docs/openapi.json) is made from these by ``openapi``. Each is filled in by the part of the daemon that
+knows its values (its ``snapshot``), and gathered in ``report``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Who gave what to whom: the bills of one machine in one file, and their sums.
+"""What members computed for each other: the bills of one machine in one file, and their sums.
 
-SQLite keeps them (the standard library's): one row for each hop of a session, the largest bill of it. Several
-processes of one home write to it. Sums are of bills with both signatures, which were checked when they came in, and
-can be checked again (``check``). What a machine counts by itself (weights, micro-batches, hours) stands apart, and so
-does what it computed for each voucher (``served``): nobody else need believe that, and nobody has to sign it.
+SQLite keeps them (the standard library's): one row for each hop of a session, with its largest bill. Several processes
+of one home write to the file. Sums count bills with both signatures only, which were checked when they came in, and can
+be checked again (``check``). What a machine counts by itself (weights, micro-batches, hours) stands apart, and so does
+what it computed for each voucher (``served``): nobody signs that, and no other member need believe it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,24 @@ class UsageSum:
     last_at: int
 
 
+@dataclass(slots=True)
+class _Total:
+    """A ``UsageSum`` while rows are added to it; ``givers`` are all peers that gave."""
+
+    given: int = 0
+    taken: int = 0
+    n_sessions: int = 0
+    last_at: int = 0
+    givers: list[str] = field(default_factory=list)
+
+
+# A bill is written again and again while its session goes on, each time with a larger amount. The file keeps one row
+# for each hop of a session, and an older bill never overwrites a newer one (``_ADD``), in whatever order they come.
+#
+# What counts as proof are bills with both signatures: neither side can invent them alone. What a machine counts by
+# itself is for its own eyes, and lies in tables of its own, so that the two are never added up.
 class UsageLedger:
-    """The bills of one home; None as file keeps them while the process lives."""
+    """The bills of one home; with None as file nothing is kept."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -90,6 +106,7 @@ class UsageLedger:
 
     @property
     def are_kept(self) -> bool:
+        """Are there books, or is this a process without a home?"""
         return self._file is not None
 
     def count(self, kind: UsageKind, n: int) -> None:
@@ -127,25 +144,31 @@ class UsageLedger:
         """Write what waits; a disk that is full costs bills, and nothing else."""
         if self._file is None or not (self._waiting or self._counted or self._served):
             return
-        waiting, self._waiting = self._waiting, []
-        counted, self._counted = self._counted, Counter()
-        served, self._served = self._served, Counter()
+        waiting = self._waiting
+        self._waiting = []  # this is a thread: what comes in meanwhile is written the next time
+        counted = self._counted
+        self._counted = Counter()
+        served = self._served
+        self._served = Counter()
+        bill_rows = [_row(bill, signed, voucher) for bill, signed, voucher in waiting]
+        counted_rows = [(day, str(kind), n) for (day, kind), n in counted.items()]
+        served_rows = [(day, voucher, n) for (day, voucher), n in served.items()]
         try:
             with closing(self._open()) as database, database:
-                database.executemany(_ADD, [_row(*entry) for entry in waiting])
-                database.executemany(_COUNT, [(day, str(kind), n) for (day, kind), n in counted.items()])
-                database.executemany(_SERVE, [(day, voucher, n) for (day, voucher), n in served.items()])
+                database.executemany(_ADD, bill_rows)
+                database.executemany(_COUNT, counted_rows)
+                database.executemany(_SERVE, served_rows)
         except sqlite3.Error as error:
             logger.warning("%d bills are not written to %s yet: %s", len(waiting), self._file, error)
             self._waiting = [*waiting, *self._waiting][-MAX_WAITING:]
             self._counted += counted
             self._served += served
 
-    def prune(self, before: int) -> None:
+    def prune(self, oldest_kept: int) -> None:
         """Forget bills from before a time, in unix seconds."""
         try:
-            self._query("delete from bills where at < ?", before)
-            self._query("delete from served where day < ?", before // DAY_S)
+            self._query("delete from bills where at < ?", oldest_kept)
+            self._query("delete from served where day < ?", oldest_kept // DAY_S)
         except IntegrityError as error:
             logger.warning("old bills stay: %s", error)
 
@@ -165,18 +188,24 @@ class UsageLedger:
         Between guests of one voucher nothing counts, for they may be one machine. Raises IntegrityError for a file that
         is damaged.
         """
-        found: dict[bytes, list[int]] = {}
-        others: dict[bytes, list[str]] = {}
+        totals: dict[bytes, _Total] = {}
         query = (
             "select giver, voucher, sum(amount), count(distinct session), max(at) from bills "
             "where at >= ? and voucher != ? group by 1, 2 order by 3 desc"
         )
-        for giver, voucher, amount, n, at in self._query(query, since, own_voucher):
-            row = found.setdefault(voucher, [0, 0, 0, 0])
-            row[giver != me] += amount
-            row[2], row[3] = row[2] + n, max(row[3], at)
-            others.setdefault(voucher, []).extend([giver] if giver != me else [])
-        sums = [UsageSum(voucher, tuple(others[voucher][:MOST_NAMED]), *row) for voucher, row in found.items()]
+        for giver, voucher, amount, n_sessions, last_at in self._query(query, since, own_voucher):
+            total = totals.setdefault(voucher, _Total())
+            if giver == me:
+                total.given += amount
+            else:
+                total.taken += amount
+                total.givers.append(giver)
+            total.n_sessions += n_sessions
+            total.last_at = max(total.last_at, last_at)
+        sums = []
+        for voucher, total in totals.items():
+            peers = tuple(total.givers[:MOST_NAMED])
+            sums.append(UsageSum(voucher, peers, total.given, total.taken, total.n_sessions, total.last_at))
         return sorted(sums, key=lambda s: -s.gave - s.took)
 
     def days(self, me: str, own_voucher: bytes, since: int = 0) -> dict[int, tuple[int, int]]:
@@ -184,21 +213,24 @@ class UsageLedger:
         days: dict[int, tuple[int, int]] = {}
         query = f"select giver = ?, at / {DAY_S}, sum(amount) from bills where at >= ? and voucher != ? group by 1, 2"
         for is_given, day, amount in self._query(query, me, since, own_voucher):
-            gave, took = days.get(day, (0, 0))
-            days[day] = (gave + amount, took) if is_given else (gave, took + amount)
+            amount_given, amount_taken = days.get(day, (0, 0))
+            if is_given:
+                amount_given += amount
+            else:
+                amount_taken += amount
+            days[day] = (amount_given, amount_taken)
         return days
 
     def check(self) -> int:
         """Verify every signature again; returns how many bills there are. Raises IntegrityError."""
-        n = 0
-        for giver, taker, amount, body, given, taken in self._query(
-            "select giver, taker, amount, body, given, taken from bills"
-        ):
-            bill = bills.read_untrusted(SignedUsageReceipt(body, given, taken))
+        n_bills = 0
+        rows = self._query("select giver, taker, amount, body, given, taken from bills")
+        for giver, taker, amount, body, giver_signature, taker_signature in rows:
+            bill = bills.read_untrusted(SignedUsageReceipt(body, giver_signature, taker_signature))
             if (bill.giver, bill.taker, bill.amount) != (giver, taker, amount):
                 raise IntegrityError(f"the books say {amount} for a bill of {bill.amount}: they were changed")
-            n += 1
-        return n
+            n_bills += 1
+        return n_bills
 
     def _query(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         if self._file is None or not self._file.is_file():
@@ -219,5 +251,17 @@ class UsageLedger:
 
 
 def _row(bill: UsageReceipt, signed: SignedUsageReceipt, voucher: bytes) -> tuple[object, ...]:
-    about = (bill.giver, bill.taker, voucher, bill.session, bill.start, bill.amount, bill.n_tokens, bill.at)
-    return *about, signed.body, signed.given, signed.taken
+    """The columns of table ``bills``, in order."""
+    return (
+        bill.giver,
+        bill.taker,
+        voucher,
+        bill.session,
+        bill.start,
+        bill.amount,
+        bill.n_tokens,
+        bill.at,
+        signed.body,
+        signed.given,
+        signed.taken,
+    )

@@ -38,10 +38,12 @@ class Span:
         return f"[{self.start},{self.end})"
 
     def blocks(self) -> range:
+        """The numbers of its blocks."""
         return range(self.start, self.end)
 
-    def covers(self, other: Span) -> bool:
-        return self.start <= other.start and other.end <= self.end
+    def covers(self, inner: Span) -> bool:
+        """Does it hold all blocks of another span?"""
+        return self.start <= inner.start and inner.end <= self.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ def count(n: int, noun: str) -> str:
 
 def some_of(names: Sequence[str]) -> str:
     """The first of some names for a sentence, and how many more there are."""
-    more = f" and {len(names) - N_NAMED} more" if len(names) > N_NAMED else ""
-    return ", ".join(names[:N_NAMED]) + more
+    suffix = f" and {len(names) - N_NAMED} more" if len(names) > N_NAMED else ""
+    return ", ".join(names[:N_NAMED]) + suffix
 
 
 def ranges(blocks: set[int] | frozenset[int]) -> list[Span]:

@@ -84,7 +84,7 @@ def is_for_types(node: ast.AST) -> bool:
 @functools.cache
 def modules(at_run_time: bool = False) -> dict[str, set[str]]:
     """Every module of the project with what it imports, imports for type-checking included unless told otherwise."""
-    found = {}
+    imports = {}
     for package in PACKAGES:
         for path in package.rglob("*.py"):
             parts = path.relative_to(package.parent).with_suffix("").parts
@@ -98,8 +98,8 @@ def modules(at_run_time: bool = False) -> dict[str, set[str]]:
                     imported |= {alias.name for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module:
                     imported |= {node.module} | {f"{node.module}.{a.name}" for a in node.names}
-            found[name] = imported
-    return found
+            imports[name] = imported
+    return imports
 
 
 def is_in(module: str, package: str) -> bool:
@@ -115,10 +115,10 @@ def test_imports_go_down_only() -> None:
     wrong = []
     for module, imported in modules().items():
         mine = layer(module)
-        for other in imported:
-            theirs = layer(other)
+        for target in imported:
+            theirs = layer(target)
             if theirs is not None and mine is not None and theirs > mine:
-                wrong.append(f"{module} (layer {mine}) imports {other} (layer {theirs})")
+                wrong.append(f"{module} (layer {mine}) imports {target} (layer {theirs})")
     assert not wrong, "\n".join(wrong)
 
 
@@ -148,7 +148,8 @@ def test_daemon_never_imports_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-MOST_LINES, MOST_FUNCTION_LINES = 600, 80  # STYLE.md: as long as the idea is, up to these
+MOST_LINES = 600  # STYLE.md: a module is as long as its idea, up to this
+MOST_FUNCTION_LINES = 80
 # Longer for a reason, and never longer than this: the numbers may only shrink, and an entry that is not needed goes.
 LONG_FILES: dict[str, tuple[int, str]] = {}
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
@@ -157,8 +158,9 @@ LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 def unexplained(path: Path) -> list[str]:
     """Numbers of a module that have a name and no reason: neither a comment on their line nor a docstring below."""
     source = path.read_text()
-    lines, body = source.splitlines(), ast.parse(source).body
-    found = []
+    lines = source.splitlines()
+    body = ast.parse(source).body
+    names = []
     for node, below in itertools.zip_longest(body, body[1:]):
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if not (isinstance(target, ast.Name) and target.id.isupper() and isinstance(node, ast.Assign | ast.AnnAssign)):
@@ -170,8 +172,8 @@ def unexplained(path: Path) -> list[str]:
         )
         is_said = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
         if is_number and is_plain and not is_said and "#" not in lines[node.lineno - 1]:
-            found.append(f"{path.relative_to(ROOT)}:{node.lineno} {target.id}")
-    return found
+            names.append(f"{path.relative_to(ROOT)}:{node.lineno} {target.id}")
+    return names
 
 
 def test_numbers_with_names_say_why_they_are_what_they_are() -> None:
@@ -179,15 +181,18 @@ def test_numbers_with_names_say_why_they_are_what_they_are() -> None:
 
 
 PICTURE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- made by python -m tests.test_architecture -->", "<!-- end -->"
+BEGIN = "<!-- made by python -m tests.test_architecture -->"
+END = "<!-- end -->"
 
 
 def lengths() -> tuple[dict[str, int], dict[str, int]]:
     """Lines of every file, and of every function of it."""
-    files, functions = {}, {}
+    files = {}
+    functions = {}
     for package in PACKAGES:
         for path in package.rglob("*.py"):
-            name, text = str(path.relative_to(ROOT)), path.read_text()
+            name = str(path.relative_to(ROOT))
+            text = path.read_text()
             files[name] = len(text.splitlines())
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -197,11 +202,11 @@ def lengths() -> tuple[dict[str, int], dict[str, int]]:
 
 @pytest.mark.parametrize("what", ["files", "functions"])
 def test_files_and_functions_stay_small(what: str) -> None:
-    found = lengths()[what == "functions"]
-    most, exceptions = (MOST_LINES, LONG_FILES) if what == "files" else (MOST_FUNCTION_LINES, LONG_FUNCTIONS)
-    too_long = {n: length for n, length in found.items() if length > exceptions.get(n, (most, ""))[0]}
+    measured = lengths()[what == "functions"]
+    limit, exceptions = (MOST_LINES, LONG_FILES) if what == "files" else (MOST_FUNCTION_LINES, LONG_FUNCTIONS)
+    too_long = {n: length for n, length in measured.items() if length > exceptions.get(n, (limit, ""))[0]}
     assert not too_long, f"cut them where they want to be cut: {too_long}"
-    needless = [n for n in exceptions if found.get(n, 0) <= most]
+    needless = [n for n in exceptions if measured.get(n, 0) <= limit]
     assert not needless, f"these need no exception any more: {needless}"
 
 
@@ -212,16 +217,17 @@ def rooms() -> dict[str, set[str]]:
     def room(module: str) -> str | None:
         return next((package for package in known if is_in(module, package)), None)
 
-    found: dict[str, set[str]] = {package: set() for package in LAYERS}
+    imports: dict[str, set[str]] = {package: set() for package in LAYERS}
     for module, imported in modules(at_run_time=True).items():
-        here = room(module)
-        if here is not None:
-            found[here] |= {there for other in imported if (there := room(other)) not in (None, here)}  # type: ignore[misc]
-    return found
+        importer = room(module)
+        targets = {room(target) for target in imported} - {None, importer}
+        if importer is not None:
+            imports[importer] |= {target for target in targets if target is not None}
+    return imports
 
 
 def test_no_two_packages_import_each_other_round_in_a_circle() -> None:
-    assert not left_in_circles({package: others - {"swarmd"} for package, others in rooms().items()})
+    assert not left_in_circles({package: targets - {"swarmd"} for package, targets in rooms().items()})
 
 
 # Wings of a room, and which of each other's modules theirs may import. Modules beside wings are the room's top: they
@@ -280,23 +286,26 @@ def wing(room: str, module: str) -> str:
 
 def arrows(room: str) -> dict[tuple[str, str], set[str]]:
     """Which wing of a room imports which other, and by which modules; imports that are for types only included."""
-    known, found = modules(), dict[tuple[str, str], set[str]]()
+    known = modules()
+    by_ends: dict[tuple[str, str], set[str]] = {}
     for module, imported in known.items():
-        for other in imported & known.keys():
-            if is_in(module, f"swarmd.{room}") and is_in(other, f"swarmd.{room}") and f"swarmd.{room}" != other:
-                ends = wing(room, module), wing(room, other)
-                if ends[0] != ends[1] and other not in GROUND:
-                    found.setdefault(ends, set()).add(f"{module} imports {other}")
-    return found
+        for target in imported & known.keys():
+            if is_in(module, f"swarmd.{room}") and is_in(target, f"swarmd.{room}") and f"swarmd.{room}" != target:
+                ends = (wing(room, module), wing(room, target))
+                if ends[0] != ends[1] and target not in GROUND:
+                    by_ends.setdefault(ends, set()).add(f"{module} imports {target}")
+    return by_ends
 
 
 @pytest.mark.parametrize("room", WINGS)
 def test_wings_import_each_other_as_the_table_says(room: str) -> None:
-    found = {ends: by for ends, by in arrows(room).items() if ends[0] and not is_in(f"swarmd.{room}", ends[1])}
-    allowed = {(here, there) for here, others in WINGS[room].items() for there in others}
-    wrong = [f"{ends}: {by}" for ends, by in found.items() if ends not in allowed]
+    crossing = {
+        ends: imports for ends, imports in arrows(room).items() if ends[0] and not is_in(f"swarmd.{room}", ends[1])
+    }
+    allowed = {(importer, target) for importer, targets in WINGS[room].items() for target in targets}
+    wrong = [f"{ends}: {imports}" for ends, imports in crossing.items() if ends not in allowed]
     assert not wrong, "\n".join(wrong)
-    assert not allowed - found.keys(), f"nothing needs these any more: {allowed - found.keys()}"
+    assert not allowed - crossing.keys(), f"nothing needs these any more: {allowed - crossing.keys()}"
 
 
 @pytest.mark.parametrize("room", WINGS)
@@ -306,16 +315,16 @@ def test_wings_do_not_import_each_other_in_a_circle(room: str) -> None:
 
 def left_in_circles(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """What is left once all that imports nothing of the rest has been taken away, again and again."""
-    left = {name: set(others) & imports.keys() for name, others in imports.items()}
-    while leaves := [name for name, others in left.items() if not others & left.keys()]:
+    remaining = {name: set(targets) & imports.keys() for name, targets in imports.items()}
+    while leaves := [name for name, targets in remaining.items() if not targets & remaining.keys()]:
         for leaf in leaves:
-            del left[leaf]
-    return left
+            del remaining[leaf]
+    return remaining
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     known = modules()
-    packages = {str(Path(m)) for m in known if any(is_in(other, m) and other != m for other in known)}
+    packages = {str(Path(m)) for m in known if any(is_in(target, m) and target != m for target in known)}
     imports = {m: imported & known.keys() - packages - {m} for m, imported in known.items() if m not in packages}
     assert not left_in_circles(imports)
 
@@ -329,9 +338,9 @@ def wings_table() -> str:
     """All wings with what they are for (their own first line), and which others they import."""
     lines = ["| room | wing | what it holds | imports |", "|---|---|---|---|"]
     for room, wings in WINGS.items():
-        for name, others in wings.items():
+        for name, targets in wings.items():
             text = ast.get_docstring(ast.parse((ROOT / "swarmd" / room / name / "__init__.py").read_text())) or ""
-            lines.append(f"| {room} | `{name}` | {text} | {', '.join(f'`{other}`' for other in sorted(others))} |")
+            lines.append(f"| {room} | `{name}` | {text} | {', '.join(f'`{target}`' for target in sorted(targets))} |")
     return "\n".join(lines)
 
 
@@ -341,13 +350,13 @@ def picture() -> str:
     lines = ["```mermaid", "flowchart TD"]
     for number in sorted(set(LAYERS.values()), reverse=True):
         lines.append(f"  subgraph layer{number}[layer {number}]")
-        here = sorted(p for p, n in LAYERS.items() if n == number)
-        lines += [f"    {p.replace('.', '_')}[{p.removeprefix('swarmd.')}]" for p in here]
+        packages = sorted(p for p, n in LAYERS.items() if n == number)
+        lines += [f"    {p.replace('.', '_')}[{p.removeprefix('swarmd.')}]" for p in packages]
         lines.append("  end")
     for package in sorted(imports):
-        for other in sorted(imports[package] - {"swarmd"}):
-            if LAYERS[other] > 0:  # values, errors, config and status are everybody's
-                lines.append(f"  {package.replace('.', '_')} --> {other.replace('.', '_')}")
+        for target in sorted(imports[package] - {"swarmd"}):
+            if LAYERS[target] > 0:  # values, errors, config and status are everybody's
+                lines.append(f"  {package.replace('.', '_')} --> {target.replace('.', '_')}")
     return "\n".join([*lines, "```", "", wings_table()])
 
 

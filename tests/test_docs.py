@@ -32,8 +32,8 @@ def test_every_setting_is_documented() -> None:
 
 
 def flags_of(command: Any) -> set[str]:
-    own = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
-    return own.union(*(flags_of(sub) for sub in getattr(command, "commands", {}).values()))
+    flags = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+    return flags.union(*(flags_of(sub) for sub in getattr(command, "commands", {}).values()))
 
 
 def test_every_flag_is_documented() -> None:

@@ -18,16 +18,16 @@ def record(text: str, *arguments: object, level: int = logging.WARNING) -> loggi
 def test_a_cause_that_repeats_says_so_a_few_times_a_minute() -> None:
     now = [0.0]
     limit = Limit(lambda: now[0])
-    said = sum(bool(limit.filter(record("%s sends what it must not", peer))) for peer in range(1_000))
-    assert said == BURST
+    n_lines = sum(bool(limit.filter(record("%s sends what it must not", peer))) for peer in range(1_000))
+    assert n_lines == BURST
     assert limit.filter(record("something else")), "another cause has its own lines"
     now[0] = WINDOW_S
-    after = record("%s sends what it must not", "p")
-    assert limit.filter(after)
-    assert after.getMessage() == f"p sends what it must not ({1_000 - BURST} more of this kind were left out)"
-    again = record("%s sends what it must not", "p")
-    assert limit.filter(again)
-    assert again.getMessage() == "p sends what it must not"
+    next_record = record("%s sends what it must not", "p")
+    assert limit.filter(next_record)
+    assert next_record.getMessage() == f"p sends what it must not ({1_000 - BURST} more of this kind were left out)"
+    repeated = record("%s sends what it must not", "p")
+    assert limit.filter(repeated)
+    assert repeated.getMessage() == "p sends what it must not"
 
 
 def test_texts_without_end_take_no_memory_without_end() -> None:
@@ -60,8 +60,8 @@ def test_every_line_for_the_journal_has_its_level() -> None:
 
 def test_the_journal_is_known_by_its_stream(tmp_path: Path) -> None:
     with (tmp_path / "stream").open("w") as file:
-        there = os.fstat(file.fileno())
-        assert goes_to_journal(file.fileno(), {"JOURNAL_STREAM": f"{there.st_dev}:{there.st_ino}"})
+        stream = os.fstat(file.fileno())
+        assert goes_to_journal(file.fileno(), {"JOURNAL_STREAM": f"{stream.st_dev}:{stream.st_ino}"})
         assert not goes_to_journal(file.fileno(), {"JOURNAL_STREAM": "1:2"})
         assert not goes_to_journal(file.fileno(), {})
     assert not goes_to_journal(10_000, {})

@@ -25,7 +25,8 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Home:
 
 
 def test_keys_membership_and_catalog_are_still_read(home: Home) -> None:
-    swarm, identity = home.swarm(), home.identity()
+    swarm = home.swarm()
+    identity = home.identity()
     assert swarm.keys.name == "ours"
     assert home.has_joined
     assert identity.peer_id == MEMBER or home.is_founder

@@ -16,15 +16,17 @@ from swarmd.protocol.membership.identity import Identity
 from swarmd.usage_ledger import DAY_S, UsageKind, UsageLedger
 
 ME, ANNE, BERT = (Identity(bytes([n]) * 32) for n in (1, 2, 3))
-OWN, ANNES, BERTS = b"own voucher", b"anne's voucher", b"bert's voucher"
+OWN = b"own voucher"
+ANNES = b"anne's voucher"
+BERTS = b"bert's voucher"
 
 
 def signed(
-    giver: Identity, taker: Identity, n_tokens: int, session: int = 0, at: int = DAY_S, **other: object
+    giver: Identity, taker: Identity, n_tokens: int, session: int = 0, signed_at: int = DAY_S, **changes: object
 ) -> SignedUsageReceipt:
-    made = UsageReceipt(giver.peer_id, taker.peer_id, bytes([session]) * 16, "m", 0, 4, n_tokens, at)
-    body, given = bills.offer(msgspec.structs.replace(made, **other), giver)
-    return SignedUsageReceipt(body, given, bills.accept(body, taker))
+    made = UsageReceipt(giver.peer_id, taker.peer_id, bytes([session]) * 16, "m", 0, 4, n_tokens, signed_at)
+    body, giver_signature = bills.offer(msgspec.structs.replace(made, **changes), giver)
+    return SignedUsageReceipt(body, giver_signature, bills.accept(body, taker))
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_what_cannot_be_written_is_counted_later(books: UsageLedger, tmp_path: P
 
 
 def test_bills_of_long_ago_are_forgotten(books: UsageLedger) -> None:
-    add(books, (signed(ME, ANNE, 10), ANNES), (signed(ME, ANNE, 5, session=1, at=9 * DAY_S), ANNES))
+    add(books, (signed(ME, ANNE, 10), ANNES), (signed(ME, ANNE, 5, session=1, signed_at=9 * DAY_S), ANNES))
     books.prune(9 * DAY_S)
     assert [(s.gave, s.n_sessions) for s in books.sums(ME.peer_id, OWN)] == [(20, 1)]
 
@@ -99,15 +101,18 @@ def test_what_was_computed_is_counted_by_voucher_and_forgotten_with_the_bills(bo
 
 
 def test_a_bill_that_grows_counts_once_and_an_older_one_changes_nothing(books: UsageLedger) -> None:
-    early, late = signed(ME, ANNE, 10), signed(ME, ANNE, 25)
+    early = signed(ME, ANNE, 10)
+    late = signed(ME, ANNE, 25)
     for entries in ([early], [late], [early], [late, early, late]):
-        found = add(books, *((bill, ANNES) for bill in entries))
-    assert found == [(ANNES, 100, 0)]
+        total = add(books, *((bill, ANNES) for bill in entries))
+    assert total == [(ANNES, 100, 0)]
     assert books.check() == 1
 
 
 def test_what_is_withheld_by_one_side_is_in_the_others_books(tmp_path: Path) -> None:
-    bill, mine, annes = signed(ME, ANNE, 10), UsageLedger(tmp_path / "mine"), UsageLedger(tmp_path / "annes")
+    bill = signed(ME, ANNE, 10)
+    mine = UsageLedger(tmp_path / "mine")
+    annes = UsageLedger(tmp_path / "annes")
     add(mine, (bill, ANNES))
     annes.add_untrusted(bill, OWN)
     annes.save()
@@ -121,10 +126,10 @@ def test_between_guests_of_one_voucher_nothing_counts(books: UsageLedger) -> Non
 
 def test_forged_bills_do_not_get_in(books: UsageLedger) -> None:
     true = signed(ME, ANNE, 10)
-    more = msgspec.msgpack.encode(msgspec.structs.replace(bills.read_untrusted(true), n_tokens=10**6))
+    larger = msgspec.msgpack.encode(msgspec.structs.replace(bills.read_untrusted(true), n_tokens=10**6))
     wrong = [
-        SignedUsageReceipt(more, true.given, true.taken),
-        SignedUsageReceipt(more, bills.given_by(ME, more), true.taken),
+        SignedUsageReceipt(larger, true.given, true.taken),
+        SignedUsageReceipt(larger, bills.given_by(ME, larger), true.taken),
         SignedUsageReceipt(true.body, true.taken, true.given),
         SignedUsageReceipt(true.body, true.given, bills.accept(true.body, BERT)),
         SignedUsageReceipt(true.body[:-1], true.given, true.taken),
@@ -139,9 +144,9 @@ def test_forged_bills_do_not_get_in(books: UsageLedger) -> None:
 def test_a_bill_of_one_session_is_none_of_another(books: UsageLedger) -> None:
     """A replay under another session's name would need both signatures again."""
     true = signed(ME, ANNE, 10)
-    other = msgspec.msgpack.encode(msgspec.structs.replace(bills.read_untrusted(true), session=bytes([9]) * 16))
+    other_bill = msgspec.msgpack.encode(msgspec.structs.replace(bills.read_untrusted(true), session=bytes([9]) * 16))
     with pytest.raises(IntegrityError):
-        books.add_untrusted(SignedUsageReceipt(other, true.given, true.taken), ANNES)
+        books.add_untrusted(SignedUsageReceipt(other_bill, true.given, true.taken), ANNES)
 
 
 def test_books_that_were_changed_are_found_out(books: UsageLedger, tmp_path: Path) -> None:

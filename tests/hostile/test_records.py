@@ -187,7 +187,7 @@ async def test_a_claim_alone_moves_no_server(
         async def believe(trials: Trials, spans: list[SpanRecord]) -> set[Own]:
             return {(s.peer, s.slot) for s in spans}
 
-        monkeypatch.setattr(Trials, "serving", believe)
+        monkeypatch.setattr(Trials, "find_serving", believe)
     with trio.fail_after(3_000):
         async with trio.open_nursery() as nursery:
             swarm = SimSwarm(nursery, 6, seed=8)

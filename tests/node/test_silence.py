@@ -52,9 +52,9 @@ async def test_what_daemon_and_worker_say_comes_from_no_peer(virtual_time: MockC
     """A member's LoadSpan was accepted in silence before."""
     async with scene() as s:
         channel = await s.attacker.rpc.channel(s.server)
-        own = [kind for kind in _kinds(worker.WorkerMessage) if kind.__module__ == worker.__name__]
-        assert len(own) == 20
-        for kind in own:
+        local_kinds = [kind for kind in _kinds(worker.WorkerMessage) if kind.__module__ == worker.__name__]
+        assert len(local_kinds) == 20
+        for kind in local_kinds:
             assert kind.__struct_config__.tag not in messages.TAGS
             await channel.send(kind())
         assert await s.attacker.codes_for(s.server, worker.Done(session=KEY)) == [Code.UNSUPPORTED]
@@ -91,9 +91,11 @@ async def test_another_frame_version_ends_the_channel_and_nobodys_standing(virtu
 
 async def test_malformed_bytes_again_and_again_get_a_ban_that_grows_and_ends(virtual_time: MockClock) -> None:
     async with scene() as s:
-        standing, attacker = _standing(s), s.attacker.identity.peer_id
+        standing = _standing(s)
+        attacker = s.attacker.identity.peer_id
         for _ in range(5):
-            await (await s.attacker.rpc.channel(s.server)).stream.send(b"\xff" * 64)
+            channel = await s.attacker.rpc.channel(s.server)
+            await channel.stream.send(b"\xff" * 64)
             await trio.sleep(0.5)
         left_s = standing.ban_left_s(attacker)
         assert 50 < left_s <= 60
@@ -104,7 +106,8 @@ async def test_malformed_bytes_again_and_again_get_a_ban_that_grows_and_ends(vir
         await trio.sleep(left_s + 1)
         assert (await s.attacker.rpc.channel(s.server)).is_open
         for _ in range(5):
-            await (await s.attacker.rpc.channel(s.server)).stream.send(b"\xff" * 64)
+            channel = await s.attacker.rpc.channel(s.server)
+            await channel.stream.send(b"\xff" * 64)
             await trio.sleep(0.5)
         assert 110 < standing.ban_left_s(attacker) <= 120
 

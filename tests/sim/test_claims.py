@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
 from swarmd.node.serving.balancer import Balancer, Turnover
-from swarmd.node.serving.trials import APART_S, JOINING_S, REFUSALS, Trials, of
+from swarmd.node.serving.trials import APART_S, JOINING_S, REFUSALS, Trials, claimant_of
 from swarmd.plan.chains.placement import Target
 from swarmd.plan.chains.view import RecordBook, SwarmView
 from swarmd.protocol.membership.catalog import Catalog
@@ -85,7 +85,17 @@ class World:
             return True
 
         clock = lambda: 10_000 + trio.current_time()  # noqa: E731
-        await Balancer(self.view, (me, 0), clock, self.rng, LOOK_S, Turnover(clock), trials, move).run()
+        balancer = Balancer(
+            self.view,
+            (me, 0),
+            wall_clock=clock,
+            rng=self.rng,
+            interval_s=LOOK_S,
+            turnover=Turnover(clock),
+            trials=trials,
+            on_move=move,
+        )
+        await balancer.run()
 
     async def shift(self) -> None:
         """Claim what is held least, and leave it when somebody has gone elsewhere."""
@@ -99,13 +109,13 @@ class World:
 class Believing:
     """Trials that believe every claim."""
 
-    def cover(self, spans: Any) -> list[SpanRecord]:
+    def select_believed(self, spans: Any) -> list[SpanRecord]:
         return list(spans)
 
     async def try_some(self, spans: Any) -> None: ...
 
-    async def serving(self, spans: Any) -> set[Any]:
-        return {of(s) for s in spans}
+    async def find_serving(self, spans: Any) -> set[Any]:
+        return {claimant_of(s) for s in spans}
 
 
 async def n_moves(n_hostile: int, is_believing: bool = False) -> int:
@@ -136,23 +146,23 @@ async def test_who_is_full_for_a_moment_counts_and_who_serves_again_counts_again
     world = World(2)
     trials, full, other = world.trials("h00"), claim("x0"), claim("h01")
     for _ in range(5):
-        assert not await trials.serving([full])
-        assert trials.cover([full, other]) == [full, other], "all of it within a moment"
+        assert not await trials.find_serving([full])
+        assert trials.select_believed([full, other]) == [full, other], "all of it within a moment"
     for _ in range(REFUSALS - 1):
         await trio.sleep(APART_S)
-        await trials.serving([full])
-    assert trials.cover([full, other]) == [other]
-    assert trials.cover([full]) == [full], "with nobody left the fault may be here"
+        await trials.find_serving([full])
+    assert trials.select_believed([full, other]) == [other]
+    assert trials.select_believed([full]) == [full], "with nobody left the fault may be here"
     world.hostile.remove("x0")
-    assert await trials.serving([full]) == {("x0", 0)}
-    assert trials.cover([full, other]) == [full, other]
+    assert await trials.find_serving([full]) == {("x0", 0)}
+    assert trials.select_believed([full, other]) == [full, other]
 
 
 async def test_who_loads_for_ever_counts_no_more(virtual_time: MockClock) -> None:
     trials, loading, other = World(0).trials("h00"), claim("h02", "joining"), claim("h01")
-    assert trials.cover([loading, other]) == [loading, other]
+    assert trials.select_believed([loading, other]) == [loading, other]
     await trio.sleep(JOINING_S + 1)
-    assert trials.cover([loading, other]) == [other]
+    assert trials.select_believed([loading, other]) == [other]
 
 
 async def test_who_may_not_use_the_swarm_learns_nothing_of_others(virtual_time: MockClock) -> None:
@@ -163,4 +173,4 @@ async def test_who_may_not_use_the_swarm_learns_nothing_of_others(virtual_time: 
 
     trials._rpc.call = refuse  # type: ignore[method-assign,assignment]
     with suppress(Refused):
-        assert await trials.serving([other]) == {("h01", 0)}
+        assert await trials.find_serving([other]) == {("h01", 0)}

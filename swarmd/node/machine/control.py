@@ -96,7 +96,7 @@ Call = Callable[[ControlServices, Query], Status | Awaitable[Status]]
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """One thing that can be asked: its path, what comes back, the parameters of its query ("" where left out)."""
+    """One request of the API: its path, the struct of its answer, the parameters of its query ("" if absent)."""
 
     path: str
     answer: type[Status]
@@ -105,67 +105,89 @@ class Verb:
     method: str = "GET"
 
 
+def _get(path: str, answer: type[Status], call: Call, *parameters: str) -> Verb:
+    """A request that changes nothing."""
+    return Verb(path, answer, call, parameters)
+
+
+def _post(path: str, answer: type[Status], call: Call, *parameters: str) -> Verb:
+    """A request that acts."""
+    return Verb(path, answer, call, parameters, "POST")
+
+
+def _order_run(daemon: ControlServices, query: Query) -> Awaitable[Status]:
+    anchors = tuple(anchor for anchor in query["anchors"].split(",") if anchor)
+    return daemon.runs.order(query["name"], query["state"], anchors)
+
+
+def _pause_run(daemon: ControlServices, query: Query) -> Status:
+    return daemon.runs.pause(query["name"], True)
+
+
+def _unpause_run(daemon: ControlServices, query: Query) -> Status:
+    return daemon.runs.pause(query["name"], False)
+
+
 VERBS = (
-    Verb("status", answers.DaemonStatus, lambda d, q: d.status()),
-    Verb("peers", PeersAnswer, lambda d, q: d.peers()),
-    Verb("sessions", answers.SessionsAnswer, lambda d, q: d.sessions()),
-    Verb("models", answers.ModelsAnswer, lambda d, q: d.models()),
-    Verb("why", answers.WhyAnswer, lambda d, q: d.why(q["model"]), ("model",)),
-    Verb("addresses", answers.AddressesAnswer, lambda d, q: d.addresses()),
-    Verb("downloads", answers.DownloadsAnswer, lambda d, q: d.downloads()),
-    Verb("here", answers.HereAnswer, lambda d, q: d.here(**q), ("model",)),
-    Verb("ping", answers.PingAnswer, lambda d, q: d.ping(**q), ("peer",), "POST"),
-    Verb("pull", answers.PullAnswer, lambda d, q: d.pull(**q), ("model", "blocks"), "POST"),
-    Verb("rm", answers.RemoveAnswer, lambda d, q: d.remove(**q), ("model",), "POST"),
-    Verb("reload", answers.ReloadAnswer, lambda d, q: d.reload(), (), "POST"),
-    Verb("drain", answers.DrainAnswer, lambda d, q: d.drain(**q), ("model",), "POST"),
-    Verb("pause", answers.PauseAnswer, lambda d, q: d.pause(**q), ("seconds",), "POST"),
-    Verb("resume", answers.ResumeAnswer, lambda d, q: d.resume(**q), ("model",), "POST"),
-    Verb("down", answers.DownAnswer, lambda d, q: answers.DownAnswer(stopping=True), (), "POST"),
-    Verb("train", run_status.RunsAnswer, lambda d, q: d.runs.status()),
-    Verb("train/plan", run_status.PlanAnswer, lambda d, q: d.runs.plan(**q), ("name",)),
-    Verb("train/join", run_status.JoinRunAnswer, lambda d, q: d.runs.join(**q), ("name", "role"), "POST"),
-    Verb("train/pause", run_status.PauseRunAnswer, lambda d, q: d.runs.pause(q["name"], True), ("name",), "POST"),
-    Verb("train/unpause", run_status.PauseRunAnswer, lambda d, q: d.runs.pause(q["name"], False), ("name",), "POST"),
-    Verb("train/leave", run_status.LeaveRunAnswer, lambda d, q: d.runs.leave(**q), ("name",), "POST"),
-    Verb(
-        "train/order",
-        run_status.OrderAnswer,
-        lambda d, q: d.runs.order(q["name"], q["state"], tuple(a for a in q["anchors"].split(",") if a)),
-        ("name", "state", "anchors"),
-        "POST",
-    ),
-    Verb("train/checkpoint", run_status.CheckpointAnswer, lambda d, q: d.runs.checkpoint(**q), ("name",), "POST"),
+    _get("status", answers.DaemonStatus, lambda d, q: d.status()),
+    _get("peers", PeersAnswer, lambda d, q: d.peers()),
+    _get("sessions", answers.SessionsAnswer, lambda d, q: d.sessions()),
+    _get("models", answers.ModelsAnswer, lambda d, q: d.models()),
+    _get("why", answers.WhyAnswer, lambda d, q: d.why(**q), "model"),
+    _get("addresses", answers.AddressesAnswer, lambda d, q: d.addresses()),
+    _get("downloads", answers.DownloadsAnswer, lambda d, q: d.downloads()),
+    _get("here", answers.HereAnswer, lambda d, q: d.here(**q), "model"),
+    _post("ping", answers.PingAnswer, lambda d, q: d.ping(**q), "peer"),
+    _post("pull", answers.PullAnswer, lambda d, q: d.pull(**q), "model", "blocks"),
+    _post("rm", answers.RemoveAnswer, lambda d, q: d.remove(**q), "model"),
+    _post("reload", answers.ReloadAnswer, lambda d, q: d.reload()),
+    _post("drain", answers.DrainAnswer, lambda d, q: d.drain(**q), "model"),
+    _post("pause", answers.PauseAnswer, lambda d, q: d.pause(**q), "seconds"),
+    _post("resume", answers.ResumeAnswer, lambda d, q: d.resume(**q), "model"),
+    _post("down", answers.DownAnswer, lambda d, q: answers.DownAnswer(stopping=True)),
+    _get("train", run_status.RunsAnswer, lambda d, q: d.runs.status()),
+    _get("train/plan", run_status.PlanAnswer, lambda d, q: d.runs.plan(**q), "name"),
+    _post("train/join", run_status.JoinRunAnswer, lambda d, q: d.runs.join(**q), "name", "role"),
+    _post("train/pause", run_status.PauseRunAnswer, _pause_run, "name"),
+    _post("train/unpause", run_status.PauseRunAnswer, _unpause_run, "name"),
+    _post("train/leave", run_status.LeaveRunAnswer, lambda d, q: d.runs.leave(**q), "name"),
+    _post("train/order", run_status.OrderAnswer, _order_run, "name", "state", "anchors"),
+    _post("train/checkpoint", run_status.CheckpointAnswer, lambda d, q: d.runs.checkpoint(**q), "name"),
 )
 
 
+# The file system decides who may ask: the socket has mode 0600 in a folder of mode 0700. A token would add nothing: a
+# program that can read the folder has the member's keys. A web page cannot ask either: browsers open no Unix sockets.
 def application(daemon: ControlServices) -> Starlette:
     """Build the ASGI application."""
 
     async def stop_daemon() -> None:  # once the answer is on its way
         daemon.stop()
 
-    return Starlette(
-        routes=[_route(daemon, verb, BackgroundTask(stop_daemon) if verb.path == "down" else None) for verb in VERBS]
-    )
+    routes = []
+    for verb in VERBS:
+        background = BackgroundTask(stop_daemon) if verb.path == "down" else None
+        routes.append(_route(daemon, verb, background))
+    return Starlette(routes=routes)
 
 
-def _route(daemon: ControlServices, verb: Verb, after: BackgroundTask | None) -> Route:
+def _route(daemon: ControlServices, verb: Verb, background: BackgroundTask | None) -> Route:
     async def endpoint(request: Request) -> Response:
         try:
-            answer = verb.call(daemon, {name: request.query_params.get(name, "") for name in verb.parameters})
+            query = {name: request.query_params.get(name, "") for name in verb.parameters}
+            answer = verb.call(daemon, query)
             value = await answer if isinstance(answer, Awaitable) else answer
         except SwarmError as error:
             return _json(answers.RefusalAnswer(error=str(error), exit_code=error.exit_code), 409)
-        return _json(value, 200, after)
+        return _json(value, 200, background)
 
     return Route(f"/v1/{verb.path}", endpoint, methods=[verb.method])
 
 
-def _json(value: Status, code: int, after: BackgroundTask | None = None) -> Response:
+def _json(value: Status, code: int, background: BackgroundTask | None = None) -> Response:
     body = msgspec.json.encode({"schema": SCHEMA, **msgspec.structs.asdict(value)})
     headers = {"connection": "close"}  # hypercorn would keep the handle of a client that has gone
-    return Response(body, code, headers, media_type="application/json", background=after)
+    return Response(body, code, headers, media_type="application/json", background=background)
 
 
 def openapi() -> dict[str, Any]:
@@ -174,16 +196,21 @@ def openapi() -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     by_struct = dict(zip(structs, schemas, strict=True))
 
-    def response(struct: type[Status], what: str) -> dict[str, Any]:
+    def response(struct: type[Status], description: str) -> dict[str, Any]:
         envelope = {"type": "object", "properties": {"schema": {"const": SCHEMA}}, "required": ["schema"]}
         schema = {"allOf": [envelope, by_struct[struct]]}
-        return {"description": what, "content": {"application/json": {"schema": schema}}}
+        return {"description": description, "content": {"application/json": {"schema": schema}}}
 
     paths: dict[str, Any] = {}
     for verb in VERBS:
-        parameters = [{"name": n, "in": "query", "schema": {"type": "string"}} for n in verb.parameters]
-        found = {"200": response(verb.answer, "the answer"), "409": response(answers.RefusalAnswer, "why not")}
-        paths[f"/v1/{verb.path}"] = {verb.method.lower(): {"parameters": parameters, "responses": found}}
+        text = {"type": "string"}
+        parameters = [{"name": name, "in": "query", "schema": text} for name in verb.parameters]
+        responses = {
+            "200": response(verb.answer, "the answer"),
+            "409": response(answers.RefusalAnswer, "why not"),
+        }
+        operation = {"parameters": parameters, "responses": responses}
+        paths[f"/v1/{verb.path}"] = {verb.method.lower(): operation}
     info = {"title": "swarmd control API", "version": str(SCHEMA)}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
 
@@ -204,8 +231,8 @@ async def serve_control(
     config.bind = [f"unix:{path}"]
     config.umask = 0o177
     listening = config.create_sockets().insecure_sockets
-    for one in listening:
-        one.listen(config.backlog)
+    for listener in listening:
+        listener.listen(config.backlog)
     task_status.started()
     try:
         await serve_http(application(daemon), config, listening)

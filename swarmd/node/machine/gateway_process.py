@@ -28,9 +28,14 @@ END_WITHIN_S = 3.0  # once told to
 
 
 def command(folder: Path) -> list[str]:
+    """The command line of a home's gateway."""
     return [sys.executable, "-P", "-m", "swarmd_cli.main", "--home", str(folder), "gateway"]
 
 
+#     run: start --> running --ends--> a pause --> start again
+#
+# The pause doubles each time it ends soon, so that a gateway that cannot start (a port that is taken, a broken setting)
+# costs nothing, and is back within a minute once that is mended. The last line of its log says why it ended.
 @dataclass(slots=True)
 class GatewayProcess:
     """Runs one command for as long as the daemon lives; ``snapshot`` says how that goes."""
@@ -44,7 +49,13 @@ class GatewayProcess:
     restarts: int = 0
 
     def snapshot(self) -> GatewayStatus:
-        return GatewayStatus(state=self.state, why=self.why, listen=self.listen, pid=self.pid, restarts=self.restarts)
+        return GatewayStatus(
+            state=self.state,
+            why=self.why,
+            listen=self.listen,
+            pid=self.pid,
+            restarts=self.restarts,
+        )
 
     async def run(self) -> None:
         """Keep it running until cancelled."""
@@ -52,11 +63,15 @@ class GatewayProcess:
         while True:
             begun = trio.current_time()
             why = await self._run_once()
-            pause_s = FIRST_PAUSE_S if trio.current_time() - begun > STEADY_S else pause_s
-            self.state, self.pid, self.why = "ended", None, f"{why}; it is started again in {pause_s:.0f} s"
+            if trio.current_time() - begun > STEADY_S:
+                pause_s = FIRST_PAUSE_S
+            self.state = "ended"
+            self.pid = None
+            self.why = f"{why}; it is started again in {pause_s:.0f} s"
             logger.warning("the gateway ended: %s", self.why)
             await trio.sleep(pause_s)
-            pause_s, self.restarts = min(LONGEST_PAUSE_S, 2 * pause_s), self.restarts + 1
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            self.restarts += 1
 
     async def _run_once(self) -> str:
         """Run it to its end; returns what it said last."""
@@ -65,14 +80,18 @@ class GatewayProcess:
             process = await trio.lowlevel.open_process(
                 list(self.command), stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment
             )
-        self.state, self.pid, self.why = "running", process.pid, f"see {self.log}"
+        self.state = "running"
+        self.pid = process.pid
+        self.why = f"see {self.log}"
         try:
             code = await process.wait()
         finally:
             with trio.CancelScope(shield=True):
                 await _end(process)
-        said = self.log.read_text(errors="replace").strip().splitlines()
-        return said[-1].removeprefix("swarmd: ")[:200] if code and said else f"it ended with {code}"
+        log_lines = self.log.read_text(errors="replace").strip().splitlines()
+        if code and log_lines:
+            return log_lines[-1].removeprefix("swarmd: ")[:200]
+        return f"it ended with {code}"
 
 
 async def _end(process: trio.Process) -> None:

@@ -31,18 +31,21 @@ class Health:
         """What this machine's clock says, in seconds since 1970."""
         return int(self._wall_clock())
 
-    def heard(self, peer: PeerId, hello: Hello) -> None:
-        """A member has told its time."""
+    def note_hello(self, peer: PeerId, hello: Hello) -> None:
+        """Note a member's clock, from its hello."""
         if hello.now:
             self._clocks.pop(peer, None)
             self._clocks[peer] = hello.now - self._wall_clock()
             if len(self._clocks) > MAX_CLOCKS:
                 del self._clocks[next(iter(self._clocks))]
 
-    def look(self, view: SwarmView) -> None:
-        """Is there a record of this very peer, made since it runs, that it did not make?"""
-        own = view.peers.get(self._me)
-        if own is not None and own.issued_at > self.up_since and own.up_since != self.up_since:
+    def note_clone(self, view: SwarmView) -> None:
+        """Note whether there is a record of this very peer, made since it runs, that it did not make.
+
+        Two machines with one key, as after a copied disk, disturb each other: each takes the other's records for newer.
+        """
+        own_record = view.peers.get(self._me)
+        if own_record is not None and own_record.issued_at > self.up_since and own_record.up_since != self.up_since:
             self._cloned_at = self._wall_clock()
 
     def snapshot(
@@ -54,10 +57,11 @@ class Health:
         workers: Sequence[WorkerLife],
     ) -> tuple[HealthRow, ...]:
         """Everything that was looked at, for people."""
-        self.look(view)
+        self.note_clone(view)
+        other_records = [record for peer, record in view.peers.items() if peer != self._me]
         facts = Facts(
             version=self._version,
-            versions=[r.version for peer, r in view.peers.items() if peer != self._me and r.version],
+            versions=[record.version for record in other_records if record.version],
             clocks_s=list(self._clocks.values()),
             is_cloned=self._wall_clock() - self._cloned_at < CLONED_FOR_S,
             free_disk_bytes=free_disk_bytes,
@@ -67,4 +71,12 @@ class Health:
             devices=devices,
             workers=workers,
         )
-        return tuple(HealthRow(kind=f.kind, is_fine=f.is_fine, text=f.text, remedy=f.remedy) for f in findings(facts))
+        return tuple(
+            HealthRow(
+                kind=finding.kind,
+                is_fine=finding.is_fine,
+                text=finding.text,
+                remedy=finding.remedy,
+            )
+            for finding in findings(facts)
+        )

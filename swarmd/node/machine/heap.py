@@ -9,7 +9,7 @@ import trio
 INTERVAL_S = 15.0  # a trim of a few hundred MiB takes some milliseconds, in a thread
 
 
-async def give_back() -> None:
+async def trim_heap() -> None:
     """Trim the heap now and then, until cancelled. Only glibc can be told to."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:

@@ -27,16 +27,17 @@ logger = logging.getLogger(__name__)
 
 
 class StatusCollector(Collector):
-    """Asks for the status when Prometheus asks."""
+    """Asks for the status when Prometheus asks, so that nothing is counted twice or goes stale."""
 
     def __init__(self, status: Callable[[], DaemonStatus]) -> None:
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
+        """Give all metrics as they are now."""
         status = self._status()
-        about = GaugeMetricFamily("swarmd_info", "Always 1.", labels=["swarm", "peer", "version"])
-        about.add_metric([status.swarm, status.peer, status.version], 1)
-        yield about
+        info = GaugeMetricFamily("swarmd_info", "Always 1.", labels=["swarm", "peer", "version"])
+        info.add_metric([status.swarm, status.peer, status.version], 1)
+        yield info
         yield GaugeMetricFamily("swarmd_uptime_seconds", "Since it started.", status.uptime_s)
         yield GaugeMetricFamily("swarmd_memory_bytes", "Of the daemon itself.", status.memory_mib * 2**20)
         yield GaugeMetricFamily("swarmd_members", "Members of the swarm that it knows.", status.members)
@@ -63,11 +64,15 @@ class StatusCollector(Collector):
         tuned = CounterMetricFamily("swarmd_tokens_tuned", "Tokens of fine-tuning.", labels=labels)
         refused = CounterMetricFamily("swarmd_refused", "Refusals, by code.", labels=[*labels, "code"])
         for hosting in status.hosting:
-            row = [str(hosting.slot), hosting.serving.name or hosting.serving.model if hosting.serving else ""]
+            model = ""
+            if hosting.serving is not None:
+                model = hosting.serving.name or hosting.serving.model
+            row = [str(hosting.slot), model]
             online.add_metric(row, float(hosting.state == "online"))
             if hosting.worker is not None:
                 restarts.add_metric(row, hosting.worker.restarts)
-            if (server := hosting.server) is not None:
+            server = hosting.server
+            if server is not None:
                 sessions.add_metric(row, server.sessions)
                 free.add_metric(row, server.free_cache_tokens)
                 room.add_metric(row, server.total_cache_tokens)
@@ -93,7 +98,7 @@ class StatusCollector(Collector):
 
 
 def application(status: Callable[[], DaemonStatus], host: str) -> Starlette:
-    """Build the ASGI application: GET /metrics and nothing else, for who calls this machine ``host``."""
+    """Build the ASGI application: GET /metrics and nothing else, under the name ``host`` or localhost."""
     registry = CollectorRegistry()
     registry.register(StatusCollector(status))
 

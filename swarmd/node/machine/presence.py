@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -47,9 +47,18 @@ CARDS = ("nvidia-smi", "--query-gpu=temperature.gpu", "--format=csv,noheader,nou
 
 
 class _PauseFile(msgspec.Struct, frozen=True):
+    """What ``pause.json`` holds."""
+
     until: float | None  # seconds since 1970; None: until its owner says otherwise
 
 
+# What the owner allows changes by sensors (battery, keyboard, temperature), by the clock and by commands. So there is
+# one function that decides (``decide``, pure), and one loop that calls it: every SENSE_INTERVAL_S where a rule needs a
+# sensor, else only when the clock can change the outcome. Commands (``pause``, ``resume``, ``follow``) decide at once,
+# with the sensors as they were read last.
+#
+# A sensor that cannot be read is None. Each rule says what that means for it, and the reason in ``swarmd status`` says
+# so, too: a machine must not work on against its owner's rule because a driver is missing.
 class Presence:
     """See the module. ``act`` is told why nothing may work, or "" when it may; ``file`` keeps a pause over restarts."""
 
@@ -65,7 +74,7 @@ class Presence:
         self._file = file
         self._read = sense or partial(trio.to_thread.run_sync, read_sensors)
         self._traffic = traffic or Traffic(limits_of(config))
-        self._pause = recall(file)
+        self._pause = read_pause(file)
         self._sensors = Sensors(datetime.now())
         self._changed = trio.Event()
         self.rules = rules_of(config)
@@ -85,9 +94,10 @@ class Presence:
 
     def _for_s(self) -> float:
         """How long nothing can change that nobody says: only the time counts where no rule asks for a sensor."""
-        rules, changes_at = self.rules, self.verdict.changes_at
-        asks = rules.untouched_s or rules.not_while or rules.hottest_c or rules.month_bytes
-        if asks or (not rules.on_battery and has_battery()):
+        rules = self.rules
+        changes_at = self.verdict.changes_at
+        needs_sensors = rules.untouched_s or rules.not_while or rules.hottest_c or rules.month_bytes
+        if needs_sensors or (not rules.on_battery and has_battery()):
             return SENSE_INTERVAL_S
         until_s = (changes_at - self._sensors.now).total_seconds() if changes_at else UNASKED_INTERVAL_S
         return min(max(0.0, until_s), UNASKED_INTERVAL_S)
@@ -96,28 +106,28 @@ class Presence:
         rules = self.rules
         sensors = await self._sense(rules)
         if rules is self.rules:  # else those that count now have been looked at meanwhile
-            self.look(sensors)
+            self.apply_sensors(sensors)
 
-    def look(self, sensors: Sensors) -> None:
+    def apply_sensors(self, sensors: Sensors) -> None:
         """Decide, and act when that is another decision."""
         self._sensors = sensors
-        before = self.verdict
-        self.verdict = decide(self.rules, sensors, self._pause, before.rule == "hottest_c")
-        if self.verdict.may_work != before.may_work:
+        previous = self.verdict
+        self.verdict = decide(self.rules, sensors, self._pause, previous.rule == "hottest_c")
+        if self.verdict.may_work != previous.may_work:
             logger.info("%s", self.verdict.reason)
-        is_other_reason = not self.verdict.may_work and self.verdict.reason != before.reason  # who rests says why
-        if self.verdict.rule != before.rule or is_other_reason:
+        is_other_reason = not self.verdict.may_work and self.verdict.reason != previous.reason  # status shows why
+        if self.verdict.rule != previous.rule or is_other_reason:
             self._act("" if self.verdict.may_work else self.verdict.reason)
 
     async def follow(self, config: PolicyConfig) -> None:
-        """The owner has changed the rules. Raises ConfigError."""
+        """Take over rules that the owner has changed. Raises ConfigError."""
         rules = rules_of(config)
         sensors = await self._sense(rules)
         self.rules = rules
         self._traffic.limits = limits_of(config)
         self.share.set(config.compute_share)
         self.kept_bytes = int(config.leave_free_gib * GIB)
-        self.look(sensors)
+        self.apply_sensors(sensors)
         self._changed.set()  # other rules may ask for another look sooner
 
     async def _sense(self, rules: Rules) -> Sensors:
@@ -149,7 +159,7 @@ class Presence:
 
     def _set(self, pause: Pause | None) -> None:
         self._pause = pause
-        self.look(replace(self._sensors, now=datetime.now()))
+        self.apply_sensors(replace(self._sensors, now=datetime.now()))
         self._changed.set()
 
     def snapshot(self) -> PolicyStatus:
@@ -168,7 +178,8 @@ class Presence:
 def verdict_now(config: PolicyConfig, file: Path, traffic: Traffic) -> WorkPermission:
     """What is decided before, or without, a daemon. Raises ConfigError."""
     rules = rules_of(config)
-    return decide(rules, replace(read_sensors(rules), month_bytes=traffic.used().n_bytes), recall(file))
+    sensors = replace(read_sensors(rules), month_bytes=traffic.used().n_bytes)
+    return decide(rules, sensors, read_pause(file))
 
 
 def rules_of(config: PolicyConfig) -> Rules:
@@ -203,7 +214,7 @@ def has_battery() -> bool:
     """Could this machine's power ever come from a battery?"""
     if sys.platform != "linux":
         return hasattr(psutil, "sensors_battery") and psutil.sensors_battery() is not None
-    return any(_said(folder / "type") == "Battery" for folder in POWER_SUPPLIES.glob("*"))
+    return any(_read_line(folder / "type") == "Battery" for folder in POWER_SUPPLIES.glob("*"))
 
 
 def _on_battery() -> bool:
@@ -211,13 +222,18 @@ def _on_battery() -> bool:
     if sys.platform != "linux":
         battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
         return battery is not None and battery.power_plugged is False
-    supplies = [{name: _said(folder / name) for name in SUPPLY} for folder in POWER_SUPPLIES.glob("*")]
-    own = [supply for supply in supplies if supply["scope"] != "Device"]
-    is_plugged_in = any(supply["type"] != "Battery" and supply["online"] == "1" for supply in own)
-    return not is_plugged_in and any((s["type"], s["status"]) == ("Battery", "Discharging") for s in own)
+    supplies = []
+    for folder in POWER_SUPPLIES.glob("*"):
+        supplies.append({name: _read_line(folder / name) for name in SUPPLY})
+    machine_supplies = [supply for supply in supplies if supply["scope"] != "Device"]
+    is_plugged_in = any(supply["type"] != "Battery" and supply["online"] == "1" for supply in machine_supplies)
+    is_discharging = any(
+        supply["type"] == "Battery" and supply["status"] == "Discharging" for supply in machine_supplies
+    )
+    return is_discharging and not is_plugged_in
 
 
-def _said(file: Path) -> str:
+def _read_line(file: Path) -> str:
     with suppress(OSError, UnicodeDecodeError):
         return file.read_text().strip()
     return ""
@@ -235,45 +251,52 @@ def _hottest_c() -> float | None:
     except (OSError, ValueError) as error:
         logger.info("no temperature can be read: %s", error)
         sensors = {}
-    found = [reading.current for chip in CPU_CHIPS for reading in sensors.get(chip, ())]
-    return max([*found, *_cards_c()], default=None)
+    chip_temperatures = [reading.current for chip in CPU_CHIPS for reading in sensors.get(chip, ())]
+    return max([*chip_temperatures, *_cards_c()], default=None)
 
 
 def _cards_c() -> list[float]:
     """NVIDIA's own tool comes with their driver; what is not supported there is no number."""
     if shutil.which(CARDS[0]) is None:
         return []
-    try:
-        done = subprocess.run(CARDS, capture_output=True, text=True, timeout=SENSOR_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+    done = _run_sensor(CARDS)
+    if done is None:
         return []
     return [float(line) for line in done.stdout.split() if line.isdigit()]
+
+
+def _run_sensor(command: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
+    """Run a program that reads a sensor; None where that fails or takes too long."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=SENSOR_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
 
 
 def _untouched_s() -> float | None:
     """Since somebody typed or moved a mouse: at a seat by logind, at terminals by when they were last read from."""
     seat = _seat_untouched_s()
     at_terminals = [_terminal_untouched_s(user.terminal) for user in psutil.users() if user.terminal]
-    known = [s for s in (seat, *at_terminals) if s is not None]
-    return min(known, default=None)
+    measured = [seconds for seconds in (seat, *at_terminals) if seconds is not None]
+    return min(measured, default=None)
 
 
 def _seat_untouched_s() -> float | None:
     """None where there is no logind; for ever at a machine without a seat."""
     if shutil.which("loginctl") is None:
         return None
-    command = ["loginctl", "show-seat", "seat0", "--property=IdleHint", "--property=IdleSinceHint"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SENSOR_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+    done = _run_sensor(["loginctl", "show-seat", "seat0", "--property=IdleHint", "--property=IdleSinceHint"])
+    if done is None:
         return None
-    said = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+    properties = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
     if done.returncode and "seat0" in done.stderr:
         return math.inf
-    if said.get("IdleHint") == "no":
+    if properties.get("IdleHint") == "no":
         return 0.0
-    since_us = said.get("IdleSinceHint", "")
-    return time.time() - int(since_us) / 1e6 if said.get("IdleHint") == "yes" and since_us.isdigit() else None
+    since_us = properties.get("IdleSinceHint", "")
+    if properties.get("IdleHint") != "yes" or not since_us.isdigit():
+        return None
+    return time.time() - int(since_us) / 1e6
 
 
 def _terminal_untouched_s(terminal: str) -> float | None:
@@ -286,17 +309,17 @@ def _pause_of(until: float | None) -> Pause:
     return Pause(None if until is None else datetime.fromtimestamp(until))
 
 
-def recall(file: Path | None) -> Pause | None:
+def read_pause(file: Path | None) -> Pause | None:
     """The pause that was written down."""
     if file is None or not file.is_file():
         return None
     try:
-        kept = read_json(file, _PauseFile, "pause again, or resume")
+        saved = read_json(file, _PauseFile, "pause again, or resume")
     except ConfigError as error:
         logger.warning("%s; it stays paused until then", error)
         return Pause()
     try:
-        return _pause_of(kept.until)
+        return _pause_of(saved.until)
     except (ValueError, OverflowError, OSError):
         logger.warning("%s names no time: it stays paused until swarmd resume", file)
         return Pause()

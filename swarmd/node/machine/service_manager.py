@@ -18,18 +18,24 @@ SHARE_OF_WATCHDOG = 0.5  # of the time that the manager waits, as sd_watchdog_en
 
 
 class ServiceManager:
-    """Whoever started this process, if it wants to be told; the loop that says so must turn for it to be said."""
+    """The program that started this process, if it wants to be told how it fares.
+
+    The watchdog's messages come from the daemon's own loop, so a loop that hangs falls silent, and is restarted.
+    """
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
         self._address = environment.pop("NOTIFY_SOCKET", "")  # workers inherit the rest: they are not to speak for us
-        timeout_us, pid = environment.pop("WATCHDOG_USEC", ""), environment.pop("WATCHDOG_PID", "")
+        timeout_us = environment.pop("WATCHDOG_USEC", "")
+        pid = environment.pop("WATCHDOG_PID", "")
         is_ours = pid in ("", str(os.getpid()))
         self.watchdog_s = int(timeout_us) / 1e6 if timeout_us.isdecimal() and is_ours else 0.0
 
     def ready(self, text: str) -> None:
+        """Say that the daemon is up, with a line for people."""
         self._tell(f"READY=1\nSTATUS={text}")
 
     def stopping(self) -> None:
+        """Say that the daemon is about to end."""
         self._tell("STOPPING=1\nSTATUS=handing sessions over")
 
     async def run(self) -> None:

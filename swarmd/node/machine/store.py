@@ -31,6 +31,9 @@ Uplink = Callable[[], tuple[float | None, bool]]
 SHARE_WHILE_DECODING = 0.8  # of the uplink: what is full makes every packet wait, decode steps' too
 
 
+# Three users of one disk: workers that serve, downloads that a person asked for, and peers that fetch from here. What a
+# worker serves or is about to serve (``hold``) is never deleted to make room; anything else may be. Each worker holds
+# for itself by its slot, so two workers of one model hold what either needs.
 class Store:
     """See the module. ``changed`` hears that what is here is other than announced, ``count`` of bytes."""
 
@@ -44,10 +47,11 @@ class Store:
         count: Count = lambda kind, n: None,
     ) -> None:
         self.library = library
-        down = Pace(lambda: config.down_limit_mbit * MBIT or None)
-        taken = partial(count, UsageKind.WEIGHTS_TAKEN)
-        self.supply = Supply(library, rpc, view, down, self._in_use, config.hub, changed, taken)
-        self.donor = Donor(library.folders, Pace(self._up_bytes_per_s), partial(count, UsageKind.WEIGHTS_GIVEN))
+        download_pace = Pace(lambda: config.down_limit_mbit * MBIT or None)
+        count_taken = partial(count, UsageKind.WEIGHTS_TAKEN)
+        count_given = partial(count, UsageKind.WEIGHTS_GIVEN)
+        self.supply = Supply(library, rpc, view, download_pace, self._in_use, config.hub, changed, count_taken)
+        self.donor = Donor(library.folders, Pace(self._up_bytes_per_s), count_given)
         self._config = config
         self._held: dict[int, tuple[ModelId, frozenset[int]]] = {}
         self._uplink: Uplink = lambda: (None, False)
@@ -57,7 +61,7 @@ class Store:
 
     def hold(self, slot: int, model: ModelId, groups: frozenset[int]) -> None:
         """The worker ``slot`` serves these groups, or will: they stay on the disk."""
-        self._held[slot] = model, groups
+        self._held[slot] = (model, groups)
 
     def release(self, slot: int) -> None:
         """The worker serves nothing any more."""
@@ -98,7 +102,8 @@ class Store:
     async def _pull(self, model: ModelId, span: Span | None) -> None:
         try:
             n_blocks = (await self.supply.manifest(model)).n_blocks
-            await self.supply.ensure(model, None if span is None else [*span.blocks(), n_blocks])
+            groups = None if span is None else [*span.blocks(), n_blocks]
+            await self.supply.ensure(model, groups)
         except SwarmError as error:
             logger.warning("model %s was not fetched: %s", model[:12], error)
             self._failures[model] = error
@@ -113,10 +118,12 @@ class Store:
 
     def here(self, model: ModelId) -> HereStatus:
         """What this machine has of a model, and how the last attempt to fetch more ended."""
-        folder, failure = self.library.folders.get(model), self._failures.get(model)
+        folder = self.library.folders.get(model)
+        spans = folder.blocks_held if folder else ()
+        failure = self._failures.get(model)
         return HereStatus(
             here=folder is not None and folder.is_whole,
-            blocks_here=tuple((s.start, s.end) for s in folder.blocks_held) if folder else (),
+            blocks_here=tuple((span.start, span.end) for span in spans),
             folder=str(folder.folder) if folder else None,
             pulling=model in self._pulling,
             failure=str(failure) if failure else None,

@@ -30,16 +30,19 @@ class _Visitor:
         self._certificate = certificate
 
     def hello(self) -> Hello:
+        """Show the certificate, whatever it is worth."""
         return Hello(certificate=self._certificate, agent="swarmd join")
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
+        """Check a member's own certificate. Raises Refused."""
         self._exchange.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
+        """Answer nothing."""
         return False
 
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
-        return
+        """Miss nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,12 @@ class CheckinResult:
     waits: bool = False
 
 
+# Nothing is written before a member has answered: a folder with a wrong key would have to be cleaned up by hand. The
+# kind of failure decides what the user is told:
+#
+#     every handshake fails, or one member knows the invite as revoked   ConfigError: another invite is needed
+#     a founder has to approve first                                     no error: ``waits``
+#     nobody answers                                                     SwarmUnavailable: worth another try
 async def check_in(
     keys: SwarmKeys, identity: Identity, certificate: tuple[bytes, ...], bootstrap: dict[PeerId, tuple[str, ...]]
 ) -> CheckinResult:
@@ -60,33 +69,35 @@ async def check_in(
     network = Libp2pNetwork(identity, keys.psk, certificate=certificate)
     exchange = Exchange(keys, time.time)
     rpc = Rpc(network, _Visitor(exchange, certificate))
-    said: list[str] = []
-    mismatches, waits = 0, False
+    failures: list[str] = []
+    n_mismatches = 0
+    waits = False
     async with network.running(), trio.open_nursery() as nursery:
         await nursery.start(rpc.run)
         for peer, addresses in bootstrap.items():
             network.learn(peer, addresses)
             try:
                 await exchange.pull(rpc, peer)
-                said = []
+                failures = []
                 break
             except Refused as error:
                 if error.code == Code.WAITS:
-                    said, waits = [], True
+                    failures = []
+                    waits = True
                     break
                 if error.code in (Code.REVOKED, Code.NOT_A_MEMBER):
-                    said = [f"refused: {error}"]
-                    mismatches = len(bootstrap)
+                    failures = [f"refused: {error}"]
+                    n_mismatches = len(bootstrap)
                     break
-                said.append(f"{', '.join(addresses)}: {error}")
+                failures.append(f"{', '.join(addresses)}: {error}")
             except HandshakeFailed as error:
-                mismatches += 1
-                said.append(str(error))
+                n_mismatches += 1
+                failures.append(str(error))
             except PeerError as error:
-                said.append(str(error))
+                failures.append(str(error))
         nursery.cancel_scope.cancel()
-    if not said and bootstrap:
+    if not failures and bootstrap:
         return CheckinResult(exchange.book.catalog_raw, waits)
-    if mismatches == len(bootstrap) and said:
-        raise ConfigError(f"the swarm does not let this machine in: {'; '.join(said)}")
-    raise SwarmUnavailable(f"no member answers: {'; '.join(said) or 'the invite names no address'}")
+    if n_mismatches == len(bootstrap) and failures:
+        raise ConfigError(f"the swarm does not let this machine in: {'; '.join(failures)}")
+    raise SwarmUnavailable(f"no member answers: {'; '.join(failures) or 'the invite names no address'}")

@@ -66,6 +66,16 @@ Describe = Callable[[], list[dict[str, Any]]]
 """This peer's records without what all records share; "kind" says which it is."""
 
 
+# Four loops, each with its own pace, so that none waits for another:
+#
+#     announce     sign this peer's records, push them to a few members   every 20 s, at once when something changed
+#     exchange     swap what one other member lacks (anti-entropy)        every 2 s, 8 s while nothing is new
+#     rendezvous   be found, and find, through the DHT                    rarely
+#     probe        measure round trips, and bandwidth to one member       every 30 s
+#
+# Pushes make news fast (log6 of the members steps), exchanges make it certain: a member that missed a push hears it
+# from anybody. Nothing that a peer sends is believed here: ``exchange`` checks signatures, and the DHT's values are
+# records like any other.
 class Directory:
     """See the module."""
 
@@ -77,6 +87,7 @@ class Directory:
         rpc: Rpc,
         store: RecordStore,
         exchange: Exchange,
+        *,
         wall_clock: Callable[[], float],
         rng: random.Random,
         bootstrap: dict[PeerId, tuple[str, ...]],
@@ -93,7 +104,9 @@ class Directory:
         self._wall_clock = wall_clock
         self._rng = rng
         self._memory_file = memory_file
-        self._known = {p: a for p, a in bootstrap.items() if p != network.peer_id} | self._recall()
+        self._known = dict(bootstrap)
+        self._known.pop(network.peer_id, None)
+        self._known |= self._recall()
         self._is_exchange_on = is_exchange_on
         self._describe: Describe = list
         self._likely_next: Callable[[], set[PeerId]] = set
@@ -106,6 +119,7 @@ class Directory:
         self._index = "the DHT has not been asked yet"
 
     def view(self) -> SwarmView:
+        """Give the frozen picture of all records that count."""
         return self.exchange.view()
 
     def snapshot(self) -> DirectoryStatus:
@@ -119,13 +133,15 @@ class Directory:
         )
 
     def announce_soon(self) -> None:
-        """Something worth telling changed."""
+        """Announce this peer's records as soon as changes that come together have come."""
         self._announce_now.set()
 
     def address_book(self) -> dict[PeerId, tuple[str, ...]]:
         """Addresses to give to newcomers: those of live members first."""
-        live = {p: r.addresses for p, r in self.view().peers.items() if r.addresses}
-        return {**live, **{p: a for p, a in self._known.items() if p not in live}}
+        records_of = self.view().peers.items()
+        live = {peer: record.addresses for peer, record in records_of if record.addresses}
+        remembered = {peer: addresses for peer, addresses in self._known.items() if peer not in live}
+        return {**live, **remembered}
 
     async def run(
         self,
@@ -134,7 +150,8 @@ class Directory:
         task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Announce what ``describe`` says of this peer, and exchange; links to ``likely_next`` matter most."""
-        self._describe, self._likely_next = describe, likely_next
+        self._describe = describe
+        self._likely_next = likely_next
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._announce_loop)
             nursery.start_soon(self._rendezvous_loop)
@@ -147,23 +164,24 @@ class Directory:
         """Exchange with somebody, less and less often while it brings nothing to either side and no run needs news."""
         interval_s = EXCHANGE_INTERVAL_S
         while True:
-            is_quiet = await self._exchange_once() and not any(
-                r.peer == self._network.peer_id for r in self.view().runs
-            )
+            is_quiet = await self._exchange_once()
+            if any(run.peer == self._network.peer_id for run in self.view().runs):
+                is_quiet = False
             interval_s = min(QUIET_EXCHANGE_S, 2 * interval_s) if is_quiet else EXCHANGE_INTERVAL_S
             await trio.sleep(interval_s * self._rng.uniform(0.75, 1.25))
 
     async def _exchange_once(self) -> bool:
         """Exchange with one peer; did both sides know all?"""
-        targets = sorted(self._others())
-        strangers = [p for p in self._known if p not in self.view().peers and p != self._network.peer_id]
+        members = self._others()
+        targets = sorted(members)
+        strangers = [peer for peer in self._known if peer not in members and peer != self._network.peer_id]
         if strangers and (not targets or self._rng.random() < 0.1):
             targets = strangers
         if not targets:
             self._reason = "alone: nobody is known yet"
             return False
         peer = self._rng.choice(targets)
-        self._network.learn(peer, self.exchange.addresses_of(peer) or self._known.get(peer, ()))
+        self._network.learn(peer, self._addresses_of(peer))
         try:
             is_news = await self.exchange.pull(self._rpc, peer)
         except PeerError as error:
@@ -186,11 +204,13 @@ class Directory:
     async def announce(self) -> None:
         """Sign this peer's own records anew and tell some of those it is connected with."""
         raws = [records.sign(record, self._identity) for record in self._own_records()]
-        connected = sorted(self._rpc.peers() - {self._network.peer_id}) if self._is_exchange_on else []
-        told = self._rng.sample(connected, min(N_PUSHED_TO, len(connected)))
+        connected: list[PeerId] = []
+        if self._is_exchange_on:
+            connected = sorted(self._rpc.peers() - {self._network.peer_id})
+        receivers = self._rng.sample(connected, min(N_PUSHED_TO, len(connected)))
         newest = self.exchange.book.catalog.rank
-        await self.exchange.push(self._rpc, raws, told, catalog=newest != self._told_of_catalog)
-        if told:
+        await self.exchange.push(self._rpc, raws, receivers, catalog=newest != self._told_of_catalog)
+        if receivers:
             self._told_of_catalog = newest
 
     def _own_records(self) -> list[AnyRecord]:
@@ -204,11 +224,12 @@ class Directory:
             "certificate": self._certificate,
         }
         kinds: dict[str, type[AnyRecord]] = {"peer": PeerRecord, "span": SpanRecord, "run": RunRecord}
-        own: list[AnyRecord] = []
-        for fields in self._describe():
-            rest = {k: v for k, v in fields.items() if k != "kind"}
-            own.append(kinds[fields["kind"]](**common, **rest))
-        return own
+        own_records: list[AnyRecord] = []
+        for description in self._describe():
+            record_type = kinds[description["kind"]]
+            fields = {name: value for name, value in description.items() if name != "kind"}
+            own_records.append(record_type(**common, **fields))
+        return own_records
 
     async def _rendezvous_loop(self) -> None:
         """Be found and find, through the DHT: soon after the start, then rarely."""
@@ -218,21 +239,25 @@ class Directory:
             try:
                 await self._enter_index()
                 await self._find_others()
-                await self._store.put(own_key(self.exchange.keys.swarm_id, self._network.peer_id), self._own_value())
-                await self._store.provide(self.exchange.keys.swarm_id)
-                self._is_indexed, self._index = True, "the DHT keeps this member's record"
+                swarm_id = self.exchange.keys.swarm_id
+                await self._store.put(record_key(swarm_id, self._network.peer_id), self._own_value())
+                await self._store.provide(swarm_id)
+                self._is_indexed = True
+                self._index = "the DHT keeps this member's record"
             except PeerError as error:
                 logger.debug("rendezvous: %s", error)
-                self._is_indexed, self._index = (False if self._others() else None), f"the DHT: {error}"
+                self._is_indexed = False if self._others() else None  # None: nobody is there who could keep it
+                self._index = f"the DHT: {error}"
             if delay_s >= RENDEZVOUS_INTERVAL_S and self._is_indexed and self._others():
                 delay_s = SETTLED_RENDEZVOUS_S * self._rng.uniform(0.75, 1.25)
             else:
                 delay_s = min(RENDEZVOUS_INTERVAL_S, delay_s * 4)
 
     async def _enter_index(self) -> None:
-        """Connect to somebody known, and enter the DHT through whoever is connected."""
-        others = [(p, a) for p, a in self.address_book().items() if p != self._network.peer_id]
-        for peer, addresses in others:
+        """Connect to a known member, and enter the DHT through all that are connected."""
+        candidates = self.address_book()
+        candidates.pop(self._network.peer_id, None)
+        for peer, addresses in candidates.items():
             if self._rpc.peers() - {self._network.peer_id}:
                 break
             self._network.learn(peer, addresses)
@@ -243,84 +268,104 @@ class Directory:
         await self._store.join(sorted(self._rpc.peers()))
 
     async def _find_others(self) -> None:
-        found = await self._store.find_providers(self.exchange.keys.swarm_id)
-        for peer, addresses in found.items():
+        providers = await self._store.find_providers(self.exchange.keys.swarm_id)
+        for peer, addresses in providers.items():
             if peer in self.view().peers:
                 continue
             self._network.learn(peer, addresses)
             self._known.setdefault(peer, addresses)
-            value = await self._store.get(own_key(self.exchange.keys.swarm_id, peer))
-            if value is not None:
-                try:
-                    await self.exchange.merge_body_untrusted(memoryview(value))
-                except RemoteProtocolError as error:
-                    logger.info("ignoring a value of %s in the DHT: %s", peer, error)
+            value = await self._store.get(record_key(self.exchange.keys.swarm_id, peer))
+            if value is None:
+                continue
+            try:
+                await self.exchange.merge_body_untrusted(memoryview(value))
+            except RemoteProtocolError as error:
+                logger.info("ignoring a value of %s in the DHT: %s", peer, error)
 
     def _own_value(self) -> bytes:
-        own = [records.sign(record, self._identity) for record in self._own_records()]
-        return msgspec.msgpack.encode(ExchangeBody(envelopes=own))
+        envelopes = [records.sign(record, self._identity) for record in self._own_records()]
+        return msgspec.msgpack.encode(ExchangeBody(envelopes=envelopes))
 
     async def _probe_loop(self) -> None:
         """Measure round trips to a few peers now and then, and bandwidth to one."""
         while True:
             await trio.sleep(1.5 if not self.links.round_trip_s else PROBE_INTERVAL_S)
-            others = sorted(self._others())
-            likely = sorted(self._likely_next().intersection(others))
-            before = set(self.links.round_trip_s), self.links.up_bytes_per_s
-            chosen = {*self._rng.sample(likely, min(8, len(likely))), *self._rng.sample(others, min(8, len(others)))}
+            other_peers = sorted(self._others())
+            likely = sorted(self._likely_next().intersection(other_peers))
+            previous_links = (set(self.links.round_trip_s), self.links.up_bytes_per_s)
+            chosen = set(self._rng.sample(likely, min(8, len(likely))))
+            chosen |= set(self._rng.sample(other_peers, min(8, len(other_peers))))
             for peer in sorted(chosen):
                 try:
                     self.links.round_trip_s[peer] = await self.ping(peer)
                 except PeerError:
                     self.links.round_trip_s.pop(peer, None)
-            if others and self.links.up_bytes_per_s is None:
-                await self._probe_bandwidth(self._rng.choice(others))
-            if before != (set(self.links.round_trip_s), self.links.up_bytes_per_s):
+            if other_peers and self.links.up_bytes_per_s is None:
+                await self._probe_bandwidth(self._rng.choice(other_peers))
+            if previous_links != (set(self.links.round_trip_s), self.links.up_bytes_per_s):
                 self.announce_soon()  # else the next announcement says how they have changed
 
     async def ping(self, peer: PeerId, timeout_s: float = 5.0) -> float:
         """Measure one round trip in seconds. Raises PeerError."""
-        self._network.learn(peer, self.exchange.addresses_of(peer) or self._known.get(peer, ()))
+        self._network.learn(peer, self._addresses_of(peer))
         return await self._rpc.round_trip_s(peer, timeout_s)
 
-    async def answering(self, peers: set[PeerId]) -> set[PeerId]:
+    async def find_answering(self, peers: set[PeerId]) -> set[PeerId]:
         """Which of these peers answer now, this one included; of very many those that are asked."""
-        found = peers & {self._network.peer_id}
+        alive = peers & {self._network.peer_id}
 
         async def ask(peer: PeerId) -> None:
             with suppress(PeerError):
                 await self.ping(peer, ANSWER_S)
-                found.add(peer)
+                alive.add(peer)
 
-        others = sorted(peers - found)
+        candidates = sorted(peers - alive)
         async with trio.open_nursery() as nursery:
-            for peer in self._rng.sample(others, min(MOST_ASKED, len(others))):
+            for peer in self._rng.sample(candidates, min(MOST_ASKED, len(candidates))):
                 nursery.start_soon(ask, peer)
-        return found
+        return alive
 
     async def _probe_bandwidth(self, peer: PeerId) -> None:
         try:
             trip_s = await self.ping(peer)
-            up, down = await self._measure(peer, trip_s, True), await self._measure(peer, trip_s, False)
-            self.links.up_bytes_per_s, self.links.down_bytes_per_s = up, down
+            up_bytes_per_s = await self._measure(peer, trip_s, is_up=True)
+            down_bytes_per_s = await self._measure(peer, trip_s, is_up=False)
+            self.links.up_bytes_per_s = up_bytes_per_s
+            self.links.down_bytes_per_s = down_bytes_per_s
         except PeerError as error:
             logger.debug("no bandwidth measured with %s: %s", peer, error)
 
     async def _measure(self, peer: PeerId, trip_s: float, is_up: bool) -> float:
-        """Bytes/s to or from a peer, by more bytes each time, until windows no longer count. Raises PeerError."""
-        n_bytes, before = PROBE_BYTES, 0.0
+        """Measure bytes/s to or from a peer, by more bytes each time, until windows no longer count.
+
+        A short probe measures how TCP's window opens, not the link. So the size grows until one probe fills PROBE_S and
+        is hardly faster than the one before. Raises PeerError.
+        """
+        n_bytes = PROBE_BYTES
+        previous_rate = 0.0
         while True:
             rate = await self._rate(peer, trip_s, n_bytes, is_up)
-            is_steady = n_bytes >= rate * PROBE_S and rate < MUCH_FASTER * before
+            is_steady = n_bytes >= rate * PROBE_S and rate < MUCH_FASTER * previous_rate
             if n_bytes == MOST_PROBE_BYTES or is_steady:
-                return max(rate, before)
-            n_bytes, before = min(MOST_PROBE_BYTES, max(2 * n_bytes, int(rate * PROBE_S))), rate
+                return max(rate, previous_rate)
+            n_bytes = min(MOST_PROBE_BYTES, max(2 * n_bytes, int(rate * PROBE_S)))
+            previous_rate = rate
 
     async def _rate(self, peer: PeerId, trip_s: float, n_bytes: int, is_up: bool) -> float:
         begun = trio.current_time()
         sent = bytes(n_bytes if is_up else 0)
-        await self._rpc.call(peer, lambda i: Ping(id=i, want_bytes=n_bytes - len(sent)), sent, 30.0, "bulk")
-        return n_bytes / max(trio.current_time() - begun - trip_s, 1e-6)
+        n_wanted = n_bytes - len(sent)
+
+        def request(call_id: int) -> Ping:
+            return Ping(id=call_id, want_bytes=n_wanted)
+
+        await self._rpc.call(peer, request, sent, 30.0, "bulk")
+        took_s = trio.current_time() - begun - trip_s
+        return n_bytes / max(took_s, 1e-6)
+
+    def _addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """The addresses that a peer announces, or those that are remembered of it."""
+        return self.exchange.addresses_of(peer) or self._known.get(peer, ())
 
     def _others(self) -> set[PeerId]:
         return set(self.view().peers) - {self._network.peer_id}
@@ -335,25 +380,32 @@ class Directory:
             return {}
 
     def _remember(self) -> None:
-        fresh = {p: r.addresses for p, r in self.view().peers.items() if p != self._network.peer_id}
-        if all(self._known.get(p) == a for p, a in fresh.items()):
+        fresh = {peer: record.addresses for peer, record in self.view().peers.items()}
+        fresh.pop(self._network.peer_id, None)
+        if all(self._known.get(peer) == addresses for peer, addresses in fresh.items()):
             return
-        merged = {**fresh, **{p: a for p, a in self._known.items() if p not in fresh}}
+        older = {peer: addresses for peer, addresses in self._known.items() if peer not in fresh}
+        merged = {**fresh, **older}
         self._known = dict(list(merged.items())[:MAX_REMEMBERED])
-        if self._memory_file is not None:
-            try:
-                self._memory_file.write_text(json.dumps(self._known))
-            except OSError as error:
-                logger.warning("cannot remember addresses in %s: %s", self._memory_file, error.strerror)
+        if self._memory_file is None:
+            return
+        try:
+            self._memory_file.write_text(json.dumps(self._known))
+        except OSError as error:
+            logger.warning("cannot remember addresses in %s: %s", self._memory_file, error.strerror)
 
 
-def own_key(swarm_id: str, peer: PeerId) -> str:
+def record_key(swarm_id: str, peer: PeerId) -> str:
     """The DHT key that only ``peer`` can write."""
     return f"/swarmd/{swarm_id}/{peer}"
 
 
-def value_sequence(exchange: Exchange, wall_clock: Callable[[], float]) -> Callable[[str, bytes], int]:
-    """Make the DHT's validator: a value must hold records of the peer that its key names, and nothing else."""
+def value_validator(exchange: Exchange, wall_clock: Callable[[], float]) -> Callable[[str, bytes], int]:
+    """Make the DHT's validator: a value must hold records of the peer that its key names, and nothing else.
+
+    A DHT server stores values for strangers. Without this check anyone could replace a member's value by an older one,
+    or by another member's records. The highest sequence wins where two values are valid.
+    """
 
     def sequence(key: str, value: bytes) -> int:
         body = decode(value, ExchangeBody, "a value", IntegrityError)
@@ -362,7 +414,7 @@ def value_sequence(exchange: Exchange, wall_clock: Callable[[], float]) -> Calla
         highest = 0
         for raw in body.envelopes:
             verified = records.read_untrusted(raw, exchange.doors.founders.ever, wall_clock())
-            if own_key(exchange.keys.swarm_id, PeerId(verified.record.peer)) != key:
+            if record_key(exchange.keys.swarm_id, PeerId(verified.record.peer)) != key:
                 raise IntegrityError(f"a record of {verified.record.peer} under the key {key}")
             highest = max(highest, verified.record.sequence)
         return highest

@@ -21,6 +21,10 @@ LEAST_WEIGHT = 0.01  # of what the protocol takes: nobody gets nothing
 SINCE_S = 30 * 86_400  # what was given earlier is thanked for
 
 
+# A weight must not be something that a client can raise by itself. So it comes from this machine's own books, which
+# hold what its own clients took and what its own worker computed. Many keys by one invite share one weight, so more
+# keys bring nothing. Reading a month of bills takes some milliseconds, so it is done by a thread now and then, and an
+# opening session is weighed by what was read last.
 class Order:
     """``weight`` is asked when a session opens, ``run`` reads the books now and then."""
 
@@ -36,14 +40,17 @@ class Order:
         if membership is None:
             return 1.0
         is_own = self._exchange.voucher_of(peer) == self._exchange.voucher_of(self._me)
-        whole = order.weight(self._exchange.book.catalog, membership, self.balance(peer), is_own)
-        return max(LEAST_WEIGHT, whole / self._exchange.n_sharing(peer))  # an invite for any number is one voucher
+        full_weight = order.weight(self._exchange.book.catalog, membership, self.balance(peer), is_own)
+        return max(
+            LEAST_WEIGHT, full_weight / self._exchange.n_sharing(peer)
+        )  # an invite for any number is one voucher
 
     def balance(self, peer: PeerId) -> Balance:
         """What passed between this machine and the guests of a peer's invite, as far as the books were read."""
         return self._balances.get(self._exchange.voucher_of(peer), Balance())
 
     async def run(self) -> None:
+        """Read the books now and then, until cancelled."""
         while self._books.are_kept:
             try:
                 self._balances = await trio.to_thread.run_sync(self._read)
@@ -53,9 +60,12 @@ class Order:
 
     def _read(self) -> dict[bytes, Balance]:
         """A client that signs no bill has taken all the same: this machine's own count is enough for its own order."""
-        own, since = self._exchange.voucher_of(self._me), int(self._exchange.now()) - SINCE_S
-        served = {voucher: n for voucher, n in self._books.served(since).items() if voucher != own}
+        own_voucher = self._exchange.voucher_of(self._me)
+        since = int(self._exchange.now()) - SINCE_S
+        served = self._books.served(since)
+        served.pop(own_voucher, None)
         balances = {voucher: Balance(took=n) for voucher, n in served.items()}
-        for s in self._books.sums(self._me, own, since):
-            balances[s.voucher] = Balance(gave_us=s.took, took=max(s.gave, served.get(s.voucher, 0)))
+        for total in self._books.sums(self._me, own_voucher, since):
+            n_served = max(total.gave, served.get(total.voucher, 0))
+            balances[total.voucher] = Balance(gave_us=total.took, took=n_served)
         return balances

@@ -45,6 +45,14 @@ GOODBYE_S = 2.0  # for the router to take a mapping back
 MAX_RELAY_ADDRESSES = 2  # of one relay that are announced: one of each family
 
 
+#     unknown --at least half of those that tried could connect--> open: relays for others, if it offers to
+#        |                                                          ^ |
+#        '---- fewer ----> closed: asks the router for a port; <----' '
+#                          holds N_RELAYS reservations at open members
+#
+# A peer cannot see from inside whether it can be dialled, so members try, one at a time and over each version of IP.
+# They could lie: then this peer is reached through a relay, or dialled in vain for a while, until others have tried.
+# When this machine's addresses change, all answers are of another network and are dropped.
 class Reachability:
     """See the module. ``offers``: it relays for others when it can be reached; ``asks_router`` to open a port."""
 
@@ -73,12 +81,13 @@ class Reachability:
         self._relays: list[PeerId] = []
         self._holding: dict[PeerId, trio.CancelScope] = {}
         self._refused_at: dict[PeerId, float] = {}
-        self._own: set[str] = set()
-        self._announced: tuple[tuple[str, ...], frozenset[int]] = (), frozenset()
+        self._own_hosts: set[str] = set()
+        self._announced: tuple[tuple[str, ...], frozenset[int]] = ((), frozenset())
         self._wake = trio.Event()
         self.reach: Decision[Reach] = Decision("unknown", "no member has tried to connect yet")
 
     async def run(self) -> None:
+        """Find out how this peer is reached and keep it reachable, until cancelled."""
         try:
             async with trio.open_nursery() as nursery:
                 while True:
@@ -88,7 +97,8 @@ class Reachability:
                     for relay in self._missing_relays():
                         self._holding[relay] = trio.CancelScope()
                         nursery.start_soon(self._hold, relay, self._holding[relay])
-                    if (port := self._port_to_map()) is not None:
+                    port = self._port_to_map()
+                    if port is not None:
                         nursery.start_soon(self._map, port)
                     self._announce()
                     interval_s = SETTLED_INTERVAL_S if self._is_settled else LOOK_INTERVAL_S
@@ -102,7 +112,9 @@ class Reachability:
     def snapshot(self) -> ReachStatus:
         relays = tuple(str(peer) for peer in self._relays)
         mapped = None if self._mapping is None else f"{self._mapping.host}:{self._mapping.port}"
-        why = f"{self.reach.reason}{'' if self.reach.action != 'closed' else self._through()}"
+        why = self.reach.reason
+        if self.reach.action == "closed":
+            why += self._relays_for_people()
         return ReachStatus(
             state=self.reach.action,
             why=why,
@@ -112,8 +124,8 @@ class Reachability:
             mapped=mapped,
         )
 
-    def announced(self) -> dict[str, object]:
-        """What this peer's record says of it."""
+    def record_fields(self) -> dict[str, object]:
+        """Give the fields of this peer's record that say how it is reached."""
         return {"reach": self.reach.action, "relays": self._is_relay}
 
     @property
@@ -122,9 +134,11 @@ class Reachability:
 
     @property
     def _is_settled(self) -> bool:
-        return self.reach.action == "open" or (self.reach.action == "closed" and len(self._relays) >= N_RELAYS)
+        if self.reach.action == "closed":
+            return len(self._relays) >= N_RELAYS
+        return self.reach.action == "open"
 
-    def _through(self) -> str:
+    def _relays_for_people(self) -> str:
         if not self._relays:
             return "; no member relays for it yet"
         return f"; it is reached through {' and '.join(peer[-8:] for peer in self._relays)}"
@@ -133,45 +147,58 @@ class Reachability:
 
     async def _ask(self) -> None:
         """Have one more member try, until enough from outside have; all again after a while."""
-        now, own = trio.current_time(), set(self._ways.own_hosts())
-        if own != self._own:  # another network, perhaps: what was found there counts no more
-            self._own, self._answers, self._asked_at = own, {}, {}
-        fresh = [answer for answer, at in self._answers.values() if now - at < ASK_AGAIN_S]
-        others = sorted(self._directory.view().peers.keys() - {self._rpc.network.peer_id})
-        versions = () if self._ways.listening_port() is None else versions_to_try(fresh, own)
-        asked = self._whom_to_ask(versions, others, now)
-        if asked is None:
+        now = trio.current_time()
+        own_hosts = set(self._ways.own_hosts())
+        if own_hosts != self._own_hosts:  # another network, perhaps: what was found there counts no more
+            self._own_hosts = own_hosts
+            self._answers = {}
+            self._asked_at = {}
+        fresh = [answer for answer, answered_at in self._answers.values() if now - answered_at < ASK_AGAIN_S]
+        me = self._rpc.network.peer_id
+        other_peers = sorted(self._directory.view().peers.keys() - {me})
+        versions = () if self._ways.listening_port() is None else versions_to_try(fresh, own_hosts)
+        target = self._whom_to_ask(versions, other_peers, now)
+        if target is None:
             return
-        self._asked_at[asked], (peer, version) = now, asked
+        self._asked_at[target] = now
+        peer, version = target
         try:
             self._rpc.network.learn(peer, self._directory.exchange.addresses_of(peer))
-            self._answers[asked] = (await self._ways.ask_dial_back(peer, version), now)
+            self._answers[target] = (await self._ways.ask_dial_back(peer, version), now)
         except PeerError as error:
-            self._asked_at[asked] = now - ASK_AGAIN_S + UNANSWERED_S
+            self._asked_at[target] = now - ASK_AGAIN_S + UNANSWERED_S
             logger.debug("%s does not say whether it can connect here over IPv%d: %s", peer, version, error)
 
-    def _whom_to_ask(self, versions: tuple[int, ...], others: list[PeerId], now: float) -> tuple[PeerId, int] | None:
+    def _whom_to_ask(
+        self, versions: tuple[int, ...], candidates: list[PeerId], now: float
+    ) -> tuple[PeerId, int] | None:
         for version in versions:
-            asked_at = {peer: self._asked_at.get((peer, version)) for peer in others}
-            if able := [peer for peer, at in asked_at.items() if at is None or now - at >= ASK_AGAIN_S]:
-                return self._rng.choice(able), version
+            due = []
+            for peer in candidates:
+                asked_at = self._asked_at.get((peer, version))
+                if asked_at is None or now - asked_at >= ASK_AGAIN_S:
+                    due.append(peer)
+            if due:
+                return self._rng.choice(due), version
         return None
 
     def _judge(self) -> None:
-        own = self._own
         oldest = trio.current_time() - 2 * ASK_AGAIN_S
-        self._answers = {p: (a, at) for p, (a, at) in self._answers.items() if at > oldest}
+        for target, (_, answered_at) in list(self._answers.items()):
+            if answered_at <= oldest:
+                del self._answers[target]
         answers = [answer for answer, _ in self._answers.values()]
-        before = self.reach
+        previous_reach = self.reach
         listens = self._ways.listening_port() is not None
-        self.reach = judge(answers, own) if listens else Decision("closed", "it does not listen")
-        if self.reach.action != before.action:
+        self.reach = judge(answers, self._own_hosts) if listens else Decision("closed", "it does not listen")
+        if self.reach.action != previous_reach.action:
             logger.info("this peer is %s: %s", self.reach.action, self.reach.reason)
             self._ways.is_open(self.reach.action == "open")
             self._ways.relay_for(self._relayed if self._is_relay else None)
             self._directory.announce_soon()
-            for scope in self._holding.values() if self.reach.action == "open" else ():
-                scope.cancel()  # nobody needs a relay any more
+            if self.reach.action == "open":
+                for scope in self._holding.values():
+                    scope.cancel()  # nobody needs a relay any more
 
     def _relayed(self, peer: PeerId, certificate: tuple[bytes, ...]) -> Relayed | None:
         exchange = self._directory.exchange
@@ -186,17 +213,18 @@ class Reachability:
     def _port_to_map(self) -> int | None:
         """The port that the router is to be asked for now: while members cannot connect, or can because of it."""
         is_needed = self.reach.action == "closed" or self._mapping is not None
-        if not (self._asks_router and is_needed and trio.current_time() >= self._map_at and self._is_at_home()):
+        is_due = trio.current_time() >= self._map_at
+        if not (self._asks_router and is_needed and is_due and self._is_at_home()):
             return None
         self._map_at = trio.current_time() + ASK_AGAIN_S
         return self._ways.listening_port()
 
     def _is_at_home(self) -> bool:
-        hosts = [ip_address(host) for host in self._own]
+        hosts = [ip_address(host) for host in self._own_hosts]
         return any(is_private(host) and not host.is_loopback for host in hosts)
 
     async def _map(self, port: int) -> None:
-        before = self._mapping
+        previous_mapping = self._mapping
         try:
             self._mapping = await map_port(port, self._nonce)
         except PeerError as error:
@@ -204,11 +232,12 @@ class Reachability:
             logger.info("%s", error)
             return
         self._map_at = trio.current_time() + LEASE_S / 2
-        if self._mapping != before:
-            spoken, outside = self._mapping.spoken, self._mapping.port
-            logger.info("the router forwards its port %d to this machine's %d (%s)", outside, port, spoken)
-            self._ways.reached_at_port(self._mapping.port)
-            self._answers, self._asked_at = {}, {}
+        if self._mapping != previous_mapping:
+            mapping = self._mapping
+            logger.info("the router forwards its port %d to this machine's %d (%s)", mapping.port, port, mapping.spoken)
+            self._ways.reached_at_port(mapping.port)
+            self._answers = {}
+            self._asked_at = {}
             self._wake.set()
 
     # --- relays ----------------------------------------------------------------------------------------------
@@ -216,27 +245,27 @@ class Reachability:
     def _missing_relays(self) -> list[PeerId]:
         if self.reach.action != "closed":
             return []
-        now, trips = trio.current_time(), self._directory.links.round_trip_s
-        offering = {
-            PeerId(record.peer): trips.get(PeerId(record.peer))
-            for record in self._directory.view().peers.values()
-            if record.relays and record.peer != self._rpc.network.peer_id
-        }
-        usable = {p: s for p, s in offering.items() if now - self._refused_at.get(p, -NO_RELAY_S) >= NO_RELAY_S}
-        held = [peer for peer in self._holding if peer in usable]
-        return [peer for peer in choose_relays(usable, held) if peer not in self._holding]
+        now = trio.current_time()
+        usable: dict[PeerId, float | None] = {}
+        for record in self._directory.view().peers.values():
+            peer = PeerId(record.peer)
+            refused_at = self._refused_at.get(peer, -NO_RELAY_S)
+            if record.relays and peer != self._rpc.network.peer_id and now - refused_at >= NO_RELAY_S:
+                usable[peer] = self._directory.links.round_trip_s.get(peer)
+        current_relays = [peer for peer in self._holding if peer in usable]
+        return [peer for peer in choose_relays(usable, current_relays) if peer not in self._holding]
 
     async def _hold(self, relay: PeerId, scope: trio.CancelScope) -> None:
         """Be reachable through one relay, until that ends or nobody needs it."""
 
-        def held() -> None:
+        def on_reserved() -> None:
             self._relays.append(relay)
             self._announce()
 
         self._rpc.network.learn(relay, self._directory.exchange.addresses_of(relay))
         try:
             with scope:
-                await self._ways.hold_reservation(relay, held)
+                await self._ways.hold_reservation(relay, on_reserved)
         except PeerError as error:
             logger.info("not reachable through %s: %s", relay, error)
         finally:
@@ -249,15 +278,17 @@ class Reachability:
 
     def _announce(self) -> None:
         """Name what leads here beside this machine's own addresses, and tell others when that changed."""
-        me, view = self._rpc.network.peer_id, self._directory.view()
+        me = self._rpc.network.peer_id
+        view = self._directory.view()
         answers = [answer for answer, _ in self._answers.values()]
-        also = [f"/ip4/{host}/tcp/{port}/p2p/{me}" for host, port in forwarded(answers, self._own)]
+        addresses = [f"/ip4/{host}/tcp/{port}/p2p/{me}" for host, port in forwarded(answers, self._own_hosts)]
         for relay in self._relays:
             record = view.peers.get(relay)
-            direct = [a for a in record.addresses if not is_circuit(a)] if isinstance(record, PeerRecord) else []
-            also += [f"{address}/p2p-circuit/p2p/{me}" for address in direct[:MAX_RELAY_ADDRESSES]]
-        announced = tuple(also), lead_nowhere(answers, self._own)
-        if announced != self._announced:
-            self._announced = announced
-            self._ways.announce(*announced)
+            relay_addresses = record.addresses if isinstance(record, PeerRecord) else ()
+            direct = [address for address in relay_addresses if not is_circuit(address)]
+            addresses += [f"{address}/p2p-circuit/p2p/{me}" for address in direct[:MAX_RELAY_ADDRESSES]]
+        dead_versions = lead_nowhere(answers, self._own_hosts)
+        if (tuple(addresses), dead_versions) != self._announced:
+            self._announced = (tuple(addresses), dead_versions)
+            self._ways.announce(tuple(addresses), dead_versions)
             self._directory.announce_soon()

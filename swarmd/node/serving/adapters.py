@@ -27,6 +27,15 @@ MAX_BYTES = 1 << 30  # of one adapter: three times rank 64 on every matrix of an
 MAX_FETCHES = 2  # at a time: sessions share the link with them
 
 
+# A session that names an adapter is refused until it is here, and its client asks again:
+#
+#     require --> listed, and made for this base? --no--> refused for good
+#             --> ready? --yes--> the session opens
+#             --> failed a moment ago? --yes--> refused, until FAILED_FOR_S is over
+#             --> else: a task fetches and loads it; refused with RETRY_AFTER_S meanwhile
+#
+# So no session's opening waits for a download. A client may name any adapter of the catalog, and have it fetched: what
+# is under way is bounded in number, in bytes and at a time, and a failure is not repeated for each session.
 class ServerAdapters:
     """The adapters of one server. ``listed`` gives those of the catalog: hash to the hash of what each is made for."""
 
@@ -53,7 +62,8 @@ class ServerAdapters:
         """Refuse a session until its adapter is ready; begins to get it. Raises Refused."""
         if adapter in self._ready:
             return
-        if (base := self._listed().get(adapter)) is None:
+        base = self._listed().get(adapter)
+        if base is None:
             raise Refused(Code.NOT_HELD, f"no catalog known here lists the adapter {adapter[:12]}", UNLISTED_RETRY_S)
         if base != self._base:
             raise Refused(Code.UNSUPPORTED, f"{adapter[:12]} is made for {base[:12]}, not for {self._base[:12]}")
@@ -73,26 +83,33 @@ class ServerAdapters:
         self._coming.clear()
 
     async def _get(self, adapter: str) -> None:
-        code, failure = Code.UNSUPPORTED, ""  # what is wrong with it stays wrong
+        code = Code.UNSUPPORTED  # what is wrong with an adapter stays wrong
         try:
             async with self._fetches:
                 manifest = await self._supply.manifest(ModelId(adapter))
-                if (base := adapters.base_of(manifest)) != self._base:
+                base = adapters.base_of(manifest)
+                if base != self._base:
                     raise IntegrityError(f"{adapter[:12]} is made for {base[:12]}, not for {self._base[:12]}")
-                if (n_bytes := sum(entry.n_bytes for entry in manifest.entries)) > MAX_BYTES:
+                n_bytes = sum(entry.n_bytes for entry in manifest.entries)
+                if n_bytes > MAX_BYTES:
                     raise IntegrityError(f"an adapter of {n_bytes} B; at most {MAX_BYTES} are loaded")
                 folder = await self._supply.ensure(ModelId(adapter))
             config = msgspec.json.encode(adapters.lora_of(folder.manifest))
             shards = tuple(str(path) for path in folder.shards())
-            loaded = await self._worker.call(lambda i: LoadAdapter(id=i, adapter=adapter, shards=shards), config)
+
+            def request(call_id: int) -> LoadAdapter:
+                return LoadAdapter(id=call_id, adapter=adapter, shards=shards)
+
+            loaded = await self._worker.call(request, config)
             failure = loaded.failure if isinstance(loaded, AdapterLoaded) else "the worker did not say"
             if failure:
                 self._supply.discard(ModelId(adapter))
         except WorkerLost:
             self._coming.discard(adapter)
-            return  # the next one is asked anew
+            return  # the next worker is asked anew
         except SwarmUnavailable as error:
-            code, failure = Code.NOT_HELD, str(error)
+            code = Code.NOT_HELD
+            failure = str(error)
         except SwarmError as error:
             failure = str(error)
         self._coming.discard(adapter)
@@ -105,4 +122,4 @@ class ServerAdapters:
         logger.warning("no adapter %s: %s", adapter[:12], reason)
         if len(self._failed) >= MAX_REMEMBERED:
             del self._failed[next(iter(self._failed))]
-        self._failed[adapter] = code, reason[:500], trio.current_time() + FAILED_FOR_S
+        self._failed[adapter] = (code, reason[:500], trio.current_time() + FAILED_FOR_S)

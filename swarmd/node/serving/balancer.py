@@ -1,8 +1,8 @@
 """Looks at the swarm now and then: how long members stay, how near a gap is, and whether a server should move.
 
-What is best is ``plan.chains.placement``'s; all members decide alike, and the one whose move helps most acts on it,
-once two looks in a row say so: views differ for a moment after something changed. Who is second in line for a model
-that lacks blocks waits one look longer, and so on, so that one that cannot come holds up nobody.
+``plan.chains.placement`` decides what is best. All members decide alike, and the server whose move helps most acts on
+it, once two looks in a row agree: views differ for a moment after something changed. The second in line for a model
+that lacks blocks waits one look longer, and so on, so that a server that cannot come delays nobody.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import trio
 
 from swarmd.net.api import TaskStatus
-from swarmd.node.serving.trials import Trials, of
+from swarmd.node.serving.trials import Trials, claimant_of
 from swarmd.plan.chains.placement import (
     MAX_MOVES_PER_DAY,
     TARGET_REDUNDANCY,
@@ -41,7 +41,7 @@ LOOKS_THAT_AGREE = 2  # a record that came late must not move anybody
 
 @dataclass(frozen=True, slots=True)
 class Risk:
-    """How safe a model's blocks are: holders wanted, held by the rarest block, and the chance of a gap in an hour."""
+    """How safe a model's blocks are: holders wanted, holders of the rarest block, the chance of a gap in an hour."""
 
     target: int
     lowest: int
@@ -63,19 +63,38 @@ class Turnover:
         for peer, (up_since, seen_at) in self._seen.items():
             if present.get(peer) != up_since:  # gone, or started again
                 self._lifetimes_s.append(max(1.0, now - seen_at))
-        fresh = {p: (since, now) for p, since in present.items() if self._seen.get(p, (0, 0.0))[0] != since}
-        self._seen = {p: self._seen[p] for p in present if p not in fresh} | fresh
+        seen: dict[PeerId, tuple[int, float]] = {}
+        for peer, up_since in present.items():
+            known = self._seen.get(peer)
+            if known is None or known[0] != up_since:
+                known = (up_since, now)
+            seen[peer] = known
+        self._seen = seen
 
     def risk(self, view: SwarmView, model: ModelId, n_blocks: int) -> Risk:
         """How safe the blocks of a model are by what was seen so far."""
         holders = view.holders(model, n_blocks)
         now = self._wall_clock()
-        hazard = hazard_per_s(list(self._lifetimes_s), [max(0.0, now - seen_at) for _, seen_at in self._seen.values()])
+        ages_s = [max(0.0, now - seen_at) for _, seen_at in self._seen.values()]
+        hazard = hazard_per_s(list(self._lifetimes_s), ages_s)
         lowest = min(map(len, holders), default=0)
-        chance = 1.0 if lowest == 0 else None if hazard is None else gap_chance(holders, hazard)
+        if lowest == 0:
+            chance: float | None = 1.0
+        else:
+            chance = None if hazard is None else gap_chance(holders, hazard)
         return Risk(TARGET_REDUNDANCY, lowest, chance)
 
 
+# All members compute the same plan from records, and only the server that the plan names first moves. Three things
+# could still make servers move for nothing, so a move needs all of:
+#
+#     the server may still move today                              ``choose_target``
+#     the same target, look after look (views differ for a moment) ``confirm_target``
+#     other holders of these blocks take a session now             ``_is_spared``
+#     the plan without holders that take none still says so        ``_is_spared``
+#
+# Peers could announce blocks that they never serve, to make honest servers leave them. Such a claim stops counting once
+# its trial sessions are refused (``trials``), and before a move each claim that matters is tried again.
 class Balancer:
     """Decides when one server moves. ``on_move`` has it hold the target instead; False when that cannot be.
 
@@ -85,7 +104,8 @@ class Balancer:
     def __init__(
         self,
         view: Callable[[], SwarmView],
-        own: Own,
+        own_slot: Own,
+        *,
         wall_clock: Callable[[], float],
         rng: random.Random,
         interval_s: float,
@@ -94,7 +114,7 @@ class Balancer:
         on_move: Callable[[Decision[Target]], Awaitable[bool]],
     ) -> None:
         self._view = view
-        self._own = own
+        self._own_slot = own_slot
         self._wall_clock = wall_clock
         self._rng = rng
         self._interval_s = interval_s
@@ -108,20 +128,23 @@ class Balancer:
 
     @property
     def moves_left(self) -> int:
+        """How often this server may still move today."""
         return max(0, moves_left(self._moved_at, self._wall_clock()))
 
     def snapshot(self) -> BalanceStatus:
         return BalanceStatus(last_move=self._last_move, last_look=self._last_look, moves_left=self.moves_left)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Look at the swarm now and then, and move when that is due, until cancelled."""
         task_status.started()
         while True:
             await trio.sleep(self._interval_s * self._rng.uniform(0.8, 1.2))
             self._turnover.observe(self._view())
             await self._trials.try_some(self._view().listed())
             view = self._view()
-            view = replace(view, spans=tuple(self._trials.cover(view.spans)))
-            due = self.look_again(view)
+            believed_spans = tuple(self._trials.select_believed(view.spans))
+            view = replace(view, spans=believed_spans)
+            due = self.confirm_target(view)
             if due is None or not await self._is_spared(view, due.action):
                 continue
             if await self._on_move(Decision(due.action, f"moved: {due.reason}")):
@@ -134,68 +157,81 @@ class Balancer:
 
         And would it leave them if those alone counted who do?
         """
-        own = next((s for s in view.spans if (s.peer, s.slot) == self._own), None)
-        if own is None:
+        own_spans = self._own_spans(view)
+        if not own_spans:
             return False
-        others = [s for s in view.serving(ModelId(own.model)) if s.peer != own.peer]
-        near = [s for s in others if s.start < own.end and s.end > own.start]
-        serving = await self._trials.serving(near)
-        held = {block for s in near if of(s) in serving for block in range(s.start, s.end)}
-        if missing := set(range(own.start, own.end)) - held:
+        own_span = own_spans[0]
+        of_model = view.serving(ModelId(own_span.model))
+        overlapping = [s for s in of_model if s.start < own_span.end and s.end > own_span.start]
+        near = [s for s in overlapping if s.peer != own_span.peer]
+        serving = await self._trials.find_serving(near)
+        held_blocks: set[int] = set()
+        for span in near:
+            if claimant_of(span) in serving:
+                held_blocks |= set(range(span.start, span.end))
+        if missing := set(range(own_span.start, own_span.end)) - held_blocks:
             blocks = ", ".join(map(str, ranges(missing)))
             self._last_look = f"this server stays: nobody else who holds blocks {blocks} takes sessions"
             return False
-        counted = tuple(s for s in view.spans if s not in near or of(s) in serving)
-        decision, _ = self.look(replace(view, spans=counted))
+        counted = tuple(s for s in view.spans if s not in near or claimant_of(s) in serving)
+        decision, _ = self.choose_target(replace(view, spans=counted))
         if decision.action != target:
             self._last_look = f"this server stays, of those counted that take sessions now: {decision.reason}"
         return decision.action == target
 
-    def look_again(self, view: SwarmView) -> Decision[Target] | None:
+    def confirm_target(self, view: SwarmView) -> Decision[Target] | None:
         """Look, and say what to do now: something once enough looks in a row agreed on it."""
-        decision, needed = self.look(view)
+        decision, needed = self.choose_target(view)
         self._last_look = decision.reason
         if decision.action is None:
             self._meant = None
             return None
-        before = self._meant[1] if self._meant is not None and self._meant[0] == decision.action else 0
-        if before + 1 < needed:
-            self._meant = decision.action, before + 1
+        n_agreeing = 1
+        if self._meant is not None and self._meant[0] == decision.action:
+            n_agreeing += self._meant[1]
+        if n_agreeing < needed:
+            self._meant = (decision.action, n_agreeing)
             return None
         self._meant = None
         return Decision(decision.action, decision.reason)
 
-    def look(self, view: SwarmView) -> tuple[Decision[Target | None], int]:
+    def choose_target(self, view: SwarmView) -> tuple[Decision[Target | None], int]:
         """Should this server hold something else now? And how many looks in a row must say so."""
-        own = next((s for s in view.spans if (s.peer, s.slot) == self._own and s.state == "online"), None)
-        if own is None:
+        own_span = next((span for span in self._own_spans(view) if span.state == "online"), None)
+        if own_span is None:
             return Decision(None, "nothing is served here yet that could move"), 0
-        if not own.moves_left:
-            has_moved = not self.moves_left
-            why = (
-                f"it moved {MAX_MOVES_PER_DAY} times today" if has_moved else "its blocks are fixed (--blocks, balance)"
-            )
+        if not own_span.moves_left:
+            why = "its blocks are fixed (--blocks, balance)"
+            if not self.moves_left:
+                why = f"it moved {MAX_MOVES_PER_DAY} times today"
             return Decision(None, f"this server stays: {why}"), 0
-        me = view.peers.get(PeerId(own.peer))
+        me = view.peers.get(PeerId(own_span.peer))
         if me is None or self._wall_clock() - me.up_since < self._interval_s:
             return Decision(None, "this server has only just come"), 0
         for rescue in rescues(view.spans, view.catalog.models, view.is_given):
-            if self._own in rescue.servers:
-                n_looks = LOOKS_THAT_AGREE + rescue.servers.index(self._own)
+            if self._own_slot in rescue.servers:
+                n_looks = LOOKS_THAT_AGREE + rescue.servers.index(self._own_slot)
                 blocks = ", ".join(map(str, rescue.lacking))
                 reason = f"blocks {blocks} of {rescue.name} are held by nobody, and these by others too"
                 return Decision(Target(rescue.model, None), reason), n_looks
-        return self._look_within(view, own), LOOKS_THAT_AGREE
+        return self._look_within(view, own_span), LOOKS_THAT_AGREE
 
-    def _look_within(self, view: SwarmView, own: SpanRecord) -> Decision[Target | None]:
+    def _own_spans(self, view: SwarmView) -> list[SpanRecord]:
+        """This server's own records: two for a while, after it went from one model to another."""
+        return [span for span in view.spans if claimant_of(span) == self._own_slot]
+
+    def _look_within(self, view: SwarmView, own_span: SpanRecord) -> Decision[Target | None]:
         """Should it hold other blocks of the same model?"""
-        n_blocks = next((n for m, n in view.catalog.models.values() if m == own.model), 0)
-        spans = [s for s in view.spans if s.model == own.model and s.end <= n_blocks and s.state != "draining"]
-        decision = choose_move(holders_of(sorted(spans, key=lambda s: (s.peer, s.slot))), n_blocks)
-        if decision.action is None or (decision.action.peer, decision.action.slot) != self._own:
-            who = "" if decision.action is None else f"{decision.action.peer[-8:]} should move first: "
-            return Decision(None, f"{who}{decision.reason}")
-        return Decision(Target(ModelId(own.model), decision.action.span), decision.reason)
+        listed = view.catalog.models.values()
+        n_blocks = next((n_blocks for model, n_blocks in listed if model == own_span.model), 0)
+        of_model = [s for s in view.spans if s.model == own_span.model and s.end <= n_blocks]
+        staying = [s for s in of_model if s.state != "draining"]
+        staying.sort(key=lambda s: (s.peer, s.slot))  # all members compute in the same order
+        decision = choose_move(holders_of(staying), n_blocks)
+        if decision.action is None or (decision.action.peer, decision.action.slot) != self._own_slot:
+            prefix = "" if decision.action is None else f"{decision.action.peer[-8:]} should move first: "
+            return Decision(None, f"{prefix}{decision.reason}")
+        return Decision(Target(ModelId(own_span.model), decision.action.span), decision.reason)
 
 
 def holders_of(spans: Iterable[SpanRecord]) -> list[Holder]:
@@ -203,12 +239,23 @@ def holders_of(spans: Iterable[SpanRecord]) -> list[Holder]:
 
     Nobody counts for more than ``MOST_TIMES`` the median of what all say.
     """
+
+    def blocks_per_s(span: SpanRecord) -> float:
+        tokens_per_s = max(span.decode_tokens_per_s or 1.0, *span.batch_tokens_per_s.values(), 0.001)
+        return tokens_per_s * (span.end - span.start)
+
     known = list(spans)
-    speeds = [
-        max(s.decode_tokens_per_s or 1.0, *s.batch_tokens_per_s.values(), 0.001) * (s.end - s.start) for s in known
-    ]
-    most = MOST_TIMES * statistics.median(speeds) if speeds else 0.0
-    return [
-        Holder(PeerId(s.peer), Span(s.start, s.end), min(speed, most), s.state == "online", s.moves_left > 0, s.slot)
-        for s, speed in zip(known, speeds, strict=True)
-    ]
+    speeds = [blocks_per_s(span) for span in known]
+    max_speed = MOST_TIMES * statistics.median(speeds) if speeds else 0.0
+    holders = []
+    for span, speed in zip(known, speeds, strict=True):
+        holder = Holder(
+            PeerId(span.peer),
+            Span(span.start, span.end),
+            min(speed, max_speed),
+            span.state == "online",
+            span.moves_left > 0,
+            span.slot,
+        )
+        holders.append(holder)
+    return holders

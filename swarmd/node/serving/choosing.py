@@ -19,12 +19,13 @@ from swarmd.node.machine.store import Store
 from swarmd.node.members.directory import Directory
 from swarmd.node.members.order import Order
 from swarmd.node.serving.balancer import Turnover, holders_of
-from swarmd.node.serving.trials import Trials, of
+from swarmd.node.serving.trials import Trials, claimant_of
 from swarmd.node.worker.worker_link import Starter
 from swarmd.plan.chains.memory import blocks_that_fit, group_bytes
 from swarmd.plan.chains.placement import Holder, choose_span
 from swarmd.plan.chains.routing import STAYS_S, stays_s
 from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.membership.records import SpanRecord
 from swarmd.protocol.understanding import Understanding
 from swarmd.usage_ledger import UsageLedger
 from swarmd.values import Decision, ModelId, PeerId, Span
@@ -66,53 +67,86 @@ class HostingServices:
 
     @property
     def me(self) -> PeerId:
+        """This daemon's peer id."""
         return self.rpc.network.peer_id
 
 
 async def choose_blocks(
-    around: HostingServices, wanted: Serve, slot: int, at_most: int, model: ModelId
+    services: HostingServices, settings: Serve, slot: int, at_most: int, model: ModelId
 ) -> Decision[Span]:
     """Choose the blocks of a model that a worker holds: ``at_most`` so many (0: as many as fit). Raises SwarmError."""
-    if wanted.span is not None:
-        return Decision(wanted.span, f"blocks {wanted.span}, as --blocks says")
+    if settings.span is not None:
+        return Decision(settings.span, f"blocks {settings.span}, as --blocks says")
     with trio.move_on_after(FIRST_LOOK_S):  # see who else is there before choosing
-        while len(around.directory.view().peers) < 2:
+        while len(services.directory.view().peers) < 2:
             await trio.sleep(0.2)
-    manifest = await around.store.supply.manifest(model)
-    n_blocks, (blocks, head_bytes) = manifest.n_blocks, group_bytes(manifest, wanted.dtype, wanted.quantize)
-    coming_bytes = sum(c.n_bytes for other, c in around.choices.items() if other != slot and not c.is_loaded)
-    own = around.choices.get(slot)  # what is loaded here gives way to what is chosen
-    free_bytes = psutil.virtual_memory().available - coming_bytes + (own.n_bytes if own and own.is_loaded else 0)
-    free_bytes = max(0, free_bytes - around.presence.kept_bytes - wanted.head * head_bytes)
-    n_fit = blocks_that_fit(free_bytes, blocks)
-    n_fit = min(n_fit, wanted.max_blocks or n_fit, at_most or n_fit)
-    spans = [s for s in around.directory.view().spans if s.model == model and s.state != "draining"]
-    others = [s for s in spans if s.end <= n_blocks and (s.peer != around.me or s.slot not in around.choices)]
-    answering = await around.directory.answering({PeerId(s.peer) for s in others})
-    there = [s for s in others if s.peer in answering]
-    serving = await around.trials.serving(s for s in there if s.state == "online" and s.peer != around.me)
-    now = around.wall_clock()
-    counted = [s for s in there if s.peer == around.me or s.state != "online" or of(s) in serving]
-    holders = holders_of(s for s in counted if stays_s(s, now) > STAYS_S)
+    manifest = await services.store.supply.manifest(model)
+    n_blocks = manifest.n_blocks
+    block_bytes, head_bytes = group_bytes(manifest, settings.dtype, settings.quantize)
+    free_bytes = max(0, _free_bytes(services, slot) - settings.head * head_bytes)
+    n_fit = blocks_that_fit(free_bytes, block_bytes)
+    n_fit = min(n_fit, settings.max_blocks or n_fit, at_most or n_fit)
+    holders = holders_of(await _believed_spans(services, model, n_blocks))
     speed = statistics.median([h.blocks_per_s for h in holders] or [1.0])  # its own is not measured yet
-    beside = [c.span for other, c in around.choices.items() if other != slot and c.model == model]
-    holders += [Holder(around.me, span, speed) for span in beside]
+    for other_slot, choice in services.choices.items():
+        if other_slot != slot and choice.model == model:
+            holders.append(Holder(services.me, choice.span, speed))
     decision = choose_span(holders, n_blocks, n_fit, speed)
-    n_bytes = sum(blocks[decision.action.start : decision.action.end])
-    n_bytes += head_bytes if wanted.head and decision.action.end == n_blocks else 0
-    around.choices[slot] = PlacementChoice(model, decision.action, n_bytes)
+    span = decision.action
+    n_bytes = sum(block_bytes[span.start : span.end])
+    if settings.head and span.end == n_blocks:
+        n_bytes += head_bytes
+    services.choices[slot] = PlacementChoice(model, span, n_bytes)
     return decision
 
 
+def _free_bytes(services: HostingServices, slot: int) -> int:
+    """How much memory a worker may take: what is free, without what siblings are about to load; may be negative.
+
+    What the worker holds now is counted as free: it gives way to what is chosen.
+    """
+    n_bytes: int = psutil.virtual_memory().available - services.presence.kept_bytes
+    for other_slot, choice in services.choices.items():
+        if other_slot == slot and choice.is_loaded:
+            n_bytes += choice.n_bytes
+        elif other_slot != slot and not choice.is_loaded:
+            n_bytes -= choice.n_bytes
+    return n_bytes
+
+
+# A record that says "I hold blocks [0,8)" costs nothing, and a server that believed all of them would leave real gaps
+# open. So other members' claims are counted only if the peer answers a ping now and, where it says that it is online,
+# takes a trial session. Claims of this very daemon's older workers need no trial; those of its present workers are left
+# out here, since ``choices`` says what they hold.
+async def _believed_spans(services: HostingServices, model: ModelId, n_blocks: int) -> list[SpanRecord]:
+    """Find the records of other workers that placement may count on."""
+    me = services.me
+
+    def is_own_worker(span: SpanRecord) -> bool:
+        return span.peer == me and span.slot in services.choices
+
+    spans = [s for s in services.directory.view().spans if s.model == model and s.end <= n_blocks]
+    other_spans = [s for s in spans if s.state != "draining" and not is_own_worker(s)]
+    answering = await services.directory.find_answering({PeerId(s.peer) for s in other_spans})
+    live_spans = [s for s in other_spans if s.peer in answering]
+    claims = [s for s in live_spans if s.state == "online" and s.peer != me]
+    serving = await services.trials.find_serving(claims)
+    now = services.wall_clock()
+    counted = [s for s in live_spans if s not in claims or claimant_of(s) in serving]
+    return [s for s in counted if stays_s(s, now) > STAYS_S]
+
+
 async def fetch_blocks(
-    around: HostingServices, wanted: Serve, model: ModelId, span: Span, slot: int | None = None
+    services: HostingServices, settings: Serve, model: ModelId, span: Span, slot: int | None = None
 ) -> Path:
     """Have blocks on the disk, and the head where it is served, kept for worker ``slot``. Raises SwarmError."""
+    supply = services.store.supply
     groups = frozenset(span.blocks())
     if slot is not None:
-        around.store.hold(slot, model, groups)
-    if wanted.head and span.end == (n_blocks := (await around.store.supply.manifest(model)).n_blocks):
-        groups |= {n_blocks}
+        services.store.hold(slot, model, groups)
+    n_blocks = (await supply.manifest(model)).n_blocks if settings.head else None
+    if n_blocks is not None and span.end == n_blocks:
+        groups |= {n_blocks}  # the group behind the last block holds norm and head
         if slot is not None:
-            around.store.hold(slot, model, groups)
-    return (await around.store.supply.ensure(model, groups)).folder
+            services.store.hold(slot, model, groups)
+    return (await supply.ensure(model, groups)).folder

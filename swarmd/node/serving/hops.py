@@ -1,4 +1,4 @@
-"""The hops that a server holds for others, of sessions and of lanes: who they are, who is next, how frames reach them.
+"""The hops that a server holds for others, of sessions and of lanes: their state, and how frames find them.
 
 A hop knows its client, its predecessor and its successor, and is found by the block where it starts or ends.
 """
@@ -61,7 +61,7 @@ class SessionHop:
 
     def times(self) -> tuple[HopTimes, ...]:
         """What passes take here and at the hops before, of those that went alike with the last one."""
-        alike = [times for times in self.passes if timing.goes_alike(times, self.passes[-1])]
+        alike = [passed for passed in self.passes if timing.goes_alike(passed, self.passes[-1])]
         return tuple(
             HopTimes(start=start, waiting_ms=1e3 * waiting_s, computing_ms=1e3 * computing_s)
             for start, waiting_s, computing_s in timing.medians_s(alike)
@@ -100,7 +100,18 @@ class LaneHop:
     waiting: dict[tuple[type, int], int] = field(default_factory=dict)
 
 
-def rows(hops: Hops[SessionHop]) -> tuple[SessionRow, ...]:
+def session_lost(key: Key, reason: str) -> Refusal:
+    """What a client is told whose hop, of a session or a lane, is over."""
+    session, start = key
+    return Refusal(
+        code=Code.SESSION_LOST.value,
+        message=reason[:500],
+        session=session,
+        start=start,
+    )
+
+
+def session_rows(hops: Hops[SessionHop]) -> tuple[SessionRow, ...]:
     """One row for each hop, for people."""
     return tuple(
         SessionRow(
@@ -120,19 +131,29 @@ def rows(hops: Hops[SessionHop]) -> tuple[SessionRow, ...]:
 HopT = TypeVar("HopT", SessionHop, LaneHop)
 
 
+# A frame that comes in names the block where its hop starts. What a successor sends back (progress, refusals, frames of
+# a backward pass) names the block where this peer's hop ends. So hops are kept by their first block, with a second
+# index by their end:
+#
+#     session s:   [0,4) ends at 4 --> another peer's [4,8)
+#     _hops    (s, 0) -> hop           op from the client:          start = 0
+#     _by_end  (s, 4) -> (s, 0)        progress from the successor: start = 4
+#
+# Two hops of one session may end at the same block for a moment, while a repair replaces one by the other. Then the
+# newer one is found by its end, and removing the older one must not remove the newer one's entry.
 class Hops(Generic[HopT]):
     """Hops by session and first block; of those that end at one block the one that was put last is found there."""
 
     def __init__(self) -> None:
         self._hops: dict[Key, HopT] = {}
         self._by_end: dict[Key, Key] = {}
-        self._some = trio.Event()
+        self._has_come = trio.Event()
 
-    async def some(self) -> None:
-        """Return when there is a hop: who looks after them has nothing to do before."""
+    async def wait_for_hop(self) -> None:
+        """Return when there is a hop: a loop that looks after hops has nothing to do before."""
         while not self._hops:
-            self._some = trio.Event()
-            await self._some.wait()
+            self._has_come = trio.Event()
+            await self._has_come.wait()
 
     def __len__(self) -> int:
         return len(self._hops)
@@ -151,30 +172,39 @@ class Hops(Generic[HopT]):
         return self._hops.get(key)
 
     def put(self, key: Key, hop: HopT) -> None:
+        """Enter a hop, in place of one that has the same key."""
         self.pop(key)
         self._hops[key] = hop
         self._by_end[key[0], hop.span.end] = key
-        self._some.set()
+        self._has_come.set()
 
     def pop(self, key: Key) -> HopT | None:
+        """Remove a hop and return it; None where there is none."""
         hop = self._hops.pop(key, None)
-        if hop is not None and self._by_end.get((key[0], hop.span.end)) == key:  # another hop may end there by now
-            del self._by_end[key[0], hop.span.end]
+        if hop is None:
+            return None
+        end_key = (key[0], hop.span.end)
+        if self._by_end.get(end_key) == key:  # another hop may end there by now
+            del self._by_end[end_key]
         return hop
 
     def ending_at(self, session: bytes, end: int) -> HopT | None:
+        """Find the hop of a session that ends at a block."""
         key = self._by_end.get((session, end))
         return self._hops.get(key) if key else None
 
     def ends_at(self, session: bytes, block: int) -> bool:
+        """Does a hop of this session end at a block?"""
         return (session, block) in self._by_end
 
 
-async def deliver_here(me: PeerId, raw: bytes, deliver: Deliver, refused: Callable[[PeerId, Refusal], object]) -> None:
+async def deliver_here(
+    me: PeerId, raw: bytes, deliver: Deliver, on_refusal: Callable[[PeerId, Refusal], object]
+) -> None:
     """Hand a frame to the next hop, which is on this peer too; a refusal goes back as it would from another peer."""
     (frame,) = FrameDecoder().feed_untrusted(raw)
     message = messages.decode_untrusted(frame.header)
     try:
         await deliver(me, message, frame)
     except Refused as error:
-        refused(me, messages.refusal_for(message, error))
+        on_refusal(me, messages.refusal_for(message, error))

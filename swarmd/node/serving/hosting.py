@@ -72,15 +72,27 @@ class _Serving:
     worker: WorkerLink
 
 
+#     any state but DRAINING: a move or a pause ends the turn
+#     CHOOSING -> FETCHING -> LOADING -> ONLINE -> DRAINING --.
+#        ^          |           ^          |                  |
+#        |        FAILED        '----------'                  |
+#        |          |        the worker ended and comes back  |
+#        '----------'<----------------------------------------'
+#     PAUSED: while ``_held`` has a reason, the loop waits before CHOOSING.
+#
+# One task (``run``) goes through the states; everything else only sets a wish (``_next``, ``_held``) and the event
+# ``_changed_mind``. While nothing is served yet, the event cancels what is under way; once something is served, it is
+# drained first, so that sessions are taken over and not cut. A move fetches its blocks before it sets the event, so the
+# old blocks are served until the new ones are on the disk.
 class Hosting:
     """See the module. ``slot`` is its number in this daemon's list; ``deliver`` takes frames for this very peer."""
 
-    def __init__(self, around: HostingServices, wanted: Serve, slot: int, deliver: Deliver) -> None:
-        self.wanted = wanted
+    def __init__(self, services: HostingServices, settings: Serve, slot: int, deliver: Deliver) -> None:
+        self.settings = settings
         self.slot = slot
         self.state = State.CHOOSING
         self.why = "has not looked yet"
-        self._around = around
+        self._services = services
         self._deliver = deliver
         self._serving: _Serving | None = None
         self._coming: tuple[ModelId, Span] | None = None  # chosen, and not served yet
@@ -88,13 +100,19 @@ class Hosting:
         self._held: dict[ServingPause, str] = {}  # why nothing is to be served here
         self._is_urgent = trio.Event()  # its owner wants the machine now
         self._changed_mind = trio.Event()
-        self._left_record: list[dict[str, Any]] = []
+        self._last_record: list[dict[str, Any]] = []
         self._at_most = 0  # blocks; lower once a worker could not load as many
         self._announced = (-1, 0)  # free cache tokens, sessions that decode
-        view, interval_s = around.directory.view, around.config.balance_interval_s
-        own = (around.me, slot)
-        world = (view, own, around.wall_clock, around.rng, interval_s, around.turnover)
-        self.balancer = Balancer(*world, around.trials, self._move)
+        self.balancer = Balancer(
+            services.directory.view,
+            (services.me, slot),
+            wall_clock=services.wall_clock,
+            rng=services.rng,
+            interval_s=services.config.balance_interval_s,
+            turnover=services.turnover,
+            trials=services.trials,
+            on_move=self._move,
+        )
 
     # --- what the daemon asks --------------------------------------------------------------------------------
 
@@ -121,20 +139,25 @@ class Hosting:
 
     @property
     def _may_move(self) -> bool:
-        return self._around.config.balance and self.wanted.span is None
+        return self._services.config.balance and self.settings.span is None
 
     def n_decoding(self) -> int:
+        """Count the sessions that took a step just now."""
         return self._serving.server.n_decoding() if self._serving else 0
 
     def starts_at(self, session: bytes, block: int) -> bool:
         """Does a hop of this session, or lane, start here at a block?"""
-        now = self._serving
-        return now is not None and (now.server.starts_at(session, block) or now.lanes.starts_at(session, block))
+        serving = self._serving
+        if serving is None:
+            return False
+        return serving.server.starts_at(session, block) or serving.lanes.starts_at(session, block)
 
     def ends_at(self, session: bytes, block: int) -> bool:
         """Does a hop of this session, or lane, end here at a block?"""
-        now = self._serving
-        return now is not None and (now.server.ends_at(session, block) or now.lanes.ends_at(session, block))
+        serving = self._serving
+        if serving is None:
+            return False
+        return serving.server.ends_at(session, block) or serving.lanes.ends_at(session, block)
 
     def holds(self, model: str, start: int, end: int) -> bool:
         """Are these blocks of a model ("" is any) served here?"""
@@ -153,16 +176,16 @@ class Hosting:
         serving = self._serving
         if serving is None:
             return False
-        return await serving.lanes.handle(peer, message, frame, channel) or await serving.server.handle(
-            peer, message, frame, channel
-        )
+        if await serving.lanes.handle(peer, message, frame, channel):
+            return True
+        return await serving.server.handle(peer, message, frame, channel)
 
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
-        """The last channel of one purpose to a peer has ended."""
+        """Act on the end of the last channel of one purpose to a peer."""
         if self._serving is not None and purpose == "interactive":
-            self._serving.server.peer_gone(peer)
+            self._serving.server.on_peer_gone(peer)
         elif self._serving is not None and purpose == "training":
-            self._serving.lanes.peer_gone(peer)
+            self._serving.lanes.on_peer_gone(peer)
 
     def hold(self, hold: ServingPause, reason: str) -> int:
         """Serve nothing until ``release``; returns how many sessions have to be taken over elsewhere."""
@@ -177,6 +200,7 @@ class Hosting:
         return len(self._serving.server.sessions())
 
     def is_held(self, hold: ServingPause) -> bool:
+        """Does this pause keep it from serving?"""
         return hold in self._held
 
     def release(self, hold: ServingPause) -> None:
@@ -193,7 +217,7 @@ class Hosting:
             return
         n = len(serving.server.sessions())
         self._set(State.DRAINING, f"{n} session{'' if n == 1 else 's'} to be taken over elsewhere")
-        self._around.directory.announce_soon()  # as draining
+        self._services.directory.announce_soon()  # as draining
         await leave(serving.server, serving.lanes, serving.worker, self._is_urgent)
 
     # --- serving ---------------------------------------------------------------------------------------------
@@ -228,17 +252,21 @@ class Hosting:
 
     async def _choose_and_serve(self) -> None:
         try:
-            model = self._next[0] if self._next else await self._choose_model()
-            placement = self._next[1] if self._next else await self._choose_span(model)
-            self._next, self._coming = None, (model, placement.action)
+            if self._next is not None:
+                model, placement = self._next
+            else:
+                model = await self._choose_model()
+                placement = await self._choose_span(model)
+            self._next = None
+            self._coming = (model, placement.action)
             self._set(State.FETCHING, placement.reason)
-            self._around.directory.announce_soon()
-            folder = await fetch_blocks(self._around, self.wanted, model, placement.action, self.slot)
+            self._services.directory.announce_soon()
+            folder = await fetch_blocks(self._services, self.settings, model, placement.action, self.slot)
         except SwarmError as error:  # a disk that is full, blocks that nobody gives or has: it may get better
             logger.warning("cannot serve yet: %s", error)
             self._set(State.FAILED, str(error))
             self._next = self._coming = None
-            self._around.directory.announce_soon()
+            self._services.directory.announce_soon()
             with trio.move_on_after(RETRY_S):
                 await self._changed_mind.wait()
         else:
@@ -246,20 +274,36 @@ class Hosting:
             await self._serve(model, placement, folder)
         finally:
             self._coming = None
-            self._around.choices.pop(self.slot, None)
-            self._around.store.release(self.slot)
+            self._services.choices.pop(self.slot, None)
+            self._services.store.release(self.slot)
 
     async def _serve(self, model: ModelId, placement: Decision[Span], folder: Path) -> None:
         """Serve until somebody changes their mind; then have the sessions taken over elsewhere."""
-        around, wanted, config = self._around, self.wanted, self._around.config
-        mine = (around.identity, around.books, model, placement.action, wanted.dtype)
-        served = ServedBlocks(*mine, config.tuning_mib << 20, around.understands, around.order.weight)
-        worker = WorkerLink(around.start_worker, self._load_request(served, folder), around.presence.share)
-        ledger, world = CacheLedger(wanted.cache_tokens), (around.rpc, around.exchange)
-        server = Server(*world, served, worker, ledger, around.store.supply, self._on_server_change, self._deliver)
-        lanes = ServerLanes(*world, server, worker, self._deliver)
+        services = self._services
+        served = ServedBlocks(
+            services.identity,
+            services.books,
+            model,
+            placement.action,
+            self.settings.dtype,
+            limit_bytes=services.config.tuning_mib << 20,
+            understands=services.understands,
+            weight_of=services.order.weight,
+        )
+        worker = WorkerLink(services.start_worker, self._load_request(served, folder), services.presence.share)
+        server = Server(
+            services.rpc,
+            services.exchange,
+            served,
+            worker,
+            ledger=CacheLedger(self.settings.cache_tokens),
+            supply=services.store.supply,
+            changed=self._on_server_change,
+            deliver=self._deliver,
+        )
+        lanes = ServerLanes(services.rpc, services.exchange, server, worker, self._deliver)
 
-        async def on_refusal(refusal: Refusal, frame: Frame, more: bool) -> None:
+        async def on_refusal(refusal: Refusal, frame: Frame, has_more: bool) -> None:
             if not lanes.take_worker_refusal(refusal, frame):
                 await server.on_worker_refusal(refusal)
 
@@ -276,39 +320,40 @@ class Hosting:
                 nursery.cancel_scope.cancel()
         finally:
             self._serving = None
-            around.directory.announce_soon()
+            services.directory.announce_soon()
 
     def _load_request(self, served: ServedBlocks, folder: Path) -> LoadSpan:
-        wanted, config = self.wanted, self._around.config
+        settings = self.settings
+        config = self._services.config
         return LoadSpan(
             path=str(folder),
             model=served.model,
             start=served.span.start,
             end=served.span.end,
-            dtype=wanted.dtype,
-            quantize=wanted.quantize,
-            kv_cache=wanted.kv_cache,
-            head=wanted.head,
-            compiled=wanted.compiled == "auto",
-            threads=wanted.threads,
-            device=wanted.device,
+            dtype=settings.dtype,
+            quantize=settings.quantize,
+            kv_cache=settings.kv_cache,
+            head=settings.head,
+            compiled=settings.compiled == "auto",
+            threads=settings.threads,
+            device=settings.device,
             history_bytes=config.history_mib << 20,
             tuning_bytes=served.limit_bytes,
             tuning_share=config.tuning_share,
-            leave_free_bytes=self._around.presence.kept_bytes,
-            spill_folder=self._around.spill_folder,
+            leave_free_bytes=self._services.presence.kept_bytes,
+            spill_folder=self._services.spill_folder,
         )
 
     async def _choose_model(self) -> ModelId:
         """Wait until the catalog lists the model asked for, or any; then the one that needs servers most."""
         while True:
-            view, wanted = self._around.directory.view(), self.wanted.model
-            here = frozenset(self._around.store.library.folders)
-            choice = choose_model(view.spans, view.catalog.models, wanted, here)
+            view = self._services.directory.view()
+            stored_models = frozenset(self._services.store.library.folders)
+            choice = choose_model(view.spans, view.catalog.models, self.settings.model, stored_models)
             if choice.action is not None:
                 model, n_blocks = choice.action
-                if self.wanted.span is not None and self.wanted.span.end > n_blocks:
-                    raise ConfigError(f"--blocks {self.wanted.blocks} exceeds the model's {n_blocks} blocks")
+                if self.settings.span is not None and self.settings.span.end > n_blocks:
+                    raise ConfigError(f"--blocks {self.settings.blocks} exceeds the model's {n_blocks} blocks")
                 return model
             if choice.reason != self.why:
                 self._set(State.CHOOSING, choice.reason)
@@ -316,21 +361,22 @@ class Hosting:
             await trio.sleep(LOOK_INTERVAL_S)
 
     async def _choose_span(self, model: ModelId) -> Decision[Span]:
-        return await choose_blocks(self._around, self.wanted, self.slot, self._at_most, model)
+        return await choose_blocks(self._services, self.settings, self.slot, self._at_most, model)
 
     async def _move(self, target: Decision[Target]) -> bool:
         """Serve other blocks, once they are here: what is served now is served meanwhile. False if they do not come."""
         if self._serving is None:
             return False
         logger.info("moving: %s", target.reason)
-        model, span = target.action.model, target.action.span
+        model = target.action.model
+        span = target.action.span
         try:
             placement = Decision(span, target.reason) if span else await self._choose_span(model)
-            await fetch_blocks(self._around, self.wanted, model, placement.action)
+            await fetch_blocks(self._services, self.settings, model, placement.action)
         except SwarmError as error:
             logger.warning("not moving: %s", error)
             return False
-        self._next = model, Decision(placement.action, target.reason)
+        self._next = (model, Decision(placement.action, target.reason))
         self._changed_mind.set()
         return True
 
@@ -340,12 +386,14 @@ class Hosting:
         serving = self._serving
         if serving is None:
             return
-        worker, server = serving.worker.snapshot(), serving.server
-        is_too_much = worker.state == "failed" and self.wanted.span is None
+        worker = serving.worker.snapshot()
+        server = serving.server
+        is_too_much = worker.state == "failed" and self.settings.span is None
         if is_too_much and len(server.served.span) > 1:  # a device may have less memory than the machine
             self._at_most = len(server.served.span) // 2
             self._changed_mind.set()
-        if (chosen := self._around.choices.get(self.slot)) is not None:
+        chosen = self._services.choices.get(self.slot)
+        if chosen is not None:
             chosen.is_loaded = worker.loaded is not None
         if worker.loaded is not None:
             server.ledger.total_tokens = self._tokens_that_fit(worker.loaded)
@@ -354,47 +402,54 @@ class Hosting:
             self._set(states.get(worker.state, State.LOADING), worker.reason)
         if worker.state != "online":
             reason = f"the worker of this hop ended: {worker.reason}"
-            server.worker_lost(reason)
-            serving.lanes.worker_lost(reason)
-        self._announced = server.ledger.room_tokens, server.n_decoding()
-        self._around.directory.announce_soon()
+            server.on_worker_lost(reason)
+            serving.lanes.on_worker_lost(reason)
+        self._announced = (server.ledger.room_tokens, server.n_decoding())
+        self._services.directory.announce_soon()
 
     def _tokens_that_fit(self, loaded: Loaded) -> int:
         """Cache tokens that may be promised: what the settings say, if half of the free memory can hold them."""
-        free = (loaded.device_memory_bytes or psutil.virtual_memory().available) - self._around.presence.kept_bytes
-        per_token = loaded.cache_bytes_per_token + ITEM_BYTES[self.wanted.dtype] * loaded.hidden  # history too
-        return min(self.wanted.cache_tokens, max(0, free) // 2 // max(1, per_token))
+        memory_bytes = loaded.device_memory_bytes or psutil.virtual_memory().available
+        free_bytes = max(0, memory_bytes - self._services.presence.kept_bytes)
+        per_token = loaded.cache_bytes_per_token + ITEM_BYTES[self.settings.dtype] * loaded.hidden  # history too
+        return min(self.settings.cache_tokens, free_bytes // 2 // max(1, per_token))
 
     def _on_server_change(self) -> None:
         """Room or load may be other than what was announced: tell when that is worth it."""
         if self._serving is None:
             return
-        server, (announced, said) = self._serving.server, self._announced
-        free, load = server.ledger.room_tokens, server.n_decoding()
-        is_room_news = abs(free - announced) > NEWS_SHARE * server.ledger.total_tokens
-        if is_room_news or abs(load - said) > max(1, NEWS_SHARE * said):
-            self._announced = free, load
-            self._around.directory.announce_soon()
+        server = self._serving.server
+        announced_room, announced_load = self._announced
+        room = server.ledger.room_tokens
+        load = server.n_decoding()
+        is_room_news = abs(room - announced_room) > NEWS_SHARE * server.ledger.total_tokens
+        is_load_news = abs(load - announced_load) > max(1, NEWS_SHARE * announced_load)
+        if is_room_news or is_load_news:
+            self._announced = (room, load)
+            self._services.directory.announce_soon()
 
     def _set(self, state: State, why: str) -> None:
-        self.state, self.why = state, why
+        self.state = state
+        self.why = why
 
     # --- what it says of itself -------------------------------------------------------------------------------
 
     def records(self) -> list[dict[str, Any]]:
         """This hosting's SpanRecord, without what all records share."""
-        serving, wanted = self._serving, self.wanted
-        always = {"kind": "span", "slot": self.slot, "dtype": wanted.dtype, "quantize": wanted.format}
+        serving = self._serving
+        settings = self.settings
+        common = {"kind": "span", "slot": self.slot, "dtype": settings.dtype, "quantize": settings.format}
         if serving is None:
             if self._coming is None:
-                return self._left_record  # else its last record would be believed until it expires
+                return self._last_record  # else its last record would be believed until it expires
             model, blocks = self._coming
-            return [{**always, "state": "joining", "model": model, "start": blocks.start, "end": blocks.end}]
-        server, loaded, config = serving.server, serving.worker.loaded, self._around.config
-        likely, trips = self.likely_next(), self._around.directory.links.round_trip_s
-        nearest = sorted(trips.items(), key=lambda pair: (pair[0] not in likely, pair[1]))
+            coming = {"state": "joining", "model": model, "start": blocks.start, "end": blocks.end}
+            return [{**common, **coming}]
+        server = serving.server
+        loaded = serving.worker.loaded
+        config = self._services.config
         span = {
-            **always,
+            **common,
             "model": serving.model,
             "start": server.served.span.start,
             "end": server.served.span.end,
@@ -407,15 +462,22 @@ class Hosting:
             "head": bool(loaded and loaded.has_head),
             "n_decoding": server.n_decoding(),
             "moves_left": self.balancer.moves_left if self._may_move else 0,
-            "any_model": self._may_move and not wanted.model,
+            "any_model": self._may_move and not settings.model,
             "free_cache_tokens": server.ledger.room_tokens,
             "training_bytes": config.tuning_mib << 20,
             "training_share": config.tuning_share,
-            "round_trip_ms": {p: 1000 * s for p, s in nearest[:ROUND_TRIPS_IN_RECORD]},
-            "leaves_at": self._around.presence.leaves_at,
+            "round_trip_ms": self._announced_round_trips_ms(),
+            "leaves_at": self._services.presence.leaves_at,
         }
-        self._left_record = [{**span, "state": "draining"}]
+        self._last_record = [{**span, "state": "draining"}]
         return [span]
+
+    def _announced_round_trips_ms(self) -> dict[PeerId, float]:
+        """The measured links that a record has room for: likely neighbours in chains first, then the nearest."""
+        likely = self.likely_next()
+        trips = self._services.directory.links.round_trip_s
+        nearest = sorted(trips, key=lambda peer: (peer not in likely, trips[peer]))
+        return {peer: 1000 * trips[peer] for peer in nearest[:ROUND_TRIPS_IN_RECORD]}
 
     def _announced_state(self) -> str:
         """Blocks that cannot be loaded are promised to nobody: others then fill the gap."""
@@ -424,21 +486,28 @@ class Hosting:
         return "online" if self.is_online else "joining"
 
     def likely_next(self) -> set[PeerId]:
-        """Who serves the block after this server's last, or the one before its first: the links that chains need."""
+        """Name the peers that serve the block after this server's last or before its first: chains need these links."""
         if self._serving is None:
             return set()
-        model, span = self._serving.model, self._serving.server.served.span
-        wanted = {span.end, span.start - 1}
-        spans = self._around.directory.view().spans
-        return {PeerId(s.peer) for s in spans if s.model == model and any(s.start <= b < s.end for b in wanted)}
+        own_span = self._serving.server.served.span
+        neighbours = set()
+        for span in self._services.directory.view().spans:
+            is_before = span.start <= own_span.start - 1 < span.end
+            is_behind = span.start <= own_span.end < span.end
+            if span.model == self._serving.model and (is_before or is_behind):
+                neighbours.add(PeerId(span.peer))
+        return neighbours
 
     def snapshot(self) -> status.HostingStatus:
         serving = self._serving
+        why = self.why
+        if serving is not None and self.state is State.LOADING:
+            why = serving.worker.snapshot().reason
         return status.HostingStatus(
             slot=self.slot,
-            wanted=self.wanted.model or "whatever the swarm lacks",
+            wanted=self.settings.model or "whatever the swarm lacks",
             state=str(self.state),
-            why=serving.worker.snapshot().reason if serving and self.state is State.LOADING else self.why,
+            why=why,
             serving=self._serving_status(serving) if serving else None,
             worker=_worker_status(serving.worker.snapshot()) if serving else None,
             server=serving.server.snapshot() if serving else None,
@@ -447,7 +516,8 @@ class Hosting:
         )
 
     def _serving_status(self, serving: _Serving) -> status.ServingStatus:
-        catalog, span = self._around.directory.view().catalog, serving.placement.action
+        catalog = self._services.directory.view().catalog
+        span = serving.placement.action
         return status.ServingStatus(
             model=serving.model,
             name=catalog.name_of(serving.model),

@@ -34,17 +34,26 @@ NEEDS_A_HOP = (OpenSession, OpenLane, PutTuned, Op, Reroute, Replay, HandOver, C
 """What asks something of a hop: refused where there is none. The rest only tells, and may come late."""
 
 
-TO_WHERE_IT_ENDS = (Progress, Backward)
-"""What names the block where the hop that it is for ends; all else names where that one starts."""
+NAMES_END_OF_HOP = (Progress, Backward)
+"""Messages that name the block where their hop ends; all others name the block where it starts."""
 
 
+# A daemon may serve with several workers, and a message names a session and one block, not a worker:
+#
+#     worker 0: [0,4)   worker 1: [4,8)       of one session
+#     Op        start = 4   from the client or from worker 0  -> the hop that starts at 4 (worker 1)
+#     Progress  start = 4   from worker 1                     -> the hop that ends at 4   (worker 0)
+#     Refusal   start = 4   from whom work was pushed to      -> by its end, else by its start
+#
+# What opens something names a model and blocks, and goes to a worker that holds them; one that takes sessions first.
 class Hosts:
     """See the module."""
 
-    def __init__(self, around: HostingServices) -> None:
-        self._around = around
-        wanted = enumerate(around.config.to_host())
-        self._hostings = [Hosting(around, serve, slot, self.deliver) for slot, serve in wanted]
+    def __init__(self, services: HostingServices) -> None:
+        self._services = services
+        self._hostings = []
+        for slot, settings in enumerate(services.config.to_host()):
+            self._hostings.append(Hosting(services, settings, slot, self.deliver))
 
     def __iter__(self) -> Iterator[Hosting]:
         return iter(self._hostings)
@@ -87,16 +96,20 @@ class Hosts:
             return serving[0] if serving else None
         if isinstance(message, OpenSession | OpenLane | PutTuned):
             able = [h for h in serving if h.holds(message.model, message.start, message.end)]
-            return next((h for h in able if h.takes_sessions), (able or serving)[0])
-        session, block = getattr(message, "session", b""), getattr(message, "start", 0)
+            default = able[0] if able else serving[0]
+            return next((h for h in able if h.takes_sessions), default)
+        session = getattr(message, "session", b"")
+        block = getattr(message, "start", 0)
         by_end = next((h for h in serving if h.ends_at(session, block)), None)
-        if isinstance(message, TO_WHERE_IT_ENDS):
-            return by_end or serving[0]
         by_start = next((h for h in serving if h.starts_at(session, block)), None)
-        return (by_end or by_start if isinstance(message, Refusal) else by_start) or serving[0]
+        if isinstance(message, NAMES_END_OF_HOP):
+            return by_end or serving[0]
+        if isinstance(message, Refusal):
+            return by_end or by_start or serving[0]
+        return by_start or serving[0]
 
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
-        """The last channel of one purpose to a peer has ended."""
+        """Act on the end of the last channel of one purpose to a peer."""
         for hosting in self._hostings:
             hosting.gone(peer, purpose)
 
@@ -128,27 +141,42 @@ class Hosts:
         if not model:
             return self._hostings
         rows = [(h, h.snapshot()) for h in self._hostings]
-        catalog = self._around.directory.view().catalog
-        names = {model, *catalog.names_of(catalog.models[model][0] if model in catalog.models else model)}
-        found = [h for h, row in rows if h.wanted.model in names or (row.serving and row.serving.name in names)]
-        if not found:
-            known = ", ".join(row.serving.name or row.serving.model if row.serving else row.wanted for _, row in rows)
+        catalog = self._services.directory.view().catalog
+        model_hash = catalog.models[model][0] if model in catalog.models else model
+        names = {model, *catalog.names_of(model_hash)}
+        matching = []
+        for hosting, row in rows:
+            is_served = row.serving is not None and row.serving.name in names
+            if is_served or hosting.settings.model in names:
+                matching.append(hosting)
+        if not matching:
+            known = ", ".join(_name_for_people(row) for _, row in rows)
             raise ConfigError(f"this daemon serves no model {model!r}; it serves: {known or 'nothing'}")
-        return found
+        return matching
 
     # --- what they say of themselves ---------------------------------------------------------------------------
 
     def n_decoding(self) -> int:
+        """Count the sessions that took a step just now."""
         return sum(hosting.n_decoding() for hosting in self._hostings)
 
     def records(self) -> list[dict[str, Any]]:
+        """Give the fields of all span records that this daemon announces."""
         return [record for hosting in self._hostings for record in hosting.records()]
 
     def likely_next(self) -> set[PeerId]:
+        """Name the peers to which chains through this daemon go on."""
         return set().union(*(hosting.likely_next() for hosting in self._hostings))
 
     def snapshot(self) -> tuple[status.HostingStatus, ...]:
         return tuple(hosting.snapshot() for hosting in self._hostings)
 
     def sessions(self) -> tuple[status.SessionRow, ...]:
+        """Give one row for each hop that is served here."""
         return tuple(row for hosting in self._hostings for row in hosting.sessions())
+
+
+def _name_for_people(row: status.HostingStatus) -> str:
+    if row.serving is None:
+        return row.wanted
+    return row.serving.name or row.serving.model

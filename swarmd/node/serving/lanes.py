@@ -1,8 +1,8 @@
 """The serving side of fine-tuning: lanes that micro-batches of one client go through, forward and backward.
 
 As with sessions the daemon passes frames on as they came, and the worker computes. A lane knows its neighbours and
-takes frames from them and from its client only. What goes wrong is told to the client, who sends the micro-batch
-through another lane; nothing here is ever repeated or repaired.
+takes frames from them and from its client only. The client is told of each failure, and sends the micro-batch through
+another lane; nothing here is ever repeated or repaired.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swarmd.net.api import TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
-from swarmd.node.serving.hops import Deliver, Hops, Key, LaneHop, deliver_here
+from swarmd.node.serving.hops import Deliver, Hops, Key, LaneHop, deliver_here, session_lost
 from swarmd.node.serving.outbox import Outbox
 from swarmd.node.serving.server import Server
 from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerLost, WorkerReply
@@ -42,6 +42,13 @@ DRAIN_LOOK_S = 0.05  # a few micro-batches are left, each some tens of ms
 RETRY_AFTER_S = 1.0  # some micro-batches: then there is room again
 
 
+#     client --Forward--> hop [0,4) --Forward--> hop [4,8) --Forward--> client
+#     client <--Backward- hop [0,4) <-Backward-- hop [4,8) <-Backward-- client
+#            <--Gradients, from each hop for its own blocks
+#
+# A lane keeps no caches and no history. So a failure anywhere ends the lane, the client hears it, and sends the
+# micro-batch through another one. Lanes share the worker with sessions: frames that wait for it are bounded by bytes,
+# counted for each principal (who answers for a client's keys), as many keys as one may have.
 class ServerLanes:
     """All lanes through one server. What may wait for its worker is bounded; with a bound of 0 none are taken.
 
@@ -54,7 +61,7 @@ class ServerLanes:
         self._worker = worker
         self._limit_bytes = server.served.limit_bytes
         self._lanes: Hops[LaneHop] = Hops()
-        to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, refused=self._on_refusal)
+        to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, on_refusal=self._on_refusal)
         self._outbox = Outbox(rpc, self._lost, to_self, "training")
         self._tokens_trained = 0
         self._tasks = Tasks()
@@ -78,12 +85,15 @@ class ServerLanes:
             async with self._tasks.open():
                 task_status.started()
                 while True:
-                    await self._lanes.some()
+                    await self._lanes.wait_for_hop()
                     await trio.sleep(LOOK_INTERVAL_S)
                     now = trio.current_time()
                     for key, lane in self._lanes.items():
-                        if lane.waiting or any(map(self._outbox.is_waiting, (lane.predecessor, lane.successor))):
-                            self._outbox.tell(lane.client, framed(Progress(session=key[0], start=key[1])))
+                        neighbours = (lane.predecessor, lane.successor)
+                        if lane.waiting or any(map(self._outbox.is_waiting, neighbours)):
+                            session, start = key
+                            progress = Progress(session=session, start=start)
+                            self._outbox.tell(lane.client, framed(progress))
                         elif now - lane.used_at > LEASE_S:
                             await self._end(key)
 
@@ -99,7 +109,8 @@ class ServerLanes:
             elif isinstance(message, OpenLane) and channel is not None:
                 await self._on_open(channel, message)
             elif isinstance(message, CloseLane):
-                if (lane := self._lanes.get((message.session, message.start))) and lane.client == peer:
+                lane = self._lanes.get((message.session, message.start))
+                if lane is not None and lane.client == peer:
                     await self._end((message.session, message.start))
             elif isinstance(message, PutTuned) and channel is not None:
                 await self._on_put(peer, message, frame)
@@ -119,70 +130,94 @@ class ServerLanes:
         if not self._limit_bytes:
             raise Refused(Code.UNSUPPORTED, "this server takes no training work (tuning_mib is 0)")
         self._server.require_serving(opening.model, opening.start, opening.end, opening.dtype, opening.codec)
-        key, principal = (opening.session, opening.start), self._exchange.principal(channel.peer)
-        own = sum(lane.principal == principal for lane in self._lanes)
-        if own >= MAX_LANES_PER_CLIENT or len(self._lanes) >= MAX_LANES:
-            raise Refused(Code.NO_CAPACITY, f"{len(self._lanes)} lanes are open here, {own} of this client", 10.0)
-        if any(k[0] == opening.session and lane.client != channel.peer for k, lane in self._lanes.items()):
-            raise Refused(Code.STRANGER, "another client has a lane of this name")
-        span = Span(opening.start, opening.end)
-        before, after = PeerId(opening.predecessor) or channel.peer, PeerId(opening.successor) or channel.peer
-        lane = LaneHop(channel.peer, principal, span, before, after, used_at=trio.current_time())
-        self._lanes.put(key, lane)
+        principal = self._exchange.principal(channel.peer)
+        n_of_client = sum(lane.principal == principal for lane in self._lanes)
+        if n_of_client >= MAX_LANES_PER_CLIENT or len(self._lanes) >= MAX_LANES:
+            text = f"{len(self._lanes)} lanes are open here, {n_of_client} of this client"
+            raise Refused(Code.NO_CAPACITY, text, 10.0)
+        for (session, _), lane in self._lanes.items():
+            if session == opening.session and lane.client != channel.peer:
+                raise Refused(Code.STRANGER, "another client has a lane of this name")
+        lane = LaneHop(
+            channel.peer,
+            principal,
+            Span(opening.start, opening.end),
+            predecessor=PeerId(opening.predecessor) or channel.peer,
+            successor=PeerId(opening.successor) or channel.peer,
+            used_at=trio.current_time(),
+        )
+        self._lanes.put((opening.session, opening.start), lane)
         weight = self._server.served.weight_of(channel.peer)
-        await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal, weight=weight)))
+        for_worker = msgspec.structs.replace(opening, id=0, client=principal, weight=weight)
+        await self._worker.send(framed(for_worker))
         self._tasks.start_soon(self._reply_opened, channel, opening, lane)
 
     async def _reply_opened(self, channel: Channel, opening: OpenLane, lane: LaneHop) -> None:
-        found = await self._server.onward.reach("training", lane.client, lane.successor)
-        lane.push, lane.why = found.action, found.reason
+        decision = await self._server.onward.reach("training", lane.client, lane.successor)
+        lane.push = decision.action
+        lane.why = decision.reason
         loaded = self._worker.loaded
-        arity = loaded.layer_arity if loaded else 0
-        reply = Opened(re=opening.id, push=lane.push, why=lane.why[:500], layer_arity=arity)
+        reply = Opened(
+            re=opening.id,
+            push=lane.push,
+            why=lane.why[:500],
+            layer_arity=loaded.layer_arity if loaded else 0,
+        )
         self._outbox.tell(channel.peer, framed(reply))
 
     async def _on_work(self, peer: PeerId, message: Forward | Backward, frame: Frame) -> None:
         is_forward = isinstance(message, Forward)
-        at = (message.session, message.start)
-        lane = self._lanes.get(at) if is_forward else self._lanes.ending_at(*at)
+        session = message.session
+        block = message.start
+        lane = self._lanes.get((session, block)) if is_forward else self._lanes.ending_at(session, block)
         if lane is None:
-            raise Refused(Code.NO_SESSION, f"no lane {message.session.hex()[:8]} at block {message.start} here")
-        if peer not in (lane.client, lane.predecessor if is_forward else lane.successor):
+            raise Refused(Code.NO_SESSION, f"no lane {session.hex()[:8]} at block {block} here")
+        sender = lane.predecessor if is_forward else lane.successor
+        if peer not in (lane.client, sender):
             raise Refused(Code.STRANGER, f"{peer} is no neighbour in this lane")
         if is_forward and self._server.is_draining:
             raise Refused(Code.NOT_SERVING, "this server is about to stop serving", 5.0)
-        waiting = [(other.principal, sum(other.waiting.values())) for other in self._lanes]
-        own, in_all = sum(n for p, n in waiting if p == lane.principal), sum(n for _, n in waiting)
-        if max(2 * own, in_all) + len(frame.raw) > 2 * self._limit_bytes:
-            text = f"{own} B of this client, and {in_all} B in all, wait to be computed here"
+        client_bytes = 0
+        total_bytes = 0
+        for open_lane in self._lanes:
+            waiting_bytes = sum(open_lane.waiting.values())
+            total_bytes += waiting_bytes
+            if open_lane.principal == lane.principal:
+                client_bytes += waiting_bytes
+        if max(2 * client_bytes, total_bytes) + len(frame.raw) > 2 * self._limit_bytes:
+            text = f"{client_bytes} B of this client, and {total_bytes} B in all, wait to be computed here"
             raise Refused(Code.NO_CAPACITY, text, RETRY_AFTER_S)
         kind = (type(message), message.seq)
         lane.waiting[kind] = lane.waiting.get(kind, 0) + len(frame.raw)
         lane.used_at = trio.current_time()
         if not is_forward:
             self._tokens_trained += message.tensor.b * message.tensor.t
-            self._server.served.books.count(UsageKind.MICRO_BATCHES, int(message.part[0] + 1 == message.part[1]))
+            if _is_last_part(message.part):
+                self._server.served.books.count(UsageKind.MICRO_BATCHES, 1)
         await self._worker.send(frame.raw)
 
     async def _on_put(self, peer: PeerId, message: PutTuned, frame: Frame) -> None:
-        served, principal = self._server.served, self._exchange.principal(peer)
+        served = self._server.served
+        principal = self._exchange.principal(peer)
         if not self._limit_bytes:
             raise Refused(Code.UNSUPPORTED, "this server takes no parameters of clients (tuning_mib is 0)")
-        is_held = message.start < message.end and served.span.covers(Span(message.start, message.end))
+        is_span = message.start < message.end
+        is_held = is_span and served.span.covers(Span(message.start, message.end))
         if not is_held or message.model not in ("", served.model):
             raise Refused(Code.NOT_SERVING, f"this server holds blocks {served.span} of {served.model[:12]}")
 
         def request(call_id: int) -> PutTuned:
             return msgspec.structs.replace(message, id=call_id, client=principal)
 
-        if message.id and message.part[0] + 1 == message.part[1]:
+        if message.id and _is_last_part(message.part):
             answer = await self._worker.ask(request, frame.payload)
             self._tasks.start_soon(self._reply_put, peer, message.id, answer)
         else:
             await self._worker.send(framed(request(0), frame.payload))
 
     async def _reply_put(self, peer: PeerId, call_id: int, answer: WorkerReply) -> None:
-        self._outbox.tell(peer, framed(await answer.reply(call_id, lambda _: TunedHeld(re=call_id))))
+        reply = await answer.reply(call_id, lambda _: TunedHeld(re=call_id))
+        self._outbox.tell(peer, framed(reply))
 
     # --- what the worker says --------------------------------------------------------------------------------
 
@@ -190,27 +225,27 @@ class ServerLanes:
         """Who takes what the worker says by itself of fine-tuning; refusals come by ``take_worker_refusal``."""
         return {Forward: self._on_forward, Backward: self._on_backward, Gradients: self._on_gradients}
 
-    async def _on_forward(self, message: Forward, frame: Frame, more: bool) -> None:
+    async def _on_forward(self, message: Forward, frame: Frame, has_more: bool) -> None:
         lane = self._lanes.ending_at(message.session, message.start)
         if lane is not None:
             self._done(lane, message)
             await self._outbox.send(lane.successor if lane.push else lane.client, frame.raw)
 
-    async def _on_backward(self, message: Backward, frame: Frame, more: bool) -> None:
+    async def _on_backward(self, message: Backward, frame: Frame, has_more: bool) -> None:
         lane = self._lanes.get((message.session, message.start))
         if lane is not None:
             self._done(lane, message)
             await self._outbox.send(lane.predecessor, frame.raw)
 
-    async def _on_gradients(self, message: Gradients, frame: Frame, more: bool) -> None:
+    async def _on_gradients(self, message: Gradients, frame: Frame, has_more: bool) -> None:
         lane = self._lanes.get((message.session, message.start))
         if lane is not None:
             self._outbox.tell(lane.client, frame.raw)
 
     def take_worker_refusal(self, refusal: Refusal, frame: Frame) -> bool:
         """Tell a lane's client what its worker refused; False when it was about no lane here."""
-        at = refusal.session or b"", refusal.start
-        lane = self._lanes.get(at) or self._lanes.ending_at(*at)
+        starting, ending = self._lanes_at(refusal)
+        lane = starting or ending
         if lane is None:
             return False
         refused = Forward if refusal.start == lane.span.start else Backward
@@ -220,19 +255,22 @@ class ServerLanes:
 
     @staticmethod
     def _done(lane: LaneHop, message: Forward | Backward) -> None:
-        if message.part[0] + 1 == message.part[1]:
+        if _is_last_part(message.part):
             lane.waiting.pop((type(message), message.seq), None)
 
-    def worker_lost(self, reason: str) -> None:
+    def on_worker_lost(self, reason: str) -> None:
         """Tell every client whose lane went down with the worker."""
         for key, lane in self._lanes.items():
             self._lanes.pop(key)
-            self._refuse(key, lane, Code.SESSION_LOST, reason)
+            self._tell_lost(key, lane, reason)
 
     # --- what is lost ----------------------------------------------------------------------------------------
 
-    def peer_gone(self, peer: PeerId) -> None:
-        """A connection for fine-tuning ended: frames on their way may be lost, and who is gone holds nothing here."""
+    def on_peer_gone(self, peer: PeerId) -> None:
+        """Act on the end of a connection for fine-tuning: a peer that is gone holds no lanes here.
+
+        Frames on their way may be lost, so lanes through that peer are over, too.
+        """
         if not self._tasks.is_open:
             return
         for key, lane in self._lanes.items():
@@ -248,7 +286,7 @@ class ServerLanes:
             if peer in (lane.predecessor, lane.successor) and peer != lane.client and key in self._lanes:
                 self._lanes.pop(key)  # before anybody is told, which may fail too
                 self._tasks.start_soon(self._close_in_worker, key)
-                self._refuse(key, lane, Code.SESSION_LOST, f"the link to {peer[-8:]} failed: {reason}")
+                self._tell_lost(key, lane, f"the link to {peer[-8:]} failed: {reason}")
 
     async def drain(self, timeout_s: float) -> None:
         """Let what was begun come to its end for a while; then tell clients to go elsewhere, who hear it yet."""
@@ -257,29 +295,41 @@ class ServerLanes:
                 await trio.sleep(DRAIN_LOOK_S)
         for key, lane in self._lanes.items():
             self._lanes.pop(key)
-            self._refuse(key, lane, Code.SESSION_LOST, "this server stops serving these blocks")
+            self._tell_lost(key, lane, "this server stops serving these blocks")
         with trio.move_on_after(FAREWELL_S):
             await self._outbox.flush()
 
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> bool:
         """A neighbour refused what was pushed to it: the client must know."""
-        at = refusal.session or b"", refusal.start
-        for lane in (self._lanes.get(at), self._lanes.ending_at(*at)):
+        for lane in self._lanes_at(refusal):
             if lane is not None and peer in (lane.predecessor, lane.successor):
                 self._outbox.tell(lane.client, framed(refusal))
                 return True
         return False
 
-    def _refuse(self, key: Key, lane: LaneHop, code: Code, reason: str) -> None:
-        lost = Refusal(code=code.value, message=reason[:500], session=key[0], start=key[1])
-        self._outbox.tell(lane.client, framed(lost))
+    def _lanes_at(self, refusal: Refusal) -> tuple[LaneHop | None, LaneHop | None]:
+        """The lane that starts at a refusal's block, and the one that ends there."""
+        session = refusal.session or b""
+        block = refusal.start
+        return self._lanes.get((session, block)), self._lanes.ending_at(session, block)
+
+    def _tell_lost(self, key: Key, lane: LaneHop, reason: str) -> None:
+        self._outbox.tell(lane.client, framed(session_lost(key, reason)))
 
     async def _end(self, key: Key) -> None:
         if self._lanes.pop(key) is not None:
             await self._close_in_worker(key)
 
     async def _close_in_worker(self, key: Key) -> None:
+        session, start = key
+        closing = CloseLane(session=session, start=start)
         try:
-            await self._worker.send(framed(CloseLane(session=key[0], start=key[1])))
+            await self._worker.send(framed(closing))
         except WorkerLost:
             return
+
+
+def _is_last_part(part: tuple[int, int]) -> bool:
+    """Is this the last of a message's parts? ``part``: its number from 0, and how many there are."""
+    number, n_parts = part
+    return number + 1 == n_parts

@@ -38,9 +38,10 @@ async def leave(server: Server, lanes: ServerLanes, worker: WorkerLink, is_urgen
         nursery.start_soon(_hurry, is_urgent, worker, nursery.cancel_scope)
         await server.drain(DRAIN_S)
         nursery.cancel_scope.cancel()
-    await lanes.drain(0.0 if is_urgent.is_set() else LANES_DRAIN_S)
-    left = len(server.sessions())
-    logger.info("drained: %s", f"{left} hops were not taken over" if left else "no session left")
+    lanes_drain_s = 0.0 if is_urgent.is_set() else LANES_DRAIN_S
+    await lanes.drain(lanes_drain_s)
+    n_left = len(server.sessions())
+    logger.info("drained: %s", f"{n_left} hops were not taken over" if n_left else "no session left")
 
 
 async def _hurry(is_urgent: trio.Event, worker: WorkerLink, scope: trio.CancelScope) -> None:

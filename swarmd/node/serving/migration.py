@@ -25,6 +25,13 @@ from swarmd.values import PeerId
 SEND_TIMEOUT_S = 60.0  # for all caches of one hop
 
 
+#     client --HandOver--> this server --HandOver--> its worker
+#                          this server <--CachePart, CachePart, ...-- worker
+#                          this server --CachePart, ... (bulk channel)--> heir
+#     client <--HandedOver, or a refusal, once the last part has left--
+#
+# The queue of parts has no bound: the worker's reader must not wait for a slow heir, or every session's answers would.
+# What waits is at most one hop's caches, and SEND_TIMEOUT_S ends it.
 class Migrations:
     """The caches that leave one server. ``outbox`` reaches the clients that asked for it."""
 
@@ -37,11 +44,12 @@ class Migrations:
         self._parts: dict[Key, trio.MemorySendChannel[bytes]] = {}
 
     def is_under_way(self, key: Key) -> bool:
+        """Are the caches of a hop on their way out?"""
         return key in self._parts
 
     async def begin(self, client: PeerId, request: HandOver) -> None:
         """Have the worker give a hop's caches, and send them on; the client hears how it ended. Raises WorkerLost."""
-        key = request.session, request.start
+        key = (request.session, request.start)
         parts, outgoing = trio.open_memory_channel[bytes](math.inf)
         self._parts[key] = parts
         try:
@@ -60,32 +68,34 @@ class Migrations:
         self, client: PeerId, request: HandOver, answer: WorkerReply, outgoing: trio.MemoryReceiveChannel[bytes]
     ) -> None:
         """Send parts as they come; the last thing is the answer for the client, once all parts have left."""
-        said: list[Message] = []
+        answers: list[Message] = []
         failure = f"{request.to[-8:]} took too long to take the caches"
         with trio.move_on_after(SEND_TIMEOUT_S):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._close_when_answered, request, answer, said)
+                nursery.start_soon(self._close_when_answered, request, answer, answers)
                 failure = await self._send_all(PeerId(request.to), outgoing)
         self._parts.pop((request.session, request.start), None)
-        if failure or not said:
-            said = [Refusal(re=request.id, code=Code.REFUSED.value, message=failure[:500])]
-        self._outbox.tell(client, framed(said[0]))
+        if failure or not answers:
+            code = Code.REFUSED.value
+            answers = [Refusal(re=request.id, code=code, message=failure[:500])]
+        self._outbox.tell(client, framed(answers[0]))
 
-    async def _close_when_answered(self, request: HandOver, answer: WorkerReply, said: list[Message]) -> None:
+    async def _close_when_answered(self, request: HandOver, answer: WorkerReply, answers: list[Message]) -> None:
         def handed(answered: HandedOver) -> HandedOver:
             return HandedOver(re=request.id, n_bytes=answered.n_bytes)
 
-        said.append(await answer.reply(request.id, handed))
+        answers.append(await answer.reply(request.id, handed))
         self._parts[request.session, request.start].close()
 
-    async def _send_all(self, to: PeerId, outgoing: trio.MemoryReceiveChannel[bytes]) -> str:
+    async def _send_all(self, heir: PeerId, outgoing: trio.MemoryReceiveChannel[bytes]) -> str:
         """Send all parts; returns why that failed, or "". After a failure the rest is taken and dropped."""
-        unsent = f"the caches could not be sent to {to[-8:]}"
-        failure = "" if await self._onward.connect("bulk", to) else f"{unsent}: it cannot be reached from here"
+        unsent = f"the caches could not be sent to {heir[-8:]}"
+        is_connected = await self._onward.connect("bulk", heir)
+        failure = "" if is_connected else f"{unsent}: it cannot be reached from here"
         async for part in outgoing:
             if not failure:
                 try:
-                    channel = await self._rpc.channel(to, "bulk")
+                    channel = await self._rpc.channel(heir, "bulk")
                     await channel.send_raw(part)
                 except PeerError:
                     failure = f"{unsent}: the connection ended"

@@ -1,9 +1,9 @@
 """Whether a server reaches the next hop of a session or a lane by itself: dials it, and tells the client.
 
-Clients name the next hop, so they could have this machine dial whatever they like, and hear of what is there: which
-ports are open, behind a router, too. So only the addresses that a record of that peer announces are dialled; whatever
-is wrong is said in the same words after the same time; and who could not be reached is not dialled again for a while.
-Only of a peer whose connection ended a moment ago, which is what repairs wait for, it is said at once, without a dial.
+Clients name the next hop, so they could have this machine dial any address, and learn which ports are open there,
+behind a router, too. So only addresses that the named peer's own record announces are dialled. Every failure is told in
+the same words after the same time, and a peer that could not be reached is not dialled again for a while. Repairs wait
+for one case: if a peer's connection ended a moment ago, the client hears so at once, without a dial.
 """
 
 from __future__ import annotations
@@ -27,8 +27,15 @@ MAX_REMEMBERED = 1_024  # successors that could not be reached
 ValueT = TypeVar("ValueT")
 
 
+# A client names the next hop of its session, and this server dials it. Anybody who may open a session could scan ports
+# so, unless the answer tells nothing:
+#
+#     reached                      answers at once, "pushes straight"
+#     anything else (refused, closed port, wrong key, no record)  answers after PUSH_TIMEOUT_S, in the same words
+#     failed within AGAIN_AFTER_S  answers at once, without a dial: the first answer said as much
+#     lost within LOST_S           answers at once, without a dial: this server's own connection to it ended
 class NextHopDialer:
-    """The ways onward of one server."""
+    """Connects one server with the next hops that its clients name."""
 
     def __init__(self, rpc: Rpc, exchange: Exchange) -> None:
         self._rpc = rpc
@@ -36,8 +43,8 @@ class NextHopDialer:
         self._failed: dict[PeerId, tuple[float, tuple[str, ...]]] = {}
         self._lost_at: dict[PeerId, float] = {}
 
-    def lost(self, peer: PeerId) -> None:
-        """A channel to a peer ended; with its last connection it is lost."""
+    def note_lost(self, peer: PeerId) -> None:
+        """Note that a channel to a peer ended; with its last connection the peer is lost."""
         if self._rpc.network.way_to(peer) is None:
             _remember(self._lost_at, peer, trio.current_time())
 
@@ -65,7 +72,8 @@ class NextHopDialer:
                 return True
             except PeerError:
                 await trio.sleep_forever()  # until the time is over: how soon it failed would tell what is there
-        _remember(self._failed, peer, (trio.current_time() + AGAIN_AFTER_S, self._exchange.addresses_of(peer)))
+        until = trio.current_time() + AGAIN_AFTER_S
+        _remember(self._failed, peer, (until, self._exchange.addresses_of(peer)))
         return False
 
     def _failed_lately(self, peer: PeerId) -> bool:
@@ -78,7 +86,7 @@ class NextHopDialer:
         return lost_at is not None and is_gone and trio.current_time() - lost_at < LOST_S
 
     async def _learn_announced(self, peer: PeerId) -> None:
-        """Know the addresses of a peer's own record; who is connected needs none."""
+        """Learn the addresses of a peer's own record; a connected peer needs none."""
         while self._rpc.network.way_to(peer) is None:
             if addresses := self._exchange.addresses_of(peer):
                 self._rpc.network.learn(peer, addresses)

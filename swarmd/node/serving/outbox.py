@@ -1,4 +1,4 @@
-"""Frames to other peers: in order for each peer, and never holding up whoever hands them over.
+"""Frames to other peers: in order for each peer, and without ever delaying the task that hands them over.
 
 ``put`` only queues; a task for each peer that has frames waiting sends them, small ones together. ``send`` writes at
 once, but only where there is credit and nobody else is writing. So a peer that does not read delays nobody else, and
@@ -38,6 +38,15 @@ class _QueuedFrames:
     n_bytes: int = 0
 
 
+# Memory for frames that wait is one budget for all peers, so a peer that stops reading could take it all:
+#
+#     |<---------------- MAX_WAITING_BYTES ---------------->|
+#     [ of other sponsors' peers ][        room             ]
+#                                 [ one sponsor: a quarter ]    and never less than one frame of the largest size
+#
+# Shares are counted by sponsor (the key that brought a peer in), not by peer: keys of one's own cost nothing. The share
+# is a part of what the others leave, so the more waits, the less a further sponsor may add. A peer that takes nothing
+# at all loses its frames sooner, after STALLED_S.
 class Outbox:
     """A queue for each peer. ``failed`` hears of frames that were lost, ``to_self`` takes those for this peer.
 
@@ -76,7 +85,8 @@ class Outbox:
             return
         waiting = self._waiting.get(peer)
         if waiting is None:
-            waiting = self._waiting[peer] = _QueuedFrames(self._rpc.sponsor_of(peer), trio.current_time())
+            waiting = _QueuedFrames(self._rpc.sponsor_of(peer), trio.current_time())
+            self._waiting[peer] = waiting
             self._tasks.start_soon(self._drain, peer, waiting)
         if refusal := self._why_not(waiting, len(frame)):
             self._failed(peer, refusal)
@@ -86,10 +96,16 @@ class Outbox:
 
     def _why_not(self, waiting: _QueuedFrames, n_bytes: int) -> str:
         """Why a frame cannot wait with those for peers of the same sponsor; "" when it can."""
-        of_others = sum(w.n_bytes for w in self._waiting.values() if w.sponsor != waiting.sponsor)
-        of_sponsor = sum(w.n_bytes for w in self._waiting.values() if w.sponsor == waiting.sponsor)
-        left = MAX_WAITING_BYTES - of_others
-        if of_sponsor + n_bytes > max(MUCH_BYTES, MAX_SHARE * left) or of_sponsor + n_bytes > left:
+        of_others = 0
+        of_sponsor = 0
+        for queue in self._waiting.values():
+            if queue.sponsor == waiting.sponsor:
+                of_sponsor += queue.n_bytes
+            else:
+                of_others += queue.n_bytes
+        room_bytes = MAX_WAITING_BYTES - of_others
+        share_bytes = max(MUCH_BYTES, MAX_SHARE * room_bytes)
+        if of_sponsor + n_bytes > min(share_bytes, room_bytes):
             return f"{of_sponsor >> 20} MiB wait to be sent, and that is its share"
         stalled_s = trio.current_time() - waiting.took_at
         if waiting.n_bytes + n_bytes > MUCH_BYTES and stalled_s > STALLED_S:
@@ -139,7 +155,9 @@ class Outbox:
         if peer == self._rpc.network.peer_id:
             await self._to_self(frame)
         else:
-            channel = self._rpc.existing(peer, self._purpose) or await self._rpc.channel(peer, self._purpose)
+            channel = self._rpc.existing(peer, self._purpose)
+            if channel is None:
+                channel = await self._rpc.channel(peer, self._purpose)
             await channel.send_raw(frame)
 
 

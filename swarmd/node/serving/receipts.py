@@ -34,6 +34,10 @@ from swarmd.values import PeerId
 OPS_INTERVAL = 32  # ops that one receipt is for: a signature costs 0.1 ms, a digest 5 us
 
 
+# A hop's trail collects a digest of each token that enters and leaves it. Every OPS_INTERVAL ops the digests are cut
+# off, signed and sent to the client, with a hash of all digests before them. So a server that later says that it
+# computed something else contradicts its own signature. A client signs a bill and sends it back (``taken``), and this
+# server signs the same body: so a bill for more tokens than the trail has computed is refused.
 class Receipts:
     """Those of one server. ``outbox`` reaches clients."""
 
@@ -51,14 +55,11 @@ class Receipts:
         loaded = self._worker.loaded
         if loaded is None or not opening.receipts:
             return None
-        return Trail(
-            shape=(opening.batch, loaded.hidden),
-            adapter=opening.adapter,
-            tuned=opening.tuned,
-            is_heir=bool(opening.inherit),
-        )
+        shape = (opening.batch, loaded.hidden)
+        is_heir = bool(opening.inherit)
+        return Trail(shape=shape, adapter=opening.adapter, tuned=opening.tuned, is_heir=is_heir)
 
-    def left(self, key: Key, hop: SessionHop, seq: int, tensor: TensorMeta | None, payload: memoryview) -> None:
+    def note_output(self, key: Key, hop: SessionHop, seq: int, tensor: TensorMeta | None, payload: memoryview) -> None:
         """An op has left a hop, or ended in it without output."""
         if hop.trail is None:
             return
@@ -66,25 +67,29 @@ class Receipts:
         if hop.trail.n_ops >= OPS_INTERVAL and not hop.trail.is_broken:
             self._outbox.tell(hop.state.client, self._signed(key, hop))
 
-    def taken(self, hop: SessionHop, message: Taken, body: bytes) -> None:
+    def accept_bill(self, hop: SessionHop, message: Taken, body: bytes) -> None:
         """The client has signed a bill that it was given. Raises RemoteProtocolError."""
         identity = self._served.identity
         try:
-            said = usage_receipt.read_body_untrusted(body)
-            about = (said.giver, said.taker, said.session, said.start, said.end)
-            if about != (identity.peer_id, hop.state.client, message.session, hop.span.start, hop.span.end):
+            bill = usage_receipt.read_body_untrusted(body)
+            is_ours = (bill.giver, bill.taker) == (identity.peer_id, hop.state.client)
+            is_session = bill.session == message.session
+            is_hop = (bill.start, bill.end) == (hop.span.start, hop.span.end)
+            if not (is_ours and is_session and is_hop):
                 raise IntegrityError("a bill of another session")
-            if hop.trail is None or said.n_tokens > hop.trail.n_computed:
-                raise IntegrityError(f"a bill for {said.n_tokens} tokens, more than were computed")
-            usage_receipt.verify_taken_untrusted(said, body, message.taken)
+            if hop.trail is None or bill.n_tokens > hop.trail.n_computed:
+                raise IntegrityError(f"a bill for {bill.n_tokens} tokens, more than were computed")
+            usage_receipt.verify_taken_untrusted(bill, body, message.taken)
         except IntegrityError as error:
             raise Forged(str(error)) from None
-        hop.bill = said, SignedUsageReceipt(body, usage_receipt.given_by(identity, body), message.taken)
+        own_signature = usage_receipt.given_by(identity, body)
+        hop.bill = (bill, SignedUsageReceipt(body, own_signature, message.taken))
 
-    def ended(self, hop: SessionHop) -> None:
+    def settle(self, hop: SessionHop) -> None:
         """A session is over: what it came to goes into the books."""
         if hop.bill is not None:
-            self._served.books.add(*hop.bill, self._exchange.voucher_of(hop.state.client))
+            bill, signed = hop.bill
+            self._served.books.add(bill, signed, self._exchange.voucher_of(hop.state.client))
 
     async def answer(self, hop: SessionHop, request: WantReceipt | WantTokens) -> None:
         """Sign now what has passed since the last receipt, or have the worker show it. Raises Refused, WorkerLost."""
@@ -94,21 +99,24 @@ class Receipts:
             return
         if hop.trail is None or hop.trail.is_broken:
             raise Refused(Code.NOT_HELD, "no receipts of this session: its rows were reordered")
-        self._outbox.tell(hop.state.client, self._signed((request.session, request.start), hop, request.id))
+        key = (request.session, request.start)
+        self._outbox.tell(hop.state.client, self._signed(key, hop, request.id))
 
     async def _pass_on(self, client: PeerId, request: WantTokens, answer: WorkerReply) -> None:
         try:
-            said = await answer.wait()
+            reply = await answer.wait()
         except (Refused, WorkerLost) as error:
             code = error.code if isinstance(error, Refused) else Code.SESSION_LOST
-            self._outbox.tell(client, framed(Refusal(re=request.id, code=code.value, message=str(error)[:500])))
+            refusal = Refusal(re=request.id, code=code.value, message=str(error)[:500])
+            self._outbox.tell(client, framed(refusal))
             return
-        assert isinstance(said, TokensAre)
-        self._outbox.tell(client, framed(TokensAre(re=request.id, tensor=said.tensor), answer.payload))
+        assert isinstance(reply, TokensAre)
+        tokens = TokensAre(re=request.id, tensor=reply.tensor)
+        self._outbox.tell(client, framed(tokens, answer.payload))
 
     def _signed(self, key: Key, hop: SessionHop, call_id: int = 0) -> bytes:
         assert hop.trail is not None
-        first, entered, left, before = hop.trail.cut()
+        first, entered_digests, left_digests, previous = hop.trail.cut()
         body, signature = receipt.sign(
             Receipt(
                 peer=self._served.identity.peer_id,
@@ -125,9 +133,9 @@ class Receipts:
                 adapter=hop.trail.adapter,
                 tuned=hop.trail.tuned,
                 first=first,
-                entered=entered,
-                left=left,
-                before=before,
+                entered=entered_digests,
+                left=left_digests,
+                before=previous,
             ),
             self._served.identity,
         )
@@ -141,6 +149,13 @@ class Receipts:
             n_tokens=hop.trail.n_computed,
             at=int(self._exchange.now()),
         )
-        offered, given = usage_receipt.offer(so_far, self._served.identity)
-        at = ReceiptIs(re=call_id, session=key[0], start=key[1], signature=signature, bill=offered, given=given)
-        return framed(at, body)
+        offered, giver_signature = usage_receipt.offer(so_far, self._served.identity)
+        message = ReceiptIs(
+            re=call_id,
+            session=key[0],
+            start=key[1],
+            signature=signature,
+            bill=offered,
+            given=giver_signature,
+        )
+        return framed(message, body)

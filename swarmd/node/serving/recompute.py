@@ -34,7 +34,8 @@ class Recompute:
 
     async def compute(self, span: Span, hidden: Floats) -> Floats:
         """What these blocks make of [b, t, d]. Raises WorkerLost, Refused, PeerTimeout."""
-        key, n_tokens = os.urandom(16), hidden.shape[1]
+        key = os.urandom(16)
+        n_tokens = hidden.shape[1]
         parts, coming = trio.open_memory_channel[Floats | Refusal](n_tokens)
         self._parts[key] = parts
         opening = OpenSession(
@@ -62,17 +63,24 @@ class Recompute:
     async def _run(
         self, key: bytes, start: int, hidden: Floats, coming: trio.MemoryReceiveChannel[Floats | Refusal]
     ) -> Floats:
-        outs: list[Floats] = []
-        for seq, at in enumerate(range(0, hidden.shape[1], TOKENS_AT_ONCE), 1):
-            window = hidden[:, at : at + TOKENS_AT_ONCE]
-            meta, payload = pack_array(window, self._served.dtype, at)
-            op = Op(session=key, start=start, epoch=1, seq=seq, settled=seq - 1, tensor=meta)
+        outputs: list[Floats] = []
+        for seq, offset in enumerate(range(0, hidden.shape[1], TOKENS_AT_ONCE), 1):
+            window = hidden[:, offset : offset + TOKENS_AT_ONCE]
+            meta, payload = pack_array(window, self._served.dtype, offset)
+            op = Op(
+                session=key,
+                start=start,
+                epoch=1,
+                seq=seq,
+                settled=seq - 1,
+                tensor=meta,
+            )
             await self._worker.send(framed(op, payload))
-            said = await coming.receive()
-            if isinstance(said, Refusal):
-                raise Refused(Code(said.code), said.message)
-            outs.append(said)
-        return np.concatenate(outs, 1)
+            answer = await coming.receive()
+            if isinstance(answer, Refusal):
+                raise Refused(Code(answer.code), answer.message)
+            outputs.append(answer)
+        return np.concatenate(outputs, 1)
 
     def take(self, message: Op | Refusal, frame: Frame | None) -> bool:
         """Take what is for a session of this server's own."""

@@ -19,7 +19,8 @@ class Replies:
         self._worker = worker
         self._outbox = outbox
 
-    async def opened(self, channel: Channel, opening: OpenSession, hop: SessionHop) -> None:
+    async def reply_opened(self, channel: Channel, opening: OpenSession, hop: SessionHop) -> None:
+        """Tell a client that its hop is open, and whether this server pushes to the next one."""
         loaded = self._worker.loaded
         await self._connect_onward(hop)
         reply = Opened(
@@ -31,16 +32,24 @@ class Replies:
         )
         self._outbox.tell(channel.peer, framed(reply))
 
-    async def rerouted(self, channel: Channel, message: Reroute, hop: SessionHop) -> None:
+    async def reply_rerouted(self, channel: Channel, message: Reroute, hop: SessionHop) -> None:
+        """Tell a client that its hop has other neighbours now, and what it has received."""
         await self._connect_onward(hop)
-        reply = Rerouted(re=message.id, received=hop.state.received, push=hop.push, why=hop.why[:500])
+        reply = Rerouted(
+            re=message.id,
+            received=hop.state.received,
+            push=hop.push,
+            why=hop.why[:500],
+        )
         self._outbox.tell(channel.peer, framed(reply))
 
-    async def replayed(self, peer: PeerId, message: Replay, answer: WorkerReply) -> None:
-        def replayed(said: Replayed) -> Replayed:
-            return Replayed(re=message.id, ops=said.ops, tokens=said.tokens)
+    async def reply_replayed(self, peer: PeerId, message: Replay, answer: WorkerReply) -> None:
+        """Tell a client how much its hop sent again, once the worker says so."""
 
-        self._outbox.tell(peer, framed(await answer.reply(message.id, replayed)))
+        def make_reply(reply: Replayed) -> Replayed:
+            return Replayed(re=message.id, ops=reply.ops, tokens=reply.tokens)
+
+        self._outbox.tell(peer, framed(await answer.reply(message.id, make_reply)))
 
     async def _connect_onward(self, hop: SessionHop) -> None:
         """Find out whether this server can push to its successor; ``hop.why`` says so.
@@ -48,6 +57,7 @@ class Replies:
         That takes seconds where it cannot: meanwhile the hop may have got another successor, and that one's answer.
         """
         successor = hop.successor
-        found = await self._onward.reach("interactive", hop.state.client, successor)
+        decision = await self._onward.reach("interactive", hop.state.client, successor)
         if hop.successor == successor:
-            hop.push, hop.why = found.action, found.reason
+            hop.push = decision.action
+            hop.why = decision.reason

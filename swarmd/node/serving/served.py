@@ -1,4 +1,4 @@
-"""What one server serves."""
+"""What one server serves, and the refusal of anything else."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from swarmd.values import ModelId, PeerId, Span
 
 @dataclass(frozen=True, slots=True)
 class ServedBlocks:
-    """Blocks of a model, in one dtype, by ``identity``; what was given is in ``books``.
+    """Blocks of a model, in one dtype, by ``identity``; ``books`` counts what was computed for others.
 
-    ``limit_bytes`` may wait here for fine-tuning. ``weight_of`` a client says how much it gets of what is short.
+    At most ``limit_bytes`` of fine-tuning may wait here. ``weight_of`` says how much of a scarce cache a client gets.
     """
 
     identity: Identity
@@ -29,7 +29,7 @@ class ServedBlocks:
     weight_of: Callable[[PeerId], float] = lambda _: 1.0
 
     def require(self, model: str, start: int, end: int, dtype: str, codec: str) -> None:
-        """Refuse what is something else. Raises Refused."""
+        """Refuse a request for other blocks, another dtype or an unknown codec. Raises Refused."""
         if model != self.model:
             raise Refused(Code.NOT_SERVING, f"this server holds {self.model[:12]}, not {model[:12]}")
         if not (start < end and self.span.covers(Span(start, end))):

@@ -21,7 +21,7 @@ from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.node.serving.adapters import ServerAdapters
 from swarmd.node.serving.heartbeat import Heartbeats
-from swarmd.node.serving.hops import Deliver, Hops, Key, SessionHop, deliver_here, rows
+from swarmd.node.serving.hops import Deliver, Hops, Key, SessionHop, deliver_here, session_lost, session_rows
 from swarmd.node.serving.migration import Migrations
 from swarmd.node.serving.next_hop import NextHopDialer
 from swarmd.node.serving.outbox import Outbox
@@ -67,6 +67,14 @@ WAITING_TIMES = 5  # as often as the worker keeps a session's tokens for replay,
 ACTIVE_S = 2.0  # a client that decodes takes a step more often than that
 
 
+#     peer --Op--> handle: judge the op, take room in the cache, note it in the trail --> worker
+#     next hop, or client <-- Outbox <-- _on_output: sign receipts, watch the successor <-- worker
+#
+# All tasks run in one thread, and a hop's state changes between two awaits only, so there is no lock. The worker's
+# queue keeps the order in which ``handle`` accepted ops.
+#
+# Everything in ``handle`` may be sent by a liar. A message counts only from the peers that the hop names (client,
+# predecessor, heir's source), an op only in its sequence and epoch, and only while what waits fits the hop's limits.
 class Server:
     """All hops of all sessions through one worker.
 
@@ -79,6 +87,7 @@ class Server:
         exchange: Exchange,
         served: ServedBlocks,
         worker: WorkerLink,
+        *,
         ledger: CacheLedger,
         supply: Supply,
         changed: Callable[[], None],
@@ -86,7 +95,7 @@ class Server:
     ) -> None:
         self.served = served
         self.ledger = ledger
-        self.own = Recompute(served, worker)
+        self.recompute = Recompute(served, worker)
         self.is_draining = False  # no new sessions are taken
         self._rpc = rpc
         self._exchange = exchange
@@ -95,7 +104,7 @@ class Server:
         self._tasks = Tasks()
         self._hops: Hops[SessionHop] = Hops()
         self._opening: Counter[Key] = Counter()  # of which the worker has not said yet that it is open
-        to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, refused=self._on_refusal)
+        to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, on_refusal=self._on_refusal)
         self._outbox = Outbox(rpc, self._push_failed, to_self)
         self._heartbeats = Heartbeats(rpc, self._hops, self._outbox)
         self.onward = NextHopDialer(rpc, exchange)
@@ -111,8 +120,9 @@ class Server:
         return dict(self._exchange.book.catalog.adapters.values())
 
     def n_decoding(self) -> int:
-        """Sessions that took a step just now."""
-        return sum(trio.current_time() - hop.used_at < ACTIVE_S for hop in self._hops if hop.state.received)
+        """Count the sessions that took a step just now."""
+        used_at = [hop.used_at for hop in self._hops if hop.state.received]
+        return sum(trio.current_time() - at_s < ACTIVE_S for at_s in used_at)
 
     def snapshot(self) -> ServerStatus:
         return ServerStatus(
@@ -126,24 +136,27 @@ class Server:
 
     def sessions(self) -> tuple[SessionRow, ...]:
         """One row for each hop."""
-        return rows(self._hops)
+        return session_rows(self._hops)
 
     def starts_at(self, session: bytes, block: int) -> bool:
+        """Does a hop of this session start here at a block?"""
         return (session, block) in self._hops
 
     def ends_at(self, session: bytes, block: int) -> bool:
+        """Does a hop of this session end here at a block?"""
         return self._hops.ends_at(session, block)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Send what is queued, watch the hops' successors, and end hops that nobody uses, until cancelled."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self._outbox.run)
             await nursery.start(self._adapters.run)
             async with self._tasks.open():
                 task_status.started()
                 while True:
-                    await self._hops.some()
+                    await self._hops.wait_for_hop()
                     await trio.sleep(WATCH_INTERVAL_S)
-                    for key in self._heartbeats.look(trio.current_time()):
+                    for key in self._heartbeats.check_hops(trio.current_time()):
                         await self._end(key)
                     self._on_change()
 
@@ -167,9 +180,11 @@ class Server:
             elif isinstance(message, CloseSession):
                 await self._on_close(peer, message)
             elif isinstance(message, WantReceipt | WantTokens):
-                await self._receipts.answer(self._own_hop(peer, message.session, message.start), message)
+                hop = self._own_hop(peer, message.session, message.start)
+                await self._receipts.answer(hop, message)
             elif isinstance(message, Taken):
-                self._receipts.taken(self._own_hop(peer, message.session, message.start), message, bytes(frame.payload))
+                hop = self._own_hop(peer, message.session, message.start)
+                self._receipts.accept_bill(hop, message, bytes(frame.payload))
             elif isinstance(message, HandOver):
                 await self._on_hand_over(peer, message)
             elif isinstance(message, CachePart):
@@ -195,27 +210,30 @@ class Server:
         now = trio.current_time()
         if decision.action.verdict is OpVerdict.REFUSE:
             raise Refused(decision.action.code, decision.reason)
-        hop.sender, hop.used_at = peer, now
+        hop.sender = peer
+        hop.used_at = now
         if decision.action.verdict is OpVerdict.DUPLICATE:
-            hop.told_finished = -1  # whoever asks twice has not heard
+            hop.told_finished = -1  # a sender that asks twice has not heard
             if op.seq <= hop.state.finished:
                 await self._resend(op, hop)
             return
-        hop.take_in(op.seq, len(frame.raw), messages.n_changes(op.edits, op.tensor is not None))
+        n_edits = messages.n_changes(op.edits, op.tensor is not None)
+        hop.take_in(op.seq, len(frame.raw), n_edits)
+        n_tokens = 0 if op.tensor is None else op.tensor.b * op.tensor.t
         if op.tensor is not None:
-            await self._take_room((op.session, op.start), op.tensor.b * op.tensor.t, now)
+            await self._take_room((op.session, op.start), n_tokens, now)
         accept_op(hop.state, op)
         if hop.trail is not None:
             hop.trail.enter(op, frame.payload)
         hop.watch.on_settled(op.settled)
         if op.tensor is not None:
-            n_tokens = op.tensor.b * op.tensor.t
             self._tokens_served += n_tokens
-            self.served.books.serve(self._exchange.voucher_of(hop.state.client), n_tokens * len(hop.span))
+            voucher = self._exchange.voucher_of(hop.state.client)
+            self.served.books.serve(voucher, n_tokens * len(hop.span))
         await self._worker.send(frame.raw)
 
     async def _take_room(self, key: Key, n_tokens: int, now: float) -> None:
-        """An op needs so much cache, at most. Raises Refused for a session that has to end."""
+        """Take the cache that an op needs at most. Raises Refused for a session that has to end."""
         try:
             for ending in self.ledger.use(key, n_tokens, now):
                 await self._give_way(ending)
@@ -229,22 +247,30 @@ class Server:
         await self._end(key)
         if hop is not None:
             text = "others ask for cache, and this client uses more than a fair share"
-            lost = Refusal(code=Code.SESSION_LOST.value, message=text, session=key[0], start=key[1])
-            self._outbox.tell(hop.state.client, framed(lost))
+            self._outbox.tell(hop.state.client, framed(session_lost(key, text)))
 
     async def _resend(self, op: Op, hop: SessionHop) -> None:
         """Answer a repeated op from what the worker kept."""
-        request = Replay(session=op.session, start=op.start, epoch=hop.state.epoch, have=op.seq - 1)
+        request = Replay(
+            session=op.session,
+            start=op.start,
+            epoch=hop.state.epoch,
+            have=op.seq - 1,
+        )
         await self._worker.send(framed(request))
 
     async def _on_open(self, channel: Channel, opening: OpenSession) -> None:
-        client, key = channel.peer, (opening.session, opening.start)
+        client = channel.peer
+        key = (opening.session, opening.start)
         self._check_open(client, opening)
-        principal, weight = self._exchange.principal(client), self.served.weight_of(client)
-        n_tokens, now = opening.batch * opening.max_tokens, trio.current_time()
+        principal = self._exchange.principal(client)
+        weight = self.served.weight_of(client)
+        n_tokens = opening.batch * opening.max_tokens
+        now = trio.current_time()
         for ending in self.ledger.reserve(key, principal, n_tokens, now, weight):
             await self._give_way(ending)
-        token_bytes = 8 * (self._worker.loaded.hidden if self._worker.loaded else 0) + 64
+        hidden_size = self._worker.loaded.hidden if self._worker.loaded else 0
+        token_bytes = 8 * hidden_size + 64
         hop = SessionHop(
             HopState(client, PeerId(opening.predecessor) or client, opening.epoch),
             Span(opening.start, opening.end),
@@ -258,8 +284,9 @@ class Server:
         await self._end_at_same_block(key, opening.end)
         self._hops.put(key, hop)
         self._opening[key] += 1
-        await self._worker.send(framed(msgspec.structs.replace(opening, id=0, client=principal, weight=weight)))
-        self._tasks.start_soon(self._replies.opened, channel, opening, hop)
+        for_worker = msgspec.structs.replace(opening, id=0, client=principal, weight=weight)
+        await self._worker.send(framed(for_worker))
+        self._tasks.start_soon(self._replies.reply_opened, channel, opening, hop)
         self._on_change()
 
     async def _end_at_same_block(self, key: Key, end: int) -> None:
@@ -280,8 +307,8 @@ class Server:
             self._adapters.require(opening.adapter)
         same_start = self._hops.get((opening.session, opening.start))
         same_end = self._hops.ending_at(opening.session, opening.end)
-        for known in (same_start, same_end):
-            if known is not None and known.state.client != client:
+        for hop in (same_start, same_end):
+            if hop is not None and hop.state.client != client:
                 raise Refused(Code.STRANGER, "another client has a session of this name")
 
     def require_serving(self, model: str, start: int, end: int, dtype: str, codec: str) -> Loaded:
@@ -300,18 +327,20 @@ class Server:
         hop.state.epoch = message.epoch
         hop.state.predecessor = PeerId(message.predecessor) or hop.state.client
         hop.successor = PeerId(message.successor) if message.successor else None
-        hop.watch, hop.suspected, hop.used_at = Watch(), False, trio.current_time()
+        hop.watch = Watch()
+        hop.suspected = False
+        hop.used_at = trio.current_time()
         hop.sender = hop.state.predecessor
         hop.watch.on_settled(message.settled)
         if hop.trail is not None:
             hop.trail.repeat()
-        self._tasks.start_soon(self._replies.rerouted, channel, message, hop)
+        self._tasks.start_soon(self._replies.reply_rerouted, channel, message, hop)
 
     async def _on_replay(self, peer: PeerId, message: Replay) -> None:
         hop = self._own_hop(peer, message.session, message.start)
         self._require_epoch(hop, message.epoch, exactly=True)
         answer = await self._worker.ask(lambda call_id: msgspec.structs.replace(message, id=call_id))
-        self._tasks.start_soon(self._replies.replayed, peer, message, answer)
+        self._tasks.start_soon(self._replies.reply_replayed, peer, message, answer)
 
     async def _on_close(self, peer: PeerId, message: CloseSession) -> None:
         if (message.session, message.start) in self._hops:  # else it is over already, which is as good
@@ -323,10 +352,11 @@ class Server:
         self.is_draining = True
         with trio.move_on_after(timeout_s):
             for key, hop in self._hops.items():
+                session, start = key
                 if self._rpc.existing(hop.state.client) is None:
                     await self._end(key)
                 else:
-                    leaving = Leaving(session=key[0], start=key[1], epoch=hop.state.epoch)
+                    leaving = Leaving(session=session, start=start, epoch=hop.state.epoch)
                     self._outbox.tell(hop.state.client, framed(leaving))
             while self._hops:
                 await self._ended.wait()
@@ -351,7 +381,9 @@ class Server:
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
         """A successor refused what this hop pushed: its client must know."""
         hop = self._hops.ending_at(refusal.session or b"", refusal.start)
-        if hop is not None and hop.successor == peer and refusal.epoch in (0, hop.state.epoch):
+        if hop is None or hop.successor != peer:
+            return
+        if refusal.epoch in (0, hop.state.epoch):
             self._outbox.tell(hop.state.client, framed(refusal))
 
     def _own_hop(self, peer: PeerId, session: bytes, start: int) -> SessionHop:
@@ -372,7 +404,7 @@ class Server:
     def worker_handlers(self) -> Handlers:
         """Who takes what the worker says by itself, but for refusals, which may be of lanes as well.
 
-        With ``more`` to come at once, outputs leave in one write.
+        With ``has_more``, outputs of one read leave in one write.
         """
         return {
             Op: self._on_output,
@@ -381,16 +413,17 @@ class Server:
             Inherited: self._on_inherited,
         }
 
-    async def _on_output(self, op: Op, frame: Frame, more: bool) -> None:
+    async def _on_output(self, op: Op, frame: Frame, has_more: bool) -> None:
         hop = self._hops.ending_at(op.session, op.start)
         if hop is None:
-            self.own.take(op, frame)
+            self.recompute.take(op, frame)
             return
         if self._opening[op.session, hop.span.start]:
             return  # of a session of this name that was here before
         if op.base is None or op.base[0] + 1 == op.base[1]:
             hop.state.finished = max(hop.state.finished, op.seq)
-        self._receipts.left((op.session, hop.span.start), hop, op.seq, op.tensor, frame.payload)
+        key = (op.session, hop.span.start)
+        self._receipts.note_output(key, hop, op.seq, op.tensor, frame.payload)
         if op.epoch != hop.state.epoch:
             return  # computed for a chain that is no more; the client asks for it again
         if op.times:
@@ -400,25 +433,25 @@ class Server:
             hop.watch.on_sent(op.seq, trio.current_time())
         elif self._rpc.existing(hop.state.client) is not None:
             receiver = hop.state.client
-        if receiver is not None and more:
+        if receiver is not None and has_more:
             self._outbox.put(receiver, frame.raw)
         elif receiver is not None:
             await self._outbox.send(receiver, frame.raw)
 
-    async def _on_done(self, message: Done, frame: Frame, more: bool) -> None:
-        key = message.session, message.start
+    async def _on_done(self, message: Done, frame: Frame, has_more: bool) -> None:
+        key = (message.session, message.start)
         if not message.seq:
             self._opening -= Counter([key])
             return
         hop = self._hops.get(key)
         if hop is not None and not self._opening[key]:
             hop.state.finished = max(hop.state.finished, message.seq)
-            self._receipts.left((message.session, message.start), hop, message.seq, None, frame.payload)
+            self._receipts.note_output(key, hop, message.seq, None, frame.payload)
 
-    async def _on_own_cache_part(self, message: CachePart, frame: Frame, more: bool) -> None:
+    async def _on_own_cache_part(self, message: CachePart, frame: Frame, has_more: bool) -> None:
         self._migrations.put((message.session, message.start), frame.raw)
 
-    async def _on_inherited(self, message: Inherited, frame: Frame, more: bool) -> None:
+    async def _on_inherited(self, message: Inherited, frame: Frame, has_more: bool) -> None:
         hop = self._hops.get((message.session, message.start))
         if self._opening[message.session, message.start]:
             return
@@ -431,7 +464,7 @@ class Server:
 
     async def on_worker_refusal(self, refusal: Refusal) -> None:
         """The worker cannot do what a session asked for: its client must know."""
-        if self.own.take(refusal, None):
+        if self.recompute.take(refusal, None):
             return
         self._refused[refusal.code] += 1
         hop = self._hops.get((refusal.session or b"", refusal.start))
@@ -440,36 +473,38 @@ class Server:
                 hop.trail.refuse()
             self._outbox.tell(hop.state.client, framed(refusal))
 
-    def worker_lost(self, reason: str) -> None:
+    def on_worker_lost(self, reason: str) -> None:
         """Tell every client whose hop went down with the worker."""
         self._adapters.forget()
         self._opening.clear()
         for key, hop in self._hops.items():
-            lost = Refusal(code=Code.SESSION_LOST.value, message=reason[:500], session=key[0], start=key[1])
             self._forget(key)
-            self._outbox.tell(hop.state.client, framed(lost))
+            self._outbox.tell(hop.state.client, framed(session_lost(key, reason)))
 
     # --- what ends -------------------------------------------------------------------------------------------
 
-    def peer_gone(self, peer: PeerId) -> None:
-        """A connection ended."""
-        self._heartbeats.peer_gone(peer)
-        self.onward.lost(peer)
+    def on_peer_gone(self, peer: PeerId) -> None:
+        """Act on the end of a connection: a successor is suspected, and not dialled for a moment."""
+        self._heartbeats.on_peer_gone(peer)
+        self.onward.note_lost(peer)
 
     def _push_failed(self, peer: PeerId, reason: str) -> None:
-        self._heartbeats.push_failed(peer, reason)
+        self._heartbeats.on_push_failed(peer, reason)
 
     async def _end(self, key: Key) -> None:
         self._forget(key)
+        session, start = key
+        closing = CloseSession(session=session, start=start)
         try:
-            await self._worker.send(framed(CloseSession(session=key[0], start=key[1])))
+            await self._worker.send(framed(closing))
         except WorkerLost:
             return
 
     def _forget(self, key: Key) -> None:
-        if (hop := self._hops.pop(key)) is None:
+        hop = self._hops.pop(key)
+        if hop is None:
             return
-        self._receipts.ended(hop)
+        self._receipts.settle(hop)
         self.ledger.release(key)
         self._ended.set()
         self._ended = trio.Event()

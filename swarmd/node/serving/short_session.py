@@ -38,10 +38,17 @@ async def short_session(
     rpc: Rpc, exchange: Exchange, peer: PeerId, opening: OpenSession, timeout_s: float = CALL_TIMEOUT_S
 ) -> AsyncIterator[tuple[AnyMessage, Frame]]:
     """Open a session, give what the server answered, and close it in any case. Raises PeerError."""
+
+    def request(call_id: int) -> OpenSession:
+        return msgspec.structs.replace(opening, id=call_id)
+
     rpc.network.learn(peer, exchange.addresses_of(peer))
     try:
-        yield await rpc.call(peer, lambda call_id: msgspec.structs.replace(opening, id=call_id), timeout_s=timeout_s)
+        yield await rpc.call(peer, request, timeout_s=timeout_s)
     finally:
-        if (channel := rpc.existing(peer)) is not None:
-            with suppress(PeerError), trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_TIMEOUT_S):
-                await channel.send(CloseSession(session=opening.session, start=opening.start))
+        channel = rpc.existing(peer)
+        if channel is not None:
+            closing = CloseSession(session=opening.session, start=opening.start)
+            deadline = trio.current_time() + CLOSE_TIMEOUT_S
+            with suppress(PeerError), trio.CancelScope(shield=True, deadline=deadline):
+                await channel.send(closing)

@@ -1,9 +1,10 @@
 """Whether servers that claim blocks serve them: a session is opened with them, as a client does, and closed again.
 
-A record alone is a word. Members that claim blocks and are always full would make honest servers leave these blocks,
-come back when the claims change, and leave again. So each daemon tries some claims now and then, and all that matter
-before it acts on them. Who refuses twice, some time apart, is no cover in this daemon's eyes until it takes a session
-again; who is only busy for a while is not, and a server that stays full needs another beside it in any case.
+A record proves nothing. Members that claim blocks and are always full would make honest servers leave these blocks,
+come back when the claims change, and leave again. So each daemon tries some claims now and then, and all claims that
+matter before it acts on them. A server that refuses twice, some time apart, does not count as a holder until it takes a
+session again. One refusal is no proof: any server is full now and then. A server that stays full needs another one
+beside it in any case.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ NO_WORD_ABOUT_IT = (*OUR_MEMBERSHIP, Code.BANNED, Code.UNSUPPORTED)  # of this p
 
 @dataclass(slots=True)
 class _TrialResult:
-    at: float
+    """When a server was tried, and how many refusals in a row count by then."""
+
+    tried_at: float
     n_refusals: int = 0
 
 
-def of(span: SpanRecord) -> Own:
-    """Whose claim it is."""
+def claimant_of(span: SpanRecord) -> Own:
+    """The server that a record is of: its peer, and the slot of its worker."""
     return span.peer, span.slot
 
 
@@ -52,56 +55,68 @@ class Trials:
         self._rpc = rpc
         self._exchange = exchange
         self._rng = rng
-        self._tried: dict[Own, _TrialResult] = {}
+        self._results: dict[Own, _TrialResult] = {}
         self._joining_since: dict[Own, float] = {}
 
-    def cover(self, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
-        """Those whose claims count: all, but for who refused again and again, or loads for ever.
+    def select_believed(self, spans: Sequence[SpanRecord]) -> list[SpanRecord]:
+        """Give the records whose claims count: all but those of servers that refused again and again, or load for ever.
 
         Where that leaves nobody else, the fault may be here: all count.
         """
-        me, now = self._rpc.network.peer_id, trio.current_time()
-        there = {of(s) for s in spans}
-        self._joining_since = {own: at for own, at in self._joining_since.items() if own in there}
+        me = self._rpc.network.peer_id
+        now = trio.current_time()
+        claimants = {claimant_of(s) for s in spans}
+        self._joining_since = {
+            claimant: since for claimant, since in self._joining_since.items() if claimant in claimants
+        }
         for span in spans:
             if span.state == "joining":
-                self._joining_since.setdefault(of(span), now)
+                self._joining_since.setdefault(claimant_of(span), now)
         counted = [s for s in spans if s.peer == me or self._counts(s, now)]
         return counted if any(s.peer != me for s in counted) else list(spans)
 
     def _counts(self, span: SpanRecord, now: float) -> bool:
-        is_loading_for_ever = now - self._joining_since.get(of(span), now) > JOINING_S
-        return self._refusals(span) < REFUSALS and not (span.state == "joining" and is_loading_for_ever)
+        joining_s = now - self._joining_since.get(claimant_of(span), now)
+        is_loading_for_ever = span.state == "joining" and joining_s > JOINING_S
+        return self._refusals(span) < REFUSALS and not is_loading_for_ever
 
     async def try_some(self, spans: Iterable[SpanRecord]) -> None:
         """Try a few claims, those first that were not tried for longest."""
-        me = self._rpc.network.peer_id
-        others = [s for s in spans if s.peer != me and s.state == "online"]
-        self._rng.shuffle(others)
-        others.sort(key=lambda s: self._tried[of(s)].at if of(s) in self._tried else -1.0)
-        await self.serving(others[:TRIED_EACH_LOOK])
 
-    async def serving(self, spans: Iterable[SpanRecord]) -> set[Own]:
+        def tried_at(span: SpanRecord) -> float:
+            result = self._results.get(claimant_of(span))
+            return -1.0 if result is None else result.tried_at
+
+        me = self._rpc.network.peer_id
+        online_spans = [s for s in spans if s.peer != me and s.state == "online"]
+        self._rng.shuffle(online_spans)
+        online_spans.sort(key=tried_at)
+        await self.find_serving(online_spans[:TRIED_EACH_LOOK])
+
+    async def find_serving(self, spans: Iterable[SpanRecord]) -> set[Own]:
         """Try claims now; returns those that take a session."""
-        found, limit = set[Own](), trio.CapacityLimiter(TRIED_AT_ONCE)
+        accepting = set[Own]()
+        limit = trio.CapacityLimiter(TRIED_AT_ONCE)
 
         async def attempt(span: SpanRecord) -> None:
             async with limit:
                 is_serving = await self._takes_session(span)
             self._note(span, is_serving)
             if is_serving:
-                found.add(of(span))
-                self._joining_since.pop(of(span), None)
+                accepting.add(claimant_of(span))
+                self._joining_since.pop(claimant_of(span), None)
 
         async with trio.open_nursery() as nursery:
             for span in spans:
                 nursery.start_soon(attempt, span)
-        return found
+        return accepting
 
     async def _takes_session(self, span: SpanRecord) -> bool:
-        opening = opening_of(os.urandom(16), span, Span(span.start, span.end), TRIAL_TOKENS)
+        blocks = Span(span.start, span.end)
+        opening = opening_of(os.urandom(16), span, blocks, TRIAL_TOKENS)
+        peer = PeerId(span.peer)
         try:
-            async with short_session(self._rpc, self._exchange, PeerId(span.peer), opening, OPEN_TIMEOUT_S):
+            async with short_session(self._rpc, self._exchange, peer, opening, OPEN_TIMEOUT_S):
                 return True
         except Refused as error:
             return error.code in NO_WORD_ABOUT_IT
@@ -109,15 +124,20 @@ class Trials:
             return False
 
     def _refusals(self, span: SpanRecord) -> int:
-        tried = self._tried.get(of(span))
-        return tried.n_refusals if tried is not None else 0
+        result = self._results.get(claimant_of(span))
+        return result.n_refusals if result is not None else 0
 
     def _note(self, span: SpanRecord, is_serving: bool) -> None:
-        now, before = trio.current_time(), self._tried.pop(of(span), None)
-        n_refusals = 0 if is_serving else 1
-        if before is not None and not is_serving:
-            n_refusals = before.n_refusals + (now - before.at >= APART_S)
-        is_early = before is not None and not is_serving and now - before.at < APART_S
-        self._tried[of(span)] = _TrialResult(before.at if is_early and before is not None else now, n_refusals)
-        if len(self._tried) > MAX_REMEMBERED:
-            del self._tried[next(iter(self._tried))]
+        now = trio.current_time()
+        previous = self._results.pop(claimant_of(span), None)
+        if is_serving:
+            result = _TrialResult(now)
+        elif previous is None:
+            result = _TrialResult(now, n_refusals=1)
+        elif now - previous.tried_at < APART_S:
+            result = previous  # too soon for a second refusal: one full moment is one refusal
+        else:
+            result = _TrialResult(now, previous.n_refusals + 1)
+        self._results[claimant_of(span)] = result  # at the end: the oldest is forgotten first
+        if len(self._results) > MAX_REMEMBERED:
+            del self._results[next(iter(self._results))]

@@ -1,9 +1,9 @@
 """Processes that fork from one with everything imported: the second start of a program takes a tenth of a second.
 
-``python -m swarmd.node.worker.forkserver SOCKET MODULE...`` imports the modules and forks for whoever asks at the
-socket (mode 0600: its owner only). A child lives as long as the connection that asked for it is open. Workers are
-started so where ``SWARMD_FORK_SERVER`` names the socket of such a server with torch loaded; the tests do it for
-hundreds of them.
+``python -m swarmd.node.worker.forkserver SOCKET MODULE...`` imports the modules and forks for each program that asks at
+the socket (mode 0600: its owner only). A child lives as long as the connection that asked for it is open. Where
+``SWARMD_FORK_SERVER`` names the socket of such a server with torch loaded, workers are started by it. The tests start
+hundreds of them so.
 """
 
 from __future__ import annotations
@@ -52,16 +52,19 @@ class ForkedProcess:
         request = {"module": module, "arguments": [*arguments], "environment": {**environment}, "outputs": outputs}
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
         self._connection.sendmsg([json.dumps(request).encode() + b"\n"], [rights])
-        self._said = b""
+        self._received = b""
         self.pid = int(self._line())
 
     def poll(self) -> int | None:
         """The exit status once it has ended."""
-        if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
-            self.wait()
+        if self.returncode is None:
+            has_ended, _, _ = select.select([self._connection], [], [], 0)
+            if has_ended:
+                self.wait()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return its exit status. Raises TimeoutError."""
         if self.returncode is None:
             self._connection.settimeout(timeout)
             self.returncode = int(self._line() or -signal.SIGKILL)
@@ -69,22 +72,30 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
+        """Send a signal, unless it is known to have ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def _line(self) -> bytes:
-        while b"\n" not in self._said:
+        while b"\n" not in self._received:
             data = self._connection.recv(64)
             if not data:
                 return b""
-            self._said += data
-        line, self._said = self._said.split(b"\n", 1)
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
         return line
 
 
+#     caller --one line of JSON, with file descriptors (SCM_RIGHTS)--> server: fork
+#     caller <--the child's pid---------------------------------------
+#     caller <--its exit status, when it ends-------------------------
+#     the caller closes the connection, or dies ---------------------> server: kill the child
+#
+# The server never becomes a thread or an event loop: a fork copies one thread only, and a lock that another one held
+# would stay locked in the child. ``gc.freeze`` keeps the collector from touching, and so copying, the shared pages.
 def serve(path: Path, modules: Sequence[str]) -> None:
-    """Import, then fork for whoever asks, until standard input closes."""
+    """Import, then fork for each caller, until standard input closes."""
     gc.disable()
     for module in modules:
         importlib.import_module(module)
@@ -95,7 +106,8 @@ def serve(path: Path, modules: Sequence[str]) -> None:
         listener.listen(64)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         print("ready", flush=True)
-        server, children = os.getpid(), dict[int, socket.socket]()
+        server = os.getpid()
+        children: dict[int, socket.socket] = {}
         try:
             _answer(listener, children)
         finally:
@@ -106,9 +118,10 @@ def serve(path: Path, modules: Sequence[str]) -> None:
 
 def _answer(listener: socket.socket, children: dict[int, socket.socket]) -> None:
     while True:
-        ready, _, _ = select.select([sys.stdin, listener, *children.values()], [], [], LOOK_S)
+        sources = [sys.stdin, listener, *children.values()]
+        ready, _, _ = select.select(sources, [], [], LOOK_S)
         for pid, connection in list(children.items()):
-            if connection in ready:  # whoever asked is gone, and has no use for its child
+            if connection in ready:  # the caller is gone, and has no use for its child
                 _end(pid)
         _tell_ends(children)
         if sys.stdin in ready and not os.read(0, 1):
@@ -144,8 +157,8 @@ def _fork(listener: socket.socket, connection: socket.socket, children: dict[int
     request = json.loads(data)
     pid = os.fork()
     if not pid:
-        for other in (listener, connection, *children.values()):
-            other.close()
+        for inherited in (listener, connection, *children.values()):
+            inherited.close()
         _become(request, list(files))
     for file in files:
         os.close(file)
@@ -166,7 +179,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
             os.dup2(outputs[-1], 2)
         os.environ.clear()
         os.environ.update(request["environment"])
-        sys.argv = [request["module"], *(text.format(*files) for text in request["arguments"])]
+        arguments = [text.format(*files) for text in request["arguments"]]
+        sys.argv = [request["module"], *arguments]
         random.seed()
         gc.enable()
         importlib.import_module(request["module"]).main()

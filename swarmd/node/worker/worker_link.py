@@ -1,9 +1,9 @@
 """The daemon's end of its worker: start it, load a span, ask and be answered, notice when it dies or stops.
 
-What the worker answers to a request (``ask``, ``call``) goes to whoever asked, by the one id space of this link; what
-it says by itself goes to the handler of its type. A worker is alive while it makes progress: with frames that it has
-not dealt with it must answer or tick within ``STALL_S``. One that is silent for longer (stopped, swapped out, hung) is
-killed and replaced; its sessions are lost and said to be.
+An answer to a request (``ask``, ``call``) goes to the task that asked, by the one id space of this link. What the
+worker says by itself goes to the handler of its type. A worker is alive while it makes progress: as long as it has
+frames to deal with, it must answer or tick within ``STALL_S``. One that is silent for longer (stopped, swapped out,
+hung) is killed and replaced; its sessions are lost, and their clients are told.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ STALL_S = 4.0  # a stopped worker is missed by its sessions for so long; one pas
 STALL_LOADING_S = 600.0  # reading and packing a large model from a slow disk
 TELL_INTERVAL_S = 5.0  # of loading, in the log: reading a large model takes minutes
 CHECK_INTERVAL_S = 0.5  # an eighth of STALL_S: found late by little
-SOON_S = 60.0  # after its start: a worker that ends so soon, twice in a row, may be killed by its own compiled code
 FIRST_PAUSE_S = 0.5  # before a worker that ended is started again; doubled each time it ends soon
 LONGEST_PAUSE_S = 60.0  # what cannot load now may load in a minute, and costs little till then
+STEADY_S = 60.0  # a worker that ran for so long did not end because of how it starts
 MAX_WAITING_BYTES = 64 * 2**20  # of frames for the worker: beyond it senders wait
 _RECEIVE_BYTES = 4 * 2**20  # a whole activation of a prefill in one read
 
@@ -67,12 +67,13 @@ class WorkerProcess(Protocol):
     pid: int
 
     async def send(self, data: bytes) -> None:
-        """Raises WorkerLost."""
+        """Write to the worker. Raises WorkerLost."""
 
     def received(self) -> AsyncIterator[bytes]:
-        """Bytes from the worker until it ends."""
+        """Give bytes from the worker until it ends."""
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """End the worker at once, and free what it holds."""
 
 
 Starter = Callable[[], Awaitable[WorkerProcess]]
@@ -140,7 +141,9 @@ class Prestarted:
         self._first = SubprocessWorker(module) if at_once else None
 
     async def start(self) -> WorkerProcess:
-        first, self._first = self._first, None
+        """Give the first worker, or start another one."""
+        first = self._first
+        self._first = None
         return first or SubprocessWorker(self._module)
 
     def close(self) -> None:
@@ -160,22 +163,25 @@ class WorkerReply:
     def __init__(self) -> None:
         self._arrived = trio.Event()
         self._message: WorkerMessage | None = None
-        self._lost = ""
+        self._lost_reason = ""
         self.payload = memoryview(b"")  # of what has arrived
 
     def arrive(self, message: WorkerMessage, payload: memoryview = memoryview(b"")) -> None:
-        self._message, self.payload = message, payload
+        """Give the worker's answer to the task that waits for it."""
+        self._message = message
+        self.payload = payload
         self._arrived.set()
 
     def lose(self, reason: str) -> None:
-        self._lost = reason
+        """Tell the task that waits: the worker ended before it answered."""
+        self._lost_reason = reason
         self._arrived.set()
 
     async def wait(self) -> WorkerMessage:
-        """Raises Refused when the worker said no, WorkerLost when it ended before it answered."""
+        """Wait for the answer. Raises Refused when the worker said no, WorkerLost when it ended before it answered."""
         await self._arrived.wait()
         if self._message is None:
-            raise WorkerLost(self._lost)
+            raise WorkerLost(self._lost_reason)
         if isinstance(self._message, Refusal):
             raise Refused(Code(self._message.code), self._message.message)
         return self._message
@@ -185,9 +191,12 @@ class WorkerReply:
         try:
             return make(await self.wait())
         except Refused as error:
-            return Refusal(re=call_id, code=error.code.value, message=str(error)[:500])
+            code = error.code
+            reason = str(error)
         except WorkerLost as error:
-            return Refusal(re=call_id, code=Code.SESSION_LOST.value, message=str(error)[:500])
+            code = Code.SESSION_LOST
+            reason = str(error)
+        return Refusal(re=call_id, code=code.value, message=reason[:500])
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +211,16 @@ class WorkerLinkStatus:
     last_end: str  # why the last worker did that ended by itself; empty: none did
 
 
+#     run: start -> loading -> online -.     ends by itself, or is killed: down, a pause, and start again
+#            ^                         |     cannot load: failed, for good
+#            '-- pause, twice as long -'
+#
+# Three ways a worker fails, and how each is noticed: it dies (its socket closes), it says so (WorkerFailed), or it
+# makes no progress. For the third the link counts frames that it sent and frames that the worker has dealt with (its
+# ticks). Only while some are outstanding is silence suspicious, so an idle worker is never killed.
+#
+# Frames of one turn of the loop are written together (``_pass_on``): the worker computes what it reads at once as one
+# batch. Every failure loses all waiting answers with a reason, so nobody waits for a worker that is gone.
 class WorkerLink:
     """Supervises one worker that serves one span."""
 
@@ -234,6 +253,7 @@ class WorkerLink:
 
     @property
     def is_online(self) -> bool:
+        """Is the worker loaded, and does it compute?"""
         return self._state == "online"
 
     @property
@@ -241,11 +261,19 @@ class WorkerLink:
         """What the worker said of itself, its speeds as its owner's share of the time leaves them."""
         if self._loaded is None:
             return None
-        return msgspec.structs.replace(self._loaded, speed=_shared(self._loaded.speed, self._share.value))
+        speed = _shared(self._loaded.speed, self._share.value)
+        return msgspec.structs.replace(self._loaded, speed=speed)
 
     def snapshot(self) -> WorkerLinkStatus:
         pid = self._process.pid if self._process else None
-        return WorkerLinkStatus(self._state, pid, max(0, self._restarts), self.loaded, self._reason, self._last_end)
+        return WorkerLinkStatus(
+            state=self._state,
+            pid=pid,
+            restarts=max(0, self._restarts),
+            loaded=self.loaded,
+            reason=self._reason,
+            last_end=self._last_end,
+        )
 
     async def send(self, frame: bytes) -> None:
         """Hand one frame to the worker. Raises WorkerLost."""
@@ -283,7 +311,8 @@ class WorkerLink:
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
-            data, self._waiting = b"".join(self._waiting), []
+            data = b"".join(self._waiting)
+            self._waiting = []
             await process.send(data)
             self._waiting_bytes -= len(data)
             self._drained.set()
@@ -299,7 +328,8 @@ class WorkerLink:
 
         ``handlers`` take what the worker says by itself, ``on_change`` is told of every change of its state.
         """
-        self._handlers, self._on_change = handlers, on_change
+        self._handlers = handlers
+        self._on_change = on_change
         task_status.started()
         pause_s = FIRST_PAUSE_S
         n_soon = 0  # in a row: ends soon after a start
@@ -307,7 +337,7 @@ class WorkerLink:
             self._restarts += 1
             begun = trio.current_time()
             await self._run_once()
-            ended_soon = trio.current_time() - begun <= SOON_S
+            ended_soon = trio.current_time() - begun <= STEADY_S
             pause_s = min(LONGEST_PAUSE_S, pause_s * 2) if ended_soon else FIRST_PAUSE_S
             n_soon = n_soon + 1 if ended_soon else 0
             if n_soon == 2 and self._request.compiled:
@@ -317,8 +347,12 @@ class WorkerLink:
 
     async def _run_once(self) -> None:
         self._process = await self._start()
-        self._n_sent, self._n_handled, self._heard_at = 0, 0, trio.current_time()
-        self._waiting, self._waiting_bytes, self._last_words = [], 0, ""
+        self._n_sent = 0
+        self._n_handled = 0
+        self._heard_at = trio.current_time()
+        self._waiting = []
+        self._waiting_bytes = 0
+        self._last_words = ""
         self._set("loading", f"loading blocks [{self._request.start},{self._request.end})")
         try:
             async with trio.open_nursery() as nursery:
@@ -332,13 +366,15 @@ class WorkerLink:
             self._reason = str(group.exceptions[0])
         finally:
             self._process.kill()
-            self._process, self._loaded = None, None
+            self._process = None
+            self._loaded = None
             self._drained.set()
             self._drained = trio.Event()
             if self._state != "failed":
                 self._set("down", self._why_down())
                 self._last_end = "" if self._reason == NOT_NEEDED else self._reason
-            answers, self._answers = self._answers, {}
+            answers = self._answers
+            self._answers = {}
             for answer in answers.values():
                 answer.lose(f"the worker of this hop ended: {self._reason}"[:500])
         await self._on_change()
@@ -347,22 +383,23 @@ class WorkerLink:
         decoder = FrameDecoder()
         async for data in process.received():
             self._heard_at = trio.current_time()
-            taken = [(worker.decode(f.header), f) for f in decoder.feed_untrusted(data)]
-            answers = [(message, frame) for message, frame in taken if not isinstance(message, Tick)]
+            decoded = [(worker.decode(frame.header), frame) for frame in decoder.feed_untrusted(data)]
+            answers = [(message, frame) for message, frame in decoded if not isinstance(message, Tick)]
             for n, (message, frame) in enumerate(answers, 1):
                 await self._take(message, frame, n < len(answers))
-            for tick, _ in taken:
+            for tick, _ in decoded:
                 if isinstance(tick, Tick):
-                    self._n_handled, self.n_reused = tick.handled, tick.reused
+                    self._n_handled = tick.handled
+                    self.n_reused = tick.reused
 
-    async def _take(self, message: WorkerMessage, frame: Frame, more: bool) -> None:
+    async def _take(self, message: WorkerMessage, frame: Frame, has_more: bool) -> None:
         if isinstance(message, Loaded):
             self._loaded = message
             self._set("online", self._serving(message))
             await self._on_change()
         elif isinstance(message, Improved) and self._loaded is not None:
-            about = {"kernels": message.kernels, "quantization_error": message.quantization_error}
-            self._loaded = msgspec.structs.replace(self._loaded, **about)
+            changes = {"kernels": message.kernels, "quantization_error": message.quantization_error}
+            self._loaded = msgspec.structs.replace(self._loaded, **changes)
             self._reason = self._serving(self._loaded)
             await self._on_change()
         elif isinstance(message, Loading):
@@ -378,24 +415,34 @@ class WorkerLink:
         elif isinstance(message, Measured) and self._loaded is not None:
             self._loaded = msgspec.structs.replace(self._loaded, speed=message)
             await self._on_change()
-        elif (answer := self._answers.pop(getattr(message, "re", 0), None)) is not None:
+        else:
+            await self._deliver(message, frame, has_more)
+
+    async def _deliver(self, message: WorkerMessage, frame: Frame, has_more: bool) -> None:
+        """Give a message to the task that asked for it, or else to the handler of its type."""
+        answer = self._answers.pop(getattr(message, "re", 0), None)
+        if answer is not None:
             answer.arrive(message, frame.payload)
-        elif (handle := self._handlers.get(type(message))) is not None:
-            await handle(message, frame, more)
+            return
+        handle = self._handlers.get(type(message))
+        if handle is not None:
+            await handle(message, frame, has_more)
             self._heard_at = trio.current_time()  # what delivering took is not the worker's silence
 
     def _progress(self, loading: Loading) -> str:
         """What it does and how much is left, by the time that parts took since it first told of this stage."""
         now = trio.current_time()
         if self._stage is None or self._stage[0] != loading.stage:
-            self._stage = loading.stage, loading.done, now
-        _, first, since = self._stage
+            self._stage = (loading.stage, loading.done, now)
+        _, first_done, since = self._stage
         text = f"loading blocks [{self._request.start},{self._request.end}): {loading.stage}"
         text += f", {loading.done} of {loading.total}"
-        if loading.done <= first:
+        n_done = loading.done - first_done
+        if n_done <= 0:
             return text
-        left_s = (now - since) * (loading.total - loading.done) / (loading.done - first)
-        return f"{text}, {left_s:.0f} s left"
+        n_remaining = loading.total - loading.done
+        remaining_s = (now - since) * n_remaining / n_done
+        return f"{text}, {remaining_s:.0f} s left"
 
     def _do_without_compiled_code(self) -> None:
         """Compiled code computes what peers send, by addresses: an end that comes again and again may be its fault."""
@@ -403,7 +450,7 @@ class WorkerLink:
         logger.warning(
             "worker ended twice within %.0f s of its start (%s): it comes back without compiled code, until the daemon "
             'is started again; `compiled = "off"` in config.toml has that last',
-            SOON_S,
+            STEADY_S,
             self._reason,
         )
 
@@ -432,18 +479,21 @@ class WorkerLink:
                 await self._busy.wait()
             await trio.sleep(CHECK_INTERVAL_S)
             silent_s = trio.current_time() - self._heard_at
-            if self._n_sent > self._n_handled and silent_s > (STALL_S if self.is_online else STALL_LOADING_S):
+            limit_s = STALL_S if self.is_online else STALL_LOADING_S
+            if self._n_sent > self._n_handled and silent_s > limit_s:
                 self._reason = f"no progress for {silent_s:.1f} s"
                 scope.cancel()
 
     def _set(self, state: str, reason: str) -> None:
         is_wrong = state in ("down", "failed") and reason != NOT_NEEDED
         logger.log(logging.WARNING if is_wrong else logging.INFO, "worker %s: %s", state, reason)
-        self._state, self._reason, self._told_at = state, reason, trio.current_time()
+        self._state = state
+        self._reason = reason
+        self._told_at = trio.current_time()
 
 
 def _shared(speed: Measured, share: float) -> Measured:
-    """What is left of a speed for whoever computes for a share of the time."""
+    """The speed of a worker that computes for a share of the time."""
     return Measured(
         decode_tokens_per_s=share * speed.decode_tokens_per_s,
         prefill_tokens_per_s=share * speed.prefill_tokens_per_s,

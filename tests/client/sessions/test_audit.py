@@ -149,8 +149,8 @@ def receipts_of(run: Chat, place: int) -> Receipts:
 async def test_who_signs_that_nothing_passed_is_done_without(virtual_time: MockClock, place: int) -> None:
     async with chat(*THREE) as run:
         receipts = receipts_of(run, place)
-        sign_outputs = receipts.left
-        receipts.left = lambda key, hop, seq, tensor, payload: sign_outputs(key, hop, seq, None, payload)  # type: ignore[method-assign]
+        sign_outputs = receipts.note_output
+        receipts.note_output = lambda key, hop, seq, tensor, payload: sign_outputs(key, hop, seq, None, payload)  # type: ignore[method-assign]
         await run.generate(FIRST_WINDOW_OPS + 10)
         assert run.session.statistics.doubts
         assert run.peers[place] not in [link.hop.peer for link in run.session.hops.links]
@@ -254,7 +254,8 @@ async def test_others_believe_what_they_compute_themselves(virtual_time: MockClo
         for place in (2, 4):
             daemon = run.swarm.daemons[run.peers[place]][0]
             assert daemon.rpc.standing.count(liar, Fault.WRONG_RESULTS) == 1
-            assert liar in [finding.peer for finding in daemon.prober.announced() if not finding.is_right]
+            findings = daemon.prober.record_findings()
+            assert liar in [finding.peer for finding in findings if not finding.is_right]
         newcomer = await run.swarm.client()
         await trio.sleep(10)
         assert newcomer.trust()[liar, 0] is Trust.DOUBTED

@@ -53,7 +53,8 @@ async def ask(daemon: PlayedDaemon, path: str, method: str = "GET") -> tuple[int
     transport = httpx.ASGITransport(application(daemon))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://swarmd") as http:
         answer = await http.request(method, f"/v1/{path}")
-        return answer.status_code, answer.json() if answer.content and "json" in answer.headers["content-type"] else {}
+        is_json = bool(answer.content) and "json" in answer.headers["content-type"]
+        return answer.status_code, answer.json() if is_json else {}
 
 
 async def test_answers_carry_the_schema_and_their_fields() -> None:

@@ -16,7 +16,7 @@ ME = PeerId("me")
 DIRECTORY = DirectoryStatus(known_peers=0, last_exchange_s=None, reason="")
 
 
-class World:
+class HealthScene:
     def __init__(self) -> None:
         self.now = 1_000_000.0
         self.health = Health(ME, "1.0", lambda: self.now)
@@ -31,25 +31,25 @@ class World:
 
 
 def test_a_copy_of_this_machine_is_noticed_and_forgotten_again() -> None:
-    world = World()
-    own = world.view(1_000_005, 1_000_000)
-    assert world.row("identity", own).is_fine
+    world = HealthScene()
+    own_view = world.view(1_000_005, 1_000_000)
+    assert world.row("identity", own_view).is_fine
     assert world.row("identity", world.view(999_990, 999_000)).is_fine, "of this machine, before it was restarted"
     world.now += 10
     assert world.row("identity", world.view(1_000_008, 999_000)).is_fine is False
-    assert world.row("identity", own).is_fine is False, "though its own record is the newer one by now"
+    assert world.row("identity", own_view).is_fine is False, "though its own record is the newer one by now"
     world.now += CLONED_FOR_S + 1
-    assert world.row("identity", own).is_fine
+    assert world.row("identity", own_view).is_fine
 
 
 def test_clocks_of_whoever_says_hello() -> None:
-    world = World()
+    world = HealthScene()
     view = world.view(1_000_000, 1_000_000)
     assert world.row("clock", view).is_fine is None
-    world.health.heard(PeerId("old"), Hello())
+    world.health.note_hello(PeerId("old"), Hello())
     assert world.row("clock", view).is_fine is None, "an older version tells no time"
-    world.health.heard(PeerId("a"), Hello(now=1_000_120))
+    world.health.note_hello(PeerId("a"), Hello(now=1_000_120))
     assert world.row("clock", view).text == "120 s behind 1 of 1 other members"
     for n in range(2 * MAX_CLOCKS):
-        world.health.heard(PeerId(str(n)), Hello(now=1_000_000))
+        world.health.note_hello(PeerId(str(n)), Hello(now=1_000_000))
     assert world.row("clock", view).text == f"within 30 s of {MAX_CLOCKS} of {MAX_CLOCKS} other members"

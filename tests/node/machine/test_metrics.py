@@ -89,11 +89,11 @@ async def test_a_page_that_leads_its_own_name_here_gets_nothing() -> None:
 
 
 async def test_a_port_that_is_taken_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
         with trio.fail_after(20):
-            await serve_metrics(status, f"127.0.0.1:{other.getsockname()[1]}")
+            await serve_metrics(status, f"127.0.0.1:{listener.getsockname()[1]}")
     assert "no metrics: cannot listen on 127.0.0.1:" in caplog.text
 
 

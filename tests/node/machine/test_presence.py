@@ -21,7 +21,7 @@ from swarmd.plan.links.traffic import Limits
 from swarmd.plan.owner.policy import Rules, Sensors
 
 
-class World:
+class PlayedMachine:
     """Sensors that a test sets, and what was done."""
 
     def __init__(self, folder: Path, **rules: object) -> None:
@@ -38,7 +38,7 @@ class World:
 
 
 async def test_a_change_is_acted_on_once(virtual_time: MockClock, tmp_path: Path) -> None:
-    world = World(tmp_path, not_while="game")
+    world = PlayedMachine(tmp_path, not_while="game")
     async with trio.open_nursery() as nursery:
         await nursery.start(world.presence.run)
         await trio.sleep(3 * SENSE_INTERVAL_S)
@@ -52,7 +52,7 @@ async def test_a_change_is_acted_on_once(virtual_time: MockClock, tmp_path: Path
 
 
 async def test_what_is_against_it_at_the_start_is_known_before_anything_is_served(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = PlayedMachine(tmp_path)
     world.sensors = replace(world.sensors, on_battery=True)
     async with trio.open_nursery() as nursery:
         await nursery.start(world.presence.run)
@@ -61,30 +61,30 @@ async def test_what_is_against_it_at_the_start_is_known_before_anything_is_serve
 
 
 def test_a_pause_acts_at_once_and_outlives_its_daemon(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = PlayedMachine(tmp_path)
     world.presence.pause(7_200)
     assert not world.presence.snapshot().may_work
     assert len(world.done) == 1
-    again = world.another(PolicyConfig())
-    again.look(Sensors(datetime.now()))
-    assert again.verdict.reason == world.presence.verdict.reason
-    again.look(Sensors(datetime.now() + timedelta(hours=3)))
-    assert again.verdict.may_work
-    again.resume()
+    restarted = world.another(PolicyConfig())
+    restarted.apply_sensors(Sensors(datetime.now()))
+    assert restarted.verdict.reason == world.presence.verdict.reason
+    restarted.apply_sensors(Sensors(datetime.now() + timedelta(hours=3)))
+    assert restarted.verdict.may_work
+    restarted.resume()
     assert not world.file.exists()
-    world.another(PolicyConfig()).look(Sensors(datetime.now()))
+    world.another(PolicyConfig()).apply_sensors(Sensors(datetime.now()))
     assert len(world.done) == 3, "the first pause, the second daemon's, and its end"
 
 
 def test_what_rests_knows_the_newest_reason(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = PlayedMachine(tmp_path)
     world.presence.pause(7_200)
     world.presence.pause(None)
     assert world.done[-1] == world.presence.snapshot().why == "paused by its owner until swarmd resume"
 
 
 def test_what_is_paused_starts_no_worker(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = PlayedMachine(tmp_path)
     assert verdict_now(PolicyConfig(), world.file, Traffic(Limits())).may_work
     world.presence.pause(None)
     assert not verdict_now(PolicyConfig(), world.file, Traffic(Limits())).may_work
@@ -92,23 +92,23 @@ def test_what_is_paused_starts_no_worker(tmp_path: Path) -> None:
 
 def test_a_damaged_pause_stays_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "pause.json").write_text("{")
-    world = World(tmp_path)
-    world.presence.look(Sensors(datetime.now()))
+    world = PlayedMachine(tmp_path)
+    world.presence.apply_sensors(Sensors(datetime.now()))
     assert world.presence.verdict.reason.endswith("until swarmd resume")
     assert "pause again, or resume" in caplog.text
 
 
 def test_rules_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hours are written as"):
-        World(tmp_path, hours="at night")
+        PlayedMachine(tmp_path, hours="at night")
 
 
 def test_sensors_are_read_here_as_far_as_there_are_any() -> None:
     name = psutil.Process().name().lower()
-    asked = read_sensors(rules_of(PolicyConfig(not_while=name, idle_minutes=5, hottest_c=90)))
-    assert name in asked.programs
-    assert asked.untouched_s is None or asked.untouched_s >= 0
-    assert asked.hottest_c is None or -20 < asked.hottest_c < 150
+    rules = read_sensors(rules_of(PolicyConfig(not_while=name, idle_minutes=5, hottest_c=90)))
+    assert name in rules.programs
+    assert rules.untouched_s is None or rules.untouched_s >= 0
+    assert rules.hottest_c is None or -20 < rules.hottest_c < 150
     assert read_sensors(Rules()).programs == frozenset(), "nobody asked"
 
 
@@ -124,11 +124,11 @@ def test_the_hottest_card_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("output", "expected"),
     [("IdleHint=no\nIdleSinceHint=0\n", 0.0), ("IdleHint=yes\nIdleSinceHint=5\n", 95.0), ("", None)],
 )
-def test_a_seat_as_logind_describes_it(said: str, expected: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = presence_module.subprocess.CompletedProcess([], 0, said.replace("=5", "=5000000"), "")
+def test_a_seat_as_logind_describes_it(output: str, expected: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = presence_module.subprocess.CompletedProcess([], 0, output.replace("=5", "=5000000"), "")
     monkeypatch.setattr(presence_module.shutil, "which", lambda name: "/usr/bin/loginctl")
     monkeypatch.setattr(presence_module.subprocess, "run", lambda *a, **k: done)
     monkeypatch.setattr(presence_module.time, "time", lambda: 100.0)
@@ -160,9 +160,9 @@ def test_a_battery_is_that_of_the_machine(
 
 
 async def test_new_rules_are_looked_at_before_they_are_answered(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = PlayedMachine(tmp_path)
     world.sensors = replace(world.sensors, programs=frozenset({"game"}))
-    world.presence.look(world.sensors)
+    world.presence.apply_sensors(world.sensors)
     await world.presence.follow(PolicyConfig(not_while="game"))
     assert world.presence.snapshot().why == "not while game runs"
     assert world.done == ["not while game runs"]
@@ -171,14 +171,14 @@ async def test_new_rules_are_looked_at_before_they_are_answered(tmp_path: Path) 
 @pytest.mark.parametrize("until", ["1e12", "1e300", "-1e300"])
 def test_a_pause_until_no_time_stays_one(until: str, tmp_path: Path) -> None:
     (tmp_path / "pause.json").write_text(f'{{"until":{until}}}')
-    world = World(tmp_path)
-    world.presence.look(Sensors(datetime.now()))
+    world = PlayedMachine(tmp_path)
+    world.presence.apply_sensors(Sensors(datetime.now()))
     assert world.presence.verdict.reason.endswith("until swarmd resume")
 
 
 async def test_a_new_rule_is_looked_after_at_its_own_pace(virtual_time: MockClock, tmp_path: Path) -> None:
     """Where no rule asked for a sensor, a daemon looked once a minute only."""
-    world = World(tmp_path)
+    world = PlayedMachine(tmp_path)
     async with trio.open_nursery() as nursery:
         await nursery.start(world.presence.run)
         await world.presence.follow(PolicyConfig(not_while="game"))

@@ -15,7 +15,7 @@ from swarmd.node.machine.service_manager import ServiceManager
 
 
 @pytest.fixture(params=["path", "abstract"])
-def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
+def manager_socket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
     """A manager's address as the environment names it, and its socket."""
     name = str(tmp_path / "notify") if request.param == "path" else f"@swarmd-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as listener:
@@ -24,9 +24,9 @@ def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
 
 
 async def test_it_hears_of_the_start_the_loop_and_the_end(
-    heard: tuple[str, socket.socket], virtual_time: MockClock
+    manager_socket: tuple[str, socket.socket], virtual_time: MockClock
 ) -> None:
-    name, listener = heard
+    name, listener = manager_socket
     environment = {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "60000000", "WATCHDOG_PID": str(os.getpid()), "HOME": "/"}
     manager = ServiceManager(environment)
     assert environment == {"HOME": "/"}, "no child speaks for the daemon"

@@ -45,7 +45,18 @@ def directory_in(index: Index) -> Directory:
     exchange.pass_of = lambda _: AdmissionPass(10**6)
     rpc: Any = SimpleNamespace(peers=set)
     network: Any = SimpleNamespace(peer_id=me.peer_id)
-    return Directory(me, (), network, rpc, index, exchange, lambda: 0.0, random.Random(0), {}, None, False)  # type: ignore[arg-type]
+    return Directory(
+        me,
+        (),
+        network,  # type: ignore[arg-type]
+        rpc,
+        index,
+        exchange,
+        wall_clock=lambda: 0.0,
+        rng=random.Random(0),
+        bootstrap={},
+        is_exchange_on=False,
+    )
 
 
 async def test_the_index_is_entered_seldom_once_it_has_worked_and_others_are_known(virtual_time: MockClock) -> None:

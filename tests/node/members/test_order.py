@@ -25,9 +25,9 @@ ME, GIVER, RIDER = (Identity(bytes([n]) * 32) for n in (1, 2, 3))
 
 
 def between(giver: Identity, taker: Identity, n_tokens: int) -> tuple[UsageReceipt, SignedUsageReceipt]:
-    said = UsageReceipt(giver.peer_id, taker.peer_id, b"s" * 16, "m", 0, 10, n_tokens, 1_000)
-    body, given = usage_receipt.offer(said, giver)
-    return said, SignedUsageReceipt(body, given, usage_receipt.accept(body, taker))
+    bill = UsageReceipt(giver.peer_id, taker.peer_id, b"s" * 16, "m", 0, 10, n_tokens, 1_000)
+    body, giver_signature = usage_receipt.offer(bill, giver)
+    return bill, SignedUsageReceipt(body, giver_signature, usage_receipt.accept(body, taker))
 
 
 @pytest.mark.parametrize("order", ["equal", "giving"])
@@ -36,7 +36,11 @@ async def test_servers_favour_who_computed_for_their_owner(order: str, tmp_path:
     books.add(*between(GIVER, ME, GRACE), b"invite of the giver")
     books.add(*between(ME, RIDER, GRACE), b"invite of the rider")
     books.save()
-    vouchers = {ME.peer_id: b"own", GIVER.peer_id: b"invite of the giver", RIDER.peer_id: b"invite of the rider"}
+    vouchers = {
+        ME.peer_id: b"own",
+        GIVER.peer_id: b"invite of the giver",
+        RIDER.peer_id: b"invite of the rider",
+    }
     exchange: Any = SimpleNamespace(
         members={p: Membership(p, "member", (b"f", v), 10**9) for p, v in vouchers.items()},
         voucher_of=lambda peer: vouchers[peer],
@@ -44,14 +48,14 @@ async def test_servers_favour_who_computed_for_their_owner(order: str, tmp_path:
         now=lambda: 2_000.0,
         n_sharing=lambda peer: 1,
     )
-    kept = Order(exchange, books, ME.peer_id)
+    member_order = Order(exchange, books, ME.peer_id)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(kept.run)
+        nursery.start_soon(member_order.run)
         await trio.sleep(LOOK_INTERVAL_S / 2)
         nursery.cancel_scope.cancel()
-    found = [kept.weight(who.peer_id) for who in (ME, GIVER, RIDER)]
-    assert found == ([MOST, MOST, LEAST] if order == "giving" else [1.0, 1.0, 1.0])
-    assert kept.weight(PeerId("somebody")) == 1.0
+    weights = [member_order.weight(identity.peer_id) for identity in (ME, GIVER, RIDER)]
+    assert weights == ([MOST, MOST, LEAST] if order == "giving" else [1.0, 1.0, 1.0])
+    assert member_order.weight(PeerId("somebody")) == 1.0
 
 
 @pytest.mark.parametrize("n_signed", [0, GRACE // 10, 2 * GRACE])
@@ -65,23 +69,25 @@ async def test_who_signs_no_bill_has_taken_all_the_same(n_signed: int, tmp_path:
     books.save()
     vouchers = {ME.peer_id: b"own", RIDER.peer_id: b"invite of the rider"}
     exchange: Any = SimpleNamespace(voucher_of=lambda peer: vouchers[peer], now=lambda: 2_000.0)
-    kept = Order(exchange, books, ME.peer_id)
+    member_order = Order(exchange, books, ME.peer_id)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(kept.run)
+        nursery.start_soon(member_order.run)
         await trio.sleep(LOOK_INTERVAL_S / 2)
         nursery.cancel_scope.cancel()
-    assert kept.balance(RIDER.peer_id) == Balance(took=max(10 * GRACE, 10 * n_signed))
-    assert kept.balance(ME.peer_id) == Balance()
+    assert member_order.balance(RIDER.peer_id) == Balance(took=max(10 * GRACE, 10 * n_signed))
+    assert member_order.balance(ME.peer_id) == Balance()
 
 
 def test_however_many_come_by_one_invite_they_share_what_one_gets() -> None:
     """But for who was admitted for good, and whoever came by an invite of his own."""
-    founder, leaked, own = (Identity(bytes([n]) * 32) for n in (4, 5, 6))
+    founder, leaked, personal = (Identity(bytes([n]) * 32) for n in (4, 5, 6))
     exchange = Exchange(SwarmKeys("ours", founder.public_key, bytes(32)), lambda: 100.0)
-    guests = [(leaked, Identity(bytes([n]) * 32)) for n in range(10, 15)] + [(own, Identity(bytes([20]) * 32))]
+    guests = [(leaked, Identity(bytes([n]) * 32)) for n in range(10, 15)]
+    guests.append((personal, Identity(bytes([20]) * 32)))
     for invite, guest in guests:
-        links = certify(founder, invite.public_key, "invite", 900), certify(invite, guest.public_key, "member", 900)
-        exchange.admit(guest.peer_id, Hello(certificate=links))
+        invite_link = certify(founder, invite.public_key, "invite", 900)
+        member_link = certify(invite, guest.public_key, "member", 900)
+        exchange.admit(guest.peer_id, Hello(certificate=(invite_link, member_link)))
     admitted = {guests[0][1].public_key: AdmittedMember(900, leaked.public_key)}
     exchange.merge_catalog_untrusted(sign_catalog(Catalog(version=1, admitted=admitted), founder))
     order = Order(exchange, UsageLedger(None), founder.peer_id)

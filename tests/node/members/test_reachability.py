@@ -30,13 +30,14 @@ def check(peer: PeerId, certificate: tuple[bytes, ...]) -> Any:
     return SimpleNamespace(role=certificate[0].decode())
 
 
-class World:
+class PlayedNetwork:
     """What a peer meets: members that can connect to it or not, of which some relay."""
 
     def __init__(
         self, host: str = "5.0.1.2", *, can_connect: bool = False, listens: bool = True, asks_router: bool = False
     ) -> None:
-        self.host, self.ports = host, (4117,)
+        self.host = host
+        self.ports: tuple[int, ...] = (4117,)
         self.open_ports = {4117} if can_connect else set()
         self.asked: list[PeerId] = []
         self.held: dict[PeerId, trio.CancelScope] = {}
@@ -56,7 +57,7 @@ class World:
             announce_soon=self.announce_soon,
         )
         rpc: Any = SimpleNamespace(
-            network=SimpleNamespace(peer_id=ME, addresses=lambda: self.addresses, learn=lambda peer, found: None)
+            network=SimpleNamespace(peer_id=ME, addresses=lambda: self.addresses, learn=lambda peer, addresses: None)
         )
         self.me = Reachability(self, rpc, directory, random.Random(0), True, asks_router)
         self.add("ME", relays=True)
@@ -85,19 +86,20 @@ class World:
             return ReachabilityReport(peer, "2600::2", self.ports if self.is_open_over_6 else ())
         return ReachabilityReport(peer, self.host, tuple(p for p in self.ports if p in self.open_ports))
 
-    async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
+    async def hold_reservation(self, relay: PeerId, on_reserved: Callable[[], None]) -> None:
         await trio.sleep(0.1)
         if relay in self.unwilling:
             raise Unreachable("full")
         with trio.CancelScope() as self.held[relay]:
-            held()
+            on_reserved()
             await trio.sleep_forever()
 
     def own_hosts(self) -> tuple[str, ...]:
         return tuple(address.split("/")[2] for address in self.addresses)
 
     def announce(self, also: tuple[str, ...], without: frozenset[int]) -> None:
-        self.also, self.without = also, without
+        self.also = also
+        self.without = without
 
     def is_open(self, is_open: bool) -> None:
         assert is_open == (self.me.reach.action == "open")
@@ -113,7 +115,7 @@ class World:
 
 
 @asynccontextmanager
-async def living(world: World) -> AsyncIterator[World]:
+async def living(world: PlayedNetwork) -> AsyncIterator[PlayedNetwork]:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(world.me.run)
         yield world
@@ -121,12 +123,12 @@ async def living(world: World) -> AsyncIterator[World]:
 
 
 async def test_who_can_be_dialled_asks_three_members_and_relays_for_members_only(virtual_time: MockClock) -> None:
-    world = World(can_connect=True)
+    world = PlayedNetwork(can_connect=True)
     world.add("A", "B", "C", "D", "E")
     async with living(world):
         await trio.sleep(60)
         assert len(world.asked) == 3
-        assert world.me.announced() == {"reach": "open", "relays": True}
+        assert world.me.record_fields() == {"reach": "open", "relays": True}
         assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",), "the router forwards it: nobody had to say so"
         assert world.may_relay is not None
         assert world.may_relay(PeerId("A"), (b"member",)) == Relayed(b"its invite", may_reserve=True)
@@ -137,8 +139,9 @@ async def test_who_can_be_dialled_asks_three_members_and_relays_for_members_only
 
 
 async def test_each_version_of_ip_is_tried_and_announced_where_it_leads_here(virtual_time: MockClock) -> None:
-    world = World()
-    world.addresses, world.is_open_over_6 = (*world.addresses, "/ip6/2600::2/tcp/4117/p2p/ME"), True
+    world = PlayedNetwork()
+    world.addresses = (*world.addresses, "/ip6/2600::2/tcp/4117/p2p/ME")
+    world.is_open_over_6 = True
     world.add("A", "B", "C", "D")
     async with living(world):
         await trio.sleep(60)
@@ -151,12 +154,12 @@ async def test_each_version_of_ip_is_tried_and_announced_where_it_leads_here(vir
 
 
 async def test_who_cannot_be_dialled_holds_the_two_nearest_relays_and_says_so(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedNetwork()
     world.add("A")
     world.add("R1", "R2", "R3", relays=True)
     async with living(world):
         await trio.sleep(30)
-        assert world.me.announced() == {"reach": "closed", "relays": False}
+        assert world.me.record_fields() == {"reach": "closed", "relays": False}
         assert world.may_relay is None
         assert set(world.held) == {"R1", "R2"}
         assert sorted(world.also) == [f"/ip4/5.0.9.9/tcp/1/p2p/{r}/p2p-circuit/p2p/ME" for r in ("R1", "R2")]
@@ -164,19 +167,19 @@ async def test_who_cannot_be_dialled_holds_the_two_nearest_relays_and_says_so(vi
 
 
 async def test_a_relay_that_dies_is_replaced_within_seconds(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedNetwork()
     world.add("R1", "R2", "R3", relays=True)
     async with living(world):
         await trio.sleep(30)
-        said = world.n_announced
+        n_announced = world.n_announced
         world.held["R2"].cancel()
         await trio.sleep(1)
         assert set(world.me.snapshot().relays) == {"R1", "R3"}
-        assert world.n_announced > said
+        assert world.n_announced > n_announced
 
 
 async def test_a_relay_that_says_no_is_asked_again_after_a_minute(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedNetwork()
     world.add("R1", relays=True)
     world.unwilling = {PeerId("R1")}
     world.add("A")
@@ -189,7 +192,7 @@ async def test_a_relay_that_says_no_is_asked_again_after_a_minute(virtual_time: 
 
 
 async def test_a_member_that_does_not_answer_is_no_verdict(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedNetwork()
     world.add("A")
     world.unwilling = {PeerId("A")}
     async with living(world):
@@ -201,7 +204,7 @@ async def test_a_member_that_does_not_answer_is_no_verdict(virtual_time: MockClo
 
 
 async def test_who_does_not_listen_asks_nobody_and_takes_relays(virtual_time: MockClock) -> None:
-    world = World(listens=False)
+    world = PlayedNetwork(listens=False)
     world.add("R1", relays=True)
     async with living(world):
         await trio.sleep(5)
@@ -210,7 +213,7 @@ async def test_who_does_not_listen_asks_nobody_and_takes_relays(virtual_time: Mo
 
 
 async def test_who_can_be_dialled_at_last_needs_no_relay(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedNetwork()
     world.add("A")
     world.add("R1", relays=True)
     async with living(world):
@@ -218,25 +221,27 @@ async def test_who_can_be_dialled_at_last_needs_no_relay(virtual_time: MockClock
         assert world.me.snapshot().relays == ("R1",)
         world.open_ports = {4117}  # somebody has the router forward the port
         await trio.sleep(3 * ASK_AGAIN_S)
-        assert world.me.announced()["reach"] == "open"
+        assert world.me.record_fields()["reach"] == "open"
         assert world.me.snapshot().relays == ()
         assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",)
 
 
 async def test_in_another_network_all_is_asked_anew(virtual_time: MockClock) -> None:
-    world = World("192.168.1.2", can_connect=True)
+    world = PlayedNetwork("192.168.1.2", can_connect=True)
     world.add("A")
     async with living(world):
         await trio.sleep(30)
         assert world.me.reach.action == "open"
-        world.addresses, world.host, world.open_ports = ("/ip4/10.0.0.7/tcp/4117/p2p/ME",), "5.0.7.7", set()
+        world.addresses = ("/ip4/10.0.0.7/tcp/4117/p2p/ME",)
+        world.host = "5.0.7.7"
+        world.open_ports = set()
         await trio.sleep(30)
         assert world.me.reach.action == "closed"
         assert world.asked == ["A", "A"]
 
 
 async def test_a_forwarded_port_is_found_late(virtual_time: MockClock) -> None:
-    world = World("192.168.1.2", can_connect=True)
+    world = PlayedNetwork("192.168.1.2", can_connect=True)
     world.add("NEIGHBOUR")
     async with living(world):
         await trio.sleep(30)
@@ -250,11 +255,13 @@ async def test_a_forwarded_port_is_found_late(virtual_time: MockClock) -> None:
 async def test_the_router_is_asked_where_nobody_can_connect_and_the_port_given_back(
     virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, asked, given_back = World(asks_router=True), list[float](), list[Mapping]()
+    world = PlayedNetwork(asks_router=True)
+    requested_at: list[float] = []
+    given_back: list[Mapping] = []
 
     async def map_port(port: int, nonce: bytes) -> Mapping:
-        asked.append(trio.current_time())
-        if len(asked) == 1:
+        requested_at.append(trio.current_time())
+        if len(requested_at) == 1:
             raise Unreachable("the router opens no port: it is busy")
         world.open_ports = {port + 1}
         return Mapping("5.0.1.2", port + 1, port, "PCP")
@@ -267,15 +274,15 @@ async def test_the_router_is_asked_where_nobody_can_connect_and_the_port_given_b
     world.add("A")
     async with living(world):
         await trio.sleep(ASK_AGAIN_S / 2)
-        assert len(asked) == 1
+        assert len(requested_at) == 1
         assert world.me.reach.action == "closed"
         await trio.sleep(ASK_AGAIN_S)
-        assert len(asked) == 2
+        assert len(requested_at) == 2
         assert world.me.reach.action == "open"
         assert world.me.snapshot().mapped == "5.0.1.2:4118"
         assert world.also == ("/ip4/5.0.1.2/tcp/4118/p2p/ME",)
         await trio.sleep(LEASE_S)
-        assert len(asked) in (3, 4), "it is renewed before it ends"
+        assert len(requested_at) in (3, 4), "it is renewed before it ends"
     assert given_back == [Mapping("5.0.1.2", 4118, 4117, "PCP")]
 
 
@@ -283,7 +290,7 @@ async def test_who_can_be_dialled_or_is_alone_with_loopback_asks_no_router(
     virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reachability, "map_port", None)
-    for world in (World(can_connect=True, asks_router=True), World("127.0.0.1", asks_router=True)):
+    for world in (PlayedNetwork(can_connect=True, asks_router=True), PlayedNetwork("127.0.0.1", asks_router=True)):
         if world.host == "127.0.0.1":
             world.addresses = ("/ip4/127.0.0.1/tcp/4117/p2p/ME",)
         world.add("A")

@@ -18,7 +18,7 @@ MODEL = ModelId("m" * 64)
 N_BLOCKS = 6
 
 
-class Stage:
+class BalancerScene:
     """A view made by hand, and the balancer of ``me``."""
 
     def __init__(self) -> None:
@@ -26,23 +26,32 @@ class Stage:
         self.spans: dict[str, tuple[Span, dict[str, Any]]] = {}
         self.up_since: dict[str, int] = {}
         self.turnover = Turnover(lambda: self.now)
-        world = (lambda: self.now, random.Random(0), 60.0, self.turnover, self, self._ignore)
-        self.balancer = Balancer(self.view, ("me", 0), *world)
+        self.balancer = Balancer(
+            self.view,
+            ("me", 0),
+            wall_clock=lambda: self.now,
+            rng=random.Random(0),
+            interval_s=60.0,
+            turnover=self.turnover,
+            trials=self,  # type: ignore[arg-type]
+            on_move=self._ignore,
+        )
 
-    async def serving(self, spans: list[SpanRecord]) -> set[Any]:
+    async def find_serving(self, spans: list[SpanRecord]) -> set[Any]:
         return {(s.peer, s.slot) for s in spans}
 
     async def _ignore(self, _: object) -> bool:
         return True
 
-    def add(self, peer: str, start: int, end: int, up_since: int = 1_000, **more: Any) -> None:
-        self.spans[peer], self.up_since[peer] = (Span(start, end), more), up_since
+    def add(self, peer: str, start: int, end: int, up_since: int = 1_000, **fields: Any) -> None:
+        self.spans[peer] = (Span(start, end), fields)
+        self.up_since[peer] = up_since
 
     def view(self) -> SwarmView:
         book = RecordBook(catalog=Catalog(version=1, models={"model": (MODEL, N_BLOCKS)}))
         common = {"sequence": 1, "issued_at": 0, "expires_at": 10**9, "certificate": ()}
-        for peer, (span, more) in self.spans.items():
-            fields = {"state": "online", "moves_left": 4, "decode_tokens_per_s": 50.0, **more}
+        for peer, (span, overrides) in self.spans.items():
+            fields = {"state": "online", "moves_left": 4, "decode_tokens_per_s": 50.0, **overrides}
             records: list[AnyRecord] = [
                 PeerRecord(peer=peer, up_since=self.up_since[peer], **common),
                 SpanRecord(peer=peer, model=MODEL, start=span.start, end=span.end, **common, **fields),
@@ -53,12 +62,12 @@ class Stage:
 
     def look(self) -> tuple[Span | None, str]:
         self.turnover.observe(self.view())
-        decision, _ = self.balancer.look(self.view())
+        decision, _ = self.balancer.choose_target(self.view())
         return decision.action.span if decision.action else None, decision.reason
 
 
 def test_a_server_moves_to_what_nobody_holds_if_it_is_the_one_to_move() -> None:
-    stage = Stage()
+    stage = BalancerScene()
     stage.add("me", 0, 3)
     stage.add("other", 0, 3, moves_left=0)
     span, reason = stage.look()
@@ -67,7 +76,7 @@ def test_a_server_moves_to_what_nobody_holds_if_it_is_the_one_to_move() -> None:
 
 
 def test_it_leaves_the_move_to_another_whose_move_helps_more_or_as_much() -> None:
-    stage = Stage()
+    stage = BalancerScene()
     stage.add("me", 0, 3)
     stage.add("also", 0, 3)
     span, reason = stage.look()
@@ -77,7 +86,7 @@ def test_it_leaves_the_move_to_another_whose_move_helps_more_or_as_much() -> Non
 
 @pytest.mark.parametrize("why", ["fixed", "new", "sole"])
 def test_it_stays_when_it_is_fixed_new_or_the_only_holder(why: str) -> None:
-    stage = Stage()
+    stage = BalancerScene()
     stage.add("me", 0, 3, up_since=9_990 if why == "new" else 1_000, moves_left=0 if why == "fixed" else 4)
     if why != "sole":
         stage.add("other", 0, 3, moves_left=0)
@@ -85,7 +94,7 @@ def test_it_stays_when_it_is_fixed_new_or_the_only_holder(why: str) -> None:
 
 
 def test_it_says_truly_why_it_stays() -> None:
-    stage = Stage()
+    stage = BalancerScene()
     assert stage.look()[1] == "nothing is served here yet that could move"
     stage.add("me", 0, 3, state="joining")
     assert stage.look()[1] == "nothing is served here yet that could move"
@@ -96,7 +105,7 @@ def test_it_says_truly_why_it_stays() -> None:
 
 
 def test_a_draining_holder_counts_for_nothing() -> None:
-    stage = Stage()
+    stage = BalancerScene()
     stage.add("me", 0, 3)
     stage.add("other", 0, 3, moves_left=0)
     stage.add("leaving", 3, 6, state="draining")
@@ -104,7 +113,7 @@ def test_a_draining_holder_counts_for_nothing() -> None:
 
 
 def test_the_risk_follows_what_was_seen() -> None:
-    stage = Stage()
+    stage = BalancerScene()
     for peer, start in (("me", 0), ("a", 3), ("b", 0)):
         stage.add(peer, start, start + 3)
     stage.look()

@@ -26,58 +26,58 @@ async def hosting(blocks: Span = Span(0, 4), is_fixed: bool = True) -> AsyncIter
         async with trio.open_nursery() as nursery:
             swarm = SimSwarm(nursery, 4, seed=5)
             daemon = swarm.daemons[await swarm.add(blocks, is_fixed)][0]
-            (found,) = daemon.hosts
-            yield found, daemon, swarm
+            (first,) = daemon.hosts
+            yield first, daemon, swarm
             nursery.cancel_scope.cancel()
 
 
-async def until(found: Hosting, state: State) -> None:
-    while found.state is not state:
+async def until(served: Hosting, state: State) -> None:
+    while served.state is not state:
         await trio.sleep(0.1)
 
 
 async def test_it_loads_comes_online_and_says_why_it_holds_what_it_holds(virtual_time: MockClock) -> None:
-    async with hosting() as (found, _, _):
-        seen = [found.state]
-        while found.state is not State.ONLINE:
+    async with hosting() as (served, _, _):
+        seen = [served.state]
+        while served.state is not State.ONLINE:
             await trio.sleep(0.05)
-            if found.state is not seen[-1]:
-                seen.append(found.state)
+            if served.state is not seen[-1]:
+                seen.append(served.state)
         assert seen[-2:] == [State.LOADING, State.ONLINE]
-        row = found.snapshot()
+        row = served.snapshot()
         assert row.serving is not None
         assert (row.serving.blocks, row.serving.why) == ((0, 4), "blocks [0,4), as --blocks says")
-        (record,) = found.records()
+        (record,) = served.records()
         assert (record["state"], record["slot"], record["any_model"]) == ("online", 0, False)
 
 
 async def test_a_drained_one_rests_says_so_and_resumes(virtual_time: MockClock) -> None:
     """Time would stand still here if it did anything but wait."""
-    async with hosting() as (found, daemon, _):
-        await until(found, State.ONLINE)
+    async with hosting() as (served, daemon, _):
+        await until(served, State.ONLINE)
         assert daemon.hosts.drain() == 0
-        await until(found, State.PAUSED)
-        assert "drained by its owner" in found.why
-        assert found.records()[0]["state"] == "draining", "its last record would be believed until it expires"
+        await until(served, State.PAUSED)
+        assert "drained by its owner" in served.why
+        assert served.records()[0]["state"] == "draining", "its last record would be believed until it expires"
         with pytest.raises(ConfigError, match="nothing to drain"):
             daemon.hosts.drain()
         await trio.sleep(3_600)
-        assert found.state is State.PAUSED
+        assert served.state is State.PAUSED
         daemon.hosts.resume()
-        await until(found, State.ONLINE)
+        await until(served, State.ONLINE)
         daemon.hosts.resume()
         await trio.sleep(60)
-        assert found.state is State.ONLINE, "to resume what goes on changes nothing"
+        assert served.state is State.ONLINE, "to resume what goes on changes nothing"
 
 
 async def test_what_is_drained_before_it_serves_does_not_begin(virtual_time: MockClock) -> None:
-    async with hosting() as (found, daemon, _):
+    async with hosting() as (served, daemon, _):
         await trio.sleep(0.2)
         daemon.hosts.drain()
-        await until(found, State.PAUSED)
+        await until(served, State.PAUSED)
         await trio.sleep(60)
-        assert not found.is_online
-        assert found.snapshot().worker is None
+        assert not served.is_online
+        assert served.snapshot().worker is None
 
 
 @pytest.mark.parametrize("drains_before", [False, True])
@@ -85,52 +85,52 @@ async def test_who_wants_the_machine_waits_for_the_grace_and_no_longer(
     virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch, drains_before: bool
 ) -> None:
     """Its sessions are taken over by nobody; a drain would wait for that as long as drains do."""
-    async with hosting() as (found, daemon, _):
-        await until(found, State.ONLINE)
-        assert found._serving is not None
-        monkeypatch.setattr(found._serving.server, "drain", trio.sleep)
+    async with hosting() as (served, daemon, _):
+        await until(served, State.ONLINE)
+        assert served._serving is not None
+        monkeypatch.setattr(served._serving.server, "drain", trio.sleep)
         if drains_before:
             daemon.hosts.drain()
             await trio.sleep(2)
         begun = trio.current_time()
         daemon.hosts.rest("its owner plays")
-        await until(found, State.PAUSED)
+        await until(served, State.PAUSED)
         assert GRACE_S <= trio.current_time() - begun < GRACE_S + 0.5 < DRAIN_S
         daemon.hosts.rest("")
         await trio.sleep(60)
-        assert found.state is (State.PAUSED if drains_before else State.ONLINE), "a drain ends with resume only"
+        assert served.state is (State.PAUSED if drains_before else State.ONLINE), "a drain ends with resume only"
         daemon.hosts.resume()
-        await until(found, State.ONLINE)
+        await until(served, State.ONLINE)
 
 
 async def test_a_worker_that_ends_is_loading_again_not_online(virtual_time: MockClock) -> None:
-    async with hosting() as (found, _, _):
-        await until(found, State.ONLINE)
-        assert found._serving is not None
-        process = found._serving.worker._process
+    async with hosting() as (served, _, _):
+        await until(served, State.ONLINE)
+        assert served._serving is not None
+        process = served._serving.worker._process
         assert process is not None
         process.kill()
-        await until(found, State.LOADING)
-        assert "ended" in found.why
-        await until(found, State.ONLINE)
+        await until(served, State.LOADING)
+        assert "ended" in served.why
+        await until(served, State.ONLINE)
 
 
 async def test_a_model_of_that_name_is_the_one_that_is_drained(virtual_time: MockClock) -> None:
-    async with hosting() as (found, daemon, _):
-        await until(found, State.ONLINE)
+    async with hosting() as (served, daemon, _):
+        await until(served, State.ONLINE)
         with pytest.raises(ConfigError, match="serves no model 'other'; it serves: toy"):
             daemon.hosts.drain("other")
         daemon.hosts.drain("toy")
-        await until(found, State.PAUSED)
+        await until(served, State.PAUSED)
 
 
 async def test_a_model_is_drained_by_any_of_its_names(virtual_time: MockClock) -> None:
-    async with hosting() as (found, daemon, swarm):
-        await until(found, State.ONLINE)
-        both = Catalog(version=2, models={"toy": (swarm.model, 4), "my toy": (swarm.model, 4)})
-        daemon.exchange.merge_catalog_untrusted(sign_catalog(both, swarm._founder))
+    async with hosting() as (served, daemon, swarm):
+        await until(served, State.ONLINE)
+        two_names = Catalog(version=2, models={"toy": (swarm.model, 4), "my toy": (swarm.model, 4)})
+        daemon.exchange.merge_catalog_untrusted(sign_catalog(two_names, swarm._founder))
         daemon.hosts.drain("my toy")
-        await until(found, State.PAUSED)
+        await until(served, State.PAUSED)
 
 
 def halves(*blocks: str) -> tuple[Serve, ...]:
@@ -156,19 +156,21 @@ async def test_two_workers_of_one_peer_are_two_hops_of_one_chain(
             session = await client.open_session(swarm.terms(100))
             assert [link.hop.peer for link in session.hops.links] == [peer, peer]
             assert len({link.hop.slot for link in session.hops.links}) == 2
-            reference, hidden = Reference(4), torch.ones(1, 1, HIDDEN)
+            reference = Reference(4)
+            hidden = torch.ones(1, 1, HIDDEN)
+            token_ids = torch.zeros(1, 1, dtype=torch.int32)
             for _ in range(12):
-                out = await session.step((), hidden, torch.zeros(1, 1, dtype=torch.int32), None, False)
-                assert out is not None
-                torch.testing.assert_close(out, reference.step(hidden))
+                output = await session.step((), hidden, token_ids, None, False)
+                assert output is not None
+                torch.testing.assert_close(output, reference.step(hidden))
             assert not session.statistics.repairs
             first = next(iter(daemon.hosts))
             assert first._serving is not None
             assert first._serving.worker._process is not None
             first._serving.worker._process.kill()
-            out = await session.step((), hidden, torch.zeros(1, 1, dtype=torch.int32), None, False)
-            assert out is not None
-            torch.testing.assert_close(out, reference.step(hidden))
+            output = await session.step((), hidden, token_ids, None, False)
+            assert output is not None
+            torch.testing.assert_close(output, reference.step(hidden))
             assert session.statistics.repairs, "the hop was lost, and its worker's successor took over"
             nursery.cancel_scope.cancel()
 
@@ -191,15 +193,15 @@ async def test_an_opening_goes_to_the_worker_that_takes_it(virtual_time: MockClo
 
 
 async def test_stopping_while_a_drain_is_under_way_ends_in_order(virtual_time: MockClock) -> None:
-    async with hosting() as (found, daemon, swarm):
-        await until(found, State.ONLINE)
+    async with hosting() as (served, daemon, swarm):
+        await until(served, State.ONLINE)
         client = await swarm.client()
         await client.open_session(swarm.terms(100))
         daemon.hosts.drain()
         await trio.sleep(DRAIN_S - 1)
         daemon.stop()
         await trio.sleep(2 * DRAIN_S)
-        assert found.server is None
+        assert served.server is None
 
 
 async def test_blocks_that_the_model_does_not_have_fail_one_hosting_and_not_the_daemon(virtual_time: MockClock) -> None:

@@ -29,7 +29,7 @@ KEY = b"l" * 16
 CLIENT, BEFORE, AFTER, STRANGER = (Identity(bytes([n]) * 32).peer_id for n in range(4))
 
 
-class World:
+class LaneScene:
     """What is around the lanes of one server: a worker that remembers, peers that hear."""
 
     def __init__(self, limit_bytes: int = 1_000) -> None:
@@ -44,8 +44,8 @@ class World:
         exchange.require_member = lambda *_: None
         served = ServedBlocks(Identity(bytes(32)), UsageLedger(None), ModelId("m"), Span(0, 4), "float32", limit_bytes)
         onward = NextHopDialer(rpc, exchange)  # type: ignore[arg-type]
-        about = {"served": served, "require_serving": lambda *_: None, "onward": onward}
-        self.server: Any = SimpleNamespace(is_draining=False, **about)
+        attributes = {"served": served, "require_serving": lambda *_: None, "onward": onward}
+        self.server: Any = SimpleNamespace(is_draining=False, **attributes)
         worker: Any = SimpleNamespace(send=self.send, ask=self.ask, loaded=None, is_online=True)
         self.answers: list[WorkerReply] = []
         self.lanes = ServerLanes(rpc, exchange, self.server, worker, self.deliver)  # type: ignore[arg-type]
@@ -95,9 +95,9 @@ class World:
 
 
 @asynccontextmanager
-async def lanes(limit_bytes: int = 1_000) -> AsyncIterator[World]:
+async def lanes(limit_bytes: int = 1_000) -> AsyncIterator[LaneScene]:
     """A server with one lane, over blocks [1, 3)."""
-    world = World(limit_bytes)
+    world = LaneScene(limit_bytes)
     async with trio.open_nursery() as nursery:
         await nursery.start(world.lanes.run)
         await world.give(CLIENT, OpenLane(1, KEY, "m", 1, 3, predecessor=BEFORE, successor=AFTER))
@@ -111,7 +111,7 @@ def forward(seq: int = 1, start: int = 1) -> Forward:
     return Forward(KEY, start, seq, tensor=TensorMeta(1, 1, 1))
 
 
-async def refused(world: World, peer: PeerId, message: AnyMessage, payload: bytes = b"") -> Code:
+async def refused(world: LaneScene, peer: PeerId, message: AnyMessage, payload: bytes = b"") -> Code:
     with pytest.raises(Refused) as failure:
         await world.give(peer, message, payload)
     return failure.value.code
@@ -153,8 +153,8 @@ async def test_what_waits_is_bounded_and_a_refusal_frees_its_own_kind_only() -> 
 
 async def test_a_neighbour_that_is_gone_ends_the_lane_and_the_client_hears_it_once() -> None:
     async with lanes() as world:
-        world.lanes.peer_gone(AFTER)
-        world.lanes.peer_gone(BEFORE)
+        world.lanes.on_peer_gone(AFTER)
+        world.lanes.on_peer_gone(BEFORE)
         await trio.testing.wait_all_tasks_blocked()
         ((peer, refusal),) = world.heard
         assert peer == CLIENT
@@ -166,7 +166,7 @@ async def test_a_neighbour_that_is_gone_ends_the_lane_and_the_client_hears_it_on
 
 async def test_a_client_that_is_gone_leaves_nothing_behind() -> None:
     async with lanes() as world:
-        world.lanes.peer_gone(CLIENT)
+        world.lanes.on_peer_gone(CLIENT)
         await trio.testing.wait_all_tasks_blocked()
         assert isinstance(world.to_worker[-1], CloseLane)
         assert await refused(world, BEFORE, forward()) is Code.NO_SESSION
@@ -208,7 +208,7 @@ async def test_parameters_are_answered_to_whoever_gave_them_and_only_the_last_pi
 
 
 async def test_a_server_without_memory_for_it_takes_no_training_work() -> None:
-    world = World(limit_bytes=0)
+    world = LaneScene(limit_bytes=0)
     async with trio.open_nursery() as nursery:
         await nursery.start(world.lanes.run)
         assert await refused(world, CLIENT, OpenLane(1, KEY, "m", 1, 3)) is Code.UNSUPPORTED

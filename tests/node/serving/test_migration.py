@@ -18,12 +18,13 @@ from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import HandedOver, HandOver, Refusal
 from swarmd.values import PeerId
 
-CLIENT, HEIR = PeerId("client"), PeerId("heir")
+CLIENT = PeerId("client")
+HEIR = PeerId("heir")
 KEY = b"s" * 16, 2
 REQUEST = HandOver(id=77, session=KEY[0], start=KEY[1], epoch=3, to=HEIR)
 
 
-class Stage:
+class MigrationScene:
     def __init__(self, worker_is_gone: bool = False) -> None:
         self.sent: list[bytes] = []
         self.told: list[tuple[PeerId, Any]] = []
@@ -66,7 +67,7 @@ class Stage:
         return SimpleNamespace(send_raw=send_raw)
 
 
-async def play(stage: Stage, end: Any) -> None:
+async def play(stage: MigrationScene, end: Any) -> None:
     """Three parts, then ``end``, as the worker gives them."""
     async with stage.tasks.open():
         await stage.migrations.begin(CLIENT, REQUEST)
@@ -80,7 +81,7 @@ async def play(stage: Stage, end: Any) -> None:
 
 
 async def test_parts_go_out_in_order_and_the_client_hears_under_its_own_number(virtual_time: MockClock) -> None:
-    stage = Stage()
+    stage = MigrationScene()
     await play(stage, lambda: stage.answer.arrive(HandedOver(re=5, n_bytes=3)))
     assert stage.sent == [b"1", b"2", b"3"]
     assert stage.told == [(CLIENT, HandedOver(re=77, n_bytes=3))]
@@ -88,11 +89,11 @@ async def test_parts_go_out_in_order_and_the_client_hears_under_its_own_number(v
 
 
 async def test_a_worker_that_says_no_or_ends_is_told_as_it_is(virtual_time: MockClock) -> None:
-    stage = Stage()
+    stage = MigrationScene()
     await play(stage, lambda: stage.answer.arrive(Refusal(re=5, code=Code.REFUSED.value, message="not this one")))
     ((_, refusal),) = stage.told
     assert (refusal.re, refusal.code, refusal.message) == (77, "refused", "not this one")
-    stage = Stage()
+    stage = MigrationScene()
     await play(stage, lambda: stage.answer.lose("the worker of this hop ended"))
     assert stage.told[0][1].code == Code.SESSION_LOST
 
@@ -101,7 +102,7 @@ async def test_an_heir_that_cannot_be_reached_costs_one_refusal_and_drops_the_re
     virtual_time: MockClock,
 ) -> None:
     for n_sent, why in [(0, "it cannot be reached from here"), (1, "the connection ended")]:
-        stage = Stage()
+        stage = MigrationScene()
         stage.fails_after = n_sent
         await play(stage, lambda stage=stage: stage.answer.arrive(HandedOver(re=5, n_bytes=3)))
         assert stage.sent == [b"1"][:n_sent]
@@ -111,7 +112,7 @@ async def test_an_heir_that_cannot_be_reached_costs_one_refusal_and_drops_the_re
 
 
 async def test_an_heir_that_takes_for_ever_is_given_up(virtual_time: MockClock) -> None:
-    stage = Stage()
+    stage = MigrationScene()
     stage.hangs = True
     begun = trio.current_time()
     await play(stage, lambda: None)
@@ -120,7 +121,7 @@ async def test_an_heir_that_takes_for_ever_is_given_up(virtual_time: MockClock) 
 
 
 async def test_without_a_worker_nothing_begins(virtual_time: MockClock) -> None:
-    stage = Stage(worker_is_gone=True)
+    stage = MigrationScene(worker_is_gone=True)
     async with stage.tasks.open():
         with pytest.raises(WorkerLost):
             await stage.migrations.begin(CLIENT, REQUEST)

@@ -17,18 +17,22 @@ from swarmd.plan.chains.session import HopState
 from swarmd.protocol.wire.messages import OpenSession, Reroute
 from swarmd.values import PeerId, Span
 
-ME, CLIENT, NEXT = PeerId("me"), PeerId("client"), PeerId("successor")
+ME = PeerId("me")
+CLIENT = PeerId("client")
+NEXT = PeerId("successor")
 ITS_OWN = ("/ip4/192.0.2.7/tcp/4001",)
 
 
-class World:
+class PlayedDialling:
     """Records, and a network in which dialling fails in some way; None: it succeeds."""
 
     def __init__(self, failure: Exception | None = None, after_s: float = 0.0) -> None:
-        self.failure, self.after_s = failure, after_s
+        self.failure = failure
+        self.after_s = after_s
         self.announced: dict[PeerId, tuple[str, ...]] = {}
         self.learnt: list[tuple[str, ...]] = []
-        self.n_dialled, self.is_connected = 0, False
+        self.n_dialled = 0
+        self.is_connected = False
         network = SimpleNamespace(peer_id=ME, learn=lambda _, addresses: self.learnt.append(addresses))
         network.way_to = lambda peer: "direct" if self.is_connected else None
         rpc: Any = SimpleNamespace(existing=lambda *_: None, channel=self.channel, network=network)
@@ -55,19 +59,20 @@ class World:
 async def test_whatever_is_there_the_client_hears_the_same_after_the_same_time(
     virtual_time: MockClock, failure: Exception | None, after_s: float, is_announced: bool
 ) -> None:
-    world, begun = World(failure, after_s), trio.current_time()
+    world = PlayedDialling(failure, after_s)
+    begun = trio.current_time()
     if is_announced:
         world.announced[NEXT] = ITS_OWN
-    found = await world.onward.reach("interactive", CLIENT, NEXT)
+    decision = await world.onward.reach("interactive", CLIENT, NEXT)
     assert trio.current_time() - begun == pytest.approx(PUSH_TIMEOUT_S)
-    assert not found.action
-    assert found.reason == "returns to the client: uccessor cannot be reached from here"
+    assert not decision.action
+    assert decision.reason == "returns to the client: uccessor cannot be reached from here"
     assert world.n_dialled == is_announced
     assert world.learnt == [ITS_OWN] * is_announced
 
 
 async def test_a_record_that_comes_meanwhile_is_enough(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedDialling()
     async with trio.open_nursery() as nursery:
 
         async def announce() -> None:
@@ -80,17 +85,17 @@ async def test_a_record_that_comes_meanwhile_is_enough(virtual_time: MockClock) 
 
 
 async def test_who_is_connected_needs_no_record(virtual_time: MockClock) -> None:
-    world = World()
+    world = PlayedDialling()
     world.is_connected = True
-    found = await world.onward.reach("interactive", CLIENT, NEXT)
-    assert (found.action, found.reason) == (True, "pushes straight to uccessor")
+    decision = await world.onward.reach("interactive", CLIENT, NEXT)
+    assert (decision.action, decision.reason) == (True, "pushes straight to uccessor")
     assert not world.learnt
 
 
 async def test_who_could_not_be_reached_is_dialled_again_after_a_while_or_at_another_place(
     virtual_time: MockClock,
 ) -> None:
-    world = World(Unreachable("connection refused"))
+    world = PlayedDialling(Unreachable("connection refused"))
     world.announced[NEXT] = ITS_OWN
     for _ in range(10):
         await world.onward.reach("interactive", CLIENT, NEXT)
@@ -105,24 +110,25 @@ async def test_who_could_not_be_reached_is_dialled_again_after_a_while_or_at_ano
 
 @pytest.mark.parametrize(("successor", "why"), [(None, "answers"), (CLIENT, "answers"), (ME, "is here too")])
 async def test_the_client_and_this_server_are_not_dialled(successor: PeerId | None, why: str) -> None:
-    world = World()
-    found = await world.onward.reach("interactive", CLIENT, successor)
-    assert found.action
-    assert why in found.reason
+    world = PlayedDialling()
+    decision = await world.onward.reach("interactive", CLIENT, successor)
+    assert decision.action
+    assert why in decision.reason
     assert not world.n_dialled
 
 
 async def test_of_a_peer_that_was_just_lost_it_is_said_at_once_and_without_a_dial(virtual_time: MockClock) -> None:
     """Repairs wait for it."""
-    world, begun = World(), trio.current_time()
+    world = PlayedDialling()
+    begun = trio.current_time()
     world.announced[NEXT] = ITS_OWN
     world.is_connected = True
-    world.onward.lost(NEXT)
+    world.onward.note_lost(NEXT)
     assert (await world.onward.reach("interactive", CLIENT, NEXT)).action, "another connection lives"
     world.is_connected = False
-    world.onward.lost(NEXT)
-    found = await world.onward.reach("interactive", CLIENT, NEXT)
-    assert found.reason == "returns to the client: uccessor cannot be reached from here"
+    world.onward.note_lost(NEXT)
+    decision = await world.onward.reach("interactive", CLIENT, NEXT)
+    assert decision.reason == "returns to the client: uccessor cannot be reached from here"
     assert (trio.current_time(), world.n_dialled) == (begun, 1)
     await trio.sleep(LOST_S)
     assert (await world.onward.reach("interactive", CLIENT, NEXT)).action
@@ -130,7 +136,7 @@ async def test_of_a_peer_that_was_just_lost_it_is_said_at_once_and_without_a_dia
 
 async def test_what_comes_late_of_a_former_successor_says_nothing_of_the_present_one(virtual_time: MockClock) -> None:
     """A repair gives a hop another successor while the first is still dialled in vain."""
-    world = World(Unreachable("connection refused"))
+    world = PlayedDialling(Unreachable("connection refused"))
     world.announced[NEXT] = ITS_OWN
     sent: list[bytes] = []
     worker: Any = SimpleNamespace(loaded=None)
@@ -139,10 +145,10 @@ async def test_what_comes_late_of_a_former_successor_says_nothing_of_the_present
     hop = SessionHop(HopState(CLIENT, CLIENT), Span(0, 3), NEXT)
     replies = Replies(world.onward, worker, outbox)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(replies.opened, channel, OpenSession(id=1), hop)
+        nursery.start_soon(replies.reply_opened, channel, OpenSession(id=1), hop)
         await trio.sleep(1)
         hop.successor = ME
-        await replies.rerouted(channel, Reroute(id=2), hop)
+        await replies.reply_rerouted(channel, Reroute(id=2), hop)
         assert (hop.push, hop.why) == (True, "the next hop is here too")
     assert trio.current_time() >= PUSH_TIMEOUT_S
     assert (hop.push, hop.why) == (True, "the next hop is here too")

@@ -16,10 +16,12 @@ from swarmd.errors import Unreachable
 from swarmd.node.serving.outbox import SEND_TIMEOUT_S, Outbox
 from swarmd.values import PeerId
 
-ME, A, B = PeerId("me"), PeerId("a"), PeerId("b")
+ME = PeerId("me")
+A = PeerId("a")
+B = PeerId("b")
 
 
-class Stage:
+class PlayedPeers:
     """Peers that take what is sent, hold it up, or are gone."""
 
     def __init__(self) -> None:
@@ -49,7 +51,9 @@ class Stage:
                 raise Unreachable("gone")
             self.sent.append((peer, raw))
 
-        return None if peer in self.gone else SimpleNamespace(send_raw=send_raw, can_send=lambda n: not self.is_busy)
+        if peer in self.gone:
+            return None
+        return SimpleNamespace(send_raw=send_raw, can_send=lambda n: not self.is_busy)
 
     async def channel(self, peer: PeerId, purpose: str) -> Any:
         if peer in self.gone:
@@ -58,8 +62,8 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage() -> AsyncIterator[Stage]:
-    played = Stage()
+async def stage() -> AsyncIterator[PlayedPeers]:
+    played = PlayedPeers()
     async with trio.open_nursery() as nursery:
         await nursery.start(played.outbox.run)
         yield played

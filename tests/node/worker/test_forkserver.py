@@ -24,8 +24,10 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, None], ids=["SIGTERM", "SIGINT", "its owner is gone"])
-def test_children_end_with_their_server(tmp_path: Path, how: signal.Signals | None) -> None:
+@pytest.mark.parametrize(
+    "ending_signal", [signal.SIGTERM, signal.SIGINT, None], ids=["SIGTERM", "SIGINT", "its owner is gone"]
+)
+def test_children_end_with_their_server(tmp_path: Path, ending_signal: signal.Signals | None) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     line = [sys.executable, "-m", "swarmd.node.worker.forkserver", str(tmp_path / "socket"), "sleeper"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -34,8 +36,8 @@ def test_children_end_with_their_server(tmp_path: Path, how: signal.Signals | No
         assert server.stdout.readline() == b"ready\n"
         children = [ForkedProcess(str(tmp_path / "socket"), "sleeper", [], [], os.environ) for _ in range(2)]
         assert all(child.poll() is None for child in children)
-        if how is not None:
-            server.send_signal(how)
+        if ending_signal is not None:
+            server.send_signal(ending_signal)
         server.stdin.close()
         server.wait(timeout=10)
     deadline = time.monotonic() + 10

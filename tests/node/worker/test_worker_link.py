@@ -65,7 +65,7 @@ class PlayedWorker:
         self._out.close()
 
 
-class Stage:
+class LinkScene:
     def __init__(self, first: Any = None) -> None:
         self.workers: list[PlayedWorker] = []
         self.heard: list[tuple[Any, bool]] = []
@@ -78,16 +78,16 @@ class Stage:
         self.workers.append(PlayedWorker(self._first))
         return self.workers[-1]
 
-    async def on_op(self, message: Op, frame: Any, more: bool) -> None:
-        self.heard.append((message.seq, more))
+    async def on_op(self, message: Op, frame: Any, has_more: bool) -> None:
+        self.heard.append((message.seq, has_more))
 
     async def on_change(self) -> None:
         self.states.append(self.link.snapshot().state)
 
 
 @asynccontextmanager
-async def stage(first: Any = None) -> AsyncIterator[Stage]:
-    played = Stage(first)
+async def stage(first: Any = None) -> AsyncIterator[LinkScene]:
+    played = LinkScene(first)
     async with trio.open_nursery() as nursery:
         await nursery.start(played.link.run, {Op: played.on_op}, played.on_change)
         await trio.sleep(0.1)
@@ -136,18 +136,18 @@ async def test_who_waits_hears_when_the_worker_ends_and_the_next_one_has_its_own
     virtual_time: MockClock,
 ) -> None:
     async with stage() as s:
-        lost = await s.link.ask(lambda i: Replay(id=i, session=KEY))
+        lost_reply = await s.link.ask(lambda i: Replay(id=i, session=KEY))
         s.workers[0].kill()
         with pytest.raises(WorkerLost, match="ended"):
-            await lost.wait()
+            await lost_reply.wait()
         await trio.sleep(5)
         assert len(s.workers) == 2
         assert s.link.is_online
         assert s.states[-2:] == ["down", "online"]
-        again = await s.link.ask(lambda i: Replay(id=i, session=KEY))
+        next_reply = await s.link.ask(lambda i: Replay(id=i, session=KEY))
         await trio.sleep(0.1)
         s.workers[1].say(Replayed(re=s.workers[1].taken[-1].id, ops=1))
-        assert await again.wait()
+        assert await next_reply.wait()
 
 
 async def test_how_far_it_is_with_loading_is_told_now_and_then_with_what_is_left(
@@ -160,18 +160,18 @@ async def test_how_far_it_is_with_loading_is_told_now_and_then_with_what_is_left
                 s.workers[0].say(Loading(stage="reading layers", done=done, total=40))
             await trio.sleep(0.1)
         assert s.link.snapshot().reason == "loading blocks [0,4): reading layers, 20 of 40, 20 s left"
-        told = [record.getMessage() for record in caplog.records if "reading layers" in record.getMessage()]
-        assert 3 <= len(told) <= 4, "not each layer"
-        assert "10 of 40, 30 s left" in told[1]
+        lines = [record.getMessage() for record in caplog.records if "reading layers" in record.getMessage()]
+        assert 3 <= len(lines) <= 4, "not each layer"
+        assert "10 of 40, 30 s left" in lines[1]
 
 
 async def test_a_worker_that_makes_no_progress_is_replaced(virtual_time: MockClock) -> None:
     async with stage() as s:
         s.workers[0].is_deaf = True
-        asked = await s.link.ask(lambda i: Replay(id=i, session=KEY))
+        reply = await s.link.ask(lambda i: Replay(id=i, session=KEY))
         begun = trio.current_time()
         with pytest.raises(WorkerLost, match="no progress"):
-            await asked.wait()
+            await reply.wait()
         assert STALL_S <= trio.current_time() - begun < STALL_S + 2
 
 
