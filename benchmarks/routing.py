@@ -62,17 +62,17 @@ def main() -> None:
     taken, wanted = [], Span(0, options.blocks)
     for _ in range(15):
         begun = time.perf_counter()
-        route = best_route(spans, wanted, me, partial(trips_of, client=me, own_trips_s=own), n_tokens=1_000)
+        route = best_route(spans, wanted, me, partial(trips_of, client=me, client_trips_s=own), n_tokens=1_000)
         taken.append(1000 * (time.perf_counter() - begun))
     print(
         f"{options.servers} servers, {options.blocks} blocks: {statistics.median(taken):.1f} ms a route (median of 15)"
     )
     tracemalloc.start()
-    best_route(spans, wanted, me, partial(trips_of, client=me, own_trips_s=own), n_tokens=1_000)
+    best_route(spans, wanted, me, partial(trips_of, client=me, client_trips_s=own), n_tokens=1_000)
     peak = tracemalloc.get_traced_memory()[1] / 2**20
     tracemalloc.stop()
     routing.MANY = len(spans)  # compare all of them
-    exact = best_route(spans, wanted, me, partial(trips_of, client=me, own_trips_s=own), n_tokens=1_000)
+    exact = best_route(spans, wanted, me, partial(trips_of, client=me, client_trips_s=own), n_tokens=1_000)
     print(
         f"  {len(route.hops)} hops, {1000 * route.cost_s:.0f} ms a token; {1000 * exact.cost_s:.0f} if all are compared"
     )

@@ -41,7 +41,7 @@ def servers(n: int, seed: int) -> list[SpanRecord]:
 def test_the_chain_of_a_shortlist_is_as_good(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spans = servers(3 * MANY, seed)
     own = {PeerId(s.peer): random.Random(seed).uniform(0.001, 0.1) for s in spans[::50]}
-    trips, n_asked = partial(trips_of, client=ME, own_trips_s=own), [0]
+    trips, n_asked = partial(trips_of, client=ME, client_trips_s=own), [0]
 
     def eligible(span: SpanRecord) -> bool:
         n_asked[0] += 1

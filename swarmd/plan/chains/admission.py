@@ -72,12 +72,14 @@ class CacheLedger:
             raise Refused(
                 Code.TOO_LONG, f"{n_tokens} cache tokens asked for, this server has {self.total_tokens} in all"
             )
-        others = {k: p for k, p in self._promises.items() if k != key}
-        held = [p.tokens for p in others.values() if p.owner == client]
-        if len(held) >= MAX_SESSIONS_PER_PEER or (held and sum(held) + n_tokens > self._cap()):
-            text = f"this client holds {sum(held)} of at most {self._cap()} cache tokens in {len(held)} sessions"
+        other_promises = {k: p for k, p in self._promises.items() if k != key}
+        client_tokens = [p.tokens for p in other_promises.values() if p.owner == client]
+        if len(client_tokens) >= MAX_SESSIONS_PER_PEER or (
+            client_tokens and sum(client_tokens) + n_tokens > self._cap()
+        ):
+            text = f"this client holds {sum(client_tokens)} of at most {self._cap()} cache tokens in {len(client_tokens)} sessions"
             raise Refused(Code.NO_CAPACITY, f"{text} and asks for {n_tokens} more", RETRY_AFTER_S)
-        ending = self._make_room(others, client, weight, n_tokens, now)
+        ending = self._make_room(other_promises, client, weight, n_tokens, now)
         self._promises[key] = Promise(client, n_tokens, n_tokens, next(self._order), weight, used_at=now)
         return ending
 
@@ -92,41 +94,41 @@ class CacheLedger:
         promise.used, promise.used_at = min(promise.asked, promise.used + n_tokens), now
         if promise.used <= promise.tokens:
             return []
-        others = {k: p for k, p in self._promises.items() if k != key}
-        wanted = min(promise.asked, promise.used + SLACK_TOKENS)
-        ending = self._make_room(others, promise.owner, promise.weight, wanted, now)
-        promise.tokens = wanted
+        other_promises = {k: p for k, p in self._promises.items() if k != key}
+        n_promised = min(promise.asked, promise.used + SLACK_TOKENS)
+        ending = self._make_room(other_promises, promise.owner, promise.weight, n_promised, now)
+        promise.tokens = n_promised
         return ending
 
     def release(self, key: Key) -> None:
         self._promises.pop(key, None)
 
     def _make_room(
-        self, others: dict[Key, Promise], client: bytes, weight: float, n_tokens: int, now: float
+        self, other_promises: dict[Key, Promise], client: bytes, weight: float, n_tokens: int, now: float
     ) -> list[Key]:
         """Let others give way to ``n_tokens`` of a client. Raises Refused, and changes nothing, if they need not."""
-        missing = n_tokens - (self.total_tokens - sum(p.tokens for p in others.values()))
+        missing = n_tokens - (self.total_tokens - sum(p.tokens for p in other_promises.values()))
         if missing <= 0:
             return []
-        weights = {**{p.owner: p.weight for p in others.values()}, client: weight}
+        weights = {**{p.owner: p.weight for p in other_promises.values()}, client: weight}
         fair = {owner: int(self.total_tokens * w / sum(weights.values())) for owner, w in weights.items()}
-        own = sum(p.tokens for p in others.values() if p.owner == client)
-        has_little = own + n_tokens <= self.total_tokens // len(weights)
-        if has_little and missing <= sum(p.spare for p in others.values()):
+        client_tokens = sum(p.tokens for p in other_promises.values() if p.owner == client)
+        has_little = client_tokens + n_tokens <= self.total_tokens // len(weights)
+        if has_little and missing <= sum(p.spare for p in other_promises.values()):
             ending: list[Key] | None = []  # what nobody uses goes by heads: only who has to end goes by weight
         else:
-            ending = None if own + n_tokens > fair[client] else _who_ends(others, fair, missing, now)
+            ending = None if client_tokens + n_tokens > fair[client] else _who_ends(other_promises, fair, missing, now)
         if ending is None:
             free = n_tokens - missing
-            asked = f"{n_tokens} cache tokens asked for, {free} of {self.total_tokens} are free"
-            text = f"{asked}, a fair share is {fair[client]}"
+            request = f"{n_tokens} cache tokens asked for, {free} of {self.total_tokens} are free"
+            text = f"{request}, a fair share is {fair[client]}"
             raise Refused(Code.NO_CAPACITY, text, RETRY_AFTER_S)
-        for gone in ending:
-            missing -= self._promises.pop(gone).tokens
-        for promise in sorted((p for k, p in others.items() if k not in ending), key=lambda p: -p.spare):
-            taken = min(promise.spare, max(0, missing))
-            promise.tokens -= taken
-            missing -= taken
+        for key in ending:
+            missing -= self._promises.pop(key).tokens
+        for promise in sorted((p for k, p in other_promises.items() if k not in ending), key=lambda p: -p.spare):
+            n_taken = min(promise.spare, max(0, missing))
+            promise.tokens -= n_taken
+            missing -= n_taken
         return ending
 
     def _cap(self) -> int:

@@ -57,7 +57,7 @@ class PassShare:
 
 
 def choose_pass(
-    ready: Sequence[ReadyOp], served: dict[bytes, float], speed: Speed, n_active: int = 0, lets_in: bool = False
+    ready: Sequence[ReadyOp], served: dict[bytes, float], speed: Speed, n_active: int = 0, admits_steps: bool = False
 ) -> Decision[tuple[PassShare, ...]]:
     """Choose what one pass computes.
 
@@ -72,27 +72,27 @@ def choose_pass(
     turn = min(contenders, key=lambda r: (served.get(r.client, 0.0), r.order))
     if not turn.can_share:
         return Decision((PassShare(turn.key, _longest(turn)),), "a session that cannot share a pass, in its turn")
-    together = [r for r in decoding if r.can_share and r.group == turn.group]
-    shares = [PassShare(r.key, r.t) for r in together]
-    waiting = [r for r in ready if not r.is_decode and r.can_share and r.group == turn.group]
-    if not waiting:
+    decode_steps = [r for r in decoding if r.can_share and r.group == turn.group]
+    shares = [PassShare(r.key, r.t) for r in decode_steps]
+    prefills = [r for r in ready if not r.is_decode and r.can_share and r.group == turn.group]
+    if not prefills:
         return Decision(tuple(shares), f"{len(shares)} decode steps together")
-    longest = min(waiting, key=lambda r: (served.get(r.client, 0.0), r.order))
-    bearable = int(PREFILL_SHARE * speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
-    if not together and not n_active:
-        chunk = _longest(longest)
-        return Decision((PassShare(longest.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
-    least = MIN_CHUNK_TOKENS if together and not lets_in else MIN_TOKENS_BETWEEN
-    chunk = min(_longest(longest), max(least, bearable) // longest.b or 1)
-    if lets_in:
-        return Decision((PassShare(longest.key, chunk),), f"{chunk} tokens of prefill, which let decode steps in")
-    shares.append(PassShare(longest.key, chunk))
-    return Decision(tuple(shares), f"{count(len(together), 'decode step')} and {chunk} tokens of prefill")
+    prefill = min(prefills, key=lambda r: (served.get(r.client, 0.0), r.order))
+    affordable_tokens = int(PREFILL_SHARE * speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
+    if not decode_steps and not n_active:
+        chunk = _longest(prefill)
+        return Decision((PassShare(prefill.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
+    min_tokens = MIN_CHUNK_TOKENS if decode_steps and not admits_steps else MIN_TOKENS_BETWEEN
+    chunk = min(_longest(prefill), max(min_tokens, affordable_tokens) // prefill.b or 1)
+    if admits_steps:
+        return Decision((PassShare(prefill.key, chunk),), f"{chunk} tokens of prefill, which let decode steps in")
+    shares.append(PassShare(prefill.key, chunk))
+    return Decision(tuple(shares), f"{count(len(decode_steps), 'decode step')} and {chunk} tokens of prefill")
 
 
-def may_let_in(aside_s: float, own_s: float) -> bool:
+def may_let_in(step_s: float, pass_s: float) -> bool:
     """May steps get in between the layers of a prompt's pass? Beside them a third of the time is the prompt's."""
-    return own_s >= PREFILL_SHARE * aside_s
+    return pass_s >= PREFILL_SHARE * step_s
 
 
 def steps_of_call(steps: Sequence[ReadyOp], n_tokens: int) -> tuple[PassShare, ...]:

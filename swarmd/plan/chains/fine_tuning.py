@@ -53,8 +53,8 @@ class Window:
 
     def room(self, n_servers: int, longest_trip_s: float) -> int:
         """How many may be under way now."""
-        least = LEAST_PER_SERVER * max(2, n_servers)
-        self.size = min(max(self.size, least), max_in_flight(n_servers, longest_trip_s))
+        min_size = LEAST_PER_SERVER * max(2, n_servers)
+        self.size = min(max(self.size, min_size), max_in_flight(n_servers, longest_trip_s))
         return int(self.size)
 
     def on_done(self, now: float, began_at: float) -> None:
@@ -102,10 +102,10 @@ class Allowance:
             return Decision(0.0, "nobody decodes")
         if self.saved_s > 0:
             return Decision(0.0, f"its share of {self.share:.0%} beside decoding")
-        left = self.decoded_at + QUIET_S - now
+        remaining_s = self.decoded_at + QUIET_S - now
         if self.share:
-            left = min(left, -self.saved_s / self.share)
-        return Decision(left + 1e-3, "sessions decode, and its share is used")
+            remaining_s = min(remaining_s, -self.saved_s / self.share)
+        return Decision(remaining_s + 1e-3, "sessions decode, and its share is used")
 
     def spend(self, seconds: float) -> None:
         self.saved_s -= seconds
@@ -122,28 +122,28 @@ class HeldBatch:
 
 
 def make_room(
-    held: Sequence[HeldBatch], client: bytes, n_bytes: int, limit_bytes: int
+    batches: Sequence[HeldBatch], client: bytes, n_bytes: int, limit_bytes: int
 ) -> Decision[list[tuple[Key, int]] | None]:
     """Choose what gives way to ``n_bytes`` more of ``client``; None: nothing does, and the new one is not kept.
 
     What was kept last will be asked for last, so of a client the newest goes first; and only clients that would still
     hold as much as this one give anything.
     """
-    free = limit_bytes - sum(h.n_bytes for h in held)
+    free = limit_bytes - sum(batch.n_bytes for batch in batches)
     if n_bytes <= free:
         return Decision([], "there is room")
     of_client: Counter[bytes] = Counter()
-    for h in held:
-        of_client[h.client] += h.n_bytes
-    gone: list[tuple[Key, int]] = []
-    left = sorted(held, key=lambda h: h.order)
+    for batch in batches:
+        of_client[batch.client] += batch.n_bytes
+    evicted: list[tuple[Key, int]] = []
+    remaining = sorted(batches, key=lambda batch: batch.order)
     while free < n_bytes:
-        most = max((c for c in of_client if c != client), key=lambda c: of_client[c], default=None)
-        newest = next((h for h in reversed(left) if h.client == most), None)
+        largest_client = max((c for c in of_client if c != client), key=lambda c: of_client[c], default=None)
+        newest = next((batch for batch in reversed(remaining) if batch.client == largest_client), None)
         if newest is None or of_client[newest.client] - newest.n_bytes < of_client[client] + n_bytes:
             return Decision(None, f"{n_bytes} B more than fits, and nobody holds more than this client")
-        left.remove(newest)
-        gone.append(newest.key)
+        remaining.remove(newest)
+        evicted.append(newest.key)
         of_client[newest.client] -= newest.n_bytes
         free += newest.n_bytes
-    return Decision(gone, f"{len(gone)} of clients that hold more give way")
+    return Decision(evicted, f"{len(evicted)} of clients that hold more give way")

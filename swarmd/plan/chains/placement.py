@@ -97,7 +97,7 @@ class Rescue:
 
 
 def choose_model(
-    spans: Sequence[SpanRecord], models: Models, wanted: str, here: frozenset[ModelId]
+    spans: Sequence[SpanRecord], models: Models, requested: str, cached_models: frozenset[ModelId]
 ) -> Decision[tuple[ModelId, int] | None]:
     """Choose what a server that has just come serves: the model it was told (by name or hash), else the rarest one.
 
@@ -105,28 +105,30 @@ def choose_model(
     """
     listed = {name: (ModelId(model), n) for name, (model, n) in sorted(models.items())}
     names = ", ".join(listed) or "none yet"
-    if not wanted and not listed:
+    if not requested and not listed:
         return Decision(None, "waiting for the swarm's catalog to list a model: swarmd models add, by the founder")
-    if wanted:
-        found = next((m for name, m in listed.items() if wanted in (name, m[0])), None)
-        if found is None:
-            return Decision(None, f"waiting for the swarm's catalog to list a model {wanted!r}; it lists: {names}")
-        return Decision(found, f"{wanted}, as --serve says")
+    if requested:
+        model_and_size = next((m for name, m in listed.items() if requested in (name, m[0])), None)
+        if model_and_size is None:
+            return Decision(None, f"waiting for the swarm's catalog to list a model {requested!r}; it lists: {names}")
+        return Decision(model_and_size, f"{requested}, as --serve says")
 
     def rarity(name: str) -> tuple[int, bool]:
         model, n_blocks = listed[name]
-        return min(coverage(spans, model, n_blocks)), model not in here
+        return min(coverage(spans, model, n_blocks)), model not in cached_models
 
     name = min(listed, key=rarity)
     return Decision(listed[name], f"{name}: its rarest block has {count(rarity(name)[0], 'server')}")
 
 
 def rescues(
-    spans: Sequence[SpanRecord], models: Models, is_given: Callable[[ModelId, int], bool] = lambda model, block: True
+    spans: Sequence[SpanRecord],
+    models: Models,
+    is_available: Callable[[ModelId, int], bool] = lambda model, block: True,
 ) -> list[Rescue]:
     """For each model with blocks that nobody holds or loads: who could come from another model, without a gap there.
 
-    ``is_given`` says whether the weights of a block can be fetched: nobody leaves anything for those that cannot.
+    ``is_available`` says whether the weights of a block can be fetched: nobody leaves anything for those that cannot.
     Those whose present blocks have most other holders come first; of two models that lack blocks each gets every
     second of them.
     """
@@ -138,21 +140,21 @@ def rescues(
 
     def spare(span: SpanRecord) -> int:
         """Other holders of the rarest of its blocks."""
-        held = online.get(ModelId(span.model), [])[span.start : span.end]
-        return min(held, default=1) - 1
+        n_holders = online.get(ModelId(span.model), [])[span.start : span.end]
+        return min(n_holders, default=1) - 1
 
     free = [s for s in spans if s.state == "online" and s.any_model and s.moves_left and spare(s) > 0]
     free.sort(key=lambda s: (-spare(s), s.peer, s.slot))
-    found = []
+    plans = []
     for number, name in enumerate(lacking):
         model, _ = listed[name]
-        able = [s for s in free if s.model != model]
-        servers = able[number :: len(lacking)] or able
+        candidates = [s for s in free if s.model != model]
+        servers = candidates[number :: len(lacking)] or candidates
         gaps = ranges({block for block, n in enumerate(counts[model]) if n == 0})
-        can_be_had = all(is_given(model, block) for gap in gaps for block in range(gap.start, gap.end))
+        can_be_had = all(is_available(model, block) for gap in gaps for block in range(gap.start, gap.end))
         able_peers = tuple((s.peer, s.slot) for s in servers) if can_be_had else ()
-        found.append(Rescue(model, name, tuple(gaps), able_peers, can_be_had))
-    return found
+        plans.append(Rescue(model, name, tuple(gaps), able_peers, can_be_had))
+    return plans
 
 
 def choose_span(holders: Sequence[Holder], n_blocks: int, n_fit: int, blocks_per_s: float) -> Decision[Span]:
@@ -162,8 +164,8 @@ def choose_span(holders: Sequence[Holder], n_blocks: int, n_fit: int, blocks_per
     start = _best_window(counts, rates, size, blocks_per_s)[1]
     span = Span(start, start + size)
     lowest = int(counts[span.start : span.end].min())
-    held = "nobody" if lowest == 0 else f"{lowest} other{'s' if lowest > 1 else ''}"
-    reason = f"blocks {span} of {n_blocks}: the rarest of them is served by {held}, and {n_fit} fit this machine"
+    holder_text = "nobody" if lowest == 0 else f"{lowest} other{'s' if lowest > 1 else ''}"
+    reason = f"blocks {span} of {n_blocks}: the rarest of them is served by {holder_text}, and {n_fit} fit this machine"
     return Decision(span, reason)
 
 
@@ -171,7 +173,7 @@ def choose_move(holders: Sequence[Holder], n_blocks: int) -> Decision[Move | Non
     """Choose the one move that helps most, or none. It never opens a gap, and nobody else moves meanwhile."""
     counts, _ = _state([h for h in holders if h.is_online], n_blocks)
     promised, promised_rates = _state(holders, n_blocks)  # those that still load will be there soon
-    before = _value(promised[None], promised_rates[None])[0]
+    current = _value(promised[None], promised_rates[None])[0]
     best: tuple[tuple[float, float, float], Move] | None = None
     for holder in _able_to_move(holders, counts):
         span = holder.span
@@ -184,27 +186,27 @@ def choose_move(holders: Sequence[Holder], n_blocks: int) -> Decision[Move | Non
     if best is None:
         return Decision(None, "nobody may move without opening a gap")
     (gaps, thin, soft), move = best
-    if (gaps, thin) > before[:2]:
+    if (gaps, thin) > current[:2]:
         missing = ", ".join(map(str, ranges({int(b) for b in np.flatnonzero(promised < TARGET_REDUNDANCY)})))
         return Decision(move, f"blocks {missing} have fewer than {TARGET_REDUNDANCY} holders; {move.span} helps most")
-    worth = max(MIN_GAIN, 1 / len(holders))
-    if (gaps, thin) == before[:2] and soft > before[2] * (1 + worth):
-        gain = 100 * (soft / before[2] - 1) if before[2] else 100.0
+    min_gain = max(MIN_GAIN, 1 / len(holders))
+    if (gaps, thin) == current[:2] and soft > current[2] * (1 + min_gain):
+        gain = 100 * (soft / current[2] - 1) if current[2] else 100.0
         return Decision(move, f"the swarm gets {gain:.0f} % more through its thin blocks with {move.span}")
-    return Decision(None, f"no move gains {100 * worth:.0f} %")
+    return Decision(None, f"no move gains {100 * min_gain:.0f} %")
 
 
 def _able_to_move(holders: Sequence[Holder], counts: Floats) -> list[Holder]:
     """Who may move and leaves no block to nobody; of very many those whose rarest block has most other holders."""
-    found: list[tuple[float, int, Holder]] = []
+    movable: list[tuple[float, int, Holder]] = []
     for holder in holders:
         if holder.is_online and holder.may_move:
             rarest = counts[holder.span.start : holder.span.end].min()
             if rarest > 1:
-                found.append((-rarest, len(found), holder))
-    if len(found) > MOST_CONSIDERED:
-        found.sort()
-    return [holder for _, _, holder in found[:MOST_CONSIDERED]]
+                movable.append((-rarest, len(movable), holder))
+    if len(movable) > MOST_CONSIDERED:
+        movable.sort()
+    return [holder for _, _, holder in movable[:MOST_CONSIDERED]]
 
 
 def bottleneck(holders: Sequence[Holder], n_blocks: int) -> float:
@@ -214,7 +216,7 @@ def bottleneck(holders: Sequence[Holder], n_blocks: int) -> float:
 
 def moves_left(moved_at: Sequence[float], now: float) -> int:
     """How many moves a server may still make within this day."""
-    return MAX_MOVES_PER_DAY - sum(now - at < DAY_S for at in moved_at)
+    return MAX_MOVES_PER_DAY - sum(now - move_time < DAY_S for move_time in moved_at)
 
 
 def hazard_per_s(lifetimes_s: Sequence[float], ages_s: Sequence[float]) -> float | None:
@@ -234,8 +236,8 @@ def gap_chance(holders: Iterable[frozenset[str]], hazard: float, within_s: float
     """
     leave = -math.expm1(-hazard * within_s)
     sets = set(holders)
-    least = [s for s in sets if not any(other < s for other in sets)]
-    return 1.0 - math.prod(1.0 - leave ** len(s) for s in least)
+    minimal_sets = [s for s in sets if not any(subset < s for subset in sets)]
+    return 1.0 - math.prod(1.0 - leave ** len(s) for s in minimal_sets)
 
 
 def _state(holders: Sequence[Holder], n_blocks: int) -> tuple[Floats, Floats]:

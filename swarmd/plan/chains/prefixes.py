@@ -63,11 +63,11 @@ class Prefixes(Generic[Key]):
 
     def set(self, session: Key, marks: tuple[bytes, ...]) -> None:
         """Say what a session holds now; nothing: it is gone."""
-        old = self._marks.get(session, ())
-        if old is marks:
+        old_marks = self._marks.get(session, ())
+        if old_marks is marks:
             return  # as after every step of decoding
         self._marks.pop(session, None)
-        for mark in old:
+        for mark in old_marks:
             self._holders[mark].pop(session)
             if not self._holders[mark]:
                 del self._holders[mark]

@@ -62,7 +62,7 @@ TripsOf = Trips | Callable[[Sequence[SpanRecord]], Trips]
 
 def best_route(
     spans: Sequence[SpanRecord],
-    wanted: Span,
+    blocks: Span,
     client: PeerId,
     trips: TripsOf,
     eligible: Callable[[SpanRecord], bool] = lambda _: True,
@@ -70,40 +70,40 @@ def best_route(
     n_tokens: int = 0,
     now: float = 0.0,
 ) -> Route:
-    """Find the cheapest chain for ``wanted`` with room for ``n_tokens``. Raises NoRoute that names missing blocks.
+    """Find the cheapest chain for ``blocks`` with room for ``n_tokens``. Raises NoRoute that names missing blocks.
 
     ``now``, in seconds since 1970, is held against when servers leave; 0: that does not count.
     """
-    usable = _usable(_shortlist(spans, wanted, trips, eligible), wanted)
+    usable = _usable(_shortlist(spans, blocks, trips, eligible), blocks)
     costs = np.array([pass_s(s) / (s.end - s.start) for s in usable])
     entry = _entry_s(usable, n_tokens, now)
-    return _cheapest(usable, wanted, client, trips, _believed(costs), from_peer or client, entry)
+    return _cheapest(usable, blocks, client, trips, _believed(costs), from_peer or client, entry)
 
 
 def best_rejected(
     chosen: Route,
     spans: Sequence[SpanRecord],
-    wanted: Span,
+    blocks: Span,
     client: PeerId,
     trips: TripsOf,
     eligible: Callable[[SpanRecord], bool] = lambda _: True,
     now: float = 0.0,
 ) -> Route | None:
     """The cheapest chain that does without one of the chosen peers; None when each of them is needed."""
-    found = []
+    alternatives = []
     for peer in {hop.peer for hop in chosen.hops}:
         try:
-            found.append(
-                best_route(spans, wanted, client, trips, lambda s, peer=peer: s.peer != peer and eligible(s), now=now)  # type: ignore[misc]
+            alternatives.append(
+                best_route(spans, blocks, client, trips, lambda s, peer=peer: s.peer != peer and eligible(s), now=now)  # type: ignore[misc]
             )
         except NoRoute:
             continue
-    return min(found, key=lambda route: route.cost_s, default=None)
+    return min(alternatives, key=lambda route: route.cost_s, default=None)
 
 
 def least_loaded(
     spans: Sequence[SpanRecord],
-    wanted: Span,
+    blocks: Span,
     client: PeerId,
     trips: TripsOf,
     eligible: Callable[[SpanRecord], bool],
@@ -115,13 +115,13 @@ def least_loaded(
     ``in_flight`` counts the micro-batches that each peer was given and has not answered: each peer's share follows its
     speed, and chains that share no peer work side by side.
     """
-    usable = _usable(_shortlist(spans, wanted, trips, eligible), wanted)
+    usable = _usable(_shortlist(spans, blocks, trips, eligible), blocks)
     costs = [
         n_tokens * (1 + in_flight.get(PeerId(s.peer), 0)) / (s.prefill_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S)
         for s in usable
     ]
     block_s = np.array(costs) / np.array([s.end - s.start for s in usable])
-    return _cheapest(usable, wanted, client, trips, _believed(block_s), client, _entry_s(usable, 0, 0.0))
+    return _cheapest(usable, blocks, client, trips, _believed(block_s), client, _entry_s(usable, 0, 0.0))
 
 
 def _believed(block_s: Floats) -> Floats:
@@ -134,8 +134,8 @@ def pass_s(span: SpanRecord) -> float:
     single = 1.0 / (span.decode_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S)
     if not span.n_decoding:
         return single
-    known = sorted((n, n / rate) for n, rate in span.batch_tokens_per_s.items() if n > 0 and rate > 0)
-    points = [(1, single), *((n, s) for n, s in known if n > 1)]
+    measured = sorted((n, n / rate) for n, rate in span.batch_tokens_per_s.items() if n > 0 and rate > 0)
+    points = [(1, single), *((n, s) for n, s in measured if n > 1)]
     n = span.n_decoding + 1
     sizes, seconds = zip(*points, strict=True)
     if n <= sizes[-1]:
@@ -143,40 +143,40 @@ def pass_s(span: SpanRecord) -> float:
     return float(seconds[-1] * n / sizes[-1])
 
 
-def trips_of(spans: Sequence[SpanRecord], client: PeerId, own_trips_s: Mapping[PeerId, float]) -> Trips:
+def trips_of(spans: Sequence[SpanRecord], client: PeerId, client_trips_s: Mapping[PeerId, float]) -> Trips:
     """Gather one-way times from what servers announced and what the client measured."""
-    trips = {(s.peer, other): ms / 2000 for s in spans for other, ms in s.round_trip_ms.items()}
-    trips.update({(client, peer): seconds for peer, seconds in own_trips_s.items()})
+    trips = {(s.peer, neighbour): ms / 2000 for s in spans for neighbour, ms in s.round_trip_ms.items()}
+    trips.update({(client, peer): seconds for peer, seconds in client_trips_s.items()})
     return trips
 
 
 def _shortlist(
-    spans: Sequence[SpanRecord], wanted: Span, trips: TripsOf, eligible: Callable[[SpanRecord], bool]
+    spans: Sequence[SpanRecord], blocks: Span, trips: TripsOf, eligible: Callable[[SpanRecord], bool]
 ) -> list[SpanRecord]:
     """The eligible servers of a few; of many those that look best for some block, by speed, load and known trips.
 
     What is asked of each server is cheap, and only of as many as it takes whether they are eligible.
     """
-    near = [s for s in spans if s.start < wanted.end and s.end > wanted.start]
-    if len(near) <= MANY:
-        return [s for s in near if eligible(s)]
-    known = {peer for pair in (trips([]) if callable(trips) else trips) for peer in pair}
-    order = np.argsort([_about_s(s) for s in near], kind="stable")
-    starts = np.array([s.start for s in near])[order]
-    ends = np.array([s.end for s in near])[order]
-    is_known = np.array([s.peer in known for s in near])[order]
-    kept: dict[int, bool] = {}
-    for block in range(wanted.start, wanted.end):
+    relevant = [s for s in spans if s.start < blocks.end and s.end > blocks.start]
+    if len(relevant) <= MANY:
+        return [s for s in relevant if eligible(s)]
+    measured_peers = {peer for pair in (trips([]) if callable(trips) else trips) for peer in pair}
+    order = np.argsort([_about_s(s) for s in relevant], kind="stable")
+    starts = np.array([s.start for s in relevant])[order]
+    ends = np.array([s.end for s in relevant])[order]
+    is_measured = np.array([s.peer in measured_peers for s in relevant])[order]
+    eligibility: dict[int, bool] = {}
+    for block in range(blocks.start, blocks.end):
         covers = (starts <= block) & (block < ends)
-        for candidates in (covers, covers & is_known):
+        for candidates in (covers, covers & is_measured):
             n = 0
             for i in order[candidates]:
                 if n == N_FOR_A_BLOCK:
                     break
-                if i not in kept:
-                    kept[i] = eligible(near[i])
-                n += kept[i]
-    return [near[i] for i, is_eligible in kept.items() if is_eligible]
+                if i not in eligibility:
+                    eligibility[i] = eligible(relevant[i])
+                n += eligibility[i]
+    return [relevant[i] for i, is_eligible in eligibility.items() if is_eligible]
 
 
 def _about_s(span: SpanRecord) -> float:
@@ -187,24 +187,24 @@ def _about_s(span: SpanRecord) -> float:
     return (1.0 / max(rate, 1e-9) + HOP_OVERHEAD_S + DEFAULT_TRIP_S) / (span.end - span.start)
 
 
-def _usable(spans: Sequence[SpanRecord], wanted: Span) -> list[SpanRecord]:
+def _usable(spans: Sequence[SpanRecord], blocks: Span) -> list[SpanRecord]:
     """The spans that hold wanted blocks, in order of their starts. Raises NoRoute when some block has none."""
-    usable = sorted((s for s in spans if s.start < wanted.end and s.end > wanted.start), key=lambda s: s.start)
+    usable = sorted((s for s in spans if s.start < blocks.end and s.end > blocks.start), key=lambda s: s.start)
     missing: set[int] = set()
-    reached = wanted.start
-    for start, end in [*((s.start, s.end) for s in usable), (wanted.end, wanted.end)]:
+    reached = blocks.start
+    for start, end in [*((s.start, s.end) for s in usable), (blocks.end, blocks.end)]:
         missing.update(range(reached, start))
         reached = max(reached, end)
     if missing:
         gaps = ranges(missing)
-        of_wanted = "" if gaps == [wanted] else f" of {wanted}"
-        raise NoRoute(f"no live server holds blocks {', '.join(map(str, gaps))}{of_wanted}", tuple(gaps))
+        of_blocks = "" if gaps == [blocks] else f" of {blocks}"
+        raise NoRoute(f"no live server holds blocks {', '.join(map(str, gaps))}{of_blocks}", tuple(gaps))
     return usable
 
 
 def _cheapest(
     usable: Sequence[SpanRecord],
-    wanted: Span,
+    blocks: Span,
     client: PeerId,
     trips: TripsOf,
     block_s: Floats,
@@ -212,32 +212,32 @@ def _cheapest(
     entry: Floats,
 ) -> Route:
     """Walk over the blocks; on server i one block costs ``block_s[i]``, and a hop ``entry[i]`` beside its trip."""
-    n, length = len(usable), len(wanted)
+    n, length = len(usable), len(blocks)
     between, first, last = _trip_matrix(usable, trips(usable) if callable(trips) else trips, source, client)
     starts, ends = np.array([s.start for s in usable]), np.array([s.end for s in usable])
     best = np.full(n, np.inf)
     came_from = np.full((length, n), -1, dtype=np.int64)  # the server before, where a hop begins at this block
     begins = np.zeros((length, n), dtype=bool)
-    held = slice(0, 0)  # where they are who computed the block before
-    for at in range(length):
-        covers = (starts <= wanted.start + at) & (wanted.start + at < ends)
-        here = slice(int(covers.argmax()), n - int(covers[::-1].argmax()))  # servers are in order of their starts
-        if at == 0:
-            entering = first[here] + entry[here]
+    previous = slice(0, 0)  # where they are who computed the block before
+    for offset in range(length):
+        covers = (starts <= blocks.start + offset) & (blocks.start + offset < ends)
+        current = slice(int(covers.argmax()), n - int(covers[::-1].argmax()))  # servers are in order of their starts
+        if offset == 0:
+            entering = first[current] + entry[current]
         else:
-            arriving = best[held, None] + between[held, here]
-            before = arriving.argmin(0)
-            entering = arriving[before, np.arange(len(before))] + entry[here]
-            came_from[at, here] = before + held.start
-        staying = best[here]
-        begins[at, here] = new = entering < staying
-        cost = np.where(covers[here], np.where(new, entering, staying) + block_s[here], np.inf)
-        best[held] = np.inf
-        best[here] = cost
-        held = here
+            arriving = best[previous, None] + between[previous, current]
+            predecessors = arriving.argmin(0)
+            entering = arriving[predecessors, np.arange(len(predecessors))] + entry[current]
+            came_from[offset, current] = predecessors + previous.start
+        staying = best[current]
+        begins[offset, current] = is_new_hop = entering < staying
+        cost = np.where(covers[current], np.where(is_new_hop, entering, staying) + block_s[current], np.inf)
+        best[previous] = np.inf
+        best[current] = cost
+        previous = current
     total = best + last
     end = int(total.argmin())
-    return _trace(usable, wanted, begins, came_from, end, float(total[end]), (between, first, last), block_s)
+    return _trace(usable, blocks, begins, came_from, end, float(total[end]), (between, first, last), block_s)
 
 
 def _entry_s(usable: Sequence[SpanRecord], n_tokens: int, now: float) -> Floats:
@@ -255,7 +255,7 @@ def stays_s(span: SpanRecord, now: float) -> float:
 
 def _trace(
     usable: Sequence[SpanRecord],
-    wanted: Span,
+    blocks: Span,
     begins: NDArray[np.bool_],
     came_from: NDArray[np.int64],
     server: int,
@@ -266,14 +266,14 @@ def _trace(
     between, first, last = trips
     hops: list[Hop] = []
     why = [f"back to the client: trip {1000 * last[server]:.1f} ms"]
-    end = at = wanted.end
-    while at > wanted.start:
-        at -= 1
-        if not begins[at - wanted.start, server]:
+    end = block = blocks.end
+    while block > blocks.start:
+        block -= 1
+        if not begins[block - blocks.start, server]:
             continue
-        span, part = usable[server], Span(at, end)
-        before = int(came_from[at - wanted.start, server])
-        trip = first[server] if before < 0 else between[before, server]
+        span, part = usable[server], Span(block, end)
+        predecessor = int(came_from[block - blocks.start, server])
+        trip = first[server] if predecessor < 0 else between[predecessor, server]
         load = f" beside {count(span.n_decoding, 'session')}" if span.n_decoding else ""
         unknown = "" if span.decode_tokens_per_s else " (speed unknown)"
         why.append(
@@ -281,7 +281,7 @@ def _trace(
             f"ms{load}{unknown}"
         )
         hops.append(Hop(PeerId(span.peer), part, span.numerics, span.slot))
-        end, server = at, before
+        end, server = block, predecessor
     return Route(tuple(reversed(hops)), cost_s, tuple(reversed(why)))
 
 
@@ -293,20 +293,20 @@ def _trip_matrix(
     Two workers of one peer are servers of their own, with no trip between them.
     """
     index = {peer: i for i, peer in enumerate(dict.fromkeys(s.peer for s in usable))}
-    of = np.array([index[s.peer] for s in usable])
+    peer_index = np.array([index[s.peer] for s in usable])
     between = np.full((len(index), len(index)), DEFAULT_TRIP_S)
-    known = [(index[a], index[b], s) for (a, b), s in trips.items() if a in index and b in index]
-    if known:
-        rows, columns, seconds = (np.array(values) for values in zip(*known, strict=True))
+    measured = [(index[a], index[b], s) for (a, b), s in trips.items() if a in index and b in index]
+    if measured:
+        rows, columns, seconds = (np.array(values) for values in zip(*measured, strict=True))
         between[columns, rows] = seconds
         between[rows, columns] = seconds
     np.fill_diagonal(between, 0.0)
 
-    def to_and_fro(other: PeerId) -> Floats:
-        if other in index:
-            row: Floats = between[index[other]][of]
+    def to_and_fro(peer: PeerId) -> Floats:
+        if peer in index:
+            row: Floats = between[index[peer]][peer_index]
             return row
-        found = (trips.get((other, s.peer), trips.get((s.peer, other), DEFAULT_TRIP_S)) for s in usable)
-        return np.fromiter(found, np.float64, len(usable))
+        seconds_to_servers = (trips.get((peer, s.peer), trips.get((s.peer, peer), DEFAULT_TRIP_S)) for s in usable)
+        return np.fromiter(seconds_to_servers, np.float64, len(usable))
 
-    return between[np.ix_(of, of)], to_and_fro(source), to_and_fro(client)
+    return between[np.ix_(peer_index, peer_index)], to_and_fro(source), to_and_fro(client)

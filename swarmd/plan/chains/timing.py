@@ -9,9 +9,9 @@ Times = Sequence[tuple[int, int, int]]
 """Of one pass (``Op.times``): for each hop its first block, microseconds of waiting, of computing."""
 
 
-def goes_alike(one: Times, other: Times) -> bool:
+def goes_alike(times: Times, other_times: Times) -> bool:
     """Did two passes go through hops that begin at the same blocks?"""
-    return [start for start, _, _ in one] == [start for start, _, _ in other]
+    return [start for start, _, _ in times] == [start for start, _, _ in other_times]
 
 
 def medians_s(passes: Sequence[Times]) -> tuple[tuple[int, float, float], ...]:

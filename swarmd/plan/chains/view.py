@@ -80,19 +80,19 @@ class SwarmView:
 
     def holders(self, model: ModelId, n_blocks: int) -> list[frozenset[str]]:
         """The peers that serve each block."""
-        found: list[set[str]] = [set() for _ in range(n_blocks)]
+        holders_by_block: list[set[str]] = [set() for _ in range(n_blocks)]
         for span in self.serving(model):
             for block in range(span.start, min(span.end, n_blocks)):
-                found[block].add(span.peer)
-        return [frozenset(peers) for peers in found]
+                holders_by_block[block].add(span.peer)
+        return [frozenset(peers) for peers in holders_by_block]
 
     def missing(self, model: ModelId, n_blocks: int) -> list[Span]:
         return ranges({b for b, n in enumerate(self.coverage(model, n_blocks)) if n == 0})
 
-    def served_dtype(self, model: ModelId, n_blocks: int, wanted: str = "auto") -> str:
-        """The dtype in which every block is served: ``wanted``, or the first of several. Raises NoRoute."""
-        asked = [*ITEM_BYTES] if wanted == "auto" else [wanted]
-        for dtype in asked:
+    def served_dtype(self, model: ModelId, n_blocks: int, requested: str = "auto") -> str:
+        """The dtype in which every block is served: ``requested``, or the first of several. Raises NoRoute."""
+        candidates = [*ITEM_BYTES] if requested == "auto" else [requested]
+        for dtype in candidates:
             if not self._gaps(model, n_blocks, dtype):
                 return dtype
         if missing := self.missing(model, n_blocks):
@@ -100,10 +100,14 @@ class SwarmView:
             hidden = f"; {count(n_hidden, 'server')} behind a router cannot be reached" if n_hidden else ""
             raise NoRoute(f"no live server holds blocks {_listed(missing)} of {n_blocks}{hidden}", tuple(missing))
         gaps = {dtype: self._gaps(model, n_blocks, dtype) for dtype in ITEM_BYTES}
-        whole = [dtype for dtype in ITEM_BYTES if not gaps[dtype]]
-        others = f"can be asked for: {', '.join(whole)}" if whole else "every block is served, but not in one dtype"
-        lacking = ", ".join(f"{_listed(gaps[dtype])} in {dtype}" for dtype in asked)
-        raise NoRoute(f"no live server holds blocks {lacking} of {n_blocks}; {others}", tuple(gaps[asked[0]]))
+        complete = [dtype for dtype in ITEM_BYTES if not gaps[dtype]]
+        alternatives = (
+            f"can be asked for: {', '.join(complete)}" if complete else "every block is served, but not in one dtype"
+        )
+        lacking = ", ".join(f"{_listed(gaps[dtype])} in {dtype}" for dtype in candidates)
+        raise NoRoute(
+            f"no live server holds blocks {lacking} of {n_blocks}; {alternatives}", tuple(gaps[candidates[0]])
+        )
 
     def _gaps(self, model: ModelId, n_blocks: int, dtype: str) -> list[Span]:
         """The blocks that nobody serves in a dtype."""
@@ -114,8 +118,8 @@ class SwarmView:
         """Can the weights of a block be fetched: from a member that has them, or from the hub?"""
         if model in self.catalog.sources:
             return True
-        held = (record.holds.get(model, ()) for record in self.peers.values())
-        return any(start <= block < end for groups in held for start, end in groups)
+        held_blocks = (record.holds.get(model, ()) for record in self.peers.values())
+        return any(start <= block < end for groups in held_blocks for start, end in groups)
 
     def peer_ending(self, ending: str) -> PeerId:
         """The one peer whose id ends so. Raises ConfigError."""
@@ -126,8 +130,8 @@ class SwarmView:
 
     def model_named(self, name: str) -> tuple[ModelId, int] | None:
         """Resolve a name of the catalog, or a hash that it lists, to (hash, number of blocks)."""
-        for known, (model, n_blocks) in self.catalog.models.items():
-            if name in (known, model):
+        for listed_name, (model, n_blocks) in self.catalog.models.items():
+            if name in (listed_name, model):
                 return ModelId(model), n_blocks
         return None
 
@@ -173,26 +177,26 @@ class RecordBook:
 
     def wants(self, key: str, sequence: int, peer: str, vouchers: Iterable[bytes]) -> Decision[bool]:
         """Would such a record be taken? What is said here need not be true: it is cheap to ask, and checked later."""
-        known = self.entries.get(key)
-        if known is not None:
-            is_newer = sequence > known.record.sequence
-            return Decision(is_newer, f"sequence {sequence} after {known.record.sequence}")
+        known_entry = self.entries.get(key)
+        if known_entry is not None:
+            is_newer = sequence > known_entry.record.sequence
+            return Decision(is_newer, f"sequence {sequence} after {known_entry.record.sequence}")
         if self._n_of_peer[peer] >= MAX_RECORDS_OF_A_PEER:
             return Decision(False, f"{MAX_RECORDS_OF_A_PEER} records of {peer} are known already")
         for voucher in vouchers:
             n_peers, n_records = self._peers_of_voucher[voucher], self._n_of_voucher[voucher]
             is_new = not self._n_of_peer[peer]
             if (is_new and n_peers >= MAX_PEERS_OF_A_VOUCHER) or n_records >= MAX_RECORDS_OF_A_VOUCHER:
-                who = f"{n_peers} peers with {n_records} records"
-                return Decision(False, f"whoever brought in {peer} has brought in {who} that are here now")
+                counts = f"{n_peers} peers with {n_records} records"
+                return Decision(False, f"whoever brought in {peer} has brought in {counts} that are here now")
         return Decision(True, "new")
 
     def add(self, verified: VerifiedRecord) -> Decision[bool]:
         """Take a record if it is newer than what is known under its key, and its voucher has not too many here."""
         peer, vouchers = verified.record.peer, verified.membership.vouchers
-        wanted = self.wants(verified.key, verified.record.sequence, peer, vouchers)
-        if not wanted.action:
-            return wanted
+        decision = self.wants(verified.key, verified.record.sequence, peer, vouchers)
+        if not decision.action:
+            return decision
         if verified.key in self.entries:
             self._drop([verified.key])
         elif len(self.entries) >= MAX_RECORDS and not self._make_room(vouchers):
@@ -203,7 +207,7 @@ class RecordBook:
         self._n_of_peer[peer] += 1
         self.entries[verified.key] = verified
         self._next_expiry = min(self._next_expiry, verified.record.expires_at)
-        return wanted
+        return decision
 
     def _make_room(self, vouchers: tuple[bytes, ...]) -> bool:
         """Let a record go of whoever has brought in most, but of nobody whom this peer has talked with."""
@@ -231,10 +235,10 @@ class RecordBook:
         """Drop what has expired; returns the keys."""
         if now < self._next_expiry:
             return []
-        gone = [k for k, v in self.entries.items() if v.record.expires_at <= now]
-        self._drop(gone)
+        expired = [k for k, v in self.entries.items() if v.record.expires_at <= now]
+        self._drop(expired)
         self._next_expiry = min((v.record.expires_at for v in self.entries.values()), default=math.inf)
-        return gone
+        return expired
 
     def _drop(self, keys: list[str]) -> None:
         for key in keys:
@@ -250,15 +254,15 @@ class RecordBook:
         """Sequence numbers by key, or by what stands for it."""
         return {naming(key): v.record.sequence for key, v in self.entries.items()}
 
-    def compare(self, other: Mapping[str, int], naming: Naming = str) -> tuple[list[bytes], list[str]]:
+    def compare(self, sequences: Mapping[str, int], naming: Naming = str) -> tuple[list[bytes], list[str]]:
         """Return (records that the other lacks, names of records that it has and this book lacks)."""
         send: list[bytes] = []
-        size, own = 0, self.digest(naming)
+        size, own_sequences = 0, self.digest(naming)
         for key, entry in self.entries.items():
-            if other.get(naming(key), -1) < entry.record.sequence and size < MAX_REPLY_BYTES:
+            if sequences.get(naming(key), -1) < entry.record.sequence and size < MAX_REPLY_BYTES:
                 send.append(entry.raw)
                 size += len(entry.raw)
-        want = [name for name, sequence in other.items() if sequence > own.get(name, -1)]
+        want = [name for name, sequence in sequences.items() if sequence > own_sequences.get(name, -1)]
         return send[:MAX_SENT], want[:MAX_SENT]
 
     def pick(self, names: set[str], naming: Naming = str) -> list[bytes]:
@@ -286,8 +290,8 @@ class RecordBook:
         sizes = dict(self.catalog.models.values())
         possible = (r for r in records if isinstance(r, SpanRecord) and r.end <= sizes.get(r.model, r.end))
         closed = {p: r for p, r in peers.items() if r.reach == "closed"}
-        near = tuple(networks()) if closed else ()
-        hidden = {p for p, r in closed.items() if not leads_there(r.addresses, near)}
+        own_networks = tuple(networks()) if closed else ()
+        hidden = {p for p, r in closed.items() if not leads_there(r.addresses, own_networks)}
         spans = tuple(sorted(possible, key=lambda r: (r.start, r.peer)))
         away = tuple(span for span in spans if span.peer in hidden)
         spans = tuple(span for span in spans if span.peer not in hidden) if away else spans

@@ -55,15 +55,15 @@ class DialBudget:
         if (place, peer) in self._met:
             return
         self._met[place, peer] = None
-        for key, most in ((place, OF_PLACE), (_host_key(address), OF_HOST)):
+        for key, limit in ((place, OF_PLACE), (_host_key(address), OF_HOST)):
             if (budget := self._budgets.get(key)) is not None:
-                budget.left = min(most, budget.left + 1)
+                budget.left = min(limit, budget.left + 1)
         if len(self._met) > MAX_REMEMBERED:
             del self._met[next(iter(self._met))]
 
-    def _at(self, key: str, most: float, again_s: float, now: float) -> _Budget:
-        budget = self._budgets.pop(key, None) or _Budget(most, now)
-        budget.left = min(most, budget.left + (now - budget.at) / again_s)
+    def _at(self, key: str, limit: float, refill_s: float, now: float) -> _Budget:
+        budget = self._budgets.pop(key, None) or _Budget(limit, now)
+        budget.left = min(limit, budget.left + (now - budget.at) / refill_s)
         budget.at = now
         self._budgets[key] = budget  # the last that is forgotten
         if len(self._budgets) > MAX_REMEMBERED:

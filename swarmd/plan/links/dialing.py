@@ -26,34 +26,36 @@ class Attempt:
     after_s: float
 
 
-def attempts(addresses: Iterable[str], networks: Iterable[IpNetwork], own: Iterable[str] = ()) -> list[Attempt]:
+def attempts(
+    addresses: Iterable[str], networks: Iterable[IpNetwork], own_addresses: Iterable[str] = ()
+) -> list[Attempt]:
     """Order a peer's multiaddrs for a machine with these networks and addresses of its own.
 
     First what is on one of the networks, then public addresses (IPv6 before IPv4) and names, then circuits; private
     addresses of other networks only where there is nothing else.
     """
-    mine, networks = {_bare(address) for address in own}, tuple(networks)
-    others = [a for a in dict.fromkeys(addresses) if _bare(a) not in mine and _leads_somewhere(a)]
-    ranked = [(_rank(address, networks), address) for address in others]
+    own_endpoints, networks = {_bare(address) for address in own_addresses}, tuple(networks)
+    candidates = [a for a in dict.fromkeys(addresses) if _bare(a) not in own_endpoints and _leads_somewhere(a)]
+    ranked = [(_rank(address, networks), address) for address in candidates]
     if any(rank != ELSEWHERE for rank, _ in ranked):
         ranked = [(rank, address) for rank, address in ranked if rank != ELSEWHERE]
     ordered: list[Attempt] = []
-    at_s, before = 0.0, None
+    at_s, previous_rank = 0.0, None
     for rank, address in sorted(ranked, key=lambda pair: pair[0]):
-        if before is not None:
-            at_s += STAGGER_S if rank == before else HEAD_START_S
+        if previous_rank is not None:
+            at_s += STAGGER_S if rank == previous_rank else HEAD_START_S
         ordered.append(Attempt(address, at_s))
-        before = rank
+        previous_rank = rank
     return ordered
 
 
 def leads_there(addresses: Iterable[str], networks: Iterable[IpNetwork]) -> bool:
     """Who cannot be dialled from outside: can somebody on these networks reach it as a neighbour, or by a relay?"""
-    near = tuple(networks)
-    leads = {NEAR, RELAYED}
-    if any(network.version == 6 and network.is_global for network in near):
-        leads.add(PUBLIC_6)  # it is announced where members could connect to it
-    return any(_rank(address, near) in leads or _is_name(address) for address in addresses)
+    own_networks = tuple(networks)
+    reachable_ranks = {NEAR, RELAYED}
+    if any(network.version == 6 and network.is_global for network in own_networks):
+        reachable_ranks.add(PUBLIC_6)  # it is announced where members could connect to it
+    return any(_rank(address, own_networks) in reachable_ranks or _is_name(address) for address in addresses)
 
 
 def _is_name(address: str) -> bool:
@@ -77,7 +79,7 @@ def _rank(address: str, networks: tuple[IpNetwork, ...]) -> int:
     return PUBLIC_6 if host.version == 6 else PUBLIC
 
 
-def may_be_named(host: str, networks: Iterable[IpNetwork], own: Iterable[IpAddress]) -> bool:
+def may_be_named(host: str, networks: Iterable[IpNetwork], own_addresses: Iterable[IpAddress]) -> bool:
     """May a peer have this machine dial ``host``? Public addresses, and neighbours; not this machine's own services.
 
     On a machine that has nothing but its loopback, peers are there.
@@ -87,7 +89,7 @@ def may_be_named(host: str, networks: Iterable[IpNetwork], own: Iterable[IpAddre
     except ValueError:
         return False
     if named.is_loopback:
-        return all(address.is_loopback for address in own)
+        return all(address.is_loopback for address in own_addresses)
     if named.is_unspecified or named.is_multicast or named.is_link_local:
         return False
     return not is_private(named) or any(named in network for network in networks)
@@ -124,9 +126,9 @@ def origin_of(host: str) -> str:
 
 def relay_of(address: str) -> tuple[str, str] | None:
     """The peer id and the multiaddr of the relay that a circuit address names; None when it names none."""
-    through, found, _ = address.partition(CIRCUIT)
-    where, _, relay = through.rpartition("/p2p/")
-    return (relay, where) if found and where and relay else None
+    relay_address, marker, _ = address.partition(CIRCUIT)
+    multiaddr, _, relay = relay_address.rpartition("/p2p/")
+    return (relay, multiaddr) if marker and multiaddr and relay else None
 
 
 def _bare(address: str) -> str:

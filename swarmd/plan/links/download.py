@@ -82,10 +82,10 @@ class Download:
     def next_piece(self, peer: PeerId, now: float) -> Decision[ChunkRequest | None]:
         """Choose what to ask ``peer`` for, and note that it is asked."""
         giver = self.givers[peer]
-        mine = [g for g, pieces in self._open.items() if pieces and g in giver.groups]
-        if mine:
-            rarity = {g: sum(g in other.groups for other in self.givers.values()) for g in mine}
-            group = min(mine, key=lambda g: (rarity[g], g))
+        available_groups = [g for g, pieces in self._open.items() if pieces and g in giver.groups]
+        if available_groups:
+            rarity = {g: sum(g in donor.groups for donor in self.givers.values()) for g in available_groups}
+            group = min(available_groups, key=lambda g: (rarity[g], g))
             piece = self._open[group].pop()
             reason = f"group {group}: {rarity[group]} of {len(self.givers)} donors hold it"
         else:
@@ -104,8 +104,8 @@ class Download:
         if giver is not None:
             giver.asked.pop(piece, None)
             rate = piece.n_bytes / max(now - giver.last_at, 1e-6)
-            old = giver.bytes_per_s
-            giver.bytes_per_s = rate if old is None else old + SMOOTHING * (rate - old)
+            old_rate = giver.bytes_per_s
+            giver.bytes_per_s = rate if old_rate is None else old_rate + SMOOTHING * (rate - old_rate)
             giver.last_at = now
         self._left.discard(piece)
         if piece in (pieces := self._open.get(piece.group, [])):
@@ -127,15 +127,15 @@ class Download:
 
     def _latest_elsewhere(self, peer: PeerId, giver: DonorQueue, now: float) -> ChunkRequest | None:
         """The piece that is under way for longest at others, if this donor is likely to give it sooner."""
-        mine_s = PIECE_BYTES / giver.bytes_per_s if giver.bytes_per_s else 1.0
-        found: tuple[float, ChunkRequest] | None = None
-        for other, theirs in self.givers.items():
-            for piece, asked_at in theirs.asked.items() if other != peer else ():
-                due_s = theirs.last_at + len(theirs.asked) * piece.n_bytes / (theirs.bytes_per_s or 1.0) - now
-                is_late = due_s > 2 * mine_s or now - asked_at > 4 * mine_s
+        piece_s = PIECE_BYTES / giver.bytes_per_s if giver.bytes_per_s else 1.0
+        latest: tuple[float, ChunkRequest] | None = None
+        for donor, queue in self.givers.items():
+            for piece, asked_at in queue.asked.items() if donor != peer else ():
+                due_s = queue.last_at + len(queue.asked) * piece.n_bytes / (queue.bytes_per_s or 1.0) - now
+                is_late = due_s > 2 * piece_s or now - asked_at > 4 * piece_s
                 if is_late and piece.group in giver.groups and piece not in giver.asked and piece in self._left:
-                    found = min(found or (asked_at, piece), (asked_at, piece), key=lambda pair: pair[0])
-        return found[1] if found else None
+                    latest = min(latest or (asked_at, piece), (asked_at, piece), key=lambda pair: pair[0])
+        return latest[1] if latest else None
 
     def _reopen(self, piece: ChunkRequest) -> None:
         is_asked = any(piece in giver.asked for giver in self.givers.values())

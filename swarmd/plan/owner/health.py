@@ -63,10 +63,10 @@ def _clock(facts: Facts) -> HealthFinding:
     if 2 * n_near >= n:  # else most say that it is this one that is wrong
         return HealthFinding("clock", True, f"within {CLOCK_S:.0f} s of {n_near} of {n} other members")
     ahead_s = statistics.median(s for s in facts.clocks_s if abs(s) > CLOCK_S)
-    others = f"{n - n_near} of {n} other members"
-    which = "behind" if ahead_s > 0 else "ahead of"
+    members = f"{n - n_near} of {n} other members"
+    direction = "behind" if ahead_s > 0 else "ahead of"
     remedy = "set it by the network (timedatectl set-ntp true), or certificates and records do not count"
-    return HealthFinding("clock", False, f"{abs(ahead_s):.0f} s {which} {others}", remedy)
+    return HealthFinding("clock", False, f"{abs(ahead_s):.0f} s {direction} {members}", remedy)
 
 
 def _identity(facts: Facts) -> HealthFinding:
@@ -79,19 +79,19 @@ def _identity(facts: Facts) -> HealthFinding:
 def _version(facts: Facts) -> HealthFinding:
     if not facts.versions:
         return HealthFinding("version", None, f"{facts.version}; no other member is known")
-    others = count(len(facts.versions), "other")
+    n_members = count(len(facts.versions), "other")
     newer = [v for v in facts.versions if release(v) > release(facts.version)]
     if not newer:
-        return HealthFinding("version", True, f"{facts.version}; none of {others} runs a newer one")
+        return HealthFinding("version", True, f"{facts.version}; none of {n_members} runs a newer one")
     newest = max(newer, key=release)
-    text = f"{facts.version}; {len(newer)} of {others} run newer ones, the newest {newest}"
+    text = f"{facts.version}; {len(newer)} of {n_members} run newer ones, the newest {newest}"
     return HealthFinding("version", False, text, "update swarmd, then restart the daemon")
 
 
 def release(version: str) -> tuple[int, ...]:
     """The numbers that a version begins with; () for what is none."""
-    found = re.match(r"\d{1,6}(\.\d{1,6}){0,4}(?!\d)", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d{1,6}(\.\d{1,6}){0,4}(?!\d)", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def _disk(facts: Facts) -> HealthFinding:

@@ -88,8 +88,8 @@ def _hours(rules: Rules, now: datetime) -> WorkPermission | None:
         if change is None or change - now > MOVING:
             return None
         change = hours.next_change(change)
-    when = f": next {told(change, now)}" if change else ""
-    return WorkPermission(f"outside its hours ({hours.text}){when}", "hours", change)
+    next_hours = f": next {told(change, now)}" if change else ""
+    return WorkPermission(f"outside its hours ({hours.text}){next_hours}", "hours", change)
 
 
 def _battery(rules: Rules, sensors: Sensors) -> WorkPermission | None:
@@ -113,8 +113,10 @@ def _untouched(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     left_s = rules.untouched_s - sensors.untouched_s
     if left_s <= 0:
         return None
-    at = sensors.now + timedelta(seconds=left_s)
-    return WorkPermission(f"somebody uses it: at {told(at, sensors.now)} at the earliest", "idle_minutes", at)
+    works_at = sensors.now + timedelta(seconds=left_s)
+    return WorkPermission(
+        f"somebody uses it: at {told(works_at, sensors.now)} at the earliest", "idle_minutes", works_at
+    )
 
 
 def _heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> WorkPermission | None:
@@ -132,13 +134,13 @@ def _heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> WorkPermission |
 def _month(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     if not rules.month_bytes or sensors.month_bytes < REST_SHARE * rules.month_bytes:
         return None
-    again = next_month(sensors.now)
+    month_begins = next_month(sensors.now)
     used = f"{sensors.month_bytes / GIB:.1f} of {rules.month_bytes / GIB:g} GiB of this month are used"
-    return WorkPermission(f"{used}: again on {again:%Y-%m-%d}", "month_gib", again)
+    return WorkPermission(f"{used}: again on {month_begins:%Y-%m-%d}", "month_gib", month_begins)
 
 
-def told(at: datetime, now: datetime) -> str:
+def told(moment: datetime, now: datetime) -> str:
     """A time as a person says it now: with the day only when it is another one."""
-    if at.date() == now.date():
-        return at.strftime("%H:%M")
-    return at.strftime("%a %H:%M" if at - now < timedelta(days=6) else "%Y-%m-%d %H:%M")
+    if moment.date() == now.date():
+        return moment.strftime("%H:%M")
+    return moment.strftime("%a %H:%M" if moment - now < timedelta(days=6) else "%Y-%m-%d %H:%M")

@@ -77,8 +77,8 @@ class Admission:
 
     def _still(self, invite: bytes, guests: list[bytes]) -> list[bytes]:
         """Who of those that came by an invite may still be let in by it."""
-        left = self._catalog.invites[invite].uses - self._n_admitted[invite]
-        return [key for key in guests if key not in self._catalog.admitted][: max(0, left)]
+        n_free = self._catalog.invites[invite].uses - self._n_admitted[invite]
+        return [key for key in guests if key not in self._catalog.admitted][: max(0, n_free)]
 
     def _by_invite(self, membership: Membership, now: float) -> AdmissionPass:
         if membership.keys[0] not in self.founders.charter.issuers:
@@ -110,9 +110,9 @@ class Admission:
     def _take_use(self, membership: Membership, terms: InviteTerms) -> None:
         """Count a machine that comes by an invite for so many; its clients, and the invite's own, count as none."""
         guests = self._came.setdefault(membership.invite, [])
-        left = terms.uses - self._n_admitted[membership.invite]
+        n_free = terms.uses - self._n_admitted[membership.invite]
         is_new = bool(membership.member) and membership.member not in guests
-        if left <= 0 or (is_new and len(guests) >= left):
+        if n_free <= 0 or (is_new and len(guests) >= n_free):
             times = "once" if terms.uses == 1 else f"{terms.uses} times"
             text = f"its invite was for {times}, and others came first: ask for a new one"
             raise Refused(Code.NOT_A_MEMBER, f"{membership.peer} is no member: {text}")

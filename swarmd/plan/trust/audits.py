@@ -34,10 +34,10 @@ def rate(record: AuditRecord) -> float:
     return 1.0 if record.n_right < ALWAYS_BELOW else max(LEAST_RATE, 1.0 / record.n_right)
 
 
-def is_due(record: AuditRecord, draw: float, least: float = 0.0) -> Decision[bool]:
-    """Is this window checked? ``draw`` is uniform in [0, 1); a share ``least`` is asked for in any case."""
-    p = max(least, rate(record))
-    return Decision(draw < p, f"{record.n_right} right in a row: one window in {1 / p:.0f}")
+def is_due(record: AuditRecord, draw: float, min_rate: float = 0.0) -> Decision[bool]:
+    """Is this window checked? ``draw`` is uniform in [0, 1); a share ``min_rate`` is asked for in any case."""
+    probability = max(min_rate, rate(record))
+    return Decision(draw < probability, f"{record.n_right} right in a row: one window in {1 / probability:.0f}")
 
 
 def next_window(n_ops: int) -> int:

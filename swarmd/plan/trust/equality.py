@@ -53,12 +53,12 @@ def through_hops(bound: Bound, n_hops: int) -> Bound:
     return replace(bound, token=min(LARGEST, n_hops * bound.token), most=min(LARGEST, n_hops * bound.most))
 
 
-def errors(entered: Floats, left: Floats, again: Floats, bound: Bound) -> Floats:
-    """The error of each token [t], the largest of its rows: what left less what came ``again``, by what was added."""
+def errors(inputs: Floats, outputs: Floats, reference: Floats, bound: Bound) -> Floats:
+    """The error of each token [t], the largest of its rows: what left less what came ``reference``, by what was added."""
     with np.errstate(all="ignore"):  # what is no number is an infinite error
-        added = np.linalg.norm(again - entered, axis=-1)
-        floor = np.maximum(bound.floor * np.linalg.norm(entered, axis=-1), np.float32(1e-30))
-        ratio = np.linalg.norm(left - again, axis=-1) / np.maximum(added, floor)
+        added = np.linalg.norm(reference - inputs, axis=-1)
+        floor = np.maximum(bound.floor * np.linalg.norm(inputs, axis=-1), np.float32(1e-30))
+        ratio = np.linalg.norm(outputs - reference, axis=-1) / np.maximum(added, floor)
     largest: Floats = np.nan_to_num(ratio, nan=np.inf).max(axis=0).astype(np.float32)
     return largest
 
@@ -67,17 +67,17 @@ def projected(values: Floats, seed: int) -> Floats:
     """A seeded random projection of each token [b, t, d] to [b, t, 16], of about the same length."""
     d = values.shape[-1]
     directions = np.random.default_rng(seed).standard_normal((d, N_PROJECTED), dtype=np.float32)
-    found: Floats = (values @ directions / np.float32(np.sqrt(N_PROJECTED))).astype(np.float32)
-    return found
+    projection: Floats = (values @ directions / np.float32(np.sqrt(N_PROJECTED))).astype(np.float32)
+    return projection
 
 
-def is_equal(found: Floats, bound: Bound) -> Decision[bool]:
+def is_equal(token_errors: Floats, bound: Bound) -> Decision[bool]:
     """Are tokens with these errors the same?"""
-    worst, n = float(found.max(initial=0.0)), len(found)
+    worst, n = float(token_errors.max(initial=0.0)), len(token_errors)
     if worst > bound.token:
-        n_beyond = int((found > bound.token).sum())
+        n_beyond = int((token_errors > bound.token).sum())
         return Decision(False, f"{n_beyond} of {n} tokens differ, by {worst:.2g}; bound {bound.token:g}")
-    if n >= MOST_TOKENS and (tenth := float(np.quantile(found, 0.9))) > bound.most:
+    if n >= MOST_TOKENS and (tenth := float(np.quantile(token_errors, 0.9))) > bound.most:
         return Decision(False, f"a tenth of {n} tokens differ by {tenth:.2g} and more; bound {bound.most:g}")
     return Decision(True, f"{n} tokens, the largest error {worst:.2g}; bound {bound.token:g}")
 

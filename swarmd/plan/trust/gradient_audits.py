@@ -52,13 +52,13 @@ def draw(
     itself, so that all together check as many as the rate says, and nobody waits for the slow. One at a time: who is
     much faster than the others checks fewer than its share while all are to be checked.
     """
-    mine, total = n_samples.get(me, 0.0), sum(n_samples.values())
-    others = sorted(rates.keys() - {me}) if mine else []
-    chances = {peer: rates[peer] * mine / (total - n_samples[peer]) for peer in others}
-    reached, left = 0.0, uniform * max(1.0, sum(chances.values()))
+    own_samples, total = n_samples.get(me, 0.0), sum(n_samples.values())
+    contributors = sorted(rates.keys() - {me}) if own_samples else []
+    chances = {peer: rates[peer] * own_samples / (total - n_samples[peer]) for peer in contributors}
+    cumulative, target = 0.0, uniform * max(1.0, sum(chances.values()))
     for peer, chance in chances.items():
-        reached += chance
-        if left < reached:
+        cumulative += chance
+        if target < cumulative:
             return Decision(peer, f"drawn: one of {1 / rates[peer]:.0f} of its contributions is computed again")
     return Decision(None, f"nobody was drawn, of {len(rates)} contributors")
 
@@ -66,29 +66,35 @@ def draw(
 def work(n_right: Mapping[PeerId, int], n_samples: Mapping[PeerId, float], one_in: int) -> dict[PeerId, float]:
     """How many samples each contributor is expected to compute again of an update, by ``draw``; ``n_samples``: own."""
     total = sum(n_samples.values())
-    found = {}
-    for me, mine in n_samples.items():
-        others = {p: n for p, n in n_samples.items() if p != me and n > 0}
-        chances = {p: rate(n_right.get(p, 0), one_in) * mine / (total - n) for p, n in others.items() if total > n}
-        found[me] = sum(chance * others[p] for p, chance in chances.items()) / max(1.0, sum(chances.values()))
-    return found
+    expected = {}
+    for me, own_samples in n_samples.items():
+        other_samples = {p: n for p, n in n_samples.items() if p != me and n > 0}
+        chances = {
+            p: rate(n_right.get(p, 0), one_in) * own_samples / (total - n)
+            for p, n in other_samples.items()
+            if total > n
+        }
+        expected[me] = sum(chance * other_samples[p] for p, chance in chances.items()) / max(1.0, sum(chances.values()))
+    return expected
 
 
-def is_same(said: RecheckResult, found: RecheckResult, rounding: float = 0.0) -> Decision[bool | None]:
+def is_same(claimed: RecheckResult, recomputed: RecheckResult, rounding: float = 0.0) -> Decision[bool | None]:
     """Has a contributor given what comes of its draws? ``rounding``: what its codec may be off by along a direction.
 
     None: what comes of them is no number, and proves nothing.
     Along a random direction another vector is off by a normal number times its distance: with four directions one that
     is off by its own size passes once in 400,000 times, by a fifth of it once in 700.
     """
-    if not math.isfinite(found.norm):
+    if not math.isfinite(recomputed.norm):
         return Decision(None, "the gradient is not finite here either")
-    most, size = BOUND * found.norm + rounding, found.norm or 1.0
-    off = max((abs(a - b) for a, b in zip(said.sums, found.sums, strict=True)), default=0.0)
-    if not off <= most:
-        return Decision(False, f"its sums are off by {off / size:.2g} of the gradient's norm; {most / size:.2g} may be")
-    if not abs(said.norm - found.norm) <= most:
-        return Decision(False, f"it says a norm of {said.norm:.4g}, which is {found.norm:.4g}")
-    if not abs(said.loss - found.loss) <= LOSS_BOUND * abs(found.loss):
-        return Decision(False, f"it says a loss of {said.loss:.4g}, which is {found.loss:.4g}")
-    return Decision(True, f"the same, within {most / size:.2g} of the gradient's norm")
+    tolerance, size = BOUND * recomputed.norm + rounding, recomputed.norm or 1.0
+    off = max((abs(a - b) for a, b in zip(claimed.sums, recomputed.sums, strict=True)), default=0.0)
+    if not off <= tolerance:
+        return Decision(
+            False, f"its sums are off by {off / size:.2g} of the gradient's norm; {tolerance / size:.2g} may be"
+        )
+    if not abs(claimed.norm - recomputed.norm) <= tolerance:
+        return Decision(False, f"it says a norm of {claimed.norm:.4g}, which is {recomputed.norm:.4g}")
+    if not abs(claimed.loss - recomputed.loss) <= LOSS_BOUND * abs(recomputed.loss):
+        return Decision(False, f"it says a loss of {claimed.loss:.4g}, which is {recomputed.loss:.4g}")
+    return Decision(True, f"the same, within {tolerance / size:.2g} of the gradient's norm")

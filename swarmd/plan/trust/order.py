@@ -31,10 +31,10 @@ def by_giving(balance: Balance) -> float:
     return min(MOST, max(LEAST, (balance.gave_us + GRACE) / (balance.took + GRACE)))
 
 
-def weight(catalog: Catalog, who: Membership, balance: Balance, is_own: bool) -> float:
+def weight(catalog: Catalog, membership: Membership, balance: Balance, is_own: bool) -> float:
     """What somebody's sessions weigh here. ``is_own``: it came by the same invite as this machine, or is it."""
     if catalog.order == GIVING:
         return MOST if is_own else by_giving(balance)
     if catalog.order == KEY:
-        return float(max((catalog.favours[key] for key in who.keys if key in catalog.favours), default=1))
+        return float(max((catalog.favours[key] for key in membership.keys if key in catalog.favours), default=1))
     return 1.0

@@ -43,49 +43,56 @@ class Trust(IntEnum):
 
 def name_of(span: SpanRecord) -> bytes:
     """What a finding is about: these blocks, by these numerics."""
-    about = f"{span.model}/{span.slot}/{span.start}:{span.end}/{span.numerics}"
-    return hashlib.blake2b(about.encode(), digest_size=8).digest()
+    description = f"{span.model}/{span.slot}/{span.start}:{span.end}/{span.numerics}"
+    return hashlib.blake2b(description.encode(), digest_size=8).digest()
 
 
-def shared(one: SpanRecord, other: SpanRecord) -> Span | None:
+def shared(first: SpanRecord, second: SpanRecord) -> Span | None:
     """The blocks that two servers can be compared on; None when they compute other things."""
-    is_alike = (one.model, one.dtype, one.quantize) == (other.model, other.dtype, other.quantize)
-    start, end = max(one.start, other.start), min(one.end, other.end)
-    return Span(start, end) if is_alike and start < end and one.peer != other.peer else None
+    is_alike = (first.model, first.dtype, first.quantize) == (second.model, second.dtype, second.quantize)
+    start, end = max(first.start, second.start), min(first.end, second.end)
+    return Span(start, end) if is_alike and start < end and first.peer != second.peer else None
 
 
 def to_probe(
     me: PeerId,
     spans: Sequence[SpanRecord],
     voucher_of: Callable[[PeerId], bytes],
-    done: Mapping[tuple[str, bytes], float],
+    probed_at: Mapping[tuple[str, bytes], float],
     now: float,
-    unsaid_s: Mapping[tuple[str, bytes], float] = NOTHING_UNSAID,
+    silent_s: Mapping[tuple[str, bytes], float] = NOTHING_UNSAID,
 ) -> list[tuple[SpanRecord, SpanRecord]]:
     """Whom to probe now, each with the own span to compare with: those for which ``me`` comes first among all holders.
 
-    Others whom somebody else brought in come first, then the order is that of hashes, which nobody chooses. ``done``
-    says when (peer, name) was probed, ``unsaid_s`` for how long fewer than enough have said anything of it: the next in
+    Others whom somebody else brought in come first, then the order is that of hashes, which nobody chooses. ``probed_at``
+    says when (peer, name) was probed, ``silent_s`` for how long fewer than enough have said anything of it: the next in
     order probe then, too, for the first may hold these blocks only in their records.
     """
-    own = [span for span in spans if span.peer == me and span.state == "online"]
-    kinds = {(span.model, span.dtype, span.quantize) for span in own}
+    own_spans = [span for span in spans if span.peer == me and span.state == "online"]
+    kinds = {(span.model, span.dtype, span.quantize) for span in own_spans}
     online = [s for s in spans if s.state == "online" and (s.model, s.dtype, s.quantize) in kinds]
     chosen = []
     for target in online:
-        mine = next((span for span in own if shared(span, target) is not None), None)
-        if mine is None or now - done.get((target.peer, name_of(target)), -PROBE_LIFETIME_S) < PROBE_LIFETIME_S:
+        own_span = next((span for span in own_spans if shared(span, target) is not None), None)
+        if (
+            own_span is None
+            or now - probed_at.get((target.peer, name_of(target)), -PROBE_LIFETIME_S) < PROBE_LIFETIME_S
+        ):
             continue
-        rank, better = _rank(me, target, voucher_of), set[str]()
-        n_late = int(unsaid_s.get((target.peer, name_of(target)), 0.0) / OTHERS_TURN_S)
+        rank, earlier_probers = _rank(me, target, voucher_of), set[str]()
+        n_late = int(silent_s.get((target.peer, name_of(target)), 0.0) / OTHERS_TURN_S)
         n_probers = min(MOST_PROBERS, PROBES_OF_EACH + n_late)
-        for other in online:  # most often two are found soon
-            if other.peer not in better and shared(other, target) and _rank(other.peer, target, voucher_of) < rank:
-                better.add(other.peer)
-                if len(better) == n_probers:
+        for holder in online:  # most often two are found soon
+            if (
+                holder.peer not in earlier_probers
+                and shared(holder, target)
+                and _rank(holder.peer, target, voucher_of) < rank
+            ):
+                earlier_probers.add(holder.peer)
+                if len(earlier_probers) == n_probers:
                     break
         else:
-            chosen.append((target, mine))
+            chosen.append((target, own_span))
     return chosen
 
 
@@ -105,7 +112,7 @@ def trust_in(
     speaking = [record for record in peers if record.found]
     if not speaking:
         return {}
-    said: dict[tuple[str, bytes], Testimony] = defaultdict(Testimony)
+    testimonies: dict[tuple[str, bytes], Testimony] = defaultdict(Testimony)
     guests: dict[bytes, dict[bytes, set[str]]] = defaultdict(lambda: defaultdict(set))
     accused_by: dict[bytes, set[str]] = defaultdict(set)
     names = [(span.peer, name_of(span)) for span in spans]
@@ -115,27 +122,29 @@ def trust_in(
         models_of[span.peer].add(span.model)
     for record in speaking:
         speaker = voucher_of(PeerId(record.peer))
-        for found in record.found:
-            host = voucher_of(PeerId(found.peer))
-            served, model = models_of[record.peer], model_of.get((found.peer, found.name))
+        for finding in record.found:
+            host = voucher_of(PeerId(finding.peer))
+            served, model = models_of[record.peer], model_of.get((finding.peer, finding.name))
             could_compute = model in served if model is not None else bool(served)  # of who left, any server
-            if found.peer == record.peer or not could_compute:
+            if finding.peer == record.peer or not could_compute:
                 continue
-            if not found.is_right:
-                accused_by[speaker].add(found.peer)
-            said[found.peer, found.name].add(found.is_right, speaker, is_kin=host == speaker)
-            if not found.is_right and found.voucher and host[:VOUCHER_BYTES] == found.voucher and host != speaker:
-                guests[found.voucher][speaker].add(found.peer)
-    if not said:
+            if not finding.is_right:
+                accused_by[speaker].add(finding.peer)
+            testimonies[finding.peer, finding.name].add(finding.is_right, speaker, is_kin=host == speaker)
+            if not finding.is_right and finding.voucher and host[:VOUCHER_BYTES] == finding.voucher and host != speaker:
+                guests[finding.voucher][speaker].add(finding.peer)
+    if not testimonies:
         return {}
-    leaky = {host for host, by in guests.items() if sum(len(g) >= WRONG_GUESTS for g in by.values()) >= AGREEING}
+    leaky = {
+        host for host, accused in guests.items() if sum(len(g) >= WRONG_GUESTS for g in accused.values()) >= AGREEING
+    }
     n_holders, trust = _holders(spans), {}
     for span, name in zip(spans, names, strict=True):
         kind = (span.model, span.dtype, span.quantize)
         is_alone = all(n_holders[(*kind, block)] < 2 for block in range(span.start, min(span.end, MAX_BLOCKS)))
         is_leaky = voucher_of(PeerId(span.peer))[:VOUCHER_BYTES] in leaky
-        about = said.get(name, Testimony())
-        trust[span.peer, span.slot] = Trust.DOUBTED if is_leaky else about.trust(is_alone, accused_by)
+        testimony = testimonies.get(name, Testimony())
+        trust[span.peer, span.slot] = Trust.DOUBTED if is_leaky else testimony.trust(is_alone, accused_by)
     return trust
 
 
@@ -171,16 +180,16 @@ def _holders(spans: Sequence[SpanRecord]) -> dict[tuple[str, str, str, int], int
     for span in spans:
         for block in range(span.start, min(span.end, MAX_BLOCKS)):
             holders[span.model, span.dtype, span.quantize, block].add(span.peer)
-    return {where: len(peers) for where, peers in holders.items()}
+    return {key: len(peers) for key, peers in holders.items()}
 
 
 def n_speakers(spans: Iterable[SpanRecord], peers: Iterable[PeerRecord]) -> dict[tuple[str, bytes], int]:
     """How many others say something of each server, by (peer, name)."""
     n_said = {(span.peer, name_of(span)): 0 for span in spans}
     for record in peers:
-        for about in {(found.peer, found.name) for found in record.found if found.peer != record.peer}:
-            if about in n_said:
-                n_said[about] += 1
+        for server in {(finding.peer, finding.name) for finding in record.found if finding.peer != record.peer}:
+            if server in n_said:
+                n_said[server] += 1
     return n_said
 
 

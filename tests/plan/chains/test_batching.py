@@ -50,7 +50,7 @@ def test_between_the_steps_of_others_prefill_takes_short_passes() -> None:
 
 
 def test_a_prompts_pass_that_lets_steps_in_needs_not_take_them_along() -> None:
-    decision = choose_pass([ready("a"), ready("long", 4_000)], {}, SPEED, n_active=1, lets_in=True)
+    decision = choose_pass([ready("a"), ready("long", 4_000)], {}, SPEED, n_active=1, admits_steps=True)
     assert decision.action == (PassShare((b"long", 0), MIN_TOKENS_BETWEEN),)
     assert keys(ready("a"), ready("b")) == ["a", "b"], "where no prompt waits nothing changes"
 
@@ -63,9 +63,9 @@ def test_a_call_takes_as_many_steps_as_it_is_for_and_the_oldest_first() -> None:
 
 
 def test_a_prompts_pass_has_a_third_of_the_time_beside_steps_that_it_lets_in() -> None:
-    assert may_let_in(aside_s=0.0, own_s=0.0)
-    assert may_let_in(aside_s=0.2, own_s=0.1)
-    assert not may_let_in(aside_s=0.2, own_s=0.09)
+    assert may_let_in(step_s=0.0, pass_s=0.0)
+    assert may_let_in(step_s=0.2, pass_s=0.1)
+    assert not may_let_in(step_s=0.2, pass_s=0.09)
 
 
 def test_prefill_always_moves_on() -> None:
