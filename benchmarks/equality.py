@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from swarmd.compute.model.ends import Ends
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.serving.engine import Engine
-from swarmd.plan.trust.equality import BOUNDS, errors, projected
+from swarmd.plan.trust.equality import BOUNDS, errors, project_tokens
 from swarmd.protocol.wire import worker
 from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import Op, OpenSession, framed
@@ -198,7 +198,7 @@ def note(
     again: torch.Tensor,
 ) -> None:
     arrays = [t.float().numpy() for t in (entered, left, again)]
-    small, bound = [projected(values, 7) for values in arrays], BOUNDS["float32"]
+    small, bound = [project_tokens(values, 7) for values in arrays], BOUNDS["float32"]
     found.setdefault(name, []).append((errors(*arrays, bound), errors(*small, bound)))
 
 

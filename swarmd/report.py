@@ -24,8 +24,8 @@ from swarmd.node.members.reachability import Reachability
 from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
 from swarmd.node.serving.prober import Prober
-from swarmd.plan.chains.placement import rescues
-from swarmd.plan.chains.routing import Route, best_rejected, best_route, trips_of
+from swarmd.plan.chains.placement import find_rescues
+from swarmd.plan.chains.routing import Route, best_alternative, best_route, gather_trips
 from swarmd.plan.chains.view import SwarmView
 from swarmd.status import ChainRow
 from swarmd.train.runs import Runs
@@ -149,7 +149,9 @@ class Owner:
     def models(self) -> answers.ModelsAnswer:
         """One row for each model of the catalog: who serves its blocks, how safe they are, what could be done."""
         view = self._directory.view()
-        help_for = {rescue.model: str(rescue) for rescue in rescues(view.spans, view.catalog.models, view.is_given)}
+        help_for = {
+            rescue.model: str(rescue) for rescue in find_rescues(view.spans, view.catalog.models, view.is_given)
+        }
         rows = []
         for name, (model, n_blocks) in sorted(view.catalog.models.items()):
             known = ModelId(model)
@@ -201,11 +203,11 @@ class Owner:
                 listed = ", ".join(view.catalog.models) or "none yet"
                 raise ConfigError(f"the catalog has no model {name!r}; it has: {listed}")
             spans, wanted = view.serving(found[0]), Span(0, found[1])
-            trips = trips_of(spans, me, {p: s / 2 for p, s in self._directory.links.round_trip_s.items()})
+            trips = gather_trips(spans, me, {p: s / 2 for p, s in self._directory.links.round_trip_s.items()})
             try:
                 now = self._around.wall_clock()
                 route = best_route(spans, wanted, me, trips, now=now)
-                rejected = best_rejected(route, spans, wanted, me, trips, now=now)
+                rejected = best_alternative(route, spans, wanted, me, trips, now=now)
                 rows[name] = _chain_row(route, _chain_row(rejected) if rejected else None)
             except NoRoute as error:
                 rows[name] = ChainRow(cost_ms=None, error=str(error))

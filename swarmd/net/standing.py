@@ -14,7 +14,7 @@ import msgspec
 import trio
 
 from swarmd.errors import ConfigError
-from swarmd.plan.trust.standing import Fault, FaultHistory, is_allowed, is_banned, is_shunned, leave_out, note
+from swarmd.plan.trust.standing import Fault, FaultHistory, is_allowed, is_banned, is_shunned, leave_out, record_fault
 from swarmd.protocol.untrusted import read_json
 from swarmd.status import FaultRow, StandingRow
 from swarmd.values import PeerId
@@ -42,7 +42,7 @@ class Standing:
 
     def fault(self, peer: PeerId, kind: Fault, why: str, witness: str = "") -> None:
         """A peer did something wrong, seen here or (``witness``) said by another."""
-        decision = note(self._of(peer), kind, why, self._clock(), witness)
+        decision = record_fault(self._of(peer), kind, why, self._clock(), witness)
         self._is_saved = False
         if decision.action:
             logger.warning("%s is %s", peer, decision.reason)
@@ -59,7 +59,7 @@ class Standing:
     ) -> None:
         """A peer gives no sign of life, or fails: do without it, longer each time until ``did_well``."""
         seen, now = self._of(peer), self._clock()
-        note(seen, Fault.SILENT, why, now)
+        record_fault(seen, Fault.SILENT, why, now)
         until = leave_out(seen, now, for_s, longest_s, is_way_to_blame)
         logger.info("leaving out %s for %.0f s: %s", peer, until - now, why)
 

@@ -18,10 +18,10 @@ from swarmd.plan.links.traffic import (
     END_SHARE,
     Limits,
     TrafficUse,
-    acknowledgements,
+    ack_bytes,
     leaves_home,
     month_of,
-    on_the_wire,
+    wire_bytes,
 )
 from swarmd.protocol.untrusted import read_json
 
@@ -80,7 +80,7 @@ class Traffic:
         self._pass(self.down, self.up, n_bytes)
 
     def _pass(self, there: Pace, back: Pace, n_bytes: int) -> None:
-        there_bytes, back_bytes = on_the_wire(n_bytes), acknowledgements(n_bytes)
+        there_bytes, back_bytes = wire_bytes(n_bytes), ack_bytes(n_bytes)
         self._count(there_bytes + back_bytes)
         there.charge(there_bytes)
         back.charge(back_bytes)

@@ -146,7 +146,7 @@ def _without_audits(trainer: Trainer, peers: Sequence[PeerId], speeds: Sequence[
         return list(speeds)
     own = {peer: speed for peer, speed in zip(peers, speeds, strict=True) if speed > 0}
     n_right = {PeerId(peer): n for peer, n in trainer.ledger.n_contributions.items()}
-    again = gradient_audits.work(n_right, own, trainer.run_spec.recipe.audit)
+    again = gradient_audits.expected_rechecks(n_right, own, trainer.run_spec.recipe.audit)
     return [speed * speed / (speed + again[p]) if speed > 0 else 0.0 for p, speed in zip(peers, speeds, strict=True)]
 
 

@@ -26,7 +26,7 @@ from swarmd.errors import (
 )
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Rpc
-from swarmd.plan.links.download import ChunkRequest, Download, cut
+from swarmd.plan.links.download import ChunkRequest, Download, cut_pieces
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Message
 from swarmd.protocol.models import manifest as manifests
@@ -241,7 +241,7 @@ class Fetch:
             there = part.n_bytes - sum(part.missing.values())
             self._resumed_bytes += there
             self._done_bytes += there
-            pieces += cut(group, part.missing.items())
+            pieces += cut_pieces(group, part.missing.items())
             if part.missing:
                 self._unfinished[group] = part
             else:

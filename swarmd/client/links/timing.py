@@ -44,7 +44,7 @@ class PassTimes:
         """None before a pass was measured; else of those through the same hops as the last one."""
         if not self._kept:
             return None
-        alike = [kept for kept in self._kept if timing.goes_alike(kept[2], self._kept[-1][2])]
+        alike = [kept for kept in self._kept if timing.is_same_path(kept[2], self._kept[-1][2])]
         hops = timing.medians_s([times for _, _, times in alike])
         away = [total - sum(w + c for _, w, c in times) / 1e6 for _, total, times in alike]
         return TimeBreakdown(

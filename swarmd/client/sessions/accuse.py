@@ -9,7 +9,7 @@ import torch
 
 from swarmd.client.links.link import HopLink, SessionOptions, SessionServices, suits
 from swarmd.errors import PeerError
-from swarmd.plan.trust.reputation import shared
+from swarmd.plan.trust.reputation import shared_blocks
 from swarmd.protocol.accounts import evidence
 from swarmd.protocol.accounts.evidence import MAX_EVIDENCE_BYTES, MAX_RECEIPTS, Evidence
 from swarmd.protocol.membership.records import SpanRecord
@@ -52,7 +52,7 @@ async def accuse(
     """Tell some who hold the blocks, and may read the text, and say what they found."""
     known = set[bytes]()
     for span in swarm.view().serving(ModelId(record.model)):
-        peer, common = PeerId(span.peer), shared(record, span)
+        peer, common = PeerId(span.peer), shared_blocks(record, span)
         is_able = common is not None and common.covers(link.hop.span) and suits(span, terms, "")
         if not is_able or voucher_of(peer) in known or len(known) >= MOST_TOLD:
             continue

@@ -16,7 +16,7 @@ import trio
 from swarmd.client.links.link import SessionOptions
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import SwarmError, SwarmUnavailable, WrongAnswer
-from swarmd.plan.trust.equality import Bound, bound_of, errors, is_equal, through_hops
+from swarmd.plan.trust.equality import Bound, bound_of, errors, is_equal, widen_bound
 from swarmd.protocol.wire.messages import cropped
 from swarmd.wire.history import SentOp
 
@@ -125,7 +125,7 @@ class VerifyingChain:
         quantize = "none" if kinds <= {"none"} else "any"
         n_hops = len(self._first.hops.links)
         bound = bound_of(self._first.terms.dtype, quantize)
-        return through_hops(bound, n_hops)
+        return widen_bound(bound, n_hops)
 
 
 def _wanted(out: torch.Tensor | None, want: int | None) -> torch.Tensor:

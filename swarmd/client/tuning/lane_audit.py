@@ -32,8 +32,8 @@ from swarmd.plan.trust.equality import (
     bound_of,
     errors,
     is_equal,
-    through_hops,
     two_of_three,
+    widen_bound,
 )
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.wire.tensors import CHANGES
@@ -313,7 +313,7 @@ class LaneAudits:
         hops = [hop for lane in lanes for hop in lane.hops]
         is_raw = all(lane.codec.action == "raw" for lane in lanes)
         bound = bound_of(self.terms.dtype, self._format(*hops)) if is_raw else ROUNDED
-        return through_hops(bound, max(len(lane.hops) for lane in lanes))
+        return widen_bound(bound, max(len(lane.hops) for lane in lanes))
 
     def _strangers(self, hop: Hop) -> list[PeerId]:
         """Who else holds the blocks of a hop, one of each voucher but its own."""

@@ -27,7 +27,7 @@ from swarmd.client.tuning.ticket import ForwardTicket, OtherHolders
 from swarmd.config import KV_CACHE, format_of
 from swarmd.errors import ConfigError, NoRoute, PeerError, SwarmError, SwarmUnavailable
 from swarmd.plan.chains.fine_tuning import Window
-from swarmd.plan.chains.routing import Hop, least_loaded
+from swarmd.plan.chains.routing import Hop, least_loaded_route
 from swarmd.plan.trust.reputation import Trust
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.protocol.wire.messages import Ping
@@ -307,7 +307,7 @@ class Pipeline:
         view = self._swarm.view()
         spans = view.serving(terms.model)
         wanted, client = terms.blocks, self._swarm.rpc.network.peer_id
-        find = partial(least_loaded, spans, wanted, client, self._swarm.trips, eligible, n_tokens, self._of_peer)
+        find = partial(least_loaded_route, spans, wanted, client, self._swarm.trips, eligible, n_tokens, self._of_peer)
         with suppress(NoRoute):
             return find().hops
         least = Trust.UNKNOWN  # not probed yet

@@ -27,10 +27,10 @@ from swarmd.plan.chains.batching import (
     PassShare,
     ReadyOp,
     Speed,
+    can_admit_steps,
     choose_pass,
-    may_let_in,
+    choose_steps,
     patience_s,
-    steps_of_call,
 )
 from swarmd.plan.chains.prefixes import Prefixes
 from swarmd.protocol.wire import messages
@@ -191,7 +191,7 @@ class Engine:
     def run_aside(self) -> Iterator[bytes]:
         """In the midst of a pass over a prompt: compute the steps that are ready, by one call. ``settle`` follows."""
         now = self._clock()
-        if not may_let_in(self._aside_s, now - self._passing_since - self._aside_s):
+        if not can_admit_steps(self._aside_s, now - self._passing_since - self._aside_s):
             return
         others = [self._ready(key) for key in self._queues.keys() - self._passing if self._sessions[key].tokens_left]
         steps = [r for r in others if r.is_decode and self._goes_aside(r.key)]
@@ -200,7 +200,7 @@ class Engine:
             return
         passing, self._passing = self._passing, set()
         try:
-            yield from self._run(steps, steps_of_call(steps, self.span.n_by_one_call))
+            yield from self._run(steps, choose_steps(steps, self.span.n_by_one_call))
         finally:
             self._passing = passing
             self._aside_s += self._clock() - now

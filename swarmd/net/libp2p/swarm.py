@@ -43,7 +43,7 @@ from swarmd.net.libp2p.yamux import YamuxConnection, YamuxStream
 from swarmd.net.libp2p.yamux_core import Windows
 from swarmd.net.traffic import Traffic, UsedUpError
 from swarmd.plan.links.dial_budget import DialBudget
-from swarmd.plan.links.dialing import Attempt, attempts, is_circuit, origin_of
+from swarmd.plan.links.dialing import Attempt, is_circuit, order_attempts, origin_of
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class GuardedSwarm(Swarm):
 
     async def dial_addresses(self, addresses: tuple[str, ...], peer_id: ID) -> INetConn:
         """Make a connection, the likeliest address first. Raises SwarmException with what became of each."""
-        return await self._first(attempts(addresses, networks(), self._own()), peer_id)
+        return await self._first(order_attempts(addresses, networks(), self._own()), peer_id)
 
     async def dial_over(self, version: int, peer_id: ID) -> INetConn:
         """Make a connection over one version of IP, 4 or 6. Raises SwarmException."""
@@ -189,7 +189,7 @@ class GuardedSwarm(Swarm):
     async def dial_from_own_port(self, peer_id: ID) -> INetConn:
         """A connection beside those that there are. Raises SwarmException."""
         with trio.move_on_after(OWN_PORT_TIMEOUT_S):
-            for attempt in attempts(self._known(peer_id), networks(), self._own()):
+            for attempt in order_attempts(self._known(peer_id), networks(), self._own()):
                 with suppress(OpenConnectionError, SwarmException), trio.move_on_after(UPGRADE_TIMEOUT_S):
                     return await self._made(await self._from_own_port(attempt.address), peer_id)
         raise SwarmException(f"{peer_id} cannot be dialled from port {self._own_port}")

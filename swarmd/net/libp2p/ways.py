@@ -29,7 +29,7 @@ from swarmd.net.libp2p.punching import MAX_ADDRESSES, MeetRequest, Place, Punchi
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import GuardedSwarm
 from swarmd.net.libp2p.yamux import YamuxConnection
-from swarmd.plan.links.dialing import host_of, is_circuit, is_private, may_be_named, relay_of
+from swarmd.plan.links.dialing import host_of, is_circuit, is_private, may_dial, relay_of
 from swarmd.plan.links.reachability import ReachabilityReport, version_of
 from swarmd.values import PeerId
 
@@ -235,7 +235,7 @@ class Libp2pNatTraversal:
 
     def may_dial(self, host: str) -> bool:
         own = [known for address in self._host.addresses() if (known := host_of(address)) is not None]
-        return may_be_named(host, networks(), own)
+        return may_dial(host, networks(), own)
 
     async def made_direct(self, peer: PeerId, way: Way) -> bool:
         connections = self._host.connections(peer)

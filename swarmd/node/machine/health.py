@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from swarmd.node.machine.presence import CARDS
 from swarmd.plan.chains.view import SwarmView
-from swarmd.plan.owner.health import Facts, WorkerLife, findings
+from swarmd.plan.owner.health import Facts, WorkerLife, check_health
 from swarmd.protocol.wire.messages import Hello
 from swarmd.status import DirectoryStatus, HealthRow
 from swarmd.values import PeerId
@@ -67,4 +67,6 @@ class Health:
             devices=devices,
             workers=workers,
         )
-        return tuple(HealthRow(kind=f.kind, is_fine=f.is_fine, text=f.text, remedy=f.remedy) for f in findings(facts))
+        return tuple(
+            HealthRow(kind=f.kind, is_fine=f.is_fine, text=f.text, remedy=f.remedy) for f in check_health(facts)
+        )

@@ -25,9 +25,9 @@ from swarmd.plan.links.reachability import (
     Reach,
     ReachabilityReport,
     choose_relays,
-    forwarded,
-    judge,
-    lead_nowhere,
+    find_blocked_versions,
+    find_forwarded_ports,
+    judge_reachability,
     versions_to_try,
 )
 from swarmd.protocol.membership.records import PeerRecord
@@ -164,7 +164,7 @@ class Reachability:
         answers = [answer for answer, _ in self._answers.values()]
         before = self.reach
         listens = self._ways.listening_port() is not None
-        self.reach = judge(answers, own) if listens else Decision("closed", "it does not listen")
+        self.reach = judge_reachability(answers, own) if listens else Decision("closed", "it does not listen")
         if self.reach.action != before.action:
             logger.info("this peer is %s: %s", self.reach.action, self.reach.reason)
             self._ways.is_open(self.reach.action == "open")
@@ -251,12 +251,12 @@ class Reachability:
         """Name what leads here beside this machine's own addresses, and tell others when that changed."""
         me, view = self._rpc.network.peer_id, self._directory.view()
         answers = [answer for answer, _ in self._answers.values()]
-        also = [f"/ip4/{host}/tcp/{port}/p2p/{me}" for host, port in forwarded(answers, self._own)]
+        also = [f"/ip4/{host}/tcp/{port}/p2p/{me}" for host, port in find_forwarded_ports(answers, self._own)]
         for relay in self._relays:
             record = view.peers.get(relay)
             direct = [a for a in record.addresses if not is_circuit(a)] if isinstance(record, PeerRecord) else []
             also += [f"{address}/p2p-circuit/p2p/{me}" for address in direct[:MAX_RELAY_ADDRESSES]]
-        announced = tuple(also), lead_nowhere(answers, self._own)
+        announced = tuple(also), find_blocked_versions(answers, self._own)
         if announced != self._announced:
             self._announced = announced
             self._ways.announce(*announced)

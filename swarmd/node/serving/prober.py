@@ -32,11 +32,11 @@ from swarmd.plan.trust.equality import bound_of, errors, is_equal
 from swarmd.plan.trust.reputation import (
     PROBE_LIFETIME_S,
     PROBES_OF_EACH,
-    finding,
-    n_speakers,
+    choose_probes,
+    count_speakers,
+    make_finding,
     name_of,
-    shared,
-    to_probe,
+    shared_blocks,
 )
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.accounts.evidence import CoherentEvidence, read_untrusted
@@ -98,7 +98,7 @@ class Prober:
             now, view = around.wall_clock(), around.directory.view()
             spans = view.listed()
             unsaid_s = self._look_who_is_unsaid(spans, view.peers.values(), now)
-            due = to_probe(around.me, spans, around.exchange.voucher_of, self._probed_at, now, unsaid_s)
+            due = choose_probes(around.me, spans, around.exchange.voucher_of, self._probed_at, now, unsaid_s)
             for target, mine in due:
                 key = target.peer, name_of(target)
                 try:
@@ -116,7 +116,7 @@ class Prober:
         self, spans: Sequence[SpanRecord], peers: Iterable[PeerRecord], now: float
     ) -> dict[tuple[str, bytes], float]:
         """For how long fewer than enough have said something of a server, by (peer, name)."""
-        unsaid = [about for about, n in n_speakers(spans, peers).items() if n < PROBES_OF_EACH]
+        unsaid = [about for about, n in count_speakers(spans, peers).items() if n < PROBES_OF_EACH]
         self._unsaid_since = {about: self._unsaid_since.get(about, now) for about in unsaid}
         return {about: now - since for about, since in self._unsaid_since.items()}
 
@@ -125,7 +125,7 @@ class Prober:
         logger.log(level, "probe of [%d,%d) on %s: %s", target.start, target.end, target.peer, decision.reason)
         voucher = self._around.exchange.voucher_of(PeerId(target.peer))
         self._found.pop((target.peer, name_of(target)), None)  # the newest last
-        self._found[target.peer, name_of(target)] = finding(target, decision.action, voucher), decision.reason
+        self._found[target.peer, name_of(target)] = make_finding(target, decision.action, voucher), decision.reason
         while len(self._found) > MAX_REMEMBERED:
             del self._found[next(iter(self._found))]
         self._around.directory.announce_soon()
@@ -144,7 +144,7 @@ class Prober:
         spans = self._around.directory.view().spans
         about = (message.peer, message.model, message.slot)
         accused = next((s for s in spans if (s.peer, s.model, s.slot) == about), None)
-        mine = [s for s in spans if s.peer == self._around.me and accused is not None and shared(s, accused)]
+        mine = [s for s in spans if s.peer == self._around.me and accused is not None and shared_blocks(s, accused)]
         if accused is None or not mine:
             raise Refused(Code.NOT_HERE, "these blocks are not served here, or not by who is accused")
         if self._judging.locked():
@@ -193,7 +193,7 @@ class Prober:
 
     async def _probe(self, target: SpanRecord, mine: SpanRecord) -> Decision[bool]:
         """Compare what both make of the same input. Raises SwarmError when there is nothing to compare."""
-        span, server = shared(mine, target), self._server_of(mine)
+        span, server = shared_blocks(mine, target), self._server_of(mine)
         hidden = server.own.hidden_size
         if span is None or not hidden:
             raise PeerTimeout("nothing to compare")

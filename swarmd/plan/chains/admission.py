@@ -22,15 +22,25 @@ IDLE_S = 10.0  # without an op: a client that decodes, or reads what came, takes
 Key = tuple[bytes, int]
 
 
+# How one promise is divided. What others may take of it is its spare part, and nothing else:
+#
+#     |<------------------- requested -------------------->|
+#     |<----------------- tokens (promised) -------->|
+#     |<---- used ---->|<- SLACK_TOKENS ->|<- spare ->|
+#
+# Invariant: the promises' ``tokens`` never add up to more than ``total_tokens``. A client that asks for much and uses
+# little so costs others nothing: its spare part shrinks as soon as somebody else needs room.
 @dataclass(slots=True)
 class Promise:
-    """What one hop of ``owner`` (the key that answers for a client) asked for, may use, and uses. ``order``: its age.
+    """The cache tokens that one hop of ``owner`` requested, may use, and uses. ``order``: its age.
+
+    ``owner`` is the key that answers for a client.
 
     Its owner's fair share grows with its ``weight``. What it uses is known from above: a crop gives nothing back here.
     """
 
     owner: bytes
-    asked: int
+    requested: int
     tokens: int
     order: int
     weight: float = 1.0
@@ -74,10 +84,11 @@ class CacheLedger:
             )
         other_promises = {k: p for k, p in self._promises.items() if k != key}
         client_tokens = [p.tokens for p in other_promises.values() if p.owner == client]
-        if len(client_tokens) >= MAX_SESSIONS_PER_PEER or (
-            client_tokens and sum(client_tokens) + n_tokens > self._cap()
-        ):
-            text = f"this client holds {sum(client_tokens)} of at most {self._cap()} cache tokens in {len(client_tokens)} sessions"
+        n_sessions = len(client_tokens)
+        n_held = sum(client_tokens)
+        is_over_cap = n_sessions > 0 and n_held + n_tokens > self._cap()
+        if n_sessions >= MAX_SESSIONS_PER_PEER or is_over_cap:
+            text = f"this client holds {n_held} of at most {self._cap()} cache tokens in {n_sessions} sessions"
             raise Refused(Code.NO_CAPACITY, f"{text} and asks for {n_tokens} more", RETRY_AFTER_S)
         ending = self._make_room(other_promises, client, weight, n_tokens, now)
         self._promises[key] = Promise(client, n_tokens, n_tokens, next(self._order), weight, used_at=now)
@@ -91,41 +102,52 @@ class CacheLedger:
         promise = self._promises.get(key)
         if promise is None:
             return []
-        promise.used, promise.used_at = min(promise.asked, promise.used + n_tokens), now
+        promise.used = min(promise.requested, promise.used + n_tokens)
+        promise.used_at = now
         if promise.used <= promise.tokens:
             return []
         other_promises = {k: p for k, p in self._promises.items() if k != key}
-        n_promised = min(promise.asked, promise.used + SLACK_TOKENS)
+        n_promised = min(promise.requested, promise.used + SLACK_TOKENS)
         ending = self._make_room(other_promises, promise.owner, promise.weight, n_promised, now)
         promise.tokens = n_promised
         return ending
 
     def release(self, key: Key) -> None:
+        """Take back the whole promise of a hop that has ended; none is no error."""
         self._promises.pop(key, None)
 
     def _make_room(
         self, other_promises: dict[Key, Promise], client: bytes, weight: float, n_tokens: int, now: float
     ) -> list[Key]:
         """Let others give way to ``n_tokens`` of a client. Raises Refused, and changes nothing, if they need not."""
-        missing = n_tokens - (self.total_tokens - sum(p.tokens for p in other_promises.values()))
+        n_promised = sum(p.tokens for p in other_promises.values())
+        missing = n_tokens - (self.total_tokens - n_promised)
         if missing <= 0:
             return []
-        weights = {**{p.owner: p.weight for p in other_promises.values()}, client: weight}
-        fair = {owner: int(self.total_tokens * w / sum(weights.values())) for owner, w in weights.items()}
+        weights = {p.owner: p.weight for p in other_promises.values()}
+        weights[client] = weight
+        total_weight = sum(weights.values())
+        fair = {owner: int(self.total_tokens * w / total_weight) for owner, w in weights.items()}
         client_tokens = sum(p.tokens for p in other_promises.values() if p.owner == client)
         has_little = client_tokens + n_tokens <= self.total_tokens // len(weights)
+        ending: list[Key] | None
         if has_little and missing <= sum(p.spare for p in other_promises.values()):
-            ending: list[Key] | None = []  # what nobody uses goes by heads: only who has to end goes by weight
+            ending = []  # what nobody uses goes by heads: only who has to end goes by weight
+        elif client_tokens + n_tokens > fair[client]:
+            ending = None
         else:
-            ending = None if client_tokens + n_tokens > fair[client] else _who_ends(other_promises, fair, missing, now)
+            ending = _choose_ending(other_promises, fair, missing, now)
         if ending is None:
             free = n_tokens - missing
             request = f"{n_tokens} cache tokens asked for, {free} of {self.total_tokens} are free"
             text = f"{request}, a fair share is {fair[client]}"
             raise Refused(Code.NO_CAPACITY, text, RETRY_AFTER_S)
+        # From here on nothing is refused, so that a refusal changed nothing. Sessions that end give all they had; the
+        # rest comes from promises that go on, the emptiest first, and never from what a session has used.
         for key in ending:
             missing -= self._promises.pop(key).tokens
-        for promise in sorted((p for k, p in other_promises.items() if k not in ending), key=lambda p: -p.spare):
+        remaining = [p for k, p in other_promises.items() if k not in ending]
+        for promise in sorted(remaining, key=lambda p: -p.spare):
             n_taken = min(promise.spare, max(0, missing))
             promise.tokens -= n_taken
             missing -= n_taken
@@ -135,18 +157,27 @@ class CacheLedger:
         return int(self.total_tokens * MAX_SHARE_PER_PEER)
 
 
-def _who_ends(promises: dict[Key, Promise], fair: dict[bytes, int], missing: int, now: float) -> list[Key] | None:
+def _choose_ending(promises: dict[Key, Promise], fair: dict[bytes, int], missing: int, now: float) -> list[Key] | None:
     """Which hops must end so that ``missing`` tokens can be had, beside what all can spare; None if that is too few."""
+
+    def comes_later(key: Key) -> tuple[bool, int]:
+        promise = promises[key]
+        return now - promise.used_at < IDLE_S, -promise.order
+
+    # A client's sessions end one by one, and only while what it still has is more than its fair share: so a client
+    # that stays within it is never thrown out, whatever others ask for.
     missing -= sum(p.spare for p in promises.values())
     ending: list[Key] = []
-    for key, promise in sorted(promises.items(), key=lambda item: (now - item[1].used_at < IDLE_S, -item[1].order)):
+    for key in sorted(promises, key=comes_later):
         if missing <= 0:
             break
-        if _used(promise.owner, (p for k, p in promises.items() if k not in ending)) > fair[promise.owner]:
+        promise = promises[key]
+        remaining = [p for k, p in promises.items() if k not in ending]
+        if _used_tokens(promise.owner, remaining) > fair[promise.owner]:
             ending.append(key)
             missing -= promise.tokens - promise.spare
     return ending if missing <= 0 else None
 
 
-def _used(owner: bytes, promises: Iterable[Promise]) -> int:
+def _used_tokens(owner: bytes, promises: Iterable[Promise]) -> int:
     return sum(min(p.tokens, p.used + SLACK_TOKENS) for p in promises if p.owner == owner)

@@ -62,16 +62,23 @@ def choose_pass(
     """Choose what one pass computes.
 
     ``served`` is what each client was given so far, in tokens; ``n_active`` sessions decode, and come again soon. A
-    pass may let steps in between its layers (``steps_of_call``), so that prefill needs not make room for them.
+    pass may let steps in between its layers (``choose_steps``), so that prefill needs not make room for them.
     """
     if not ready:
         return Decision((), "nothing is ready")
+    # A turn goes to the client that was given least, and the pass is built round that op:
+    #
+    #     contenders:  decode steps, ops that share with none, and prefills of groups where nothing decodes
+    #     turn:        the contender whose client was given least
+    #     pass:        all decode steps of the turn's group, and one chunk of one prefill of it
+    #
+    # A prefill whose group decodes is no contender: it rides along with the decode steps, and never displaces them.
     decoding = [r for r in ready if r.is_decode]
     busy = {r.group for r in decoding}
     contenders = [r for r in ready if r.is_decode or not r.can_share or r.group not in busy]
     turn = min(contenders, key=lambda r: (served.get(r.client, 0.0), r.order))
     if not turn.can_share:
-        return Decision((PassShare(turn.key, _longest(turn)),), "a session that cannot share a pass, in its turn")
+        return Decision((PassShare(turn.key, _longest_chunk(turn)),), "a session that cannot share a pass, in its turn")
     decode_steps = [r for r in decoding if r.can_share and r.group == turn.group]
     shares = [PassShare(r.key, r.t) for r in decode_steps]
     prefills = [r for r in ready if not r.is_decode and r.can_share and r.group == turn.group]
@@ -80,22 +87,22 @@ def choose_pass(
     prefill = min(prefills, key=lambda r: (served.get(r.client, 0.0), r.order))
     affordable_tokens = int(PREFILL_SHARE * speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
     if not decode_steps and not n_active:
-        chunk = _longest(prefill)
+        chunk = _longest_chunk(prefill)
         return Decision((PassShare(prefill.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
     min_tokens = MIN_CHUNK_TOKENS if decode_steps and not admits_steps else MIN_TOKENS_BETWEEN
-    chunk = min(_longest(prefill), max(min_tokens, affordable_tokens) // prefill.b or 1)
+    chunk = min(_longest_chunk(prefill), max(min_tokens, affordable_tokens) // prefill.b or 1)
     if admits_steps:
         return Decision((PassShare(prefill.key, chunk),), f"{chunk} tokens of prefill, which let decode steps in")
     shares.append(PassShare(prefill.key, chunk))
     return Decision(tuple(shares), f"{count(len(decode_steps), 'decode step')} and {chunk} tokens of prefill")
 
 
-def may_let_in(step_s: float, pass_s: float) -> bool:
+def can_admit_steps(step_s: float, pass_s: float) -> bool:
     """May steps get in between the layers of a prompt's pass? Beside them a third of the time is the prompt's."""
     return pass_s >= PREFILL_SHARE * step_s
 
 
-def steps_of_call(steps: Sequence[ReadyOp], n_tokens: int) -> tuple[PassShare, ...]:
+def choose_steps(steps: Sequence[ReadyOp], n_tokens: int) -> tuple[PassShare, ...]:
     """The decode steps that a call for so many tokens computes in the midst of a pass, the oldest first."""
     shares = list[PassShare]()
     for step in sorted(steps, key=lambda r: r.order):
@@ -141,5 +148,5 @@ def tokens_of_op(b: int, t: int, prefill_tokens_per_s: Sequence[float]) -> int:
     return min(t, -(-n_even // BLOCK_TOKENS) * BLOCK_TOKENS)
 
 
-def _longest(ready: ReadyOp) -> int:
+def _longest_chunk(ready: ReadyOp) -> int:
     return min(ready.t, max(1, MAX_TOKENS_PER_PASS // ready.b))

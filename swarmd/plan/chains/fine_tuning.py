@@ -30,7 +30,11 @@ def micro_batches(b: int, t: int, rows: int = 0) -> list[slice]:
 
     By the batch's shape alone, never by who serves: the same batch gives the same sums wherever it is computed.
     """
-    n = -(-b // rows) if rows else min(b, max(MIN_MICRO_BATCHES, -(-b * t // MAX_MICRO_TOKENS)))
+    if rows:
+        n = -(-b // rows)
+    else:
+        n_by_tokens = -(-b * t // MAX_MICRO_TOKENS)
+        n = min(b, max(MIN_MICRO_BATCHES, n_by_tokens))
     cuts = [b * i // n for i in range(n + 1)]
     return [slice(a, z) for a, z in itertools.pairwise(cuts)]
 
@@ -61,7 +65,8 @@ class Window:
         """One came back, or failed."""
         took_s = now - began_at
         if took_s > LONG_S and began_at > self.lowered_at:
-            self.size, self.lowered_at = self.size / 2, now
+            self.size /= 2
+            self.lowered_at = now
         elif took_s < LONG_S / 2:
             self.size += 1.0 if self.lowered_at < 0 else 1.0 / max(1.0, self.size)
 
@@ -108,6 +113,7 @@ class Allowance:
         return Decision(remaining_s + 1e-3, "sessions decode, and its share is used")
 
     def spend(self, seconds: float) -> None:
+        """Take the time of one pass from the bucket, which may go below zero."""
         self.saved_s -= seconds
 
 
@@ -132,18 +138,22 @@ def make_room(
     free = limit_bytes - sum(batch.n_bytes for batch in batches)
     if n_bytes <= free:
         return Decision([], "there is room")
-    of_client: Counter[bytes] = Counter()
+    # Invariant: no client loses a batch to one that would then hold more than it. So two clients never evict each
+    # other's batches in turns, and the loop ends: each round shrinks the largest holder.
+    bytes_of_client: Counter[bytes] = Counter()
     for batch in batches:
-        of_client[batch.client] += batch.n_bytes
+        bytes_of_client[batch.client] += batch.n_bytes
     evicted: list[tuple[Key, int]] = []
     remaining = sorted(batches, key=lambda batch: batch.order)
     while free < n_bytes:
-        largest_client = max((c for c in of_client if c != client), key=lambda c: of_client[c], default=None)
+        others = [c for c in bytes_of_client if c != client]
+        largest_client = max(others, key=lambda c: bytes_of_client[c], default=None)
         newest = next((batch for batch in reversed(remaining) if batch.client == largest_client), None)
-        if newest is None or of_client[newest.client] - newest.n_bytes < of_client[client] + n_bytes:
+        n_after = bytes_of_client[client] + n_bytes
+        if newest is None or bytes_of_client[newest.client] - newest.n_bytes < n_after:
             return Decision(None, f"{n_bytes} B more than fits, and nobody holds more than this client")
         remaining.remove(newest)
         evicted.append(newest.key)
-        of_client[newest.client] -= newest.n_bytes
+        bytes_of_client[newest.client] -= newest.n_bytes
         free += newest.n_bytes
     return Decision(evicted, f"{len(evicted)} of clients that hold more give way")

@@ -25,7 +25,8 @@ def group_bytes(manifest: Manifest, dtype: str, quantize: str = "none") -> tuple
     """Bytes of each block once loaded, and of what is around them, which is never quantised."""
     n_bytes: Counter[int | None] = Counter()
     for entry, group in zip(manifest.entries, groups(manifest), strict=True):
-        n_bytes[group] += tensor_bytes(entry.shape, dtype, "none" if group == manifest.n_blocks else quantize)
+        is_block = group != manifest.n_blocks
+        n_bytes[group] += tensor_bytes(entry.shape, dtype, quantize if is_block else "none")
     return [n_bytes[block] for block in range(manifest.n_blocks)], n_bytes[manifest.n_blocks]
 
 

@@ -74,13 +74,13 @@ def best_route(
 
     ``now``, in seconds since 1970, is held against when servers leave; 0: that does not count.
     """
-    usable = _usable(_shortlist(spans, blocks, trips, eligible), blocks)
+    usable = _usable_spans(_shortlist(spans, blocks, trips, eligible), blocks)
     costs = np.array([pass_s(s) / (s.end - s.start) for s in usable])
     entry = _entry_s(usable, n_tokens, now)
-    return _cheapest(usable, blocks, client, trips, _believed(costs), from_peer or client, entry)
+    return _cheapest_route(usable, blocks, client, trips, _bound_claims(costs), from_peer or client, entry)
 
 
-def best_rejected(
+def best_alternative(
     chosen: Route,
     spans: Sequence[SpanRecord],
     blocks: Span,
@@ -92,16 +92,18 @@ def best_rejected(
     """The cheapest chain that does without one of the chosen peers; None when each of them is needed."""
     alternatives = []
     for peer in {hop.peer for hop in chosen.hops}:
+
+        def is_other(span: SpanRecord, peer: PeerId = peer) -> bool:
+            return span.peer != peer and eligible(span)
+
         try:
-            alternatives.append(
-                best_route(spans, blocks, client, trips, lambda s, peer=peer: s.peer != peer and eligible(s), now=now)  # type: ignore[misc]
-            )
+            alternatives.append(best_route(spans, blocks, client, trips, is_other, now=now))
         except NoRoute:
             continue
     return min(alternatives, key=lambda route: route.cost_s, default=None)
 
 
-def least_loaded(
+def least_loaded_route(
     spans: Sequence[SpanRecord],
     blocks: Span,
     client: PeerId,
@@ -115,17 +117,21 @@ def least_loaded(
     ``in_flight`` counts the micro-batches that each peer was given and has not answered: each peer's share follows its
     speed, and chains that share no peer work side by side.
     """
-    usable = _usable(_shortlist(spans, blocks, trips, eligible), blocks)
-    costs = [
-        n_tokens * (1 + in_flight.get(PeerId(s.peer), 0)) / (s.prefill_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S)
-        for s in usable
-    ]
+    usable = _usable_spans(_shortlist(spans, blocks, trips, eligible), blocks)
+    costs = []
+    for span in usable:
+        n_queued = 1 + in_flight.get(PeerId(span.peer), 0)
+        tokens_per_s = span.prefill_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S
+        costs.append(n_tokens * n_queued / tokens_per_s)
     block_s = np.array(costs) / np.array([s.end - s.start for s in usable])
-    return _cheapest(usable, blocks, client, trips, _believed(block_s), client, _entry_s(usable, 0, 0.0))
+    entry = _entry_s(usable, n_tokens=0, now=0.0)
+    return _cheapest_route(usable, blocks, client, trips, _bound_claims(block_s), client, entry)
 
 
-def _believed(block_s: Floats) -> Floats:
+def _bound_claims(block_s: Floats) -> Floats:
     """Seconds a block, none less than a share of what most servers say: a claim alone must not draw everybody."""
+    # A member could announce a million tokens a second, and so see every session of the swarm. Against the median it
+    # gains a factor of MOST_TIMES at most, so a real trip or a real queue still outweighs what it says.
     return np.maximum(block_s, np.median(block_s) / MOST_TIMES)
 
 
@@ -136,14 +142,14 @@ def pass_s(span: SpanRecord) -> float:
         return single
     measured = sorted((n, n / rate) for n, rate in span.batch_tokens_per_s.items() if n > 0 and rate > 0)
     points = [(1, single), *((n, s) for n, s in measured if n > 1)]
-    n = span.n_decoding + 1
     sizes, seconds = zip(*points, strict=True)
-    if n <= sizes[-1]:
-        return float(np.interp(n, sizes, seconds))
-    return float(seconds[-1] * n / sizes[-1])
+    n_after = span.n_decoding + 1
+    if n_after <= sizes[-1]:
+        return float(np.interp(n_after, sizes, seconds))
+    return float(seconds[-1] * n_after / sizes[-1])
 
 
-def trips_of(spans: Sequence[SpanRecord], client: PeerId, client_trips_s: Mapping[PeerId, float]) -> Trips:
+def gather_trips(spans: Sequence[SpanRecord], client: PeerId, client_trips_s: Mapping[PeerId, float]) -> Trips:
     """Gather one-way times from what servers announced and what the client measured."""
     trips = {(s.peer, neighbour): ms / 2000 for s in spans for neighbour, ms in s.round_trip_ms.items()}
     trips.update({(client, peer): seconds for peer, seconds in client_trips_s.items()})
@@ -160,8 +166,11 @@ def _shortlist(
     relevant = [s for s in spans if s.start < blocks.end and s.end > blocks.start]
     if len(relevant) <= MANY:
         return [s for s in relevant if eligible(s)]
-    measured_peers = {peer for pair in (trips([]) if callable(trips) else trips) for peer in pair}
-    order = np.argsort([_about_s(s) for s in relevant], kind="stable")
+    # For each block two lists: the fastest of all, and the fastest of those whose trip was measured. The second one
+    # is what keeps a neighbour in, where thousands of far servers announce more speed.
+    measured_trips = trips([]) if callable(trips) else trips
+    measured_peers = {peer for pair in measured_trips for peer in pair}
+    order = np.argsort([_estimate_block_s(s) for s in relevant], kind="stable")
     starts = np.array([s.start for s in relevant])[order]
     ends = np.array([s.end for s in relevant])[order]
     is_measured = np.array([s.peer in measured_peers for s in relevant])[order]
@@ -179,22 +188,26 @@ def _shortlist(
     return [relevant[i] for i, is_eligible in eligibility.items() if is_eligible]
 
 
-def _about_s(span: SpanRecord) -> float:
+def _estimate_block_s(span: SpanRecord) -> float:
     """Seconds of one block in a pass beside those that decode there now, about."""
-    n, rate = span.n_decoding, span.decode_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S
-    if n and span.batch_tokens_per_s:
-        rate = min(rate, max(span.batch_tokens_per_s.values()) / (n + 1))
-    return (1.0 / max(rate, 1e-9) + HOP_OVERHEAD_S + DEFAULT_TRIP_S) / (span.end - span.start)
+    rate = span.decode_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S
+    if span.n_decoding and span.batch_tokens_per_s:
+        best_batch_rate = max(span.batch_tokens_per_s.values())
+        rate = min(rate, best_batch_rate / (span.n_decoding + 1))
+    pass_seconds = 1.0 / max(rate, 1e-9) + HOP_OVERHEAD_S + DEFAULT_TRIP_S
+    return pass_seconds / (span.end - span.start)
 
 
-def _usable(spans: Sequence[SpanRecord], blocks: Span) -> list[SpanRecord]:
-    """The spans that hold wanted blocks, in order of their starts. Raises NoRoute when some block has none."""
-    usable = sorted((s for s in spans if s.start < blocks.end and s.end > blocks.start), key=lambda s: s.start)
+def _usable_spans(spans: Sequence[SpanRecord], blocks: Span) -> list[SpanRecord]:
+    """The spans that hold some of these blocks, in order of their starts. Raises NoRoute when some block has none."""
+    relevant = [s for s in spans if s.start < blocks.end and s.end > blocks.start]
+    usable = sorted(relevant, key=lambda s: s.start)
+    covered_to = blocks.start
     missing: set[int] = set()
-    reached = blocks.start
-    for start, end in [*((s.start, s.end) for s in usable), (blocks.end, blocks.end)]:
-        missing.update(range(reached, start))
-        reached = max(reached, end)
+    for span in usable:
+        missing.update(range(covered_to, span.start))
+        covered_to = max(covered_to, span.end)
+    missing.update(range(covered_to, blocks.end))
     if missing:
         gaps = ranges(missing)
         of_blocks = "" if gaps == [blocks] else f" of {blocks}"
@@ -202,7 +215,7 @@ def _usable(spans: Sequence[SpanRecord], blocks: Span) -> list[SpanRecord]:
     return usable
 
 
-def _cheapest(
+def _cheapest_route(
     usable: Sequence[SpanRecord],
     blocks: Span,
     client: PeerId,
@@ -212,16 +225,31 @@ def _cheapest(
     entry: Floats,
 ) -> Route:
     """Walk over the blocks; on server i one block costs ``block_s[i]``, and a hop ``entry[i]`` beside its trip."""
-    n, length = len(usable), len(blocks)
+    # A shortest path, block by block (Viterbi). ``best[i]`` is the least cost of having computed the blocks so far,
+    # the last of them on server i. The next block is computed there too, or by another server after a trip:
+    #
+    #     block        0        1        2
+    #     server A   [best]-->[best]-->[best]      staying: one more block on the same server
+    #     server B   [best]-->[best]\  [best]
+    #     server C   [best]   [best] \>[best]      entering: the trip from the best predecessor, and ``entry``
+    #
+    # Servers are in order of their starts, so those that cover a block lie in one slice: with many servers only a
+    # part of the trip matrix is looked at for each block. ``begins`` and ``came_from`` are what the way back needs.
+    n = len(usable)
+    length = len(blocks)
     between, first, last = _trip_matrix(usable, trips(usable) if callable(trips) else trips, source, client)
-    starts, ends = np.array([s.start for s in usable]), np.array([s.end for s in usable])
+    starts = np.array([s.start for s in usable])
+    ends = np.array([s.end for s in usable])
     best = np.full(n, np.inf)
     came_from = np.full((length, n), -1, dtype=np.int64)  # the server before, where a hop begins at this block
     begins = np.zeros((length, n), dtype=bool)
-    previous = slice(0, 0)  # where they are who computed the block before
+    previous = slice(0, 0)  # the servers that computed the block before
     for offset in range(length):
-        covers = (starts <= blocks.start + offset) & (blocks.start + offset < ends)
-        current = slice(int(covers.argmax()), n - int(covers[::-1].argmax()))  # servers are in order of their starts
+        block = blocks.start + offset
+        covers = (starts <= block) & (block < ends)
+        lowest = int(covers.argmax())
+        highest = n - int(covers[::-1].argmax())
+        current = slice(lowest, highest)
         if offset == 0:
             entering = first[current] + entry[current]
         else:
@@ -230,14 +258,16 @@ def _cheapest(
             entering = arriving[predecessors, np.arange(len(predecessors))] + entry[current]
             came_from[offset, current] = predecessors + previous.start
         staying = best[current]
-        begins[offset, current] = is_new_hop = entering < staying
-        cost = np.where(covers[current], np.where(is_new_hop, entering, staying) + block_s[current], np.inf)
+        is_new_hop = entering < staying
+        begins[offset, current] = is_new_hop
+        reaching = np.where(is_new_hop, entering, staying)
+        cost = np.where(covers[current], reaching + block_s[current], np.inf)
         best[previous] = np.inf
         best[current] = cost
         previous = current
     total = best + last
     end = int(total.argmin())
-    return _trace(usable, blocks, begins, came_from, end, float(total[end]), (between, first, last), block_s)
+    return _trace_route(usable, blocks, begins, came_from, end, float(total[end]), (between, first, last), block_s)
 
 
 def _entry_s(usable: Sequence[SpanRecord], n_tokens: int, now: float) -> Floats:
@@ -253,7 +283,7 @@ def stays_s(span: SpanRecord, now: float) -> float:
     return max(0.0, span.leaves_at - now) if span.leaves_at and now else math.inf
 
 
-def _trace(
+def _trace_route(
     usable: Sequence[SpanRecord],
     blocks: Span,
     begins: NDArray[np.bool_],
@@ -263,25 +293,26 @@ def _trace(
     trips: tuple[Floats, Floats, Floats],
     block_s: Floats,
 ) -> Route:
+    """Follow the cheapest chain back from its last ``server``, and explain each hop."""
     between, first, last = trips
     hops: list[Hop] = []
     why = [f"back to the client: trip {1000 * last[server]:.1f} ms"]
-    end = block = blocks.end
-    while block > blocks.start:
-        block -= 1
+    end = blocks.end
+    for block in range(blocks.end - 1, blocks.start - 1, -1):
         if not begins[block - blocks.start, server]:
             continue
-        span, part = usable[server], Span(block, end)
+        span = usable[server]
+        part = Span(block, end)
         predecessor = int(came_from[block - blocks.start, server])
         trip = first[server] if predecessor < 0 else between[predecessor, server]
+        compute_ms = 1000 * block_s[server] * len(part)
         load = f" beside {count(span.n_decoding, 'session')}" if span.n_decoding else ""
         unknown = "" if span.decode_tokens_per_s else " (speed unknown)"
-        why.append(
-            f"{part} on {span.peer[-8:]}: trip {1000 * trip:.1f} ms + compute {1000 * block_s[server] * len(part):.1f} "
-            f"ms{load}{unknown}"
-        )
+        times = f"trip {1000 * trip:.1f} ms + compute {compute_ms:.1f} ms"
+        why.append(f"{part} on {span.peer[-8:]}: {times}{load}{unknown}")
         hops.append(Hop(PeerId(span.peer), part, span.numerics, span.slot))
-        end, server = block, predecessor
+        end = block
+        server = predecessor
     return Route(tuple(reversed(hops)), cost_s, tuple(reversed(why)))
 
 
@@ -295,11 +326,14 @@ def _trip_matrix(
     index = {peer: i for i, peer in enumerate(dict.fromkeys(s.peer for s in usable))}
     peer_index = np.array([index[s.peer] for s in usable])
     between = np.full((len(index), len(index)), DEFAULT_TRIP_S)
-    measured = [(index[a], index[b], s) for (a, b), s in trips.items() if a in index and b in index]
+    measured = []
+    for (source_peer, target_peer), seconds in trips.items():
+        if source_peer in index and target_peer in index:
+            measured.append((index[source_peer], index[target_peer], seconds))
     if measured:
-        rows, columns, seconds = (np.array(values) for values in zip(*measured, strict=True))
-        between[columns, rows] = seconds
-        between[rows, columns] = seconds
+        rows, columns, trips_s = (np.array(values) for values in zip(*measured, strict=True))
+        between[columns, rows] = trips_s
+        between[rows, columns] = trips_s
     np.fill_diagonal(between, 0.0)
 
     def to_and_fro(peer: PeerId) -> Floats:

@@ -16,7 +16,7 @@ import msgspec
 
 from swarmd.config import MAX_HOSTED
 from swarmd.errors import ConfigError, NoRoute
-from swarmd.plan.links.dialing import IpNetwork, leads_there
+from swarmd.plan.links.dialing import IpNetwork, is_reachable_from
 from swarmd.protocol.membership.catalog import MAX_USES, Catalog, Right
 from swarmd.protocol.membership.identity import Membership
 from swarmd.protocol.membership.records import AnyRecord, PeerRecord, RunRecord, SpanRecord, VerifiedRecord
@@ -44,7 +44,7 @@ def coverage(
     return counts
 
 
-def _listed(spans: Iterable[Span]) -> str:
+def _join_spans(spans: Iterable[Span]) -> str:
     return ", ".join(map(str, spans))
 
 
@@ -87,7 +87,8 @@ class SwarmView:
         return [frozenset(peers) for peers in holders_by_block]
 
     def missing(self, model: ModelId, n_blocks: int) -> list[Span]:
-        return ranges({b for b, n in enumerate(self.coverage(model, n_blocks)) if n == 0})
+        """The blocks that nobody serves."""
+        return ranges({block for block, n in enumerate(self.coverage(model, n_blocks)) if n == 0})
 
     def served_dtype(self, model: ModelId, n_blocks: int, requested: str = "auto") -> str:
         """The dtype in which every block is served: ``requested``, or the first of several. Raises NoRoute."""
@@ -98,13 +99,13 @@ class SwarmView:
         if missing := self.missing(model, n_blocks):
             n_hidden = sum(span.model == model for span in self.out_of_reach)
             hidden = f"; {count(n_hidden, 'server')} behind a router cannot be reached" if n_hidden else ""
-            raise NoRoute(f"no live server holds blocks {_listed(missing)} of {n_blocks}{hidden}", tuple(missing))
+            raise NoRoute(f"no live server holds blocks {_join_spans(missing)} of {n_blocks}{hidden}", tuple(missing))
         gaps = {dtype: self._gaps(model, n_blocks, dtype) for dtype in ITEM_BYTES}
         complete = [dtype for dtype in ITEM_BYTES if not gaps[dtype]]
         alternatives = (
             f"can be asked for: {', '.join(complete)}" if complete else "every block is served, but not in one dtype"
         )
-        lacking = ", ".join(f"{_listed(gaps[dtype])} in {dtype}" for dtype in candidates)
+        lacking = ", ".join(f"{_join_spans(gaps[dtype])} in {dtype}" for dtype in candidates)
         raise NoRoute(
             f"no live server holds blocks {lacking} of {n_blocks}; {alternatives}", tuple(gaps[candidates[0]])
         )
@@ -145,11 +146,12 @@ def _count_down(counter: Counter[T], key: T) -> None:
         del counter[key]
 
 
-def _allowed(record: AnyRecord, may: Container[Right]) -> AnyRecord | None:
+def _limit_record(record: AnyRecord, may: Container[Right]) -> AnyRecord | None:
     """What counts of a record of somebody who may do so much."""
     if isinstance(record, PeerRecord):
         return record if "give" in may else msgspec.structs.replace(record, holds={}, relays=False)
-    return record if ("serve" if isinstance(record, SpanRecord) else "train") in may else None
+    right: Right = "serve" if isinstance(record, SpanRecord) else "train"
+    return record if right in may else None
 
 
 Naming = Callable[[str], str]
@@ -183,17 +185,22 @@ class RecordBook:
             return Decision(is_newer, f"sequence {sequence} after {known_entry.record.sequence}")
         if self._n_of_peer[peer] >= MAX_RECORDS_OF_A_PEER:
             return Decision(False, f"{MAX_RECORDS_OF_A_PEER} records of {peer} are known already")
+        # Keys cost nothing, so a member could invent a thousand peers. Each of them needs a certificate that leads to
+        # the voucher that brought it in, so whatever is counted here is counted for each voucher.
+        is_new = not self._n_of_peer[peer]
         for voucher in vouchers:
-            n_peers, n_records = self._peers_of_voucher[voucher], self._n_of_voucher[voucher]
-            is_new = not self._n_of_peer[peer]
-            if (is_new and n_peers >= MAX_PEERS_OF_A_VOUCHER) or n_records >= MAX_RECORDS_OF_A_VOUCHER:
+            n_peers = self._peers_of_voucher[voucher]
+            n_records = self._n_of_voucher[voucher]
+            has_too_many_peers = is_new and n_peers >= MAX_PEERS_OF_A_VOUCHER
+            if has_too_many_peers or n_records >= MAX_RECORDS_OF_A_VOUCHER:
                 counts = f"{n_peers} peers with {n_records} records"
                 return Decision(False, f"whoever brought in {peer} has brought in {counts} that are here now")
         return Decision(True, "new")
 
     def add(self, verified: VerifiedRecord) -> Decision[bool]:
         """Take a record if it is newer than what is known under its key, and its voucher has not too many here."""
-        peer, vouchers = verified.record.peer, verified.membership.vouchers
+        peer = verified.record.peer
+        vouchers = verified.membership.vouchers
         decision = self.wants(verified.key, verified.record.sequence, peer, vouchers)
         if not decision.action:
             return decision
@@ -211,6 +218,8 @@ class RecordBook:
 
     def _make_room(self, vouchers: tuple[bytes, ...]) -> bool:
         """Let a record go of whoever has brought in most, but of nobody whom this peer has talked with."""
+        # A full book gives up a record of the voucher with the most, the newest first: so a crowd can only push out
+        # its own records, and peers that this one has talked with stay.
         crowd, n = next(iter(self._n_of_voucher.most_common(1)), (b"", 0))
         if n <= 1 + max((self._n_of_voucher[v] for v in vouchers), default=0):
             return False
@@ -222,9 +231,11 @@ class RecordBook:
         return False
 
     def add_catalog(self, catalog: Catalog, raw: bytes) -> Decision[bool]:
+        """Take a verified catalog if it is newer than the one that is known; ``raw`` is what others are sent."""
         if self.catalog_raw is not None and catalog.rank <= self.catalog.rank:
             return Decision(False, f"version {catalog.rank} is not newer than {self.catalog.rank}")
-        self.catalog, self.catalog_raw = catalog, raw
+        self.catalog = catalog
+        self.catalog_raw = raw
         return Decision(True, f"version {catalog.version}")
 
     def keep_members(self, counts: Callable[[Membership], bool]) -> None:
@@ -256,10 +267,14 @@ class RecordBook:
 
     def compare(self, sequences: Mapping[str, int], naming: Naming = str) -> tuple[list[bytes], list[str]]:
         """Return (records that the other lacks, names of records that it has and this book lacks)."""
+        # Anti-entropy: both sides compare one number for each key, and only what differs travels. A reply that is cut
+        # short is no fault: what is missing still differs the next time.
         send: list[bytes] = []
-        size, own_sequences = 0, self.digest(naming)
+        size = 0
+        own_sequences = self.digest(naming)
         for key, entry in self.entries.items():
-            if sequences.get(naming(key), -1) < entry.record.sequence and size < MAX_REPLY_BYTES:
+            is_newer = sequences.get(naming(key), -1) < entry.record.sequence
+            if is_newer and size < MAX_REPLY_BYTES:
                 send.append(entry.raw)
                 size += len(entry.raw)
         want = [name for name, sequence in sequences.items() if sequence > own_sequences.get(name, -1)]
@@ -284,16 +299,18 @@ class RecordBook:
         """The picture for a machine on these networks. What somebody ``may`` not do counts as not said."""
         records: list[AnyRecord] = [v.record for v in self.entries.values()]
         if may is not None:
-            allowed = (_allowed(v.record, may(v.membership)) for v in self.entries.values())
+            allowed = (_limit_record(v.record, may(v.membership)) for v in self.entries.values())
             records = [record for record in allowed if record is not None]
         peers = {PeerId(r.peer): r for r in records if isinstance(r, PeerRecord)}
         sizes = dict(self.catalog.models.values())
         possible = (r for r in records if isinstance(r, SpanRecord) and r.end <= sizes.get(r.model, r.end))
-        closed = {p: r for p, r in peers.items() if r.reach == "closed"}
-        own_networks = tuple(networks()) if closed else ()
-        hidden = {p for p, r in closed.items() if not leads_there(r.addresses, own_networks)}
         spans = tuple(sorted(possible, key=lambda r: (r.start, r.peer)))
-        away = tuple(span for span in spans if span.peer in hidden)
-        spans = tuple(span for span in spans if span.peer not in hidden) if away else spans
+        # A member behind a router that nobody can pass is no server for this machine, unless both are at one place.
+        closed = {peer: record for peer, record in peers.items() if record.reach == "closed"}
+        own_networks = tuple(networks()) if closed else ()
+        hidden = {peer for peer, record in closed.items() if not is_reachable_from(record.addresses, own_networks)}
+        out_of_reach = tuple(span for span in spans if span.peer in hidden)
+        if out_of_reach:
+            spans = tuple(span for span in spans if span.peer not in hidden)
         runs = tuple(sorted((r for r in records if isinstance(r, RunRecord)), key=lambda r: (r.run, r.peer)))
-        return SwarmView(MappingProxyType(peers), spans, self.catalog, runs, away)
+        return SwarmView(MappingProxyType(peers), spans, self.catalog, runs, out_of_reach)

@@ -26,7 +26,7 @@ class Attempt:
     after_s: float
 
 
-def attempts(
+def order_attempts(
     addresses: Iterable[str], networks: Iterable[IpNetwork], own_addresses: Iterable[str] = ()
 ) -> list[Attempt]:
     """Order a peer's multiaddrs for a machine with these networks and addresses of its own.
@@ -34,13 +34,17 @@ def attempts(
     First what is on one of the networks, then public addresses (IPv6 before IPv4) and names, then circuits; private
     addresses of other networks only where there is nothing else.
     """
-    own_endpoints, networks = {_bare(address) for address in own_addresses}, tuple(networks)
-    candidates = [a for a in dict.fromkeys(addresses) if _bare(a) not in own_endpoints and _leads_somewhere(a)]
+    own_endpoints = {_endpoint_of(address) for address in own_addresses}
+    networks = tuple(networks)
+    candidates = [a for a in dict.fromkeys(addresses) if _endpoint_of(a) not in own_endpoints and _is_dialable(a)]
     ranked = [(_rank(address, networks), address) for address in candidates]
     if any(rank != ELSEWHERE for rank, _ in ranked):
         ranked = [(rank, address) for rank, address in ranked if rank != ELSEWHERE]
     ordered: list[Attempt] = []
-    at_s, previous_rank = 0.0, None
+    # Ranks are walked through as in "happy eyeballs": equals follow each other closely, and a less likely rank waits
+    # for HEAD_START_S, so that it is dialled only where the likelier ones are slow or dead.
+    at_s = 0.0
+    previous_rank = None
     for rank, address in sorted(ranked, key=lambda pair: pair[0]):
         if previous_rank is not None:
             at_s += STAGGER_S if rank == previous_rank else HEAD_START_S
@@ -49,7 +53,7 @@ def attempts(
     return ordered
 
 
-def leads_there(addresses: Iterable[str], networks: Iterable[IpNetwork]) -> bool:
+def is_reachable_from(addresses: Iterable[str], networks: Iterable[IpNetwork]) -> bool:
     """Who cannot be dialled from outside: can somebody on these networks reach it as a neighbour, or by a relay?"""
     own_networks = tuple(networks)
     reachable_ranks = {NEAR, RELAYED}
@@ -79,11 +83,13 @@ def _rank(address: str, networks: tuple[IpNetwork, ...]) -> int:
     return PUBLIC_6 if host.version == 6 else PUBLIC
 
 
-def may_be_named(host: str, networks: Iterable[IpNetwork], own_addresses: Iterable[IpAddress]) -> bool:
+def may_dial(host: str, networks: Iterable[IpNetwork], own_addresses: Iterable[IpAddress]) -> bool:
     """May a peer have this machine dial ``host``? Public addresses, and neighbours; not this machine's own services.
 
     On a machine that has nothing but its loopback, peers are there.
     """
+    # What a peer could try: have this daemon connect to a service that trusts everything from its own machine (a
+    # database on the loopback), to the router's page, or to all machines of a network at once (multicast).
     try:
         named = ipaddress.ip_address(host)
     except ValueError:
@@ -95,13 +101,14 @@ def may_be_named(host: str, networks: Iterable[IpNetwork], own_addresses: Iterab
     return not is_private(named) or any(named in network for network in networks)
 
 
-def _leads_somewhere(address: str) -> bool:
+def _is_dialable(address: str) -> bool:
     """Not what a listener calls all of its machine's addresses: dialled, that is this machine itself."""
     host = host_of(address)
     return host is None or not (host.is_unspecified or host.is_multicast)
 
 
 def is_circuit(address: str) -> bool:
+    """Does this multiaddr go through a relay?"""
     return CIRCUIT in address
 
 
@@ -131,5 +138,5 @@ def relay_of(address: str) -> tuple[str, str] | None:
     return (relay, multiaddr) if marker and multiaddr and relay else None
 
 
-def _bare(address: str) -> str:
+def _endpoint_of(address: str) -> str:
     return address if is_circuit(address) else address.split("/p2p/")[0]

@@ -30,7 +30,7 @@ class ChunkRequest:
     n_bytes: int
 
 
-def cut(group: int, missing: Iterable[tuple[Ref, int]]) -> list[ChunkRequest]:
+def cut_pieces(group: int, missing: Iterable[tuple[Ref, int]]) -> list[ChunkRequest]:
     """Put what is missing of a group, with its bytes, into pieces, in order."""
     pieces: list[ChunkRequest] = []
     refs: list[Ref] = []
@@ -38,7 +38,8 @@ def cut(group: int, missing: Iterable[tuple[Ref, int]]) -> list[ChunkRequest]:
     for ref, n_bytes in missing:
         if refs and (total + n_bytes > PIECE_BYTES or len(refs) >= MAX_REFS):
             pieces.append(ChunkRequest(group, tuple(refs), total))
-            refs, total = [], 0
+            refs = []
+            total = 0
         refs.append(ref)
         total += n_bytes
     return [*pieces, ChunkRequest(group, tuple(refs), total)] if refs else pieces
@@ -49,7 +50,7 @@ class DonorQueue:
     """A donor as the download sees it: what it holds, what it is asked for, how fast it was."""
 
     groups: frozenset[int]
-    asked: dict[ChunkRequest, float] = field(default_factory=dict)
+    asked_at: dict[ChunkRequest, float] = field(default_factory=dict)
     bytes_per_s: float | None = None
     last_at: float = 0.0
 
@@ -60,13 +61,14 @@ class Download:
     def __init__(self, pieces: Sequence[ChunkRequest]) -> None:
         self.givers: dict[PeerId, DonorQueue] = {}
         self._open: dict[int, list[ChunkRequest]] = {}
-        self._left: set[ChunkRequest] = set(pieces)
+        self._missing: set[ChunkRequest] = set(pieces)
         for piece in reversed(pieces):
             self._open.setdefault(piece.group, []).append(piece)
 
     @property
     def is_done(self) -> bool:
-        return not self._left
+        """Has every piece arrived?"""
+        return not self._missing
 
     def offers(self, peer: PeerId, groups: frozenset[int], now: float) -> None:
         """Note what a donor holds at present."""
@@ -76,7 +78,7 @@ class Download:
     def leaves(self, peer: PeerId) -> None:
         """A donor is gone or lied: what it was asked for is open again."""
         giver = self.givers.pop(peer, None)
-        for piece in giver.asked if giver else ():
+        for piece in giver.asked_at if giver else ():
             self._reopen(piece)
 
     def next_piece(self, peer: PeerId, now: float) -> Decision[ChunkRequest | None]:
@@ -92,30 +94,32 @@ class Download:
             late = self._latest_elsewhere(peer, giver, now)
             if late is None:
                 return Decision(None, "nothing left that it holds and would have sooner")
-            piece, reason = late, "under way elsewhere for long"
-        if not giver.asked:
+            piece = late
+            reason = "under way elsewhere for long"
+        if not giver.asked_at:
             giver.last_at = now
-        giver.asked[piece] = now
+        giver.asked_at[piece] = now
         return Decision(piece, reason)
 
     def arrived(self, peer: PeerId, piece: ChunkRequest, now: float) -> None:
         """Note a verified piece."""
         giver = self.givers.get(peer)
         if giver is not None:
-            giver.asked.pop(piece, None)
+            giver.asked_at.pop(piece, None)
             rate = piece.n_bytes / max(now - giver.last_at, 1e-6)
             old_rate = giver.bytes_per_s
             giver.bytes_per_s = rate if old_rate is None else old_rate + SMOOTHING * (rate - old_rate)
             giver.last_at = now
-        self._left.discard(piece)
-        if piece in (pieces := self._open.get(piece.group, [])):
+        self._missing.discard(piece)
+        pieces = self._open.get(piece.group, [])
+        if piece in pieces:
             pieces.remove(piece)
 
     def failed(self, peer: PeerId, piece: ChunkRequest, holds_group: bool) -> None:
         """A donor did not give a piece; without the group it is not asked for that again."""
         giver = self.givers.get(peer)
         if giver is not None:
-            giver.asked.pop(piece, None)
+            giver.asked_at.pop(piece, None)
             if not holds_group:
                 giver.groups -= {piece.group}
         self._reopen(piece)
@@ -127,18 +131,24 @@ class Download:
 
     def _latest_elsewhere(self, peer: PeerId, giver: DonorQueue, now: float) -> ChunkRequest | None:
         """The piece that is under way for longest at others, if this donor is likely to give it sooner."""
+        # The end game. A piece may be asked for twice, and the first answer counts; what comes second is verified and
+        # thrown away. A donor that is slow, or pretends to be, so costs one piece and never the end of the download.
         piece_s = PIECE_BYTES / giver.bytes_per_s if giver.bytes_per_s else 1.0
         latest: tuple[float, ChunkRequest] | None = None
         for donor, queue in self.givers.items():
-            for piece, asked_at in queue.asked.items() if donor != peer else ():
-                due_s = queue.last_at + len(queue.asked) * piece.n_bytes / (queue.bytes_per_s or 1.0) - now
+            if donor == peer:
+                continue
+            for piece, asked_at in queue.asked_at.items():
+                queued_bytes = len(queue.asked_at) * piece.n_bytes
+                due_s = queue.last_at + queued_bytes / (queue.bytes_per_s or 1.0) - now
                 is_late = due_s > 2 * piece_s or now - asked_at > 4 * piece_s
-                if is_late and piece.group in giver.groups and piece not in giver.asked and piece in self._left:
+                can_give = piece.group in giver.groups and piece not in giver.asked_at
+                if is_late and can_give and piece in self._missing:
                     latest = min(latest or (asked_at, piece), (asked_at, piece), key=lambda pair: pair[0])
         return latest[1] if latest else None
 
     def _reopen(self, piece: ChunkRequest) -> None:
-        is_asked = any(piece in giver.asked for giver in self.givers.values())
+        is_asked = any(piece in giver.asked_at for giver in self.givers.values())
         pieces = self._open.setdefault(piece.group, [])
-        if piece in self._left and not is_asked and piece not in pieces:
+        if piece in self._missing and not is_asked and piece not in pieces:
             pieces.append(piece)

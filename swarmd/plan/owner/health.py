@@ -50,7 +50,7 @@ class HealthFinding:
     remedy: str = ""
 
 
-def findings(facts: Facts) -> tuple[HealthFinding, ...]:
+def check_health(facts: Facts) -> tuple[HealthFinding, ...]:
     """Everything that was looked at."""
     looked_at = (_clock, _identity, _version, _disk, _index, _device, _worker)
     return tuple(look(facts) for look in looked_at)
@@ -59,7 +59,8 @@ def findings(facts: Facts) -> tuple[HealthFinding, ...]:
 def _clock(facts: Facts) -> HealthFinding:
     if not facts.clocks_s:
         return HealthFinding("clock", None, "no other member has told its time yet")
-    n, n_near = len(facts.clocks_s), sum(abs(s) <= CLOCK_S for s in facts.clocks_s)
+    n = len(facts.clocks_s)
+    n_near = sum(abs(ahead_s) <= CLOCK_S for ahead_s in facts.clocks_s)
     if 2 * n_near >= n:  # else most say that it is this one that is wrong
         return HealthFinding("clock", True, f"within {CLOCK_S:.0f} s of {n_near} of {n} other members")
     ahead_s = statistics.median(s for s in facts.clocks_s if abs(s) > CLOCK_S)
@@ -80,15 +81,15 @@ def _version(facts: Facts) -> HealthFinding:
     if not facts.versions:
         return HealthFinding("version", None, f"{facts.version}; no other member is known")
     n_members = count(len(facts.versions), "other")
-    newer = [v for v in facts.versions if release(v) > release(facts.version)]
+    newer = [v for v in facts.versions if parse_release(v) > parse_release(facts.version)]
     if not newer:
         return HealthFinding("version", True, f"{facts.version}; none of {n_members} runs a newer one")
-    newest = max(newer, key=release)
+    newest = max(newer, key=parse_release)
     text = f"{facts.version}; {len(newer)} of {n_members} run newer ones, the newest {newest}"
     return HealthFinding("version", False, text, "update swarmd, then restart the daemon")
 
 
-def release(version: str) -> tuple[int, ...]:
+def parse_release(version: str) -> tuple[int, ...]:
     """The numbers that a version begins with; () for what is none."""
     match = re.match(r"\d{1,6}(\.\d{1,6}){0,4}(?!\d)", version)
     return tuple(map(int, match[0].split("."))) if match else ()

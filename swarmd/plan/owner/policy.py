@@ -57,6 +57,7 @@ class WorkPermission:
 
     @property
     def may_work(self) -> bool:
+        """Does no rule forbid it?"""
         return not self.rule
 
 
@@ -64,7 +65,7 @@ def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_h
     """Work unless the owner or one of their rules says no; the first that does is the reason."""
     now = sensors.now
     if pause is not None and (pause.until is None or now < pause.until):
-        until = "swarmd resume" if pause.until is None else told(pause.until, now)
+        until = "swarmd resume" if pause.until is None else format_time(pause.until, now)
         return WorkPermission(f"paused by its owner until {until}", "pause", pause.until)
     for verdict in (
         _hours(rules, now),
@@ -77,7 +78,7 @@ def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_h
         if verdict is not None:
             return verdict
     change = rules.hours.next_change(now)
-    why = f"may serve until {told(change, now)}" if change else "may serve: no rule of its owner forbids it"
+    why = f"may serve until {format_time(change, now)}" if change else "may serve: no rule of its owner forbids it"
     return WorkPermission(why, changes_at=change - MOVING if change else None)
 
 
@@ -88,7 +89,7 @@ def _hours(rules: Rules, now: datetime) -> WorkPermission | None:
         if change is None or change - now > MOVING:
             return None
         change = hours.next_change(change)
-    next_hours = f": next {told(change, now)}" if change else ""
+    next_hours = f": next {format_time(change, now)}" if change else ""
     return WorkPermission(f"outside its hours ({hours.text}){next_hours}", "hours", change)
 
 
@@ -115,7 +116,7 @@ def _untouched(rules: Rules, sensors: Sensors) -> WorkPermission | None:
         return None
     works_at = sensors.now + timedelta(seconds=left_s)
     return WorkPermission(
-        f"somebody uses it: at {told(works_at, sensors.now)} at the earliest", "idle_minutes", works_at
+        f"somebody uses it: at {format_time(works_at, sensors.now)} at the earliest", "idle_minutes", works_at
     )
 
 
@@ -139,7 +140,7 @@ def _month(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     return WorkPermission(f"{used}: again on {month_begins:%Y-%m-%d}", "month_gib", month_begins)
 
 
-def told(moment: datetime, now: datetime) -> str:
+def format_time(moment: datetime, now: datetime) -> str:
     """A time as a person says it now: with the day only when it is another one."""
     if moment.date() == now.date():
         return moment.strftime("%H:%M")

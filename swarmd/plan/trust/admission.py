@@ -50,7 +50,9 @@ class Admission:
 
     def follow(self, catalog: Catalog, founders: Founders) -> None:
         """Let in by a newer catalog from now on."""
-        self._catalog, self.founders, self._revoked = catalog, founders, frozenset(catalog.revoked)
+        self._catalog = catalog
+        self.founders = founders
+        self._revoked = frozenset(catalog.revoked)
         self._n_admitted = Counter(entry.invite for entry in catalog.admitted.values())
         self._came = {i: self._still(i, guests) for i, guests in self._came.items() if i in catalog.invites}
         settled = {peer_id_of(key) for key in (*catalog.admitted, *catalog.revoked)}
@@ -58,6 +60,8 @@ class Admission:
 
     def require(self, membership: Membership, now: float) -> AdmissionPass:
         """What a membership is worth. Raises Refused (REVOKED, WAITS or NOT_A_MEMBER) where that is nothing."""
+        # In this order: a revocation beats everything; the catalog's entry beats the certificate of the invite that
+        # brought somebody in, so that a founder can shorten or extend it; the invite decides where there is no entry.
         if self._revoked.intersection(membership.keys):
             raise Refused(Code.REVOKED, f"the membership of {membership.peer} was revoked by the founder")
         admitted = self._catalog.admitted.get(membership.member)
@@ -73,7 +77,11 @@ class Admission:
 
     def arrived(self) -> list[tuple[bytes, bytes, InviteTerms]]:
         """Who came by an invite for so many and is not in the catalog: keys of member and invite, its terms."""
-        return [(k, invite, self._catalog.invites[invite]) for invite, guests in self._came.items() for k in guests]
+        arrivals = []
+        for invite, guests in self._came.items():
+            terms = self._catalog.invites[invite]
+            arrivals += [(key, invite, terms) for key in guests]
+        return arrivals
 
     def _still(self, invite: bytes, guests: list[bytes]) -> list[bytes]:
         """Who of those that came by an invite may still be let in by it."""
@@ -109,6 +117,9 @@ class Admission:
 
     def _take_use(self, membership: Membership, terms: InviteTerms) -> None:
         """Count a machine that comes by an invite for so many; its clients, and the invite's own, count as none."""
+        # An invite that leaked lets in no more than it says, whoever knocks first. Each member counts what it has
+        # seen, so two members may let in different guests; a founder's catalog settles it, and ``follow`` drops the
+        # others.
         guests = self._came.setdefault(membership.invite, [])
         n_free = terms.uses - self._n_admitted[membership.invite]
         is_new = bool(membership.member) and membership.member not in guests

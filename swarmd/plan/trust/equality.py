@@ -48,13 +48,22 @@ def bound_of(dtype: str, quantize: str) -> Bound:
     return BOUNDS[dtype] if quantize == "none" else ROUNDED
 
 
-def through_hops(bound: Bound, n_hops: int) -> Bound:
+def widen_bound(bound: Bound, n_hops: int) -> Bound:
     """The bound for a chain: each hop rounds, and the next one computes with that."""
     return replace(bound, token=min(LARGEST, n_hops * bound.token), most=min(LARGEST, n_hops * bound.most))
 
 
 def errors(inputs: Floats, outputs: Floats, reference: Floats, bound: Bound) -> Floats:
-    """The error of each token [t], the largest of its rows: what left less what came ``reference``, by what was added."""
+    """The error of each token [t], the largest of its rows: outputs less ``reference``, by what the span added.
+
+    ``inputs``, ``outputs`` and ``reference`` (the outputs that were computed again): [b, t, d].
+    """
+    # A residual stream: outputs = inputs + what the blocks add. Honest rounding grows with what is added, so
+    #
+    #     error = |outputs - reference| / |reference - inputs|
+    #
+    # An error relative to the outputs would miss a skipped block in the middle of a deep model, where the stream is
+    # long and each block adds little to it.
     with np.errstate(all="ignore"):  # what is no number is an infinite error
         added = np.linalg.norm(reference - inputs, axis=-1)
         floor = np.maximum(bound.floor * np.linalg.norm(inputs, axis=-1), np.float32(1e-30))
@@ -63,7 +72,7 @@ def errors(inputs: Floats, outputs: Floats, reference: Floats, bound: Bound) -> 
     return largest
 
 
-def projected(values: Floats, seed: int) -> Floats:
+def project_tokens(values: Floats, seed: int) -> Floats:
     """A seeded random projection of each token [b, t, d] to [b, t, 16], of about the same length."""
     d = values.shape[-1]
     directions = np.random.default_rng(seed).standard_normal((d, N_PROJECTED), dtype=np.float32)
@@ -73,11 +82,13 @@ def projected(values: Floats, seed: int) -> Floats:
 
 def is_equal(token_errors: Floats, bound: Bound) -> Decision[bool]:
     """Are tokens with these errors the same?"""
-    worst, n = float(token_errors.max(initial=0.0)), len(token_errors)
+    n = len(token_errors)
+    worst = float(token_errors.max(initial=0.0))
     if worst > bound.token:
         n_beyond = int((token_errors > bound.token).sum())
         return Decision(False, f"{n_beyond} of {n} tokens differ, by {worst:.2g}; bound {bound.token:g}")
-    if n >= MOST_TOKENS and (tenth := float(np.quantile(token_errors, 0.9))) > bound.most:
+    tenth = float(np.quantile(token_errors, 0.9)) if n >= MOST_TOKENS else 0.0
+    if tenth > bound.most:
         return Decision(False, f"a tenth of {n} tokens differ by {tenth:.2g} and more; bound {bound.most:g}")
     return Decision(True, f"{n} tokens, the largest error {worst:.2g}; bound {bound.token:g}")
 

@@ -29,7 +29,7 @@ class RecheckResult:
     sums: Sums
 
 
-def rate(n_right: int, one_in: int) -> float:
+def recheck_rate(n_right: int, one_in: int) -> float:
     """How often contributions of a peer are computed again that were right, or not looked at, so often in a row.
 
     All of the first ten, then one in n as BOINC's (plan.trust.audits), at least one in ``one_in``; none where that is
@@ -40,7 +40,7 @@ def rate(n_right: int, one_in: int) -> float:
     return 1.0 if n_right < ALWAYS_BELOW else max(1 / one_in, 1 / n_right)
 
 
-def draw(
+def draw_recheck(
     rates: Mapping[PeerId, float],
     n_samples: Mapping[PeerId, float],
     me: PeerId,
@@ -52,10 +52,17 @@ def draw(
     itself, so that all together check as many as the rate says, and nobody waits for the slow. One at a time: who is
     much faster than the others checks fewer than its share while all are to be checked.
     """
-    own_samples, total = n_samples.get(me, 0.0), sum(n_samples.values())
+    # The others are laid side by side on a line, each as wide as its chance; ``uniform`` points at one, or past all:
+    #
+    #     0 |--- peer 1 ---|-- peer 2 --|- peer 3 -|........ nobody ........| 1
+    #
+    # Where the chances add up to more than 1 the line is longer, and somebody is drawn in any case.
+    total = sum(n_samples.values())
+    own_samples = n_samples.get(me, 0.0)
     contributors = sorted(rates.keys() - {me}) if own_samples else []
     chances = {peer: rates[peer] * own_samples / (total - n_samples[peer]) for peer in contributors}
-    cumulative, target = 0.0, uniform * max(1.0, sum(chances.values()))
+    cumulative = 0.0
+    target = uniform * max(1.0, sum(chances.values()))
     for peer, chance in chances.items():
         cumulative += chance
         if target < cumulative:
@@ -63,18 +70,23 @@ def draw(
     return Decision(None, f"nobody was drawn, of {len(rates)} contributors")
 
 
-def work(n_right: Mapping[PeerId, int], n_samples: Mapping[PeerId, float], one_in: int) -> dict[PeerId, float]:
-    """How many samples each contributor is expected to compute again of an update, by ``draw``; ``n_samples``: own."""
+def expected_rechecks(
+    n_right: Mapping[PeerId, int], n_samples: Mapping[PeerId, float], one_in: int
+) -> dict[PeerId, float]:
+    """How many samples each contributor is expected to compute again of an update, by ``draw_recheck``.
+
+    ``n_samples``: what each contributed itself.
+    """
     total = sum(n_samples.values())
     expected = {}
     for me, own_samples in n_samples.items():
-        other_samples = {p: n for p, n in n_samples.items() if p != me and n > 0}
-        chances = {
-            p: rate(n_right.get(p, 0), one_in) * own_samples / (total - n)
-            for p, n in other_samples.items()
-            if total > n
-        }
-        expected[me] = sum(chance * other_samples[p] for p, chance in chances.items()) / max(1.0, sum(chances.values()))
+        other_samples = {peer: n for peer, n in n_samples.items() if peer != me and n > 0}
+        chances = {}
+        for peer, n in other_samples.items():
+            if total > n:
+                chances[peer] = recheck_rate(n_right.get(peer, 0), one_in) * own_samples / (total - n)
+        drawn = sum(chance * other_samples[peer] for peer, chance in chances.items())
+        expected[me] = drawn / max(1.0, sum(chances.values()))
     return expected
 
 
@@ -87,12 +99,14 @@ def is_same(claimed: RecheckResult, recomputed: RecheckResult, rounding: float =
     """
     if not math.isfinite(recomputed.norm):
         return Decision(None, "the gradient is not finite here either")
-    tolerance, size = BOUND * recomputed.norm + rounding, recomputed.norm or 1.0
-    off = max((abs(a - b) for a, b in zip(claimed.sums, recomputed.sums, strict=True)), default=0.0)
+    tolerance = BOUND * recomputed.norm + rounding
+    size = recomputed.norm or 1.0
+    differences = [abs(a - b) for a, b in zip(claimed.sums, recomputed.sums, strict=True)]
+    off = max(differences, default=0.0)
+    # "not off <= tolerance", because a NaN that somebody claims must fail, and "off > tolerance" is False for it.
     if not off <= tolerance:
-        return Decision(
-            False, f"its sums are off by {off / size:.2g} of the gradient's norm; {tolerance / size:.2g} may be"
-        )
+        text = f"its sums are off by {off / size:.2g} of the gradient's norm; {tolerance / size:.2g} may be"
+        return Decision(False, text)
     if not abs(claimed.norm - recomputed.norm) <= tolerance:
         return Decision(False, f"it says a norm of {claimed.norm:.4g}, which is {recomputed.norm:.4g}")
     if not abs(claimed.loss - recomputed.loss) <= LOSS_BOUND * abs(recomputed.loss):

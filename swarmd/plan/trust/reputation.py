@@ -47,14 +47,18 @@ def name_of(span: SpanRecord) -> bytes:
     return hashlib.blake2b(description.encode(), digest_size=8).digest()
 
 
-def shared(first: SpanRecord, second: SpanRecord) -> Span | None:
+def shared_blocks(first: SpanRecord, second: SpanRecord) -> Span | None:
     """The blocks that two servers can be compared on; None when they compute other things."""
-    is_alike = (first.model, first.dtype, first.quantize) == (second.model, second.dtype, second.quantize)
-    start, end = max(first.start, second.start), min(first.end, second.end)
-    return Span(start, end) if is_alike and start < end and first.peer != second.peer else None
+    if first.peer == second.peer:
+        return None
+    if (first.model, first.dtype, first.quantize) != (second.model, second.dtype, second.quantize):
+        return None
+    start = max(first.start, second.start)
+    end = min(first.end, second.end)
+    return Span(start, end) if start < end else None
 
 
-def to_probe(
+def choose_probes(
     me: PeerId,
     spans: Sequence[SpanRecord],
     voucher_of: Callable[[PeerId], bytes],
@@ -64,30 +68,29 @@ def to_probe(
 ) -> list[tuple[SpanRecord, SpanRecord]]:
     """Whom to probe now, each with the own span to compare with: those for which ``me`` comes first among all holders.
 
-    Others whom somebody else brought in come first, then the order is that of hashes, which nobody chooses. ``probed_at``
-    says when (peer, name) was probed, ``silent_s`` for how long fewer than enough have said anything of it: the next in
-    order probe then, too, for the first may hold these blocks only in their records.
+    Others whom somebody else brought in come first, then the order is that of hashes, which nobody chooses.
+    ``probed_at`` says when (peer, name) was probed, ``silent_s`` for how long fewer than enough have said anything of
+    it: the next in order probe then, too, for the first may hold these blocks only in their records.
     """
     own_spans = [span for span in spans if span.peer == me and span.state == "online"]
     kinds = {(span.model, span.dtype, span.quantize) for span in own_spans}
     online = [s for s in spans if s.state == "online" and (s.model, s.dtype, s.quantize) in kinds]
     chosen = []
     for target in online:
-        own_span = next((span for span in own_spans if shared(span, target) is not None), None)
-        if (
-            own_span is None
-            or now - probed_at.get((target.peer, name_of(target)), -PROBE_LIFETIME_S) < PROBE_LIFETIME_S
-        ):
+        server = (target.peer, name_of(target))
+        own_span = next((span for span in own_spans if shared_blocks(span, target) is not None), None)
+        if own_span is None or now - probed_at.get(server, -PROBE_LIFETIME_S) < PROBE_LIFETIME_S:
             continue
-        rank, earlier_probers = _rank(me, target, voucher_of), set[str]()
-        n_late = int(silent_s.get((target.peer, name_of(target)), 0.0) / OTHERS_TURN_S)
+        # All holders of the target's blocks stand in one order, the same for everybody. The first n_probers probe, so
+        # this machine does unless so many come before it.
+        rank = _prober_rank(me, target, voucher_of)
+        n_late = int(silent_s.get(server, 0.0) / OTHERS_TURN_S)
         n_probers = min(MOST_PROBERS, PROBES_OF_EACH + n_late)
+        earlier_probers = set[str]()
         for holder in online:  # most often two are found soon
-            if (
-                holder.peer not in earlier_probers
-                and shared(holder, target)
-                and _rank(holder.peer, target, voucher_of) < rank
-            ):
+            if holder.peer in earlier_probers or not shared_blocks(holder, target):
+                continue
+            if _prober_rank(holder.peer, target, voucher_of) < rank:
                 earlier_probers.add(holder.peer)
                 if len(earlier_probers) == n_probers:
                     break
@@ -96,12 +99,12 @@ def to_probe(
     return chosen
 
 
-def _rank(peer: str, target: SpanRecord, voucher_of: Callable[[PeerId], bytes]) -> tuple[bool, bytes]:
+def _prober_rank(peer: str, target: SpanRecord, voucher_of: Callable[[PeerId], bytes]) -> tuple[bool, bytes]:
     is_kin = voucher_of(PeerId(peer)) == voucher_of(PeerId(target.peer))
     return is_kin, hashlib.blake2b(f"{peer}/{target.peer}".encode(), digest_size=8).digest()
 
 
-def trust_in(
+def rate_servers(
     spans: Sequence[SpanRecord], peers: Iterable[PeerRecord], voucher_of: Callable[[PeerId], bytes]
 ) -> dict[tuple[str, int], Trust]:
     """How each server, as (peer, slot), is regarded by what all others announce; empty where nobody says anything.
@@ -112,6 +115,11 @@ def trust_in(
     speaking = [record for record in peers if record.found]
     if not speaking:
         return {}
+    # What members could try, and what stops each:
+    #   * praise each other: who came by the server's own voucher is kept apart (``kin``);
+    #   * speak of blocks that they could not compute: only servers of the same model are heard;
+    #   * speak with many keys: words are counted by voucher, not by peer;
+    #   * call all honest servers wrong: each such word weighs the less, the more of them somebody says.
     testimonies: dict[tuple[str, bytes], Testimony] = defaultdict(Testimony)
     guests: dict[bytes, dict[bytes, set[str]]] = defaultdict(lambda: defaultdict(set))
     accused_by: dict[bytes, set[str]] = defaultdict(set)
@@ -122,26 +130,34 @@ def trust_in(
         models_of[span.peer].add(span.model)
     for record in speaking:
         speaker = voucher_of(PeerId(record.peer))
+        served_models = models_of[record.peer]
         for finding in record.found:
             host = voucher_of(PeerId(finding.peer))
-            served, model = models_of[record.peer], model_of.get((finding.peer, finding.name))
-            could_compute = model in served if model is not None else bool(served)  # of who left, any server
+            model = model_of.get((finding.peer, finding.name))
+            # of a server that has left, any server may speak
+            could_compute = model in served_models if model is not None else bool(served_models)
             if finding.peer == record.peer or not could_compute:
                 continue
-            if not finding.is_right:
-                accused_by[speaker].add(finding.peer)
             testimonies[finding.peer, finding.name].add(finding.is_right, speaker, is_kin=host == speaker)
-            if not finding.is_right and finding.voucher and host[:VOUCHER_BYTES] == finding.voucher and host != speaker:
+            if finding.is_right:
+                continue
+            accused_by[speaker].add(finding.peer)
+            is_host_named = bool(finding.voucher) and host[:VOUCHER_BYTES] == finding.voucher
+            if is_host_named and host != speaker:
                 guests[finding.voucher][speaker].add(finding.peer)
     if not testimonies:
         return {}
-    leaky = {
-        host for host, accused in guests.items() if sum(len(g) >= WRONG_GUESTS for g in accused.values()) >= AGREEING
-    }
-    n_holders, trust = _holders(spans), {}
+    leaky = set()
+    for host, accused_guests in guests.items():
+        n_accusers = sum(len(accused) >= WRONG_GUESTS for accused in accused_guests.values())
+        if n_accusers >= AGREEING:
+            leaky.add(host)
+    n_holders = _holders(spans)
+    trust = {}
     for span, name in zip(spans, names, strict=True):
         kind = (span.model, span.dtype, span.quantize)
-        is_alone = all(n_holders[(*kind, block)] < 2 for block in range(span.start, min(span.end, MAX_BLOCKS)))
+        blocks = range(span.start, min(span.end, MAX_BLOCKS))
+        is_alone = all(n_holders[(*kind, block)] < 2 for block in blocks)
         is_leaky = voucher_of(PeerId(span.peer))[:VOUCHER_BYTES] in leaky
         testimony = testimonies.get(name, Testimony())
         trust[span.peer, span.slot] = Trust.DOUBTED if is_leaky else testimony.trust(is_alone, accused_by)
@@ -157,14 +173,18 @@ class Testimony:
     kin: set[bool] = field(default_factory=set)
 
     def add(self, is_right: bool, speaker: bytes, is_kin: bool) -> None:
+        """Count what one voucher's guests say. Both words of one voucher count, each once."""
         if is_kin:
             self.kin.add(is_right)
+        elif is_right:
+            self.right.add(speaker)
         else:
-            (self.right if is_right else self.wrong).add(speaker)
+            self.wrong.add(speaker)
 
     def trust(self, is_alone: bool, accused_by: Mapping[bytes, set[str]]) -> Trust:
         """One word against a server is no proof: then it is as if nobody had looked."""
-        n_right, n_wrong = len(self.right), len(self.wrong)
+        n_right = len(self.right)
+        n_wrong = len(self.wrong)
         if not n_right and not n_wrong:
             is_known_right = self.kin == {True}
             return Trust.PROVEN if is_known_right or (is_alone and not self.kin) else Trust.UNKNOWN
@@ -183,16 +203,16 @@ def _holders(spans: Sequence[SpanRecord]) -> dict[tuple[str, str, str, int], int
     return {key: len(peers) for key, peers in holders.items()}
 
 
-def n_speakers(spans: Iterable[SpanRecord], peers: Iterable[PeerRecord]) -> dict[tuple[str, bytes], int]:
+def count_speakers(spans: Iterable[SpanRecord], peers: Iterable[PeerRecord]) -> dict[tuple[str, bytes], int]:
     """How many others say something of each server, by (peer, name)."""
-    n_said = {(span.peer, name_of(span)): 0 for span in spans}
+    n_speakers = {(span.peer, name_of(span)): 0 for span in spans}
     for record in peers:
-        for server in {(finding.peer, finding.name) for finding in record.found if finding.peer != record.peer}:
-            if server in n_said:
-                n_said[server] += 1
-    return n_said
+        others = {(finding.peer, finding.name) for finding in record.found if finding.peer != record.peer}
+        for server in others & n_speakers.keys():
+            n_speakers[server] += 1
+    return n_speakers
 
 
-def finding(span: SpanRecord, is_right: bool, voucher: bytes = b"") -> ProbeFinding:
+def make_finding(span: SpanRecord, is_right: bool, voucher: bytes = b"") -> ProbeFinding:
     """What is announced of a server."""
     return ProbeFinding(PeerId(span.peer), name_of(span), is_right, b"" if is_right else voucher[:VOUCHER_BYTES])

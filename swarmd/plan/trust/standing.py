@@ -81,23 +81,28 @@ class FaultHistory:
         return self.faults.get(kind, (0, 0.0))[1] * decay
 
     def score(self, now: float) -> float:
+        """What all faults together weigh by now."""
         return sum(self.weight(kind, now) for kind in self.faults)
 
 
-def note(history: FaultHistory, kind: Fault, why: str, now: float, witness: str = "") -> Decision[bool]:
+def record_fault(history: FaultHistory, kind: Fault, why: str, now: float, witness: str = "") -> Decision[bool]:
     """Count one fault; tells whether the peer is banned from now on. Of a witness each kind counts once."""
+    # A witness is a member that says what a third one did. One that repeats itself adds nothing, and there is an end
+    # to how many are remembered, so that nobody fills memory or a history with words.
     if witness:
-        history.witnesses = {
-            w: witnessed_at for w, witnessed_at in history.witnesses.items() if now - witnessed_at < HALF_LIFE_S
-        }
-        if f"{kind}/{witness}" in history.witnesses or len(history.witnesses) >= MAX_WITNESSES:
+        witnesses = {w: seen_at for w, seen_at in history.witnesses.items() if now - seen_at < HALF_LIFE_S}
+        history.witnesses = witnesses
+        if f"{kind}/{witness}" in witnesses or len(witnesses) >= MAX_WITNESSES:
             return Decision(False, f"{witness[-8:]} has said so before")
-        history.witnesses[f"{kind}/{witness}"] = now
+        witnesses[f"{kind}/{witness}"] = now
+    # All weights are brought to the present first: one time (``at``) stands for all of them, and they decay alike.
     weights = {k: (count, history.weight(k, now)) for k, (count, _) in history.faults.items()}
     count, weight = weights.get(kind, (0, 0.0))
-    history.faults, history.at = {**weights, kind: (count + 1, weight + RULES[kind].weight)}, now
+    weights[kind] = (count + 1, weight + RULES[kind].weight)
+    history.faults = weights
+    history.at = now
     history.why = f"{kind}: {why}"[:300]
-    counted = sum(w for k, (_, w) in history.faults.items() if RULES[k].bans)
+    counted = sum(w for k, (_, w) in weights.items() if RULES[k].bans)
     if counted <= BANNED_ABOVE or is_banned(history, now):
         return Decision(False, history.why)
     if now - history.banned_until > BANS_FORGOTTEN_S:
@@ -105,7 +110,8 @@ def note(history: FaultHistory, kind: Fault, why: str, now: float, witness: str 
     ban_s = min(LONGEST_BAN_S, RULES[kind].ban_s * 2**history.n_bans)
     history.n_bans += 1
     history.banned_until = now + ban_s
-    history.faults = {k: (count, 0.0 if RULES[k].bans else w) for k, (count, w) in history.faults.items()}
+    # What led to this ban is paid for by it: afterwards only new faults count towards the next, longer one.
+    history.faults = {k: (n, 0.0 if RULES[k].bans else w) for k, (n, w) in weights.items()}
     return Decision(True, f"banned for {ban_s:.0f} s, for the {history.n_bans}. time: {history.why}")
 
 
@@ -117,7 +123,8 @@ def leave_out(
     ``is_way_to_blame``: a relay may be what is silent, so it is a last resort at once, unless it was left out before.
     """
     grown_s = min(longest_s, for_s * 2**history.strikes)
-    history.last_resort_at = now if is_way_to_blame and not history.strikes else now + SECOND_CHANCE_S
+    is_last_resort_now = is_way_to_blame and not history.strikes
+    history.last_resort_at = now if is_last_resort_now else now + SECOND_CHANCE_S
     if longest_s > for_s:  # else it is only asked again and again whether it is there
         history.strikes = min(history.strikes + 1, 32)
     history.out_until = now + grown_s
@@ -125,6 +132,7 @@ def leave_out(
 
 
 def is_banned(history: FaultHistory, now: float) -> bool:
+    """Is a ban of this peer under way?"""
     return now < history.banned_until
 
 
