@@ -101,8 +101,8 @@ class NatTraversal(Protocol):
     async def ask_dial_back(self, peer: PeerId, version: int) -> ReachabilityReport:
         """Have a member try to connect to this peer over one version of IP, 4 or 6."""
 
-    async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
-        """Be reachable through a relay until that ends; calls ``held`` once it is so."""
+    async def hold_reservation(self, relay: PeerId, on_held: Callable[[], None]) -> None:
+        """Be reachable through a relay until that ends; calls ``on_held`` once it is so."""
 
     def reached_at_port(self, port: int) -> None:
         """A port of the router leads here: members that try are to try it."""

@@ -197,8 +197,8 @@ class DirectNetwork:
 
     async def _give_ticket(self, stream: Stream) -> None:
         now = trio.current_time()
-        self._tokens = {t: known for t, known in self._tokens.items() if known.expires_at > now}
-        of_peer = sum(known.peer == stream.peer for known in self._tokens.values())
+        self._tokens = {t: token_entry for t, token_entry in self._tokens.items() if token_entry.expires_at > now}
+        of_peer = sum(token_entry.peer == stream.peer for token_entry in self._tokens.values())
         if of_peer < MAX_TOKENS_PER_PEER and len(self._tokens) < MAX_TOKENS:
             token = os.urandom(TOKEN_BYTES)
             self._tokens[token] = _Token(stream.peer, now + TOKEN_LIFETIME_S)
@@ -246,13 +246,13 @@ class DirectNetwork:
             if not data:
                 return None
             start += data
-        known = self._tokens.pop(start[:TOKEN_BYTES], None)
-        if known is None or known.expires_at <= trio.current_time() or start[-1] >= len(DIRECT):
+        token_entry = self._tokens.pop(start[:TOKEN_BYTES], None)
+        if token_entry is None or token_entry.expires_at <= trio.current_time() or start[-1] >= len(DIRECT):
             return None
-        return known.peer, DIRECT[start[-1]]
+        return token_entry.peer, DIRECT[start[-1]]
 
     def _keep(self, stream: DirectStream) -> DirectStream:
-        if self._traffic is not None and (traffic := self._traffic.beyond(stream.host)) is not None:
+        if self._traffic is not None and (traffic := self._traffic.counter_for(stream.host)) is not None:
             traffic.connected()
             traffic.sent(HANDSHAKE_BYTES)
             stream.traffic = traffic

@@ -61,10 +61,10 @@ class _HttpConnection(TCPServer):  # type: ignore[misc]  # hypercorn has no type
     """hypercorn's connection over a plain socket, with HTTP/1.1 alone."""
 
     async def run(self) -> None:
-        found = self.stream.socket
+        connected_socket = self.stream.socket
         try:
-            client = parse_socket_addr(found.family, found.getpeername())
-            server = parse_socket_addr(found.family, found.getsockname())
+            client = parse_socket_addr(connected_socket.family, connected_socket.getpeername())
+            server = parse_socket_addr(connected_socket.family, connected_socket.getsockname())
             async with TaskGroup() as task_group:
                 self._task_group = task_group
                 self.protocol = _HttpOne(
@@ -105,9 +105,11 @@ async def serve_http(
         try:
             await (connect or answer)(stream)
         except* Exception as errors:  # noqa: BLE001 - a connection is a stranger's: it fails in any way, and ends alone
-            logger.warning("a connection over HTTP ended with %s", _kinds(errors))
+            logger.warning("a connection over HTTP ended with %s", _error_kinds(errors))
 
-    listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(one)) for one in listening]
+    listeners = [
+        trio.SocketListener(trio.socket.from_stdlib_socket(listening_socket)) for listening_socket in listening
+    ]
     try:
         await trio.serve_listeners(guarded, listeners)
     finally:
@@ -115,9 +117,9 @@ async def serve_http(
             listener.socket.close()
 
 
-def _kinds(errors: BaseExceptionGroup[Any]) -> str:
+def _error_kinds(errors: BaseExceptionGroup[Any]) -> str:
     """Which errors a group is made of, without a word of what a stranger sent."""
     kinds: set[str] = set()
     for error in errors.exceptions:
-        kinds.add(_kinds(error) if isinstance(error, BaseExceptionGroup) else type(error).__name__)
+        kinds.add(_error_kinds(error) if isinstance(error, BaseExceptionGroup) else type(error).__name__)
     return ", ".join(sorted(kinds))

@@ -38,8 +38,8 @@ class Inbound(Generic[ChannelT]):
         self._held[channel] = n_bytes
         if sum(self._held.values()) <= MAX_BYTES:
             return None
-        most = max({self._sponsor_of(c) for c in self._held}, key=self._of)
-        return next(c for c in reversed(self._held) if self._sponsor_of(c) == most)
+        largest_sponsor = max({self._sponsor_of(c) for c in self._held}, key=self._of)
+        return next(c for c in reversed(self._held) if self._sponsor_of(c) == largest_sponsor)
 
     def forget(self, channel: ChannelT) -> None:
         """A channel holds nothing any more."""

@@ -26,7 +26,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
 
-def ask(
+def ask_daemon(
     path: Path, verb: str, query: Mapping[str, str] | None = None, method: str = "GET", timeout_s: float = 15.0
 ) -> dict[str, Any]:
     """Ask one thing of the control API at the socket ``path``.

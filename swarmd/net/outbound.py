@@ -72,13 +72,13 @@ class Outbound:
 
     async def _close_crowding(self) -> None:
         """Close the newest channel of whoever has most."""
-        most = max({self._sponsor_of(c.peer) for c in self._held}, key=self.n_bytes_of)
-        crowding = next(c for c in reversed(self._held) if self._sponsor_of(c.peer) == most)
+        largest_sponsor = max({self._sponsor_of(c.peer) for c in self._held}, key=self.n_bytes_of)
+        crowding = next(c for c in reversed(self._held) if self._sponsor_of(c.peer) == largest_sponsor)
         await crowding.close()
 
     def _forget(self, channel: AnsweringChannel, n_bytes: int) -> None:
-        left = self._held.pop(channel) - n_bytes
-        if left > 0:
-            self._held[channel] = left
+        remaining = self._held.pop(channel) - n_bytes
+        if remaining > 0:
+            self._held[channel] = remaining
         self._changed.set()
         self._changed = trio.Event()

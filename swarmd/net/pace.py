@@ -29,7 +29,7 @@ class Pace:
     def slices(self, data: bytes) -> Iterator[bytes]:
         """Cut what is to be sent: in slices where there is a limit, else not at all."""
         size = self.at_a_time or max(1, len(data))
-        return (data[at : at + size] for at in range(0, len(data), size))
+        return (data[start : start + size] for start in range(0, len(data), size))
 
     def is_free(self, is_urgent: bool = False) -> bool:
         """May something go now?"""

@@ -199,7 +199,7 @@ class Rpc:
     def __init__(
         self,
         network: Network,
-        guest: RpcOwner,
+        owner: RpcOwner,
         standing: Standing | None = None,
         sponsor_of: SponsorOf | None = None,
     ) -> None:
@@ -207,7 +207,7 @@ class Rpc:
         self.standing = standing or Standing()
         self.sponsor_of = sponsor_of or str.encode
         self.answers = Outbound(self.sponsor_of)
-        self._guest = guest
+        self._owner = owner
         self._channels: dict[tuple[PeerId, Purpose], list[Channel]] = {}
         self._opening: dict[tuple[PeerId, Purpose], trio.Lock] = {}
         self._nursery: trio.Nursery | None = None
@@ -227,7 +227,7 @@ class Rpc:
         """The newest live channel: whoever opened it may have given up those before, which look alive for a while."""
         return next((c for c in reversed(self._channels.get((peer, purpose), ())) if c.is_open), None)
 
-    def _to_ask(self, peer: PeerId, purpose: Purpose) -> Channel | None:
+    def _asking_channel(self, peer: PeerId, purpose: Purpose) -> Channel | None:
         """A channel over which this side may ask."""
         of_peer = reversed(self._channels.get((peer, purpose), ()))
         return next((c for c in of_peer if c.is_open and (c.is_ours or purpose not in ONE_WAY)), None)
@@ -237,16 +237,16 @@ class Rpc:
 
     async def channel(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel:
         """Return a live channel to a peer, opening one if there is none. Raises PeerError."""
-        found = self._to_ask(peer, purpose)
-        if found is not None:
-            return found
+        channel = self._asking_channel(peer, purpose)
+        if channel is not None:
+            return channel
         if peer == self.network.peer_id:
             raise Unreachable("a peer does not dial itself")
         self._require_standing(peer)
         lock = self._opening.setdefault((peer, purpose), trio.Lock())
         try:
             async with lock:
-                return self._to_ask(peer, purpose) or await self._open(peer, purpose)
+                return self._asking_channel(peer, purpose) or await self._open(peer, purpose)
         finally:
             if not lock.statistics().tasks_waiting:
                 self._opening.pop((peer, purpose), None)
@@ -297,7 +297,7 @@ class Rpc:
         is_admitted = False
         try:
             with trio.fail_after(HELLO_TIMEOUT_S):
-                await channel.send(self._guest.hello())
+                await channel.send(self._owner.hello())
                 decoder, early = await self._greet(channel)
             is_admitted = True
         except trio.TooSlowError:
@@ -318,11 +318,11 @@ class Rpc:
                 with trio.fail_after(HELLO_TIMEOUT_S):
                     self._require_standing(channel.peer)
                     decoder, early = await self._greet(channel)
-                    theirs = [c for c in self._channels.get((channel.peer, purpose), ()) if not c.is_ours]
-                    if len(theirs) >= MAX_CHANNELS:
+                    inbound_channels = [c for c in self._channels.get((channel.peer, purpose), ()) if not c.is_ours]
+                    if len(inbound_channels) >= MAX_CHANNELS:
                         raise Refused(Code.NO_CAPACITY, f"{MAX_CHANNELS} {purpose} streams of {channel.peer} are open")
                     self._require_room(channel.peer)
-                    await channel.send(self._guest.hello())
+                    await channel.send(self._owner.hello())
             except (trio.TooSlowError, PeerError) as error:
                 await self._turn_away(channel, error)
                 return
@@ -333,8 +333,8 @@ class Rpc:
 
     def _require_room(self, peer: PeerId) -> None:
         """Leave room for others: identities cost nothing. Raises Refused."""
-        sponsor, known = self.sponsor_of(peer), self.peers()
-        if peer not in known and sum(self.sponsor_of(p) == sponsor for p in known) >= MAX_PEERS_OF_SPONSOR:
+        sponsor, connected = self.sponsor_of(peer), self.peers()
+        if peer not in connected and sum(self.sponsor_of(p) == sponsor for p in connected) >= MAX_PEERS_OF_SPONSOR:
             text = f"{MAX_PEERS_OF_SPONSOR} peers that one member or invite answers for are connected here: close some"
             raise Refused(Code.NO_CAPACITY, text)
 
@@ -360,7 +360,7 @@ class Rpc:
         if unknown := messages.unknown_needs(message.needs):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
         try:
-            self._guest.admit(channel.peer, message)
+            self._owner.admit(channel.peer, message)
         except IntegrityError as error:
             self.standing.fault(channel.peer, Fault.FORGED, str(error))
             raise RemoteProtocolError(str(error)) from None
@@ -421,7 +421,7 @@ class Rpc:
         if getattr(message, "id", 0):  # it wants an answer
             await self.answers.may_answer(channel)
         try:
-            if isinstance(message, messages.Unknown) or not await self._guest.handle(channel, message, frame):
+            if isinstance(message, messages.Unknown) or not await self._owner.handle(channel, message, frame):
                 messages.refuse_unhandled(message)
         except Refused as error:
             if not isinstance(message, Refusal):  # two peers that refuse each other would never stop
@@ -436,6 +436,6 @@ class Rpc:
             if not channels:
                 del self._channels[channel.peer, channel.purpose]
                 try:
-                    self._guest.gone(channel.peer, channel.purpose)
+                    self._owner.gone(channel.peer, channel.purpose)
                 except Exception:
                     logger.exception("the end of the last channel to %s broke who was told", channel.peer)

@@ -43,12 +43,12 @@ class Line:
 
     async def carry(self, n_bytes: int) -> float:
         """Wait for a place in the queue before it, packet by packet; returns when the last will be through."""
-        for at in range(0, n_bytes, PACKET_BYTES):
+        for start in range(0, n_bytes, PACKET_BYTES):
             async with self._turn:
                 await trio.sleep_until(self.free_at - QUEUE_S)
-                taken = min(PACKET_BYTES, n_bytes - at)
-                self.free_at = max(self.free_at, trio.current_time()) + taken / self.bytes_per_s
-                self.n_bytes += taken
+                packet_bytes = min(PACKET_BYTES, n_bytes - start)
+                self.free_at = max(self.free_at, trio.current_time()) + packet_bytes / self.bytes_per_s
+                self.n_bytes += packet_bytes
         return self.free_at
 
 
@@ -126,8 +126,8 @@ class SimStream:
 
     async def send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint()
-        other = self.other
-        while other._inbox_bytes > WINDOW_BYTES and not self._failed:
+        far_end = self.other
+        while far_end._inbox_bytes > WINDOW_BYTES and not self._failed:
             await self._changed.wait()
         if self._failed or self._closed:
             raise Unreachable(f"the stream to {self.peer} is gone")
@@ -136,9 +136,9 @@ class SimStream:
         self._line_free_at = starts + len(data) / link.bytes_per_s
         for line in self._world.lines_between(self.local, self.peer):
             self._line_free_at = max(self._line_free_at, await line.carry(len(data)))
-        other._inbox.append((self._line_free_at + link.latency_s, data))
-        other._inbox_bytes += len(data)
-        other.wake()
+        far_end._inbox.append((self._line_free_at + link.latency_s, data))
+        far_end._inbox_bytes += len(data)
+        far_end.wake()
 
     def can_send(self, n_bytes: int) -> bool:
         return self.other._inbox_bytes + n_bytes <= WINDOW_BYTES
@@ -219,12 +219,12 @@ class SimNetwork:
             raise PeerTimeout(f"{peer} did not answer within {CONNECT_TIMEOUT_S} s")
         if target is None or target._nursery is None or purpose not in target._handlers:
             raise Unreachable(f"{peer} cannot be reached: connection refused")
-        here, there = SimStream(self._world, self.peer_id, peer), SimStream(self._world, peer, self.peer_id)
-        here.other, there.other = there, here
-        self.streams.add(here)
-        target.streams.add(there)
-        target._nursery.start_soon(target._serve, purpose, there)
-        return here
+        near_end, far_end = SimStream(self._world, self.peer_id, peer), SimStream(self._world, peer, self.peer_id)
+        near_end.other, far_end.other = far_end, near_end
+        self.streams.add(near_end)
+        target.streams.add(far_end)
+        target._nursery.start_soon(target._serve, purpose, far_end)
+        return near_end
 
     def way_to(self, peer: PeerId) -> Way | None:
         return "direct" if any(stream.peer == peer for stream in self.streams) else None
@@ -267,9 +267,9 @@ class SimRecordStore:
 
     async def find_providers(self, key: str) -> dict[PeerId, tuple[str, ...]]:
         await self._ask()
-        found = self._world.providers.get(key, {})
-        live = [p for p in found if p != self._peer]
-        return {p: found[p] for p in self._world.rng.sample(live, min(20, len(live)))}
+        providers = self._world.providers.get(key, {})
+        live = [p for p in providers if p != self._peer]
+        return {p: providers[p] for p in self._world.rng.sample(live, min(20, len(live)))}
 
     async def _ask(self) -> None:
         await trio.sleep(self._world.lookup_s)

@@ -62,20 +62,20 @@ class Tls:
             raise trio.ClosedResourceError("who sent before was stopped in the midst of a record")
         assert not self._is_sending, "two at a time would mix their records"
         self._is_sending = True
-        for at in range(0, len(data), WRITTEN_BYTES):
-            self._tls.write(memoryview(data)[at : at + WRITTEN_BYTES])
+        for start in range(0, len(data), WRITTEN_BYTES):
+            self._tls.write(memoryview(data)[start : start + WRITTEN_BYTES])
             await self._flush()
-            if at:
+            if start:
                 await trio.lowlevel.cancel_shielded_checkpoint()
         self._is_sending = False  # who is cancelled before that leaves half a record: nobody can send any more
 
     async def receive(self, n_bytes: int) -> bytes:
         """At most so many bytes, and of full records all that are here; none when the other side has said goodbye."""
-        parts, left = list[bytes](), n_bytes
-        while left > 0 and (not parts or len(parts[-1]) == RECORD_BYTES):
+        parts, remaining = list[bytes](), n_bytes
+        while remaining > 0 and (not parts or len(parts[-1]) == RECORD_BYTES):
             try:
-                parts.append(self._tls.read(left))
-                left -= len(parts[-1])
+                parts.append(self._tls.read(remaining))
+                remaining -= len(parts[-1])
             except ssl.SSLWantReadError:
                 if parts:
                     break
@@ -104,10 +104,10 @@ class Tls:
 
     async def _flush(self) -> None:
         """Only who sends does: what reading has to answer may wait until then."""
-        left = memoryview(self._outgoing.read())
-        while left:
+        unsent = memoryview(self._outgoing.read())
+        while unsent:
             try:
-                left = left[self.socket.send(left) :]
+                unsent = unsent[self.socket.send(unsent) :]
             except BlockingIOError:
                 await trio.lowlevel.wait_writable(self.socket.fileno())
 
@@ -138,7 +138,7 @@ class DirectStream:
         self._tls = tls
         self._poll = select.poll()
         self._poll.register(tls.socket.fileno(), select.POLLOUT)
-        _tune(tls.socket)
+        _tune_socket(tls.socket)
 
     @property
     def is_open(self) -> bool:
@@ -151,15 +151,15 @@ class DirectStream:
 
     async def send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
-        sent = False
+        is_sent = False
         try:
             with trio.CancelScope(shield=self.can_send(len(data))):  # it leaves at once: no reason to end the channel
                 await self._send(data)
-            sent = True
+            is_sent = True
         except BROKEN:
             raise Unreachable(f"the direct channel to {self.peer} is gone") from None
         finally:
-            if not sent:  # half a frame may have left: nothing after it would make sense
+            if not is_sent:  # half a frame may have left: nothing after it would make sense
                 await self.reset()
 
     async def _send(self, data: bytes) -> None:
@@ -200,7 +200,7 @@ class DirectStream:
             self._tls.close()
 
 
-def _tune(connection: socket.socket) -> None:
+def _tune_socket(connection: socket.socket) -> None:
     """No delay for small frames, and an end within seconds when the other machine is gone without a goodbye."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

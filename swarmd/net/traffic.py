@@ -11,7 +11,7 @@ import msgspec
 
 from swarmd.errors import ConfigError
 from swarmd.folders import write_file
-from swarmd.net.interfaces import networks
+from swarmd.net.interfaces import own_networks
 from swarmd.net.pace import Pace
 from swarmd.plan.links.traffic import (
     CONNECTION_BYTES,
@@ -51,11 +51,11 @@ class Traffic:
         self.down = Pace(lambda: self.limits.down_bytes_per_s or None)
         self._now = now
         self._file = file
-        self._used = self._written = _recall(file) or TrafficUse(month_of(now()))
+        self._used = self._written = _read_use(file) or TrafficUse(month_of(now()))
 
-    def beyond(self, host: str | None) -> Traffic | None:
+    def counter_for(self, host: str | None) -> Traffic | None:
         """This, for a connection with an IP address beyond the home; else None."""
-        return self if host is not None and leaves_home(host, networks()) else None
+        return self if host is not None and leaves_home(host, own_networks()) else None
 
     def used(self) -> TrafficUse:
         """What has passed this month."""
@@ -79,11 +79,11 @@ class Traffic:
         """Count what has come. Raises UsedUpError when that was the last."""
         self._pass(self.down, self.up, n_bytes)
 
-    def _pass(self, there: Pace, back: Pace, n_bytes: int) -> None:
+    def _pass(self, forward: Pace, backward: Pace, n_bytes: int) -> None:
         there_bytes, back_bytes = wire_bytes(n_bytes), ack_bytes(n_bytes)
         self._count(there_bytes + back_bytes)
-        there.charge(there_bytes)
-        back.charge(back_bytes)
+        forward.charge(there_bytes)
+        backward.charge(back_bytes)
 
     def _count(self, n_bytes: int) -> None:
         if self.is_used_up:
@@ -106,9 +106,9 @@ class Traffic:
             logger.warning("what passes this month is not written down: %s", error)
 
 
-def _recall(file: Path | None) -> TrafficUse | None:
+def _read_use(file: Path | None) -> TrafficUse | None:
     """What was written down; None when nothing was. Raises ConfigError."""
     if file is None or not file.is_file():
         return None
-    kept = read_json(file, _TrafficFile, "delete it to count this month from 0")
-    return TrafficUse(kept.month, kept.n_bytes)
+    saved = read_json(file, _TrafficFile, "delete it to count this month from 0")
+    return TrafficUse(saved.month, saved.n_bytes)

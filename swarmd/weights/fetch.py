@@ -321,7 +321,7 @@ class Fetch:
         giver = self._download.givers.get(peer)
         if giver is None or not giver.bytes_per_s:
             return STALL_S
-        return max(STALL_S / 3, 4 * sum(p.n_bytes for p in giver.asked) / giver.bytes_per_s)
+        return max(STALL_S / 3, 4 * sum(p.n_bytes for p in giver.asked_at) / giver.bytes_per_s)
 
     def _give_up(self, peer: PeerId, reason: str) -> None:
         logger.warning("doing without the donor %s: %s", peer, reason)

@@ -96,9 +96,9 @@ def test_a_damaged_file_says_what_to_do(tmp_path: Path) -> None:
 
 def test_home_is_not_counted() -> None:
     traffic = Traffic(Limits())
-    assert traffic.beyond("127.0.0.1") is None
-    assert traffic.beyond(None) is None
-    assert traffic.beyond("198.51.100.1") is traffic
+    assert traffic.counter_for("127.0.0.1") is None
+    assert traffic.counter_for(None) is None
+    assert traffic.counter_for("198.51.100.1") is traffic
 
 
 @pytest.mark.parametrize("n_senders", [1, 8])

@@ -277,10 +277,10 @@ def _invite_addresses() -> tuple[str, ...]:
         book = ask("addresses")["addresses"]
         return tuple(address for addresses in book.values() for address in addresses[:2])[:8]
     except DaemonNotRunning:
-        from swarmd.net.interfaces import expand
+        from swarmd.net.interfaces import expand_wildcards
 
         settings = config.load(state.folder)
-        chosen = config.split(settings.announce) or expand(config.split(settings.listen))
+        chosen = config.split(settings.announce) or expand_wildcards(config.split(settings.listen))
         return tuple(f"{a.split('/p2p/')[0]}/p2p/{state.identity().peer_id}" for a in chosen)
 
 

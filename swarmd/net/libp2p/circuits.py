@@ -26,7 +26,7 @@ from multiaddr import Multiaddr
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import MayRelay, Relayed
 from swarmd.net.libp2p.stream import Libp2pStream
-from swarmd.net.libp2p.wire import read, write
+from swarmd.net.libp2p.wire import read_message, write_message
 from swarmd.protocol.fields import Certificate, Name, Text
 from swarmd.values import PeerId
 
@@ -103,13 +103,13 @@ class Circuits:
 
     # --- as one of the two ends ------------------------------------------------------------------------------
 
-    async def reserve(self, relay: PeerId, held: Callable[[], None]) -> None:
-        """Hold a reservation until it ends; calls ``held`` when it holds. Raises PeerError."""
+    async def reserve(self, relay: PeerId, on_held: Callable[[], None]) -> None:
+        """Hold a reservation until it ends; calls ``on_held`` when it holds. Raises PeerError."""
         stream = await self._network.open_for_reservation(relay)
         self._relays[relay] += 1  # it may bring somebody before its answer has been read
         try:
             self._network.note_seen_at((await self._ask(stream, RelayRequest(certificate=self._certificate))).seen_at)
-            held()
+            on_held()
             await stream.receive()
         finally:
             self._relays = self._relays - Counter([relay])
@@ -128,8 +128,8 @@ class Circuits:
         is_granted = False
         try:
             with trio.fail_after(ANSWER_TIMEOUT_S):
-                await write(stream, ask)
-                granted = await read(stream, RelayGrant)
+                await write_message(stream, ask)
+                granted = await read_message(stream, RelayGrant)
             is_granted = not granted.why_not
         except trio.TooSlowError:
             raise Unreachable(f"the relay {stream.peer} did not answer within {ANSWER_TIMEOUT_S} s") from None
@@ -141,26 +141,26 @@ class Circuits:
             raise Unreachable(f"the relay {stream.peer} says: {granted.why_not}")
         return granted
 
-    async def called(self, stream: Libp2pStream) -> None:
+    async def serve_call(self, stream: Libp2pStream) -> None:
         """A relay brings somebody who wants to connect to this peer."""
         is_in_circuit = stream.remote_address is None
         if is_in_circuit or stream.peer not in self._relays:
             await stream.reset()
             return
         with trio.fail_after(ANSWER_TIMEOUT_S):
-            caller = await read(stream, Caller)
+            caller = await read_message(stream, Caller)
         await self._network.take_in(Circuit(stream, False, f"{caller.peer} through {stream.peer}"))
 
     # --- as the relay ----------------------------------------------------------------------------------------
 
-    async def asked(self, stream: Libp2pStream) -> None:
+    async def serve_request(self, stream: Libp2pStream) -> None:
         """Somebody asks this peer to relay."""
         with trio.fail_after(ANSWER_TIMEOUT_S):
-            ask = await read(stream, RelayRequest)
+            ask = await read_message(stream, RelayRequest)
         relayed = self.may_relay(stream.peer, ask.certificate) if self.may_relay else None
         why_not = self._why_not(stream.peer, ask, relayed)
         if relayed is None or why_not:
-            await write(stream, RelayGrant(why_not))
+            await write_message(stream, RelayGrant(why_not))
             await stream.aclose()
             return
         self._sponsors[stream.peer] = relayed.sponsor
@@ -224,7 +224,7 @@ class Circuits:
         peer = stream.peer
         self._reserved[peer] += 1
         try:
-            await write(stream, RelayGrant(seen_at=stream.remote_address))
+            await write_message(stream, RelayGrant(seen_at=stream.remote_address))
             await stream.receive()
         finally:
             self._reserved = self._reserved - Counter([peer])
@@ -233,26 +233,26 @@ class Circuits:
 
     async def _connect(self, stream: Libp2pStream, target: PeerId) -> None:
         self._asked[stream.peer] += 1
-        other: Libp2pStream | None = None
+        target_stream: Libp2pStream | None = None
         try:
-            other = await self._network.open_to_reserved(target)
-            await write(other, Caller(stream.peer))
-            await write(stream, RelayGrant(seen_at=stream.remote_address))
+            target_stream = await self._network.open_to_reserved(target)
+            await write_message(target_stream, Caller(stream.peer))
+            await write_message(stream, RelayGrant(seen_at=stream.remote_address))
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_pour, stream, other, nursery.cancel_scope)
-                nursery.start_soon(_pour, other, stream, nursery.cancel_scope)
+                nursery.start_soon(_copy_bytes, stream, target_stream, nursery.cancel_scope)
+                nursery.start_soon(_copy_bytes, target_stream, stream, nursery.cancel_scope)
         except PeerError as error:
-            if other is None:
-                await write(stream, RelayGrant(f"{target} is gone: {error}"[:200]))
+            if target_stream is None:
+                await write_message(stream, RelayGrant(f"{target} is gone: {error}"[:200]))
         finally:
             self._asked = self._asked - Counter([stream.peer])
             with trio.CancelScope(shield=True):
                 await stream.reset()
-                if other is not None:
-                    await other.reset()
+                if target_stream is not None:
+                    await target_stream.reset()
 
 
-async def _pour(source: Libp2pStream, sink: Libp2pStream, scope: trio.CancelScope) -> None:
+async def _copy_bytes(source: Libp2pStream, sink: Libp2pStream, scope: trio.CancelScope) -> None:
     """Pass bytes on until either end is gone, which ends the other direction as well."""
     since, moved = trio.current_time(), 0
     try:
@@ -290,8 +290,8 @@ class Circuit(IRawConnection):
                 self._rest = await self._stream.receive()
             except PeerError as error:
                 raise ConnectionClosedError(str(error)) from None
-        taken, self._rest = self._rest[:n], self._rest[n:] if n is not None else b""
-        return taken
+        data, self._rest = self._rest[:n], self._rest[n:] if n is not None else b""
+        return data
 
     async def close(self) -> None:
         await self._stream.reset()

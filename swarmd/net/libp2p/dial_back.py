@@ -14,7 +14,7 @@ import trio
 
 from swarmd.errors import RemoteProtocolError, Unreachable
 from swarmd.net.libp2p.stream import Libp2pStream
-from swarmd.net.libp2p.wire import read, write
+from swarmd.net.libp2p.wire import read_message, write_message
 from swarmd.plan.links.reachability import ReachabilityReport
 from swarmd.protocol.fields import Text
 from swarmd.values import PeerId
@@ -60,43 +60,45 @@ class DialBack:
         peer = stream.peer
         try:
             with trio.fail_after(ANSWER_TIMEOUT_S):
-                await write(stream, DialRequest(ports[:MAX_PORTS]))
-                tried = await read(stream, DialResult)
+                await write_message(stream, DialRequest(ports[:MAX_PORTS]))
+                result = await read_message(stream, DialResult)
         except trio.TooSlowError:
             raise Unreachable(f"{peer} did not say within {ANSWER_TIMEOUT_S} s whether it can connect here") from None
         finally:
             with trio.CancelScope(shield=True):
                 await stream.reset()
-        if not tried.host:
+        if not result.host:
             raise Unreachable(f"{peer} does not try to connect here now")
         try:
-            ipaddress.ip_address(tried.host)
+            ipaddress.ip_address(result.host)
         except ValueError:
-            raise RemoteProtocolError(f"{peer} sees this peer at {tried.host[:80]!r}, which is no IP address") from None
-        return ReachabilityReport(peer, tried.host, tuple(port for port in tried.open_ports if port in ports))
+            raise RemoteProtocolError(
+                f"{peer} sees this peer at {result.host[:80]!r}, which is no IP address"
+            ) from None
+        return ReachabilityReport(peer, result.host, tuple(port for port in result.open_ports if port in ports))
 
-    async def asked(self, stream: Libp2pStream) -> None:
+    async def serve_request(self, stream: Libp2pStream) -> None:
         """Somebody wants to be dialled."""
         with trio.fail_after(ANSWER_TIMEOUT_S):
-            wanted = await read(stream, DialRequest)
+            request = await read_message(stream, DialRequest)
         remote, peer = stream.remote_address, stream.peer
         if remote is None or peer in self._tried_for or len(self._tried_for) >= MAX_AT_ONCE:
-            await write(stream, DialResult())
+            await write_message(stream, DialResult())
             await stream.aclose()
             return
-        found: list[int] = []
+        open_ports: list[int] = []
 
         async def attempt(port: int) -> None:
             with trio.move_on_after(ATTEMPT_TIMEOUT_S):
                 if await self._network.answers(remote[0], port, peer):
-                    found.append(port)
+                    open_ports.append(port)
 
         self._tried_for.add(peer)
         try:
             async with trio.open_nursery() as nursery:
-                for port in set(wanted.ports):
+                for port in set(request.ports):
                     nursery.start_soon(attempt, port)
         finally:
             self._tried_for.discard(peer)
-        await write(stream, DialResult(remote[0], tuple(sorted(found))))
+        await write_message(stream, DialResult(remote[0], tuple(sorted(open_ports))))
         await stream.aclose()

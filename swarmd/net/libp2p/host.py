@@ -32,10 +32,10 @@ from multiaddr import Multiaddr
 
 from swarmd.errors import ConfigError, PeerError, PeerTimeout, Unreachable
 from swarmd.net.api import PURPOSES, Purpose, StreamHandler, Way
-from swarmd.net.interfaces import expand, has_ipv6, networks
+from swarmd.net.interfaces import expand_wildcards, has_ipv6, own_networks
 from swarmd.net.libp2p.noise import BufferedNoise
 from swarmd.net.libp2p.stream import Libp2pStream
-from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, HandshakeError, OurMuxer, connection_config, one_attempt
+from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, HandshakeError, OurMuxer, connection_config, retry_config
 from swarmd.net.libp2p.ways import Libp2pNatTraversal, is_relayed, remote_of
 from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.net.traffic import Traffic
@@ -98,7 +98,7 @@ class Libp2pNetwork:
         keys = KeyPair(key := Ed25519PrivateKey.from_bytes(identity.seed), key.get_public_key())
         self.swarm = _build_swarm(keys, psk, traffic)
         self.host = BasicHost(
-            self.swarm, disable_identify_address_discovery=True, announce_addrs=_strip(announce) or None
+            self.swarm, disable_identify_address_discovery=True, announce_addrs=_without_peer_ids(announce) or None
         )
         purposes: tuple[Purpose, ...] = (*PURPOSES, "ticket")
         self._channels = frozenset(_protocol(purpose) for purpose in PURPOSES)
@@ -119,17 +119,19 @@ class Libp2pNetwork:
 
     def addresses(self) -> tuple[str, ...]:
         suffix = f"/p2p/{self.peer_id}"
-        found = self._announce or self._led_to(self._listening())
-        own = dict.fromkeys(a.split("/p2p/")[0] + suffix for a in found)
-        return tuple(dict.fromkeys([*list(own)[:MAX_OWN_ADDRESSES], *self.ways.also]))
+        reachable = self._announce or self._reachable_addresses(self._listening())
+        own_addresses = dict.fromkeys(a.split("/p2p/")[0] + suffix for a in reachable)
+        return tuple(dict.fromkeys([*list(own_addresses)[:MAX_OWN_ADDRESSES], *self.ways.extra_addresses]))
 
     def _listening(self) -> tuple[str, ...]:
-        return expand(tuple(str(a) for a in self.host.get_transport_addrs()))
+        return expand_wildcards(tuple(str(a) for a in self.host.get_transport_addrs()))
 
-    def _led_to(self, addresses: Iterable[str]) -> tuple[str, ...]:
+    def _reachable_addresses(self, addresses: Iterable[str]) -> tuple[str, ...]:
         """Those that may lead here, as others have tried."""
         hosts = {address: host_of(address) for address in addresses}
-        return tuple(a for a, h in hosts.items() if h is None or is_private(h) or h.version not in self.ways.without)
+        return tuple(
+            a for a, h in hosts.items() if h is None or is_private(h) or h.version not in self.ways.hidden_versions
+        )
 
     def own_hosts(self) -> tuple[str, ...]:
         """The IP addresses that it listens on, and those that its owner announces."""
@@ -137,22 +139,22 @@ class Libp2pNetwork:
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         try:
-            known = ID.from_base58(peer)
+            peer_id = ID.from_base58(peer)
         except ValueError:
             return  # nobody has such an id
         circuits = tuple(a for a in addresses if is_circuit(a))
         parsed = [p for a in addresses if a not in circuits and (p := _parse_untrusted(a)) is not None]
         if (parsed or circuits) and peer != self.peer_id:
-            self.swarm.peerstore.clear_addrs(known)
-            self.swarm.peerstore.add_addrs(known, parsed, ADDRESS_TTL_S)
-            self.swarm.circuits_of.pop(known, None)
+            self.swarm.peerstore.clear_addrs(peer_id)
+            self.swarm.peerstore.add_addrs(peer_id, parsed, ADDRESS_TTL_S)
+            self.swarm.circuits_of.pop(peer_id, None)
             if circuits:
-                self.swarm.circuits_of[known] = circuits
+                self.swarm.circuits_of[peer_id] = circuits
 
     def announced_ports(self) -> tuple[int, ...]:
         """The TCP ports at which others may find it."""
-        found = [*map(Multiaddr, self._announce), *self.host.get_transport_addrs()]
-        return tuple(dict.fromkeys(int(str(a.value_for_protocol("tcp"))) for a in found))
+        addresses = [*map(Multiaddr, self._announce), *self.host.get_transport_addrs()]
+        return tuple(dict.fromkeys(int(str(a.value_for_protocol("tcp"))) for a in addresses))
 
     def listen_hosts(self) -> tuple[str, ...]:
         """The IP addresses that it listens on; one that does not parse is refused by ``running``."""
@@ -166,7 +168,7 @@ class Libp2pNetwork:
         if remote is None or not self.swarm.circuits_of.get(ID.from_base58(peer)):
             return remote[0] if remote else None
         host = ipaddress.ip_address(remote[0])
-        return remote[0] if any(host in network for network in networks()) else None
+        return remote[0] if any(host in network for network in own_networks()) else None
 
     def connections(self, peer: PeerId) -> list[INetConn]:
         """Those that live."""
@@ -196,7 +198,7 @@ class Libp2pNetwork:
         except trio.TooSlowError:
             raise PeerTimeout(f"{peer} did not open a stream within {OPEN_TIMEOUT_S} s") from None
         except OPEN_ERRORS as error:
-            raise Unreachable(f"no stream to {peer}: {_plain(error)}") from None
+            raise Unreachable(f"no stream to {peer}: {_describe_error(error)}") from None
         return Libp2pStream(peer, stream, protocol)
 
     async def _open_over(self, connection: INetConn, protocol: TProtocol) -> INetStream:
@@ -289,7 +291,7 @@ def _build_swarm(keys: KeyPair, psk: bytes | None, traffic: Traffic | None) -> G
     store = PeerStore()
     store.add_key_pair(peer_id, keys)
     swarm = GuardedSwarm(
-        peer_id, store, upgrader, [TCP()], one_attempt(), connection_config(), psk=psk.hex() if psk else None
+        peer_id, store, upgrader, [TCP()], retry_config(), connection_config(), psk=psk.hex() if psk else None
     )
     swarm.traffic = traffic
     return swarm
@@ -299,7 +301,7 @@ def _protocol(purpose: str) -> TProtocol:
     return TProtocol(f"/swarmd/1/{purpose}")
 
 
-def _strip(addresses: tuple[str, ...]) -> list[Multiaddr]:
+def _without_peer_ids(addresses: tuple[str, ...]) -> list[Multiaddr]:
     return [Multiaddr(a.split("/p2p/")[0]) for a in addresses]
 
 
@@ -326,10 +328,10 @@ def _with_free_port(address: str) -> str:
         try:
             probe.bind((str(host), int(str(port))))
         except OSError as error:
-            what = "in use by another program" if error.errno == errno.EADDRINUSE else error.strerror
-            raise ConfigError(f"cannot listen on {address}: {what}; choose another with --listen") from None
+            reason = "in use by another program" if error.errno == errno.EADDRINUSE else error.strerror
+            raise ConfigError(f"cannot listen on {address}: {reason}; choose another with --listen") from None
     return address
 
 
-def _plain(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return str(error) or type(error).__name__

@@ -50,7 +50,7 @@ class MeteredConnection(OverConnection):
         await self.raw.write(data)
 
 
-def beyond(connection: IRawConnection, traffic: Traffic | None) -> Traffic | None:
+def traffic_of(connection: IRawConnection, traffic: Traffic | None) -> Traffic | None:
     """What counts the bytes of a connection; None within the home, and through a relay, whose own connection counts."""
     remote = remote_of(connection) if traffic is not None else None
-    return traffic.beyond(remote[0]) if traffic is not None and remote is not None else None
+    return traffic.counter_for(remote[0]) if traffic is not None and remote is not None else None

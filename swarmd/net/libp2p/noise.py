@@ -36,8 +36,8 @@ def wire_of(connection: IRawConnection) -> IRawConnection:
 def remote_of(connection: IRawConnection) -> tuple[str, int] | None:
     """Host and port of the other side; the library's own knows IPv4 only (row 21). None for a circuit."""
     wire = wire_of(connection)
-    if (found := wire.get_remote_address()) is not None:
-        return found
+    if (remote := wire.get_remote_address()) is not None:
+        return remote
     stream = getattr(getattr(wire, "stream", None), "stream", None)
     if not isinstance(stream, trio.SocketStream):
         return None
@@ -91,9 +91,9 @@ class BufferedConnection(OverConnection):
     async def read(self, n: int | None = None) -> bytes:
         if not self.buffer:
             await self.fill()
-        taken = bytes(self.buffer[:n])
-        del self.buffer[: len(taken)]
-        return taken
+        data = bytes(self.buffer[:n])
+        del self.buffer[: len(data)]
+        return data
 
 
 class NoiseSession(ISecureConn):
@@ -114,27 +114,27 @@ class NoiseSession(ISecureConn):
                 self._plain += self._decrypt(record)
             if not self._plain:
                 await self._connection.fill()
-        taken = bytes(self._plain if n is None else self._plain[:n])
-        del self._plain[: len(taken)]
-        return taken
+        data = bytes(self._plain if n is None else self._plain[:n])
+        del self._plain[: len(data)]
+        return data
 
     async def write(self, data: bytes) -> None:
         out = bytearray()
-        for at in range(0, len(data), MAX_PLAINTEXT_LENGTH):
-            record = self._cipher.encrypt(data[at : at + MAX_PLAINTEXT_LENGTH])
+        for start in range(0, len(data), MAX_PLAINTEXT_LENGTH):
+            record = self._cipher.encrypt(data[start : start + MAX_PLAINTEXT_LENGTH])
             out += _LENGTH.pack(len(record))
             out += record
         await self._connection.write(bytes(out))
 
     def _records(self) -> Iterator[bytes]:
-        buffer, at = self._connection.buffer, 0
-        while len(buffer) - at >= 2:
-            size = _LENGTH.unpack_from(buffer, at)[0]
-            if len(buffer) - at < 2 + size:
+        buffer, offset = self._connection.buffer, 0
+        while len(buffer) - offset >= 2:
+            size = _LENGTH.unpack_from(buffer, offset)[0]
+            if len(buffer) - offset < 2 + size:
                 break
-            yield bytes(buffer[at + 2 : at + 2 + size])
-            at += 2 + size
-        del buffer[:at]
+            yield bytes(buffer[offset + 2 : offset + 2 + size])
+            offset += 2 + size
+        del buffer[:offset]
 
     def _decrypt(self, record: bytes) -> bytes:
         try:

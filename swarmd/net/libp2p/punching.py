@@ -17,7 +17,7 @@ import trio
 from swarmd.errors import PeerError
 from swarmd.net.api import Way
 from swarmd.net.libp2p.stream import Libp2pStream
-from swarmd.net.libp2p.wire import read, write
+from swarmd.net.libp2p.wire import read_message, write_message
 from swarmd.plan.links.dialing import host_of
 from swarmd.protocol.fields import Text
 from swarmd.values import PeerId
@@ -82,7 +82,9 @@ class Punching:
     async def make_direct(self, peer: PeerId) -> None:
         """Try to replace a connection through a relay; it stays when that fails."""
         now = trio.current_time()
-        self._not_before = {other: at for other, at in self._not_before.items() if at > now}
+        self._not_before = {
+            waiting_peer: retry_at for waiting_peer, retry_at in self._not_before.items() if retry_at > now
+        }
         if peer in self._not_before:
             return
         self._not_before[peer] = now + AGAIN_AFTER_S
@@ -103,25 +105,25 @@ class Punching:
 
     async def _meet(self, stream: Libp2pStream) -> Way | None:
         """How the new connection came to be; None when there is none."""
-        own = self._network.whereabouts()
-        await write(stream, own)
-        other = await read(stream, MeetRequest)
-        if own.dial:
+        own_whereabouts = self._network.whereabouts()
+        await write_message(stream, own_whereabouts)
+        peer_whereabouts = await read_message(stream, MeetRequest)
+        if own_whereabouts.dial:
             return "reversed"  # it answers once it has dialled
-        if own.seen_at is None or other.seen_at is None:
+        if own_whereabouts.seen_at is None or peer_whereabouts.seen_at is None:
             return None
-        await write(stream, PunchStart())
-        return "punched" if await self._punch(other.seen_at, stream.peer, is_initiator=True) else None
+        await write_message(stream, PunchStart())
+        return "punched" if await self._punch(peer_whereabouts.seen_at, stream.peer, is_initiator=True) else None
 
-    async def met(self, stream: Libp2pStream) -> None:
+    async def serve_meeting(self, stream: Libp2pStream) -> None:
         """The side that did not begin, reached through a relay: who asks often would have it knock at others' doors."""
         now = trio.current_time()
-        own = self._own.get(stream.peer)
-        if stream.remote_address is not None or (own is not None and self._network.peer_id < stream.peer):
+        own_attempt = self._own.get(stream.peer)
+        if stream.remote_address is not None or (own_attempt is not None and self._network.peer_id < stream.peer):
             await stream.reset()
             return
-        if own is not None:  # both began: the smaller id goes on
-            own.cancel()
+        if own_attempt is not None:  # both began: the smaller id goes on
+            own_attempt.cancel()
         self._meeting = {peer: until for peer, until in self._meeting.items() if until > now}
         if stream.peer in self._meeting or len(self._meeting) >= MAX_AT_ONCE:
             await stream.reset()
@@ -135,16 +137,16 @@ class Punching:
 
     async def _meet_halfway(self, stream: Libp2pStream) -> None:
         with trio.move_on_after(UPGRADE_TIMEOUT_S):
-            other = await read(stream, MeetRequest)
-            if other.dial:
-                wanted = tuple(a for a in other.dial if (host := host_of(a)) and self._network.may_dial(str(host)))
+            request = await read_message(stream, MeetRequest)
+            if request.dial:
+                wanted = tuple(a for a in request.dial if (host := host_of(a)) and self._network.may_dial(str(host)))
                 if wanted and await self._network.dial_back(wanted, stream.peer):
-                    await write(stream, MeetRequest())
+                    await write_message(stream, MeetRequest())
                 return
-            await write(stream, MeetRequest(seen_at=self._network.whereabouts().seen_at))
-            await read(stream, PunchStart)
-            if other.seen_at is not None and self._network.may_dial(other.seen_at[0]):
-                await self._punch(other.seen_at, stream.peer, is_initiator=False)
+            await write_message(stream, MeetRequest(seen_at=self._network.whereabouts().seen_at))
+            await read_message(stream, PunchStart)
+            if request.seen_at is not None and self._network.may_dial(request.seen_at[0]):
+                await self._punch(request.seen_at, stream.peer, is_initiator=False)
 
     async def _punch(self, place: Place, peer: PeerId, is_initiator: bool) -> bool:
         with trio.move_on_after(PUNCH_TIMEOUT_S):

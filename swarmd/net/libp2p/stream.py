@@ -28,14 +28,14 @@ class Libp2pStream:
 
     async def send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
-        sent = False
+        is_sent = False
         try:
             await self._muxed.write(data)
-            sent = True
+            is_sent = True
         except MuxedStreamError:
             raise Unreachable(f"the stream to {self.peer} is gone") from None
         finally:
-            if not sent:  # half a frame may have left: nothing after it would make sense (row 2)
+            if not is_sent:  # half a frame may have left: nothing after it would make sense (row 2)
                 with trio.CancelScope(shield=True):
                     await self.reset()
 

@@ -35,10 +35,10 @@ from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
 from swarmd.net.handles import is_scarce
-from swarmd.net.interfaces import expand, networks
-from swarmd.net.libp2p.metered import MeteredConnection, beyond
+from swarmd.net.interfaces import expand_wildcards, own_networks
+from swarmd.net.libp2p.metered import MeteredConnection, traffic_of
 from swarmd.net.libp2p.noise import remote_of
-from swarmd.net.libp2p.own_port import connect_from, kept_port
+from swarmd.net.libp2p.own_port import connect_from, reserve_port
 from swarmd.net.libp2p.yamux import YamuxConnection, YamuxStream
 from swarmd.net.libp2p.yamux_core import Windows
 from swarmd.net.traffic import Traffic, UsedUpError
@@ -53,7 +53,10 @@ OWN_PORT_TIMEOUT_S = 6.0  # for all addresses together: two that are silent, or 
 MAX_PENDING_PER_CALLER = 4  # through relays: one that is made, and others that were given up a moment ago
 MAX_PENDING_PER_ADDRESS = 48  # a household behind one NAT fits, a flood of sockets does not
 
-TAKEN = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)  # another connection from this port to that address is there
+PORT_TAKEN_ERRORS = (
+    errno.EADDRNOTAVAIL,
+    errno.EADDRINUSE,
+)  # another connection from this port to that address is there
 
 
 def connection_config() -> ConnectionConfig:
@@ -68,7 +71,7 @@ def connection_config() -> ConnectionConfig:
     )
 
 
-def one_attempt() -> RetryConfig:
+def retry_config() -> RetryConfig:
     return RetryConfig(max_retries=0)
 
 
@@ -96,7 +99,7 @@ class OurMuxer(MuxerMultistream):
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
         protocol, _ = await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
         return self._annotate_connection(
-            YamuxConnection(conn, peer_id, beyond(conn, self._traffic), self._windows), conn, protocol
+            YamuxConnection(conn, peer_id, traffic_of(conn, self._traffic), self._windows), conn, protocol
         )
 
 
@@ -151,22 +154,26 @@ class GuardedSwarm(Swarm):
             return live
         if len(self.get_connections()) >= self.connection_config.max_connections:
             raise SwarmException(f"{self.connection_config.max_connections} connections are open already")
-        return [await self.dial_addresses((*self._known(peer_id), *self.circuits_of.get(peer_id, ())), peer_id)]
+        return [
+            await self.dial_addresses((*self._known_addresses(peer_id), *self.circuits_of.get(peer_id, ())), peer_id)
+        ]
 
     async def dial_addresses(self, addresses: tuple[str, ...], peer_id: ID) -> INetConn:
         """Make a connection, the likeliest address first. Raises SwarmException with what became of each."""
-        return await self._first(order_attempts(addresses, networks(), self._own()), peer_id)
+        return await self._race(order_attempts(addresses, own_networks(), self._own_addresses()), peer_id)
 
     async def dial_over(self, version: int, peer_id: ID) -> INetConn:
         """Make a connection over one version of IP, 4 or 6. Raises SwarmException."""
         kinds = (f"/ip{version}/", f"/dns{version}/", "/dns/")
-        return await self.dial_addresses(tuple(a for a in self._known(peer_id) if a.startswith(kinds)), peer_id)
+        return await self.dial_addresses(
+            tuple(a for a in self._known_addresses(peer_id) if a.startswith(kinds)), peer_id
+        )
 
     def knows(self, peer_id: ID) -> bool:
         """Is there an address of a peer?"""
-        return bool(self._known(peer_id))
+        return bool(self._known_addresses(peer_id))
 
-    def _known(self, peer_id: ID) -> list[str]:
+    def _known_addresses(self, peer_id: ID) -> list[str]:
         try:
             return [str(address) for address in self.peerstore.addrs(peer_id)]
         except PeerStoreError:
@@ -183,15 +190,15 @@ class GuardedSwarm(Swarm):
         """
         listening = [a for listener in self.listeners.values() for a in listener.get_addrs()]
         self._listens = bool(listening)
-        with kept_port(listening) as self._own_port:
+        with reserve_port(listening) as self._own_port:
             yield
 
     async def dial_from_own_port(self, peer_id: ID) -> INetConn:
         """A connection beside those that there are. Raises SwarmException."""
         with trio.move_on_after(OWN_PORT_TIMEOUT_S):
-            for attempt in order_attempts(self._known(peer_id), networks(), self._own()):
+            for attempt in order_attempts(self._known_addresses(peer_id), own_networks(), self._own_addresses()):
                 with suppress(OpenConnectionError, SwarmException), trio.move_on_after(UPGRADE_TIMEOUT_S):
-                    return await self._made(await self._from_own_port(attempt.address), peer_id)
+                    return await self._upgrade(await self._from_own_port(attempt.address), peer_id)
         raise SwarmException(f"{peer_id} cannot be dialled from port {self._own_port}")
 
     async def punch(self, address: str, peer_id: ID, is_initiator: bool) -> None:
@@ -201,9 +208,9 @@ class GuardedSwarm(Swarm):
         except OpenConnectionError as error:
             raise SwarmException(f"no connection to {address}: {error}") from None
         if is_initiator:
-            await self._made(raw, peer_id)
+            await self._upgrade(raw, peer_id)
             return
-        with _any_failure():
+        with _as_swarm_failure():
             muxed = await self.upgrade_inbound_raw_conn(raw, Multiaddr(address))
         if muxed.peer_id != peer_id:
             await muxed.close()
@@ -211,13 +218,13 @@ class GuardedSwarm(Swarm):
 
     async def _from_own_port(self, address: str) -> IRawConnection:
         """Raises OpenConnectionError."""
-        return await connect_from(self._own_port, _parsed_untrusted(address))
+        return await connect_from(self._own_port, _parse_untrusted(address))
 
-    async def _made(self, raw: IRawConnection, peer_id: ID) -> INetConn:
+    async def _upgrade(self, raw: IRawConnection, peer_id: ID) -> INetConn:
         """Upgrade what this side began; it is closed when that fails. Raises SwarmException."""
         made: INetConn | None = None
         try:
-            with _any_failure():
+            with _as_swarm_failure():
                 made = await self.upgrade_outbound_raw_conn(self._protected(raw), peer_id)
                 return made
         finally:
@@ -230,10 +237,12 @@ class GuardedSwarm(Swarm):
 
     # --- one after the other ---------------------------------------------------------------------------------
 
-    def _own(self) -> list[str]:
-        return list(expand(tuple(str(a) for listener in self.listeners.values() for a in listener.get_addrs())))
+    def _own_addresses(self) -> list[str]:
+        return list(
+            expand_wildcards(tuple(str(a) for listener in self.listeners.values() for a in listener.get_addrs()))
+        )
 
-    async def _first(self, planned: list[Attempt], peer_id: ID) -> INetConn:
+    async def _race(self, planned: list[Attempt], peer_id: ID) -> INetConn:
         """The connection of whichever attempt succeeds first. Raises SwarmException with what became of each."""
         won: list[INetConn] = []
         failed: dict[int, Failure] = {}
@@ -242,7 +251,7 @@ class GuardedSwarm(Swarm):
         async def wait_and_try(index: int, attempt: Attempt) -> None:
             with trio.move_on_after(attempt.after_s):
                 await turns[index].wait()
-            connection, failure = await self._try(attempt.address, peer_id)
+            connection, failure = await self._attempt(attempt.address, peer_id)
             if connection is not None:
                 won.append(connection)
                 nursery.cancel_scope.cancel()
@@ -257,12 +266,12 @@ class GuardedSwarm(Swarm):
                 nursery.start_soon(wait_and_try, index, attempt)
         if won:
             return won[0]
-        told = ", ".join(failed[i].told for i in sorted(failed)) or "no address of it is known that leads there"
+        outcomes = ", ".join(failed[i].told for i in sorted(failed)) or "no address of it is known that leads there"
         if any(failure.is_garbled for failure in failed.values()):
-            raise HandshakeError(f"the swarm key does not match, or something else listens at {told}")
-        raise SwarmException(f"cannot reach {peer_id}: {told}")
+            raise HandshakeError(f"the swarm key does not match, or something else listens at {outcomes}")
+        raise SwarmException(f"cannot reach {peer_id}: {outcomes}")
 
-    async def _try(self, address: str, peer_id: ID) -> tuple[INetConn | None, Failure | None]:
+    async def _attempt(self, address: str, peer_id: ID) -> tuple[INetConn | None, Failure | None]:
         """One attempt: the connection, or why there is none."""
         peer, now = peer_id.to_base58(), trio.current_time()
         if not is_circuit(address) and (wait_s := self._dial_budget.take(address, peer, now)):
@@ -270,15 +279,15 @@ class GuardedSwarm(Swarm):
         is_there, caused = False, "no answer in time"
         with trio.move_on_after(UPGRADE_TIMEOUT_S):
             try:
-                raw = await self._wire(address, peer_id)
+                raw = await self._open_wire(address, peer_id)
                 is_there = True
-                made = await self._made(raw, peer_id)
+                made = await self._upgrade(raw, peer_id)
                 self._dial_budget.met(address, peer)
                 return made, None
             except OpenConnectionError as error:
                 caused = str(error) if is_circuit(address) else "connection refused"
             except SwarmException as error:
-                root = _causes(error)[-1]
+                root = _cause_chain(error)[-1]
                 if isinstance(root, PeerIDMismatchesPubkey):
                     return None, Failure(f"{address} (another peer answers there)", is_garbled=False)
                 if not isinstance(root, trio.TooSlowError):
@@ -289,8 +298,8 @@ class GuardedSwarm(Swarm):
         """Does a peer answer at an address, with its key, over a connection made and ended for that?"""
         raw: IRawConnection | None = None
         try:
-            raw = await self._wire(address, peer_id)
-            with _any_failure():
+            raw = await self._open_wire(address, peer_id)
+            with _as_swarm_failure():
                 await self.upgrader.upgrade_security(self._protected(raw), True, peer_id)
         except (OpenConnectionError, SwarmException):
             return False
@@ -300,7 +309,7 @@ class GuardedSwarm(Swarm):
                     await raw.close()
         return True
 
-    async def _wire(self, address: str, peer_id: ID) -> IRawConnection:
+    async def _open_wire(self, address: str, peer_id: ID) -> IRawConnection:
         """The bytes of a connection, before anything is said over them. Raises OpenConnectionError.
 
         Who does not listen dials from its own port: a relay then sees where others can meet it.
@@ -313,13 +322,13 @@ class GuardedSwarm(Swarm):
             try:
                 return await self._from_own_port(address)
             except OpenConnectionError as error:
-                root = _causes(error)[-1]
-                if not isinstance(root, OSError) or root.errno not in TAKEN:
+                root = _cause_chain(error)[-1]
+                if not isinstance(root, OSError) or root.errno not in PORT_TAKEN_ERRORS:
                     raise
-        return await self._tcp.dial(_parsed_untrusted(address))
+        return await self._tcp.dial(_parse_untrusted(address))
 
     async def upgrade_inbound_raw_conn(self, raw_conn: IRawConnection, maddr: Multiaddr) -> IMuxedConn:
-        if is_scarce(_handle_of(raw_conn)):
+        if is_scarce(_file_handle(raw_conn)):
             await raw_conn.close()
             raise SwarmException("the last file handles are kept for what is needed")
         if self.traffic is not None and self.traffic.is_used_up:
@@ -332,7 +341,7 @@ class GuardedSwarm(Swarm):
             await raw_conn.close()
             raise SwarmException(f"{address} has {limit} connections pending already")
         self._pending_by_address[address] += 1
-        metered = MeteredConnection(raw_conn, False, beyond(raw_conn, self.traffic))
+        metered = MeteredConnection(raw_conn, False, traffic_of(raw_conn, self.traffic))
         try:
             muxed = await super().upgrade_inbound_raw_conn(metered, maddr)
         finally:
@@ -343,20 +352,20 @@ class GuardedSwarm(Swarm):
     async def upgrade_outbound_raw_conn(
         self, raw_conn: IRawConnection, peer_id: ID, pre_scope: Any = None
     ) -> SwarmConn:
-        metered = MeteredConnection(raw_conn, True, beyond(raw_conn, self.traffic))
+        metered = MeteredConnection(raw_conn, True, traffic_of(raw_conn, self.traffic))
         upgraded = await super().upgrade_outbound_raw_conn(metered, peer_id, pre_scope)
         metered.trust()
         return upgraded
 
 
-def _handle_of(raw_conn: IRawConnection) -> int:
+def _file_handle(raw_conn: IRawConnection) -> int:
     """The file handle of a TCP connection; -1 for what has none."""
     stream = getattr(getattr(raw_conn, "stream", None), "stream", None)
     return stream.socket.fileno() if isinstance(stream, trio.SocketStream) else -1
 
 
 @contextmanager
-def _any_failure() -> Iterator[None]:
+def _as_swarm_failure() -> Iterator[None]:
     """Whatever the other side's bytes make the library raise in a handshake is a SwarmException (row 18)."""
     try:
         yield
@@ -366,7 +375,7 @@ def _any_failure() -> Iterator[None]:
         raise SwarmException(f"the handshake failed: {type(error).__name__}") from error
 
 
-def _parsed_untrusted(address: str) -> Multiaddr:
+def _parse_untrusted(address: str) -> Multiaddr:
     """Raises OpenConnectionError for what is no address."""
     try:
         return Multiaddr(address)
@@ -374,7 +383,7 @@ def _parsed_untrusted(address: str) -> Multiaddr:
         raise OpenConnectionError(f"{address[:80]!r} is no address") from None
 
 
-def _causes(error: BaseException) -> list[BaseException]:
+def _cause_chain(error: BaseException) -> list[BaseException]:
     causes = [error]
     while (cause := causes[-1].__cause__) is not None:
         causes.append(cause)

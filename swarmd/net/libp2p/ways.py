@@ -22,7 +22,7 @@ from multiaddr import Multiaddr
 
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import MayRelay, Way
-from swarmd.net.interfaces import networks
+from swarmd.net.interfaces import own_networks
 from swarmd.net.libp2p.circuits import Circuits
 from swarmd.net.libp2p.dial_back import DialBack
 from swarmd.net.libp2p.punching import MAX_ADDRESSES, MeetRequest, Place, Punching
@@ -75,13 +75,13 @@ class Libp2pNatTraversal:
         self._reserving: dict[PeerId, INetConn] = {}
         self._is_open = False
         self._seen_at: Place | None = None
-        self.also: tuple[str, ...] = ()
-        self.without: frozenset[int] = frozenset()
+        self.extra_addresses: tuple[str, ...] = ()
+        self.hidden_versions: frozenset[int] = frozenset()
         self._port_of_router: int | None = None
-        host.serve(RELAY, self._circuits.asked)
-        host.serve(CIRCUIT, self._circuits.called)
-        host.serve(DIAL_BACK, self._dial_back.asked)
-        host.serve(PUNCH, self._punching.met)
+        host.serve(RELAY, self._circuits.serve_request)
+        host.serve(CIRCUIT, self._circuits.serve_call)
+        host.serve(DIAL_BACK, self._dial_back.serve_request)
+        host.serve(PUNCH, self._punching.serve_meeting)
 
     # --- net.api.Ways ----------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class Libp2pNatTraversal:
             remote = remote_of(connection)
             stream = await self._host.open(peer, DIAL_BACK, connection)
             answer = await self._dial_back.ask(stream, tuple(dict.fromkeys([*ports, *self._host.announced_ports()])))
-        is_neighbour = remote is not None and any(ip_address(remote[0]) in network for network in networks())
+        is_neighbour = remote is not None and any(ip_address(remote[0]) in network for network in own_networks())
         return replace(answer, is_neighbour=is_neighbour)
 
     @asynccontextmanager
@@ -116,9 +116,9 @@ class Libp2pNatTraversal:
     def listening_port(self) -> int | None:
         return next(iter(self._host.announced_ports()), None)
 
-    async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
+    async def hold_reservation(self, relay: PeerId, on_held: Callable[[], None]) -> None:
         try:
-            await self._circuits.reserve(relay, held)
+            await self._circuits.reserve(relay, on_held)
         finally:
             if (connection := self._reserving.pop(relay, None)) is not None:
                 await _end_unused(connection)
@@ -127,7 +127,7 @@ class Libp2pNatTraversal:
         return self._host.own_hosts()
 
     def announce(self, also: tuple[str, ...], without: frozenset[int]) -> None:
-        self.also, self.without = also, without
+        self.extra_addresses, self.hidden_versions = also, without
 
     def is_open(self, is_open: bool) -> None:
         self._is_open = is_open
@@ -219,9 +219,9 @@ class Libp2pNatTraversal:
         return MeetRequest(dial=tuple(direct[:MAX_ADDRESSES])) if self._is_open else MeetRequest(seen_at=self._seen_at)
 
     async def dial_back(self, addresses: tuple[str, ...], peer: PeerId) -> bool:
-        wanted = tuple(address for address in addresses if not is_circuit(address))
+        direct_addresses = tuple(address for address in addresses if not is_circuit(address))
         try:
-            await self._host.swarm.dial_addresses(wanted, ID.from_base58(peer))
+            await self._host.swarm.dial_addresses(direct_addresses, ID.from_base58(peer))
         except SwarmException:
             return False
         return True
@@ -234,8 +234,10 @@ class Libp2pNatTraversal:
         return True
 
     def may_dial(self, host: str) -> bool:
-        own = [known for address in self._host.addresses() if (known := host_of(address)) is not None]
-        return may_dial(host, networks(), own)
+        own_addresses = [
+            host_address for address in self._host.addresses() if (host_address := host_of(address)) is not None
+        ]
+        return may_dial(host, own_networks(), own_addresses)
 
     async def made_direct(self, peer: PeerId, way: Way) -> bool:
         connections = self._host.connections(peer)

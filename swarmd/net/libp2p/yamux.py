@@ -337,8 +337,8 @@ class YamuxConnection(IMuxedConn):
                 self._fail()
         elif kind == "go_away":
             self._fail()
-        elif (known := self.streams.get(stream_id)) is not None:
-            known.wake()
+        elif (stream_x := self.streams.get(stream_id)) is not None:
+            stream_x.wake()
             self.forget_if_done(stream_id)
 
     async def _ping(self) -> None:

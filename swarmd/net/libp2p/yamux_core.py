@@ -131,23 +131,23 @@ class YamuxCore:
         self._buffer += data
         events: list[YamuxEvent] = []
         replies: list[bytes] = []
-        at = 0
-        while len(self._buffer) - at >= HEADER.size:
-            version, kind, flags, stream_id, length = HEADER.unpack_from(self._buffer, at)
+        offset = 0
+        while len(self._buffer) - offset >= HEADER.size:
+            version, kind, flags, stream_id, length = HEADER.unpack_from(self._buffer, offset)
             if version != 0 or kind > GO_AWAY:
                 raise YamuxError(f"expected a yamux frame of version 0, got version {version}, type {kind}")
             body = length if kind == DATA else 0
             if kind == DATA and length > self._allowed(stream_id):
                 raise YamuxError(f"{length} B arrived on stream {stream_id}, beyond the credit it was given")
-            if len(self._buffer) - at < HEADER.size + body:
+            if len(self._buffer) - offset < HEADER.size + body:
                 break
-            payload = memoryview(self._buffer)[at + HEADER.size : at + HEADER.size + body]
+            payload = memoryview(self._buffer)[offset + HEADER.size : offset + HEADER.size + body]
             try:
                 self._handle(kind, flags, stream_id, length, payload, now, events, replies)
             finally:
                 payload.release()
-            at += HEADER.size + body
-        del self._buffer[:at]
+            offset += HEADER.size + body
+        del self._buffer[:offset]
         return events, b"".join(replies)
 
     def _allowed(self, stream_id: int) -> int:
@@ -177,8 +177,8 @@ class YamuxCore:
     def _handle_ping(self, flags: int, value: int, now: float, events: list[YamuxEvent], replies: list[bytes]) -> None:
         if flags & SYN:
             replies.append(HEADER.pack(0, PING, ACK, 0, value))
-        elif (sent := self._pings.pop(value, None)) is not None:
-            self.round_trip_s = now - sent if self.round_trip_s is None else min(self.round_trip_s, now - sent)
+        elif (sent_at := self._pings.pop(value, None)) is not None:
+            self.round_trip_s = now - sent_at if self.round_trip_s is None else min(self.round_trip_s, now - sent_at)
             events.append(YamuxEvent("pong"))
 
     def _stream_for(
