@@ -45,6 +45,7 @@ KNOCK_TIMEOUT_S = 0.25  # and some trips, for a port to answer at all: routers f
 TICKET_TIMEOUT_S = 3.0  # one request on a stream that is open
 AGAIN_AFTER_S = 300.0  # a firewall that said no will say it again
 HANDSHAKE_BYTES = 3_000  # of TLS, both ways
+MAX_TICKET_BYTES = 4_096  # a certificate of 2 KiB at most, and a token
 DIRECT: tuple[Purpose, ...] = ("interactive", "training", "averaging")  # by the byte that follows a token
 
 
@@ -67,6 +68,19 @@ class InnerNetwork(Network, Protocol):
 class _Token:
     peer: PeerId
     expires_at: float
+
+
+# How a direct channel comes to be:
+#
+#     dialler                                              listener
+#     stream "ticket" over libp2p             -------->    (libp2p has proved both keys)
+#                                             <--------    DialTicket: port, certificate, token
+#     TCP + TLS 1.3, certificate pinned       -------->
+#     token, one byte for the purpose         -------->    token is taken: it counts once
+#     frames                                  <------->    frames
+#
+# The token proves who dials: only the peer that libp2p has authenticated can have read it. The pinned certificate
+# proves who listens. A stranger that connects to the port costs one pending handshake for CONNECT_TIMEOUT_S.
 
 
 class DirectNetwork:
@@ -121,16 +135,20 @@ class DirectNetwork:
     # --- the Network it stands for ----------------------------------------------------------------------------
 
     def addresses(self) -> tuple[str, ...]:
+        """See ``Network``: those of libp2p, as tickets are asked for over it."""
         return self._inner.addresses()
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        """See ``Network``."""
         self._inner.learn(peer, addresses)
 
     def set_handler(self, purpose: Purpose, handler: StreamHandler) -> None:
+        """See ``Network``: serves streams of both kinds alike."""
         self._handlers[purpose] = handler
         self._inner.set_handler(purpose, handler)
 
     async def open_stream(self, peer: PeerId, purpose: Purpose) -> Stream:
+        """See ``Network``: a direct channel where there can be one, else a stream of libp2p."""
         if purpose in DIRECT and self._without.get(peer, 0.0) <= trio.current_time():
             try:
                 return await self._dial(peer, purpose)
@@ -142,9 +160,11 @@ class DirectNetwork:
         return await self._inner.open_stream(peer, purpose)
 
     def way_to(self, peer: PeerId) -> Way | None:
+        """See ``Network``."""
         return self._inner.way_to(peer)
 
     async def disconnect(self, peer: PeerId) -> None:
+        """See ``Network``."""
         for stream in list(self._streams.get(peer, ())):
             await stream.reset()
         await self._inner.disconnect(peer)
@@ -181,11 +201,14 @@ class DirectNetwork:
     async def _ask_ticket(self, peer: PeerId) -> tuple[DialTicket, float]:
         """A ticket, and how many seconds it took to come."""
         stream = await self._inner.open_stream(peer, "ticket")
-        raw, begun = bytearray(), trio.current_time()
+        raw = bytearray()
+        begun = trio.current_time()
         try:
             with trio.fail_after(TICKET_TIMEOUT_S):
-                while (data := await stream.receive()) and len(raw) < 4_096:
+                data = await stream.receive()
+                while data and len(raw) < MAX_TICKET_BYTES:
                     raw += data
+                    data = await stream.receive()
         except trio.TooSlowError:
             raise Unreachable(f"{peer} gave no ticket within {TICKET_TIMEOUT_S} s") from None
         finally:
@@ -211,7 +234,9 @@ class DirectNetwork:
             await connection.aclose()
             return
         self._n_pending += 1
-        tls, admitted, stream = None, None, None
+        tls: Tls | None = None
+        admitted: tuple[PeerId, Purpose] | None = None
+        stream: DirectStream | None = None
         try:
             with trio.fail_after(CONNECT_TIMEOUT_S):
                 tls = Tls(connection, context, is_server=True)
@@ -240,6 +265,7 @@ class DirectNetwork:
             await stream.reset()
 
     async def _admit(self, tls: Tls) -> tuple[PeerId, Purpose] | None:
+        """Read the token and the purpose; None for what is no token that counts now."""
         start = b""
         while len(start) <= TOKEN_BYTES:
             data = await tls.receive(TOKEN_BYTES + 1 - len(start))
@@ -252,7 +278,8 @@ class DirectNetwork:
         return token_entry.peer, DIRECT[start[-1]]
 
     def _keep(self, stream: DirectStream) -> DirectStream:
-        if self._traffic is not None and (traffic := self._traffic.counter_for(stream.host)) is not None:
+        traffic = self._traffic.counter_for(stream.host) if self._traffic is not None else None
+        if traffic is not None:
             traffic.connected()
             traffic.sent(HANDSHAKE_BYTES)
             stream.traffic = traffic

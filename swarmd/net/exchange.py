@@ -139,7 +139,8 @@ class Exchange:
 
     def n_sharing(self, peer: PeerId) -> int:
         """How many machines share one voucher with a peer, itself among them; who was admitted for good has his own."""
-        membership, admitted = self.members.get(peer), self.book.catalog.admitted
+        membership = self.members.get(peer)
+        admitted = self.book.catalog.admitted
         if membership is None or not membership.invite or membership.member in admitted:
             return 1
         sharing_members = {m.member for m in self.members.values() if m.invite == membership.invite}
@@ -150,7 +151,11 @@ class Exchange:
 
         What would not be taken in any case is not checked: signatures cost a hundred times as much.
         """
-        claim, now = records.read_claim(raw), trio.current_time()
+        # Cheap questions come first: a peer that repeats old records, or sends one key's again and again, makes this
+        # side do little. What the claim says is believed only to turn it down: before a record is taken, its bytes
+        # are verified.
+        claim = records.read_claim(raw)
+        now = trio.current_time()
         if not is_own and now - self._taken_at.get(claim.key, -math.inf) < LEAST_INTERVAL_S:
             return False
         vouchers = tuple(link.key for link in read_links_untrusted(claim.certificate)[:-1])
@@ -160,25 +165,25 @@ class Exchange:
             return False
         try:
             verified = records.read_untrusted(raw, self.doors.founders.ever, self._wall_clock())
-            if verified.record.expires_at > self.doors.require(verified.membership, self._wall_clock()).ends_at:
-                return False  # it outlives its certificate
+            membership_ends_at = self.doors.require(verified.membership, self._wall_clock()).ends_at
         except Refused:
             return False
-        news = self.book.add(verified).action
+        if verified.record.expires_at > membership_ends_at:
+            return False  # it outlives its certificate
+        is_news = self.book.add(verified).action
         self._seen.pop(PeerId(claim.peer), None)
         self._seen[PeerId(claim.peer)] = verified.membership
         if len(self._seen) > MAX_REMEMBERED_MEMBERS:
             del self._seen[next(iter(self._seen))]
-        if news:
+        if is_news:
             self._view = None
             self._note_taken(verified.key, now)
-        return news
+        return is_news
 
     def _note_taken(self, key: str, now: float) -> None:
         if len(self._taken_at) >= MAX_RECORDS:
-            self._taken_at = {
-                k: taken_at for k, taken_at in self._taken_at.items() if now - taken_at < LEAST_INTERVAL_S
-            }
+            recent = {k: taken_at for k, taken_at in self._taken_at.items() if now - taken_at < LEAST_INTERVAL_S}
+            self._taken_at = recent
         self._taken_at[key] = now
 
     def merge_catalog_untrusted(self, raw: bytes) -> bool:
@@ -186,23 +191,23 @@ class Exchange:
 
         Raises IntegrityError for a forged one.
         """
+        # A founder that was voted out still has a key that signs. Charters follow each other, so a catalog must begin
+        # with all charters known here: an older fork of them is of founders that are no more.
         catalog = read_catalog_untrusted(raw, self.keys.founder_key)
         known_charters = max(self.keys.charters, self.book.catalog.charters, key=len)
-        if (
-            catalog.charters[: len(known_charters)] != known_charters
-            or catalog.version > self._wall_clock() + MAX_AHEAD_S
-        ):
+        follows = catalog.charters[: len(known_charters)] == known_charters
+        if not follows or catalog.version > self._wall_clock() + MAX_AHEAD_S:
             logger.warning(
                 "a catalog of other founders, or of a time to come, does not count: version %s", catalog.rank
             )
             return False
-        news = self.book.add_catalog(catalog, raw).action
-        if news:
+        is_news = self.book.add_catalog(catalog, raw).action
+        if is_news:
             self._view = None
             self.doors.follow(catalog, catalog.founders(self.keys.founder_key))
             self.book.keep_members(lambda membership: self._worth(membership) is not None)
             self._catalog_news.set()
-        return news
+        return is_news
 
     async def next_catalog(self) -> None:
         """Return once a newer catalog has come since this was last asked."""
@@ -225,6 +230,12 @@ class Exchange:
 
     async def pull(self, rpc: Rpc, peer: PeerId, timeout_s: float = EXCHANGE_TIMEOUT_S) -> bool:
         """Send a peer my digest, take what I lack, send what it lacks; was there any? Raises PeerError."""
+        # One exchange in three messages, after which both books are equal:
+        #
+        #     here                                     there
+        #     ExchangeDigest: sequence numbers  ---->
+        #                                       <----  ExchangeReply: records that are newer there, names wanted
+        #     Records: those that are wanted    ---->
         record = self.view().peers.get(peer)
         is_short = record is not None and record.minor >= SHORT_DIGESTS
         naming = short_name if is_short else str
@@ -291,5 +302,6 @@ class Exchange:
         return is_news
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """The multiaddrs that a peer has announced."""
         record = self.view().peers.get(peer)
         return record.addresses if isinstance(record, PeerRecord) else ()

@@ -39,6 +39,7 @@ class _HttpOne(H11Protocol):  # type: ignore[misc]  # hypercorn has no types
     """HTTP/1.1 and nothing that it could become."""
 
     async def handle(self, event: Event) -> None:
+        """Act on what the socket brought; another version of HTTP is told so, and the connection ends."""
         try:
             await super().handle(event)
         except _RefusedRequest:
@@ -61,6 +62,7 @@ class _HttpConnection(TCPServer):  # type: ignore[misc]  # hypercorn has no type
     """hypercorn's connection over a plain socket, with HTTP/1.1 alone."""
 
     async def run(self) -> None:
+        """Serve the connection until it ends; the library's own would look for TLS and HTTP/2."""
         connected_socket = self.stream.socket
         try:
             client = parse_socket_addr(connected_socket.family, connected_socket.getpeername())
@@ -96,7 +98,8 @@ async def serve_http(
 
     ``connect`` is what a connection's whole life is.
     """
-    app, context = wrap_app(application, config.wsgi_max_body_size, "asgi"), WorkerContext(None)
+    app = wrap_app(application, config.wsgi_max_body_size, "asgi")
+    context = WorkerContext(None)
 
     async def answer(stream: trio.SocketStream) -> None:
         await _HttpConnection(app, config, context, ConnectionState({}), stream)
@@ -107,9 +110,8 @@ async def serve_http(
         except* Exception as errors:  # noqa: BLE001 - a connection is a stranger's: it fails in any way, and ends alone
             logger.warning("a connection over HTTP ended with %s", _error_kinds(errors))
 
-    listeners = [
-        trio.SocketListener(trio.socket.from_stdlib_socket(listening_socket)) for listening_socket in listening
-    ]
+    sockets = [trio.socket.from_stdlib_socket(listening_socket) for listening_socket in listening]
+    listeners = [trio.SocketListener(listening_socket) for listening_socket in sockets]
     try:
         await trio.serve_listeners(guarded, listeners)
     finally:

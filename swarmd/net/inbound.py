@@ -18,6 +18,10 @@ SMALL_BYTES = 64 * 1024  # what follows a frame in one read: not worth counting
 
 ChannelT = TypeVar("ChannelT")
 
+# Two bounds, and neither can be used against others. Over a sponsor's own bound only that sponsor waits, and never with
+# its oldest frame: else none of its frames could become whole, and it would wait for ever. Over the bound of all, the
+# sponsor that has most loses its newest channel: a peer that fills memory so pays for it itself.
+
 
 class Inbound(Generic[ChannelT]):
     """See the module. ``sponsor_of`` tells whose a channel is; channels that hold something, the oldest first."""

@@ -19,14 +19,14 @@ def expand_wildcards(listen: tuple[str, ...]) -> tuple[str, ...]:
     """Replace the wildcard host of each multiaddr by this machine's own addresses; loopback only if nothing else."""
     expanded: list[str] = []
     for address in listen:
-        wildcard = next(((v, any_host) for v, (any_host, _) in WILDCARDS.items() if any_host in address), None)
-        if wildcard is None:
+        versions = [version for version, (any_host, _) in WILDCARDS.items() if any_host in address]
+        if not versions:
             expanded.append(address)
-        else:
-            version, any_host = wildcard
-            expanded += [
-                address.replace(any_host, f"/ip{version}/{h}/") for h in _interface_hosts() if h.version == version
-            ]
+            continue
+        version = versions[0]
+        any_host = WILDCARDS[version][0]
+        hosts = [host for host in _interface_hosts() if host.version == version]
+        expanded += [address.replace(any_host, f"/ip{version}/{host}/") for host in hosts]
     if expanded:
         return tuple(expanded)
     (any_4, loopback_4), (any_6, loopback_6) = WILDCARDS.values()

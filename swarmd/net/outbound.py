@@ -25,13 +25,17 @@ SMALL_BYTES = 64 * 1024  # not worth counting: so much fits what a link has unde
 SponsorOf = Callable[[PeerId], bytes]
 """The key that answers for a peer."""
 
+# An answer is counted from when it is made until it has left. While a sponsor's answers fill its share, the task that
+# serves its channel stops before the next request: it reads no more, so TCP slows the sponsor down by itself.
+
 
 class AnsweringChannel(Protocol):
     """What is needed of a channel."""
 
     peer: PeerId
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End it at once."""
 
 
 class Outbound:

@@ -20,12 +20,16 @@ from swarmd.errors import RemoteProtocolError, Unreachable
 
 CONTROL_PORT = 5351  # of routers, for both
 ROUTES = Path("/proc/net/route")  # Linux' IPv4 routes: numbers in hexadecimal, the machine's byte order
+NO_HOST = "00000000"  # 0.0.0.0 in that file: as a destination everything, as a router none
 WAITS_S = (0.25, 0.5, 1.0)  # for an answer, before it is asked again: NAT-PMP's, which begins sooner than PCP's
 MAX_BYTES = 1100  # of a message (RFC 6887, 7)
 NONCE_BYTES = 12  # RFC 6887, 11.1
 
-PCP, NAT_PMP = 2, 0  # versions, as the messages name them
-MAP, MAP_TCP, ANSWER = 1, 2, 0x80  # opcodes; an answer's has the highest bit set
+PCP = 2  # its version, as messages name it
+NAT_PMP = 0  # its version
+MAP = 1  # PCP's opcode for a mapping (RFC 6887, 19.4)
+MAP_TCP = 2  # NAT-PMP's opcode (RFC 6886, 3.3)
+ANSWER = 0x80  # the highest bit of an answer's opcode
 TCP = 6  # as IP names it
 PCP_ERRORS = {  # RFC 6887, 7.4
     1: "it knows another version",
@@ -102,13 +106,22 @@ def find_gateway() -> IPv4Address:
         rows = [line.split() for line in ROUTES.read_text().splitlines()[1:]]
     except OSError:
         raise Unreachable("this system does not say which router it has") from None
-    default_routes = [(int(row[6]), row[2]) for row in rows if row[1] == row[7] == "00000000" and row[2] != "00000000"]
+    default_routes = []
+    for row in rows:
+        router = row[2]
+        is_default = row[1] == row[7] == NO_HOST  # destination and mask
+        if is_default and router != NO_HOST:
+            default_routes.append((int(row[6]), router))  # the least metric is preferred
     if not default_routes:
         raise Unreachable("this machine has no router")
-    return IPv4Address(struct.pack("=I", int(min(default_routes)[1], 16)))
+    _, router = min(default_routes)
+    return IPv4Address(struct.pack("=I", int(router, 16)))
 
 
 # --- messages --------------------------------------------------------------------------------------------------
+#
+# An answer is a datagram, so anybody can send one that says it comes from the router. PCP's has the nonce that this
+# machine drew, which nobody off the network can know; NAT-PMP's has nothing of the kind, so only the port is compared.
 
 
 def encode_pcp_map(nonce: bytes, own_host: IPv4Address, port: int, lease_s: int) -> bytes:
@@ -131,6 +144,7 @@ def read_pcp_answer(data: bytes, nonce: bytes, port: int) -> PortGrant:
 
 
 def encode_nat_pmp_map(port: int, lease_s: int) -> bytes:
+    """NAT-PMP's request for a port (RFC 6886, 3.3); port 0 and lease 0 take it back."""
     return NAT_PMP_MAP.pack(NAT_PMP, MAP_TCP, port, port if lease_s else 0, lease_s)
 
 

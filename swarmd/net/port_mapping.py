@@ -103,6 +103,7 @@ def _find_router() -> Any:
 
 @contextmanager
 def _upnp_errors() -> Iterator[None]:
+    """Raise Unreachable for whatever goes wrong with UPnP."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the library raises Exception itself, for a router's answers and its own

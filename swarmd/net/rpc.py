@@ -51,10 +51,24 @@ MAX_PEERS_OF_SPONSOR = 100  # at once: a member with its clients, or the clients
 MAX_CHANNELS = 4  # of one purpose from one peer: a client and a daemon may share an identity
 
 
+# The way of one frame, from the network to a handler and back:
+#
+#     Stream.receive -> FrameDecoder -> Channel.resolve -- a reply --> the task that awaits Channel.call
+#                          |                 |
+#                    Inbound counts        a request -> RpcOwner.handle -> Channel.answer -> Outbound counts
+#
+# What peers could do here, and what meets it:
+#   * send much and slowly: ``Inbound`` bounds what is in memory for each sponsor and in all;
+#   * ask for much and read nothing: ``Outbound`` bounds what waits to be read;
+#   * open many channels, or connect with many identities: MAX_CHANNELS and MAX_PEERS_OF_SPONSOR;
+#   * send nonsense: the channel ends and ``Standing`` notes a fault; a version that differs is none.
+
+
 class RpcOwner(Protocol):
     """What the owner of an Rpc decides: who may enter, what to do with a message, what to do when a peer is gone."""
 
-    def hello(self) -> Hello: ...
+    def hello(self) -> Hello:
+        """The first message on each channel, with this peer's certificate."""
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """Raise Refused or IntegrityError to keep a peer out."""
@@ -82,9 +96,11 @@ class Channel:
 
     @property
     def is_open(self) -> bool:
+        """Can it still be used?"""
         return not self.ended.is_set()
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
+        """Send a message that nobody asked for, or that is small. Raises Unreachable."""
         await self.send_raw(messages.framed(message, payload))
 
     async def answer(self, message: Message, payload: bytes | memoryview = b"") -> None:
@@ -145,8 +161,9 @@ class Channel:
         if len(self._pending) >= MAX_PENDING_CALLS:
             raise Unreachable(f"{MAX_PENDING_CALLS} calls to {self.peer} are unanswered")
         self._n_calls += 1
-        reply = self._pending[self._n_calls] = _Reply()
         call_id = self._n_calls
+        reply = _Reply()
+        self._pending[call_id] = reply
         try:
             with trio.fail_after(timeout_s):
                 await self.send(request(call_id), payload)
@@ -173,10 +190,12 @@ class Channel:
         return True
 
     async def close(self) -> None:
+        """End the channel and its stream, both ways at once."""
         self.end()
         await self.stream.reset()
 
     def end(self) -> None:
+        """Mark the channel ended; calls that await a reply fail."""
         self.ended.set()
         for reply in self._pending.values():
             reply.arrived.set()
@@ -214,6 +233,7 @@ class Rpc:
         self._inbound: Inbound[Channel] = Inbound(lambda channel: self.sponsor_of(channel.peer))
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Accept channels until cancelled; connections to peers that become banned are ended."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for purpose in PURPOSES:
@@ -233,6 +253,7 @@ class Rpc:
         return next((c for c in of_peer if c.is_open and (c.is_ours or purpose not in ONE_WAY)), None)
 
     def peers(self) -> set[PeerId]:
+        """All peers with a channel."""
         return {peer for peer, _ in self._channels}
 
     async def channel(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel:
@@ -259,6 +280,10 @@ class Rpc:
         timeout_s: float = CALL_TIMEOUT_S,
         purpose: Purpose = "interactive",
     ) -> tuple[AnyMessage, Frame]:
+        """Send ``request(id)`` to a peer, connecting if need be, and wait for its reply. Raises PeerError.
+
+        ``timeout_s`` holds for connecting, and once more for the reply.
+        """
         try:
             with trio.fail_after(timeout_s):
                 channel = await self.channel(peer, purpose)
@@ -333,8 +358,12 @@ class Rpc:
 
     def _require_room(self, peer: PeerId) -> None:
         """Leave room for others: identities cost nothing. Raises Refused."""
-        sponsor, connected = self.sponsor_of(peer), self.peers()
-        if peer not in connected and sum(self.sponsor_of(p) == sponsor for p in connected) >= MAX_PEERS_OF_SPONSOR:
+        connected = self.peers()
+        if peer in connected:
+            return
+        sponsor = self.sponsor_of(peer)
+        n_of_sponsor = sum(self.sponsor_of(p) == sponsor for p in connected)
+        if n_of_sponsor >= MAX_PEERS_OF_SPONSOR:
             text = f"{MAX_PEERS_OF_SPONSOR} peers that one member or invite answers for are connected here: close some"
             raise Refused(Code.NO_CAPACITY, text)
 
@@ -357,7 +386,8 @@ class Rpc:
             raise Refused(Code(message.code), message.message)
         if not isinstance(message, Hello):
             raise RemoteProtocolError(f"expected a hello first, got {type(message).__name__}")
-        if unknown := messages.unknown_needs(message.needs):
+        unknown = messages.unknown_needs(message.needs)
+        if unknown:
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
         try:
             self._owner.admit(channel.peer, message)

@@ -58,7 +58,8 @@ class Standing:
         is_way_to_blame: bool = False,
     ) -> None:
         """A peer gives no sign of life, or fails: do without it, longer each time until ``did_well``."""
-        history, now = self._history_of(peer), self._clock()
+        history = self._history_of(peer)
+        now = self._clock()
         record_fault(history, Fault.SILENT, why, now)
         until = leave_out(history, now, for_s, longest_s, is_way_to_blame)
         logger.info("leaving out %s for %.0f s: %s", peer, until - now, why)
@@ -89,6 +90,7 @@ class Standing:
         return history is not None and is_shunned(history, self._clock())
 
     def shunned(self) -> list[PeerId]:
+        """All peers that have lost their standing."""
         return sorted(peer for peer in self._histories if self.is_shunned(peer))
 
     def ban_left_s(self, peer: PeerId) -> float:
@@ -104,25 +106,35 @@ class Standing:
     def count(self, peer: PeerId, *kinds: Fault) -> int:
         """How many faults of some kinds (or any that weighs something) were seen of a peer."""
         history = self._histories.get(peer)
+        if history is None:
+            return 0
         counted_kinds = kinds or tuple(set(Fault) - {Fault.SILENT})
-        return 0 if history is None else sum(n for kind, (n, _) in history.faults.items() if kind in counted_kinds)
+        return sum(n for kind, (n, _) in history.faults.items() if kind in counted_kinds)
 
     def row(self, peer: PeerId) -> StandingRow | None:
         """What people are shown of a peer; None when nothing was ever seen."""
-        history, now = self._histories.get(peer), self._clock()
+        history = self._histories.get(peer)
         if history is None or not history.faults:
             return None
-        faults = tuple(
-            FaultRow(kind=str(kind), count=count, weight=round(history.weight(kind, now), 3))
-            for kind, (count, _) in sorted(history.faults.items())
+        now = self._clock()
+        rows = []
+        for kind, (count, _) in sorted(history.faults.items()):
+            rows.append(FaultRow(kind=str(kind), count=count, weight=round(history.weight(kind, now), 3)))
+        return StandingRow(
+            score=round(history.score(now), 3),
+            banned_s=round(self.ban_left_s(peer), 1),
+            why=history.why,
+            faults=tuple(rows),
         )
-        left_s = round(self.ban_left_s(peer), 1)
-        return StandingRow(score=round(history.score(now), 3), banned_s=left_s, why=history.why, faults=faults)
 
     def rows(self) -> dict[str, StandingRow]:
         """All who are left out or banned now, with the reason."""
-        out = [peer for peer in sorted(self._histories) if not self.allows(peer)]
-        return {str(peer): row for peer in out if (row := self.row(peer)) is not None}
+        rows = {}
+        for peer in sorted(self._histories):
+            row = None if self.allows(peer) else self.row(peer)
+            if row is not None:
+                rows[str(peer)] = row
+        return rows
 
     # --- between runs ----------------------------------------------------------------------------------------
 
@@ -168,12 +180,16 @@ class Standing:
         return {PeerId(peer): FaultHistory(**msgspec.structs.asdict(row)) for peer, row in rows.items()}
 
     def _history_of(self, peer: PeerId) -> FaultHistory:
+        # Identities cost nothing, so memory is bounded. Of a full table the peer with least against it is forgotten,
+        # and those that are banned last: nobody gets rid of a ban by bringing in many others.
         if peer not in self._histories and len(self._histories) >= MAX_PEERS:
             now = self._clock()
-            forgotten = min(
-                self._histories, key=lambda p: (is_banned(self._histories[p], now), self._histories[p].score(now))
-            )
-            del self._histories[forgotten]
+
+            def weight_of(known: PeerId) -> tuple[bool, float]:
+                history = self._histories[known]
+                return is_banned(history, now), history.score(now)
+
+            del self._histories[min(self._histories, key=weight_of)]
         return self._histories.setdefault(peer, FaultHistory(at=self._clock()))
 
 

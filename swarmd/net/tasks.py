@@ -24,6 +24,7 @@ class Tasks:
 
     @property
     def is_open(self) -> bool:
+        """Can work be begun now?"""
         return self._nursery is not None
 
     @asynccontextmanager

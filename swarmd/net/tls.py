@@ -27,6 +27,15 @@ RECEIVE_BYTES = 1 << 18  # at a time: fewer wake-ups
 BROKEN = (trio.ClosedResourceError, ssl.SSLError, OSError, ValueError)
 
 
+# Two buffers lie between the socket and OpenSSL, which itself does no I/O:
+#
+#     socket --recv FILL_BYTES--> _incoming --> OpenSSL --> receive()
+#     socket <------send--------- _outgoing <-- OpenSSL <-- send()
+#
+# ``_fill`` takes at most FILL_BYTES at a time and gives others their turn, because a peer could send records that hold
+# no data for ever. ``send`` writes WRITTEN_BYTES at a time for the same reason in the other direction.
+
+
 class Tls:
     """TLS on a connection, which is its own from now on. What goes wrong is raised as one of BROKEN.
 
@@ -34,7 +43,8 @@ class Tls:
     """
 
     def __init__(self, connection: trio.SocketStream, context: ssl.SSLContext, is_server: bool = False) -> None:
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
         self.socket = socket.socket(fileno=connection.socket.detach())
         self.socket.setblocking(False)
@@ -46,6 +56,7 @@ class Tls:
         return self._tls.getpeercert(binary_form=True)
 
     async def shake_hands(self) -> None:
+        """Do the handshake; the deadline is the caller's."""
         is_done = False
         while not is_done:
             try:
@@ -71,7 +82,8 @@ class Tls:
 
     async def receive(self, n_bytes: int) -> bytes:
         """At most so many bytes, and of full records all that are here; none when the other side has said goodbye."""
-        parts, remaining = list[bytes](), n_bytes
+        parts = list[bytes]()
+        remaining = n_bytes
         while remaining > 0 and (not parts or len(parts[-1]) == RECORD_BYTES):
             try:
                 parts.append(self._tls.read(remaining))
@@ -113,7 +125,8 @@ class Tls:
 
     async def _fill(self) -> None:
         """Take what has come, or wait for it; others get their turn in any case."""
-        data, has_waited = None, False
+        data: bytes | None = None
+        has_waited = False
         while data is None:
             try:
                 data = self.socket.recv(FILL_BYTES)
@@ -142,6 +155,7 @@ class DirectStream:
 
     @property
     def is_open(self) -> bool:
+        """Has this side not closed it?"""
         return self._tls.socket.fileno() >= 0
 
     @property
@@ -150,6 +164,7 @@ class DirectStream:
         return str(self._tls.socket.getpeername()[0])
 
     async def send(self, data: bytes) -> None:
+        """See ``net.api.Stream``."""
         await trio.lowlevel.checkpoint_if_cancelled()
         is_sent = False
         try:
@@ -178,6 +193,7 @@ class DirectStream:
         return self.is_open and n_bytes <= SEND_BUFFER_BYTES // 4 and bool(self._poll.poll(0))
 
     async def receive(self) -> bytes:
+        """See ``net.api.Stream``. A paced connection reads less at a time, and later, so that the peer waits."""
         try:
             if self.traffic is None:
                 return await self._tls.receive(RECEIVE_BYTES)
@@ -189,12 +205,14 @@ class DirectStream:
             raise Unreachable(f"the direct channel from {self.peer} is gone") from None
 
     async def aclose(self) -> None:
+        """See ``net.api.Stream``."""
         if self.is_open:
             with suppress(*BROKEN):
                 self._tls.say_goodbye()
             self._tls.close()
 
     async def reset(self) -> None:
+        """See ``net.api.Stream``. The kernel forgets what was not sent, and the peer gets a TCP reset."""
         if self.is_open:
             self._tls.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._tls.close()
@@ -206,5 +224,6 @@ def _tune_socket(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
-        if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
+        option = getattr(socket, name, None)
+        if option is not None:  # not every system has all of them
             connection.setsockopt(socket.IPPROTO_TCP, option, value)

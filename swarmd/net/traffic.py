@@ -80,15 +80,18 @@ class Traffic:
         self._pass(self.down, self.up, n_bytes)
 
     def _pass(self, forward: Pace, backward: Pace, n_bytes: int) -> None:
-        there_bytes, back_bytes = wire_bytes(n_bytes), ack_bytes(n_bytes)
-        self._count(there_bytes + back_bytes)
-        forward.charge(there_bytes)
-        backward.charge(back_bytes)
+        data_bytes = wire_bytes(n_bytes)
+        answer_bytes = ack_bytes(n_bytes)
+        self._count(data_bytes + answer_bytes)
+        forward.charge(data_bytes)
+        backward.charge(answer_bytes)
 
     def _count(self, n_bytes: int) -> None:
         if self.is_used_up:
             raise UsedUpError
         self._used = self._used.and_more(n_bytes, month_of(self._now()))
+        # The file always says at least what has passed: AHEAD_BYTES are written down before they do. A daemon that is
+        # killed so counts a little too much, and never forgets what its owner has to pay for.
         if self._used.month != self._written.month or self._used.n_bytes > self._written.n_bytes:
             self._write(AHEAD_BYTES)
 

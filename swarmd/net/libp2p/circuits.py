@@ -84,6 +84,18 @@ class Streams(Protocol):
         """Upgrade a connection that somebody else began."""
 
 
+#     A (behind a router)                relay R                        B (behind a router)
+#                                          <-- RelayRequest() ----------  holds a reservation: this stream stays open
+#     RelayRequest(target=B) ------------>
+#                                          -- Caller(A) --------------->
+#       <------------- RelayGrant(), seen_at
+#     Noise and yamux between A and B  <== _copy_bytes, both ways ==>
+#
+# R sees encrypted bytes only, and cannot pretend to be either: A and B prove their keys to each other over it. What a
+# member could try is to make R work for it alone, so everything is counted for its sponsor and for R as a whole. The
+# certificate is looked at again each LOOK_INTERVAL_S, so that a revoked member loses what it has.
+
+
 class Circuits:
     """One network's circuits. ``may_relay`` says for whom, with which certificate, this peer relays; None: nobody."""
 
@@ -108,7 +120,8 @@ class Circuits:
         stream = await self._network.open_for_reservation(relay)
         self._relays[relay] += 1  # it may bring somebody before its answer has been read
         try:
-            self._network.note_seen_at((await self._ask(stream, RelayRequest(certificate=self._certificate))).seen_at)
+            granted = await self._ask(stream, RelayRequest(certificate=self._certificate))
+            self._network.note_seen_at(granted.seen_at)
             on_held()
             await stream.receive()
         finally:
@@ -192,6 +205,7 @@ class Circuits:
             nursery.cancel_scope.cancel()
 
     def _why_not(self, peer: PeerId, ask: RelayRequest, relayed: Relayed | None) -> str:
+        """Why this peer does not do what it is asked; "" when it does."""
         if self.may_relay is None:
             return "this member does not relay"
         if relayed is None:
@@ -254,15 +268,19 @@ class Circuits:
 
 async def _copy_bytes(source: Libp2pStream, sink: Libp2pStream, scope: trio.CancelScope) -> None:
     """Pass bytes on until either end is gone, which ends the other direction as well."""
-    since, moved = trio.current_time(), 0
+    since = trio.current_time()
+    n_moved = 0
     try:
-        while data := await source.receive():
+        data = await source.receive()
+        while data:
             now = trio.current_time()
             if now - since > 1.0:
-                since, moved = now, 0
-            moved += len(data)
-            sink.yield_to_others(moved > BULK_BYTES_PER_S)
+                since = now
+                n_moved = 0
+            n_moved += len(data)
+            sink.yield_to_others(n_moved > BULK_BYTES_PER_S)
             await sink.send(data)
+            data = await source.receive()
     except PeerError:
         pass
     finally:
@@ -279,21 +297,25 @@ class Circuit(IRawConnection):
         self._rest = b""
 
     async def write(self, data: bytes) -> None:
+        """Send all of ``data``. Raises ConnectionClosedError."""
         try:
             await self._stream.send(data)
         except PeerError as error:
             raise ConnectionClosedError(str(error)) from None
 
     async def read(self, n: int | None = None) -> bytes:
+        """At most ``n`` bytes. Raises ConnectionClosedError when the relay's stream is gone."""
         if not self._rest:
             try:
                 self._rest = await self._stream.receive()
             except PeerError as error:
                 raise ConnectionClosedError(str(error)) from None
-        data, self._rest = self._rest[:n], self._rest[n:] if n is not None else b""
+        data = self._rest[:n]
+        self._rest = self._rest[n:] if n is not None else b""
         return data
 
     async def close(self) -> None:
+        """End the relay's stream, and with it the circuit."""
         await self._stream.reset()
 
     def get_remote_address(self) -> tuple[str, int] | None:

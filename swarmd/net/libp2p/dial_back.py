@@ -51,6 +51,10 @@ class Dialler(Protocol):
 class DialBack:
     """Both sides of it."""
 
+    # The host that is dialled is the one that the asker's connection comes from, and never one that it names: so
+    # nobody can have this peer knock at a third machine. The ports are the asker's choice, MAX_PORTS at most, and one
+    # asker is served at a time.
+
     def __init__(self, network: Dialler) -> None:
         self._network = network
         self._tried_for: set[PeerId] = set()
@@ -72,16 +76,17 @@ class DialBack:
         try:
             ipaddress.ip_address(result.host)
         except ValueError:
-            raise RemoteProtocolError(
-                f"{peer} sees this peer at {result.host[:80]!r}, which is no IP address"
-            ) from None
-        return ReachabilityReport(peer, result.host, tuple(port for port in result.open_ports if port in ports))
+            text = f"{peer} sees this peer at {result.host[:80]!r}, which is no IP address"
+            raise RemoteProtocolError(text) from None
+        open_ports = tuple(port for port in result.open_ports if port in ports)
+        return ReachabilityReport(peer, result.host, open_ports)
 
     async def serve_request(self, stream: Libp2pStream) -> None:
         """Somebody wants to be dialled."""
         with trio.fail_after(ANSWER_TIMEOUT_S):
             request = await read_message(stream, DialRequest)
-        remote, peer = stream.remote_address, stream.peer
+        remote = stream.remote_address
+        peer = stream.peer
         if remote is None or peer in self._tried_for or len(self._tried_for) >= MAX_AT_ONCE:
             await write_message(stream, DialResult())
             await stream.aclose()

@@ -39,7 +39,7 @@ from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, HandshakeError, OurMuxe
 from swarmd.net.libp2p.ways import Libp2pNatTraversal, is_relayed, remote_of
 from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.net.traffic import Traffic
-from swarmd.plan.links.dialing import host_of, is_circuit, is_private
+from swarmd.plan.links.dialing import IpAddress, host_of, is_circuit, is_private
 from swarmd.protocol.membership.identity import Identity
 from swarmd.values import PeerId
 
@@ -90,12 +90,14 @@ class Libp2pNetwork:
         traffic: Traffic | None = None,
     ) -> None:
         self.peer_id = identity.peer_id
-        self._listen = tuple(a for a in listen if not a.startswith(EVERY_IPV6) or len(listen) == 1 or has_ipv6())
+        may_use_ipv6 = len(listen) == 1 or has_ipv6()
+        self._listen = tuple(address for address in listen if may_use_ipv6 or not address.startswith(EVERY_IPV6))
         self._announce = announce
         self._blocked = blocked
         self._handlers: dict[Purpose, StreamHandler] = {}
         self._dials: dict[PeerId, _Dial] = {}
-        keys = KeyPair(key := Ed25519PrivateKey.from_bytes(identity.seed), key.get_public_key())
+        private_key = Ed25519PrivateKey.from_bytes(identity.seed)
+        keys = KeyPair(private_key, private_key.get_public_key())
         self.swarm = _build_swarm(keys, psk, traffic)
         self.host = BasicHost(
             self.swarm, disable_identify_address_discovery=True, announce_addrs=_without_peer_ids(announce) or None
@@ -118,6 +120,7 @@ class Libp2pNetwork:
                 yield
 
     def addresses(self) -> tuple[str, ...]:
+        """See ``net.api.Network``: what its owner announces, or what leads here; then what relays add."""
         suffix = f"/p2p/{self.peer_id}"
         reachable = self._announce or self._reachable_addresses(self._listening())
         own_addresses = dict.fromkeys(a.split("/p2p/")[0] + suffix for a in reachable)
@@ -128,22 +131,25 @@ class Libp2pNetwork:
 
     def _reachable_addresses(self, addresses: Iterable[str]) -> tuple[str, ...]:
         """Those that may lead here, as others have tried."""
-        hosts = {address: host_of(address) for address in addresses}
-        return tuple(
-            a for a, h in hosts.items() if h is None or is_private(h) or h.version not in self.ways.hidden_versions
-        )
+        return tuple(address for address in addresses if self._may_lead_here(host_of(address)))
+
+    def _may_lead_here(self, host: IpAddress | None) -> bool:
+        return host is None or is_private(host) or host.version not in self.ways.hidden_versions
 
     def own_hosts(self) -> tuple[str, ...]:
         """The IP addresses that it listens on, and those that its owner announces."""
-        return tuple(str(host) for a in (*self._announce, *self._listening()) if (host := host_of(a)) is not None)
+        hosts = [host_of(address) for address in (*self._announce, *self._listening())]
+        return tuple(str(host) for host in hosts if host is not None)
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        """See ``net.api.Network``; what is no peer id, or no address, is passed over."""
         try:
             peer_id = ID.from_base58(peer)
         except ValueError:
             return  # nobody has such an id
-        circuits = tuple(a for a in addresses if is_circuit(a))
-        parsed = [p for a in addresses if a not in circuits and (p := _parse_untrusted(a)) is not None]
+        circuits = tuple(address for address in addresses if is_circuit(address))
+        direct = [_parse_untrusted(address) for address in addresses if address not in circuits]
+        parsed = [address for address in direct if address is not None]
         if (parsed or circuits) and peer != self.peer_id:
             self.swarm.peerstore.clear_addrs(peer_id)
             self.swarm.peerstore.add_addrs(peer_id, parsed, ADDRESS_TTL_S)
@@ -158,8 +164,8 @@ class Libp2pNetwork:
 
     def listen_hosts(self) -> tuple[str, ...]:
         """The IP addresses that it listens on; one that does not parse is refused by ``running``."""
-        parsed = [a for address in self._listen if (a := _parse_untrusted(address)) is not None]
-        return tuple(str(a.value_for_protocol(a.protocols()[0].code)) for a in parsed)
+        parsed = [_parse_untrusted(address) for address in self._listen]
+        return tuple(str(_host_value(address)) for address in parsed if address is not None)
 
     def remote_host(self, peer: PeerId) -> str | None:
         """Where a connected peer could be dialled again: not through a relay, nor behind a router that is not ours."""
@@ -179,9 +185,11 @@ class Libp2pNetwork:
         return any(stream.get_protocol() in self._channels for stream in connection.get_streams())
 
     def set_handler(self, purpose: Purpose, handler: StreamHandler) -> None:
+        """See ``net.api.Network``."""
         self._handlers[purpose] = handler
 
     async def open_stream(self, peer: PeerId, purpose: Purpose) -> Libp2pStream:
+        """See ``net.api.Network``."""
         if peer in self._blocked:
             raise Unreachable(f"{peer} is blocked by this machine's configuration")
         await self.connect(peer)
@@ -203,7 +211,8 @@ class Libp2pNetwork:
 
     async def _open_over(self, connection: INetConn, protocol: TProtocol) -> INetStream:
         """What the library's ``new_stream`` does, over this very connection."""
-        stream, is_agreed = await connection.new_stream(), False
+        stream = await connection.new_stream()
+        is_agreed = False
         try:
             choose = self.host.multiselect_client.select_one_of
             await choose([protocol], MultiselectCommunicator(stream), int(OPEN_TIMEOUT_S))
@@ -215,9 +224,11 @@ class Libp2pNetwork:
         return stream
 
     def way_to(self, peer: PeerId) -> Way | None:
+        """See ``net.api.Network``."""
         return self.ways.way_to(peer)
 
     async def disconnect(self, peer: PeerId) -> None:
+        """See ``net.api.Network``."""
         with trio.move_on_after(2):
             for connection in self.connections(peer):  # not close_peer (row 23)
                 await connection.close()
@@ -227,12 +238,15 @@ class Libp2pNetwork:
 
         Whoever wants the same at the same time waits for it, and hears of its failure.
         """
+        # One dial at a time for each peer: tasks that come meanwhile wait for its outcome. A connection may end between
+        # the moment it is made and the one in which a waiting task looks, so each task looks again, MAX_DIALS times.
         for _ in range(MAX_DIALS):
             dial = self._dials.get(peer)
             if dial is None and self.connections(peer):
                 return
             if dial is None:
-                dial = self._dials[peer] = _Dial()
+                dial = _Dial()
+                self._dials[peer] = dial
                 try:
                     await self._dial(ID.from_base58(peer))
                     await self.ways.make_direct(peer)
@@ -312,11 +326,17 @@ def _parse_untrusted(address: str) -> Multiaddr | None:
         return None
 
 
+def _host_value(address: Multiaddr) -> str | None:
+    """The first part of a multiaddr: an IP address, or a name."""
+    return address.value_for_protocol(address.protocols()[0].code)
+
+
 def _with_free_port(address: str) -> str:
     """Check that a TCP port can be bound: the library's listener shares ports and would hide a conflict."""
     try:
         parsed = Multiaddr(address)
-        host, port = parsed.value_for_protocol(parsed.protocols()[0].code), parsed.value_for_protocol("tcp")
+        host = _host_value(parsed)
+        port = parsed.value_for_protocol("tcp")
     except (ValueError, LookupError) as error:
         raise ConfigError(
             f"expected a listen address such as /ip4/0.0.0.0/tcp/4001, got {address!r}: {error}"

@@ -28,15 +28,18 @@ _RECEIVE_BYTES = 256 * 1024  # four messages of 64 KiB in one read
 
 def wire_of(connection: IRawConnection) -> IRawConnection:
     """What lies under all that wraps it: a socket's connection, or a circuit's."""
-    while (inner := getattr(connection, "raw", None) or getattr(connection, "_conn", None)) is not None:
+    inner: IRawConnection | None = connection
+    while inner is not None:
         connection = inner
+        inner = getattr(connection, "raw", None) or getattr(connection, "_conn", None)
     return connection
 
 
 def remote_of(connection: IRawConnection) -> tuple[str, int] | None:
     """Host and port of the other side; the library's own knows IPv4 only (row 21). None for a circuit."""
     wire = wire_of(connection)
-    if (remote := wire.get_remote_address()) is not None:
+    remote = wire.get_remote_address()
+    if remote is not None:
         return remote
     stream = getattr(getattr(wire, "stream", None), "stream", None)
     if not isinstance(stream, trio.SocketStream):
@@ -56,15 +59,19 @@ class OverConnection(IRawConnection):
         self.is_initiator = is_initiator
 
     async def write(self, data: bytes) -> None:
+        """Send ``data`` over the connection below."""
         await self.raw.write(data)
 
     async def close(self) -> None:
+        """Close the connection below."""
         await self.raw.close()
 
     def get_remote_address(self) -> tuple[str, int] | None:
+        """Host and port of the other side; None for a circuit."""
         return remote_of(self.raw)
 
     def get_transport_addresses(self) -> list[Multiaddr]:
+        """The other side as a multiaddr, as the library wants it."""
         remote = self.get_remote_address()
         if remote is None:
             return []
@@ -83,12 +90,14 @@ class BufferedConnection(OverConnection):
         self.buffer = bytearray()
 
     async def fill(self) -> None:
+        """Read once from the socket into the buffer. Raises ConnectionClosedError at the end."""
         data = await self.raw.read(_RECEIVE_BYTES)
         if not data:
             raise ConnectionClosedError("the connection was closed")
         self.buffer += data
 
     async def read(self, n: int | None = None) -> bytes:
+        """At most ``n`` bytes, or all that the buffer has."""
         if not self.buffer:
             await self.fill()
         data = bytes(self.buffer[:n])
@@ -119,6 +128,7 @@ class NoiseSession(ISecureConn):
         return data
 
     async def write(self, data: bytes) -> None:
+        """Encrypt ``data`` as full records, and send them in one call."""
         out = bytearray()
         for start in range(0, len(data), MAX_PLAINTEXT_LENGTH):
             record = self._cipher.encrypt(data[start : start + MAX_PLAINTEXT_LENGTH])
@@ -127,13 +137,16 @@ class NoiseSession(ISecureConn):
         await self._connection.write(bytes(out))
 
     def _records(self) -> Iterator[bytes]:
-        buffer, offset = self._connection.buffer, 0
-        while len(buffer) - offset >= 2:
+        """The whole records that the buffer holds, which they leave:  | length (2) | ciphertext | length (2) | ..."""
+        buffer = self._connection.buffer
+        offset = 0
+        while len(buffer) - offset >= _LENGTH.size:
             size = _LENGTH.unpack_from(buffer, offset)[0]
-            if len(buffer) - offset < 2 + size:
+            start = offset + _LENGTH.size
+            if len(buffer) < start + size:
                 break
-            yield bytes(buffer[offset + 2 : offset + 2 + size])
-            offset += 2 + size
+            yield bytes(buffer[start : start + size])
+            offset = start + size
         del buffer[:offset]
 
     def _decrypt(self, record: bytes) -> bytes:

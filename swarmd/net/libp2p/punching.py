@@ -55,7 +55,8 @@ class Meeting(Protocol):
     async def open_punch(self, peer: PeerId) -> Libp2pStream:
         """A stream over the connection that there is."""
 
-    def whereabouts(self) -> MeetRequest: ...
+    def whereabouts(self) -> MeetRequest:
+        """Where this peer can be dialled, or where relays see it come from."""
 
     async def dial_back(self, addresses: tuple[str, ...], peer: PeerId) -> bool:
         """Make a new connection to any of these."""
@@ -73,6 +74,18 @@ class Meeting(Protocol):
 class Punching:
     """Both sides of it."""
 
+    # All messages go through the relay that connects A and B already:
+    #
+    #     A, which began the connection             B
+    #     MeetRequest(dial or seen_at)   --------->
+    #                      A can be dialled:        B dials A                      -> "reversed"
+    #                   <---------  MeetRequest(seen_at)
+    #     PunchStart                     --------->
+    #     A dials B's router             <-- SYN -->  B dials A's router           -> "punched"
+    #
+    # Each side names where it is dialled, so it could name a victim. B therefore dials only hosts that ``may_dial``
+    # lets it, MAX_ADDRESSES of them, and at most once in MEETING_S for each peer.
+
     def __init__(self, network: Meeting) -> None:
         self._network = network
         self._not_before: dict[PeerId, float] = {}
@@ -82,9 +95,7 @@ class Punching:
     async def make_direct(self, peer: PeerId) -> None:
         """Try to replace a connection through a relay; it stays when that fails."""
         now = trio.current_time()
-        self._not_before = {
-            waiting_peer: retry_at for waiting_peer, retry_at in self._not_before.items() if retry_at > now
-        }
+        self._not_before = {p: retry_at for p, retry_at in self._not_before.items() if retry_at > now}
         if peer in self._not_before:
             return
         self._not_before[peer] = now + AGAIN_AFTER_S
@@ -139,14 +150,18 @@ class Punching:
         with trio.move_on_after(UPGRADE_TIMEOUT_S):
             request = await read_message(stream, MeetRequest)
             if request.dial:
-                wanted = tuple(a for a in request.dial if (host := host_of(a)) and self._network.may_dial(str(host)))
-                if wanted and await self._network.dial_back(wanted, stream.peer):
+                allowed = tuple(address for address in request.dial if self._may_dial_address(address))
+                if allowed and await self._network.dial_back(allowed, stream.peer):
                     await write_message(stream, MeetRequest())
                 return
             await write_message(stream, MeetRequest(seen_at=self._network.whereabouts().seen_at))
             await read_message(stream, PunchStart)
             if request.seen_at is not None and self._network.may_dial(request.seen_at[0]):
                 await self._punch(request.seen_at, stream.peer, is_initiator=False)
+
+    def _may_dial_address(self, address: str) -> bool:
+        host = host_of(address)
+        return host is not None and self._network.may_dial(str(host))
 
     async def _punch(self, place: Place, peer: PeerId, is_initiator: bool) -> bool:
         with trio.move_on_after(PUNCH_TIMEOUT_S):

@@ -60,6 +60,7 @@ PORT_TAKEN_ERRORS = (
 
 
 def connection_config() -> ConnectionConfig:
+    """Short deadlines, many connections, and none that the library makes by itself."""
     return ConnectionConfig(
         min_connections=0,
         low_watermark=0,
@@ -72,6 +73,7 @@ def connection_config() -> ConnectionConfig:
 
 
 def retry_config() -> RetryConfig:
+    """One attempt: whether to try again is decided above."""
     return RetryConfig(max_retries=0)
 
 
@@ -83,7 +85,7 @@ class HandshakeError(SwarmException):
 class Failure:
     """What became of one address; ``is_garbled``: something answered that is not of this swarm."""
 
-    told: str
+    text: str
     is_garbled: bool
 
 
@@ -97,10 +99,10 @@ class OurMuxer(MuxerMultistream):
         super().__init__(options, int(UPGRADE_TIMEOUT_S))
 
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
+        """Negotiate a muxer over an encrypted connection, and build it."""
         protocol, _ = await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
-        return self._annotate_connection(
-            YamuxConnection(conn, peer_id, traffic_of(conn, self._traffic), self._windows), conn, protocol
-        )
+        muxed = YamuxConnection(conn, peer_id, traffic_of(conn, self._traffic), self._windows)
+        return self._annotate_connection(muxed, conn, protocol)
 
 
 class IdleConnector(AutoConnector):
@@ -127,10 +129,13 @@ class GuardedSwarm(Swarm):
         self._tcp = TCP()
         self.circuits_of = {}
         self._dial_budget = DialBudget()
-        self._own_port, self._listens = 0, True
+        self._own_port = 0
+        self._listens = True
         self.traffic: Traffic | None = None
 
     def set_stream_handler(self, stream_handler: StreamHandlerFn) -> None:
+        """Whatever escapes the handler resets its stream, and nothing else."""
+
         async def guarded(stream: INetStream) -> None:
             try:
                 await stream_handler(stream)
@@ -142,6 +147,7 @@ class GuardedSwarm(Swarm):
         super().set_stream_handler(guarded)
 
     async def notify_opened_stream(self, stream: INetStream) -> None:
+        """Let a stream of ours know its protocol, as soon as the library does."""
         muxed = getattr(stream, "muxed_stream", None)
         if isinstance(muxed, YamuxStream):
             muxed.protocol_of = stream.get_protocol
@@ -165,9 +171,8 @@ class GuardedSwarm(Swarm):
     async def dial_over(self, version: int, peer_id: ID) -> INetConn:
         """Make a connection over one version of IP, 4 or 6. Raises SwarmException."""
         kinds = (f"/ip{version}/", f"/dns{version}/", "/dns/")
-        return await self.dial_addresses(
-            tuple(a for a in self._known_addresses(peer_id) if a.startswith(kinds)), peer_id
-        )
+        addresses = tuple(address for address in self._known_addresses(peer_id) if address.startswith(kinds))
+        return await self.dial_addresses(addresses, peer_id)
 
     def knows(self, peer_id: ID) -> bool:
         """Is there an address of a peer?"""
@@ -188,7 +193,7 @@ class GuardedSwarm(Swarm):
         Who listens dials from that port only where a router has to know it: two that dialled each other from there in
         the same moment would make one connection, on which both begin.
         """
-        listening = [a for listener in self.listeners.values() for a in listener.get_addrs()]
+        listening = self._listen_addresses()
         self._listens = bool(listening)
         with reserve_port(listening) as self._own_port:
             yield
@@ -237,13 +242,16 @@ class GuardedSwarm(Swarm):
 
     # --- one after the other ---------------------------------------------------------------------------------
 
+    def _listen_addresses(self) -> list[Multiaddr]:
+        return [address for listener in self.listeners.values() for address in listener.get_addrs()]
+
     def _own_addresses(self) -> list[str]:
-        return list(
-            expand_wildcards(tuple(str(a) for listener in self.listeners.values() for a in listener.get_addrs()))
-        )
+        return list(expand_wildcards(tuple(map(str, self._listen_addresses()))))
 
     async def _race(self, planned: list[Attempt], peer_id: ID) -> INetConn:
         """The connection of whichever attempt succeeds first. Raises SwarmException with what became of each."""
+        # "Happy eyeballs" (RFC 8305): each attempt has its own task. It begins at its time, or as soon as one before it
+        # has failed, so that a refused address costs no wait. The first that succeeds cancels all others.
         won: list[INetConn] = []
         failed: dict[int, Failure] = {}
         turns = [trio.Event() for _ in planned]
@@ -266,33 +274,37 @@ class GuardedSwarm(Swarm):
                 nursery.start_soon(wait_and_try, index, attempt)
         if won:
             return won[0]
-        outcomes = ", ".join(failed[i].told for i in sorted(failed)) or "no address of it is known that leads there"
+        failures = [failed[index].text for index in sorted(failed)]
+        outcomes = ", ".join(failures) or "no address of it is known that leads there"
         if any(failure.is_garbled for failure in failed.values()):
             raise HandshakeError(f"the swarm key does not match, or something else listens at {outcomes}")
         raise SwarmException(f"cannot reach {peer_id}: {outcomes}")
 
     async def _attempt(self, address: str, peer_id: ID) -> tuple[INetConn | None, Failure | None]:
         """One attempt: the connection, or why there is none."""
-        peer, now = peer_id.to_base58(), trio.current_time()
-        if not is_circuit(address) and (wait_s := self._dial_budget.take(address, peer, now)):
+        peer = peer_id.to_base58()
+        is_relayed = is_circuit(address)
+        wait_s = 0.0 if is_relayed else self._dial_budget.take(address, peer, trio.current_time())
+        if wait_s:
             return None, Failure(f"{address} (dialled for others just now; again in {wait_s:.0f} s)", is_garbled=False)
-        is_there, caused = False, "no answer in time"
+        is_connected = False
+        cause = "no answer in time"
         with trio.move_on_after(UPGRADE_TIMEOUT_S):
             try:
                 raw = await self._open_wire(address, peer_id)
-                is_there = True
-                made = await self._upgrade(raw, peer_id)
+                is_connected = True
+                connection = await self._upgrade(raw, peer_id)
                 self._dial_budget.met(address, peer)
-                return made, None
+                return connection, None
             except OpenConnectionError as error:
-                caused = str(error) if is_circuit(address) else "connection refused"
+                cause = str(error) if is_relayed else "connection refused"
             except SwarmException as error:
                 root = _cause_chain(error)[-1]
                 if isinstance(root, PeerIDMismatchesPubkey):
                     return None, Failure(f"{address} (another peer answers there)", is_garbled=False)
                 if not isinstance(root, trio.TooSlowError):
-                    caused = f"the handshake failed: {type(root).__name__}"
-        return None, Failure(f"{address} ({caused})", is_garbled=is_there and not is_circuit(address))
+                    cause = f"the handshake failed: {type(root).__name__}"
+        return None, Failure(f"{address} ({cause})", is_garbled=is_connected and not is_relayed)
 
     async def answers(self, address: str, peer_id: ID) -> bool:
         """Does a peer answer at an address, with its key, over a connection made and ended for that?"""
@@ -328,13 +340,17 @@ class GuardedSwarm(Swarm):
         return await self._tcp.dial(_parse_untrusted(address))
 
     async def upgrade_inbound_raw_conn(self, raw_conn: IRawConnection, maddr: Multiaddr) -> IMuxedConn:
+        """Let in a connection that another peer began, if there is room for one from there. Raises SwarmException."""
         if is_scarce(_file_handle(raw_conn)):
             await raw_conn.close()
             raise SwarmException("the last file handles are kept for what is needed")
         if self.traffic is not None and self.traffic.is_used_up:
             await raw_conn.close()
             raise SwarmException(str(UsedUpError()))
-        remote, caller = remote_of(raw_conn), getattr(raw_conn, "caller", "")
+        # A stranger's pending handshakes are counted by where it comes from; one that comes through a relay, by what
+        # the relay says of it. So a flood of sockets from one place takes the slots of that place only.
+        remote = remote_of(raw_conn)
+        caller = getattr(raw_conn, "caller", "")
         address = origin_of(remote[0]) if remote else caller
         limit = MAX_PENDING_PER_CALLER if caller else MAX_PENDING_PER_ADDRESS
         if self._pending_by_address[address] >= limit:
@@ -352,6 +368,7 @@ class GuardedSwarm(Swarm):
     async def upgrade_outbound_raw_conn(
         self, raw_conn: IRawConnection, peer_id: ID, pre_scope: Any = None
     ) -> SwarmConn:
+        """Upgrade a connection that this side began, with little read before the other has shown its key."""
         metered = MeteredConnection(raw_conn, True, traffic_of(raw_conn, self.traffic))
         upgraded = await super().upgrade_outbound_raw_conn(metered, peer_id, pre_scope)
         metered.trust()
@@ -384,7 +401,8 @@ def _parse_untrusted(address: str) -> Multiaddr:
 
 
 def _cause_chain(error: BaseException) -> list[BaseException]:
-    causes = [error]
-    while (cause := causes[-1].__cause__) is not None:
-        causes.append(cause)
-    return causes
+    """An error, and what caused it, the root last."""
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    return chain

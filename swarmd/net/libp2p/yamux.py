@@ -72,6 +72,7 @@ class YamuxStream(IMuxedStream):
         return self.state.received > EARLY_BYTES and not self.is_agreed
 
     def wake(self) -> None:
+        """Let everybody who waits for the stream look again."""
         self.changed.set()
         self.changed = trio.Event()
 
@@ -95,6 +96,7 @@ class YamuxStream(IMuxedStream):
         return bytes(parts)
 
     async def read_some(self, limit: int) -> bytes:
+        """Between 1 and ``limit`` bytes, as soon as there are any. Raises MuxedStreamEOF or MuxedStreamReset."""
         traffic = self.connection.traffic
         if traffic is not None:  # what is not read gets no credit: the other side waits
             await traffic.down.wait(is_urgent=not self.is_bulk)
@@ -128,17 +130,20 @@ class YamuxStream(IMuxedStream):
                 await self.changed.wait()
                 continue
             part = rest
-            if (traffic := self.connection.traffic) is not None:
+            traffic = self.connection.traffic
+            if traffic is not None:
                 await traffic.up.wait(is_urgent=not self.is_bulk)
                 part = rest[: traffic.up.at_a_time]
             rest = rest[await self.connection.send_data(self, part) :]
 
     async def close(self) -> None:
+        """Say that this side sends no more."""
         if not (self.state.local_closed or self.state.reset or self.connection.is_closed):
             self.connection.owe(self.connection.core.close(self.state))
             self.connection.forget_if_done(self.state.id)
 
     async def reset(self) -> None:
+        """End the stream both ways at once."""
         if not (self.state.reset or self.connection.is_closed):
             self.connection.owe(self.connection.core.reset(self.state))
             self.connection.forget_if_done(self.state.id)
@@ -157,6 +162,17 @@ class YamuxStream(IMuxedStream):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+# Three tasks for each connection, and one lock:
+#
+#     _read:  socket -> core.receive_untrusted -> events -> streams wake; replies are owed
+#     _pay:   owed small frames -> lock -> socket
+#     _ping:  a ping when the peer is silent; too many unanswered ones end the connection
+#     writers (tasks of others): lock -> what is owed, and one data frame -> socket
+#
+# The reader never waits for the lock. Two peers whose readers waited to write while neither reads would wait for ever:
+# so what the reader has to answer is only owed. A peer that makes this side owe more than it reads is cut off.
 
 
 class YamuxConnection(IMuxedConn):
@@ -197,14 +213,17 @@ class YamuxConnection(IMuxedConn):
 
     @property
     def is_relayed(self) -> bool:
+        """Does it go through a third member?"""
         return self.secured.get_connection_type() is ConnectionType.RELAYED
 
     @property
     def is_closed(self) -> bool:
+        """Has the connection ended, or failed?"""
         return self._closed
 
     @property
     def is_writing(self) -> bool:
+        """Is somebody in the midst of a frame?"""
         return self._lock.is_held
 
     @property
@@ -212,6 +231,7 @@ class YamuxConnection(IMuxedConn):
         return self.event_started.is_set() and not self._closed
 
     async def start(self) -> None:
+        """Read, ping and pay what is owed until the connection ends; the library runs this in a task."""
         self.event_started.set()
         try:
             with self._scope:
@@ -225,17 +245,20 @@ class YamuxConnection(IMuxedConn):
                 await self.close()
 
     async def open_stream(self) -> YamuxStream:
+        """Begin a stream; nothing is waited for. Raises MuxedConnUnavailable."""
         if self._closed:
             raise MuxedConnUnavailable("the connection is closed")
         try:
             state, frame = self.core.open()
         except YamuxError as error:
             raise MuxedConnUnavailable(str(error)) from None
-        stream = self.streams[state.id] = YamuxStream(self, state)
+        stream = YamuxStream(self, state)
+        self.streams[state.id] = stream
         self.owe(frame)
         return stream
 
     async def accept_stream(self) -> YamuxStream:
+        """Wait for the next stream that the peer begins. Raises MuxedConnUnavailable at the end."""
         try:
             return await self._accept_receive.receive()
         except trio.EndOfChannel:
@@ -337,8 +360,8 @@ class YamuxConnection(IMuxedConn):
                 self._fail()
         elif kind == "go_away":
             self._fail()
-        elif (stream_x := self.streams.get(stream_id)) is not None:
-            stream_x.wake()
+        elif stream_id in self.streams:
+            self.streams[stream_id].wake()
             self.forget_if_done(stream_id)
 
     async def _ping(self) -> None:
