@@ -38,14 +38,14 @@ from swarmd.protocol.membership.catalog import (
     Catalog,
     InviteTerms,
     Right,
+    add_admitted,
+    add_invite,
     read_catalog_untrusted,
+    restore_lost_entries,
     sign_catalog,
     sign_catalog_as_delegate,
-    with_admitted,
-    with_invite,
-    with_what_was_lost,
 )
-from swarmd.protocol.membership.charter import Founders, SignedCharter, founders_untrusted, missing
+from swarmd.protocol.membership.charter import Founders, SignedCharter, count_missing_signatures, founders_untrusted
 from swarmd.protocol.membership.charter import sign as sign_charter
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.protocol.membership.invite import Invite, SwarmKeys
@@ -202,7 +202,7 @@ class Home:
         known = msgspec.structs.replace(self.swarm().keys, charters=self.charters())
         made = invites.create(known, self.founder(), addresses, terms.ends_at)
         if terms != InviteTerms(terms.ends_at):
-            self.change_catalog(lambda c: with_invite(c, made.identity.public_key, terms, time.time()))
+            self.change_catalog(lambda c: add_invite(c, made.identity.public_key, terms, time.time()))
         return made
 
     def admit(self, arrivals: dict[bytes, AdmittedMember], before: Catalog | None = None) -> Catalog:
@@ -213,8 +213,8 @@ class Home:
         self.founder()
 
         def change(catalog: Catalog) -> Catalog:
-            lost = with_what_was_lost(catalog, before, time.time()) if before is not None else None
-            return with_admitted(lost or catalog, arrivals, time.time())
+            lost = restore_lost_entries(catalog, before, time.time()) if before is not None else None
+            return add_admitted(lost or catalog, arrivals, time.time())
 
         return self.change_catalog(change)
 
@@ -232,7 +232,7 @@ class Home:
         founders, key = self.founders(), self.founder_key().public_key
         if key in founders.charter.keys:
             draft = sign_charter(draft, self._key("founder.key"))
-        if not missing(draft, founders.charter) and key in draft.charter.keys:
+        if not count_missing_signatures(draft, founders.charter) and key in draft.charter.keys:
             with self._held("catalog.lock"):
                 self._write("catalog.bin", self._founded_on(draft))
         return draft
@@ -242,7 +242,7 @@ class Home:
         old, swarm = self.catalog(), self.swarm()
         own = {self.identity().public_key: AdmittedMember(int(time.time()) + MEMBERSHIP_LIFETIME_S)}
         new = msgspec.structs.replace(
-            with_admitted(old, own if own.keys() - old.admitted.keys() else {}, time.time()),
+            add_admitted(old, own if own.keys() - old.admitted.keys() else {}, time.time()),
             charters=(*self.charters(), msgspec.msgpack.encode(draft)),
             delegates=old.delegates if draft.charter.honours(self.founders().charter.issuers) else (),
             version=int(time.time()),  # whatever number was chosen before: charters count first

@@ -23,8 +23,8 @@ def signed(
     giver: Identity, taker: Identity, n_tokens: int, session: int = 0, at: int = DAY_S, **other: object
 ) -> SignedUsageReceipt:
     made = UsageReceipt(giver.peer_id, taker.peer_id, bytes([session]) * 16, "m", 0, 4, n_tokens, at)
-    body, given = bills.offer(msgspec.structs.replace(made, **other), giver)
-    return SignedUsageReceipt(body, given, bills.accept(body, taker))
+    body, given = bills.sign_offer(msgspec.structs.replace(made, **other), giver)
+    return SignedUsageReceipt(body, given, bills.sign_acceptance(body, taker))
 
 
 @pytest.fixture
@@ -124,9 +124,9 @@ def test_forged_bills_do_not_get_in(books: UsageLedger) -> None:
     more = msgspec.msgpack.encode(msgspec.structs.replace(bills.read_untrusted(true), n_tokens=10**6))
     wrong = [
         SignedUsageReceipt(more, true.given, true.taken),
-        SignedUsageReceipt(more, bills.given_by(ME, more), true.taken),
+        SignedUsageReceipt(more, bills.giver_signature_of(ME, more), true.taken),
         SignedUsageReceipt(true.body, true.taken, true.given),
-        SignedUsageReceipt(true.body, true.given, bills.accept(true.body, BERT)),
+        SignedUsageReceipt(true.body, true.given, bills.sign_acceptance(true.body, BERT)),
         SignedUsageReceipt(true.body[:-1], true.given, true.taken),
         signed(ME, ANNE, 10, end=0),
     ]

@@ -138,7 +138,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Iterator[trio.socket.SocketType]:
     with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listening:
         listening._sock.bind(("127.0.0.1", 0))  # type: ignore[attr-defined]
         monkeypatch.setattr(port_control, "CONTROL_PORT", listening.getsockname()[1])
-        monkeypatch.setattr(port_control, "gateway", lambda: IPv4Address("127.0.0.1"))
+        monkeypatch.setattr(port_control, "find_gateway", lambda: IPv4Address("127.0.0.1"))
         yield listening
 
 

@@ -115,7 +115,7 @@ def _change(keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...]) -
 
     state = home()
     state.founder()
-    _finish(charter.follower(state.founders().charter, keys, needed, honoured))
+    _finish(charter.draft_charter(state.founders().charter, keys, needed, honoured))
 
 
 def _finish(draft: Any) -> None:
@@ -131,7 +131,7 @@ def _finish(draft: Any) -> None:
         if signed.charter.needed == len(signed.charter.keys) > 1:
             print("All of them are needed: name another one before one more is lost.")
         return
-    left = charter.missing(signed, before)
+    left = charter.count_missing_signatures(signed, before)
     who = f"{left} of the founders must sign it, too" if left else "one of the new founders must take it over"
     print(f"{who}: swarmd founders sign {charter.encode(signed)}")
 

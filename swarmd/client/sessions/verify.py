@@ -17,7 +17,7 @@ from swarmd.client.links.link import SessionOptions
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import SwarmError, SwarmUnavailable, WrongAnswer
 from swarmd.plan.trust.equality import Bound, bound_of, errors, is_equal, widen_bound
-from swarmd.protocol.wire.messages import cropped
+from swarmd.protocol.wire.messages import count_cropped
 from swarmd.wire.history import SentOp
 
 TOKENS_BEHIND = 16  # that the second chain waits for: fewer cost it as much as the first
@@ -88,7 +88,7 @@ class VerifyingChain:
     async def _check(self, sent: SentOp, out: torch.Tensor) -> None:
         second = await self._apart()
         again = await second.step(sent.edits, sent.hidden, sent.positions, sent.mask, sent.record_past)
-        self._n_checked -= cropped(sent.edits)
+        self._n_checked -= count_cropped(sent.edits)
         if again is None or sent.hidden is None:
             return
         entered, came, checked = (t.detach().float().numpy() for t in (sent.hidden, out, again))
@@ -139,7 +139,7 @@ def merged(ops: list[tuple[SentOp, torch.Tensor]]) -> list[tuple[SentOp, torch.T
     """The same with tokens that were cropped again left out, and what follows in one op: [b, t, d] each."""
     whole: list[tuple[SentOp, torch.Tensor]] = []
     for sent, out in ops:
-        n_cropped, has_rows = cropped(sent.edits), any(e.rows is not None for e in sent.edits)
+        n_cropped, has_rows = count_cropped(sent.edits), any(e.rows is not None for e in sent.edits)
         last = whole[-1] if whole else None
         if last is None or has_rows or not _can_drop(last[0], n_cropped) or sent.hidden is None:
             whole.append((sent, out))

@@ -128,7 +128,7 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise ConfigError(f"{path}: unsupported family: transformers knows no {family[:64]!r}")
     kind = CONFIG_MAPPING[family]
     fields = getattr(kind, "__dataclass_fields__", {})
-    plain = configuration.plain(written)
+    plain = configuration.rebuild_plain(written)
     own = fields.keys() - PretrainedConfig.__dataclass_fields__.keys()
     if lost := sorted(k for k, v in written.items() if k in own and k not in plain and v != fields[k].default):
         value = str(written[lost[0]])[:40]

@@ -37,7 +37,7 @@ from swarmd.protocol.wire.messages import (
     Replay,
     TokensAre,
     WantTokens,
-    cropped,
+    count_cropped,
 )
 from swarmd.protocol.wire.tensors import max_tokens_per_frame
 from swarmd.protocol.wire.worker import Done
@@ -320,7 +320,7 @@ class HopSession:
         self, op: Op, payload: memoryview
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """Check an op against this session before anything changes. Raises Refused or RemoteProtocolError."""
-        n_cropped = cropped(op.edits)
+        n_cropped = count_cropped(op.edits)
         n_tokens = self._n_tokens - n_cropped
         for edit in op.edits:
             if edit.rows is not None and (len(edit.rows) != self.n_rows or max(edit.rows) >= self.n_rows):
@@ -330,7 +330,7 @@ class HopSession:
         if n_cropped and (why := self._cache.refuses_crop(n_cropped)):
             raise Refused(Code.UNSUPPORTED, f"{n_cropped} tokens cannot be taken back: {why}")
         if (
-            self.history.recent_edits + messages.n_changes(op.edits, op.tensor is not None)
+            self.history.recent_edits + messages.count_changes(op.edits, op.tensor is not None)
             > LEAST_KEPT_EDITS + KEPT_TIMES * self._max_tokens
         ):
             text = f"{self.history.recent_edits} edits of separate ops are kept for replay already"
@@ -374,7 +374,7 @@ class HopSession:
         """Crop once and reorder once: which tokens stay and which rows have nothing to do with each other."""
         if not edits:
             return
-        n_cropped = cropped(edits)
+        n_cropped = count_cropped(edits)
         if self._prefix is not None:
             self._prefix.crop(self._n_tokens - n_cropped)
         if any(edit.crop is not None for edit in edits):

@@ -328,7 +328,8 @@ def _parse_untrusted(address: str) -> Multiaddr | None:
 
 def _host_value(address: Multiaddr) -> str | None:
     """The first part of a multiaddr: an IP address, or a name."""
-    return address.value_for_protocol(address.protocols()[0].code)
+    value: str | None = address.value_for_protocol(address.protocols()[0].code)
+    return value
 
 
 def _with_free_port(address: str) -> str:

@@ -160,9 +160,8 @@ class GuardedSwarm(Swarm):
             return live
         if len(self.get_connections()) >= self.connection_config.max_connections:
             raise SwarmException(f"{self.connection_config.max_connections} connections are open already")
-        return [
-            await self.dial_addresses((*self._known_addresses(peer_id), *self.circuits_of.get(peer_id, ())), peer_id)
-        ]
+        addresses = (*self._known_addresses(peer_id), *self.circuits_of.get(peer_id, ()))
+        return [await self.dial_addresses(addresses, peer_id)]
 
     async def dial_addresses(self, addresses: tuple[str, ...], peer_id: ID) -> INetConn:
         """Make a connection, the likeliest address first. Raises SwarmException with what became of each."""

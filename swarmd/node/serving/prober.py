@@ -41,7 +41,7 @@ from swarmd.plan.trust.reputation import (
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.accounts.evidence import CoherentEvidence, read_untrusted
 from swarmd.protocol.membership.records import PeerRecord, ProbeFinding, SpanRecord
-from swarmd.protocol.wire.arrays import Floats, pack_array, rounded, unpack_array_untrusted
+from swarmd.protocol.wire.arrays import Floats, pack_array, round_to_dtype, unpack_array_untrusted
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import (
     Accuse,
@@ -199,7 +199,7 @@ class Prober:
             raise PeerTimeout("nothing to compare")
         seed = self._around.rng.getrandbits(63)
         values = np.random.default_rng(seed).standard_normal((1, N_TOKENS, hidden), dtype=np.float32)
-        entered = rounded(values, target.dtype)
+        entered = round_to_dtype(values, target.dtype)
         here = await server.own.compute(span, entered)
         with trio.move_on_after(PROBE_TIMEOUT_S):
             there = await self._ask(target, span, entered)

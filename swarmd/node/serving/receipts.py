@@ -74,7 +74,7 @@ class Receipts:
             usage_receipt.verify_taken_untrusted(said, body, message.taken)
         except IntegrityError as error:
             raise Forged(str(error)) from None
-        hop.bill = said, SignedUsageReceipt(body, usage_receipt.given_by(identity, body), message.taken)
+        hop.bill = said, SignedUsageReceipt(body, usage_receipt.giver_signature_of(identity, body), message.taken)
 
     def ended(self, hop: SessionHop) -> None:
         """A session is over: what it came to goes into the books."""
@@ -136,6 +136,6 @@ class Receipts:
             n_tokens=hop.trail.n_computed,
             at=int(self._exchange.now()),
         )
-        offered, given = usage_receipt.offer(so_far, self._served.identity)
+        offered, given = usage_receipt.sign_offer(so_far, self._served.identity)
         at = ReceiptIs(re=call_id, session=key[0], start=key[1], signature=signature, bill=offered, given=given)
         return framed(at, body)

@@ -200,7 +200,7 @@ class Server:
             if op.seq <= hop.state.finished:
                 await self._resend(op, hop)
             return
-        hop.take_in(op.seq, len(frame.raw), messages.n_changes(op.edits, op.tensor is not None))
+        hop.take_in(op.seq, len(frame.raw), messages.count_changes(op.edits, op.tensor is not None))
         if op.tensor is not None:
             await self._take_room((op.session, op.start), op.tensor.b * op.tensor.t, now)
         accept_op(hop.state, op)

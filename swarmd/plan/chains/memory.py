@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from swarmd.protocol.models.manifest import Manifest, groups
+from swarmd.protocol.models.manifest import Manifest, entry_groups
 from swarmd.protocol.wire.tensors import ITEM_BYTES
 
 WORKSPACE_BYTES = 256 * 2**20  # what torch takes for a pass beside weights and caches
@@ -24,7 +24,7 @@ def tensor_bytes(shape: tuple[int, ...], dtype: str, quantize: str = "none") -> 
 def group_bytes(manifest: Manifest, dtype: str, quantize: str = "none") -> tuple[list[int], int]:
     """Bytes of each block once loaded, and of what is around them, which is never quantised."""
     n_bytes: Counter[int | None] = Counter()
-    for entry, group in zip(manifest.entries, groups(manifest), strict=True):
+    for entry, group in zip(manifest.entries, entry_groups(manifest), strict=True):
         is_block = group != manifest.n_blocks
         n_bytes[group] += tensor_bytes(entry.shape, dtype, quantize if is_block else "none")
     return [n_bytes[block] for block in range(manifest.n_blocks)], n_bytes[manifest.n_blocks]

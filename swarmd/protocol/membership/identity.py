@@ -38,17 +38,21 @@ class Identity:
 
     @classmethod
     def generate(cls) -> Identity:
+        """A new key, from the system's random numbers."""
         return cls(Ed25519PrivateKey.generate().private_bytes_raw())
 
     @property
     def public_key(self) -> bytes:
+        """The 32 bytes by which others know it."""
         return self._key().public_key().public_bytes_raw()
 
     @property
     def peer_id(self) -> PeerId:
+        """The same as libp2p writes it."""
         return peer_id_of(self.public_key)
 
     def sign(self, domain: bytes, body: bytes) -> bytes:
+        """Sign ``body``; with a domain of its own a signature for one purpose is none for another."""
         return self._key().sign(domain + body)
 
     def _key(self) -> Ed25519PrivateKey:
@@ -56,6 +60,7 @@ class Identity:
 
 
 def peer_id_of(public_key: bytes) -> PeerId:
+    """The peer id of an ed25519 key."""
     return PeerId(base58.b58encode(_PEER_ID_PREFIX + public_key).decode())
 
 
@@ -70,12 +75,12 @@ def public_key_of_untrusted(peer: str) -> bytes:
     return raw[len(_PEER_ID_PREFIX) :]
 
 
-def verify(public_key: bytes, domain: bytes, body: bytes, signature: bytes, what: str) -> None:
+def verify(public_key: bytes, domain: bytes, body: bytes, signature: bytes, subject: str) -> None:
     """Check one signature. Raises IntegrityError."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, domain + body)
     except (InvalidSignature, ValueError):
-        raise IntegrityError(f"the signature of {what} does not match its key") from None
+        raise IntegrityError(f"the signature of {subject} does not match its key") from None
 
 
 class CertificateLink(msgspec.Struct, frozen=True, array_like=True):
@@ -87,6 +92,7 @@ class CertificateLink(msgspec.Struct, frozen=True, array_like=True):
     signature: Signature
 
     def body(self) -> bytes:
+        """What its signature covers."""
         return msgspec.msgpack.encode((self.key, self.role, self.expires_at))
 
 
@@ -118,7 +124,10 @@ class Membership:
     @property
     def member(self) -> bytes:
         """The key of the machine that is the member: this one's, or of a client's; b"" of an invite's own clients."""
-        return next((k for k, role in zip(self.keys[1:], self.roles, strict=True) if role == "member"), b"")
+        for key, role in zip(self.keys[1:], self.roles, strict=True):
+            if role == "member":
+                return key
+        return b""
 
     @property
     def vouchers(self) -> tuple[bytes, ...]:
@@ -127,6 +136,7 @@ class Membership:
 
 
 def read_links_untrusted(certificate: tuple[bytes, ...]) -> list[CertificateLink]:
+    """The links of a certificate, none of them verified. Raises IntegrityError."""
     return [decode(raw, CertificateLink, "a certificate", IntegrityError) for raw in certificate]
 
 
@@ -157,14 +167,23 @@ def follow_untrusted(certificate: tuple[bytes, ...], issuers: bytes | tuple[byte
 
 @functools.lru_cache(maxsize=4_096)  # every record of a peer carries the same certificate
 def _follow_untrusted(certificate: tuple[bytes, ...], issuers: tuple[bytes, ...]) -> Membership:
+    # Each link is signed by the key of the one before it, and the first by a founder:
+    #
+    #     founder --+--> invite --+--> member -----> client
+    #               |             +----------------> client
+    #               +----------------> member -----> client
+    #
+    # A key may certify only the roles that follow its own, so a client cannot let anybody in, and a member no member.
     links = read_links_untrusted(certificate)
-    signer, role, keys = _issuer(links, issuers), "founder", list[bytes]()
-    keys.append(signer)
+    signer = _issuer(links, issuers)
+    role = "founder"
+    keys = [signer]
     for link in links:
         if link.role not in _MAY_SIGN.get(role, ()):
             raise IntegrityError(f"a key with the role {role!r} cannot certify a {link.role!r}")
         verify(signer, _LINK_DOMAIN, link.body(), link.signature, f"the {link.role} link of a certificate")
-        signer, role = link.key, link.role
+        signer = link.key
+        role = link.role
         keys.append(link.key)
     ends = tuple(link.expires_at for link in links)
     roles = tuple(link.role for link in links)

@@ -36,6 +36,7 @@ class SwarmKeys(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def swarm_id(self) -> str:
+        """What stands for the swarm in names of files and of keys in the index."""
         return hashlib.sha256(b"swarmd swarm\0" + self.founder_key).hexdigest()[:32]
 
 
@@ -49,10 +50,12 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def identity(self) -> Identity:
+        """The invite's own key."""
         return Identity(self.seed)
 
     @property
     def expires_at(self) -> int:
+        """When it ends, in unix seconds; a founder's own does not."""
         return min((link.expires_at for link in read_links_untrusted(self.certificate)), default=2**53)
 
     def admit(self, key: bytes, role: str, expires_at: int) -> tuple[bytes, ...]:
@@ -64,11 +67,13 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
 
 
 def create(swarm: SwarmKeys, founder: Identity, addresses: tuple[str, ...], expires_at: int) -> Invite:
+    """Make a key that the founder certifies to let others in, with addresses to begin at."""
     key = Identity.generate()
     return Invite(swarm, addresses, key.seed, (certify(founder, key.public_key, "invite", expires_at),))
 
 
 def encode(invite: Invite) -> str:
+    """An invite as the line that people copy."""
     return lines.encode(_PREFIX + _VERSION, msgspec.msgpack.encode(invite))
 
 
@@ -82,11 +87,11 @@ def decode_untrusted(text: str, now: float) -> Invite:
     except (msgspec.DecodeError, IntegrityError) as error:
         raise ConfigError(f"the invite's certificate is not valid: {error}") from None
     if invite.expires_at <= now:
-        raise ConfigError(f"the invite expired {_age(now - invite.expires_at)} ago: ask for a new one")
+        raise ConfigError(f"the invite expired {_format_age(now - invite.expires_at)} ago: ask for a new one")
     return invite
 
 
-def _age(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

@@ -85,6 +85,7 @@ def sign_share(
 
 
 def sign_assent(body: bytes, contributor: Identity) -> bytes:
+    """A contributor's signature under a whole commit."""
     return contributor.sign(_ASSENT_DOMAIN, commits.digest_of(body))
 
 
@@ -98,11 +99,12 @@ def check_share_untrusted(share: ContributionShare, peer: PeerId, parent: bytes,
 
 def check_assent_untrusted(body: bytes, peer: PeerId, signature: bytes) -> None:
     """Does ``peer`` stand for this commit? Raises IntegrityError."""
-    who = f"the assent of {peer[-8:]}"
-    verify(public_key_of_untrusted(peer), _ASSENT_DOMAIN, commits.digest_of(body), signature, who)
+    subject = f"the assent of {peer[-8:]}"
+    verify(public_key_of_untrusted(peer), _ASSENT_DOMAIN, commits.digest_of(body), signature, subject)
 
 
 def encode(backed: BackedCommit) -> bytes:
+    """A commit with its backing, as anchors are sent it."""
     return msgspec.msgpack.encode(backed)
 
 
@@ -133,24 +135,29 @@ def check_shares_untrusted(commit: Commit, shares: tuple[ContributionShare, ...]
         check_share_untrusted(share, peer, commit.parent, commit.state, commit.average)
         if share.counted(peer) != counted:
             raise IntegrityError(f"a commit counts of {peer[-8:]} what it did not sign")
-    said = commits.some([share.late for share in shares]), commits.some([share.anew for share in shares])
-    if (commit.late, commit.anew) != said:
+    late = commits.omit_if_all_zero([share.late for share in shares])
+    anew = commits.omit_if_all_zero([share.anew for share in shares])
+    if (commit.late, commit.anew) != (late, anew):
         raise IntegrityError("a commit says of its contributors what they did not sign: what is late, who began anew")
 
 
-def add_up(shares: tuple[ContributionShare, ...], of_average: Sums, rounding: float = 0.0) -> bool:
+def is_sum_right(shares: tuple[ContributionShare, ...], of_average: Sums, rounding: float = 0.0) -> bool:
     """Do the shares come to their mean, which comes to ``of_average`` along the same directions?
 
     ``rounding``: what it may be off by because it was rounded on its way.
     """
+    # Projections are linear: along each direction the contributions' sums add up to n times the average's. A reducer
+    # that averages something else is off along some direction, whose choice depends on the average itself.
     n_samples = sum(share.n for share in shares)
-    most = TOLERANCE * sum(math.sqrt(share.squares) for share in shares) + n_samples * rounding
-    return all(
-        abs(sum(share.sums[i] for share in shares) - n_samples * of_average[i]) <= most for i in range(N_DIRECTIONS)
-    )
+    tolerance = TOLERANCE * sum(math.sqrt(share.squares) for share in shares) + n_samples * rounding
+    for direction in range(N_DIRECTIONS):
+        total = sum(share.sums[direction] for share in shares)
+        if not abs(total - n_samples * of_average[direction]) <= tolerance:
+            return False
+    return True
 
 
 def _statement(share: ContributionShare, parent: bytes, state: bytes, average: bytes) -> bytes:
-    said = (share.first, share.n, share.loss, share.squares, share.sums, b"")
-    more = (share.late, share.anew) if share.late or share.anew else ()
-    return msgspec.msgpack.encode((parent, state, average, (*said, *more)))
+    fields = (share.first, share.n, share.loss, share.squares, share.sums, b"")
+    optional_fields = (share.late, share.anew) if share.late or share.anew else ()
+    return msgspec.msgpack.encode((parent, state, average, (*fields, *optional_fields)))

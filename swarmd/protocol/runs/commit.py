@@ -66,6 +66,7 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def n_samples(self) -> int:
+        """Samples of all contributors together."""
         return sum(c.n for c in self.contributors)
 
     @property
@@ -94,16 +95,18 @@ class SealedCommit:
     raw: bytes
 
 
-def some(said: Sequence[T]) -> tuple[T, ...]:
+def omit_if_all_zero(values: Sequence[T]) -> tuple[T, ...]:
     """What a commit says of each of its contributors: nothing where it is so of none."""
-    return tuple(said) if any(said) else ()
+    return tuple(values) if any(values) else ()
 
 
 def encode(commit: Commit) -> bytes:
+    """The canonical encoding, which anchors sign."""
     return msgspec.msgpack.Encoder(order="deterministic").encode(commit)
 
 
 def digest_of(body: bytes) -> bytes:
+    """The hash by which the next commit names this one as its parent."""
     return hashlib.sha256(body).digest()
 
 
@@ -114,14 +117,16 @@ def sign(body: bytes, ballot: Ballot, anchor: Identity) -> bytes:
 
 def read_body_untrusted(body: bytes) -> Commit:
     """Read an unsigned commit. Raises IntegrityError."""
+    # One commit has one encoding and says each thing in one way. Else two anchors could sign different bytes for the
+    # same update, and neither would have a majority.
     commit = decode(body, Commit, "a commit", IntegrityError)
     peers = [c.peer for c in commit.contributors]
     if len(set(peers)) != len(peers):
         raise IntegrityError("a commit counts a peer twice")
     if bool(commit.contributors) == bool(commit.restores) or any(c.n < 1 for c in commit.contributors):
         raise IntegrityError("a commit either counts samples or restores an earlier state")
-    for said in (commit.late, commit.anew):
-        if said != some(said) or len(said) not in (0, len(commit.contributors)):
+    for values in (commit.late, commit.anew):
+        if values != omit_if_all_zero(values) or len(values) not in (0, len(commit.contributors)):
             raise IntegrityError("a commit says of each contributor what is late or anew, or of none")
     if any(late > c.n for late, c in zip(commit.late, commit.contributors, strict=False)):
         raise IntegrityError("a commit with more late draws than it counts")
@@ -139,6 +144,7 @@ def verify_signature_untrusted(body: bytes, ballot: Ballot, anchor: PeerId, sign
 
 
 def seal(body: bytes, ballot: Ballot, signatures: dict[int, bytes]) -> bytes:
+    """A commit with its anchors' signatures, by their place, as it is passed on."""
     return msgspec.msgpack.encode(SignedCommit(body, ballot, tuple(sorted(signatures.items()))))
 
 

@@ -214,7 +214,7 @@ class ContributingMember:
             raise IntegrityError("a commit that counts others than the group's members")
         if not math.isclose(commit.clip, self._clip(commit.average), rel_tol=CLIP_TOLERANCE):
             raise IntegrityError(f"a commit that clips by {commit.clip}; expected {self._clip(commit.average)}")
-        if not backing.add_up(backed.shares, live.account.average, live.account.rounding):
+        if not backing.is_sum_right(backed.shares, live.account.average, live.account.rounding):
             raise IntegrityError("the contributors' shares do not add up to the average")
         self.backed = backed
         return backing.sign_assent(backed.body, self._identity)

@@ -287,7 +287,7 @@ def describe(settings: Mapping[str, object], vectors: Mapping[str, Vector]) -> M
     entries = tuple(
         Entry(name, DTYPES[str(vector.dtype)], (len(vector),), _chunks(vector)) for name, vector in vectors.items()
     )
-    config = manifests.canonical({"model_type": STATE, "num_hidden_layers": 0, **settings})
+    config = manifests.canonical_json({"model_type": STATE, "num_hidden_layers": 0, **settings})
     return Manifest(manifests.VERSION, 0, config, (), entries)
 
 
