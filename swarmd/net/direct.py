@@ -87,7 +87,11 @@ class DirectNetwork:
     """``inner`` with direct channels for the purposes in DIRECT. ``hosts``: where to listen; empty: only dial."""
 
     def __init__(
-        self, inner: InnerNetwork, hosts: tuple[str, ...] = (), port: int = 0, traffic: Traffic | None = None
+        self,
+        inner: InnerNetwork,
+        hosts: tuple[str, ...] = (),
+        port: int = 0,
+        traffic: Traffic | None = None,
     ) -> None:
         self.peer_id = inner.peer_id
         self._inner = inner

@@ -261,7 +261,13 @@ class Exchange:
             await channel.send(Records(), msgspec.msgpack.encode(ExchangeBody(envelopes=envelopes, catalog=catalog)))
         return bool(envelopes or body.envelopes or body.catalog)
 
-    async def push(self, rpc: Rpc, raws: list[bytes], peers: Iterable[PeerId], catalog: bool = False) -> None:
+    async def push(
+        self,
+        rpc: Rpc,
+        raws: list[bytes],
+        peers: Iterable[PeerId],
+        catalog: bool = False,
+    ) -> None:
         """Take this process's own records, and tell those of ``peers`` that are connected in bulk, each within 2 s."""
         for raw in raws:
             self.merge_untrusted(raw, is_own=True)

@@ -28,7 +28,11 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def ask_daemon(
-    path: Path, verb: str, query: Mapping[str, str] | None = None, method: str = "GET", timeout_s: float = 15.0
+    path: Path,
+    verb: str,
+    query: Mapping[str, str] | None = None,
+    method: str = "GET",
+    timeout_s: float = 15.0,
 ) -> dict[str, Any]:
     """Ask one thing of the control API at the socket ``path``.
 

@@ -87,7 +87,11 @@ async def map_port(port: int, nonce: bytes, lease_s: int) -> PortGrant:
             raise Unreachable(f"the router speaks neither PCP nor NAT-PMP ({error.strerror})") from None
 
 
-async def _exchange(asking: trio.socket.SocketType, message: bytes, read: Callable[[bytes], T]) -> T:
+async def _exchange(
+    asking: trio.socket.SocketType,
+    message: bytes,
+    read: Callable[[bytes], T],
+) -> T:
     """The first answer that is one to this message; others are no answer. Raises Unreachable, OSError."""
     for wait_s in WAITS_S:
         await asking.send(message)

@@ -135,7 +135,9 @@ class Channel:
             self._lock.release()
 
     async def send_in_slices(
-        self, slices: Iterable[bytes], pace: Callable[[int], Awaitable[None]] | None = None
+        self,
+        slices: Iterable[bytes],
+        pace: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """Send one encoded frame bit by bit, each when ``pace`` lets it. Raises Unreachable."""
         await self._lock.acquire(is_bulk=True)

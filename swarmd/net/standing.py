@@ -30,7 +30,11 @@ SAVE_INTERVAL_S = 10.0  # what is lost in a crash are the last faults only
 class Standing:
     """See the module. ``file`` keeps it between runs; ``clock`` is unix seconds where there is one."""
 
-    def __init__(self, clock: Callable[[], float] = trio.current_time, file: Path | None = None) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = trio.current_time,
+        file: Path | None = None,
+    ) -> None:
         self._clock = clock
         self._file = file
         self._histories: dict[PeerId, FaultHistory] = self._read()
@@ -40,7 +44,13 @@ class Standing:
 
     # --- what is told ----------------------------------------------------------------------------------------
 
-    def fault(self, peer: PeerId, kind: Fault, why: str, witness: str = "") -> None:
+    def fault(
+        self,
+        peer: PeerId,
+        kind: Fault,
+        why: str,
+        witness: str = "",
+    ) -> None:
         """A peer did something wrong, seen here or (``witness``) said by another."""
         decision = record_fault(self._history_of(peer), kind, why, self._clock(), witness)
         self._is_saved = False

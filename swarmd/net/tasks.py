@@ -36,7 +36,11 @@ class Tasks:
             finally:
                 self._nursery = None  # before it closes
 
-    def start_soon(self, function: Callable[..., Awaitable[object]], *arguments: Any) -> trio.CancelScope:
+    def start_soon(
+        self,
+        function: Callable[..., Awaitable[object]],
+        *arguments: Any,
+    ) -> trio.CancelScope:
         """Begin work; the scope that is returned ends it alone."""
         scope = trio.CancelScope()
         if self._nursery is not None:
@@ -45,7 +49,9 @@ class Tasks:
 
     @staticmethod
     async def _guarded(
-        scope: trio.CancelScope, function: Callable[..., Awaitable[object]], arguments: tuple[Any, ...]
+        scope: trio.CancelScope,
+        function: Callable[..., Awaitable[object]],
+        arguments: tuple[Any, ...],
     ) -> None:
         try:
             with scope:

@@ -42,7 +42,12 @@ class Tls:
     One task at a time may send, and one receive.
     """
 
-    def __init__(self, connection: trio.SocketStream, context: ssl.SSLContext, is_server: bool = False) -> None:
+    def __init__(
+        self,
+        connection: trio.SocketStream,
+        context: ssl.SSLContext,
+        is_server: bool = False,
+    ) -> None:
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)

@@ -45,7 +45,12 @@ class _TrafficFile(msgspec.Struct, frozen=True):
 class Traffic:
     """See the module. ``file`` keeps what has passed in a month; None: nothing is kept."""
 
-    def __init__(self, limits: Limits, file: Path | None = None, now: Callable[[], datetime] = datetime.now) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        file: Path | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
         self.limits = limits
         self.up = Pace(lambda: self.limits.up_bytes_per_s or None)
         self.down = Pace(lambda: self.limits.down_bytes_per_s or None)

@@ -12,7 +12,12 @@ from swarmd.errors import ConfigError, RemoteProtocolError, SwarmError
 T = TypeVar("T")
 
 
-def decode(raw: Any, kind: type[T], subject: str, error: type[SwarmError] = RemoteProtocolError) -> T:
+def decode(
+    raw: Any,
+    kind: type[T],
+    subject: str,
+    error: type[SwarmError] = RemoteProtocolError,
+) -> T:
     """Decode ``raw`` as ``kind``; raises ``error`` naming ``subject``, whatever the bytes are."""
     try:
         return msgspec.msgpack.decode(raw, type=kind)

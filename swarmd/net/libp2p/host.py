@@ -273,7 +273,11 @@ class Libp2pNetwork:
         except SwarmException as error:
             raise Unreachable(str(error)) from None
 
-    def serve(self, protocol: str, handler: Callable[[Libp2pStream], Awaitable[None]]) -> None:
+    def serve(
+        self,
+        protocol: str,
+        handler: Callable[[Libp2pStream], Awaitable[None]],
+    ) -> None:
         """Answer a protocol that stays within this folder."""
 
         async def handle(net_stream: INetStream) -> None:

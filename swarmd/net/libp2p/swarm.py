@@ -279,7 +279,11 @@ class GuardedSwarm(Swarm):
             raise HandshakeError(f"the swarm key does not match, or something else listens at {outcomes}")
         raise SwarmException(f"cannot reach {peer_id}: {outcomes}")
 
-    async def _attempt(self, address: str, peer_id: ID) -> tuple[INetConn | None, Failure | None]:
+    async def _attempt(
+        self,
+        address: str,
+        peer_id: ID,
+    ) -> tuple[INetConn | None, Failure | None]:
         """One attempt: the connection, or why there is none."""
         peer = peer_id.to_base58()
         is_relayed = is_circuit(address)

@@ -81,7 +81,12 @@ class YamuxCore:
     ``windows`` are shared with others: a member has as many connections as it makes identities.
     """
 
-    def __init__(self, is_initiator: bool, window_budget: int = 16 * 2**20, windows: Windows | None = None) -> None:
+    def __init__(
+        self,
+        is_initiator: bool,
+        window_budget: int = 16 * 2**20,
+        windows: Windows | None = None,
+    ) -> None:
         self._windows = windows or Windows()
         self.streams: dict[int, StreamState] = {}
         self.round_trip_s: float | None = None
@@ -201,7 +206,14 @@ class YamuxCore:
             if stream is not None:
                 self._handle_stream(stream, kind, flags, length, payload, events)
 
-    def _handle_ping(self, flags: int, value: int, now: float, events: list[YamuxEvent], replies: list[bytes]) -> None:
+    def _handle_ping(
+        self,
+        flags: int,
+        value: int,
+        now: float,
+        events: list[YamuxEvent],
+        replies: list[bytes],
+    ) -> None:
         if flags & SYN:
             replies.append(HEADER.pack(0, PING, ACK, 0, value))
             return
@@ -230,7 +242,13 @@ class YamuxCore:
         return stream
 
     def _handle_stream(
-        self, stream: StreamState, kind: int, flags: int, length: int, payload: memoryview, events: list[YamuxEvent]
+        self,
+        stream: StreamState,
+        kind: int,
+        flags: int,
+        length: int,
+        payload: memoryview,
+        events: list[YamuxEvent],
     ) -> None:
         if kind == WINDOW and length:
             stream.send_window = min(stream.send_window + length, 2**32)

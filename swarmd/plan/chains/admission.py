@@ -73,7 +73,14 @@ class CacheLedger:
         owners = {p.owner for p in self._promises.values()}
         return max(self.free_tokens, min(self.free_tokens + spare, self.total_tokens // (len(owners) + 1)))
 
-    def reserve(self, key: Key, client: bytes, n_tokens: int, now: float = 0.0, weight: float = 1.0) -> list[Key]:
+    def reserve(
+        self,
+        key: Key,
+        client: bytes,
+        n_tokens: int,
+        now: float = 0.0,
+        weight: float = 1.0,
+    ) -> list[Key]:
         """Promise ``n_tokens`` to a hop of ``client`` (the key that answers for it); returns hops that must end for it.
 
         Raises Refused with both numbers and changes nothing; a second promise replaces the first.
@@ -117,7 +124,12 @@ class CacheLedger:
         self._promises.pop(key, None)
 
     def _make_room(
-        self, other_promises: dict[Key, Promise], client: bytes, weight: float, n_tokens: int, now: float
+        self,
+        other_promises: dict[Key, Promise],
+        client: bytes,
+        weight: float,
+        n_tokens: int,
+        now: float,
     ) -> list[Key]:
         """Let others give way to ``n_tokens`` of a client. Raises Refused, and changes nothing, if they need not."""
         n_promised = sum(p.tokens for p in other_promises.values())
@@ -157,7 +169,12 @@ class CacheLedger:
         return int(self.total_tokens * MAX_SHARE_PER_PEER)
 
 
-def _choose_ending(promises: dict[Key, Promise], fair: dict[bytes, int], missing: int, now: float) -> list[Key] | None:
+def _choose_ending(
+    promises: dict[Key, Promise],
+    fair: dict[bytes, int],
+    missing: int,
+    now: float,
+) -> list[Key] | None:
     """Which hops must end so that ``missing`` tokens can be had, beside what all can spare; None if that is too few."""
 
     def comes_later(key: Key) -> tuple[bool, int]:

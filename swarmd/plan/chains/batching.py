@@ -57,7 +57,11 @@ class PassShare:
 
 
 def choose_pass(
-    ready: Sequence[ReadyOp], served: dict[bytes, float], speed: Speed, n_active: int = 0, admits_steps: bool = False
+    ready: Sequence[ReadyOp],
+    served: dict[bytes, float],
+    speed: Speed,
+    n_active: int = 0,
+    admits_steps: bool = False,
 ) -> Decision[tuple[PassShare, ...]]:
     """Choose what one pass computes.
 

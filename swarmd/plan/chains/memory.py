@@ -21,7 +21,11 @@ def tensor_bytes(shape: tuple[int, ...], dtype: str, quantize: str = "none") -> 
     return n_items * ITEM_BYTES[dtype]
 
 
-def group_bytes(manifest: Manifest, dtype: str, quantize: str = "none") -> tuple[list[int], int]:
+def group_bytes(
+    manifest: Manifest,
+    dtype: str,
+    quantize: str = "none",
+) -> tuple[list[int], int]:
     """Bytes of each block once loaded, and of what is around them, which is never quantised."""
     n_bytes: Counter[int | None] = Counter()
     for entry, group in zip(manifest.entries, entry_groups(manifest), strict=True):

@@ -161,7 +161,12 @@ def find_rescues(
     return plans
 
 
-def choose_span(holders: Sequence[Holder], n_blocks: int, n_fit: int, blocks_per_s: float) -> Decision[Span]:
+def choose_span(
+    holders: Sequence[Holder],
+    n_blocks: int,
+    n_fit: int,
+    blocks_per_s: float,
+) -> Decision[Span]:
     """Choose what a newcomer that has room for ``n_fit`` blocks should hold."""
     counts, rates = _counts_and_rates(holders, n_blocks)
     size = max(1, min(n_fit, n_blocks))
@@ -237,7 +242,11 @@ def hazard_per_s(lifetimes_s: Sequence[float], ages_s: Sequence[float]) -> float
     return len(lifetimes_s) / total if lifetimes_s and total > 0 else None
 
 
-def gap_chance(holders: Iterable[frozenset[str]], hazard: float, within_s: float = 3_600.0) -> float:
+def gap_chance(
+    holders: Iterable[frozenset[str]],
+    hazard: float,
+    within_s: float = 3_600.0,
+) -> float:
     """The chance that at least one block loses all its present holders within ``within_s``, if nobody comes or moves.
 
     ``holders`` are those of each block. Members leave independently; blocks with the same holders go together and count

@@ -149,7 +149,11 @@ def pass_s(span: SpanRecord) -> float:
     return float(seconds[-1] * n_after / sizes[-1])
 
 
-def gather_trips(spans: Sequence[SpanRecord], client: PeerId, client_trips_s: Mapping[PeerId, float]) -> Trips:
+def gather_trips(
+    spans: Sequence[SpanRecord],
+    client: PeerId,
+    client_trips_s: Mapping[PeerId, float],
+) -> Trips:
     """Gather one-way times from what servers announced and what the client measured."""
     trips = {(s.peer, neighbour): ms / 2000 for s in spans for neighbour, ms in s.round_trip_ms.items()}
     trips.update({(client, peer): seconds for peer, seconds in client_trips_s.items()})

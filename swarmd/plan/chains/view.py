@@ -33,7 +33,10 @@ MAX_REPLY_BYTES = 4 * 2**20  # of one exchange
 
 
 def coverage(
-    spans: Iterable[SpanRecord], model: ModelId, n_blocks: int, states: Container[str] = ("online",)
+    spans: Iterable[SpanRecord],
+    model: ModelId,
+    n_blocks: int,
+    states: Container[str] = ("online",),
 ) -> list[int]:
     """Count for each block of a model the servers, in one of ``states``, that hold it."""
     counts = [0] * n_blocks
@@ -177,7 +180,13 @@ class RecordBook:
     _peers_of_voucher: Counter[bytes] = field(default_factory=Counter)
     _next_expiry: float = math.inf
 
-    def wants(self, key: str, sequence: int, peer: str, vouchers: Iterable[bytes]) -> Decision[bool]:
+    def wants(
+        self,
+        key: str,
+        sequence: int,
+        peer: str,
+        vouchers: Iterable[bytes],
+    ) -> Decision[bool]:
         """Would such a record be taken? What is said here need not be true: it is cheap to ask, and checked later."""
         known_entry = self.entries.get(key)
         if known_entry is not None:
@@ -265,7 +274,11 @@ class RecordBook:
         """Sequence numbers by key, or by what stands for it."""
         return {naming(key): v.record.sequence for key, v in self.entries.items()}
 
-    def compare(self, sequences: Mapping[str, int], naming: Naming = str) -> tuple[list[bytes], list[str]]:
+    def compare(
+        self,
+        sequences: Mapping[str, int],
+        naming: Naming = str,
+    ) -> tuple[list[bytes], list[str]]:
         """Return (records that the other lacks, names of records that it has and this book lacks)."""
         # Anti-entropy: both sides compare one number for each key, and only what differs travels. A reply that is cut
         # short is no fault: what is missing still differs the next time.

@@ -61,7 +61,12 @@ class WorkPermission:
         return not self.rule
 
 
-def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_hot: bool = False) -> WorkPermission:
+def decide(
+    rules: Rules,
+    sensors: Sensors,
+    pause: Pause | None = None,
+    was_too_hot: bool = False,
+) -> WorkPermission:
     """Work unless the owner or one of their rules says no; the first that does is the reason."""
     now = sensors.now
     if pause is not None and (pause.until is None or now < pause.until):

@@ -99,7 +99,11 @@ def choose_probes(
     return chosen
 
 
-def _prober_rank(peer: str, target: SpanRecord, voucher_of: Callable[[PeerId], bytes]) -> tuple[bool, bytes]:
+def _prober_rank(
+    peer: str,
+    target: SpanRecord,
+    voucher_of: Callable[[PeerId], bytes],
+) -> tuple[bool, bytes]:
     is_kin = voucher_of(PeerId(peer)) == voucher_of(PeerId(target.peer))
     return is_kin, hashlib.blake2b(f"{peer}/{target.peer}".encode(), digest_size=8).digest()
 
@@ -203,7 +207,10 @@ def _holders(spans: Sequence[SpanRecord]) -> dict[tuple[str, str, str, int], int
     return {key: len(peers) for key, peers in holders.items()}
 
 
-def count_speakers(spans: Iterable[SpanRecord], peers: Iterable[PeerRecord]) -> dict[tuple[str, bytes], int]:
+def count_speakers(
+    spans: Iterable[SpanRecord],
+    peers: Iterable[PeerRecord],
+) -> dict[tuple[str, bytes], int]:
     """How many others say something of each server, by (peer, name)."""
     n_speakers = {(span.peer, name_of(span)): 0 for span in spans}
     for record in peers:

@@ -85,7 +85,13 @@ class FaultHistory:
         return sum(self.weight(kind, now) for kind in self.faults)
 
 
-def record_fault(history: FaultHistory, kind: Fault, why: str, now: float, witness: str = "") -> Decision[bool]:
+def record_fault(
+    history: FaultHistory,
+    kind: Fault,
+    why: str,
+    now: float,
+    witness: str = "",
+) -> Decision[bool]:
     """Count one fault; tells whether the peer is banned from now on. Of a witness each kind counts once."""
     # A witness is a member that says what a third one did. One that repeats itself adds nothing, and there is an end
     # to how many are remembered, so that nobody fills memory or a history with words.

@@ -74,7 +74,12 @@ class SignedCharter(msgspec.Struct, frozen=True, array_like=True):
         return decode(self.body, Charter, "a charter", IntegrityError)
 
 
-def draft_charter(current: Charter, keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...]) -> SignedCharter:
+def draft_charter(
+    current: Charter,
+    keys: tuple[bytes, ...],
+    needed: int,
+    honoured: tuple[bytes, ...],
+) -> SignedCharter:
     """Draft what could follow a charter. Raises ConfigError for one that could not be changed again."""
     if not 1 <= len(keys) <= MAX_FOUNDERS or len(set(keys)) < len(keys):
         raise ConfigError(f"a swarm has 1 to {MAX_FOUNDERS} founders, each once, not {len(keys)}")

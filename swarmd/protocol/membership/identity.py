@@ -75,7 +75,13 @@ def public_key_of_untrusted(peer: str) -> bytes:
     return raw[len(_PEER_ID_PREFIX) :]
 
 
-def verify(public_key: bytes, domain: bytes, body: bytes, signature: bytes, subject: str) -> None:
+def verify(
+    public_key: bytes,
+    domain: bytes,
+    body: bytes,
+    signature: bytes,
+    subject: str,
+) -> None:
     """Check one signature. Raises IntegrityError."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, domain + body)
@@ -141,7 +147,10 @@ def read_links_untrusted(certificate: tuple[bytes, ...]) -> list[CertificateLink
 
 
 def verify_certificate_untrusted(
-    certificate: tuple[bytes, ...], issuers: bytes | tuple[bytes, ...], peer: str, now: float
+    certificate: tuple[bytes, ...],
+    issuers: bytes | tuple[bytes, ...],
+    peer: str,
+    now: float,
 ) -> Membership:
     """Follow a certificate from a founder's key (one of ``issuers``) to ``peer``, as it counts by itself.
 
@@ -154,7 +163,11 @@ def verify_certificate_untrusted(
     return membership
 
 
-def follow_untrusted(certificate: tuple[bytes, ...], issuers: bytes | tuple[bytes, ...], peer: str) -> Membership:
+def follow_untrusted(
+    certificate: tuple[bytes, ...],
+    issuers: bytes | tuple[bytes, ...],
+    peer: str,
+) -> Membership:
     """Check every signature and role of a certificate, and whose it is; not when it ends. Raises IntegrityError.
 
     An empty certificate is a founder's own.

@@ -66,7 +66,12 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
         return (*self.certificate, certify(self.identity, key, role, expires_at))
 
 
-def create(swarm: SwarmKeys, founder: Identity, addresses: tuple[str, ...], expires_at: int) -> Invite:
+def create(
+    swarm: SwarmKeys,
+    founder: Identity,
+    addresses: tuple[str, ...],
+    expires_at: int,
+) -> Invite:
     """Make a key that the founder certifies to let others in, with addresses to begin at."""
     key = Identity.generate()
     return Invite(swarm, addresses, key.seed, (certify(founder, key.public_key, "invite", expires_at),))

@@ -198,7 +198,13 @@ def key_of(record: AnyRecord) -> str:
     return _key(record.peer, "peer")
 
 
-def _key(peer: str, kind: str, model: str = "", run: str = "", slot: int = 0) -> str:
+def _key(
+    peer: str,
+    kind: str,
+    model: str = "",
+    run: str = "",
+    slot: int = 0,
+) -> str:
     if kind == "span":
         place = f"span/{model}/{slot}" if slot else f"span/{model}"
     elif kind == "run":

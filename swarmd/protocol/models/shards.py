@@ -106,7 +106,11 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[by
     return prefix, [replace(place, start=len(prefix) + place.start) for place in laid_out]
 
 
-def _parse_entry(path: Path, name: str, info: Any) -> tuple[int, int, str, tuple[int, ...]]:
+def _parse_entry(
+    path: Path,
+    name: str,
+    info: Any,
+) -> tuple[int, int, str, tuple[int, ...]]:
     try:
         begin, stop = info["data_offsets"]
         dtype = info["dtype"]

@@ -89,7 +89,13 @@ def sign_assent(body: bytes, contributor: Identity) -> bytes:
     return contributor.sign(_ASSENT_DOMAIN, commits.digest_of(body))
 
 
-def check_share_untrusted(share: ContributionShare, peer: PeerId, parent: bytes, state: bytes, average: bytes) -> None:
+def check_share_untrusted(
+    share: ContributionShare,
+    peer: PeerId,
+    parent: bytes,
+    state: bytes,
+    average: bytes,
+) -> None:
     """Is this what ``peer`` says that it gave to this outcome? Raises IntegrityError."""
     if share.n < 1 or len(share.sums) != N_DIRECTIONS:
         raise IntegrityError(f"a share of {peer[-8:]} without samples or sums")

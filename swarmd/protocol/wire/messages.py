@@ -554,6 +554,9 @@ def refusal_for(message: msgspec.Struct, error: Refused) -> Refusal:
     )
 
 
-def unknown_needs(needs: tuple[str, ...], known_needs: frozenset[str] = KNOWN_NEEDS) -> list[str]:
+def unknown_needs(
+    needs: tuple[str, ...],
+    known_needs: frozenset[str] = KNOWN_NEEDS,
+) -> list[str]:
     """Name what a message needs and this version does not know."""
     return [need for need in needs if need not in known_needs]
