@@ -224,8 +224,8 @@ class DirectNetwork:
 
     async def _give_ticket(self, stream: Stream) -> None:
         now = trio.current_time()
-        self._tokens = {t: token_entry for t, token_entry in self._tokens.items() if token_entry.expires_at > now}
-        of_peer = sum(token_entry.peer == stream.peer for token_entry in self._tokens.values())
+        self._tokens = {token: entry for token, entry in self._tokens.items() if entry.expires_at > now}
+        of_peer = sum(entry.peer == stream.peer for entry in self._tokens.values())
         if of_peer < MAX_TOKENS_PER_PEER and len(self._tokens) < MAX_TOKENS:
             token = os.urandom(TOKEN_BYTES)
             self._tokens[token] = _Token(stream.peer, now + TOKEN_LIFETIME_S)
@@ -277,7 +277,9 @@ class DirectNetwork:
                 return None
             start += data
         token_entry = self._tokens.pop(start[:TOKEN_BYTES], None)
-        if token_entry is None or token_entry.expires_at <= trio.current_time() or start[-1] >= len(DIRECT):
+        if token_entry is None or token_entry.expires_at <= trio.current_time():
+            return None
+        if start[-1] >= len(DIRECT):
             return None
         return token_entry.peer, DIRECT[start[-1]]
 

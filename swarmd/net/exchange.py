@@ -252,13 +252,15 @@ class Exchange:
         try:
             body = await self.merge_body_untrusted(frame.payload)
         except RemoteProtocolError as error:
-            rpc.standing.fault(peer, Fault.FORGED if isinstance(error, Forged) else Fault.MALFORMED, str(error))
+            fault = Fault.FORGED if isinstance(error, Forged) else Fault.MALFORMED
+            rpc.standing.fault(peer, fault, str(error))
             raise
         envelopes = self.book.pick(set(body.want), naming) if body.want else []
         if envelopes:
             channel = await rpc.channel(peer, "bulk")
             catalog = self.book.catalog_raw if self._is_news_to(peer) else None  # else its founders are not known there
-            await channel.send(Records(), msgspec.msgpack.encode(ExchangeBody(envelopes=envelopes, catalog=catalog)))
+            answer = ExchangeBody(envelopes=envelopes, catalog=catalog)
+            await channel.send(Records(), msgspec.msgpack.encode(answer))
         return bool(envelopes or body.envelopes or body.catalog)
 
     async def push(

@@ -62,7 +62,8 @@ def _temporary_hosts() -> set[IpAddress]:
         rows = [line.split() for line in IF_INET6.read_text().splitlines()]
     except OSError:
         return set()
-    return {ipaddress.IPv6Address(int(row[0], 16)) for row in rows if int(row[4], 16) & TEMPORARY_FLAGS}
+    temporary = [row for row in rows if int(row[4], 16) & TEMPORARY_FLAGS]
+    return {ipaddress.IPv6Address(int(row[0], 16)) for row in temporary}
 
 
 def own_networks() -> tuple[IpNetwork, ...]:

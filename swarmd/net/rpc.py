@@ -247,12 +247,16 @@ class Rpc:
 
     def existing(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel | None:
         """The newest live channel: whoever opened it may have given up those before, which look alive for a while."""
-        return next((c for c in reversed(self._channels.get((peer, purpose), ())) if c.is_open), None)
+        channels = self._channels.get((peer, purpose), ())
+        return next((channel for channel in reversed(channels) if channel.is_open), None)
 
     def _asking_channel(self, peer: PeerId, purpose: Purpose) -> Channel | None:
         """A channel over which this side may ask."""
-        of_peer = reversed(self._channels.get((peer, purpose), ()))
-        return next((c for c in of_peer if c.is_open and (c.is_ours or purpose not in ONE_WAY)), None)
+        for channel in reversed(self._channels.get((peer, purpose), ())):
+            may_ask = channel.is_ours or purpose not in ONE_WAY
+            if channel.is_open and may_ask:
+                return channel
+        return None
 
     def peers(self) -> set[PeerId]:
         """All peers with a channel."""
@@ -345,8 +349,9 @@ class Rpc:
                 with trio.fail_after(HELLO_TIMEOUT_S):
                     self._require_standing(channel.peer)
                     decoder, early = await self._greet(channel)
-                    inbound_channels = [c for c in self._channels.get((channel.peer, purpose), ()) if not c.is_ours]
-                    if len(inbound_channels) >= MAX_CHANNELS:
+                    channels = self._channels.get((channel.peer, purpose), ())
+                    n_inbound = sum(not channel.is_ours for channel in channels)
+                    if n_inbound >= MAX_CHANNELS:
                         raise Refused(Code.NO_CAPACITY, f"{MAX_CHANNELS} {purpose} streams of {channel.peer} are open")
                     self._require_room(channel.peer)
                     await channel.send(self._owner.hello())

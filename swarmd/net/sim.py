@@ -73,7 +73,9 @@ class SimWorld:
         self._cut: set[frozenset[PeerId]] = set()
 
     def join(self, peer: PeerId) -> SimNetwork:
-        network = self.networks[peer] = SimNetwork(self, peer)
+        """Put a peer on the network."""
+        network = SimNetwork(self, peer)
+        self.networks[peer] = network
         return network
 
     def crash(self, peer: PeerId) -> None:
@@ -84,9 +86,11 @@ class SimWorld:
             stream.fail()
 
     def cut(self, a: PeerId, b: PeerId) -> None:
+        """Let nothing pass between two peers, and tell neither."""
         self._cut.add(frozenset((a, b)))
 
     def heal(self, a: PeerId, b: PeerId) -> None:
+        """Undo a cut: what was on its way arrives."""
         self._cut.discard(frozenset((a, b)))
         for network in self.networks.values():
             for stream in network.streams:
@@ -106,7 +110,16 @@ class SimWorld:
         """What all that passes between two peers has to share."""
         if source in self.sites and self.sites[source] == self.sites.get(target):
             return []
-        return [line for line in (self.up.get(source), self.down.get(target)) if line is not None]
+        lines = (self.up.get(source), self.down.get(target))
+        return [line for line in lines if line is not None]
+
+
+# How bytes travel in virtual time:
+#
+#     send --> own link or lines (bandwidth) --> latency --> inbox of ``other`` --> receive
+#              the sender waits while the far inbox holds more than WINDOW_BYTES
+#
+# A cut loses nothing and delivers nothing: receivers wait until it heals. A crash empties both inboxes at once.
 
 
 class SimStream:
@@ -219,8 +232,10 @@ class SimNetwork:
             raise PeerTimeout(f"{peer} did not answer within {CONNECT_TIMEOUT_S} s")
         if target is None or target._nursery is None or purpose not in target._handlers:
             raise Unreachable(f"{peer} cannot be reached: connection refused")
-        near_end, far_end = SimStream(self._world, self.peer_id, peer), SimStream(self._world, peer, self.peer_id)
-        near_end.other, far_end.other = far_end, near_end
+        near_end = SimStream(self._world, self.peer_id, peer)
+        far_end = SimStream(self._world, peer, self.peer_id)
+        near_end.other = far_end
+        far_end.other = near_end
         self.streams.add(near_end)
         target.streams.add(far_end)
         target._nursery.start_soon(target._serve, purpose, far_end)
@@ -268,8 +283,9 @@ class SimRecordStore:
     async def find_providers(self, key: str) -> dict[PeerId, tuple[str, ...]]:
         await self._ask()
         providers = self._world.providers.get(key, {})
-        live = [p for p in providers if p != self._peer]
-        return {p: providers[p] for p in self._world.rng.sample(live, min(20, len(live)))}
+        live = [peer for peer in providers if peer != self._peer]
+        sample = self._world.rng.sample(live, min(20, len(live)))
+        return {peer: providers[peer] for peer in sample}
 
     async def _ask(self) -> None:
         await trio.sleep(self._world.lookup_s)

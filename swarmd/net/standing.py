@@ -129,7 +129,8 @@ class Standing:
         now = self._clock()
         rows = []
         for kind, (count, _) in sorted(history.faults.items()):
-            rows.append(FaultRow(kind=str(kind), count=count, weight=round(history.weight(kind, now), 3)))
+            weight = round(history.weight(kind, now), 3)
+            rows.append(FaultRow(kind=str(kind), count=count, weight=weight))
         return StandingRow(
             score=round(history.score(now), 3),
             banned_s=round(self.ban_left_s(peer), 1),

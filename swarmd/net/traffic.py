@@ -109,7 +109,8 @@ class Traffic:
         if self._file is None:
             return
         try:
-            write_file(self._file, msgspec.json.encode(_TrafficFile(self._written.month, self._written.n_bytes)))
+            saved = _TrafficFile(self._written.month, self._written.n_bytes)
+            write_file(self._file, msgspec.json.encode(saved))
         except ConfigError as error:
             logger.warning("what passes this month is not written down: %s", error)
 

@@ -96,7 +96,7 @@ class VerifyingChain:
         found = errors(entered, came, checked, bound)
         found[np.isnan(came).all(axis=(0, 2))] = 0.0  # what the client did not want did not come
         if not (equal := is_equal(found, bound)).action:
-            first_wrong = int(np.argmax(found > min(bound.token, bound.most)))
+            first_wrong = int(np.argmax(found > min(bound.token, bound.typical)))
             at = self._n_checked + first_wrong
             raise WrongAnswer(
                 f"token {at + 1} of the session is not what {second.hops} computes: {equal.reason}; it came through "

@@ -214,7 +214,8 @@ class Circuits:
             return self._why_not_kept(peer, relayed)
         if ask.target not in self._reserved:
             return f"{ask.target} has no reservation here"
-        of_sponsor = sum(n for p, n in self._asked.items() if self._sponsors.get(p) == relayed.sponsor)
+        counts = [n for peer, n in self._asked.items() if self._sponsors.get(peer) == relayed.sponsor]
+        of_sponsor = sum(counts)
         is_full = self.n_open >= MAX_CIRCUITS or of_sponsor >= MAX_CIRCUITS_OF_SPONSOR
         if is_full or self._asked[peer] >= MAX_CIRCUITS_OF_PEER:
             return (

@@ -309,7 +309,13 @@ def _build_swarm(keys: KeyPair, psk: bytes | None, traffic: Traffic | None) -> G
     store = PeerStore()
     store.add_key_pair(peer_id, keys)
     swarm = GuardedSwarm(
-        peer_id, store, upgrader, [TCP()], retry_config(), connection_config(), psk=psk.hex() if psk else None
+        peer_id,
+        store,
+        upgrader,
+        [TCP()],
+        retry_config(),
+        connection_config(),
+        psk=psk.hex() if psk else None,
     )
     swarm.traffic = traffic
     return swarm

@@ -71,7 +71,8 @@ class CacheLedger:
         """What somebody new could get."""
         spare = sum(p.spare for p in self._promises.values())
         owners = {p.owner for p in self._promises.values()}
-        return max(self.free_tokens, min(self.free_tokens + spare, self.total_tokens // (len(owners) + 1)))
+        newcomers_share = self.total_tokens // (len(owners) + 1)
+        return max(self.free_tokens, min(self.free_tokens + spare, newcomers_share))
 
     def reserve(
         self,
@@ -98,7 +99,14 @@ class CacheLedger:
             text = f"this client holds {n_held} of at most {self._cap()} cache tokens in {n_sessions} sessions"
             raise Refused(Code.NO_CAPACITY, f"{text} and asks for {n_tokens} more", RETRY_AFTER_S)
         ending = self._make_room(other_promises, client, weight, n_tokens, now)
-        self._promises[key] = Promise(client, n_tokens, n_tokens, next(self._order), weight, used_at=now)
+        self._promises[key] = Promise(
+            owner=client,
+            requested=n_tokens,
+            tokens=n_tokens,
+            order=next(self._order),
+            weight=weight,
+            used_at=now,
+        )
         return ending
 
     def use(self, key: Key, n_tokens: int, now: float) -> list[Key]:

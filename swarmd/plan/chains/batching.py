@@ -80,15 +80,20 @@ def choose_pass(
     decoding = [r for r in ready if r.is_decode]
     busy = {r.group for r in decoding}
     contenders = [r for r in ready if r.is_decode or not r.can_share or r.group not in busy]
-    turn = min(contenders, key=lambda r: (served.get(r.client, 0.0), r.order))
+
+    def rank(op: ReadyOp) -> tuple[float, int]:
+        return served.get(op.client, 0.0), op.order
+
+    turn = min(contenders, key=rank)
     if not turn.can_share:
         return Decision((PassShare(turn.key, _longest_chunk(turn)),), "a session that cannot share a pass, in its turn")
     decode_steps = [r for r in decoding if r.can_share and r.group == turn.group]
     shares = [PassShare(r.key, r.t) for r in decode_steps]
-    prefills = [r for r in ready if not r.is_decode and r.can_share and r.group == turn.group]
+    of_group = [r for r in ready if r.can_share and r.group == turn.group]
+    prefills = [r for r in of_group if not r.is_decode]
     if not prefills:
         return Decision(tuple(shares), f"{len(shares)} decode steps together")
-    prefill = min(prefills, key=lambda r: (served.get(r.client, 0.0), r.order))
+    prefill = min(prefills, key=rank)
     affordable_tokens = int(PREFILL_SHARE * speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
     if not decode_steps and not n_active:
         chunk = _longest_chunk(prefill)

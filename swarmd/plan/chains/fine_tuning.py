@@ -82,7 +82,11 @@ class TuningPass:
 
 def choose_work(waiting: Sequence[TuningPass], served: Mapping[bytes, float]) -> Decision[int]:
     """Choose what to compute next, by its place in ``waiting``. ``served``: the seconds that each client was given."""
-    turn = min(waiting, key=lambda w: (served.get(w.client, 0.0), not w.is_backward, w.order))
+
+    def rank(work: TuningPass) -> tuple[float, bool, int]:
+        return served.get(work.client, 0.0), not work.is_backward, work.order
+
+    turn = min(waiting, key=rank)
     reason = "a backward pass, which frees memory" if turn.is_backward else "a forward pass, in its turn"
     return Decision(waiting.index(turn), reason)
 
@@ -146,8 +150,8 @@ def make_room(
     evicted: list[tuple[Key, int]] = []
     remaining = sorted(batches, key=lambda batch: batch.order)
     while free < n_bytes:
-        others = [c for c in bytes_of_client if c != client]
-        largest_client = max(others, key=lambda c: bytes_of_client[c], default=None)
+        other_clients = [c for c in bytes_of_client if c != client]
+        largest_client = max(other_clients, key=lambda c: bytes_of_client[c], default=None)
         newest = next((batch for batch in reversed(remaining) if batch.client == largest_client), None)
         n_after = bytes_of_client[client] + n_bytes
         if newest is None or bytes_of_client[newest.client] - newest.n_bytes < n_after:

@@ -36,4 +36,5 @@ def group_bytes(
 
 def blocks_that_fit(free_bytes: int, blocks: list[int]) -> int:
     """How many blocks a server takes that may choose: as many as fit, and one at least."""
-    return max(1, min(len(blocks), int(free_bytes * SHARE_OF_FREE) // max(1, *blocks)))
+    n_fit = int(free_bytes * SHARE_OF_FREE) // max(1, *blocks)
+    return max(1, min(len(blocks), n_fit))

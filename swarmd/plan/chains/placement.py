@@ -103,7 +103,9 @@ def choose_model(
 
     Among equally rare ones those come first that are on this disk already.
     """
-    listed = {name: (ModelId(model), n) for name, (model, n) in sorted(models.items())}
+    listed = {}
+    for name, (model, n_blocks) in sorted(models.items()):
+        listed[name] = (ModelId(model), n_blocks)
     names = ", ".join(listed) or "none yet"
     if not requested and not listed:
         return Decision(None, "waiting for the swarm's catalog to list a model: swarmd models add, by the founder")
@@ -135,8 +137,7 @@ def find_rescues(
     """
     # Every member computes this from the same records and comes to the same list, so nobody has to be asked. A server
     # that finds itself in the list moves; the order of the list is the order in which they do.
-    name_of_hash = {ModelId(model): name for name, (model, _) in sorted(models.items(), reverse=True)}
-    listed = {name: (model, models[name][1]) for model, name in sorted(name_of_hash.items(), key=lambda item: item[1])}
+    listed = _first_names(models)
     counts = {model: coverage(spans, model, n, TAKEN) for model, n in listed.values()}
     lacking = [name for name, (model, _) in listed.items() if min(counts[model]) == 0]
     online = {model: coverage(spans, model, n) for model, n in listed.values()}
@@ -146,7 +147,8 @@ def find_rescues(
         n_holders = online.get(ModelId(span.model), [])[span.start : span.end]
         return min(n_holders, default=1) - 1
 
-    free = [s for s in spans if s.state == "online" and s.any_model and s.moves_left and spare(s) > 0]
+    mobile = [s for s in spans if s.state == "online" and s.any_model and s.moves_left]
+    free = [s for s in mobile if spare(s) > 0]
     free.sort(key=lambda s: (-spare(s), s.peer, s.slot))
     plans = []
     for number, name in enumerate(lacking):
@@ -159,6 +161,17 @@ def find_rescues(
         able_peers = tuple((s.peer, s.slot) for s in servers) if can_be_had else ()
         plans.append(Rescue(model, name, tuple(gaps), able_peers, can_be_had))
     return plans
+
+
+def _first_names(models: Models) -> dict[str, tuple[ModelId, int]]:
+    """The catalog's models, in order of their names; one with several names by the first of them."""
+    listed: dict[str, tuple[ModelId, int]] = {}
+    known_hashes = set[str]()
+    for name, (model, n_blocks) in sorted(models.items()):
+        if model not in known_hashes:
+            known_hashes.add(model)
+            listed[name] = (ModelId(model), n_blocks)
+    return listed
 
 
 def choose_span(
@@ -225,7 +238,8 @@ def _movable_holders(holders: Sequence[Holder], counts: Floats) -> list[Holder]:
 
 def bottleneck(holders: Sequence[Holder], n_blocks: int) -> float:
     """Tokens a second through the slowest block, by holders that are online."""
-    return float(_counts_and_rates([h for h in holders if h.is_online], n_blocks)[1].min())
+    _, rates = _counts_and_rates([h for h in holders if h.is_online], n_blocks)
+    return float(rates.min())
 
 
 def count_moves_left(moved_at: Sequence[float], now: float) -> int:
@@ -288,5 +302,6 @@ def _rank_placements(counts: Floats, rates: Floats) -> list[tuple[float, float, 
     """What placements are worth, one a row: (-uncovered blocks, -missing holders, soft minimum of tokens/s)."""
     gaps = -(counts < 0.5).sum(1)
     thin = -np.maximum(0, TARGET_REDUNDANCY - counts).sum(1)
-    soft = np.mean(np.maximum(rates, 1e-9) ** -SHARPNESS, axis=1) ** (-1 / SHARPNESS)
+    powers = np.maximum(rates, 1e-9) ** -SHARPNESS
+    soft = np.mean(powers, axis=1) ** (-1 / SHARPNESS)
     return list(zip(gaps.tolist(), thin.tolist(), soft.tolist(), strict=True))

@@ -140,8 +140,9 @@ def pass_s(span: SpanRecord) -> float:
     single = 1.0 / (span.decode_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S)
     if not span.n_decoding:
         return single
-    measured = sorted((n, n / rate) for n, rate in span.batch_tokens_per_s.items() if n > 0 and rate > 0)
-    points = [(1, single), *((n, s) for n, s in measured if n > 1)]
+    rates = sorted(span.batch_tokens_per_s.items())
+    measured = [(n, n / rate) for n, rate in rates if n > 1 and rate > 0]
+    points = [(1, single), *measured]
     sizes, seconds = zip(*points, strict=True)
     n_after = span.n_decoding + 1
     if n_after <= sizes[-1]:
@@ -155,8 +156,12 @@ def gather_trips(
     client_trips_s: Mapping[PeerId, float],
 ) -> Trips:
     """Gather one-way times from what servers announced and what the client measured."""
-    trips = {(s.peer, neighbour): ms / 2000 for s in spans for neighbour, ms in s.round_trip_ms.items()}
-    trips.update({(client, peer): seconds for peer, seconds in client_trips_s.items()})
+    trips: dict[tuple[str, str], float] = {}
+    for span in spans:
+        for neighbour, round_trip_ms in span.round_trip_ms.items():
+            trips[span.peer, neighbour] = round_trip_ms / 2000
+    for peer, trip_s in client_trips_s.items():
+        trips[client, peer] = trip_s
     return trips
 
 
@@ -241,7 +246,8 @@ def _cheapest_route(
     # part of the trip matrix is looked at for each block. ``begins`` and ``came_from`` are what the way back needs.
     n = len(usable)
     length = len(blocks)
-    between, first, last = _trip_matrix(usable, trips(usable) if callable(trips) else trips, source, client)
+    known_trips = trips(usable) if callable(trips) else trips
+    between, first, last = _trip_matrix(usable, known_trips, source, client)
     starts = np.array([s.start for s in usable])
     ends = np.array([s.end for s in usable])
     best = np.full(n, np.inf)
@@ -344,7 +350,11 @@ def _trip_matrix(
         if peer in index:
             row: Floats = between[index[peer]][peer_index]
             return row
-        seconds_to_servers = (trips.get((peer, s.peer), trips.get((s.peer, peer), DEFAULT_TRIP_S)) for s in usable)
-        return np.fromiter(seconds_to_servers, np.float64, len(usable))
+        seconds = np.full(len(usable), DEFAULT_TRIP_S)
+        for i, span in enumerate(usable):
+            trip_s = trips.get((peer, span.peer), trips.get((span.peer, peer)))
+            if trip_s is not None:
+                seconds[i] = trip_s
+        return seconds
 
     return between[np.ix_(peer_index, peer_index)], to_and_fro(source), to_and_fro(client)

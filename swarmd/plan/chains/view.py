@@ -164,7 +164,8 @@ Naming = Callable[[str], str]
 @lru_cache(maxsize=2 * MAX_RECORDS)
 def short_name(key: str) -> str:
     """11 letters for a key of about 90: who wants two keys to have the same name tries 2^64."""
-    return base64.urlsafe_b64encode(hashlib.blake2b(key.encode(), digest_size=8).digest()).rstrip(b"=").decode()
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
 @dataclass(slots=True)
@@ -316,14 +317,16 @@ class RecordBook:
             records = [record for record in allowed if record is not None]
         peers = {PeerId(r.peer): r for r in records if isinstance(r, PeerRecord)}
         sizes = dict(self.catalog.models.values())
-        possible = (r for r in records if isinstance(r, SpanRecord) and r.end <= sizes.get(r.model, r.end))
-        spans = tuple(sorted(possible, key=lambda r: (r.start, r.peer)))
-        # A member behind a router that nobody can pass is no server for this machine, unless both are at one place.
+        all_spans = (record for record in records if isinstance(record, SpanRecord))
+        possible = [span for span in all_spans if span.end <= sizes.get(span.model, span.end)]
+        spans = tuple(sorted(possible, key=lambda span: (span.start, span.peer)))
+        # A member that nobody can dial is no server for this machine, unless it is a neighbour or has a relay.
         closed = {peer: record for peer, record in peers.items() if record.reach == "closed"}
         own_networks = tuple(networks()) if closed else ()
         hidden = {peer for peer, record in closed.items() if not is_reachable_from(record.addresses, own_networks)}
         out_of_reach = tuple(span for span in spans if span.peer in hidden)
         if out_of_reach:
             spans = tuple(span for span in spans if span.peer not in hidden)
-        runs = tuple(sorted((r for r in records if isinstance(r, RunRecord)), key=lambda r: (r.run, r.peer)))
-        return SwarmView(MappingProxyType(peers), spans, self.catalog, runs, out_of_reach)
+        runs = [record for record in records if isinstance(record, RunRecord)]
+        runs.sort(key=lambda run: (run.run, run.peer))
+        return SwarmView(MappingProxyType(peers), spans, self.catalog, tuple(runs), out_of_reach)

@@ -36,7 +36,8 @@ def order_attempts(
     """
     own_endpoints = {_endpoint_of(address) for address in own_addresses}
     networks = tuple(networks)
-    candidates = [a for a in dict.fromkeys(addresses) if _endpoint_of(a) not in own_endpoints and _is_dialable(a)]
+    foreign = [address for address in dict.fromkeys(addresses) if _endpoint_of(address) not in own_endpoints]
+    candidates = [address for address in foreign if _is_dialable(address)]
     ranked = [(_rank(address, networks), address) for address in candidates]
     if any(rank != ELSEWHERE for rank, _ in ranked):
         ranked = [(rank, address) for rank, address in ranked if rank != ELSEWHERE]

@@ -8,6 +8,7 @@ likely to have it sooner: a donor that stalls holds up nothing. After BitTorrent
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -86,7 +87,8 @@ class Download:
         giver = self.givers[peer]
         available_groups = [g for g, pieces in self._open.items() if pieces and g in giver.groups]
         if available_groups:
-            rarity = {g: sum(g in donor.groups for donor in self.givers.values()) for g in available_groups}
+            n_donors = Counter(group for donor in self.givers.values() for group in donor.groups)
+            rarity = {group: n_donors[group] for group in available_groups}
             group = min(available_groups, key=lambda g: (rarity[g], g))
             piece = self._open[group].pop()
             reason = f"group {group}: {rarity[group]} of {len(self.givers)} donors hold it"
@@ -144,7 +146,8 @@ class Download:
                 is_late = due_s > 2 * piece_s or now - asked_at > 4 * piece_s
                 can_give = piece.group in giver.groups and piece not in giver.asked_at
                 if is_late and can_give and piece in self._missing:
-                    latest = min(latest or (asked_at, piece), (asked_at, piece), key=lambda pair: pair[0])
+                    is_earlier = latest is None or asked_at < latest[0]
+                latest = (asked_at, piece) if is_earlier else latest
         return latest[1] if latest else None
 
     def _reopen(self, piece: ChunkRequest) -> None:

@@ -54,7 +54,8 @@ class Admission:
         self.founders = founders
         self._revoked = frozenset(catalog.revoked)
         self._n_admitted = Counter(entry.invite for entry in catalog.admitted.values())
-        self._came = {i: self._still(i, guests) for i, guests in self._came.items() if i in catalog.invites}
+        came = {invite: guests for invite, guests in self._came.items() if invite in catalog.invites}
+        self._came = {invite: self._still(invite, guests) for invite, guests in came.items()}
         settled = {peer_id_of(key) for key in (*catalog.admitted, *catalog.revoked)}
         self.waiting = {peer: entry for peer, entry in self.waiting.items() if peer not in settled}
 
@@ -86,7 +87,8 @@ class Admission:
     def _still(self, invite: bytes, guests: list[bytes]) -> list[bytes]:
         """Who of those that came by an invite may still be let in by it."""
         n_free = self._catalog.invites[invite].uses - self._n_admitted[invite]
-        return [key for key in guests if key not in self._catalog.admitted][: max(0, n_free)]
+        unlisted = [key for key in guests if key not in self._catalog.admitted]
+        return unlisted[: max(0, n_free)]
 
     def _by_invite(self, membership: Membership, now: float) -> AdmissionPass:
         if membership.keys[0] not in self.founders.charter.issuers:

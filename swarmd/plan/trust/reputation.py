@@ -47,11 +47,16 @@ def name_of(span: SpanRecord) -> bytes:
     return hashlib.blake2b(description.encode(), digest_size=8).digest()
 
 
+def _kind_of(span: SpanRecord) -> tuple[str, str, str]:
+    """What must be alike for outputs to be compared: model, dtype, format of weights."""
+    return span.model, span.dtype, span.quantize
+
+
 def shared_blocks(first: SpanRecord, second: SpanRecord) -> Span | None:
     """The blocks that two servers can be compared on; None when they compute other things."""
     if first.peer == second.peer:
         return None
-    if (first.model, first.dtype, first.quantize) != (second.model, second.dtype, second.quantize):
+    if _kind_of(first) != _kind_of(second):
         return None
     start = max(first.start, second.start)
     end = min(first.end, second.end)
@@ -73,8 +78,8 @@ def choose_probes(
     it: the next in order probe then, too, for the first may hold these blocks only in their records.
     """
     own_spans = [span for span in spans if span.peer == me and span.state == "online"]
-    kinds = {(span.model, span.dtype, span.quantize) for span in own_spans}
-    online = [s for s in spans if s.state == "online" and (s.model, s.dtype, s.quantize) in kinds]
+    kinds = {_kind_of(span) for span in own_spans}
+    online = [span for span in spans if span.state == "online" and _kind_of(span) in kinds]
     chosen = []
     for target in online:
         server = (target.peer, name_of(target))
@@ -214,12 +219,14 @@ def count_speakers(
     """How many others say something of each server, by (peer, name)."""
     n_speakers = {(span.peer, name_of(span)): 0 for span in spans}
     for record in peers:
-        others = {(finding.peer, finding.name) for finding in record.found if finding.peer != record.peer}
-        for server in others & n_speakers.keys():
+        findings = [finding for finding in record.found if finding.peer != record.peer]
+        servers = {(finding.peer, finding.name) for finding in findings}
+        for server in servers & n_speakers.keys():
             n_speakers[server] += 1
     return n_speakers
 
 
 def make_finding(span: SpanRecord, is_right: bool, voucher: bytes = b"") -> ProbeFinding:
     """What is announced of a server."""
-    return ProbeFinding(PeerId(span.peer), name_of(span), is_right, b"" if is_right else voucher[:VOUCHER_BYTES])
+    named_voucher = b"" if is_right else voucher[:VOUCHER_BYTES]
+    return ProbeFinding(PeerId(span.peer), name_of(span), is_right, named_voucher)

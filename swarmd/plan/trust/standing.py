@@ -117,7 +117,8 @@ def record_fault(
     history.n_bans += 1
     history.banned_until = now + ban_s
     # What led to this ban is paid for by it: afterwards only new faults count towards the next, longer one.
-    history.faults = {k: (n, 0.0 if RULES[k].bans else w) for k, (n, w) in weights.items()}
+    for other_kind, (n, old_weight) in weights.items():
+        weights[other_kind] = (n, 0.0 if RULES[other_kind].bans else old_weight)
     return Decision(True, f"banned for {ban_s:.0f} s, for the {history.n_bans}. time: {history.why}")
 
 

@@ -88,7 +88,8 @@ def read_untrusted(payload: memoryview, accused: str) -> CoherentEvidence:
     is_as_left = left_digests[window] == digests_of(*evidence.left)
     if not (is_as_entered and is_as_left):
         raise RemoteProtocolError("evidence of other numbers than the accused signed")
-    positions = np.frombuffer(evidence.entered[1][-4 * b * n :], np.int32).reshape(b, n)
+    position_bytes = evidence.entered[1][-4 * b * n :]  # int32, at the payload's end
+    positions = np.frombuffer(position_bytes, np.int32).reshape(b, n)
     if first.adapter or first.tuned or (positions != np.arange(n)).any():
         raise RemoteProtocolError("expected evidence of plain blocks, and of all tokens from the first on")
     return CoherentEvidence(

@@ -75,7 +75,8 @@ def read_untrusted(body: bytes, signature: bytes) -> Receipt:
 def digest_before(entered_digests: bytes | bytearray, left_digests: bytes | bytearray, first: int) -> bytes:
     """What a receipt that tells of tokens from ``first`` on says of those before it."""
     end = first * DIGEST_BYTES
-    return hashlib.blake2b(bytes(entered_digests[:end]) + bytes(left_digests[:end]), digest_size=DIGEST_BYTES).digest()
+    earlier = bytes(entered_digests[:end]) + bytes(left_digests[:end])
+    return hashlib.blake2b(earlier, digest_size=DIGEST_BYTES).digest()
 
 
 def digests_of(meta: TensorMeta, payload: memoryview | bytes) -> bytes:
@@ -145,8 +146,9 @@ class Trail:
 
     def enter(self, op: Op, payload: memoryview | bytes) -> None:
         """An op was accepted."""
-        is_other = op.tensor is not None and (op.tensor.b, op.tensor.d) != self.shape  # whoever computes it will say so
-        self.is_broken |= is_other or is_reordered(op.edits)
+        # an op of another shape is refused by the worker that computes it
+        is_other_shape = op.tensor is not None and (op.tensor.b, op.tensor.d) != self.shape
+        self.is_broken |= is_other_shape or is_reordered(op.edits)
         if self.is_broken:
             return
         n_cropped = min(count_cropped(op.edits), self.n_entered)

@@ -87,7 +87,10 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def name_of(self, model: str) -> str | None:
         """The name of a model's hash."""
-        return next((name for name, (listed_hash, _) in self.models.items() if listed_hash == model), None)
+        for name, (listed_hash, _) in self.models.items():
+            if listed_hash == model:
+                return name
+        return None
 
     @property
     def names(self) -> frozenset[str]:
@@ -110,15 +113,17 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def restore_lost_entries(current: Catalog, other: Catalog, now: float) -> Catalog | None:
-    """A catalog with what one before says of people and it does not; None where nothing is lost.
+    """A catalog with what another one says of people and it does not; None where nothing is lost.
 
     Two founders who change the catalog at once each sign all of it; what the later one did not know comes back so.
     """
     if other.charters != current.charters:  # a founder may have been let go: what he said does not come back
         return None
     revoked = tuple(dict.fromkeys((*current.revoked, *other.revoked)))
-    invites = {k: t for k, t in other.invites.items() if t.ends_at > now} | current.invites
-    admitted = {k: a for k, a in other.admitted.items() if a.ends_at > now} | current.admitted
+    invites = {key: terms for key, terms in other.invites.items() if terms.ends_at > now}
+    invites |= current.invites
+    admitted = {key: member for key, member in other.admitted.items() if member.ends_at > now}
+    admitted |= current.admitted
     fits = len(revoked) <= MAX_REVOKED and len(invites) <= MAX_INVITES and len(admitted) <= MAX_ADMITTED
     merged = msgspec.structs.replace(current, revoked=revoked, invites=invites, admitted=admitted)
     return merged if fits and merged != current else None
@@ -134,7 +139,8 @@ def add_invite(catalog: Catalog, key: bytes, terms: InviteTerms, now: float) -> 
 
 def add_admitted(catalog: Catalog, arrivals: dict[bytes, AdmittedMember], now: float) -> Catalog:
     """A catalog with more members, and without those whose time is over. Raises ConfigError where it is full."""
-    listed = {k: a for k, a in catalog.admitted.items() if a.ends_at > now} | arrivals
+    listed = {key: member for key, member in catalog.admitted.items() if member.ends_at > now}
+    listed |= arrivals
     if len(listed) > MAX_ADMITTED:
         raise ConfigError(f"a catalog lists {MAX_ADMITTED} members: more come by invites for any number (--uses 0)")
     return msgspec.structs.replace(catalog, admitted=listed)
@@ -183,7 +189,8 @@ def read_catalog_untrusted(raw: bytes, founder_key: bytes) -> Catalog:
         raise IntegrityError("the catalog is signed by a key that the founder's catalog does not name as a delegate")
     verify(envelope.signer, _DOMAIN, envelope.body, envelope.signature, "the delegate's catalog")
     catalog = decode(envelope.body, Catalog, "a catalog", IntegrityError)
-    if (catalog.root, catalog.delegates, catalog.revoked) != (root.version, root.delegates, root.revoked):
+    follows_root = catalog.root == root.version
+    if not follows_root or (catalog.delegates, catalog.revoked) != (root.delegates, root.revoked):
         raise IntegrityError("a delegate may change models only")
     if catalog.version <= root.version:
         raise IntegrityError("a delegate may change models only in a version after the founder's")

@@ -130,7 +130,8 @@ def count_missing_signatures(draft: SignedCharter, current: Charter) -> int:
     charter = draft.charter
     if charter.before != current.digest:
         raise IntegrityError("the draft follows another charter than the one that counts here")
-    if len(set(charter.keys)) < len(charter.keys) or charter.needed > len(charter.keys):
+    n_founders = len(set(charter.keys))
+    if n_founders < len(charter.keys) or charter.needed > len(charter.keys):
         raise IntegrityError(
             f"a charter of {len(set(charter.keys))} founders that asks for {charter.needed} signatures"
         )

@@ -24,7 +24,11 @@ from swarmd.values import PeerId
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")  # identity multihash, 36 bytes; protobuf: type ed25519, 32 bytes
 _LINK_DOMAIN = b"swarmd certificate link 1\0"
 NO_END = 2**53  # of what does not expire: the largest number that JSON keeps
-_MAY_SIGN = {"founder": ("invite", "member"), "invite": ("member", "client"), "member": ("client",)}
+_MAY_SIGN = {
+    "founder": ("invite", "member"),
+    "invite": ("member", "client"),
+    "member": ("client",),
+}
 
 PublicKey = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
@@ -200,7 +204,14 @@ def _follow_untrusted(certificate: tuple[bytes, ...], issuers: tuple[bytes, ...]
         keys.append(link.key)
     ends = tuple(link.expires_at for link in links)
     roles = tuple(link.role for link in links)
-    return Membership(peer_id_of(signer), role, tuple(keys), min(ends, default=NO_END), roles, ends)
+    return Membership(
+        peer=peer_id_of(signer),
+        role=role,
+        keys=tuple(keys),
+        expires_at=min(ends, default=NO_END),
+        roles=roles,
+        ends=ends,
+    )
 
 
 def _issuer(links: list[CertificateLink], issuers: tuple[bytes, ...]) -> bytes:

@@ -21,6 +21,7 @@ from swarmd.protocol.membership.identity import (
 _PREFIX = "swarmd"
 _VERSION = "1"
 Seed = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Address = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class SwarmKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -44,7 +45,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
     """A swarm's keys, addresses of members, and a key that the founder certified to let others in."""
 
     swarm: SwarmKeys
-    addresses: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=16)]
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=16)]
     seed: Seed
     certificate: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=4)]
 
@@ -74,7 +75,8 @@ def create(
 ) -> Invite:
     """Make a key that the founder certifies to let others in, with addresses to begin at."""
     key = Identity.generate()
-    return Invite(swarm, addresses, key.seed, (certify(founder, key.public_key, "invite", expires_at),))
+    link = certify(founder, key.public_key, "invite", expires_at)
+    return Invite(swarm, addresses, key.seed, (link,))
 
 
 def encode(invite: Invite) -> str:

@@ -31,7 +31,9 @@ MAX_FUTURE_S = 86_400  # no clock is a day ahead: a record from then is nobody's
 _DOMAIN = b"swarmd record 1\0"
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 Blocks = Annotated[int, msgspec.Meta(ge=1, le=1_024)]
-BatchRates = Annotated[dict[Annotated[int, msgspec.Meta(ge=1, le=4096)], Rate], msgspec.Meta(max_length=8)]
+BatchSize = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+BatchRates = Annotated[dict[BatchSize, Rate], msgspec.Meta(max_length=8)]
+GroupRanges = Annotated[tuple[tuple[Block, Block], ...], msgspec.Meta(max_length=8)]
 
 
 FIRST_NEEDS = ("adapter", "codec", "crop", "exact", "padding", "record_past", "reorder", "replay", "tuned")
@@ -85,9 +87,7 @@ class PeerRecord(Record, tag="peer", frozen=True):
     reach: Name = ""
     relays: bool = False
     found: Annotated[tuple[ProbeFinding, ...], msgspec.Meta(max_length=32)] = ()
-    holds: Annotated[
-        dict[Name, Annotated[tuple[tuple[Block, Block], ...], msgspec.Meta(max_length=8)]], msgspec.Meta(max_length=32)
-    ] = {}
+    holds: Annotated[dict[Name, GroupRanges], msgspec.Meta(max_length=32)] = {}
 
 
 class SpanRecord(Record, tag="span", frozen=True):

@@ -146,11 +146,13 @@ def read_settings(settings: Any) -> LoraConfig:
     if used:
         raise IntegrityError(f"the adapter uses {', '.join(used)}, which is not supported")
     try:
-        known_settings = {k: v for k, v in settings.items() if k in LoraConfig.__struct_fields__ and v is not None}
+        non_empty = {key: value for key, value in settings.items() if value is not None}
+        known_settings = {key: value for key, value in non_empty.items() if key in LoraConfig.__struct_fields__}
         config = msgspec.convert(known_settings, LoraConfig)
     except msgspec.ValidationError as error:
         raise IntegrityError(f"the adapter's configuration is wrong: {error}") from None
-    patterns = [k for k in (*config.rank_pattern, *config.alpha_pattern) if not re.fullmatch(r"[\w.]+", k)]
+    keys = (*config.rank_pattern, *config.alpha_pattern)
+    patterns = [key for key in keys if not re.fullmatch(r"[\w.]+", key)]
     if patterns:  # expressions from elsewhere are not run
         raise IntegrityError(
             f"the adapter's pattern {patterns[0]!r} is no plain name of a module, which is not supported"

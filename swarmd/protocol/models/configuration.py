@@ -75,8 +75,9 @@ def count_blocks(config: Mapping[str, Any]) -> int:
         if section.get(key) and _is_whole(section[key], LIMITS[key]):
             return int(section[key])
     for key in KINDS_OF_BLOCKS:
-        if isinstance(section.get(key), list) and 0 < len(section[key]) <= LIMITS["num_layers"]:
-            return len(section[key])
+        kinds = section.get(key)
+        if isinstance(kinds, list) and 0 < len(kinds) <= LIMITS["num_layers"]:
+            return len(kinds)
     raise IntegrityError("the config names no number of layers (num_hidden_layers, from 1 to 1,024)")
 
 
@@ -85,7 +86,8 @@ def rebuild_plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
     What is left out changes no model: names of places and of ways to compute, remarks, and what has an odd name.
     """
-    return {key: _rebuild_value(value) for key, value in config.items() if _is_plain_name(key) and _is_plain(value)}
+    kept = [(key, value) for key, value in config.items() if _is_plain_name(key) and _is_plain(value)]
+    return {key: _rebuild_value(value) for key, value in kept}
 
 
 def _check_value(value: Any, depth: int, room: list[int]) -> None:

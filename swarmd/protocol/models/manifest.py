@@ -103,7 +103,8 @@ def read_folder(folder: Path) -> Manifest:
     config = read_config(folder)
     _check_index(folder)
     tensors = [entry for shard in shard_files(folder) for entry in digest_shard(shard)]
-    twice = [name for name, n in Counter(t.name for t in tensors).items() if n > 1]
+    counts = Counter(tensor.name for tensor in tensors)
+    twice = [name for name, n in counts.items() if n > 1]
     if twice:
         raise ConfigError(f"{folder}: the tensor {twice[0]!r} appears in more than one shard")
     present = [name for name in FILES if (folder / name).is_file()]
@@ -158,16 +159,17 @@ def shard_files(folder: Path) -> list[Path]:
     if index.is_file():
         listed = read_json(index)
         weight_map = listed.get("weight_map") if isinstance(listed, dict) else None
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        files: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
+        if not all(isinstance(name, str) for name in files):
             raise ConfigError(f"{index}: weight_map must map tensor names to file names")
-        names = sorted(set(weight_map.values()))
+        names = sorted(set(files))
     else:
         names = ["model.safetensors"]
     for name in names:
         if Path(name).name != name:
             raise ConfigError(f"{index}: the shard {name!r} lies outside the folder")
         if not (folder / name).is_file():
-            pickle_files = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.pt*")]
+            pickle_files = [path.name for pattern in ("*.bin", "*.pt*") for path in folder.glob(pattern)]
             hint = (
                 f"; {pickle_files[0]} holds pickle, which swarmd never opens: convert it to safetensors"
                 if pickle_files
@@ -231,14 +233,17 @@ def check(manifest: Manifest) -> None:
     if (canonical_json(config), n_blocks) != (manifest.config, manifest.n_blocks):
         raise IntegrityError("the manifest's config is not canonical, or has another number of blocks than it says")
     names = [entry.name for entry in manifest.entries]
-    if len(set(names)) != len(names) or [f.name for f in manifest.files] != [n for n in FILES if n in names]:
+    file_names = [file.name for file in manifest.files]
+    known_names = [name for name in FILES if name in names]
+    if len(set(names)) != len(names) or file_names != known_names:
         raise IntegrityError("the manifest names an entry twice, or files that no model needs")
     if list(manifest.tensors) != sorted(manifest.tensors, key=lambda t: t.name):
         raise IntegrityError("the manifest's tensors are not in order")
     for entry in manifest.entries:
         _check_entry(entry)
     total = sum(entry.n_bytes for entry in manifest.entries)
-    if total > MAX_MODEL_BYTES or any(f.dtype != "U8" or f.n_bytes > MAX_FILE_BYTES for f in manifest.files):
+    are_files_small = all(file.dtype == "U8" and file.n_bytes <= MAX_FILE_BYTES for file in manifest.files)
+    if total > MAX_MODEL_BYTES or not are_files_small:
         raise IntegrityError(f"the manifest promises {total} B, or a file of more than {MAX_FILE_BYTES} B")
 
 
@@ -277,7 +282,9 @@ def entry_groups(manifest: Manifest) -> tuple[int | None, ...]:
             return manifest.n_blocks
         return int(number) if int(number) < manifest.n_blocks else None
 
-    return (*(manifest.n_blocks for _ in manifest.files), *(group(tensor.name) for tensor in manifest.tensors))
+    of_files = [manifest.n_blocks] * len(manifest.files)
+    of_tensors = [group(tensor.name) for tensor in manifest.tensors]
+    return (*of_files, *of_tensors)
 
 
 # --- small things ------------------------------------------------------------------------------------------------
@@ -301,7 +308,8 @@ def digest_shard(path: Path) -> list[Entry]:
         entries = []
         for place in places:
             file.seek(place.start)
-            entries.append(Entry(place.name, place.dtype, place.shape, _digest_chunks(file, place.n_bytes, path)))
+            chunks = _digest_chunks(file, place.n_bytes, path)
+            entries.append(Entry(place.name, place.dtype, place.shape, chunks))
     _check_unchanged(path, status)
     return entries
 
@@ -311,9 +319,9 @@ def _digest_file(path: Path) -> Entry:
     if status.st_size > MAX_FILE_BYTES:
         raise ConfigError(f"{path}: {status.st_size} B, at most {MAX_FILE_BYTES} are read")
     with path.open("rb") as file:
-        entry = Entry(path.name, "U8", (status.st_size,), _digest_chunks(file, status.st_size, path))
+        chunks = _digest_chunks(file, status.st_size, path)
     _check_unchanged(path, status)
-    return entry
+    return Entry(path.name, "U8", (status.st_size,), chunks)
 
 
 def _digest_chunks(file: BinaryIO, n_bytes: int, path: Path) -> tuple[bytes, ...]:

@@ -34,6 +34,8 @@ TOLERANCE = 1e-4  # of the summed norms: float32 sums of 256 contributions are o
 _SHARE_DOMAIN = b"swarmd share 1\0"
 _ASSENT_DOMAIN = b"swarmd assent 1\0"
 Sums = Annotated[tuple[Finite, ...], msgspec.Meta(max_length=N_DIRECTIONS)]
+Assent = tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_CONTRIBUTORS)], Signature]
+"""A contributor's place in a commit, and its signature under that."""
 
 
 class ContributionShare(msgspec.Struct, frozen=True, array_like=True):
@@ -50,7 +52,8 @@ class ContributionShare(msgspec.Struct, frozen=True, array_like=True):
 
     def counted(self, peer: PeerId) -> CountedContribution:
         """As a commit says it."""
-        return CountedContribution(peer, self.first, self.n, self.loss, math.sqrt(self.squares) / self.n)
+        mean_norm = math.sqrt(self.squares) / self.n
+        return CountedContribution(peer, self.first, self.n, self.loss, mean_norm)
 
 
 class Witness(msgspec.Struct, frozen=True, array_like=True):
@@ -69,10 +72,7 @@ class BackedCommit(msgspec.Struct, frozen=True, array_like=True):
 
     body: Annotated[bytes, msgspec.Meta(max_length=MAX_COMMIT_BYTES)]
     shares: Annotated[tuple[ContributionShare, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
-    assents: Annotated[
-        tuple[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_CONTRIBUTORS)], Signature], ...],
-        msgspec.Meta(max_length=MAX_CONTRIBUTORS),
-    ] = ()
+    assents: Annotated[tuple[Assent, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
     witness: Witness | None = None
 
 
@@ -120,7 +120,8 @@ def read_untrusted(payload: bytes) -> tuple[Commit, BackedCommit]:
     commit = commits.read_body_untrusted(backed.body)
     check_shares_untrusted(commit, backed.shares)
     places = [place for place, _ in backed.assents]
-    if len(set(places)) != len(places) or any(place >= len(commit.contributors) for place in places):
+    is_twice = len(set(places)) != len(places)
+    if is_twice or any(place >= len(commit.contributors) for place in places):
         raise IntegrityError("a commit with the assent of who contributed nothing, or twice of one")
     for place, signature in backed.assents:
         check_assent_untrusted(backed.body, PeerId(commit.contributors[place].peer), signature)

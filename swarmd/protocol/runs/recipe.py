@@ -47,6 +47,7 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 CodecName = Literal["none", "float16", "int8", "topk", "powersgd", "significance"]
 Steps = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+Anchors = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)]
 
 
 class RecipeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -162,7 +163,7 @@ class Recipe(RecipeTable, frozen=True):
     schedule: Schedule = Schedule()
     batch: Batch = Batch()
     precision: Literal["float32", "float64"] = "float32"
-    anchors: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)] = ()
+    anchors: Anchors = ()
     stop: Stop = Stop()
     checkpoints: Checkpoints = Checkpoints()
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] = 0
@@ -340,8 +341,8 @@ def is_called(query: str, run_id: str, name: str) -> bool:
 def start_run(recipe: Recipe, owner: Identity, started_at: int) -> Run:
     """Sign a recipe whose model and data are hashes. Raises IntegrityError when it cannot be a run."""
     body = msgspec.msgpack.encode(_RunBody(recipe, started_at))
-    raw = msgspec.msgpack.encode(_Signed(body, owner.public_key, owner.sign(_RUN_DOMAIN, body)))
-    return read_run_untrusted(raw)
+    signed = _Signed(body, owner.public_key, owner.sign(_RUN_DOMAIN, body))
+    return read_run_untrusted(msgspec.msgpack.encode(signed))
 
 
 def read_run_untrusted(raw: bytes) -> Run:
@@ -359,7 +360,8 @@ def read_run_untrusted(raw: bytes) -> Run:
         public_key_of_untrusted(anchor)
     if recipe.train == "lora" and not recipe.lora.targets:
         raise IntegrityError("a run that trains LoRA names the modules (lora.targets)")
-    return Run(RunId(hashlib.sha256(raw).hexdigest()), recipe, envelope.owner, body.started_at, raw)
+    run_id = RunId(hashlib.sha256(raw).hexdigest())
+    return Run(run_id, recipe, envelope.owner, body.started_at, raw)
 
 
 class RunOrder(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -374,12 +376,10 @@ class RunOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     sequence: Count
     state: Literal["running", "stopped"] = "running"
     generation: Count = 0
-    anchors: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)] = ()
+    anchors: Anchors = ()
     back_from: Digest = b""
     back_to: Digest = b""
-    earlier: Annotated[
-        tuple[Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)], ...], msgspec.Meta(max_length=16)
-    ] = ()
+    earlier: Annotated[tuple[Anchors, ...], msgspec.Meta(max_length=16)] = ()
 
     def anchors_of(self, recipe: Recipe) -> tuple[PeerId, ...]:
         """The anchors of now."""
@@ -387,9 +387,11 @@ class RunOrder(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def sets_of(self, recipe: Recipe) -> dict[int, tuple[PeerId, ...]]:
         """The anchors of each generation."""
-        first = tuple(PeerId(a) for a in recipe.anchors)
-        between = {i: tuple(PeerId(a) for a in anchors) for i, anchors in enumerate(self.earlier, 1)}
-        return {0: first, **between, self.generation: self.anchors_of(recipe)}
+        sets = {0: tuple(map(PeerId, recipe.anchors))}
+        for generation, anchors in enumerate(self.earlier, 1):
+            sets[generation] = tuple(map(PeerId, anchors))
+        sets[self.generation] = self.anchors_of(recipe)
+        return sets
 
 
 def sign_order(order: RunOrder, owner: Identity) -> bytes:

@@ -16,7 +16,8 @@ _HALF = np.uint32(0x7FFF)  # added before the lower half goes: rounds to nearest
 def pack_array(hidden: Floats, dtype: str, first_position: int = 0) -> tuple[TensorMeta, bytes]:
     """Encode hidden states [b, t, d] in ``dtype``, not coded, with positions from ``first_position`` on."""
     b, t, d = hidden.shape
-    positions = np.broadcast_to(np.arange(first_position, first_position + t, dtype=np.int32), (b, t))
+    row = np.arange(first_position, first_position + t, dtype=np.int32)
+    positions = np.broadcast_to(row, (b, t))
     return TensorMeta(b, t, d, dtype), _to_bytes(hidden, dtype) + positions.tobytes()
 
 
@@ -27,9 +28,11 @@ def unpack_array_untrusted(meta: TensorMeta, payload: memoryview) -> Floats:
         raise RemoteProtocolError(f"expected hidden states as they are, got {meta.codec}")
     raw = payload[layout.hidden]
     if meta.dtype == "bfloat16":
-        values = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        bits = np.frombuffer(raw, np.uint16).astype(np.uint32) << 16
+        values = bits.view(np.float32)
     else:
-        values = np.frombuffer(raw, np.float16 if meta.dtype == "float16" else np.float32).astype(np.float32)
+        dtype = np.float16 if meta.dtype == "float16" else np.float32
+        values = np.frombuffer(raw, dtype).astype(np.float32)
     return values.reshape(meta.b, meta.t, meta.d)
 
 

@@ -34,6 +34,8 @@ from swarmd.protocol.wire import frames, rounds, tuning
 
 MAX_TOLD = 200  # characters of what is wrong with a header: it quotes what came, as long as that was
 PIECE_BYTES = 64 * 1024  # of zeros: one record of Noise
+ChunkRef = tuple[Count, Count]
+"""An entry of the manifest, and one of its chunks."""
 KNOWN_NEEDS = frozenset(
     {"crop", "reorder", "padding", "replay", "record_past", "exact", "codec", "adapter", "tuned", "changes"}
 )
@@ -112,7 +114,7 @@ class WantChunks(Message, tag="want_chunks", frozen=True):
 
     id: Count = 0
     model: Name = ""
-    refs: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(min_length=1, max_length=256)] = ((0, 0),)
+    refs: Annotated[tuple[ChunkRef, ...], msgspec.Meta(min_length=1, max_length=256)] = ((0, 0),)
 
 
 class ChunksAre(Message, tag="chunks", frozen=True):

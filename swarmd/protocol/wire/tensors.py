@@ -78,7 +78,8 @@ def token_parts(meta: TensorMeta) -> tuple[tuple[int, int], ...]:
     else:
         parts = [token_bytes(meta.d, meta.dtype, meta.codec)]
     parts += [4] * meta.has_positions + [1] * meta.has_mask
-    starts = [sum(parts[:i]) * meta.b * meta.t for i in range(len(parts))]
+    n_tokens = meta.b * meta.t
+    starts = [sum(parts[:i]) * n_tokens for i in range(len(parts))]
     return tuple(zip(starts, parts, strict=True))
 
 
