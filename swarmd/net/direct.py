@@ -109,13 +109,13 @@ class DirectNetwork:
     async def running(self) -> AsyncIterator[None]:
         """Listen for direct channels, if there is a host to listen on, until the end of the block."""
         async with trio.open_nursery() as nursery:
-            listeners = await self._listen()
+            listeners = await self._open_listeners()
             if listeners:
                 context, self._certificate = _server_context()
                 self._port = listeners[0].socket.getsockname()[1]
 
                 async def accept(connection: trio.SocketStream) -> None:
-                    await self._accept(connection, context)
+                    await self._accept_connection(connection, context)
 
                 self._inner.set_handler("ticket", self._give_ticket)
                 nursery.start_soon(trio.serve_listeners, accept, listeners)
@@ -125,7 +125,7 @@ class DirectNetwork:
                 for stream in list(streams):
                     await stream.reset()
 
-    async def _listen(self) -> list[trio.SocketListener]:
+    async def _open_listeners(self) -> list[trio.SocketListener]:
         listeners: list[trio.SocketListener] = []
         port = self._port
         for host in dict.fromkeys(self._hosts):
@@ -155,7 +155,7 @@ class DirectNetwork:
         """See ``Network``: a direct channel where there can be one, else a stream of libp2p."""
         if purpose in DIRECT and self._without.get(peer, 0.0) <= trio.current_time():
             try:
-                return await self._dial(peer, purpose)
+                return await self._dial_direct(peer, purpose)
             except PeerError as error:
                 if self._inner.way_to(peer) is None:
                     raise
@@ -175,7 +175,7 @@ class DirectNetwork:
 
     # --- dialling ---------------------------------------------------------------------------------------------
 
-    async def _dial(self, peer: PeerId, purpose: Purpose) -> DirectStream:
+    async def _dial_direct(self, peer: PeerId, purpose: Purpose) -> DirectStream:
         ticket, trip_s = await self._ask_ticket(peer)
         host = self._inner.remote_host(peer)
         if host is None:
@@ -193,7 +193,7 @@ class DirectNetwork:
                 if tls.certificate != ticket.certificate:
                     raise ssl.SSLError("it shows another certificate than it announced")
                 await tls.send(ticket.token + bytes([DIRECT.index(purpose)]))
-                return self._keep(DirectStream(peer, tls, purpose == "interactive"))
+                return self._keep_stream(DirectStream(peer, tls, purpose == "interactive"))
         except BaseException as error:
             if tls is not None:
                 tls.close()
@@ -232,7 +232,7 @@ class DirectNetwork:
             await stream.send(msgspec.msgpack.encode(DialTicket(self._port, self._certificate, token)))
         await stream.aclose()
 
-    async def _accept(self, connection: trio.SocketStream, context: ssl.SSLContext) -> None:
+    async def _accept_connection(self, connection: trio.SocketStream, context: ssl.SSLContext) -> None:
         """Let in whoever brings a token that counts; nothing that a stranger does ends more than its connection."""
         if self._n_pending >= MAX_PENDING_HANDSHAKES or is_scarce(connection.socket.fileno()):
             await connection.aclose()
@@ -245,9 +245,9 @@ class DirectNetwork:
             with trio.fail_after(CONNECT_TIMEOUT_S):
                 tls = Tls(connection, context, is_server=True)
                 await tls.shake_hands()
-                admitted = await self._admit(tls)
+                admitted = await self._read_token(tls)
                 if admitted is not None:
-                    stream = self._keep(DirectStream(admitted[0], tls, admitted[1] == "interactive"))
+                    stream = self._keep_stream(DirectStream(admitted[0], tls, admitted[1] == "interactive"))
         except (trio.TooSlowError, *BROKEN):
             return
         finally:
@@ -268,7 +268,7 @@ class DirectNetwork:
             self._streams.get(stream.peer, set()).discard(stream)
             await stream.reset()
 
-    async def _admit(self, tls: Tls) -> tuple[PeerId, Purpose] | None:
+    async def _read_token(self, tls: Tls) -> tuple[PeerId, Purpose] | None:
         """Read the token and the purpose; None for what is no token that counts now."""
         start = b""
         while len(start) <= TOKEN_BYTES:
@@ -283,7 +283,7 @@ class DirectNetwork:
             return None
         return token_entry.peer, DIRECT[start[-1]]
 
-    def _keep(self, stream: DirectStream) -> DirectStream:
+    def _keep_stream(self, stream: DirectStream) -> DirectStream:
         traffic = self._traffic.counter_for(stream.host) if self._traffic is not None else None
         if traffic is not None:
             traffic.connected()

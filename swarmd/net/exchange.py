@@ -64,7 +64,7 @@ class Exchange:
     def view(self) -> SwarmView:
         """The current picture; made anew only after something changed."""
         if self.book.expire(self._wall_clock()) or self._view is None:
-            self._view = self.book.view(own_networks, self._may if self.doors.are_limited else None)
+            self._view = self.book.view(own_networks, self._rights_of if self.doors.are_limited else None)
         return self._view
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
@@ -94,16 +94,16 @@ class Exchange:
         """What a verified certificate is worth, one's own too; until it counts, what it says itself."""
         key = read_links_untrusted(certificate)[-1].key if certificate else self.keys.founder_key
         membership = follow_untrusted(certificate, self.doors.founders.ever, peer_id_of(key))
-        return self._worth(membership) or AdmissionPass(membership.expires_at)
+        return self._admission_of(membership) or AdmissionPass(membership.expires_at)
 
-    def _worth(self, membership: Membership) -> AdmissionPass | None:
+    def _admission_of(self, membership: Membership) -> AdmissionPass | None:
         try:
             return self.doors.require(membership, self._wall_clock())
         except Refused:
             return None
 
-    def _may(self, membership: Membership) -> tuple[Right, ...]:
-        admission = self._worth(membership)
+    def _rights_of(self, membership: Membership) -> tuple[Right, ...]:
+        admission = self._admission_of(membership)
         return () if admission is None else admission.may
 
     def now(self) -> float:
@@ -205,7 +205,7 @@ class Exchange:
         if is_news:
             self._view = None
             self.doors.follow(catalog, catalog.founders(self.keys.founder_key))
-            self.book.keep_members(lambda membership: self._worth(membership) is not None)
+            self.book.keep_members(lambda membership: self._admission_of(membership) is not None)
             self._catalog_news.set()
         return is_news
 

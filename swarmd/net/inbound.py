@@ -42,7 +42,7 @@ class Inbound(Generic[ChannelT]):
         self._held[channel] = n_bytes
         if sum(self._held.values()) <= MAX_BYTES:
             return None
-        largest_sponsor = max({self._sponsor_of(c) for c in self._held}, key=self._of)
+        largest_sponsor = max({self._sponsor_of(c) for c in self._held}, key=self._bytes_of)
         return next(c for c in reversed(self._held) if self._sponsor_of(c) == largest_sponsor)
 
     def forget(self, channel: ChannelT) -> None:
@@ -54,11 +54,11 @@ class Inbound(Generic[ChannelT]):
     async def may_read(self, channel: ChannelT) -> None:
         """Return once a channel may read on: its sponsor has room, or none of its frames is older."""
         sponsor = self._sponsor_of(channel)
-        while self._of(sponsor) > MAX_BYTES_OF_PEER and channel != self._oldest(sponsor):
+        while self._bytes_of(sponsor) > MAX_BYTES_OF_PEER and channel != self._oldest_channel(sponsor):
             await self._changed.wait()
 
-    def _of(self, sponsor: bytes) -> int:
+    def _bytes_of(self, sponsor: bytes) -> int:
         return sum(n for c, n in self._held.items() if self._sponsor_of(c) == sponsor)
 
-    def _oldest(self, sponsor: bytes) -> ChannelT | None:
+    def _oldest_channel(self, sponsor: bytes) -> ChannelT | None:
         return next((c for c in self._held if self._sponsor_of(c) == sponsor), None)

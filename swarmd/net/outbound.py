@@ -72,7 +72,7 @@ class Outbound:
                 await self._close_crowding()
             yield
         finally:
-            self._forget(channel, n_bytes)
+            self._forget_answer(channel, n_bytes)
 
     async def _close_crowding(self) -> None:
         """Close the newest channel of whoever has most."""
@@ -80,7 +80,7 @@ class Outbound:
         crowding = next(c for c in reversed(self._held) if self._sponsor_of(c.peer) == largest_sponsor)
         await crowding.close()
 
-    def _forget(self, channel: AnsweringChannel, n_bytes: int) -> None:
+    def _forget_answer(self, channel: AnsweringChannel, n_bytes: int) -> None:
         remaining = self._held.pop(channel) - n_bytes
         if remaining > 0:
             self._held[channel] = remaining

@@ -76,10 +76,10 @@ async def map_port(port: int, nonce: bytes, lease_s: int) -> PortGrant:
             own_host = IPv4Address(asking.getsockname()[0])
             request = encode_pcp_map(nonce, own_host, port, lease_s)
             try:
-                return await _exchange(asking, request, lambda data: read_pcp_answer(data, nonce, port))
+                return await _exchange_datagrams(asking, request, lambda data: read_pcp_answer(data, nonce, port))
             except WrongVersionError:
-                host = await _exchange(asking, NAT_PMP_ADDRESS, read_nat_pmp_address)
-                external_port = await _exchange(
+                host = await _exchange_datagrams(asking, NAT_PMP_ADDRESS, read_nat_pmp_address)
+                external_port = await _exchange_datagrams(
                     asking, encode_nat_pmp_map(port, lease_s), lambda data: read_nat_pmp_answer(data, port)
                 )
                 return PortGrant(str(host), external_port, "NAT-PMP")
@@ -87,7 +87,7 @@ async def map_port(port: int, nonce: bytes, lease_s: int) -> PortGrant:
             raise Unreachable(f"the router speaks neither PCP nor NAT-PMP ({error.strerror})") from None
 
 
-async def _exchange(
+async def _exchange_datagrams(
     asking: trio.socket.SocketType,
     message: bytes,
     read: Callable[[bytes], T],
@@ -137,7 +137,9 @@ def read_pcp_answer(data: bytes, nonce: bytes, port: int) -> PortGrant:
     """Raises RemoteProtocolError for what is no answer, Unreachable for a refusal, WrongVersionError."""
     if data[:1] == bytes((NAT_PMP,)):
         raise WrongVersionError
-    version, opcode, result, _, _, named, protocol, internal_port, external_port, host = _unpack(PCP_ANSWER, data)
+    version, opcode, result, _, _, named, protocol, internal_port, external_port, host = _unpack_answer(
+        PCP_ANSWER, data
+    )
     if (version, opcode, named, protocol, internal_port) != (PCP, ANSWER | MAP, nonce, TCP, port):
         raise RemoteProtocolError("another's answer")
     _require_success(result, PCP_ERRORS)
@@ -154,7 +156,7 @@ def encode_nat_pmp_map(port: int, lease_s: int) -> bytes:
 
 def read_nat_pmp_answer(data: bytes, port: int) -> int:
     """The router's port. Raises RemoteProtocolError or Unreachable."""
-    version, opcode, result, _, internal_port, external_port, _ = _unpack(NAT_PMP_ANSWER, data)
+    version, opcode, result, _, internal_port, external_port, _ = _unpack_answer(NAT_PMP_ANSWER, data)
     if (version, opcode, internal_port) != (NAT_PMP, ANSWER | MAP_TCP, port):
         raise RemoteProtocolError("another's answer")
     _require_success(result, NAT_PMP_ERRORS)
@@ -163,14 +165,14 @@ def read_nat_pmp_answer(data: bytes, port: int) -> int:
 
 def read_nat_pmp_address(data: bytes) -> IPv4Address:
     """The router's own address. Raises RemoteProtocolError or Unreachable."""
-    version, opcode, result, _, host = _unpack(NAT_PMP_ADDRESS_ANSWER, data)
+    version, opcode, result, _, host = _unpack_answer(NAT_PMP_ADDRESS_ANSWER, data)
     if (version, opcode) != (NAT_PMP, ANSWER):
         raise RemoteProtocolError("another's answer")
     _require_success(result, NAT_PMP_ERRORS)
     return IPv4Address(host)
 
 
-def _unpack(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
+def _unpack_answer(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
     if len(data) < form.size:
         raise RemoteProtocolError(f"an answer of {len(data)} bytes, expected {form.size}")
     return form.unpack_from(data)

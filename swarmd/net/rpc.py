@@ -239,7 +239,7 @@ class Rpc:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for purpose in PURPOSES:
-                self.network.set_handler(purpose, self._acceptor(purpose))
+                self.network.set_handler(purpose, self._channel_acceptor(purpose))
             nursery.start_soon(self.standing.keep)
             task_status.started()
             while True:
@@ -273,7 +273,7 @@ class Rpc:
         lock = self._opening.setdefault((peer, purpose), trio.Lock())
         try:
             async with lock:
-                return self._asking_channel(peer, purpose) or await self._open(peer, purpose)
+                return self._asking_channel(peer, purpose) or await self._open_channel(peer, purpose)
         finally:
             if not lock.statistics().tasks_waiting:
                 self._opening.pop((peer, purpose), None)
@@ -312,7 +312,7 @@ class Rpc:
         if is_relayed and self._nursery is not None:
             for purpose in PURPOSES:
                 for channel in list(self._channels.get((peer, purpose), ())):
-                    self._forget(channel)
+                    self._forget_channel(channel)
             self._nursery.start_soon(self.network.disconnect, peer)
         return is_relayed
 
@@ -322,14 +322,14 @@ class Rpc:
         if left_s:
             raise Refused(Code.BANNED, f"{peer} is banned for {left_s:.0f} s more, for what it sent", left_s)
 
-    async def _open(self, peer: PeerId, purpose: Purpose) -> Channel:
+    async def _open_channel(self, peer: PeerId, purpose: Purpose) -> Channel:
         stream = await self.network.open_stream(peer, purpose)
         channel = Channel(stream, purpose, True, self.answers)
         is_admitted = False
         try:
             with trio.fail_after(HELLO_TIMEOUT_S):
                 await channel.send(self._owner.hello())
-                decoder, early = await self._greet(channel)
+                decoder, early = await self._receive_hello(channel)
             is_admitted = True
         except trio.TooSlowError:
             raise PeerTimeout(f"{peer} did not say hello within {HELLO_TIMEOUT_S} s") from None
@@ -337,18 +337,18 @@ class Rpc:
             if not is_admitted:  # whoever opened it may have been cancelled: the peer must not keep its half of it
                 with trio.CancelScope(shield=True):
                     await stream.reset()
-        self._register(channel)
+        self._register_channel(channel)
         assert self._nursery is not None, "run() must have started"
-        self._nursery.start_soon(self._serve, channel, decoder, early)
+        self._nursery.start_soon(self._serve_channel, channel, decoder, early)
         return channel
 
-    def _acceptor(self, purpose: Purpose) -> Callable[[Stream], Awaitable[None]]:
+    def _channel_acceptor(self, purpose: Purpose) -> Callable[[Stream], Awaitable[None]]:
         async def accept(stream: Stream) -> None:
             channel = Channel(stream, purpose, False, self.answers)
             try:
                 with trio.fail_after(HELLO_TIMEOUT_S):
                     self._require_standing(channel.peer)
-                    decoder, early = await self._greet(channel)
+                    decoder, early = await self._receive_hello(channel)
                     channels = self._channels.get((channel.peer, purpose), ())
                     n_inbound = sum(not channel.is_ours for channel in channels)
                     if n_inbound >= MAX_CHANNELS:
@@ -358,8 +358,8 @@ class Rpc:
             except (trio.TooSlowError, PeerError) as error:
                 await self._turn_away(channel, error)
                 return
-            self._register(channel)
-            await self._serve(channel, decoder, early)
+            self._register_channel(channel)
+            await self._serve_channel(channel, decoder, early)
 
         return accept
 
@@ -374,7 +374,7 @@ class Rpc:
             text = f"{MAX_PEERS_OF_SPONSOR} peers that one member or invite answers for are connected here: close some"
             raise Refused(Code.NO_CAPACITY, text)
 
-    async def _greet(self, channel: Channel) -> tuple[FrameDecoder, list[Frame]]:
+    async def _receive_hello(self, channel: Channel) -> tuple[FrameDecoder, list[Frame]]:
         """Receive and judge the other side's hello; returns the decoder and what came with it. Raises PeerError."""
         decoder = FrameDecoder(max_payload_bytes=0)  # nobody sends payloads before being admitted
         hello: Frame | None = None
@@ -384,11 +384,11 @@ class Rpc:
                 raise Unreachable(f"{channel.peer} closed the stream before its hello")
             frames_in_it = decoder.feed_untrusted(data)
             hello = next(frames_in_it, None)
-        self._judge(channel, messages.decode_untrusted(hello.header))
+        self._judge_hello(channel, messages.decode_untrusted(hello.header))
         decoder.max_payload_bytes = frames.MAX_PAYLOAD_BYTES
         return decoder, list(frames_in_it)
 
-    def _judge(self, channel: Channel, message: AnyMessage) -> None:
+    def _judge_hello(self, channel: Channel, message: AnyMessage) -> None:
         if isinstance(message, Refusal):
             raise Refused(Code(message.code), message.message)
         if not isinstance(message, Hello):
@@ -402,7 +402,7 @@ class Rpc:
             self.standing.fault(channel.peer, Fault.FORGED, str(error))
             raise RemoteProtocolError(str(error)) from None
 
-    def _register(self, channel: Channel) -> None:
+    def _register_channel(self, channel: Channel) -> None:
         self._channels.setdefault((channel.peer, channel.purpose), []).append(channel)
 
     async def _turn_away(self, channel: Channel, error: Exception) -> None:
@@ -414,17 +414,17 @@ class Rpc:
             except Unreachable:
                 pass
 
-    async def _serve(self, channel: Channel, decoder: FrameDecoder, early: list[Frame]) -> None:
+    async def _serve_channel(self, channel: Channel, decoder: FrameDecoder, early: list[Frame]) -> None:
         """Read one channel until its end. Whatever goes wrong ends this channel and nothing else."""
         try:
             while early:
-                await self._handle(channel, early.pop(0))
+                await self._handle_frame(channel, early.pop(0))
             while data := await channel.stream.receive():
                 for frame in decoder.feed_untrusted(data):
-                    await self._hold(channel, len(frame.raw))
-                    await self._handle(channel, frame)
+                    await self._count_held(channel, len(frame.raw))
+                    await self._handle_frame(channel, frame)
                     del frame  # it would stay until the next one comes, which may be never
-                await self._hold(channel, decoder.held_bytes)
+                await self._count_held(channel, decoder.held_bytes)
                 await self._inbound.may_read(channel)
         except (OtherVersion, OutOfStep) as error:
             logger.info("closing the channel from %s: %s", channel.peer, error)
@@ -437,11 +437,11 @@ class Rpc:
         except Exception:
             logger.exception("a message from %s broke its handler; closing the channel", channel.peer)
         finally:
-            self._forget(channel)
+            self._forget_channel(channel)
             with trio.CancelScope(shield=True):
                 await channel.close()
 
-    async def _hold(self, channel: Channel, n_bytes: int) -> None:
+    async def _count_held(self, channel: Channel, n_bytes: int) -> None:
         """A channel has so much of a frame in memory; whoever crowds out others has to give some up."""
         if n_bytes <= SMALL_BYTES and not self._inbound:
             return
@@ -451,7 +451,7 @@ class Rpc:
             self._inbound.forget(crowding)
             await crowding.close()
 
-    async def _handle(self, channel: Channel, frame: Frame) -> None:
+    async def _handle_frame(self, channel: Channel, frame: Frame) -> None:
         message = messages.decode_untrusted(frame.header)
         if channel.resolve(message, frame):
             return
@@ -464,7 +464,7 @@ class Rpc:
             if not isinstance(message, Refusal):  # two peers that refuse each other would never stop
                 await channel.send(messages.refusal_for(message, error))
 
-    def _forget(self, channel: Channel) -> None:
+    def _forget_channel(self, channel: Channel) -> None:
         channel.end()
         self._inbound.forget(channel)
         channels = self._channels.get((channel.peer, channel.purpose), [])

@@ -238,7 +238,7 @@ class SimNetwork:
         far_end.other = near_end
         self.streams.add(near_end)
         target.streams.add(far_end)
-        target._nursery.start_soon(target._serve, purpose, far_end)
+        target._nursery.start_soon(target._serve_stream, purpose, far_end)
         return near_end
 
     def way_to(self, peer: PeerId) -> Way | None:
@@ -249,7 +249,7 @@ class SimNetwork:
         for stream in [s for s in self.streams if s.peer == peer]:
             stream.fail()
 
-    async def _serve(self, purpose: Purpose, stream: SimStream) -> None:
+    async def _serve_stream(self, purpose: Purpose, stream: SimStream) -> None:
         try:
             await self._handlers[purpose](stream)
         except Exception:  # noqa: BLE001 - the stream-handler guard, as in net/libp2p
@@ -267,27 +267,27 @@ class SimRecordStore:
         await trio.lowlevel.checkpoint()
 
     async def put(self, key: str, value: bytes) -> None:
-        await self._ask()
+        await self._wait_for_index()
         self._world.values[key] = value
 
     async def get(self, key: str) -> bytes | None:
-        await self._ask()
+        await self._wait_for_index()
         return self._world.values.get(key)
 
     async def provide(self, key: str) -> None:
-        await self._ask()
+        await self._wait_for_index()
         network = self._world.networks.get(self._peer)
         if network is not None:
             self._world.providers.setdefault(key, {})[self._peer] = network.addresses()
 
     async def find_providers(self, key: str) -> dict[PeerId, tuple[str, ...]]:
-        await self._ask()
+        await self._wait_for_index()
         providers = self._world.providers.get(key, {})
         live = [peer for peer in providers if peer != self._peer]
         sample = self._world.rng.sample(live, min(20, len(live)))
         return {peer: providers[peer] for peer in sample}
 
-    async def _ask(self) -> None:
+    async def _wait_for_index(self) -> None:
         await trio.sleep(self._world.lookup_s)
         if self._world.is_cut(self._peer, INDEX):
             await trio.sleep(CONNECT_TIMEOUT_S)

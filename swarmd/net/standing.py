@@ -37,7 +37,7 @@ class Standing:
     ) -> None:
         self._clock = clock
         self._file = file
-        self._histories: dict[PeerId, FaultHistory] = self._read()
+        self._histories: dict[PeerId, FaultHistory] = self._read_file()
         self._banned: list[PeerId] = []
         self._news = trio.Event()
         self._is_saved = True
@@ -154,11 +154,11 @@ class Standing:
         try:
             while True:
                 await trio.sleep(SAVE_INTERVAL_S)
-                self._save()
+                self._save_file()
         finally:
-            self._save()
+            self._save_file()
 
-    def _save(self) -> None:
+    def _save_file(self) -> None:
         if self._file is None or self._is_saved:
             return
         rows = {
@@ -180,7 +180,7 @@ class Standing:
         except OSError as error:
             logger.warning("cannot keep what was seen of others in %s: %s", self._file, error.strerror)
 
-    def _read(self) -> dict[PeerId, FaultHistory]:
+    def _read_file(self) -> dict[PeerId, FaultHistory]:
         if self._file is None or not self._file.is_file():
             return {}
         try:

@@ -44,11 +44,11 @@ class Tasks:
         """Begin work; the scope that is returned ends it alone."""
         scope = trio.CancelScope()
         if self._nursery is not None:
-            self._nursery.start_soon(self._guarded, scope, function, arguments)
+            self._nursery.start_soon(self._run_guarded, scope, function, arguments)
         return scope
 
     @staticmethod
-    async def _guarded(
+    async def _run_guarded(
         scope: trio.CancelScope,
         function: Callable[..., Awaitable[object]],
         arguments: tuple[Any, ...],

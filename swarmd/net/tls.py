@@ -32,8 +32,8 @@ BROKEN = (trio.ClosedResourceError, ssl.SSLError, OSError, ValueError)
 #     socket --recv FILL_BYTES--> _incoming --> OpenSSL --> receive()
 #     socket <------send--------- _outgoing <-- OpenSSL <-- send()
 #
-# ``_fill`` takes at most FILL_BYTES at a time and gives others their turn, because a peer could send records that hold
-# no data for ever. ``send`` writes WRITTEN_BYTES at a time for the same reason in the other direction.
+# ``_fill_incoming`` takes at most FILL_BYTES at a time and then gives other tasks their turn: a peer could send records
+# without data for ever. ``send`` gives OpenSSL at most WRITTEN_BYTES at a time, so that what is copied stays in a cache.
 
 
 class Tls:
@@ -68,9 +68,9 @@ class Tls:
                 self._tls.do_handshake()
                 is_done = True
             except ssl.SSLWantReadError:
-                await self._flush()
-                await self._fill()
-        await self._flush()
+                await self._flush_outgoing()
+                await self._fill_incoming()
+        await self._flush_outgoing()
 
     async def send(self, data: bytes) -> None:
         """Returns when the kernel has all of it."""
@@ -80,7 +80,7 @@ class Tls:
         self._is_sending = True
         for start in range(0, len(data), WRITTEN_BYTES):
             self._tls.write(memoryview(data)[start : start + WRITTEN_BYTES])
-            await self._flush()
+            await self._flush_outgoing()
             if start:
                 await trio.lowlevel.cancel_shielded_checkpoint()
         self._is_sending = False  # who is cancelled before that leaves half a record: nobody can send any more
@@ -96,7 +96,7 @@ class Tls:
             except ssl.SSLWantReadError:
                 if parts:
                     break
-                await self._fill()
+                await self._fill_incoming()
             except ssl.SSLZeroReturnError:
                 break
             except ssl.SSLError:
@@ -119,7 +119,7 @@ class Tls:
             trio.lowlevel.notify_closing(self.socket.fileno())
             self.socket.close()
 
-    async def _flush(self) -> None:
+    async def _flush_outgoing(self) -> None:
         """Only who sends does: what reading has to answer may wait until then."""
         unsent = memoryview(self._outgoing.read())
         while unsent:
@@ -128,7 +128,7 @@ class Tls:
             except BlockingIOError:
                 await trio.lowlevel.wait_writable(self.socket.fileno())
 
-    async def _fill(self) -> None:
+    async def _fill_incoming(self) -> None:
         """Take what has come, or wait for it; others get their turn in any case."""
         data: bytes | None = None
         has_waited = False
@@ -174,7 +174,7 @@ class DirectStream:
         is_sent = False
         try:
             with trio.CancelScope(shield=self.can_send(len(data))):  # it leaves at once: no reason to end the channel
-                await self._send(data)
+                await self._send_paced(data)
             is_sent = True
         except BROKEN:
             raise Unreachable(f"the direct channel to {self.peer} is gone") from None
@@ -182,7 +182,7 @@ class DirectStream:
             if not is_sent:  # half a frame may have left: nothing after it would make sense
                 await self.reset()
 
-    async def _send(self, data: bytes) -> None:
+    async def _send_paced(self, data: bytes) -> None:
         if self.traffic is None:
             await self._tls.send(data)
             return

@@ -74,37 +74,37 @@ class Traffic:
 
     def connected(self) -> None:
         """A connection is made. Raises UsedUpError."""
-        self._count(CONNECTION_BYTES)
+        self._count_bytes(CONNECTION_BYTES)
 
     def sent(self, n_bytes: int) -> None:
         """Count what is about to leave. Raises UsedUpError instead of letting it."""
-        self._pass(self.up, self.down, n_bytes)
+        self._count_both_ways(self.up, self.down, n_bytes)
 
     def received(self, n_bytes: int) -> None:
         """Count what has come. Raises UsedUpError when that was the last."""
-        self._pass(self.down, self.up, n_bytes)
+        self._count_both_ways(self.down, self.up, n_bytes)
 
-    def _pass(self, forward: Pace, backward: Pace, n_bytes: int) -> None:
+    def _count_both_ways(self, forward: Pace, backward: Pace, n_bytes: int) -> None:
         data_bytes = wire_bytes(n_bytes)
         answer_bytes = ack_bytes(n_bytes)
-        self._count(data_bytes + answer_bytes)
+        self._count_bytes(data_bytes + answer_bytes)
         forward.charge(data_bytes)
         backward.charge(answer_bytes)
 
-    def _count(self, n_bytes: int) -> None:
+    def _count_bytes(self, n_bytes: int) -> None:
         if self.is_used_up:
             raise UsedUpError
         self._used = self._used.and_more(n_bytes, month_of(self._now()))
         # The file always says at least what has passed: AHEAD_BYTES are written down before they do. A daemon that is
         # killed so counts a little too much, and never forgets what its owner has to pay for.
         if self._used.month != self._written.month or self._used.n_bytes > self._written.n_bytes:
-            self._write(AHEAD_BYTES)
+            self._write_file(AHEAD_BYTES)
 
     def close(self) -> None:
         """Write down what has passed."""
-        self._write(0)
+        self._write_file(0)
 
-    def _write(self, ahead_bytes: int) -> None:
+    def _write_file(self, ahead_bytes: int) -> None:
         self._written = self._used.and_more(ahead_bytes, self._used.month)
         if self._file is None:
             return

@@ -15,7 +15,7 @@ A, B = PeerId("a"), PeerId("b")
 
 
 def save(standing: Standing) -> None:
-    standing._save()
+    standing._save_file()
 
 
 def test_what_is_held_against_a_peer_survives_a_restart_and_a_moment_does_not(tmp_path: Path) -> None:

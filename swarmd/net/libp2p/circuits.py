@@ -120,7 +120,7 @@ class Circuits:
         stream = await self._network.open_for_reservation(relay)
         self._relays[relay] += 1  # it may bring somebody before its answer has been read
         try:
-            granted = await self._ask(stream, RelayRequest(certificate=self._certificate))
+            granted = await self._ask_relay(stream, RelayRequest(certificate=self._certificate))
             self._network.note_seen_at(granted.seen_at)
             on_held()
             await stream.receive()
@@ -132,12 +132,12 @@ class Circuits:
     async def dial(self, relay: PeerId, target: PeerId) -> IRawConnection:
         """Have a relay connect this peer to another. Raises PeerError."""
         stream = await self._network.open_for_relay(relay)
-        granted = await self._ask(stream, RelayRequest(target, self._certificate))
+        granted = await self._ask_relay(stream, RelayRequest(target, self._certificate))
         if not self._network.announced_ports():  # else the connection comes from another port than reservations
             self._network.note_seen_at(granted.seen_at)
         return Circuit(stream, is_initiator=True)
 
-    async def _ask(self, stream: Libp2pStream, ask: RelayRequest) -> RelayGrant:
+    async def _ask_relay(self, stream: Libp2pStream, ask: RelayRequest) -> RelayGrant:
         is_granted = False
         try:
             with trio.fail_after(ANSWER_TIMEOUT_S):
@@ -179,9 +179,9 @@ class Circuits:
         self._sponsors[stream.peer] = relayed.sponsor
         try:
             if ask.target:
-                await self._while_member(ask, stream, partial(self._connect, stream, PeerId(ask.target)))
+                await self._while_member(ask, stream, partial(self._connect_circuit, stream, PeerId(ask.target)))
             else:
-                await self._while_member(ask, stream, partial(self._keep, stream))
+                await self._while_member(ask, stream, partial(self._keep_reservation, stream))
         finally:
             if not self._reserved[stream.peer] and not self._asked[stream.peer]:
                 self._sponsors.pop(stream.peer, None)
@@ -235,7 +235,7 @@ class Circuits:
         is_full = len(self._reserved) >= MAX_RESERVATIONS
         return f"{MAX_RESERVATIONS} members have reservations here" if is_full else ""
 
-    async def _keep(self, stream: Libp2pStream) -> None:
+    async def _keep_reservation(self, stream: Libp2pStream) -> None:
         peer = stream.peer
         self._reserved[peer] += 1
         try:
@@ -246,7 +246,7 @@ class Circuits:
             with trio.CancelScope(shield=True):
                 await stream.reset()
 
-    async def _connect(self, stream: Libp2pStream, target: PeerId) -> None:
+    async def _connect_circuit(self, stream: Libp2pStream, target: PeerId) -> None:
         self._asked[stream.peer] += 1
         target_stream: Libp2pStream | None = None
         try:

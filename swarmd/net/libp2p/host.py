@@ -103,9 +103,9 @@ class Libp2pNetwork:
             self.swarm, disable_identify_address_discovery=True, announce_addrs=_without_peer_ids(announce) or None
         )
         purposes: tuple[Purpose, ...] = (*PURPOSES, "ticket")
-        self._channels = frozenset(_protocol(purpose) for purpose in PURPOSES)
+        self._channels = frozenset(_protocol_id(purpose) for purpose in PURPOSES)
         for purpose in purposes:
-            self.host.set_stream_handler(_protocol(purpose), self._accept(purpose))
+            self.host.set_stream_handler(_protocol_id(purpose), self._stream_acceptor(purpose))
         self.ways = Libp2pNatTraversal(self, certificate)
         self.swarm.dial_circuit = self.ways.dial_circuit
 
@@ -122,11 +122,11 @@ class Libp2pNetwork:
     def addresses(self) -> tuple[str, ...]:
         """See ``net.api.Network``: what its owner announces, or what leads here; then what relays add."""
         suffix = f"/p2p/{self.peer_id}"
-        reachable = self._announce or self._reachable_addresses(self._listening())
+        reachable = self._announce or self._reachable_addresses(self._listening_addresses())
         own_addresses = dict.fromkeys(a.split("/p2p/")[0] + suffix for a in reachable)
         return tuple(dict.fromkeys([*list(own_addresses)[:MAX_OWN_ADDRESSES], *self.ways.extra_addresses]))
 
-    def _listening(self) -> tuple[str, ...]:
+    def _listening_addresses(self) -> tuple[str, ...]:
         return expand_wildcards(tuple(str(a) for a in self.host.get_transport_addrs()))
 
     def _reachable_addresses(self, addresses: Iterable[str]) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ class Libp2pNetwork:
 
     def own_hosts(self) -> tuple[str, ...]:
         """The IP addresses that it listens on, and those that its owner announces."""
-        hosts = [host_of(address) for address in (*self._announce, *self._listening())]
+        hosts = [host_of(address) for address in (*self._announce, *self._listening_addresses())]
         return tuple(str(host) for host in hosts if host is not None)
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
@@ -200,9 +200,9 @@ class Libp2pNetwork:
         try:
             with trio.fail_after(OPEN_TIMEOUT_S):
                 if connection is None:
-                    stream = await self.host.new_stream(ID.from_base58(peer), [_protocol(protocol)])
+                    stream = await self.host.new_stream(ID.from_base58(peer), [_protocol_id(protocol)])
                 else:
-                    stream = await self._open_over(connection, _protocol(protocol))
+                    stream = await self._open_over(connection, _protocol_id(protocol))
         except trio.TooSlowError:
             raise PeerTimeout(f"{peer} did not open a stream within {OPEN_TIMEOUT_S} s") from None
         except OPEN_ERRORS as error:
@@ -248,7 +248,7 @@ class Libp2pNetwork:
                 dial = _Dial()
                 self._dials[peer] = dial
                 try:
-                    await self._dial(ID.from_base58(peer))
+                    await self._dial_peer(ID.from_base58(peer))
                     await self.ways.make_direct(peer)
                 except PeerError as error:
                     dial.failure = error
@@ -262,7 +262,7 @@ class Libp2pNetwork:
         if not self.connections(peer):
             raise Unreachable(f"{peer} ended {MAX_DIALS} connections as soon as they were made")
 
-    async def _dial(self, target: ID) -> None:
+    async def _dial_peer(self, target: ID) -> None:
         try:
             with trio.fail_after(CONNECT_TIMEOUT_S):
                 await self.swarm.dial_peer(target)
@@ -287,9 +287,9 @@ class Libp2pNetwork:
             else:
                 await handler(Libp2pStream(peer, net_stream, protocol))
 
-        self.host.set_stream_handler(_protocol(protocol), handle)
+        self.host.set_stream_handler(_protocol_id(protocol), handle)
 
-    def _accept(self, purpose: Purpose):  # type: ignore[no-untyped-def]
+    def _stream_acceptor(self, purpose: Purpose):  # type: ignore[no-untyped-def]
         async def handle(net_stream: INetStream) -> None:
             peer = PeerId(net_stream.muxed_conn.peer_id.to_base58())
             handler = self._handlers.get(purpose)
@@ -321,7 +321,7 @@ def _build_swarm(keys: KeyPair, psk: bytes | None, traffic: Traffic | None) -> G
     return swarm
 
 
-def _protocol(purpose: str) -> TProtocol:
+def _protocol_id(purpose: str) -> TProtocol:
     return TProtocol(f"/swarmd/1/{purpose}")
 
 

@@ -119,8 +119,8 @@ class NoiseSession(ISecureConn):
     async def read(self, n: int | None = None) -> bytes:
         """Return at most ``n`` decrypted bytes, or all that have arrived when ``n`` is None."""
         while not self._plain:
-            for record in self._records():
-                self._plain += self._decrypt(record)
+            for record in self._take_records():
+                self._plain += self._decrypt_record(record)
             if not self._plain:
                 await self._connection.fill()
         data = bytes(self._plain if n is None else self._plain[:n])
@@ -136,7 +136,7 @@ class NoiseSession(ISecureConn):
             out += record
         await self._connection.write(bytes(out))
 
-    def _records(self) -> Iterator[bytes]:
+    def _take_records(self) -> Iterator[bytes]:
         """The whole records that the buffer holds, which they leave:  | length (2) | ciphertext | length (2) | ..."""
         buffer = self._connection.buffer
         offset = 0
@@ -149,7 +149,7 @@ class NoiseSession(ISecureConn):
             offset = start + size
         del buffer[:offset]
 
-    def _decrypt(self, record: bytes) -> bytes:
+    def _decrypt_record(self, record: bytes) -> bytes:
         try:
             return bytes(self._cipher.decrypt(record))
         except (NoiseInvalidMessage, InvalidTag) as error:
@@ -185,13 +185,13 @@ class BufferedNoise(Transport):
 
     async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
         buffered = BufferedConnection(conn, is_initiator=False)
-        return self._wrap(await super().secure_inbound(buffered), buffered)
+        return self._wrap_session(await super().secure_inbound(buffered), buffered)
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
         buffered = BufferedConnection(conn, is_initiator=True)
-        return self._wrap(await super().secure_outbound(buffered, peer_id), buffered)
+        return self._wrap_session(await super().secure_outbound(buffered, peer_id), buffered)
 
     @staticmethod
-    def _wrap(session: ISecureConn, buffered: BufferedConnection) -> NoiseSession:
+    def _wrap_session(session: ISecureConn, buffered: BufferedConnection) -> NoiseSession:
         assert isinstance(session, SecureSession)
         return NoiseSession(session, buffered)

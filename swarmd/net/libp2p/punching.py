@@ -103,7 +103,7 @@ class Punching:
             with trio.move_on_after(UPGRADE_TIMEOUT_S) as self._own[peer]:
                 stream = await self._network.open_punch(peer)
                 try:
-                    way = await self._meet(stream)
+                    way = await self._begin_meeting(stream)
                 finally:
                     with trio.CancelScope(shield=True):
                         await stream.reset()
@@ -114,7 +114,7 @@ class Punching:
         finally:
             del self._own[peer]
 
-    async def _meet(self, stream: Libp2pStream) -> Way | None:
+    async def _begin_meeting(self, stream: Libp2pStream) -> Way | None:
         """How the new connection came to be; None when there is none."""
         own_whereabouts = self._network.whereabouts()
         await write_message(stream, own_whereabouts)
@@ -124,7 +124,9 @@ class Punching:
         if own_whereabouts.seen_at is None or peer_whereabouts.seen_at is None:
             return None
         await write_message(stream, PunchStart())
-        return "punched" if await self._punch(peer_whereabouts.seen_at, stream.peer, is_initiator=True) else None
+        return (
+            "punched" if await self._punch_through(peer_whereabouts.seen_at, stream.peer, is_initiator=True) else None
+        )
 
     async def serve_meeting(self, stream: Libp2pStream) -> None:
         """The side that did not begin, reached through a relay: who asks often would have it knock at others' doors."""
@@ -141,12 +143,12 @@ class Punching:
             return
         self._meeting[stream.peer] = now + MEETING_S
         try:
-            await self._meet_halfway(stream)
+            await self._answer_meeting(stream)
         finally:
             with trio.CancelScope(shield=True):
                 await stream.aclose()
 
-    async def _meet_halfway(self, stream: Libp2pStream) -> None:
+    async def _answer_meeting(self, stream: Libp2pStream) -> None:
         with trio.move_on_after(UPGRADE_TIMEOUT_S):
             request = await read_message(stream, MeetRequest)
             if request.dial:
@@ -157,13 +159,13 @@ class Punching:
             await write_message(stream, MeetRequest(seen_at=self._network.whereabouts().seen_at))
             await read_message(stream, PunchStart)
             if request.seen_at is not None and self._network.may_dial(request.seen_at[0]):
-                await self._punch(request.seen_at, stream.peer, is_initiator=False)
+                await self._punch_through(request.seen_at, stream.peer, is_initiator=False)
 
     def _may_dial_address(self, address: str) -> bool:
         host = host_of(address)
         return host is not None and self._network.may_dial(str(host))
 
-    async def _punch(self, place: Place, peer: PeerId, is_initiator: bool) -> bool:
+    async def _punch_through(self, place: Place, peer: PeerId, is_initiator: bool) -> bool:
         with trio.move_on_after(PUNCH_TIMEOUT_S):
             while True:
                 if await self._network.punch(place, peer, is_initiator):

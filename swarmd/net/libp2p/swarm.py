@@ -165,7 +165,7 @@ class GuardedSwarm(Swarm):
 
     async def dial_addresses(self, addresses: tuple[str, ...], peer_id: ID) -> INetConn:
         """Make a connection, the likeliest address first. Raises SwarmException with what became of each."""
-        return await self._race(order_attempts(addresses, own_networks(), self._own_addresses()), peer_id)
+        return await self._race_attempts(order_attempts(addresses, own_networks(), self._own_addresses()), peer_id)
 
     async def dial_over(self, version: int, peer_id: ID) -> INetConn:
         """Make a connection over one version of IP, 4 or 6. Raises SwarmException."""
@@ -202,7 +202,7 @@ class GuardedSwarm(Swarm):
         with trio.move_on_after(OWN_PORT_TIMEOUT_S):
             for attempt in order_attempts(self._known_addresses(peer_id), own_networks(), self._own_addresses()):
                 with suppress(OpenConnectionError, SwarmException), trio.move_on_after(UPGRADE_TIMEOUT_S):
-                    return await self._upgrade(await self._from_own_port(attempt.address), peer_id)
+                    return await self._upgrade_wire(await self._from_own_port(attempt.address), peer_id)
         raise SwarmException(f"{peer_id} cannot be dialled from port {self._own_port}")
 
     async def punch(self, address: str, peer_id: ID, is_initiator: bool) -> None:
@@ -212,7 +212,7 @@ class GuardedSwarm(Swarm):
         except OpenConnectionError as error:
             raise SwarmException(f"no connection to {address}: {error}") from None
         if is_initiator:
-            await self._upgrade(raw, peer_id)
+            await self._upgrade_wire(raw, peer_id)
             return
         with _as_swarm_failure():
             muxed = await self.upgrade_inbound_raw_conn(raw, Multiaddr(address))
@@ -224,19 +224,19 @@ class GuardedSwarm(Swarm):
         """Raises OpenConnectionError."""
         return await connect_from(self._own_port, _parse_untrusted(address))
 
-    async def _upgrade(self, raw: IRawConnection, peer_id: ID) -> INetConn:
+    async def _upgrade_wire(self, raw: IRawConnection, peer_id: ID) -> INetConn:
         """Upgrade what this side began; it is closed when that fails. Raises SwarmException."""
         made: INetConn | None = None
         try:
             with _as_swarm_failure():
-                made = await self.upgrade_outbound_raw_conn(self._protected(raw), peer_id)
+                made = await self.upgrade_outbound_raw_conn(self._protect_wire(raw), peer_id)
                 return made
         finally:
             if made is None:
                 with trio.CancelScope(shield=True), trio.move_on_after(1):
                     await raw.close()
 
-    def _protected(self, raw: IRawConnection) -> IRawConnection:
+    def _protect_wire(self, raw: IRawConnection) -> IRawConnection:
         return new_protected_conn(raw, self.psk) if self.psk is not None else raw
 
     # --- one after the other ---------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class GuardedSwarm(Swarm):
     def _own_addresses(self) -> list[str]:
         return list(expand_wildcards(tuple(map(str, self._listen_addresses()))))
 
-    async def _race(self, planned: list[Attempt], peer_id: ID) -> INetConn:
+    async def _race_attempts(self, planned: list[Attempt], peer_id: ID) -> INetConn:
         """The connection of whichever attempt succeeds first. Raises SwarmException with what became of each."""
         # "Happy eyeballs" (RFC 8305): each attempt has its own task. It begins at its time, or as soon as one before it
         # has failed, so that a refused address costs no wait. The first that succeeds cancels all others.
@@ -258,7 +258,7 @@ class GuardedSwarm(Swarm):
         async def wait_and_try(index: int, attempt: Attempt) -> None:
             with trio.move_on_after(attempt.after_s):
                 await turns[index].wait()
-            connection, failure = await self._attempt(attempt.address, peer_id)
+            connection, failure = await self._attempt_dial(attempt.address, peer_id)
             if connection is not None:
                 won.append(connection)
                 nursery.cancel_scope.cancel()
@@ -279,7 +279,7 @@ class GuardedSwarm(Swarm):
             raise HandshakeError(f"the swarm key does not match, or something else listens at {outcomes}")
         raise SwarmException(f"cannot reach {peer_id}: {outcomes}")
 
-    async def _attempt(
+    async def _attempt_dial(
         self,
         address: str,
         peer_id: ID,
@@ -296,7 +296,7 @@ class GuardedSwarm(Swarm):
             try:
                 raw = await self._open_wire(address, peer_id)
                 is_connected = True
-                connection = await self._upgrade(raw, peer_id)
+                connection = await self._upgrade_wire(raw, peer_id)
                 self._dial_budget.met(address, peer)
                 return connection, None
             except OpenConnectionError as error:
@@ -315,7 +315,7 @@ class GuardedSwarm(Swarm):
         try:
             raw = await self._open_wire(address, peer_id)
             with _as_swarm_failure():
-                await self.upgrader.upgrade_security(self._protected(raw), True, peer_id)
+                await self.upgrader.upgrade_security(self._protect_wire(raw), True, peer_id)
         except (OpenConnectionError, SwarmException):
             return False
         finally:

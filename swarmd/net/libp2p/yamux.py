@@ -166,10 +166,10 @@ class YamuxStream(IMuxedStream):
 
 # Three tasks for each connection, and one lock:
 #
-#     _read:  socket -> core.receive_untrusted -> events -> streams wake; replies are owed
-#     _pay:   owed small frames -> lock -> socket
-#     _ping:  a ping when the peer is silent; too many unanswered ones end the connection
-#     writers (tasks of others): lock -> what is owed, and one data frame -> socket
+#     _read_frames:  socket -> core.receive_untrusted -> events -> streams wake; replies are owed
+#     _send_owed:    owed small frames -> lock -> socket
+#     _ping_peer:    a ping when the peer is silent; too many unanswered ones end the connection
+#     other tasks:   lock -> what is owed, and one data frame -> socket
 #
 # The reader never waits for the lock. Two peers whose readers waited to write while neither reads would wait for ever:
 # so what the reader has to answer is only owed. A peer that makes this side owe more than it reads is cut off.
@@ -236,9 +236,9 @@ class YamuxConnection(IMuxedConn):
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._ping)
-                    nursery.start_soon(self._pay)
-                    await self._read()
+                    nursery.start_soon(self._ping_peer)
+                    nursery.start_soon(self._send_owed)
+                    await self._read_frames()
                     nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):
@@ -272,9 +272,9 @@ class YamuxConnection(IMuxedConn):
         self._owing.set()
         if len(self._owed) > MAX_OWED_BYTES:
             logger.warning("closing the connection to %s: it asks for more answers than it reads", self.peer_id)
-            self._fail()
+            self._mark_dead()
 
-    async def _pay(self) -> None:
+    async def _send_owed(self) -> None:
         with contextlib.suppress(MuxedStreamReset):
             while True:
                 await self._owing.wait()
@@ -304,16 +304,16 @@ class YamuxConnection(IMuxedConn):
             with trio.CancelScope(shield=True, deadline=trio.current_time() + WRITE_TIMEOUT_S) as scope:
                 await self.secured.write(frame)
             if scope.cancelled_caught:
-                self._fail()
+                self._mark_dead()
                 raise MuxedStreamReset
         except CONNECTION_ERRORS as error:
             logger.debug("write to %s failed: %s", self.peer_id, error)
-            self._fail()
+            self._mark_dead()
             raise MuxedStreamReset from error
         finally:
             self._lock.release()
 
-    async def _read(self) -> None:
+    async def _read_frames(self) -> None:
         while not self._closed:
             try:
                 data = await self.secured.read(None)
@@ -330,7 +330,7 @@ class YamuxConnection(IMuxedConn):
             for event in events:
                 if self._closed:
                     return
-                self._apply(event.kind, event.stream)
+                self._apply_event(event.kind, event.stream)
             self.owe(replies)
             for event in events:
                 if event.kind == "readable":
@@ -348,7 +348,7 @@ class YamuxConnection(IMuxedConn):
             logger.warning("ending a stream of %s: much came before it said what it is for", self.peer_id)
             await stream.reset()
 
-    def _apply(self, kind: str, stream_id: int) -> None:
+    def _apply_event(self, kind: str, stream_id: int) -> None:
         state = self.core.streams.get(stream_id)
         if kind == "opened":
             if state is None:
@@ -357,14 +357,14 @@ class YamuxConnection(IMuxedConn):
             try:
                 self._accept_send.send_nowait(stream)
             except (trio.WouldBlock, trio.ClosedResourceError):
-                self._fail()
+                self._mark_dead()
         elif kind == "go_away":
-            self._fail()
+            self._mark_dead()
         elif stream_id in self.streams:
             self.streams[stream_id].wake()
             self.forget_if_done(stream_id)
 
-    async def _ping(self) -> None:
+    async def _ping_peer(self) -> None:
         """Ask a silent peer for a sign of life: soon while this side sends something, seldom while it does not."""
         self.owe(self.core.ping(trio.current_time()))
         while True:
@@ -379,14 +379,14 @@ class YamuxConnection(IMuxedConn):
                 with trio.move_on_after(QUIET_INTERVAL_S):
                     await self._used.wait()
         logger.info("no sign of life from %s for %.0f s", self.peer_id, PING_INTERVAL_S * MAX_UNANSWERED_PINGS)
-        self._fail()
+        self._mark_dead()
 
     def forget_if_done(self, stream_id: int) -> None:
         """Drop a stream that the core has forgotten: no event for it will come any more."""
         if stream_id not in self.core.streams:
             self.streams.pop(stream_id, None)
 
-    def _fail(self) -> None:
+    def _mark_dead(self) -> None:
         """Mark the connection dead and wake everybody who waits on it."""
         if not self._closed:
             self._closed = True
@@ -398,7 +398,7 @@ class YamuxConnection(IMuxedConn):
             self._scope.cancel()
 
     async def close(self) -> None:
-        self._fail()
+        self._mark_dead()
         with trio.move_on_after(1.0):
             with contextlib.suppress(*CONNECTION_ERRORS):
                 await self.secured.close()

@@ -122,7 +122,7 @@ class YamuxCore:
         """End a stream both ways, with what it holds; returns the bytes to send."""
         stream.reset = True
         stream.readable = bytearray()
-        self._forget(stream)
+        self._forget_stream(stream)
         return HEADER.pack(0, WINDOW, RST, stream.id, 0)
 
     def take(self, stream: StreamState, limit: int, now: float) -> tuple[bytes, bytes]:
@@ -167,7 +167,7 @@ class YamuxCore:
                 raise YamuxError(f"expected a yamux frame of version 0, got version {version}, type {kind}")
             # The length is judged before its data has come: what waits in the buffer never exceeds a stream's credit.
             body = length if kind == DATA else 0
-            if kind == DATA and length > self._allowed(stream_id):
+            if kind == DATA and length > self._allowed_bytes(stream_id):
                 raise YamuxError(f"{length} B arrived on stream {stream_id}, beyond the credit it was given")
             start = offset + HEADER.size
             end = start + body
@@ -175,18 +175,18 @@ class YamuxCore:
                 break
             payload = memoryview(self._buffer)[start:end]
             try:
-                self._handle(kind, flags, stream_id, length, payload, now, events, replies)
+                self._handle_frame(kind, flags, stream_id, length, payload, now, events, replies)
             finally:
                 payload.release()
             offset = end
         del self._buffer[:offset]
         return events, b"".join(replies)
 
-    def _allowed(self, stream_id: int) -> int:
+    def _allowed_bytes(self, stream_id: int) -> int:
         stream = self.streams.get(stream_id)
         return stream.credit_left if stream is not None else INITIAL_WINDOW
 
-    def _handle(
+    def _handle_frame(
         self,
         kind: int,
         flags: int,
@@ -260,7 +260,7 @@ class YamuxCore:
             events.append(YamuxEvent("readable", stream.id))
         if flags & RST:
             stream.reset = True
-            self._forget(stream)
+            self._forget_stream(stream)
             events.append(YamuxEvent("reset", stream.id))
         elif flags & FIN:
             stream.remote_closed = True
@@ -280,13 +280,13 @@ class YamuxCore:
     def end(self) -> None:
         """The connection is gone: what its windows grew by is others'."""
         for stream in list(self.streams.values()):
-            self._forget(stream)
+            self._forget_stream(stream)
 
     def _forget_if_done(self, stream: StreamState) -> None:
         if stream.local_closed and stream.remote_closed:
-            self._forget(stream)
+            self._forget_stream(stream)
 
-    def _forget(self, stream: StreamState) -> None:
+    def _forget_stream(self, stream: StreamState) -> None:
         if self.streams.pop(stream.id, None) is not None:
             self._window_spare += stream.receive_window - INITIAL_WINDOW
             self._windows.spare += stream.receive_window - INITIAL_WINDOW

@@ -94,9 +94,10 @@ class CacheLedger:
         client_tokens = [p.tokens for p in other_promises.values() if p.owner == client]
         n_sessions = len(client_tokens)
         n_held = sum(client_tokens)
-        is_over_cap = n_sessions > 0 and n_held + n_tokens > self._cap()
+        is_over_cap = n_sessions > 0 and n_held + n_tokens > self._max_client_tokens()
         if n_sessions >= MAX_SESSIONS_PER_PEER or is_over_cap:
-            text = f"this client holds {n_held} of at most {self._cap()} cache tokens in {n_sessions} sessions"
+            limit = self._max_client_tokens()
+            text = f"this client holds {n_held} of at most {limit} cache tokens in {n_sessions} sessions"
             raise Refused(Code.NO_CAPACITY, f"{text} and asks for {n_tokens} more", RETRY_AFTER_S)
         ending = self._make_room(other_promises, client, weight, n_tokens, now)
         self._promises[key] = Promise(
@@ -173,7 +174,7 @@ class CacheLedger:
             missing -= n_taken
         return ending
 
-    def _cap(self) -> int:
+    def _max_client_tokens(self) -> int:
         return int(self.total_tokens * MAX_SHARE_PER_PEER)
 
 

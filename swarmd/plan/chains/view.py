@@ -97,13 +97,13 @@ class SwarmView:
         """The dtype in which every block is served: ``requested``, or the first of several. Raises NoRoute."""
         candidates = [*ITEM_BYTES] if requested == "auto" else [requested]
         for dtype in candidates:
-            if not self._gaps(model, n_blocks, dtype):
+            if not self._dtype_gaps(model, n_blocks, dtype):
                 return dtype
         if missing := self.missing(model, n_blocks):
             n_hidden = sum(span.model == model for span in self.out_of_reach)
             hidden = f"; {count(n_hidden, 'server')} behind a router cannot be reached" if n_hidden else ""
             raise NoRoute(f"no live server holds blocks {_join_spans(missing)} of {n_blocks}{hidden}", tuple(missing))
-        gaps = {dtype: self._gaps(model, n_blocks, dtype) for dtype in ITEM_BYTES}
+        gaps = {dtype: self._dtype_gaps(model, n_blocks, dtype) for dtype in ITEM_BYTES}
         complete = [dtype for dtype in ITEM_BYTES if not gaps[dtype]]
         alternatives = (
             f"can be asked for: {', '.join(complete)}" if complete else "every block is served, but not in one dtype"
@@ -113,7 +113,7 @@ class SwarmView:
             f"no live server holds blocks {lacking} of {n_blocks}; {alternatives}", tuple(gaps[candidates[0]])
         )
 
-    def _gaps(self, model: ModelId, n_blocks: int, dtype: str) -> list[Span]:
+    def _dtype_gaps(self, model: ModelId, n_blocks: int, dtype: str) -> list[Span]:
         """The blocks that nobody serves in a dtype."""
         counts = coverage((span for span in self.spans if span.dtype == dtype), model, n_blocks)
         return ranges({block for block, n in enumerate(counts) if n == 0})
@@ -215,7 +215,7 @@ class RecordBook:
         if not decision.action:
             return decision
         if verified.key in self.entries:
-            self._drop([verified.key])
+            self._drop_records([verified.key])
         elif len(self.entries) >= MAX_RECORDS and not self._make_room(vouchers):
             return Decision(False, f"{MAX_RECORDS} records are known already")
         for voucher in vouchers:
@@ -236,7 +236,7 @@ class RecordBook:
         for key in reversed(self.entries):
             entry = self.entries[key]
             if crowd in entry.membership.vouchers and entry.record.peer not in self.talked_with:
-                self._drop([key])
+                self._drop_records([key])
                 return True
         return False
 
@@ -250,18 +250,18 @@ class RecordBook:
 
     def keep_members(self, counts: Callable[[Membership], bool]) -> None:
         """Drop the records of everybody whose membership does not count any more."""
-        self._drop([k for k, v in self.entries.items() if not counts(v.membership)])
+        self._drop_records([k for k, v in self.entries.items() if not counts(v.membership)])
 
     def expire(self, now: float) -> list[str]:
         """Drop what has expired; returns the keys."""
         if now < self._next_expiry:
             return []
         expired = [k for k, v in self.entries.items() if v.record.expires_at <= now]
-        self._drop(expired)
+        self._drop_records(expired)
         self._next_expiry = min((v.record.expires_at for v in self.entries.values()), default=math.inf)
         return expired
 
-    def _drop(self, keys: list[str]) -> None:
+    def _drop_records(self, keys: list[str]) -> None:
         for key in keys:
             dropped = self.entries.pop(key)
             peer = dropped.record.peer

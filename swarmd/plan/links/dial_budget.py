@@ -44,11 +44,11 @@ class DialBudget:
         place = _place_of(address)
         if (place, peer) in self._met:
             return 0.0
-        budgets = [self._refill(place, OF_PLACE, PLACE_AGAIN_S, now)]
+        budgets = [self._refill_budget(place, OF_PLACE, PLACE_AGAIN_S, now)]
         waits_s = [(1 - budgets[0].n_dials) * PLACE_AGAIN_S]
         host = host_of(address)
         if host is None or not is_private(host):
-            budgets.append(self._refill(_host_key(address), OF_HOST, HOST_AGAIN_S, now))
+            budgets.append(self._refill_budget(_host_key(address), OF_HOST, HOST_AGAIN_S, now))
             waits_s.append((1 - budgets[1].n_dials) * HOST_AGAIN_S)
         if max(waits_s) > 0:
             return max(waits_s)
@@ -69,7 +69,7 @@ class DialBudget:
         if len(self._met) > MAX_REMEMBERED:
             del self._met[next(iter(self._met))]
 
-    def _refill(self, key: str, limit: float, refill_s: float, now: float) -> _Budget:
+    def _refill_budget(self, key: str, limit: float, refill_s: float, now: float) -> _Budget:
         """The budget of a place or host, with the dials that came back since it was looked at last."""
         budget = self._budgets.pop(key, None) or _Budget(limit, now)
         budget.n_dials = min(limit, budget.n_dials + (now - budget.updated_at) / refill_s)

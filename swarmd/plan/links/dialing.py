@@ -38,7 +38,7 @@ def order_attempts(
     networks = tuple(networks)
     foreign = [address for address in dict.fromkeys(addresses) if _endpoint_of(address) not in own_endpoints]
     candidates = [address for address in foreign if _is_dialable(address)]
-    ranked = [(_rank(address, networks), address) for address in candidates]
+    ranked = [(_rank_address(address, networks), address) for address in candidates]
     if any(rank != ELSEWHERE for rank, _ in ranked):
         ranked = [(rank, address) for rank, address in ranked if rank != ELSEWHERE]
     ordered: list[Attempt] = []
@@ -60,7 +60,7 @@ def is_reachable_from(addresses: Iterable[str], networks: Iterable[IpNetwork]) -
     reachable_ranks = {NEAR, RELAYED}
     if any(network.version == 6 and network.is_global for network in own_networks):
         reachable_ranks.add(PUBLIC_6)  # it is announced where members could connect to it
-    return any(_rank(address, own_networks) in reachable_ranks or _is_name(address) for address in addresses)
+    return any(_rank_address(address, own_networks) in reachable_ranks or _is_name(address) for address in addresses)
 
 
 def _is_name(address: str) -> bool:
@@ -71,7 +71,7 @@ def _is_name(address: str) -> bool:
 NEAR, PUBLIC_6, PUBLIC, RELAYED, ELSEWHERE = range(5)
 
 
-def _rank(address: str, networks: tuple[IpNetwork, ...]) -> int:
+def _rank_address(address: str, networks: tuple[IpNetwork, ...]) -> int:
     if is_circuit(address):
         return RELAYED
     host = host_of(address)

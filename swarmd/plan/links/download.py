@@ -80,7 +80,7 @@ class Download:
         """A donor is gone or lied: what it was asked for is open again."""
         giver = self.givers.pop(peer, None)
         for piece in giver.asked_at if giver else ():
-            self._reopen(piece)
+            self._reopen_piece(piece)
 
     def next_piece(self, peer: PeerId, now: float) -> Decision[ChunkRequest | None]:
         """Choose what to ask ``peer`` for, and note that it is asked."""
@@ -124,7 +124,7 @@ class Download:
             giver.asked_at.pop(piece, None)
             if not holds_group:
                 giver.groups -= {piece.group}
-        self._reopen(piece)
+        self._reopen_piece(piece)
 
     def without_donor(self) -> list[int]:
         """Groups with open pieces that nobody offers."""
@@ -150,7 +150,7 @@ class Download:
                 latest = (asked_at, piece) if is_earlier else latest
         return latest[1] if latest else None
 
-    def _reopen(self, piece: ChunkRequest) -> None:
+    def _reopen_piece(self, piece: ChunkRequest) -> None:
         is_asked = any(piece in giver.asked_at for giver in self.givers.values())
         pieces = self._open.setdefault(piece.group, [])
         if piece in self._missing and not is_asked and piece not in pieces:

@@ -52,11 +52,11 @@ class HealthFinding:
 
 def check_health(facts: Facts) -> tuple[HealthFinding, ...]:
     """Everything that was looked at."""
-    looked_at = (_clock, _identity, _version, _disk, _index, _device, _worker)
+    looked_at = (_check_clock, _check_identity, _check_version, _check_disk, _check_index, _check_device, _check_worker)
     return tuple(look(facts) for look in looked_at)
 
 
-def _clock(facts: Facts) -> HealthFinding:
+def _check_clock(facts: Facts) -> HealthFinding:
     if not facts.clocks_s:
         return HealthFinding("clock", None, "no other member has told its time yet")
     n = len(facts.clocks_s)
@@ -70,14 +70,14 @@ def _clock(facts: Facts) -> HealthFinding:
     return HealthFinding("clock", False, f"{abs(ahead_s):.0f} s {direction} {members}", remedy)
 
 
-def _identity(facts: Facts) -> HealthFinding:
+def _check_identity(facts: Facts) -> HealthFinding:
     if not facts.is_cloned:
         return HealthFinding("identity", True, "no other machine speaks as this one")
     remedy = "its state folder was copied: on one of the two, swarmd leave and join anew"
     return HealthFinding("identity", False, "another machine speaks as this one", remedy)
 
 
-def _version(facts: Facts) -> HealthFinding:
+def _check_version(facts: Facts) -> HealthFinding:
     if not facts.versions:
         return HealthFinding("version", None, f"{facts.version}; no other member is known")
     n_members = count(len(facts.versions), "other")
@@ -95,7 +95,7 @@ def parse_release(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def _disk(facts: Facts) -> HealthFinding:
+def _check_disk(facts: Facts) -> HealthFinding:
     if facts.free_disk_bytes is None:
         return HealthFinding("disk", None, "nothing is kept on a disk")
     text = f"{facts.free_disk_bytes / 2**30:.1f} GiB free"
@@ -104,12 +104,12 @@ def _disk(facts: Facts) -> HealthFinding:
     return HealthFinding("disk", False, text, "make room, or bound what swarmd keeps: disk_limit_gib in config.toml")
 
 
-def _index(facts: Facts) -> HealthFinding:
+def _check_index(facts: Facts) -> HealthFinding:
     remedy = "members that know each other go on, but newcomers may not find them"
     return HealthFinding("index", facts.is_indexed, facts.index, remedy if facts.is_indexed is False else "")
 
 
-def _device(facts: Facts) -> HealthFinding:
+def _check_device(facts: Facts) -> HealthFinding:
     if not facts.devices:
         return HealthFinding("device", None, "no worker has told its device yet")
     text = ", ".join(sorted(set(facts.devices)))
@@ -119,7 +119,7 @@ def _device(facts: Facts) -> HealthFinding:
     return HealthFinding("device", False, f"{text}, though an NVIDIA card is here", remedy)
 
 
-def _worker(facts: Facts) -> HealthFinding:
+def _check_worker(facts: Facts) -> HealthFinding:
     if not facts.workers:
         return HealthFinding("worker", None, "no blocks are served")
     ended = [worker for worker in facts.workers if worker.last_end]

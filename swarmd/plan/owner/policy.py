@@ -73,12 +73,12 @@ def decide(
         until = "swarmd resume" if pause.until is None else format_time(pause.until, now)
         return WorkPermission(f"paused by its owner until {until}", "pause", pause.until)
     for verdict in (
-        _hours(rules, now),
-        _battery(rules, sensors),
-        _programs(rules, sensors),
-        _untouched(rules, sensors),
-        _heat(rules, sensors, was_too_hot),
-        _month(rules, sensors),
+        _check_hours(rules, now),
+        _check_battery(rules, sensors),
+        _check_programs(rules, sensors),
+        _check_untouched(rules, sensors),
+        _check_heat(rules, sensors, was_too_hot),
+        _check_month(rules, sensors),
     ):
         if verdict is not None:
             return verdict
@@ -87,7 +87,7 @@ def decide(
     return WorkPermission(why, changes_at=change - MOVING if change else None)
 
 
-def _hours(rules: Rules, now: datetime) -> WorkPermission | None:
+def _check_hours(rules: Rules, now: datetime) -> WorkPermission | None:
     hours = rules.hours
     change = hours.next_change(now)
     if hours.include(now):
@@ -98,20 +98,20 @@ def _hours(rules: Rules, now: datetime) -> WorkPermission | None:
     return WorkPermission(f"outside its hours ({hours.text}){next_hours}", "hours", change)
 
 
-def _battery(rules: Rules, sensors: Sensors) -> WorkPermission | None:
+def _check_battery(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     if sensors.on_battery and not rules.on_battery:
         return WorkPermission("on battery: works again when it is plugged in", "on_battery")
     return None
 
 
-def _programs(rules: Rules, sensors: Sensors) -> WorkPermission | None:
+def _check_programs(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     running = [name for name in rules.not_while if name.lower().removesuffix(".exe") in sensors.programs]
     if not running:
         return None
     return WorkPermission(f"not while {' and '.join(running)} run{'s' if len(running) == 1 else ''}", "not_while")
 
 
-def _untouched(rules: Rules, sensors: Sensors) -> WorkPermission | None:
+def _check_untouched(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     if not rules.untouched_s:
         return None
     if sensors.untouched_s is None:
@@ -125,7 +125,7 @@ def _untouched(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     )
 
 
-def _heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> WorkPermission | None:
+def _check_heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> WorkPermission | None:
     if not rules.hottest_c:
         return None
     if sensors.hottest_c is None:
@@ -137,7 +137,7 @@ def _heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> WorkPermission |
     return WorkPermission(reason, "hottest_c")
 
 
-def _month(rules: Rules, sensors: Sensors) -> WorkPermission | None:
+def _check_month(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     if not rules.month_bytes or sensors.month_bytes < REST_SHARE * rules.month_bytes:
         return None
     month_begins = next_month(sensors.now)

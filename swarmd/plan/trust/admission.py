@@ -55,7 +55,7 @@ class Admission:
         self._revoked = frozenset(catalog.revoked)
         self._n_admitted = Counter(entry.invite for entry in catalog.admitted.values())
         came = {invite: guests for invite, guests in self._came.items() if invite in catalog.invites}
-        self._came = {invite: self._still(invite, guests) for invite, guests in came.items()}
+        self._came = {invite: self._still_admitted(invite, guests) for invite, guests in came.items()}
         settled = {peer_id_of(key) for key in (*catalog.admitted, *catalog.revoked)}
         self.waiting = {peer: entry for peer, entry in self.waiting.items() if peer not in settled}
 
@@ -84,7 +84,7 @@ class Admission:
             arrivals += [(key, invite, terms) for key in guests]
         return arrivals
 
-    def _still(self, invite: bytes, guests: list[bytes]) -> list[bytes]:
+    def _still_admitted(self, invite: bytes, guests: list[bytes]) -> list[bytes]:
         """Who of those that came by an invite may still be let in by it."""
         n_free = self._catalog.invites[invite].uses - self._n_admitted[invite]
         unlisted = [key for key in guests if key not in self._catalog.admitted]

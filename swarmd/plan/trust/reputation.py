@@ -161,7 +161,7 @@ def rate_servers(
         n_accusers = sum(len(accused) >= WRONG_GUESTS for accused in accused_guests.values())
         if n_accusers >= AGREEING:
             leaky.add(host)
-    n_holders = _holders(spans)
+    n_holders = _count_holders(spans)
     trust = {}
     for span, name in zip(spans, names, strict=True):
         kind = (span.model, span.dtype, span.quantize)
@@ -203,7 +203,7 @@ class Testimony:
         return Trust.PROVEN if n_right >= n_wrong or n_right > weight else Trust.UNKNOWN
 
 
-def _holders(spans: Sequence[SpanRecord]) -> dict[tuple[str, str, str, int], int]:
+def _count_holders(spans: Sequence[SpanRecord]) -> dict[tuple[str, str, str, int], int]:
     """How many peers hold each block, of one model, dtype and format."""
     holders: dict[tuple[str, str, str, int], set[str]] = defaultdict(set)
     for span in spans:

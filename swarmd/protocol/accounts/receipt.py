@@ -152,7 +152,7 @@ class Trail:
         if self.is_broken:
             return
         n_cropped = min(count_cropped(op.edits), self.n_entered)
-        self._drop(self.entered, n_cropped)
+        self._drop_last(self.entered, n_cropped)
         n_tokens = 0
         if op.tensor is not None:
             n_tokens = op.tensor.t
@@ -167,7 +167,7 @@ class Trail:
         if self.is_broken or not self._under or self._under[0].seq != seq:
             return  # said again
         under = self._under.popleft()
-        self._drop(self.left, under.n_cropped)
+        self._drop_last(self.left, under.n_cropped)
         digests = b"" if meta is None else digests_of(meta, payload)
         self.left += UNSEEN * (under.n_tokens - len(digests) // DIGEST_BYTES) + digests
         self.n_computed += under.n_tokens
@@ -196,7 +196,7 @@ class Trail:
         digest_of_earlier = digest_before(self.entered, self.left, first)
         return first, bytes(self.entered[window]), bytes(self.left[window]), digest_of_earlier
 
-    def _drop(self, digests: bytearray, n_tokens: int) -> None:
+    def _drop_last(self, digests: bytearray, n_tokens: int) -> None:
         if n_tokens:
             del digests[-n_tokens * DIGEST_BYTES :]
             self._first = min(self._first, len(digests) // DIGEST_BYTES)

@@ -48,7 +48,7 @@ class Identity:
     @property
     def public_key(self) -> bytes:
         """The 32 bytes by which others know it."""
-        return self._key().public_key().public_bytes_raw()
+        return self._private_key().public_key().public_bytes_raw()
 
     @property
     def peer_id(self) -> PeerId:
@@ -57,9 +57,9 @@ class Identity:
 
     def sign(self, domain: bytes, body: bytes) -> bytes:
         """Sign ``body``; with a domain of its own a signature for one purpose is none for another."""
-        return self._key().sign(domain + body)
+        return self._private_key().sign(domain + body)
 
-    def _key(self) -> Ed25519PrivateKey:
+    def _private_key(self) -> Ed25519PrivateKey:
         return Ed25519PrivateKey.from_private_bytes(self.seed)
 
 
@@ -192,7 +192,7 @@ def _follow_untrusted(certificate: tuple[bytes, ...], issuers: tuple[bytes, ...]
     #
     # A key may certify only the roles that follow its own, so a client cannot let anybody in, and a member no member.
     links = read_links_untrusted(certificate)
-    signer = _issuer(links, issuers)
+    signer = _find_issuer(links, issuers)
     role = "founder"
     keys = [signer]
     for link in links:
@@ -214,7 +214,7 @@ def _follow_untrusted(certificate: tuple[bytes, ...], issuers: tuple[bytes, ...]
     )
 
 
-def _issuer(links: list[CertificateLink], issuers: tuple[bytes, ...]) -> bytes:
+def _find_issuer(links: list[CertificateLink], issuers: tuple[bytes, ...]) -> bytes:
     """Which founder signed the first link; the first of them where only one can have."""
     for key in issuers[1:] if links else ():
         with contextlib.suppress(IntegrityError):

@@ -192,13 +192,13 @@ class VerifiedRecord:
 def key_of(record: AnyRecord) -> str:
     """Peer, kind, and what of that kind: a model and a worker's slot, or a run."""
     if isinstance(record, RunRecord):
-        return _key(record.peer, "run", run=record.run)
+        return _join_key(record.peer, "run", run=record.run)
     if isinstance(record, SpanRecord):
-        return _key(record.peer, "span", model=record.model, slot=record.slot)
-    return _key(record.peer, "peer")
+        return _join_key(record.peer, "span", model=record.model, slot=record.slot)
+    return _join_key(record.peer, "peer")
 
 
-def _key(
+def _join_key(
     peer: str,
     kind: str,
     model: str = "",
@@ -239,7 +239,7 @@ class Claim(msgspec.Struct, frozen=True):
     @property
     def key(self) -> str:
         """As that of the record, once it is verified."""
-        return _key(self.peer, self.kind, self.model, self.run, self.slot)
+        return _join_key(self.peer, self.kind, self.model, self.run, self.slot)
 
 
 def read_claim(raw: bytes) -> Claim:

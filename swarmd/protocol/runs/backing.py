@@ -80,7 +80,7 @@ def sign_share(
     share: ContributionShare, parent: bytes, state: bytes, average: bytes, contributor: Identity
 ) -> ContributionShare:
     """A share with its contributor's signature, for one outcome of one round."""
-    signature = contributor.sign(_SHARE_DOMAIN, _statement(share, parent, state, average))
+    signature = contributor.sign(_SHARE_DOMAIN, _encode_statement(share, parent, state, average))
     return msgspec.structs.replace(share, signature=signature)
 
 
@@ -99,7 +99,7 @@ def check_share_untrusted(
     """Is this what ``peer`` says that it gave to this outcome? Raises IntegrityError."""
     if share.n < 1 or len(share.sums) != N_DIRECTIONS:
         raise IntegrityError(f"a share of {peer[-8:]} without samples or sums")
-    statement = _statement(share, parent, state, average)
+    statement = _encode_statement(share, parent, state, average)
     verify(public_key_of_untrusted(peer), _SHARE_DOMAIN, statement, share.signature, f"a share of {peer[-8:]}")
 
 
@@ -164,7 +164,7 @@ def is_sum_right(shares: tuple[ContributionShare, ...], of_average: Sums, roundi
     return True
 
 
-def _statement(share: ContributionShare, parent: bytes, state: bytes, average: bytes) -> bytes:
+def _encode_statement(share: ContributionShare, parent: bytes, state: bytes, average: bytes) -> bytes:
     fields = (share.first, share.n, share.loss, share.squares, share.sums, b"")
     optional_fields = (share.late, share.anew) if share.late or share.anew else ()
     return msgspec.msgpack.encode((parent, state, average, (*fields, *optional_fields)))

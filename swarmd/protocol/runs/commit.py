@@ -110,7 +110,7 @@ def digest_of(body: bytes) -> bytes:
 
 def sign(body: bytes, ballot: Ballot, anchor: Identity) -> bytes:
     """An anchor's signature under a commit in one ballot."""
-    return anchor.sign(_DOMAIN, _statement(body, ballot))
+    return anchor.sign(_DOMAIN, _encode_statement(body, ballot))
 
 
 def read_body_untrusted(body: bytes) -> Commit:
@@ -141,7 +141,13 @@ def read_body_untrusted(body: bytes) -> Commit:
 
 def verify_signature_untrusted(body: bytes, ballot: Ballot, anchor: PeerId, signature: bytes) -> None:
     """Check one anchor's signature. Raises IntegrityError."""
-    verify(public_key_of_untrusted(anchor), _DOMAIN, _statement(body, ballot), signature, f"the anchor {anchor[-8:]}")
+    verify(
+        public_key_of_untrusted(anchor),
+        _DOMAIN,
+        _encode_statement(body, ballot),
+        signature,
+        f"the anchor {anchor[-8:]}",
+    )
 
 
 def seal(body: bytes, ballot: Ballot, signatures: dict[int, bytes]) -> bytes:
@@ -168,5 +174,5 @@ def read_untrusted(raw: bytes, anchors_of: dict[int, tuple[PeerId, ...]]) -> Sea
     return SealedCommit(commit, digest_of(signed.body), raw)
 
 
-def _statement(body: bytes, ballot: Ballot) -> bytes:
+def _encode_statement(body: bytes, ballot: Ballot) -> bytes:
     return msgspec.msgpack.encode((digest_of(body), ballot))

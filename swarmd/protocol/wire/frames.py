@@ -61,14 +61,14 @@ class FrameDecoder:
             first_frame = bytes(memoryview(self._buffer)[:size])
             data = bytes(memoryview(self._buffer)[size:])
             self._buffer = bytearray()
-            frame = self._cut(first_frame, 0, size)
+            frame = self._cut_frame(first_frame, 0, size)
             del first_frame
             yield frame
             del frame  # a large one must not outlive its handling here
         position = 0
         size = self._frame_bytes(data, position)
         while size is not None and position + size <= len(data):
-            yield self._cut(data, position, size)
+            yield self._cut_frame(data, position, size)
             position += size
             size = self._frame_bytes(data, position)
         self._buffer += memoryview(data)[position:]
@@ -99,7 +99,7 @@ class FrameDecoder:
         return int(PREFIX_BYTES + header_bytes + payload_bytes)
 
     @staticmethod
-    def _cut(data: bytes, start: int, size: int) -> Frame:
+    def _cut_frame(data: bytes, start: int, size: int) -> Frame:
         raw = data if size == len(data) else data[start : start + size]
         _, _, header_bytes, _ = _PREFIX.unpack_from(raw, 0)
         body = PREFIX_BYTES + header_bytes
