@@ -40,7 +40,7 @@ class Stream(Protocol):
     async def send(self, data: bytes) -> None:
         """Send all of ``data``, or raise Unreachable. Cancelling in the middle resets the stream, no more.
 
-        Whoever is cancelled already sends nothing, and the stream goes on.
+        A task that is cancelled already sends nothing, and the stream goes on.
         """
 
     def can_send(self, n_bytes: int) -> bool:

@@ -1,7 +1,7 @@
 """Data channels beside libp2p, for sessions and fine-tuning: TLS 1.3 between peers that know each other already.
 
 A stream of libp2p costs 0.6 ms a hop (Noise and yamux in Python), one of TLS on a socket of its own 0.35
-(docs/performance.md). Who wants one asks over the authenticated libp2p connection for a *ticket*: a port, the
+(docs/performance.md). The dialler asks over the authenticated libp2p connection for a *ticket*: a port, the
 certificate to pin, and a token that counts once and expires. Nothing in the cryptography is ours. Where no ticket is
 given, or its port is not reachable, libp2p carries the frames as before.
 """
@@ -233,7 +233,7 @@ class DirectNetwork:
         await stream.aclose()
 
     async def _accept_connection(self, connection: trio.SocketStream, context: ssl.SSLContext) -> None:
-        """Let in whoever brings a token that counts; nothing that a stranger does ends more than its connection."""
+        """Let in a peer that brings a token that counts; nothing that a stranger does ends more than its connection."""
         if self._n_pending >= MAX_PENDING_HANDSHAKES or is_scarce(connection.socket.fileno()):
             await connection.aclose()
             return

@@ -68,7 +68,7 @@ class Exchange:
         return self._view
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
-        """Check the certificate of whoever opened, or answered, a stream. Raises Refused or IntegrityError."""
+        """Check the certificate of the peer at the other end of a stream. Raises Refused or IntegrityError."""
         membership = self.check(peer, hello.certificate)
         if len(self.members) >= MAX_REMEMBERED_MEMBERS:
             del self.members[next(iter(self.members))]  # the one admitted first
@@ -133,7 +133,7 @@ class Exchange:
         return membership.keys[-2] if membership.role == "client" else membership.keys[-1]
 
     def sponsor_of(self, membership: Membership) -> bytes:
-        """The key that answers for all whom it brought in: the invite's; the member's own once admitted for good."""
+        """The key that answers for all members that it brought in: the invite's, or the member's own once admitted."""
         is_admitted = membership.member in self.book.catalog.admitted
         return (b"" if is_admitted else membership.invite) or membership.member or membership.keys[-1]
 

@@ -1,4 +1,4 @@
-"""File handles: the last ones are kept for what is needed, not for whoever connects."""
+"""File handles: the last ones are kept for what this peer needs, not for strangers that connect."""
 
 from __future__ import annotations
 

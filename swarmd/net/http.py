@@ -1,4 +1,4 @@
-"""HTTP/1.1 for whoever connects: whatever escapes one connection ends that connection, and nothing else.
+"""HTTP/1.1 for strangers: an error that escapes one connection ends that connection, and nothing else.
 
 hypercorn runs all connections in one nursery, which is the server's: what its parsers do not foresee in a stranger's
 first bytes would end the program. So each connection is guarded by itself. HTTP/2 and websockets, which nothing here

@@ -1,8 +1,8 @@
 """How much of frames that are on their way, or being handled, may be in memory: for each sponsor, and in all.
 
 A sponsor is the key that answers for a peer: a member makes as many clients as it likes. A sponsor that has more waits
-with its newest channels until its oldest frame is done. When all together have too much, the newest channel of whoever
-has most is closed: it is an attack, or so many slow links that one has to begin anew.
+with its newest channels until its oldest frame is done. When all together have too much, the sponsor that has most
+loses its newest channel: it is an attack, or so many slow links that one has to begin anew.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A peer that asks and does not read makes this side keep the answer. Channels and identities cost it nothing: a member
 certifies as many clients as it likes. So bytes are counted for the *sponsor*, the key that answers for a peer
-(net.exchange.principal). Who has its share waiting is answered on once it has read; when all together have too much,
-the newest channel of whoever has most is closed.
+(net.exchange.principal). A sponsor whose share is full gets its next answer once it has read. When all together have
+too much, the sponsor that has most loses its newest channel.
 
 Only answers count. What this side sends by itself is bounded where it is made, and to wait for those who read it
 could be to wait for oneself: both sides of a channel may send.
@@ -75,7 +75,7 @@ class Outbound:
             self._forget_answer(channel, n_bytes)
 
     async def _close_crowding(self) -> None:
-        """Close the newest channel of whoever has most."""
+        """Close the newest channel of the sponsor that has most."""
         largest_sponsor = max({self._sponsor_of(c.peer) for c in self._held}, key=self.n_bytes_of)
         crowding = next(c for c in reversed(self._held) if self._sponsor_of(c.peer) == largest_sponsor)
         await crowding.close()

@@ -5,8 +5,8 @@ A *channel* is one stream to one peer for one purpose, opened by either side and
 way is a Hello with a membership certificate; nobody who is not admitted gets further. Frames are handled in order,
 by one task for each channel, so a slow handler slows its peer and nobody else.
 
-Where answers may be long (net.api.ONE_WAY), whoever opened a channel asks over it and the other side only answers:
-while a task sends an answer it reads nothing, and two that answered each other over one channel would wait for ever.
+Where answers may be long (net.api.ONE_WAY), the side that opened a channel asks, and the other side only answers: while
+a task sends an answer it reads nothing, and two that answered each other over one channel would wait for ever.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Channel:
         await self.send_raw(messages.framed(message, payload))
 
     async def answer(self, message: Message, payload: bytes | memoryview = b"") -> None:
-        """Send what the other side asked for: whoever asks for much and reads none of it, waits. Raises Unreachable."""
+        """Send what the other side asked for; one that asks for much and reads none of it waits. Raises Unreachable."""
         frame = messages.framed(message, payload)
         del payload  # one copy is enough while it waits to be read
         async with self._answers.holding(self, len(frame)):
@@ -246,7 +246,7 @@ class Rpc:
                 await self.network.disconnect(await self.standing.next_banned())
 
     def existing(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel | None:
-        """The newest live channel: whoever opened it may have given up those before, which look alive for a while."""
+        """The newest live channel: its opener may have given up those before, which look alive for a while."""
         channels = self._channels.get((peer, purpose), ())
         return next((channel for channel in reversed(channels) if channel.is_open), None)
 
@@ -334,7 +334,7 @@ class Rpc:
         except trio.TooSlowError:
             raise PeerTimeout(f"{peer} did not say hello within {HELLO_TIMEOUT_S} s") from None
         finally:
-            if not is_admitted:  # whoever opened it may have been cancelled: the peer must not keep its half of it
+            if not is_admitted:  # this task may have been cancelled: the peer must not keep its half of the stream
                 with trio.CancelScope(shield=True):
                     await stream.reset()
         self._register_channel(channel)
@@ -442,7 +442,7 @@ class Rpc:
                 await channel.close()
 
     async def _count_held(self, channel: Channel, n_bytes: int) -> None:
-        """A channel has so much of a frame in memory; whoever crowds out others has to give some up."""
+        """Count what a channel has of a frame in memory; a sponsor that crowds out others loses a channel."""
         if n_bytes <= SMALL_BYTES and not self._inbound:
             return
         crowding = self._inbound.note(channel, n_bytes)

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 class Tasks:
     """A nursery that others may start work in at any time: before and after ``open`` nothing is begun.
 
-    Whoever ends while connections still end around it may be asked for more; an error that is nobody's own, in work
-    that a peer caused, is logged and never reaches the program.
+    While the owner ends, connections that end around it may still ask for work: it is not begun. An error in work that
+    a peer caused is logged, and never reaches the program.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ BROKEN = (trio.ClosedResourceError, ssl.SSLError, OSError, ValueError)
 #     socket <------send--------- _outgoing <-- OpenSSL <-- send()
 #
 # ``_fill_incoming`` takes at most FILL_BYTES at a time and then gives other tasks their turn: a peer could send records
-# without data for ever. ``send`` gives OpenSSL at most WRITTEN_BYTES at a time, so that what is copied stays in a cache.
+# without data for ever. ``send`` gives OpenSSL WRITTEN_BYTES at a time, so that what is copied stays in a cache.
 
 
 class Tls:

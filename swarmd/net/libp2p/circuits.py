@@ -1,10 +1,10 @@
 """Connections through a third member, for peers that nobody can dial: one asks a relay, which knows the other.
 
-As libp2p's circuit relay v2 has it: who cannot be dialled holds a *reservation* with a relay, by a stream that it
-keeps open; who wants to reach it asks that relay for a *circuit*, and both make their own encrypted connection over
+As in libp2p's circuit relay v2, a peer that cannot be dialled holds a *reservation* with a relay, by a stream that it
+keeps open. A peer that wants to reach it asks that relay for a *circuit*. Both make their own encrypted connection over
 it, so that the relay sees bytes only. py-libp2p's own closes the circuits of others (row 15) and cannot be dialled
 (row 14). Only members are relayed, in limited number, and each sponsor (the key that answers for a peer) has a share:
-who makes a hundred identities gets no more than it. Clients announce nothing, so nobody could use a reservation of
+a hundred identities of one sponsor get no more than it. Clients announce nothing, so nobody could use a reservation of
 theirs, and they get none. A circuit that moves much lets all others go first.
 """
 

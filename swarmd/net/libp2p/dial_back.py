@@ -1,7 +1,7 @@
 """Can others connect to this peer? It asks one to try, as libp2p's AutoNAT does (specs, autonat).
 
-Whoever is asked tries only the host that the asker comes from, with a connection of its own that shows both keys, and
-ends it: nobody can be made to knock elsewhere.
+The peer that is asked tries only the host that the asker comes from. It makes a connection of its own that shows both
+keys, and ends it. So it cannot be made to knock elsewhere.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class Libp2pNetwork:
     async def connect(self, peer: PeerId) -> None:
         """Be connected with a peer, by the best way that there is. Raises PeerError.
 
-        Whoever wants the same at the same time waits for it, and hears of its failure.
+        Other tasks that want the same meanwhile wait for it, and get its failure.
         """
         # One dial at a time for each peer: tasks that come meanwhile wait for its outcome. A connection may end between
         # the moment it is made and the one in which a waiting task looks, so each task looks again, MAX_DIALS times.

@@ -52,7 +52,7 @@ def remote_of(connection: IRawConnection) -> tuple[str, int] | None:
 
 
 class OverConnection(IRawConnection):
-    """A connection over another one; whoever derives from it says how it reads."""
+    """A connection over another one; a subclass says how it reads."""
 
     def __init__(self, raw: IRawConnection, is_initiator: bool) -> None:
         self.raw = raw

@@ -1,9 +1,10 @@
 """A connection through a relay made direct: by dialling back, or by both dialling at once (DCUtR, over TCP).
 
-Who began the connection says where it can be dialled; if nowhere, where relays see it come from, as the other answers.
-Then both dial that address of the other in the same moment, each from the port that its router knows: both routers
-take the other's SYN for an answer, and TCP makes one connection of the two (RFC 9293, 3.5, simultaneous open). Who
-began stays the initiator of all above TCP. Works where routers keep the port of a machine whatever it connects to.
+The side that began the connection says where it can be dialled. If that is nowhere, both say where relays see them come
+from. Then both dial that address of the other in the same moment, each from the port that its router knows: both
+routers take the other's SYN for an answer, and TCP makes one connection of the two (RFC 9293, 3.5, simultaneous open).
+The side that began stays the initiator of all above TCP. It works where a router keeps a machine's port for all
+addresses that it connects to.
 """
 
 from __future__ import annotations

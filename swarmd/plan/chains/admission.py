@@ -1,8 +1,8 @@
-"""Who may have how much cache: promises are never oversold, and give way when others ask.
+"""How much cache each client may have: promises are never oversold, and give way when others ask.
 
-A session is promised what it asks for while there is room. When somebody asks for more than is free, promises shrink to
-what their sessions use; if that is not enough, sessions of whoever uses more than a fair share end (their clients
-replay them elsewhere), idle ones first, then the newest. Nobody gets more than a fair share that way.
+A session is promised what it asks for while there is room. When a client asks for more than is free, promises shrink to
+what their sessions use. If that is not enough, sessions of clients that use more than a fair share end, idle ones
+first, then the newest; their clients replay them elsewhere. No client gets more than a fair share that way.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How fine-tuning shares a server and a chain: whose micro-batch next, how much beside decoding, what stays in memory.
 
 Decoding goes first. While sessions decode, forward and backward passes get a share of the worker's time, block by
-block; what a server keeps for a backward is bounded, and whoever holds most gives way first.
+block. What a server keeps for a backward is bounded, and the client that holds most gives way first.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ class RecordBook:
         return decision
 
     def _make_room(self, vouchers: tuple[bytes, ...]) -> bool:
-        """Let a record go of whoever has brought in most, but of nobody whom this peer has talked with."""
+        """Drop a record of the voucher that has brought in most, but none of a peer that this one has talked with."""
         # A full book gives up a record of the voucher with the most, the newest first: so a crowd can only push out
         # its own records, and peers that this one has talked with stay.
         crowd, n = next(iter(self._n_of_voucher.most_common(1)), (b"", 0))

@@ -1,8 +1,8 @@
 """How often one address is dialled for peers that were never met there: records name whatever address they like.
 
 A member invents a hundred peers whose records all name one victim, and every daemon that looks for them knocks there.
-So each place (host and port) and each host has a budget, which fills again slowly; a dial takes from both. Who was
-met at a place, with its key, is dialled there as often as need be: that nobody else can bring about. Private hosts
+So each place (host and port) and each host has a budget, which fills again slowly; a dial takes from both. A peer that
+was met at a place, with its key, is dialled there as often as need be: nobody else can bring that about. Private hosts
 have budgets for their places only: many peers of a test are on one machine.
 """
 

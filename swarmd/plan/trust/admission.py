@@ -1,8 +1,9 @@
-"""Whom the founders' catalog lets in, by which invite, until when and for what.
+"""Which members the founders' catalog lets in, by which invite, until when and for what.
 
-Pure rules over verified certificates. A certificate proves who brought somebody in; the catalog says what that is
-worth: an invite for one machine lets in the first that comes, one that waits lets in who was approved. A founder's
-daemon enters into the catalog who came (node.members.registrar); until it does, each member counts whom it saw first.
+Pure rules over verified certificates. A certificate proves by which invite a member came; the catalog says what that
+invite is worth. An invite for one machine lets in the first that comes; one that waits lets in those that a founder
+approved. A founder's daemon enters arrivals into the catalog (node.members.registrar). Until it does, each member
+counts the arrivals that it saw first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which contributions to a run are computed again, by whom, and whether what came of it is the same. Pure.
+"""Which contributions to a run are computed again, by which member, and whether the result is the same. Pure.
 
 A contribution is a sum of gradients of draws that everybody can compute: the ledger says which, and on which state. Its
-contributor has signed what it comes to along directions that nobody knew while computing (protocol.runs.backing), so
-whoever computes it again can tell, and no vector need travel. Every member draws for itself whom it looks at: nobody
-can know.
+contributor has signed its projections along directions that nobody knew while computing (protocol.runs.backing). So a
+member that computes it again can compare, and no vector need travel. Every member draws by itself which contribution it
+computes again: nobody can know it before.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """What holders of the same blocks say of each other, and whether a server may be routed to.
 
-Each probes some others: the same seeded input through the same blocks. Whom no more vouchers found wrong than right is
-proven; whom two found wrong, and fewer right, is doubted; who alone holds its blocks, and nobody could ask, is not held
-back. What is announced is a word without evidence, so it counts from servers of the same model only, which could have
-computed it; and who calls several wrong that others found right weighs the less against each of them: two members
-cannot have every honest server doubted by saying so.
-Blame climbs: whoever brings in liars again and again has all his guests doubted.
+Each server probes some others: it sends the same seeded input through the same blocks. Findings are counted by voucher.
+A server is proven if as many vouchers or more found it right as found it wrong. It is doubted if two or more found it
+wrong, and fewer found it right. A server that alone holds its blocks cannot be probed, and is not held back.
+A finding is a word without evidence. So it counts from servers of the same model only, which could have computed it. A
+voucher that accuses several servers which others found right weighs less against each of them: two members cannot have
+every honest server doubted by their word.
+Blame climbs: if a voucher brings in liars again and again, all its guests are doubted.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ def choose_probes(
     now: float,
     silent_s: Mapping[tuple[str, bytes], float] = NOTHING_UNSAID,
 ) -> list[tuple[SpanRecord, SpanRecord]]:
-    """Whom to probe now, each with the own span to compare with: those for which ``me`` comes first among all holders.
+    """Choose servers to probe now, each with the own span to compare with: where ``me`` comes first among all holders.
 
-    Others whom somebody else brought in come first, then the order is that of hashes, which nobody chooses.
+    Holders that another voucher brought in come first; then hashes decide, which nobody can choose.
     ``probed_at`` says when (peer, name) was probed, ``silent_s`` for how long fewer than enough have said anything of
     it: the next in order probe then, too, for the first may hold these blocks only in their records.
     """
@@ -118,8 +119,8 @@ def rate_servers(
 ) -> dict[tuple[str, int], Trust]:
     """How each server, as (peer, slot), is regarded by what all others announce; empty where nobody says anything.
 
-    Who came by the same voucher counts where nobody else says anything. Of whom nothing is known nothing is believed:
-    ``voucher_of`` must give what a finding says.
+    A server's own voucher counts only where no other one says anything. The voucher that a finding names counts only
+    where ``voucher_of`` gives the same: of a server that is not known here nothing is believed.
     """
     speaking = [record for record in peers if record.found]
     if not speaking:

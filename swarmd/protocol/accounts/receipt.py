@@ -158,7 +158,7 @@ class Trail:
             n_tokens = op.tensor.t
             try:
                 self.entered += digests_of(op.tensor, payload)
-            except RemoteProtocolError:  # whoever computes it will say so
+            except RemoteProtocolError:  # the worker that computes it will say so
                 self.is_broken = True
         self._under.append(_Under(op.seq, n_cropped, n_tokens))
 

@@ -32,8 +32,8 @@ MAX_CHARTERS = 64  # one a year outlives everybody
 #     key in the invite <--before-- charter 1 <--before-- charter 2 ...
 #     (the first founder)   signed by that key   signed by ``needed`` of charter 1's keys
 #
-# Invariant: whoever knows the first key can follow the chain without asking anybody, and two chains that are both
-# valid differ only where ``needed`` founders have signed both.
+# Invariant: a peer that knows the first key can follow the chain without asking anybody. Two chains that are both valid
+# differ only where ``needed`` founders have signed both.
 
 
 class Charter(msgspec.Struct, frozen=True, array_like=True):

@@ -1,4 +1,4 @@
-"""Invites: one line of text (protocol.membership.lines) that lets whoever holds it join a private swarm."""
+"""Invites: one line of text (protocol.membership.lines) that lets its holder join a private swarm."""
 
 from __future__ import annotations
 

@@ -385,7 +385,7 @@ class TokensAre(Message, tag="tokens", frozen=True):
 
 
 class Accuse(Message, tag="accuse", frozen=True):
-    """A client found a hop wrong: whoever holds the blocks computes them before believing it. Payload: ``Evidence``."""
+    """A client found a hop wrong: a holder of the blocks computes them before believing it. Payload: ``Evidence``."""
 
     id: Count = 0
     model: Name = ""
