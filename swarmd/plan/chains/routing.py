@@ -76,8 +76,8 @@ def best_route(
     """
     usable = _usable_spans(_shortlist(spans, blocks, trips, eligible), blocks)
     costs = np.array([pass_s(s) / (s.end - s.start) for s in usable])
-    entry = _entry_s(usable, n_tokens, now)
-    return _cheapest_route(usable, blocks, client, trips, _bound_claims(costs), from_peer or client, entry)
+    table = _trip_table(usable, trips, source=from_peer or client, client=client)
+    return _cheapest_route(usable, blocks, table, block_s=_bound_claims(costs), entry=_entry_s(usable, n_tokens, now))
 
 
 def best_alternative(
@@ -124,8 +124,9 @@ def least_loaded_route(
         tokens_per_s = span.prefill_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S
         costs.append(n_tokens * n_queued / tokens_per_s)
     block_s = np.array(costs) / np.array([s.end - s.start for s in usable])
+    table = _trip_table(usable, trips, source=client, client=client)
     entry = _entry_s(usable, n_tokens=0, now=0.0)
-    return _cheapest_route(usable, blocks, client, trips, _bound_claims(block_s), client, entry)
+    return _cheapest_route(usable, blocks, table, block_s=_bound_claims(block_s), entry=entry)
 
 
 def _bound_claims(block_s: Floats) -> Floats:
@@ -224,13 +225,33 @@ def _usable_spans(spans: Sequence[SpanRecord], blocks: Span) -> list[SpanRecord]
     return usable
 
 
+@dataclass(frozen=True, slots=True)
+class _TripTable:
+    """Seconds of trips: ``between`` servers [n, n], from the source to each (``first``), from each to the client."""
+
+    between: Floats
+    first: Floats
+    last: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """What a walk over the blocks found: where the cheapest chain ends, its cost, and the way back from there.
+
+    ``begins`` [block, server]: a hop begins there; ``came_from``: the server of the hop before, or -1.
+    """
+
+    end: int
+    cost_s: float
+    begins: NDArray[np.bool_]
+    came_from: NDArray[np.int64]
+
+
 def _cheapest_route(
     usable: Sequence[SpanRecord],
     blocks: Span,
-    client: PeerId,
-    trips: TripsOf,
+    trips: _TripTable,
     block_s: Floats,
-    source: PeerId,
     entry: Floats,
 ) -> Route:
     """Walk over the blocks; on server i one block costs ``block_s[i]``, and a hop ``entry[i]`` beside its trip."""
@@ -243,11 +264,9 @@ def _cheapest_route(
     #     server C   [best]   [best] \>[best]      entering: the trip from the best predecessor, and ``entry``
     #
     # Servers are in order of their starts, so those that cover a block lie in one slice: with many servers only a
-    # part of the trip matrix is looked at for each block. ``begins`` and ``came_from`` are what the way back needs.
+    # part of the trip table is looked at for each block. ``begins`` and ``came_from`` are what the way back needs.
     n = len(usable)
     length = len(blocks)
-    known_trips = trips(usable) if callable(trips) else trips
-    between, first, last = _trip_matrix(usable, known_trips, source, client)
     starts = np.array([s.start for s in usable])
     ends = np.array([s.end for s in usable])
     best = np.full(n, np.inf)
@@ -261,9 +280,9 @@ def _cheapest_route(
         highest = n - int(covers[::-1].argmax())
         current = slice(lowest, highest)
         if offset == 0:
-            entering = first[current] + entry[current]
+            entering = trips.first[current] + entry[current]
         else:
-            arriving = best[previous, None] + between[previous, current]
+            arriving = best[previous, None] + trips.between[previous, current]
             predecessors = arriving.argmin(0)
             entering = arriving[predecessors, np.arange(len(predecessors))] + entry[current]
             came_from[offset, current] = predecessors + previous.start
@@ -275,9 +294,10 @@ def _cheapest_route(
         best[previous] = np.inf
         best[current] = cost
         previous = current
-    total = best + last
+    total = best + trips.last
     end = int(total.argmin())
-    return _trace_route(usable, blocks, begins, came_from, end, float(total[end]), (between, first, last), block_s)
+    walk = _Walk(end, float(total[end]), begins, came_from)
+    return _trace_route(usable, blocks, walk, trips, block_s)
 
 
 def _entry_s(usable: Sequence[SpanRecord], n_tokens: int, now: float) -> Floats:
@@ -296,25 +316,22 @@ def stays_s(span: SpanRecord, now: float) -> float:
 def _trace_route(
     usable: Sequence[SpanRecord],
     blocks: Span,
-    begins: NDArray[np.bool_],
-    came_from: NDArray[np.int64],
-    server: int,
-    cost_s: float,
-    trips: tuple[Floats, Floats, Floats],
+    walk: _Walk,
+    trips: _TripTable,
     block_s: Floats,
 ) -> Route:
-    """Follow the cheapest chain back from its last ``server``, and explain each hop."""
-    between, first, last = trips
+    """Follow the cheapest chain back from where it ends, and explain each hop."""
     hops: list[Hop] = []
-    why = [f"back to the client: trip {1000 * last[server]:.1f} ms"]
+    server = walk.end
+    why = [f"back to the client: trip {1000 * trips.last[server]:.1f} ms"]
     end = blocks.end
     for block in range(blocks.end - 1, blocks.start - 1, -1):
-        if not begins[block - blocks.start, server]:
+        if not walk.begins[block - blocks.start, server]:
             continue
         span = usable[server]
         part = Span(block, end)
-        predecessor = int(came_from[block - blocks.start, server])
-        trip = first[server] if predecessor < 0 else between[predecessor, server]
+        predecessor = int(walk.came_from[block - blocks.start, server])
+        trip = trips.first[server] if predecessor < 0 else trips.between[predecessor, server]
         compute_ms = 1000 * block_s[server] * len(part)
         load = f" beside {count(span.n_decoding, 'session')}" if span.n_decoding else ""
         unknown = "" if span.decode_tokens_per_s else " (speed unknown)"
@@ -323,12 +340,15 @@ def _trace_route(
         hops.append(Hop(PeerId(span.peer), part, span.numerics, span.slot))
         end = block
         server = predecessor
-    return Route(tuple(reversed(hops)), cost_s, tuple(reversed(why)))
+    return Route(tuple(reversed(hops)), walk.cost_s, tuple(reversed(why)))
 
 
-def _trip_matrix(
-    usable: Sequence[SpanRecord], trips: Trips, source: PeerId, client: PeerId
-) -> tuple[Floats, Floats, Floats]:
+def _trip_table(
+    usable: Sequence[SpanRecord],
+    trips: TripsOf,
+    source: PeerId,
+    client: PeerId,
+) -> _TripTable:
     """Trips between servers, from the source to each, and from each to the client; one way stands for both.
 
     Two workers of one peer are servers of their own, with no trip between them.
@@ -336,8 +356,9 @@ def _trip_matrix(
     index = {peer: i for i, peer in enumerate(dict.fromkeys(s.peer for s in usable))}
     peer_index = np.array([index[s.peer] for s in usable])
     between = np.full((len(index), len(index)), DEFAULT_TRIP_S)
+    known_trips = trips(usable) if callable(trips) else trips
     measured = []
-    for (source_peer, target_peer), seconds in trips.items():
+    for (source_peer, target_peer), seconds in known_trips.items():
         if source_peer in index and target_peer in index:
             measured.append((index[source_peer], index[target_peer], seconds))
     if measured:
@@ -352,9 +373,13 @@ def _trip_matrix(
             return row
         seconds = np.full(len(usable), DEFAULT_TRIP_S)
         for i, span in enumerate(usable):
-            trip_s = trips.get((peer, span.peer), trips.get((span.peer, peer)))
+            trip_s = known_trips.get((peer, span.peer), known_trips.get((span.peer, peer)))
             if trip_s is not None:
                 seconds[i] = trip_s
         return seconds
 
-    return between[np.ix_(peer_index, peer_index)], to_and_fro(source), to_and_fro(client)
+    return _TripTable(
+        between=between[np.ix_(peer_index, peer_index)],
+        first=to_and_fro(source),
+        last=to_and_fro(client),
+    )
