@@ -145,9 +145,9 @@ class Download:
                 due_s = queue.last_at + queued_bytes / (queue.bytes_per_s or 1.0) - now
                 is_late = due_s > 2 * piece_s or now - asked_at > 4 * piece_s
                 can_give = piece.group in giver.groups and piece not in giver.asked_at
-                if is_late and can_give and piece in self._missing:
-                    is_earlier = latest is None or asked_at < latest[0]
-                latest = (asked_at, piece) if is_earlier else latest
+                is_wanted = is_late and can_give and piece in self._missing
+                if is_wanted and (latest is None or asked_at < latest[0]):
+                    latest = (asked_at, piece)
         return latest[1] if latest else None
 
     def _reopen_piece(self, piece: ChunkRequest) -> None:
