@@ -29,9 +29,9 @@ N_CHECKED = 5_000  # bills whose signatures are true, and checked
 def made(giver: Identity, taker: Identity, at: int, is_true: bool) -> tuple[UsageReceipt, SignedUsageReceipt]:
     bill = UsageReceipt(giver.peer_id, taker.peer_id, os.urandom(16), "m" * 64, 0, 15, random.randint(10, 2_000), at)
     if is_true:
-        body, given = bills.offer(bill, giver)
-        return bill, SignedUsageReceipt(body, given, bills.accept(body, taker))
-    body, _ = bills.offer(bill, giver) if not BODIES else (BODIES[0], b"")
+        body, given = bills.sign_offer(bill, giver)
+        return bill, SignedUsageReceipt(body, given, bills.sign_acceptance(body, taker))
+    body, _ = bills.sign_offer(bill, giver) if not BODIES else (BODIES[0], b"")
     BODIES.append(body)
     return bill, SignedUsageReceipt(body, os.urandom(64), os.urandom(64))
 

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from swarmd.compute.model.ends import Ends
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.serving.engine import Engine
-from swarmd.plan.trust.equality import BOUNDS, errors, projected
+from swarmd.plan.trust.equality import BOUNDS, errors, project_tokens
 from swarmd.protocol.wire import worker
 from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import Op, OpenSession, framed
@@ -200,7 +200,7 @@ def note(
     bound = BOUNDS["float32"]
     before, after, recomputed = (t.float().numpy() for t in (entered, left, again))
     exact = errors(before, after, recomputed, bound)
-    small = errors(projected(before, 7), projected(after, 7), projected(recomputed, 7), bound)
+    small = errors(project_tokens(before, 7), project_tokens(after, 7), project_tokens(recomputed, 7), bound)
     found.setdefault(name, []).append((exact, small))
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from swarmd.plan.trust.audits import AuditRecord, is_due
 from swarmd.plan.trust.equality import AuditVerdict, two_of_three
-from swarmd.plan.trust.reputation import Trust, finding, name_of, trust_in
+from swarmd.plan.trust.reputation import Trust, make_finding, name_of, rate_servers
 from swarmd.protocol.membership.records import PeerRecord, ProbeFinding, SpanRecord
 from swarmd.values import PeerId
 
@@ -50,7 +50,7 @@ class Swarm:
         self.spans += [span(peer, n % N_SPANS) for n, peer in enumerate(sorted(self.liars))]
         for target in self.spans:  # every probe is right: who lies knows one when it sees it
             for peer in ("h0", "h1"):
-                self.found[peer].setdefault((target.peer, name_of(target)), finding(target, True))
+                self.found[peer].setdefault((target.peer, name_of(target)), make_finding(target, True))
         self.regard()
 
     def voucher_of(self, peer: PeerId) -> bytes:
@@ -58,7 +58,7 @@ class Swarm:
 
     def regard(self) -> None:
         said = [record(peer, tuple(found.values())) for peer, found in self.found.items()]
-        self.trust = trust_in(self.spans, said, self.voucher_of)
+        self.trust = rate_servers(self.spans, said, self.voucher_of)
         self.usable = [
             [s.peer for s in self.spans if s.start == n and self.trust.get((s.peer, 0)) is Trust.PROVEN]
             for n in range(N_SPANS)
@@ -95,7 +95,7 @@ class Swarm:
         self.n_accused += peer not in self.liars
         target = next(s for s in self.spans if s.peer == peer)
         for judge in ("h0", "h1", "h2"):  # those who computed it too
-            self.found[judge][peer, name_of(target)] = finding(target, False, self.voucher_of(PeerId(peer)))
+            self.found[judge][peer, name_of(target)] = make_finding(target, False, self.voucher_of(PeerId(peer)))
         self.regard()
 
 

@@ -38,14 +38,14 @@ from swarmd.protocol.membership.catalog import (
     Catalog,
     InviteTerms,
     Right,
+    add_admitted,
+    add_invite,
     read_catalog_untrusted,
+    restore_lost_entries,
     sign_catalog,
     sign_catalog_as_delegate,
-    with_admitted,
-    with_invite,
-    with_what_was_lost,
 )
-from swarmd.protocol.membership.charter import Founders, SignedCharter, founders_untrusted, missing
+from swarmd.protocol.membership.charter import Founders, SignedCharter, count_missing_signatures, founders_untrusted
 from swarmd.protocol.membership.charter import sign as sign_charter
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.protocol.membership.invite import Invite, SwarmKeys
@@ -223,7 +223,7 @@ class Home:
         keys = msgspec.structs.replace(self.swarm().keys, charters=self.charters())
         invite = invites.create(keys, self.founder(), addresses, terms.ends_at)
         if terms != InviteTerms(terms.ends_at):
-            self.change_catalog(lambda c: with_invite(c, invite.identity.public_key, terms, time.time()))
+            self.change_catalog(lambda c: add_invite(c, invite.identity.public_key, terms, time.time()))
         return invite
 
     def admit(self, arrivals: dict[bytes, AdmittedMember], previous: Catalog | None = None) -> Catalog:
@@ -234,8 +234,8 @@ class Home:
         self.founder()
 
         def change(catalog: Catalog) -> Catalog:
-            lost = with_what_was_lost(catalog, previous, time.time()) if previous is not None else None
-            return with_admitted(lost or catalog, arrivals, time.time())
+            lost = restore_lost_entries(catalog, previous, time.time()) if previous is not None else None
+            return add_admitted(lost or catalog, arrivals, time.time())
 
         return self.change_catalog(change)
 
@@ -254,7 +254,7 @@ class Home:
         key = self.founder_key().public_key
         if key in founders.charter.keys:
             draft = sign_charter(draft, self._key("founder.key"))
-        if not missing(draft, founders.charter) and key in draft.charter.keys:
+        if not count_missing_signatures(draft, founders.charter) and key in draft.charter.keys:
             with self._held("catalog.lock"):
                 self._write("catalog.bin", self._founded_on(draft))
         return draft
@@ -267,7 +267,7 @@ class Home:
         is_admitted = this_member.keys() <= old.admitted.keys()
         keeps_delegates = draft.charter.honours(self.founders().charter.issuers)
         new = msgspec.structs.replace(
-            with_admitted(old, {} if is_admitted else this_member, time.time()),
+            add_admitted(old, {} if is_admitted else this_member, time.time()),
             charters=(*self.charters(), msgspec.msgpack.encode(draft)),
             delegates=old.delegates if keeps_delegates else (),
             version=int(time.time()),  # whatever number was chosen before: charters count first

@@ -24,8 +24,8 @@ from swarmd.node.members.reachability import Reachability
 from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
 from swarmd.node.serving.prober import Prober
-from swarmd.plan.chains.placement import rescues
-from swarmd.plan.chains.routing import Route, best_rejected, best_route, trips_of
+from swarmd.plan.chains.placement import find_rescues
+from swarmd.plan.chains.routing import Route, best_alternative, best_route, gather_trips
 from swarmd.plan.chains.view import SwarmView
 from swarmd.status import ChainRow
 from swarmd.train.runs import Runs
@@ -155,7 +155,7 @@ class Owner:
     def models(self) -> answers.ModelsAnswer:
         """One row for each model of the catalog: who serves its blocks, how safe they are, what could be done."""
         view = self._directory.view()
-        possible_rescues = rescues(view.spans, view.catalog.models, view.is_given)
+        possible_rescues = find_rescues(view.spans, view.catalog.models, view.is_given)
         help_for = {rescue.model: str(rescue) for rescue in possible_rescues}
         rows = []
         for name, (model, n_blocks) in sorted(view.catalog.models.items()):
@@ -214,11 +214,11 @@ class Owner:
             model_id, n_blocks = model_entry
             spans = view.serving(model_id)
             all_blocks = Span(0, n_blocks)
-            trips = trips_of(spans, me, half_trips_s)
+            trips = gather_trips(spans, me, half_trips_s)
             try:
                 now = self._services.wall_clock()
                 route = best_route(spans, all_blocks, me, trips, now=now)
-                rejected = best_rejected(route, spans, all_blocks, me, trips, now=now)
+                rejected = best_alternative(route, spans, all_blocks, me, trips, now=now)
                 rows[name] = _chain_row(route, _chain_row(rejected) if rejected else None)
             except NoRoute as error:
                 rows[name] = ChainRow(cost_ms=None, error=str(error))

@@ -25,8 +25,8 @@ def signed(
     giver: Identity, taker: Identity, n_tokens: int, session: int = 0, signed_at: int = DAY_S, **changes: object
 ) -> SignedUsageReceipt:
     made = UsageReceipt(giver.peer_id, taker.peer_id, bytes([session]) * 16, "m", 0, 4, n_tokens, signed_at)
-    body, giver_signature = bills.offer(msgspec.structs.replace(made, **changes), giver)
-    return SignedUsageReceipt(body, giver_signature, bills.accept(body, taker))
+    body, giver_signature = bills.sign_offer(msgspec.structs.replace(made, **changes), giver)
+    return SignedUsageReceipt(body, giver_signature, bills.sign_acceptance(body, taker))
 
 
 @pytest.fixture
@@ -129,9 +129,9 @@ def test_forged_bills_do_not_get_in(books: UsageLedger) -> None:
     larger = msgspec.msgpack.encode(msgspec.structs.replace(bills.read_untrusted(true), n_tokens=10**6))
     wrong = [
         SignedUsageReceipt(larger, true.given, true.taken),
-        SignedUsageReceipt(larger, bills.given_by(ME, larger), true.taken),
+        SignedUsageReceipt(larger, bills.giver_signature_of(ME, larger), true.taken),
         SignedUsageReceipt(true.body, true.taken, true.given),
-        SignedUsageReceipt(true.body, true.given, bills.accept(true.body, BERT)),
+        SignedUsageReceipt(true.body, true.given, bills.sign_acceptance(true.body, BERT)),
         SignedUsageReceipt(true.body[:-1], true.given, true.taken),
         signed(ME, ANNE, 10, end=0),
     ]

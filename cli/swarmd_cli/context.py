@@ -51,7 +51,7 @@ def ask(verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -
     from swarmd.net import local
 
     try:
-        return local.ask(_folder() / SOCKET, verb, query, method, timeout_s)
+        return local.ask_daemon(_folder() / SOCKET, verb, query, method, timeout_s)
     except errors.DaemonNotRunning:
         home().swarm()  # not joined is the better answer when it is the case
         raise

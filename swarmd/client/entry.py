@@ -11,7 +11,7 @@ import msgspec
 from swarmd.client.swarm import ClientMembership
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.home import CLIENT_LIFETIME_S, Home, by_peer
-from swarmd.net.local import ask
+from swarmd.net.local import ask_daemon
 from swarmd.protocol.membership import invite as invites
 from swarmd.protocol.membership.identity import Identity
 from swarmd.values import PeerId
@@ -52,6 +52,6 @@ def _members_near(state: Home) -> dict[PeerId, tuple[str, ...]]:
     """Addresses from the running daemon if there is one, its own first, else from what it remembered."""
     if state.socket.exists():
         with suppress(SwarmError):
-            addresses = ask(state.socket, "addresses", timeout_s=5.0)["addresses"]
+            addresses = ask_daemon(state.socket, "addresses", timeout_s=5.0)["addresses"]
             return {PeerId(peer): tuple(known) for peer, known in addresses.items() if known}
     return state.bootstrap()

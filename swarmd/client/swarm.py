@@ -43,9 +43,9 @@ from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.standing import Standing
 from swarmd.net.tasks import Tasks
-from swarmd.plan.chains.routing import trips_of
+from swarmd.plan.chains.routing import gather_trips
 from swarmd.plan.chains.view import SwarmView, coverage
-from swarmd.plan.trust.reputation import Trust, trust_in
+from swarmd.plan.trust.reputation import Trust, rate_servers
 from swarmd.protocol.membership import records
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.invite import SwarmKeys
@@ -140,13 +140,13 @@ class AsyncSwarm:
         """How servers are regarded, by what members found of each other; made anew with each view."""
         view = self.view()
         if self._trusted is None or self._trusted[0] is not view:
-            trust = trust_in(view.listed(), view.peers.values(), self.voucher_of)
+            trust = rate_servers(view.listed(), view.peers.values(), self.voucher_of)
             self._trusted = view, trust
         return self._trusted[1]
 
     def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]:
         """Return seconds one way between servers, and from this client, as far as they are known."""
-        return dict(trips_of(spans, self._network.peer_id, self._trips_s))
+        return dict(gather_trips(spans, self._network.peer_id, self._trips_s))
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
         """Return where a peer is, by its record, else by what this client joined with."""

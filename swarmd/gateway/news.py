@@ -16,7 +16,7 @@ import trio
 
 from swarmd.errors import SwarmError
 from swarmd.folders import SOCKET
-from swarmd.net.local import ask
+from swarmd.net.local import ask_daemon
 from swarmd.plan.chains.view import SwarmView
 from swarmd.values import ModelId, PeerId
 
@@ -126,7 +126,7 @@ class Machine:
 
     async def ask(self, verb: str, method: str = "GET") -> dict[str, Any]:
         """Ask the daemon. Raises SwarmError."""
-        call = partial(ask, self._socket, verb, {}, method, ASK_TIMEOUT_S)
+        call = partial(ask_daemon, self._socket, verb, {}, method, ASK_TIMEOUT_S)
         return await trio.to_thread.run_sync(call)
 
 

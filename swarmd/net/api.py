@@ -40,7 +40,7 @@ class Stream(Protocol):
     async def send(self, data: bytes) -> None:
         """Send all of ``data``, or raise Unreachable. Cancelling in the middle resets the stream, no more.
 
-        Whoever is cancelled already sends nothing, and the stream goes on.
+        A task that is cancelled already sends nothing, and the stream goes on.
         """
 
     def can_send(self, n_bytes: int) -> bool:
@@ -101,8 +101,8 @@ class NatTraversal(Protocol):
     async def ask_dial_back(self, peer: PeerId, version: int) -> ReachabilityReport:
         """Have a member try to connect to this peer over one version of IP, 4 or 6."""
 
-    async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
-        """Be reachable through a relay until that ends; calls ``held`` once it is so."""
+    async def hold_reservation(self, relay: PeerId, on_held: Callable[[], None]) -> None:
+        """Be reachable through a relay until that ends; calls ``on_held`` once it is so."""
 
     def reached_at_port(self, port: int) -> None:
         """A port of the router leads here: members that try are to try it."""

@@ -1,7 +1,7 @@
 """Data channels beside libp2p, for sessions and fine-tuning: TLS 1.3 between peers that know each other already.
 
 A stream of libp2p costs 0.6 ms a hop (Noise and yamux in Python), one of TLS on a socket of its own 0.35
-(docs/performance.md). Who wants one asks over the authenticated libp2p connection for a *ticket*: a port, the
+(docs/performance.md). The dialler asks over the authenticated libp2p connection for a *ticket*: a port, the
 certificate to pin, and a token that counts once and expires. Nothing in the cryptography is ours. Where no ticket is
 given, or its port is not reachable, libp2p carries the frames as before.
 """
@@ -45,6 +45,7 @@ KNOCK_TIMEOUT_S = 0.25  # and some trips, for a port to answer at all: routers f
 TICKET_TIMEOUT_S = 3.0  # one request on a stream that is open
 AGAIN_AFTER_S = 300.0  # a firewall that said no will say it again
 HANDSHAKE_BYTES = 3_000  # of TLS, both ways
+MAX_TICKET_BYTES = 4_096  # a certificate of 2 KiB at most, and a token
 DIRECT: tuple[Purpose, ...] = ("interactive", "training", "averaging")  # by the byte that follows a token
 
 
@@ -69,11 +70,28 @@ class _Token:
     expires_at: float
 
 
+# How a direct channel comes to be:
+#
+#     dialler                                              listener
+#     stream "ticket" over libp2p             -------->    (libp2p has proved both keys)
+#                                             <--------    DialTicket: port, certificate, token
+#     TCP + TLS 1.3, certificate pinned       -------->
+#     token, one byte for the purpose         -------->    token is taken: it counts once
+#     frames                                  <------->    frames
+#
+# The token proves who dials: only the peer that libp2p has authenticated can have read it. The pinned certificate
+# proves who listens. A stranger that connects to the port costs one pending handshake for CONNECT_TIMEOUT_S.
+
+
 class DirectNetwork:
     """``inner`` with direct channels for the purposes in DIRECT. ``hosts``: where to listen; empty: only dial."""
 
     def __init__(
-        self, inner: InnerNetwork, hosts: tuple[str, ...] = (), port: int = 0, traffic: Traffic | None = None
+        self,
+        inner: InnerNetwork,
+        hosts: tuple[str, ...] = (),
+        port: int = 0,
+        traffic: Traffic | None = None,
     ) -> None:
         self.peer_id = inner.peer_id
         self._inner = inner
@@ -91,13 +109,13 @@ class DirectNetwork:
     async def running(self) -> AsyncIterator[None]:
         """Listen for direct channels, if there is a host to listen on, until the end of the block."""
         async with trio.open_nursery() as nursery:
-            listeners = await self._listen()
+            listeners = await self._open_listeners()
             if listeners:
                 context, self._certificate = _server_context()
                 self._port = listeners[0].socket.getsockname()[1]
 
                 async def accept(connection: trio.SocketStream) -> None:
-                    await self._accept(connection, context)
+                    await self._accept_connection(connection, context)
 
                 self._inner.set_handler("ticket", self._give_ticket)
                 nursery.start_soon(trio.serve_listeners, accept, listeners)
@@ -107,7 +125,7 @@ class DirectNetwork:
                 for stream in list(streams):
                     await stream.reset()
 
-    async def _listen(self) -> list[trio.SocketListener]:
+    async def _open_listeners(self) -> list[trio.SocketListener]:
         listeners: list[trio.SocketListener] = []
         port = self._port
         for host in dict.fromkeys(self._hosts):
@@ -121,19 +139,23 @@ class DirectNetwork:
     # --- the Network it stands for ----------------------------------------------------------------------------
 
     def addresses(self) -> tuple[str, ...]:
+        """See ``Network``: those of libp2p, as tickets are asked for over it."""
         return self._inner.addresses()
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        """See ``Network``."""
         self._inner.learn(peer, addresses)
 
     def set_handler(self, purpose: Purpose, handler: StreamHandler) -> None:
+        """See ``Network``: serves streams of both kinds alike."""
         self._handlers[purpose] = handler
         self._inner.set_handler(purpose, handler)
 
     async def open_stream(self, peer: PeerId, purpose: Purpose) -> Stream:
+        """See ``Network``: a direct channel where there can be one, else a stream of libp2p."""
         if purpose in DIRECT and self._without.get(peer, 0.0) <= trio.current_time():
             try:
-                return await self._dial(peer, purpose)
+                return await self._dial_direct(peer, purpose)
             except PeerError as error:
                 if self._inner.way_to(peer) is None:
                     raise
@@ -142,16 +164,18 @@ class DirectNetwork:
         return await self._inner.open_stream(peer, purpose)
 
     def way_to(self, peer: PeerId) -> Way | None:
+        """See ``Network``."""
         return self._inner.way_to(peer)
 
     async def disconnect(self, peer: PeerId) -> None:
+        """See ``Network``."""
         for stream in list(self._streams.get(peer, ())):
             await stream.reset()
         await self._inner.disconnect(peer)
 
     # --- dialling ---------------------------------------------------------------------------------------------
 
-    async def _dial(self, peer: PeerId, purpose: Purpose) -> DirectStream:
+    async def _dial_direct(self, peer: PeerId, purpose: Purpose) -> DirectStream:
         ticket, trip_s = await self._ask_ticket(peer)
         host = self._inner.remote_host(peer)
         if host is None:
@@ -169,7 +193,7 @@ class DirectNetwork:
                 if tls.certificate != ticket.certificate:
                     raise ssl.SSLError("it shows another certificate than it announced")
                 await tls.send(ticket.token + bytes([DIRECT.index(purpose)]))
-                return self._keep(DirectStream(peer, tls, purpose == "interactive"))
+                return self._keep_stream(DirectStream(peer, tls, purpose == "interactive"))
         except BaseException as error:
             if tls is not None:
                 tls.close()
@@ -181,11 +205,14 @@ class DirectNetwork:
     async def _ask_ticket(self, peer: PeerId) -> tuple[DialTicket, float]:
         """A ticket, and how many seconds it took to come."""
         stream = await self._inner.open_stream(peer, "ticket")
-        raw, begun = bytearray(), trio.current_time()
+        raw = bytearray()
+        begun = trio.current_time()
         try:
             with trio.fail_after(TICKET_TIMEOUT_S):
-                while (data := await stream.receive()) and len(raw) < 4_096:
+                data = await stream.receive()
+                while data and len(raw) < MAX_TICKET_BYTES:
                     raw += data
+                    data = await stream.receive()
         except trio.TooSlowError:
             raise Unreachable(f"{peer} gave no ticket within {TICKET_TIMEOUT_S} s") from None
         finally:
@@ -197,28 +224,30 @@ class DirectNetwork:
 
     async def _give_ticket(self, stream: Stream) -> None:
         now = trio.current_time()
-        self._tokens = {t: known for t, known in self._tokens.items() if known.expires_at > now}
-        of_peer = sum(known.peer == stream.peer for known in self._tokens.values())
+        self._tokens = {token: entry for token, entry in self._tokens.items() if entry.expires_at > now}
+        of_peer = sum(entry.peer == stream.peer for entry in self._tokens.values())
         if of_peer < MAX_TOKENS_PER_PEER and len(self._tokens) < MAX_TOKENS:
             token = os.urandom(TOKEN_BYTES)
             self._tokens[token] = _Token(stream.peer, now + TOKEN_LIFETIME_S)
             await stream.send(msgspec.msgpack.encode(DialTicket(self._port, self._certificate, token)))
         await stream.aclose()
 
-    async def _accept(self, connection: trio.SocketStream, context: ssl.SSLContext) -> None:
-        """Let in whoever brings a token that counts; nothing that a stranger does ends more than its connection."""
+    async def _accept_connection(self, connection: trio.SocketStream, context: ssl.SSLContext) -> None:
+        """Let in a peer that brings a token that counts; nothing that a stranger does ends more than its connection."""
         if self._n_pending >= MAX_PENDING_HANDSHAKES or is_scarce(connection.socket.fileno()):
             await connection.aclose()
             return
         self._n_pending += 1
-        tls, admitted, stream = None, None, None
+        tls: Tls | None = None
+        admitted: tuple[PeerId, Purpose] | None = None
+        stream: DirectStream | None = None
         try:
             with trio.fail_after(CONNECT_TIMEOUT_S):
                 tls = Tls(connection, context, is_server=True)
                 await tls.shake_hands()
-                admitted = await self._admit(tls)
+                admitted = await self._read_token(tls)
                 if admitted is not None:
-                    stream = self._keep(DirectStream(admitted[0], tls, admitted[1] == "interactive"))
+                    stream = self._keep_stream(DirectStream(admitted[0], tls, admitted[1] == "interactive"))
         except (trio.TooSlowError, *BROKEN):
             return
         finally:
@@ -239,20 +268,24 @@ class DirectNetwork:
             self._streams.get(stream.peer, set()).discard(stream)
             await stream.reset()
 
-    async def _admit(self, tls: Tls) -> tuple[PeerId, Purpose] | None:
+    async def _read_token(self, tls: Tls) -> tuple[PeerId, Purpose] | None:
+        """Read the token and the purpose; None for what is no token that counts now."""
         start = b""
         while len(start) <= TOKEN_BYTES:
             data = await tls.receive(TOKEN_BYTES + 1 - len(start))
             if not data:
                 return None
             start += data
-        known = self._tokens.pop(start[:TOKEN_BYTES], None)
-        if known is None or known.expires_at <= trio.current_time() or start[-1] >= len(DIRECT):
+        token_entry = self._tokens.pop(start[:TOKEN_BYTES], None)
+        if token_entry is None or token_entry.expires_at <= trio.current_time():
             return None
-        return known.peer, DIRECT[start[-1]]
+        if start[-1] >= len(DIRECT):
+            return None
+        return token_entry.peer, DIRECT[start[-1]]
 
-    def _keep(self, stream: DirectStream) -> DirectStream:
-        if self._traffic is not None and (traffic := self._traffic.beyond(stream.host)) is not None:
+    def _keep_stream(self, stream: DirectStream) -> DirectStream:
+        traffic = self._traffic.counter_for(stream.host) if self._traffic is not None else None
+        if traffic is not None:
             traffic.connected()
             traffic.sent(HANDSHAKE_BYTES)
             stream.traffic = traffic

@@ -15,7 +15,7 @@ import msgspec
 import trio
 
 from swarmd.errors import Code, Forged, IntegrityError, PeerError, Refused, RemoteProtocolError
-from swarmd.net.interfaces import networks
+from swarmd.net.interfaces import own_networks
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.chains.view import MAX_RECORDS, RecordBook, SwarmView, short_name
 from swarmd.plan.trust.admission import Admission, AdmissionPass
@@ -64,11 +64,11 @@ class Exchange:
     def view(self) -> SwarmView:
         """The current picture; made anew only after something changed."""
         if self.book.expire(self._wall_clock()) or self._view is None:
-            self._view = self.book.view(networks, self._may if self.doors.are_limited else None)
+            self._view = self.book.view(own_networks, self._rights_of if self.doors.are_limited else None)
         return self._view
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
-        """Check the certificate of whoever opened, or answered, a stream. Raises Refused or IntegrityError."""
+        """Check the certificate of the peer at the other end of a stream. Raises Refused or IntegrityError."""
         membership = self.check(peer, hello.certificate)
         if len(self.members) >= MAX_REMEMBERED_MEMBERS:
             del self.members[next(iter(self.members))]  # the one admitted first
@@ -94,17 +94,17 @@ class Exchange:
         """What a verified certificate is worth, one's own too; until it counts, what it says itself."""
         key = read_links_untrusted(certificate)[-1].key if certificate else self.keys.founder_key
         membership = follow_untrusted(certificate, self.doors.founders.ever, peer_id_of(key))
-        return self._worth(membership) or AdmissionPass(membership.expires_at)
+        return self._admission_of(membership) or AdmissionPass(membership.expires_at)
 
-    def _worth(self, membership: Membership) -> AdmissionPass | None:
+    def _admission_of(self, membership: Membership) -> AdmissionPass | None:
         try:
             return self.doors.require(membership, self._wall_clock())
         except Refused:
             return None
 
-    def _may(self, membership: Membership) -> tuple[Right, ...]:
-        worth = self._worth(membership)
-        return () if worth is None else worth.may
+    def _rights_of(self, membership: Membership) -> tuple[Right, ...]:
+        admission = self._admission_of(membership)
+        return () if admission is None else admission.may
 
     def now(self) -> float:
         """Unix seconds."""
@@ -133,50 +133,57 @@ class Exchange:
         return membership.keys[-2] if membership.role == "client" else membership.keys[-1]
 
     def sponsor_of(self, membership: Membership) -> bytes:
-        """The key that answers for all whom it brought in: the invite's; the member's own once admitted for good."""
+        """The key that answers for all members that it brought in: the invite's, or the member's own once admitted."""
         is_admitted = membership.member in self.book.catalog.admitted
         return (b"" if is_admitted else membership.invite) or membership.member or membership.keys[-1]
 
     def n_sharing(self, peer: PeerId) -> int:
         """How many machines share one voucher with a peer, itself among them; who was admitted for good has his own."""
-        membership, admitted = self.members.get(peer), self.book.catalog.admitted
+        membership = self.members.get(peer)
+        admitted = self.book.catalog.admitted
         if membership is None or not membership.invite or membership.member in admitted:
             return 1
-        others = {m.member for m in self.members.values() if m.invite == membership.invite}
-        return max(1, len(others - admitted.keys() - {b""}))
+        sharing_members = {m.member for m in self.members.values() if m.invite == membership.invite}
+        return max(1, len(sharing_members - admitted.keys() - {b""}))
 
     def merge_untrusted(self, raw: bytes, is_own: bool = False) -> bool:
         """Take one record if it counts. Raises IntegrityError for a forged one; returns whether it was news.
 
         What would not be taken in any case is not checked: signatures cost a hundred times as much.
         """
-        claim, now = records.read_claim(raw), trio.current_time()
+        # Cheap questions come first: a peer that repeats old records, or sends one key's again and again, makes this
+        # side do little. What the claim says is believed only to turn it down: before a record is taken, its bytes
+        # are verified.
+        claim = records.read_claim(raw)
+        now = trio.current_time()
         if not is_own and now - self._taken_at.get(claim.key, -math.inf) < LEAST_INTERVAL_S:
             return False
         vouchers = tuple(link.key for link in read_links_untrusted(claim.certificate)[:-1])
-        wanted = self.book.wants(claim.key, claim.sequence, claim.peer, vouchers)
-        if not wanted.action:
-            logger.debug("no record of %s: %s", claim.peer, wanted.reason)
+        decision = self.book.wants(claim.key, claim.sequence, claim.peer, vouchers)
+        if not decision.action:
+            logger.debug("no record of %s: %s", claim.peer, decision.reason)
             return False
         try:
             verified = records.read_untrusted(raw, self.doors.founders.ever, self._wall_clock())
-            if verified.record.expires_at > self.doors.require(verified.membership, self._wall_clock()).ends_at:
-                return False  # it outlives its certificate
+            membership_ends_at = self.doors.require(verified.membership, self._wall_clock()).ends_at
         except Refused:
             return False
-        news = self.book.add(verified).action
+        if verified.record.expires_at > membership_ends_at:
+            return False  # it outlives its certificate
+        is_news = self.book.add(verified).action
         self._seen.pop(PeerId(claim.peer), None)
         self._seen[PeerId(claim.peer)] = verified.membership
         if len(self._seen) > MAX_REMEMBERED_MEMBERS:
             del self._seen[next(iter(self._seen))]
-        if news:
+        if is_news:
             self._view = None
             self._note_taken(verified.key, now)
-        return news
+        return is_news
 
     def _note_taken(self, key: str, now: float) -> None:
         if len(self._taken_at) >= MAX_RECORDS:
-            self._taken_at = {k: at for k, at in self._taken_at.items() if now - at < LEAST_INTERVAL_S}
+            recent = {k: taken_at for k, taken_at in self._taken_at.items() if now - taken_at < LEAST_INTERVAL_S}
+            self._taken_at = recent
         self._taken_at[key] = now
 
     def merge_catalog_untrusted(self, raw: bytes) -> bool:
@@ -184,20 +191,23 @@ class Exchange:
 
         Raises IntegrityError for a forged one.
         """
+        # A founder that was voted out still has a key that signs. Charters follow each other, so a catalog must begin
+        # with all charters known here: an older fork of them is of founders that are no more.
         catalog = read_catalog_untrusted(raw, self.keys.founder_key)
-        known = max(self.keys.charters, self.book.catalog.charters, key=len)
-        if catalog.charters[: len(known)] != known or catalog.version > self._wall_clock() + MAX_AHEAD_S:
+        known_charters = max(self.keys.charters, self.book.catalog.charters, key=len)
+        follows = catalog.charters[: len(known_charters)] == known_charters
+        if not follows or catalog.version > self._wall_clock() + MAX_AHEAD_S:
             logger.warning(
                 "a catalog of other founders, or of a time to come, does not count: version %s", catalog.rank
             )
             return False
-        news = self.book.add_catalog(catalog, raw).action
-        if news:
+        is_news = self.book.add_catalog(catalog, raw).action
+        if is_news:
             self._view = None
             self.doors.follow(catalog, catalog.founders(self.keys.founder_key))
-            self.book.keep_members(lambda membership: self._worth(membership) is not None)
+            self.book.keep_members(lambda membership: self._admission_of(membership) is not None)
             self._catalog_news.set()
-        return news
+        return is_news
 
     async def next_catalog(self) -> None:
         """Return once a newer catalog has come since this was last asked."""
@@ -220,8 +230,14 @@ class Exchange:
 
     async def pull(self, rpc: Rpc, peer: PeerId, timeout_s: float = EXCHANGE_TIMEOUT_S) -> bool:
         """Send a peer my digest, take what I lack, send what it lacks; was there any? Raises PeerError."""
-        known = self.view().peers.get(peer)
-        is_short = known is not None and known.minor >= SHORT_DIGESTS
+        # One exchange in three messages, after which both books are equal:
+        #
+        #     here                                     there
+        #     ExchangeDigest: sequence numbers  ---->
+        #                                       <----  ExchangeReply: records that are newer there, names wanted
+        #     Records: those that are wanted    ---->
+        record = self.view().peers.get(peer)
+        is_short = record is not None and record.minor >= SHORT_DIGESTS
         naming = short_name if is_short else str
         digest = msgspec.msgpack.encode(self.book.digest(naming))
         charters, root, version = self.book.catalog.rank if self.book.catalog_raw else (0, 0, 0)
@@ -236,28 +252,36 @@ class Exchange:
         try:
             body = await self.merge_body_untrusted(frame.payload)
         except RemoteProtocolError as error:
-            rpc.standing.fault(peer, Fault.FORGED if isinstance(error, Forged) else Fault.MALFORMED, str(error))
+            fault = Fault.FORGED if isinstance(error, Forged) else Fault.MALFORMED
+            rpc.standing.fault(peer, fault, str(error))
             raise
-        wanted = self.book.pick(set(body.want), naming) if body.want else []
-        if wanted:
+        envelopes = self.book.pick(set(body.want), naming) if body.want else []
+        if envelopes:
             channel = await rpc.channel(peer, "bulk")
             catalog = self.book.catalog_raw if self._is_news_to(peer) else None  # else its founders are not known there
-            await channel.send(Records(), msgspec.msgpack.encode(ExchangeBody(envelopes=wanted, catalog=catalog)))
-        return bool(wanted or body.envelopes or body.catalog)
+            answer = ExchangeBody(envelopes=envelopes, catalog=catalog)
+            await channel.send(Records(), msgspec.msgpack.encode(answer))
+        return bool(envelopes or body.envelopes or body.catalog)
 
-    async def push(self, rpc: Rpc, raws: list[bytes], peers: Iterable[PeerId], catalog: bool = False) -> None:
+    async def push(
+        self,
+        rpc: Rpc,
+        raws: list[bytes],
+        peers: Iterable[PeerId],
+        catalog: bool = False,
+    ) -> None:
         """Take this process's own records, and tell those of ``peers`` that are connected in bulk, each within 2 s."""
         for raw in raws:
             self.merge_untrusted(raw, is_own=True)
         plain = msgspec.msgpack.encode(ExchangeBody(envelopes=raws))
-        whole = (
+        with_catalog = (
             msgspec.msgpack.encode(ExchangeBody(envelopes=raws, catalog=self.book.catalog_raw)) if catalog else plain
         )
         for peer in peers:
             channel = rpc.existing(peer, "bulk")
             if channel is not None:
                 with suppress(PeerError), trio.move_on_after(PUSH_TIMEOUT_S):
-                    await channel.send(Records(), whole if self._reads_charters(peer) else plain)
+                    await channel.send(Records(), with_catalog if self._reads_charters(peer) else plain)
 
     async def answer(self, channel: Channel, message: ExchangeDigest, frame: Frame) -> None:
         """Answer somebody's digest with what it lacks and what this side wants."""
@@ -265,16 +289,16 @@ class Exchange:
             raise RemoteProtocolError(f"a digest of {len(frame.payload)} B; the limit is {MAX_DIGEST_BYTES}")
         naming = short_name if message.is_short else str
         send, want = self.book.compare(decode(frame.payload, Digest, "a digest"), naming)
-        theirs = (message.catalog_charters, message.catalog_root, message.catalog_version)
-        is_newer = not any(theirs) or self.book.catalog.rank > theirs
+        peer_rank = (message.catalog_charters, message.catalog_root, message.catalog_version)
+        is_newer = not any(peer_rank) or self.book.catalog.rank > peer_rank
         catalog = self.book.catalog_raw if is_newer and self._reads_charters(channel.peer) else None
         body = ExchangeBody(envelopes=send, want=want, catalog=catalog)
         await channel.answer(ExchangeReply(re=message.id), msgspec.msgpack.encode(body))
 
     def _reads_charters(self, peer: PeerId) -> bool:
         """May this catalog be sent to a peer? Versions before charters take one by another founder for forged."""
-        known = self.view().peers.get(peer)
-        return not self.book.catalog.charters or known is None or known.minor >= CHARTERS
+        record = self.view().peers.get(peer)
+        return not self.book.catalog.charters or record is None or record.minor >= CHARTERS
 
     def _is_news_to(self, peer: PeerId) -> bool:
         """Is this the first time that a peer is sent records under the charters of now?"""
@@ -286,5 +310,6 @@ class Exchange:
         return is_news
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """The multiaddrs that a peer has announced."""
         record = self.view().peers.get(peer)
         return record.addresses if isinstance(record, PeerRecord) else ()

@@ -1,13 +1,13 @@
-"""File handles: the last ones are kept for what is needed, not for whoever connects."""
+"""File handles: the last ones are kept for what this peer needs, not for strangers that connect."""
 
 from __future__ import annotations
 
 import resource
 
-KEPT = 24  # for the control socket, the worker, the disk, and connections that this peer opens itself
+RESERVED_HANDLES = 24  # for the control socket, the worker, the disk, and connections that this peer opens itself
 
 
 def is_scarce(handle: int) -> bool:
     """Is a handle that was just given out one of the last? The system gives out the lowest that is free."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return limit != resource.RLIM_INFINITY and handle >= limit - KEPT
+    return limit != resource.RLIM_INFINITY and handle >= limit - RESERVED_HANDLES

@@ -1,4 +1,4 @@
-"""HTTP/1.1 for whoever connects: whatever escapes one connection ends that connection, and nothing else.
+"""HTTP/1.1 for strangers: an error that escapes one connection ends that connection, and nothing else.
 
 hypercorn runs all connections in one nursery, which is the server's: what its parsers do not foresee in a stranger's
 first bytes would end the program. So each connection is guarded by itself. HTTP/2 and websockets, which nothing here
@@ -39,6 +39,7 @@ class _HttpOne(H11Protocol):  # type: ignore[misc]  # hypercorn has no types
     """HTTP/1.1 and nothing that it could become."""
 
     async def handle(self, event: Event) -> None:
+        """Act on what the socket brought; another version of HTTP is told so, and the connection ends."""
         try:
             await super().handle(event)
         except _RefusedRequest:
@@ -61,10 +62,11 @@ class _HttpConnection(TCPServer):  # type: ignore[misc]  # hypercorn has no type
     """hypercorn's connection over a plain socket, with HTTP/1.1 alone."""
 
     async def run(self) -> None:
-        found = self.stream.socket
+        """Serve the connection until it ends; the library's own would look for TLS and HTTP/2."""
+        connected_socket = self.stream.socket
         try:
-            client = parse_socket_addr(found.family, found.getpeername())
-            server = parse_socket_addr(found.family, found.getsockname())
+            client = parse_socket_addr(connected_socket.family, connected_socket.getpeername())
+            server = parse_socket_addr(connected_socket.family, connected_socket.getsockname())
             async with TaskGroup() as task_group:
                 self._task_group = task_group
                 self.protocol = _HttpOne(
@@ -96,7 +98,8 @@ async def serve_http(
 
     ``connect`` is what a connection's whole life is.
     """
-    app, context = wrap_app(application, config.wsgi_max_body_size, "asgi"), WorkerContext(None)
+    app = wrap_app(application, config.wsgi_max_body_size, "asgi")
+    context = WorkerContext(None)
 
     async def answer(stream: trio.SocketStream) -> None:
         await _HttpConnection(app, config, context, ConnectionState({}), stream)
@@ -105,9 +108,10 @@ async def serve_http(
         try:
             await (connect or answer)(stream)
         except* Exception as errors:  # noqa: BLE001 - a connection is a stranger's: it fails in any way, and ends alone
-            logger.warning("a connection over HTTP ended with %s", _kinds(errors))
+            logger.warning("a connection over HTTP ended with %s", _error_kinds(errors))
 
-    listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(one)) for one in listening]
+    sockets = [trio.socket.from_stdlib_socket(listening_socket) for listening_socket in listening]
+    listeners = [trio.SocketListener(listening_socket) for listening_socket in sockets]
     try:
         await trio.serve_listeners(guarded, listeners)
     finally:
@@ -115,9 +119,9 @@ async def serve_http(
             listener.socket.close()
 
 
-def _kinds(errors: BaseExceptionGroup[Any]) -> str:
+def _error_kinds(errors: BaseExceptionGroup[Any]) -> str:
     """Which errors a group is made of, without a word of what a stranger sent."""
     kinds: set[str] = set()
     for error in errors.exceptions:
-        kinds.add(_kinds(error) if isinstance(error, BaseExceptionGroup) else type(error).__name__)
+        kinds.add(_error_kinds(error) if isinstance(error, BaseExceptionGroup) else type(error).__name__)
     return ", ".join(sorted(kinds))

@@ -1,8 +1,8 @@
 """How much of frames that are on their way, or being handled, may be in memory: for each sponsor, and in all.
 
 A sponsor is the key that answers for a peer: a member makes as many clients as it likes. A sponsor that has more waits
-with its newest channels until its oldest frame is done. When all together have too much, the newest channel of whoever
-has most is closed: it is an attack, or so many slow links that one has to begin anew.
+with its newest channels until its oldest frame is done. When all together have too much, the sponsor that has most
+loses its newest channel: it is an attack, or so many slow links that one has to begin anew.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ MAX_BYTES = 128 * 2**20  # of all peers
 SMALL_BYTES = 64 * 1024  # what follows a frame in one read: not worth counting
 
 ChannelT = TypeVar("ChannelT")
+
+# Two bounds, and neither can be used against others. Over a sponsor's own bound only that sponsor waits, and never with
+# its oldest frame: else none of its frames could become whole, and it would wait for ever. Over the bound of all, the
+# sponsor that has most loses its newest channel: a peer that fills memory so pays for it itself.
 
 
 class Inbound(Generic[ChannelT]):
@@ -38,8 +42,8 @@ class Inbound(Generic[ChannelT]):
         self._held[channel] = n_bytes
         if sum(self._held.values()) <= MAX_BYTES:
             return None
-        most = max({self._sponsor_of(c) for c in self._held}, key=self._of)
-        return next(c for c in reversed(self._held) if self._sponsor_of(c) == most)
+        largest_sponsor = max({self._sponsor_of(c) for c in self._held}, key=self._bytes_of)
+        return next(c for c in reversed(self._held) if self._sponsor_of(c) == largest_sponsor)
 
     def forget(self, channel: ChannelT) -> None:
         """A channel holds nothing any more."""
@@ -50,11 +54,11 @@ class Inbound(Generic[ChannelT]):
     async def may_read(self, channel: ChannelT) -> None:
         """Return once a channel may read on: its sponsor has room, or none of its frames is older."""
         sponsor = self._sponsor_of(channel)
-        while self._of(sponsor) > MAX_BYTES_OF_PEER and channel != self._oldest(sponsor):
+        while self._bytes_of(sponsor) > MAX_BYTES_OF_PEER and channel != self._oldest_channel(sponsor):
             await self._changed.wait()
 
-    def _of(self, sponsor: bytes) -> int:
+    def _bytes_of(self, sponsor: bytes) -> int:
         return sum(n for c, n in self._held.items() if self._sponsor_of(c) == sponsor)
 
-    def _oldest(self, sponsor: bytes) -> ChannelT | None:
+    def _oldest_channel(self, sponsor: bytes) -> ChannelT | None:
         return next((c for c in self._held if self._sponsor_of(c) == sponsor), None)

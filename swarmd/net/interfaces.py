@@ -12,21 +12,23 @@ from swarmd.plan.links.dialing import IpAddress, IpNetwork
 
 WILDCARDS = {4: ("/ip4/0.0.0.0/", "/ip4/127.0.0.1/"), 6: ("/ip6/::/", "/ip6/::1/")}
 IF_INET6 = Path("/proc/net/if_inet6")  # Linux' list of IPv6 addresses, with flags
-PASSING = 0x01 | 0x08 | 0x20 | 0x40  # temporary (RFC 8981), a duplicate, deprecated, tentative: linux/if_addr.h
+TEMPORARY_FLAGS = 0x01 | 0x08 | 0x20 | 0x40  # temporary (RFC 8981), a duplicate, deprecated, tentative: linux/if_addr.h
 
 
-def expand(listen: tuple[str, ...]) -> tuple[str, ...]:
+def expand_wildcards(listen: tuple[str, ...]) -> tuple[str, ...]:
     """Replace the wildcard host of each multiaddr by this machine's own addresses; loopback only if nothing else."""
-    found: list[str] = []
+    expanded: list[str] = []
     for address in listen:
-        wildcard = next(((v, any_host) for v, (any_host, _) in WILDCARDS.items() if any_host in address), None)
-        if wildcard is None:
-            found.append(address)
-        else:
-            version, any_host = wildcard
-            found += [address.replace(any_host, f"/ip{version}/{h}/") for h in _hosts() if h.version == version]
-    if found:
-        return tuple(found)
+        versions = [version for version, (any_host, _) in WILDCARDS.items() if any_host in address]
+        if not versions:
+            expanded.append(address)
+            continue
+        version = versions[0]
+        any_host = WILDCARDS[version][0]
+        hosts = [host for host in _interface_hosts() if host.version == version]
+        expanded += [address.replace(any_host, f"/ip{version}/{host}/") for host in hosts]
+    if expanded:
+        return tuple(expanded)
     (any_4, loopback_4), (any_6, loopback_6) = WILDCARDS.values()
     return tuple(address.replace(any_4, loopback_4).replace(any_6, loopback_6) for address in listen)
 
@@ -41,7 +43,7 @@ def has_ipv6() -> bool:
     return True
 
 
-def _hosts() -> list[IpAddress]:
+def _interface_hosts() -> list[IpAddress]:
     """Of all interfaces, for others; what a link calls its own (fe80::) means nothing without the interface's name."""
     hosts = (
         ipaddress.ip_address(a.address.partition("%")[0])
@@ -49,30 +51,31 @@ def _hosts() -> list[IpAddress]:
         for a in addresses
         if a.family in (socket.AF_INET, socket.AF_INET6)
     )
-    passing = _passing()
+    passing = _temporary_hosts()
     lasting = (host for host in hosts if not host.is_loopback and host not in passing)
     return [host for host in lasting if not (host.version == 6 and host.is_link_local)]
 
 
-def _passing() -> set[IpAddress]:
+def _temporary_hosts() -> set[IpAddress]:
     """IPv6 addresses that will not be this machine's for long, where the system says so."""
     try:
         rows = [line.split() for line in IF_INET6.read_text().splitlines()]
     except OSError:
         return set()
-    return {ipaddress.IPv6Address(int(row[0], 16)) for row in rows if int(row[4], 16) & PASSING}
+    temporary = [row for row in rows if int(row[4], 16) & TEMPORARY_FLAGS]
+    return {ipaddress.IPv6Address(int(row[0], 16)) for row in temporary}
 
 
-def networks() -> tuple[IpNetwork, ...]:
+def own_networks() -> tuple[IpNetwork, ...]:
     """The networks that this machine is on, loopback included."""
-    found: list[IpNetwork] = []
+    interface_networks: list[IpNetwork] = []
     for addresses in psutil.net_if_addrs().values():
-        for a in addresses:
-            if a.family in (socket.AF_INET, socket.AF_INET6) and a.netmask:
-                host = a.address.partition("%")[0]
-                prefix = ipaddress.ip_address(a.netmask)
-                found.append(ipaddress.ip_network(f"{host}/{int(prefix).bit_count()}", strict=False))
-    return tuple(found)
+        for interface_address in addresses:
+            if interface_address.family in (socket.AF_INET, socket.AF_INET6) and interface_address.netmask:
+                host = interface_address.address.partition("%")[0]
+                prefix = ipaddress.ip_address(interface_address.netmask)
+                interface_networks.append(ipaddress.ip_network(f"{host}/{int(prefix).bit_count()}", strict=False))
+    return tuple(interface_networks)
 
 
 def is_loopback(addresses: tuple[str, ...]) -> bool:

@@ -21,13 +21,18 @@ class _UnixConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
+        """What the standard library's does for TCP, for a Unix socket."""
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(str(self._path))
 
 
-def ask(
-    path: Path, verb: str, query: Mapping[str, str] | None = None, method: str = "GET", timeout_s: float = 15.0
+def ask_daemon(
+    path: Path,
+    verb: str,
+    query: Mapping[str, str] | None = None,
+    method: str = "GET",
+    timeout_s: float = 15.0,
 ) -> dict[str, Any]:
     """Ask one thing of the control API at the socket ``path``.
 

@@ -2,8 +2,8 @@
 
 A peer that asks and does not read makes this side keep the answer. Channels and identities cost it nothing: a member
 certifies as many clients as it likes. So bytes are counted for the *sponsor*, the key that answers for a peer
-(net.exchange.principal). Who has its share waiting is answered on once it has read; when all together have too much,
-the newest channel of whoever has most is closed.
+(net.exchange.principal). A sponsor whose share is full gets its next answer once it has read. When all together have
+too much, the sponsor that has most loses its newest channel.
 
 Only answers count. What this side sends by itself is bounded where it is made, and to wait for those who read it
 could be to wait for oneself: both sides of a channel may send.
@@ -25,13 +25,17 @@ SMALL_BYTES = 64 * 1024  # not worth counting: so much fits what a link has unde
 SponsorOf = Callable[[PeerId], bytes]
 """The key that answers for a peer."""
 
+# An answer is counted from when it is made until it has left. While a sponsor's answers fill its share, the task that
+# serves its channel stops before the next request: it reads no more, so TCP slows the sponsor down by itself.
+
 
 class AnsweringChannel(Protocol):
     """What is needed of a channel."""
 
     peer: PeerId
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End it at once."""
 
 
 class Outbound:
@@ -68,17 +72,17 @@ class Outbound:
                 await self._close_crowding()
             yield
         finally:
-            self._forget(channel, n_bytes)
+            self._forget_answer(channel, n_bytes)
 
     async def _close_crowding(self) -> None:
-        """Close the newest channel of whoever has most."""
-        most = max({self._sponsor_of(c.peer) for c in self._held}, key=self.n_bytes_of)
-        crowding = next(c for c in reversed(self._held) if self._sponsor_of(c.peer) == most)
+        """Close the newest channel of the sponsor that has most."""
+        largest_sponsor = max({self._sponsor_of(c.peer) for c in self._held}, key=self.n_bytes_of)
+        crowding = next(c for c in reversed(self._held) if self._sponsor_of(c.peer) == largest_sponsor)
         await crowding.close()
 
-    def _forget(self, channel: AnsweringChannel, n_bytes: int) -> None:
-        left = self._held.pop(channel) - n_bytes
-        if left > 0:
-            self._held[channel] = left
+    def _forget_answer(self, channel: AnsweringChannel, n_bytes: int) -> None:
+        remaining = self._held.pop(channel) - n_bytes
+        if remaining > 0:
+            self._held[channel] = remaining
         self._changed.set()
         self._changed = trio.Event()

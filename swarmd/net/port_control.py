@@ -20,14 +20,18 @@ from swarmd.errors import RemoteProtocolError, Unreachable
 
 CONTROL_PORT = 5351  # of routers, for both
 ROUTES = Path("/proc/net/route")  # Linux' IPv4 routes: numbers in hexadecimal, the machine's byte order
+NO_HOST = "00000000"  # 0.0.0.0 in that file: as a destination everything, as a router none
 WAITS_S = (0.25, 0.5, 1.0)  # for an answer, before it is asked again: NAT-PMP's, which begins sooner than PCP's
 MAX_BYTES = 1100  # of a message (RFC 6887, 7)
 NONCE_BYTES = 12  # RFC 6887, 11.1
 
-PCP, NAT_PMP = 2, 0  # versions, as the messages name them
-MAP, MAP_TCP, ANSWER = 1, 2, 0x80  # opcodes; an answer's has the highest bit set
+PCP = 2  # its version, as messages name it
+NAT_PMP = 0  # its version
+MAP = 1  # PCP's opcode for a mapping (RFC 6887, 19.4)
+MAP_TCP = 2  # NAT-PMP's opcode (RFC 6886, 3.3)
+ANSWER = 0x80  # the highest bit of an answer's opcode
 TCP = 6  # as IP names it
-PCP_SAYS = {  # RFC 6887, 7.4
+PCP_ERRORS = {  # RFC 6887, 7.4
     1: "it knows another version",
     2: "it may not",
     7: "it is not connected",
@@ -36,13 +40,13 @@ PCP_SAYS = {  # RFC 6887, 7.4
     11: "it has no such address",
     12: "another router is in between",
 }
-NAT_PMP_SAYS = {1: "it knows another version", 2: "it may not", 3: "it is not connected", 4: "it has no ports left"}
+NAT_PMP_ERRORS = {1: "it knows another version", 2: "it may not", 3: "it is not connected", 4: "it has no ports left"}
 PCP_MAP = struct.Struct("!BBxxI16s12sB3xHH16s")  # RFC 6887, 7.1 and 11.1
-PCP_MAPPED = struct.Struct("!BBxBII12x12sB3xHH16s")
+PCP_ANSWER = struct.Struct("!BBxBII12x12sB3xHH16s")
 NAT_PMP_ADDRESS = bytes((NAT_PMP, 0))
-NAT_PMP_IS_AT = struct.Struct("!BBHI4s")  # RFC 6886, 3.2
+NAT_PMP_ADDRESS_ANSWER = struct.Struct("!BBHI4s")  # RFC 6886, 3.2
 NAT_PMP_MAP = struct.Struct("!BBxxHHI")  # 3.3
-NAT_PMP_MAPPED = struct.Struct("!BBHIHHI")
+NAT_PMP_ANSWER = struct.Struct("!BBHIHHI")
 T = TypeVar("T")
 
 Spoken = Literal["PCP", "NAT-PMP"]
@@ -68,20 +72,26 @@ async def map_port(port: int, nonce: bytes, lease_s: int) -> PortGrant:
     """
     with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
-            await asking.connect((str(gateway()), CONTROL_PORT))
-            own = IPv4Address(asking.getsockname()[0])
-            wanted = pcp_map(nonce, own, port, lease_s)
+            await asking.connect((str(find_gateway()), CONTROL_PORT))
+            own_host = IPv4Address(asking.getsockname()[0])
+            request = encode_pcp_map(nonce, own_host, port, lease_s)
             try:
-                return await _ask(asking, wanted, lambda data: pcp_mapped(data, nonce, port))
+                return await _exchange_datagrams(asking, request, lambda data: read_pcp_answer(data, nonce, port))
             except WrongVersionError:
-                host = await _ask(asking, NAT_PMP_ADDRESS, nat_pmp_is_at)
-                outside = await _ask(asking, nat_pmp_map(port, lease_s), lambda data: nat_pmp_mapped(data, port))
-                return PortGrant(str(host), outside, "NAT-PMP")
+                host = await _exchange_datagrams(asking, NAT_PMP_ADDRESS, read_nat_pmp_address)
+                external_port = await _exchange_datagrams(
+                    asking, encode_nat_pmp_map(port, lease_s), lambda data: read_nat_pmp_answer(data, port)
+                )
+                return PortGrant(str(host), external_port, "NAT-PMP")
         except OSError as error:
             raise Unreachable(f"the router speaks neither PCP nor NAT-PMP ({error.strerror})") from None
 
 
-async def _ask(asking: trio.socket.SocketType, message: bytes, read: Callable[[bytes], T]) -> T:
+async def _exchange_datagrams(
+    asking: trio.socket.SocketType,
+    message: bytes,
+    read: Callable[[bytes], T],
+) -> T:
     """The first answer that is one to this message; others are no answer. Raises Unreachable, OSError."""
     for wait_s in WAITS_S:
         await asking.send(message)
@@ -94,68 +104,80 @@ async def _ask(asking: trio.socket.SocketType, message: bytes, read: Callable[[b
     raise Unreachable("the router speaks neither PCP nor NAT-PMP (it does not answer)")
 
 
-def gateway() -> IPv4Address:
+def find_gateway() -> IPv4Address:
     """The router that leads elsewhere. Raises Unreachable."""
     try:
         rows = [line.split() for line in ROUTES.read_text().splitlines()[1:]]
     except OSError:
         raise Unreachable("this system does not say which router it has") from None
-    found = [(int(row[6]), row[2]) for row in rows if row[1] == row[7] == "00000000" and row[2] != "00000000"]
-    if not found:
+    default_routes = []
+    for row in rows:
+        router = row[2]
+        is_default = row[1] == row[7] == NO_HOST  # destination and mask
+        if is_default and router != NO_HOST:
+            default_routes.append((int(row[6]), router))  # the least metric is preferred
+    if not default_routes:
         raise Unreachable("this machine has no router")
-    return IPv4Address(struct.pack("=I", int(min(found)[1], 16)))
+    _, router = min(default_routes)
+    return IPv4Address(struct.pack("=I", int(router, 16)))
 
 
 # --- messages --------------------------------------------------------------------------------------------------
+#
+# An answer is a datagram, so anybody can send one that says it comes from the router. PCP's has the nonce that this
+# machine drew, which nobody off the network can know; NAT-PMP's has nothing of the kind, so only the port is compared.
 
 
-def pcp_map(nonce: bytes, own: IPv4Address, port: int, lease_s: int) -> bytes:
+def encode_pcp_map(nonce: bytes, own_host: IPv4Address, port: int, lease_s: int) -> bytes:
     any_host = IPv6Address("::ffff:0.0.0.0").packed
-    return PCP_MAP.pack(PCP, MAP, lease_s, IPv6Address(f"::ffff:{own}").packed, nonce, TCP, port, port, any_host)
+    return PCP_MAP.pack(PCP, MAP, lease_s, IPv6Address(f"::ffff:{own_host}").packed, nonce, TCP, port, port, any_host)
 
 
-def pcp_mapped(data: bytes, nonce: bytes, port: int) -> PortGrant:
+def read_pcp_answer(data: bytes, nonce: bytes, port: int) -> PortGrant:
     """Raises RemoteProtocolError for what is no answer, Unreachable for a refusal, WrongVersionError."""
     if data[:1] == bytes((NAT_PMP,)):
         raise WrongVersionError
-    version, opcode, result, _, _, named, protocol, inside, outside, host = _unpack(PCP_MAPPED, data)
-    if (version, opcode, named, protocol, inside) != (PCP, ANSWER | MAP, nonce, TCP, port):
+    version, opcode, result, _, _, named, protocol, internal_port, external_port, host = _unpack_answer(
+        PCP_ANSWER, data
+    )
+    if (version, opcode, named, protocol, internal_port) != (PCP, ANSWER | MAP, nonce, TCP, port):
         raise RemoteProtocolError("another's answer")
-    _check(result, PCP_SAYS)
+    _require_success(result, PCP_ERRORS)
     address = IPv6Address(host).ipv4_mapped
     if address is None:
         raise RemoteProtocolError("an answer without an IPv4 address")
-    return PortGrant(str(address), outside, "PCP")
+    return PortGrant(str(address), external_port, "PCP")
 
 
-def nat_pmp_map(port: int, lease_s: int) -> bytes:
+def encode_nat_pmp_map(port: int, lease_s: int) -> bytes:
+    """NAT-PMP's request for a port (RFC 6886, 3.3); port 0 and lease 0 take it back."""
     return NAT_PMP_MAP.pack(NAT_PMP, MAP_TCP, port, port if lease_s else 0, lease_s)
 
 
-def nat_pmp_mapped(data: bytes, port: int) -> int:
+def read_nat_pmp_answer(data: bytes, port: int) -> int:
     """The router's port. Raises RemoteProtocolError or Unreachable."""
-    version, opcode, result, _, inside, outside, _ = _unpack(NAT_PMP_MAPPED, data)
-    if (version, opcode, inside) != (NAT_PMP, ANSWER | MAP_TCP, port):
+    version, opcode, result, _, internal_port, external_port, _ = _unpack_answer(NAT_PMP_ANSWER, data)
+    if (version, opcode, internal_port) != (NAT_PMP, ANSWER | MAP_TCP, port):
         raise RemoteProtocolError("another's answer")
-    _check(result, NAT_PMP_SAYS)
-    return int(outside)
+    _require_success(result, NAT_PMP_ERRORS)
+    return int(external_port)
 
 
-def nat_pmp_is_at(data: bytes) -> IPv4Address:
+def read_nat_pmp_address(data: bytes) -> IPv4Address:
     """The router's own address. Raises RemoteProtocolError or Unreachable."""
-    version, opcode, result, _, host = _unpack(NAT_PMP_IS_AT, data)
+    version, opcode, result, _, host = _unpack_answer(NAT_PMP_ADDRESS_ANSWER, data)
     if (version, opcode) != (NAT_PMP, ANSWER):
         raise RemoteProtocolError("another's answer")
-    _check(result, NAT_PMP_SAYS)
+    _require_success(result, NAT_PMP_ERRORS)
     return IPv4Address(host)
 
 
-def _unpack(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
+def _unpack_answer(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
     if len(data) < form.size:
         raise RemoteProtocolError(f"an answer of {len(data)} bytes, expected {form.size}")
     return form.unpack_from(data)
 
 
-def _check(result: int, says: Mapping[int, str]) -> None:
+def _require_success(result: int, says: Mapping[int, str]) -> None:
     if result:
         raise Unreachable(f"the router opens no port: {says.get(result, f'error {result}')}")

@@ -45,20 +45,20 @@ async def map_port(port: int, nonce: bytes) -> Mapping:
         return Mapping(granted.host, granted.port, port, granted.spoken)
     except Unreachable as error:
         try:
-            return await _in_thread(partial(_map, port))
-        except Unreachable as other:
-            raise Unreachable(f"{other}; {error}") from None
+            return await _run_in_thread(partial(_map_by_upnp, port))
+        except Unreachable as upnp_error:
+            raise Unreachable(f"{upnp_error}; {error}") from None
 
 
 async def unmap_port(mapping: Mapping, nonce: bytes) -> None:
     """Take a mapping back. Raises Unreachable."""
     if mapping.spoken == "UPnP":
-        await _in_thread(partial(_unmap, mapping))
+        await _run_in_thread(partial(_unmap_by_upnp, mapping))
     else:
         await port_control.map_port(mapping.inside, nonce, lease_s=0)
 
 
-async def _in_thread(function: Callable[[], T]) -> T:
+async def _run_in_thread(function: Callable[[], T]) -> T:
     try:
         with trio.fail_after(ROUTER_TIMEOUT_S):
             return await trio.to_thread.run_sync(function, abandon_on_cancel=True)  # type: ignore[call-arg]
@@ -66,43 +66,44 @@ async def _in_thread(function: Callable[[], T]) -> T:
         raise Unreachable(f"the router does not answer within {ROUTER_TIMEOUT_S:.0f} s") from None
 
 
-def _map(port: int) -> Mapping:
-    router = _router()
-    with _refusals():
+def _map_by_upnp(port: int) -> Mapping:
+    router = _find_router()
+    with _upnp_errors():
         host = router.externalipaddress()
     refusal: Unreachable | None = None
-    for outside in range(port, min(port + N_PORTS, 65_536)):
+    for external_port in range(port, min(port + N_PORTS, 65_536)):
         for lease_s in (LEASE_S, 0):  # some routers know permanent ones only
             try:
-                with _refusals():
-                    router.addportmapping(outside, "TCP", router.lanaddr, port, "swarmd", "", lease_s)
+                with _upnp_errors():
+                    router.addportmapping(external_port, "TCP", router.lanaddr, port, "swarmd", "", lease_s)
             except Unreachable as error:
                 refusal = refusal or error
             else:
-                return Mapping(host, outside, port, "UPnP")
+                return Mapping(host, external_port, port, "UPnP")
     assert refusal is not None
     raise refusal
 
 
-def _unmap(mapping: Mapping) -> None:
-    router = _router()
-    with _refusals():
+def _unmap_by_upnp(mapping: Mapping) -> None:
+    router = _find_router()
+    with _upnp_errors():
         router.deleteportmapping(mapping.port, "TCP")
 
 
-def _router() -> Any:
+def _find_router() -> Any:
     import miniupnpc  # late: only who is behind a router needs it
 
-    found = miniupnpc.UPnP()
-    found.discoverdelay = DISCOVERY_MS
-    with _refusals():
-        found.discover()
-        found.selectigd()
-    return found
+    router = miniupnpc.UPnP()
+    router.discoverdelay = DISCOVERY_MS
+    with _upnp_errors():
+        router.discover()
+        router.selectigd()
+    return router
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def _upnp_errors() -> Iterator[None]:
+    """Raise Unreachable for whatever goes wrong with UPnP."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the library raises Exception itself, for a router's answers and its own

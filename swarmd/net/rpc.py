@@ -5,8 +5,8 @@ A *channel* is one stream to one peer for one purpose, opened by either side and
 way is a Hello with a membership certificate; nobody who is not admitted gets further. Frames are handled in order,
 by one task for each channel, so a slow handler slows its peer and nobody else.
 
-Where answers may be long (net.api.ONE_WAY), whoever opened a channel asks over it and the other side only answers:
-while a task sends an answer it reads nothing, and two that answered each other over one channel would wait for ever.
+Where answers may be long (net.api.ONE_WAY), the side that opened a channel asks, and the other side only answers: while
+a task sends an answer it reads nothing, and two that answered each other over one channel would wait for ever.
 """
 
 from __future__ import annotations
@@ -51,10 +51,24 @@ MAX_PEERS_OF_SPONSOR = 100  # at once: a member with its clients, or the clients
 MAX_CHANNELS = 4  # of one purpose from one peer: a client and a daemon may share an identity
 
 
+# The way of one frame, from the network to a handler and back:
+#
+#     Stream.receive -> FrameDecoder -> Channel.resolve -- a reply --> the task that awaits Channel.call
+#                          |                 |
+#                    Inbound counts        a request -> RpcOwner.handle -> Channel.answer -> Outbound counts
+#
+# What peers could do here, and what meets it:
+#   * send much and slowly: ``Inbound`` bounds what is in memory for each sponsor and in all;
+#   * ask for much and read nothing: ``Outbound`` bounds what waits to be read;
+#   * open many channels, or connect with many identities: MAX_CHANNELS and MAX_PEERS_OF_SPONSOR;
+#   * send nonsense: the channel ends and ``Standing`` notes a fault; a version that differs is none.
+
+
 class RpcOwner(Protocol):
     """What the owner of an Rpc decides: who may enter, what to do with a message, what to do when a peer is gone."""
 
-    def hello(self) -> Hello: ...
+    def hello(self) -> Hello:
+        """The first message on each channel, with this peer's certificate."""
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """Raise Refused or IntegrityError to keep a peer out."""
@@ -82,13 +96,15 @@ class Channel:
 
     @property
     def is_open(self) -> bool:
+        """Can it still be used?"""
         return not self.ended.is_set()
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
+        """Send a message that nobody asked for, or that is small. Raises Unreachable."""
         await self.send_raw(messages.framed(message, payload))
 
     async def answer(self, message: Message, payload: bytes | memoryview = b"") -> None:
-        """Send what the other side asked for: whoever asks for much and reads none of it, waits. Raises Unreachable."""
+        """Send what the other side asked for; one that asks for much and reads none of it waits. Raises Unreachable."""
         frame = messages.framed(message, payload)
         del payload  # one copy is enough while it waits to be read
         async with self._answers.holding(self, len(frame)):
@@ -119,7 +135,9 @@ class Channel:
             self._lock.release()
 
     async def send_in_slices(
-        self, slices: Iterable[bytes], pace: Callable[[int], Awaitable[None]] | None = None
+        self,
+        slices: Iterable[bytes],
+        pace: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """Send one encoded frame bit by bit, each when ``pace`` lets it. Raises Unreachable."""
         await self._lock.acquire(is_bulk=True)
@@ -145,8 +163,9 @@ class Channel:
         if len(self._pending) >= MAX_PENDING_CALLS:
             raise Unreachable(f"{MAX_PENDING_CALLS} calls to {self.peer} are unanswered")
         self._n_calls += 1
-        reply = self._pending[self._n_calls] = _Reply()
         call_id = self._n_calls
+        reply = _Reply()
+        self._pending[call_id] = reply
         try:
             with trio.fail_after(timeout_s):
                 await self.send(request(call_id), payload)
@@ -173,10 +192,12 @@ class Channel:
         return True
 
     async def close(self) -> None:
+        """End the channel and its stream, both ways at once."""
         self.end()
         await self.stream.reset()
 
     def end(self) -> None:
+        """Mark the channel ended; calls that await a reply fail."""
         self.ended.set()
         for reply in self._pending.values():
             reply.arrived.set()
@@ -199,7 +220,7 @@ class Rpc:
     def __init__(
         self,
         network: Network,
-        guest: RpcOwner,
+        owner: RpcOwner,
         standing: Standing | None = None,
         sponsor_of: SponsorOf | None = None,
     ) -> None:
@@ -207,46 +228,52 @@ class Rpc:
         self.standing = standing or Standing()
         self.sponsor_of = sponsor_of or str.encode
         self.answers = Outbound(self.sponsor_of)
-        self._guest = guest
+        self._owner = owner
         self._channels: dict[tuple[PeerId, Purpose], list[Channel]] = {}
         self._opening: dict[tuple[PeerId, Purpose], trio.Lock] = {}
         self._nursery: trio.Nursery | None = None
         self._inbound: Inbound[Channel] = Inbound(lambda channel: self.sponsor_of(channel.peer))
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Accept channels until cancelled; connections to peers that become banned are ended."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for purpose in PURPOSES:
-                self.network.set_handler(purpose, self._acceptor(purpose))
+                self.network.set_handler(purpose, self._channel_acceptor(purpose))
             nursery.start_soon(self.standing.keep)
             task_status.started()
             while True:
                 await self.network.disconnect(await self.standing.next_banned())
 
     def existing(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel | None:
-        """The newest live channel: whoever opened it may have given up those before, which look alive for a while."""
-        return next((c for c in reversed(self._channels.get((peer, purpose), ())) if c.is_open), None)
+        """The newest live channel: its opener may have given up those before, which look alive for a while."""
+        channels = self._channels.get((peer, purpose), ())
+        return next((channel for channel in reversed(channels) if channel.is_open), None)
 
-    def _to_ask(self, peer: PeerId, purpose: Purpose) -> Channel | None:
+    def _asking_channel(self, peer: PeerId, purpose: Purpose) -> Channel | None:
         """A channel over which this side may ask."""
-        of_peer = reversed(self._channels.get((peer, purpose), ()))
-        return next((c for c in of_peer if c.is_open and (c.is_ours or purpose not in ONE_WAY)), None)
+        for channel in reversed(self._channels.get((peer, purpose), ())):
+            may_ask = channel.is_ours or purpose not in ONE_WAY
+            if channel.is_open and may_ask:
+                return channel
+        return None
 
     def peers(self) -> set[PeerId]:
+        """All peers with a channel."""
         return {peer for peer, _ in self._channels}
 
     async def channel(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel:
         """Return a live channel to a peer, opening one if there is none. Raises PeerError."""
-        found = self._to_ask(peer, purpose)
-        if found is not None:
-            return found
+        channel = self._asking_channel(peer, purpose)
+        if channel is not None:
+            return channel
         if peer == self.network.peer_id:
             raise Unreachable("a peer does not dial itself")
         self._require_standing(peer)
         lock = self._opening.setdefault((peer, purpose), trio.Lock())
         try:
             async with lock:
-                return self._to_ask(peer, purpose) or await self._open(peer, purpose)
+                return self._asking_channel(peer, purpose) or await self._open_channel(peer, purpose)
         finally:
             if not lock.statistics().tasks_waiting:
                 self._opening.pop((peer, purpose), None)
@@ -259,6 +286,10 @@ class Rpc:
         timeout_s: float = CALL_TIMEOUT_S,
         purpose: Purpose = "interactive",
     ) -> tuple[AnyMessage, Frame]:
+        """Send ``request(id)`` to a peer, connecting if need be, and wait for its reply. Raises PeerError.
+
+        ``timeout_s`` holds for connecting, and once more for the reply.
+        """
         try:
             with trio.fail_after(timeout_s):
                 channel = await self.channel(peer, purpose)
@@ -281,7 +312,7 @@ class Rpc:
         if is_relayed and self._nursery is not None:
             for purpose in PURPOSES:
                 for channel in list(self._channels.get((peer, purpose), ())):
-                    self._forget(channel)
+                    self._forget_channel(channel)
             self._nursery.start_soon(self.network.disconnect, peer)
         return is_relayed
 
@@ -291,54 +322,59 @@ class Rpc:
         if left_s:
             raise Refused(Code.BANNED, f"{peer} is banned for {left_s:.0f} s more, for what it sent", left_s)
 
-    async def _open(self, peer: PeerId, purpose: Purpose) -> Channel:
+    async def _open_channel(self, peer: PeerId, purpose: Purpose) -> Channel:
         stream = await self.network.open_stream(peer, purpose)
         channel = Channel(stream, purpose, True, self.answers)
         is_admitted = False
         try:
             with trio.fail_after(HELLO_TIMEOUT_S):
-                await channel.send(self._guest.hello())
-                decoder, early = await self._greet(channel)
+                await channel.send(self._owner.hello())
+                decoder, early = await self._receive_hello(channel)
             is_admitted = True
         except trio.TooSlowError:
             raise PeerTimeout(f"{peer} did not say hello within {HELLO_TIMEOUT_S} s") from None
         finally:
-            if not is_admitted:  # whoever opened it may have been cancelled: the peer must not keep its half of it
+            if not is_admitted:  # this task may have been cancelled: the peer must not keep its half of the stream
                 with trio.CancelScope(shield=True):
                     await stream.reset()
-        self._register(channel)
+        self._register_channel(channel)
         assert self._nursery is not None, "run() must have started"
-        self._nursery.start_soon(self._serve, channel, decoder, early)
+        self._nursery.start_soon(self._serve_channel, channel, decoder, early)
         return channel
 
-    def _acceptor(self, purpose: Purpose) -> Callable[[Stream], Awaitable[None]]:
+    def _channel_acceptor(self, purpose: Purpose) -> Callable[[Stream], Awaitable[None]]:
         async def accept(stream: Stream) -> None:
             channel = Channel(stream, purpose, False, self.answers)
             try:
                 with trio.fail_after(HELLO_TIMEOUT_S):
                     self._require_standing(channel.peer)
-                    decoder, early = await self._greet(channel)
-                    theirs = [c for c in self._channels.get((channel.peer, purpose), ()) if not c.is_ours]
-                    if len(theirs) >= MAX_CHANNELS:
+                    decoder, early = await self._receive_hello(channel)
+                    channels = self._channels.get((channel.peer, purpose), ())
+                    n_inbound = sum(not channel.is_ours for channel in channels)
+                    if n_inbound >= MAX_CHANNELS:
                         raise Refused(Code.NO_CAPACITY, f"{MAX_CHANNELS} {purpose} streams of {channel.peer} are open")
                     self._require_room(channel.peer)
-                    await channel.send(self._guest.hello())
+                    await channel.send(self._owner.hello())
             except (trio.TooSlowError, PeerError) as error:
                 await self._turn_away(channel, error)
                 return
-            self._register(channel)
-            await self._serve(channel, decoder, early)
+            self._register_channel(channel)
+            await self._serve_channel(channel, decoder, early)
 
         return accept
 
     def _require_room(self, peer: PeerId) -> None:
         """Leave room for others: identities cost nothing. Raises Refused."""
-        sponsor, known = self.sponsor_of(peer), self.peers()
-        if peer not in known and sum(self.sponsor_of(p) == sponsor for p in known) >= MAX_PEERS_OF_SPONSOR:
+        connected = self.peers()
+        if peer in connected:
+            return
+        sponsor = self.sponsor_of(peer)
+        n_of_sponsor = sum(self.sponsor_of(p) == sponsor for p in connected)
+        if n_of_sponsor >= MAX_PEERS_OF_SPONSOR:
             text = f"{MAX_PEERS_OF_SPONSOR} peers that one member or invite answers for are connected here: close some"
             raise Refused(Code.NO_CAPACITY, text)
 
-    async def _greet(self, channel: Channel) -> tuple[FrameDecoder, list[Frame]]:
+    async def _receive_hello(self, channel: Channel) -> tuple[FrameDecoder, list[Frame]]:
         """Receive and judge the other side's hello; returns the decoder and what came with it. Raises PeerError."""
         decoder = FrameDecoder(max_payload_bytes=0)  # nobody sends payloads before being admitted
         hello: Frame | None = None
@@ -348,24 +384,25 @@ class Rpc:
                 raise Unreachable(f"{channel.peer} closed the stream before its hello")
             frames_in_it = decoder.feed_untrusted(data)
             hello = next(frames_in_it, None)
-        self._judge(channel, messages.decode_untrusted(hello.header))
+        self._judge_hello(channel, messages.decode_untrusted(hello.header))
         decoder.max_payload_bytes = frames.MAX_PAYLOAD_BYTES
         return decoder, list(frames_in_it)
 
-    def _judge(self, channel: Channel, message: AnyMessage) -> None:
+    def _judge_hello(self, channel: Channel, message: AnyMessage) -> None:
         if isinstance(message, Refusal):
             raise Refused(Code(message.code), message.message)
         if not isinstance(message, Hello):
             raise RemoteProtocolError(f"expected a hello first, got {type(message).__name__}")
-        if unknown := messages.unknown_needs(message.needs):
+        unknown = messages.unknown_needs(message.needs)
+        if unknown:
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
         try:
-            self._guest.admit(channel.peer, message)
+            self._owner.admit(channel.peer, message)
         except IntegrityError as error:
             self.standing.fault(channel.peer, Fault.FORGED, str(error))
             raise RemoteProtocolError(str(error)) from None
 
-    def _register(self, channel: Channel) -> None:
+    def _register_channel(self, channel: Channel) -> None:
         self._channels.setdefault((channel.peer, channel.purpose), []).append(channel)
 
     async def _turn_away(self, channel: Channel, error: Exception) -> None:
@@ -377,17 +414,17 @@ class Rpc:
             except Unreachable:
                 pass
 
-    async def _serve(self, channel: Channel, decoder: FrameDecoder, early: list[Frame]) -> None:
+    async def _serve_channel(self, channel: Channel, decoder: FrameDecoder, early: list[Frame]) -> None:
         """Read one channel until its end. Whatever goes wrong ends this channel and nothing else."""
         try:
             while early:
-                await self._handle(channel, early.pop(0))
+                await self._handle_frame(channel, early.pop(0))
             while data := await channel.stream.receive():
                 for frame in decoder.feed_untrusted(data):
-                    await self._hold(channel, len(frame.raw))
-                    await self._handle(channel, frame)
+                    await self._count_held(channel, len(frame.raw))
+                    await self._handle_frame(channel, frame)
                     del frame  # it would stay until the next one comes, which may be never
-                await self._hold(channel, decoder.held_bytes)
+                await self._count_held(channel, decoder.held_bytes)
                 await self._inbound.may_read(channel)
         except (OtherVersion, OutOfStep) as error:
             logger.info("closing the channel from %s: %s", channel.peer, error)
@@ -400,12 +437,12 @@ class Rpc:
         except Exception:
             logger.exception("a message from %s broke its handler; closing the channel", channel.peer)
         finally:
-            self._forget(channel)
+            self._forget_channel(channel)
             with trio.CancelScope(shield=True):
                 await channel.close()
 
-    async def _hold(self, channel: Channel, n_bytes: int) -> None:
-        """A channel has so much of a frame in memory; whoever crowds out others has to give some up."""
+    async def _count_held(self, channel: Channel, n_bytes: int) -> None:
+        """Count what a channel has of a frame in memory; a sponsor that crowds out others loses a channel."""
         if n_bytes <= SMALL_BYTES and not self._inbound:
             return
         crowding = self._inbound.note(channel, n_bytes)
@@ -414,20 +451,20 @@ class Rpc:
             self._inbound.forget(crowding)
             await crowding.close()
 
-    async def _handle(self, channel: Channel, frame: Frame) -> None:
+    async def _handle_frame(self, channel: Channel, frame: Frame) -> None:
         message = messages.decode_untrusted(frame.header)
         if channel.resolve(message, frame):
             return
         if getattr(message, "id", 0):  # it wants an answer
             await self.answers.may_answer(channel)
         try:
-            if isinstance(message, messages.Unknown) or not await self._guest.handle(channel, message, frame):
+            if isinstance(message, messages.Unknown) or not await self._owner.handle(channel, message, frame):
                 messages.refuse_unhandled(message)
         except Refused as error:
             if not isinstance(message, Refusal):  # two peers that refuse each other would never stop
                 await channel.send(messages.refusal_for(message, error))
 
-    def _forget(self, channel: Channel) -> None:
+    def _forget_channel(self, channel: Channel) -> None:
         channel.end()
         self._inbound.forget(channel)
         channels = self._channels.get((channel.peer, channel.purpose), [])
@@ -436,6 +473,6 @@ class Rpc:
             if not channels:
                 del self._channels[channel.peer, channel.purpose]
                 try:
-                    self._guest.gone(channel.peer, channel.purpose)
+                    self._owner.gone(channel.peer, channel.purpose)
                 except Exception:
                     logger.exception("the end of the last channel to %s broke who was told", channel.peer)

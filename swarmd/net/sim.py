@@ -43,12 +43,12 @@ class Line:
 
     async def carry(self, n_bytes: int) -> float:
         """Wait for a place in the queue before it, packet by packet; returns when the last will be through."""
-        for at in range(0, n_bytes, PACKET_BYTES):
+        for start in range(0, n_bytes, PACKET_BYTES):
             async with self._turn:
                 await trio.sleep_until(self.free_at - QUEUE_S)
-                taken = min(PACKET_BYTES, n_bytes - at)
-                self.free_at = max(self.free_at, trio.current_time()) + taken / self.bytes_per_s
-                self.n_bytes += taken
+                packet_bytes = min(PACKET_BYTES, n_bytes - start)
+                self.free_at = max(self.free_at, trio.current_time()) + packet_bytes / self.bytes_per_s
+                self.n_bytes += packet_bytes
         return self.free_at
 
 
@@ -73,7 +73,9 @@ class SimWorld:
         self._cut: set[frozenset[PeerId]] = set()
 
     def join(self, peer: PeerId) -> SimNetwork:
-        network = self.networks[peer] = SimNetwork(self, peer)
+        """Put a peer on the network."""
+        network = SimNetwork(self, peer)
+        self.networks[peer] = network
         return network
 
     def crash(self, peer: PeerId) -> None:
@@ -84,9 +86,11 @@ class SimWorld:
             stream.fail()
 
     def cut(self, a: PeerId, b: PeerId) -> None:
+        """Let nothing pass between two peers, and tell neither."""
         self._cut.add(frozenset((a, b)))
 
     def heal(self, a: PeerId, b: PeerId) -> None:
+        """Undo a cut: what was on its way arrives."""
         self._cut.discard(frozenset((a, b)))
         for network in self.networks.values():
             for stream in network.streams:
@@ -106,7 +110,16 @@ class SimWorld:
         """What all that passes between two peers has to share."""
         if source in self.sites and self.sites[source] == self.sites.get(target):
             return []
-        return [line for line in (self.up.get(source), self.down.get(target)) if line is not None]
+        lines = (self.up.get(source), self.down.get(target))
+        return [line for line in lines if line is not None]
+
+
+# How bytes travel in virtual time:
+#
+#     send --> own link or lines (bandwidth) --> latency --> inbox of ``other`` --> receive
+#              the sender waits while the far inbox holds more than WINDOW_BYTES
+#
+# A cut loses nothing and delivers nothing: receivers wait until it heals. A crash empties both inboxes at once.
 
 
 class SimStream:
@@ -126,8 +139,8 @@ class SimStream:
 
     async def send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint()
-        other = self.other
-        while other._inbox_bytes > WINDOW_BYTES and not self._failed:
+        far_end = self.other
+        while far_end._inbox_bytes > WINDOW_BYTES and not self._failed:
             await self._changed.wait()
         if self._failed or self._closed:
             raise Unreachable(f"the stream to {self.peer} is gone")
@@ -136,9 +149,9 @@ class SimStream:
         self._line_free_at = starts + len(data) / link.bytes_per_s
         for line in self._world.lines_between(self.local, self.peer):
             self._line_free_at = max(self._line_free_at, await line.carry(len(data)))
-        other._inbox.append((self._line_free_at + link.latency_s, data))
-        other._inbox_bytes += len(data)
-        other.wake()
+        far_end._inbox.append((self._line_free_at + link.latency_s, data))
+        far_end._inbox_bytes += len(data)
+        far_end.wake()
 
     def can_send(self, n_bytes: int) -> bool:
         return self.other._inbox_bytes + n_bytes <= WINDOW_BYTES
@@ -219,12 +232,14 @@ class SimNetwork:
             raise PeerTimeout(f"{peer} did not answer within {CONNECT_TIMEOUT_S} s")
         if target is None or target._nursery is None or purpose not in target._handlers:
             raise Unreachable(f"{peer} cannot be reached: connection refused")
-        here, there = SimStream(self._world, self.peer_id, peer), SimStream(self._world, peer, self.peer_id)
-        here.other, there.other = there, here
-        self.streams.add(here)
-        target.streams.add(there)
-        target._nursery.start_soon(target._serve, purpose, there)
-        return here
+        near_end = SimStream(self._world, self.peer_id, peer)
+        far_end = SimStream(self._world, peer, self.peer_id)
+        near_end.other = far_end
+        far_end.other = near_end
+        self.streams.add(near_end)
+        target.streams.add(far_end)
+        target._nursery.start_soon(target._serve_stream, purpose, far_end)
+        return near_end
 
     def way_to(self, peer: PeerId) -> Way | None:
         return "direct" if any(stream.peer == peer for stream in self.streams) else None
@@ -234,7 +249,7 @@ class SimNetwork:
         for stream in [s for s in self.streams if s.peer == peer]:
             stream.fail()
 
-    async def _serve(self, purpose: Purpose, stream: SimStream) -> None:
+    async def _serve_stream(self, purpose: Purpose, stream: SimStream) -> None:
         try:
             await self._handlers[purpose](stream)
         except Exception:  # noqa: BLE001 - the stream-handler guard, as in net/libp2p
@@ -252,26 +267,27 @@ class SimRecordStore:
         await trio.lowlevel.checkpoint()
 
     async def put(self, key: str, value: bytes) -> None:
-        await self._ask()
+        await self._wait_for_index()
         self._world.values[key] = value
 
     async def get(self, key: str) -> bytes | None:
-        await self._ask()
+        await self._wait_for_index()
         return self._world.values.get(key)
 
     async def provide(self, key: str) -> None:
-        await self._ask()
+        await self._wait_for_index()
         network = self._world.networks.get(self._peer)
         if network is not None:
             self._world.providers.setdefault(key, {})[self._peer] = network.addresses()
 
     async def find_providers(self, key: str) -> dict[PeerId, tuple[str, ...]]:
-        await self._ask()
-        found = self._world.providers.get(key, {})
-        live = [p for p in found if p != self._peer]
-        return {p: found[p] for p in self._world.rng.sample(live, min(20, len(live)))}
+        await self._wait_for_index()
+        providers = self._world.providers.get(key, {})
+        live = [peer for peer in providers if peer != self._peer]
+        sample = self._world.rng.sample(live, min(20, len(live)))
+        return {peer: providers[peer] for peer in sample}
 
-    async def _ask(self) -> None:
+    async def _wait_for_index(self) -> None:
         await trio.sleep(self._world.lookup_s)
         if self._world.is_cut(self._peer, INDEX):
             await trio.sleep(CONNECT_TIMEOUT_S)

@@ -14,7 +14,7 @@ import msgspec
 import trio
 
 from swarmd.errors import ConfigError
-from swarmd.plan.trust.standing import Fault, FaultHistory, is_allowed, is_banned, is_shunned, leave_out, note
+from swarmd.plan.trust.standing import Fault, FaultHistory, is_allowed, is_banned, is_shunned, leave_out, record_fault
 from swarmd.protocol.untrusted import read_json
 from swarmd.status import FaultRow, StandingRow
 from swarmd.values import PeerId
@@ -30,19 +30,29 @@ SAVE_INTERVAL_S = 10.0  # what is lost in a crash are the last faults only
 class Standing:
     """See the module. ``file`` keeps it between runs; ``clock`` is unix seconds where there is one."""
 
-    def __init__(self, clock: Callable[[], float] = trio.current_time, file: Path | None = None) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = trio.current_time,
+        file: Path | None = None,
+    ) -> None:
         self._clock = clock
         self._file = file
-        self._seen: dict[PeerId, FaultHistory] = self._read()
+        self._histories: dict[PeerId, FaultHistory] = self._read_file()
         self._banned: list[PeerId] = []
         self._news = trio.Event()
         self._is_saved = True
 
     # --- what is told ----------------------------------------------------------------------------------------
 
-    def fault(self, peer: PeerId, kind: Fault, why: str, witness: str = "") -> None:
+    def fault(
+        self,
+        peer: PeerId,
+        kind: Fault,
+        why: str,
+        witness: str = "",
+    ) -> None:
         """A peer did something wrong, seen here or (``witness``) said by another."""
-        decision = note(self._of(peer), kind, why, self._clock(), witness)
+        decision = record_fault(self._history_of(peer), kind, why, self._clock(), witness)
         self._is_saved = False
         if decision.action:
             logger.warning("%s is %s", peer, decision.reason)
@@ -58,16 +68,17 @@ class Standing:
         is_way_to_blame: bool = False,
     ) -> None:
         """A peer gives no sign of life, or fails: do without it, longer each time until ``did_well``."""
-        seen, now = self._of(peer), self._clock()
-        note(seen, Fault.SILENT, why, now)
-        until = leave_out(seen, now, for_s, longest_s, is_way_to_blame)
+        history = self._history_of(peer)
+        now = self._clock()
+        record_fault(history, Fault.SILENT, why, now)
+        until = leave_out(history, now, for_s, longest_s, is_way_to_blame)
         logger.info("leaving out %s for %.0f s: %s", peer, until - now, why)
 
     def did_well(self, peer: PeerId) -> None:
         """A peer did what was asked of it."""
-        seen = self._seen.get(peer)
-        if seen is not None:
-            seen.strikes = 0
+        history = self._histories.get(peer)
+        if history is not None:
+            history.strikes = 0
 
     async def next_banned(self) -> PeerId:
         """Wait for somebody to be banned."""
@@ -80,49 +91,61 @@ class Standing:
 
     def allows(self, peer: PeerId, is_last_resort: bool = False) -> bool:
         """May this peer be used now?"""
-        seen = self._seen.get(peer)
-        return seen is None or is_allowed(seen, self._clock(), is_last_resort)
+        history = self._histories.get(peer)
+        return history is None or is_allowed(history, self._clock(), is_last_resort)
 
     def is_shunned(self, peer: PeerId) -> bool:
         """Has this peer lost its standing, whether it is there or not?"""
-        seen = self._seen.get(peer)
-        return seen is not None and is_shunned(seen, self._clock())
+        history = self._histories.get(peer)
+        return history is not None and is_shunned(history, self._clock())
 
     def shunned(self) -> list[PeerId]:
-        return sorted(peer for peer in self._seen if self.is_shunned(peer))
+        """All peers that have lost their standing."""
+        return sorted(peer for peer in self._histories if self.is_shunned(peer))
 
     def ban_left_s(self, peer: PeerId) -> float:
         """For how long a peer is banned from now on; 0 is not at all."""
-        seen = self._seen.get(peer)
-        return max(0.0, seen.banned_until - self._clock()) if seen is not None else 0.0
+        history = self._histories.get(peer)
+        return max(0.0, history.banned_until - self._clock()) if history is not None else 0.0
 
     def strikes(self, peer: PeerId) -> int:
         """How often in a row it was left out, without having done something right."""
-        seen = self._seen.get(peer)
-        return 0 if seen is None else seen.strikes
+        history = self._histories.get(peer)
+        return 0 if history is None else history.strikes
 
     def count(self, peer: PeerId, *kinds: Fault) -> int:
         """How many faults of some kinds (or any that weighs something) were seen of a peer."""
-        seen = self._seen.get(peer)
-        wanted = kinds or tuple(set(Fault) - {Fault.SILENT})
-        return 0 if seen is None else sum(n for kind, (n, _) in seen.faults.items() if kind in wanted)
+        history = self._histories.get(peer)
+        if history is None:
+            return 0
+        counted_kinds = kinds or tuple(set(Fault) - {Fault.SILENT})
+        return sum(n for kind, (n, _) in history.faults.items() if kind in counted_kinds)
 
     def row(self, peer: PeerId) -> StandingRow | None:
         """What people are shown of a peer; None when nothing was ever seen."""
-        seen, now = self._seen.get(peer), self._clock()
-        if seen is None or not seen.faults:
+        history = self._histories.get(peer)
+        if history is None or not history.faults:
             return None
-        faults = tuple(
-            FaultRow(kind=str(kind), count=count, weight=round(seen.weight(kind, now), 3))
-            for kind, (count, _) in sorted(seen.faults.items())
+        now = self._clock()
+        rows = []
+        for kind, (count, _) in sorted(history.faults.items()):
+            weight = round(history.weight(kind, now), 3)
+            rows.append(FaultRow(kind=str(kind), count=count, weight=weight))
+        return StandingRow(
+            score=round(history.score(now), 3),
+            banned_s=round(self.ban_left_s(peer), 1),
+            why=history.why,
+            faults=tuple(rows),
         )
-        left_s = round(self.ban_left_s(peer), 1)
-        return StandingRow(score=round(seen.score(now), 3), banned_s=left_s, why=seen.why, faults=faults)
 
     def rows(self) -> dict[str, StandingRow]:
         """All who are left out or banned now, with the reason."""
-        out = [peer for peer in sorted(self._seen) if not self.allows(peer)]
-        return {str(peer): row for peer in out if (row := self.row(peer)) is not None}
+        rows = {}
+        for peer in sorted(self._histories):
+            row = None if self.allows(peer) else self.row(peer)
+            if row is not None:
+                rows[str(peer)] = row
+        return rows
 
     # --- between runs ----------------------------------------------------------------------------------------
 
@@ -131,33 +154,33 @@ class Standing:
         try:
             while True:
                 await trio.sleep(SAVE_INTERVAL_S)
-                self._save()
+                self._save_file()
         finally:
-            self._save()
+            self._save_file()
 
-    def _save(self) -> None:
+    def _save_file(self) -> None:
         if self._file is None or self._is_saved:
             return
         rows = {
             peer: _Row(
-                faults={kind: pair for kind, pair in seen.faults.items() if kind is not Fault.SILENT},
-                at=seen.at,
-                why=seen.why,
-                banned_until=seen.banned_until,
-                n_bans=seen.n_bans,
+                faults={kind: pair for kind, pair in history.faults.items() if kind is not Fault.SILENT},
+                at=history.at,
+                why=history.why,
+                banned_until=history.banned_until,
+                n_bans=history.n_bans,
             )
-            for peer, seen in self._seen.items()
+            for peer, history in self._histories.items()
             if self.count(peer)
         }
-        new = self._file.with_suffix(".new")
+        new_file = self._file.with_suffix(".new")
         try:
-            new.write_bytes(msgspec.json.encode(rows))
-            new.replace(self._file)
+            new_file.write_bytes(msgspec.json.encode(rows))
+            new_file.replace(self._file)
             self._is_saved = True
         except OSError as error:
             logger.warning("cannot keep what was seen of others in %s: %s", self._file, error.strerror)
 
-    def _read(self) -> dict[PeerId, FaultHistory]:
+    def _read_file(self) -> dict[PeerId, FaultHistory]:
         if self._file is None or not self._file.is_file():
             return {}
         try:
@@ -167,12 +190,18 @@ class Standing:
             return {}
         return {PeerId(peer): FaultHistory(**msgspec.structs.asdict(row)) for peer, row in rows.items()}
 
-    def _of(self, peer: PeerId) -> FaultHistory:
-        if peer not in self._seen and len(self._seen) >= MAX_PEERS:
+    def _history_of(self, peer: PeerId) -> FaultHistory:
+        # Identities cost nothing, so memory is bounded. Of a full table the peer with least against it is forgotten,
+        # and those that are banned last: nobody gets rid of a ban by bringing in many others.
+        if peer not in self._histories and len(self._histories) >= MAX_PEERS:
             now = self._clock()
-            least = min(self._seen, key=lambda p: (is_banned(self._seen[p], now), self._seen[p].score(now)))
-            del self._seen[least]
-        return self._seen.setdefault(peer, FaultHistory(at=self._clock()))
+
+            def weight_of(known: PeerId) -> tuple[bool, float]:
+                history = self._histories[known]
+                return is_banned(history, now), history.score(now)
+
+            del self._histories[min(self._histories, key=weight_of)]
+        return self._histories.setdefault(peer, FaultHistory(at=self._clock()))
 
 
 class _Row(msgspec.Struct):

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 class Tasks:
     """A nursery that others may start work in at any time: before and after ``open`` nothing is begun.
 
-    Whoever ends while connections still end around it may be asked for more; an error that is nobody's own, in work
-    that a peer caused, is logged and never reaches the program.
+    While the owner ends, connections that end around it may still ask for work: it is not begun. An error in work that
+    a peer caused is logged, and never reaches the program.
     """
 
     def __init__(self) -> None:
@@ -24,6 +24,7 @@ class Tasks:
 
     @property
     def is_open(self) -> bool:
+        """Can work be begun now?"""
         return self._nursery is not None
 
     @asynccontextmanager
@@ -35,16 +36,22 @@ class Tasks:
             finally:
                 self._nursery = None  # before it closes
 
-    def start_soon(self, function: Callable[..., Awaitable[object]], *arguments: Any) -> trio.CancelScope:
+    def start_soon(
+        self,
+        function: Callable[..., Awaitable[object]],
+        *arguments: Any,
+    ) -> trio.CancelScope:
         """Begin work; the scope that is returned ends it alone."""
         scope = trio.CancelScope()
         if self._nursery is not None:
-            self._nursery.start_soon(self._guarded, scope, function, arguments)
+            self._nursery.start_soon(self._run_guarded, scope, function, arguments)
         return scope
 
     @staticmethod
-    async def _guarded(
-        scope: trio.CancelScope, function: Callable[..., Awaitable[object]], arguments: tuple[Any, ...]
+    async def _run_guarded(
+        scope: trio.CancelScope,
+        function: Callable[..., Awaitable[object]],
+        arguments: tuple[Any, ...],
     ) -> None:
         try:
             with scope:

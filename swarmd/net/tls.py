@@ -27,14 +27,29 @@ RECEIVE_BYTES = 1 << 18  # at a time: fewer wake-ups
 BROKEN = (trio.ClosedResourceError, ssl.SSLError, OSError, ValueError)
 
 
+# Two buffers lie between the socket and OpenSSL, which itself does no I/O:
+#
+#     socket --recv FILL_BYTES--> _incoming --> OpenSSL --> receive()
+#     socket <------send--------- _outgoing <-- OpenSSL <-- send()
+#
+# ``_fill_incoming`` takes at most FILL_BYTES at a time and then gives other tasks their turn: a peer could send records
+# without data for ever. ``send`` gives OpenSSL WRITTEN_BYTES at a time, so that what is copied stays in a cache.
+
+
 class Tls:
     """TLS on a connection, which is its own from now on. What goes wrong is raised as one of BROKEN.
 
     One task at a time may send, and one receive.
     """
 
-    def __init__(self, connection: trio.SocketStream, context: ssl.SSLContext, is_server: bool = False) -> None:
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    def __init__(
+        self,
+        connection: trio.SocketStream,
+        context: ssl.SSLContext,
+        is_server: bool = False,
+    ) -> None:
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
         self.socket = socket.socket(fileno=connection.socket.detach())
         self.socket.setblocking(False)
@@ -46,15 +61,16 @@ class Tls:
         return self._tls.getpeercert(binary_form=True)
 
     async def shake_hands(self) -> None:
+        """Do the handshake; the deadline is the caller's."""
         is_done = False
         while not is_done:
             try:
                 self._tls.do_handshake()
                 is_done = True
             except ssl.SSLWantReadError:
-                await self._flush()
-                await self._fill()
-        await self._flush()
+                await self._flush_outgoing()
+                await self._fill_incoming()
+        await self._flush_outgoing()
 
     async def send(self, data: bytes) -> None:
         """Returns when the kernel has all of it."""
@@ -62,24 +78,25 @@ class Tls:
             raise trio.ClosedResourceError("who sent before was stopped in the midst of a record")
         assert not self._is_sending, "two at a time would mix their records"
         self._is_sending = True
-        for at in range(0, len(data), WRITTEN_BYTES):
-            self._tls.write(memoryview(data)[at : at + WRITTEN_BYTES])
-            await self._flush()
-            if at:
+        for start in range(0, len(data), WRITTEN_BYTES):
+            self._tls.write(memoryview(data)[start : start + WRITTEN_BYTES])
+            await self._flush_outgoing()
+            if start:
                 await trio.lowlevel.cancel_shielded_checkpoint()
         self._is_sending = False  # who is cancelled before that leaves half a record: nobody can send any more
 
     async def receive(self, n_bytes: int) -> bytes:
         """At most so many bytes, and of full records all that are here; none when the other side has said goodbye."""
-        parts, left = list[bytes](), n_bytes
-        while left > 0 and (not parts or len(parts[-1]) == RECORD_BYTES):
+        parts = list[bytes]()
+        remaining = n_bytes
+        while remaining > 0 and (not parts or len(parts[-1]) == RECORD_BYTES):
             try:
-                parts.append(self._tls.read(left))
-                left -= len(parts[-1])
+                parts.append(self._tls.read(remaining))
+                remaining -= len(parts[-1])
             except ssl.SSLWantReadError:
                 if parts:
                     break
-                await self._fill()
+                await self._fill_incoming()
             except ssl.SSLZeroReturnError:
                 break
             except ssl.SSLError:
@@ -102,18 +119,19 @@ class Tls:
             trio.lowlevel.notify_closing(self.socket.fileno())
             self.socket.close()
 
-    async def _flush(self) -> None:
+    async def _flush_outgoing(self) -> None:
         """Only who sends does: what reading has to answer may wait until then."""
-        left = memoryview(self._outgoing.read())
-        while left:
+        unsent = memoryview(self._outgoing.read())
+        while unsent:
             try:
-                left = left[self.socket.send(left) :]
+                unsent = unsent[self.socket.send(unsent) :]
             except BlockingIOError:
                 await trio.lowlevel.wait_writable(self.socket.fileno())
 
-    async def _fill(self) -> None:
+    async def _fill_incoming(self) -> None:
         """Take what has come, or wait for it; others get their turn in any case."""
-        data, has_waited = None, False
+        data: bytes | None = None
+        has_waited = False
         while data is None:
             try:
                 data = self.socket.recv(FILL_BYTES)
@@ -138,10 +156,11 @@ class DirectStream:
         self._tls = tls
         self._poll = select.poll()
         self._poll.register(tls.socket.fileno(), select.POLLOUT)
-        _tune(tls.socket)
+        _tune_socket(tls.socket)
 
     @property
     def is_open(self) -> bool:
+        """Has this side not closed it?"""
         return self._tls.socket.fileno() >= 0
 
     @property
@@ -150,19 +169,20 @@ class DirectStream:
         return str(self._tls.socket.getpeername()[0])
 
     async def send(self, data: bytes) -> None:
+        """See ``net.api.Stream``."""
         await trio.lowlevel.checkpoint_if_cancelled()
-        sent = False
+        is_sent = False
         try:
             with trio.CancelScope(shield=self.can_send(len(data))):  # it leaves at once: no reason to end the channel
-                await self._send(data)
-            sent = True
+                await self._send_paced(data)
+            is_sent = True
         except BROKEN:
             raise Unreachable(f"the direct channel to {self.peer} is gone") from None
         finally:
-            if not sent:  # half a frame may have left: nothing after it would make sense
+            if not is_sent:  # half a frame may have left: nothing after it would make sense
                 await self.reset()
 
-    async def _send(self, data: bytes) -> None:
+    async def _send_paced(self, data: bytes) -> None:
         if self.traffic is None:
             await self._tls.send(data)
             return
@@ -178,6 +198,7 @@ class DirectStream:
         return self.is_open and n_bytes <= SEND_BUFFER_BYTES // 4 and bool(self._poll.poll(0))
 
     async def receive(self) -> bytes:
+        """See ``net.api.Stream``. A paced connection reads less at a time, and later, so that the peer waits."""
         try:
             if self.traffic is None:
                 return await self._tls.receive(RECEIVE_BYTES)
@@ -189,22 +210,25 @@ class DirectStream:
             raise Unreachable(f"the direct channel from {self.peer} is gone") from None
 
     async def aclose(self) -> None:
+        """See ``net.api.Stream``."""
         if self.is_open:
             with suppress(*BROKEN):
                 self._tls.say_goodbye()
             self._tls.close()
 
     async def reset(self) -> None:
+        """See ``net.api.Stream``. The kernel forgets what was not sent, and the peer gets a TCP reset."""
         if self.is_open:
             self._tls.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._tls.close()
 
 
-def _tune(connection: socket.socket) -> None:
+def _tune_socket(connection: socket.socket) -> None:
     """No delay for small frames, and an end within seconds when the other machine is gone without a goodbye."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
-        if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
+        option = getattr(socket, name, None)
+        if option is not None:  # not every system has all of them
             connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -11,17 +11,17 @@ import msgspec
 
 from swarmd.errors import ConfigError
 from swarmd.folders import write_file
-from swarmd.net.interfaces import networks
+from swarmd.net.interfaces import own_networks
 from swarmd.net.pace import Pace
 from swarmd.plan.links.traffic import (
     CONNECTION_BYTES,
     END_SHARE,
     Limits,
     TrafficUse,
-    acknowledgements,
+    ack_bytes,
     leaves_home,
     month_of,
-    on_the_wire,
+    wire_bytes,
 )
 from swarmd.protocol.untrusted import read_json
 
@@ -45,17 +45,22 @@ class _TrafficFile(msgspec.Struct, frozen=True):
 class Traffic:
     """See the module. ``file`` keeps what has passed in a month; None: nothing is kept."""
 
-    def __init__(self, limits: Limits, file: Path | None = None, now: Callable[[], datetime] = datetime.now) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        file: Path | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
         self.limits = limits
         self.up = Pace(lambda: self.limits.up_bytes_per_s or None)
         self.down = Pace(lambda: self.limits.down_bytes_per_s or None)
         self._now = now
         self._file = file
-        self._used = self._written = _recall(file) or TrafficUse(month_of(now()))
+        self._used = self._written = _read_use(file) or TrafficUse(month_of(now()))
 
-    def beyond(self, host: str | None) -> Traffic | None:
+    def counter_for(self, host: str | None) -> Traffic | None:
         """This, for a connection with an IP address beyond the home; else None."""
-        return self if host is not None and leaves_home(host, networks()) else None
+        return self if host is not None and leaves_home(host, own_networks()) else None
 
     def used(self) -> TrafficUse:
         """What has passed this month."""
@@ -69,46 +74,50 @@ class Traffic:
 
     def connected(self) -> None:
         """A connection is made. Raises UsedUpError."""
-        self._count(CONNECTION_BYTES)
+        self._count_bytes(CONNECTION_BYTES)
 
     def sent(self, n_bytes: int) -> None:
         """Count what is about to leave. Raises UsedUpError instead of letting it."""
-        self._pass(self.up, self.down, n_bytes)
+        self._count_both_ways(self.up, self.down, n_bytes)
 
     def received(self, n_bytes: int) -> None:
         """Count what has come. Raises UsedUpError when that was the last."""
-        self._pass(self.down, self.up, n_bytes)
+        self._count_both_ways(self.down, self.up, n_bytes)
 
-    def _pass(self, there: Pace, back: Pace, n_bytes: int) -> None:
-        there_bytes, back_bytes = on_the_wire(n_bytes), acknowledgements(n_bytes)
-        self._count(there_bytes + back_bytes)
-        there.charge(there_bytes)
-        back.charge(back_bytes)
+    def _count_both_ways(self, forward: Pace, backward: Pace, n_bytes: int) -> None:
+        data_bytes = wire_bytes(n_bytes)
+        answer_bytes = ack_bytes(n_bytes)
+        self._count_bytes(data_bytes + answer_bytes)
+        forward.charge(data_bytes)
+        backward.charge(answer_bytes)
 
-    def _count(self, n_bytes: int) -> None:
+    def _count_bytes(self, n_bytes: int) -> None:
         if self.is_used_up:
             raise UsedUpError
         self._used = self._used.and_more(n_bytes, month_of(self._now()))
+        # The file always says at least what has passed: AHEAD_BYTES are written down before they do. A daemon that is
+        # killed so counts a little too much, and never forgets what its owner has to pay for.
         if self._used.month != self._written.month or self._used.n_bytes > self._written.n_bytes:
-            self._write(AHEAD_BYTES)
+            self._write_file(AHEAD_BYTES)
 
     def close(self) -> None:
         """Write down what has passed."""
-        self._write(0)
+        self._write_file(0)
 
-    def _write(self, ahead_bytes: int) -> None:
+    def _write_file(self, ahead_bytes: int) -> None:
         self._written = self._used.and_more(ahead_bytes, self._used.month)
         if self._file is None:
             return
         try:
-            write_file(self._file, msgspec.json.encode(_TrafficFile(self._written.month, self._written.n_bytes)))
+            saved = _TrafficFile(self._written.month, self._written.n_bytes)
+            write_file(self._file, msgspec.json.encode(saved))
         except ConfigError as error:
             logger.warning("what passes this month is not written down: %s", error)
 
 
-def _recall(file: Path | None) -> TrafficUse | None:
+def _read_use(file: Path | None) -> TrafficUse | None:
     """What was written down; None when nothing was. Raises ConfigError."""
     if file is None or not file.is_file():
         return None
-    kept = read_json(file, _TrafficFile, "delete it to count this month from 0")
-    return TrafficUse(kept.month, kept.n_bytes)
+    saved = read_json(file, _TrafficFile, "delete it to count this month from 0")
+    return TrafficUse(saved.month, saved.n_bytes)

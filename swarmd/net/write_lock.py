@@ -15,6 +15,7 @@ class WriteLock:
         self._waiting: tuple[deque[trio.Event], deque[trio.Event]] = (deque(), deque())
 
     async def acquire(self, is_bulk: bool) -> None:
+        """Wait for the lock; there is no checkpoint where it is free."""
         if not self.is_held:
             self.is_held = True
             return
@@ -24,6 +25,8 @@ class WriteLock:
         try:
             await turn.wait()
         except trio.Cancelled:
+            # The turn may have come in the same moment as the cancellation. It must be passed on then, or nobody could
+            # ever write again.
             if turn.is_set():
                 self.release()
             else:
@@ -31,6 +34,7 @@ class WriteLock:
             raise
 
     def release(self) -> None:
+        """Give the lock to the next: the oldest interactive waiter, else the oldest bulk one."""
         for queue in self._waiting:
             if queue:
                 queue.popleft().set()

@@ -17,14 +17,18 @@ Addresses = Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)]
 Certificate = Annotated[tuple[Blob, ...], msgspec.Meta(max_length=6)]
 Needs = Annotated[tuple[Name, ...], msgspec.Meta(max_length=32)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=32)]
-Part = tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], Annotated[int, msgspec.Meta(ge=1, le=65_536)]]
-Rows = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=65_535)], ...], msgspec.Meta(max_length=1024)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+Part = tuple[Index, Annotated[int, msgspec.Meta(ge=1, le=65_536)]]
+"""Which part, and of how many."""
+Rows = Annotated[tuple[Index, ...], msgspec.Meta(max_length=1024)]
 
 MOST_HOPS_TIMED = 64  # of an op; those behind them tell nothing
 MOST_LOGITS = 256  # of a token: sampling looks at 50 where nobody says otherwise
 MOST_LOGITS_BYTES = 40_000  # of one op, two thirds of a header: those of 19 tokens
 Logits = Annotated[bytes, msgspec.Meta(max_length=MOST_LOGITS_BYTES)]
-HopTimes = Annotated[tuple[tuple[Block, Count, Count], ...], msgspec.Meta(max_length=MOST_HOPS_TIMED)]
+HopTime = tuple[Block, Count, Count]
+"""A hop's first block, microseconds of waiting, of computing."""
+HopTimes = Annotated[tuple[HopTime, ...], msgspec.Meta(max_length=MOST_HOPS_TIMED)]
 
 
 class Message(msgspec.Struct, tag_field="t", frozen=True, omit_defaults=True):

@@ -12,12 +12,17 @@ from swarmd.errors import ConfigError, RemoteProtocolError, SwarmError
 T = TypeVar("T")
 
 
-def decode(raw: Any, kind: type[T], what: str, error: type[SwarmError] = RemoteProtocolError) -> T:
-    """Decode ``raw`` as ``kind``; raises ``error`` naming ``what``, whatever the bytes are."""
+def decode(
+    raw: Any,
+    kind: type[T],
+    subject: str,
+    error: type[SwarmError] = RemoteProtocolError,
+) -> T:
+    """Decode ``raw`` as ``kind``; raises ``error`` naming ``subject``, whatever the bytes are."""
     try:
         return msgspec.msgpack.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as reason:
-        raise error(f"{what} does not parse: {reason}") from None
+        raise error(f"{subject} does not parse: {reason}") from None
 
 
 def read_json(path: Path, kind: type[T], remedy: str) -> T:

@@ -23,7 +23,7 @@ from torch import nn
 
 from swarmd.errors import ConfigError, SwarmError, SwarmUnavailable, first_error
 from swarmd.net.pace import Pace
-from swarmd.protocol.membership.records import RunRecord, ends_at
+from swarmd.protocol.membership.records import RunRecord, expiry_of
 from swarmd.protocol.runs.recipe import Recipe, Run, is_called
 from swarmd.run_status import RunRow
 from swarmd.train.gradients.source import ComputedGradients, InnerStep, RecheckRequest
@@ -215,7 +215,7 @@ class Collaboration:
             peer=self._swarm.identity.peer_id,
             sequence=int(time.time() * 1000),
             issued_at=now,
-            expires_at=ends_at(now, certificate_ends_at),
+            expires_at=expiry_of(now, certificate_ends_at),
             certificate=self._swarm.certificate,
             **fields,
         )

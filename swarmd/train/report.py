@@ -177,7 +177,7 @@ def _subtract_audits(
         return list(speeds)
     computing = {peer: speed for peer, speed in zip(peers, speeds, strict=True) if speed > 0}
     n_right = {PeerId(peer): n for peer, n in trainer.ledger.n_contributions.items()}
-    audited = gradient_audits.work(n_right, computing, trainer.run_spec.recipe.audit)
+    audited = gradient_audits.expected_rechecks(n_right, computing, trainer.run_spec.recipe.audit)
     # Of each second a member computes s samples; for s own ones it audits a, and both take (s + a) / s seconds.
     remaining = []
     for peer, speed in zip(peers, speeds, strict=True):

@@ -26,7 +26,7 @@ from swarmd.errors import (
 )
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Rpc
-from swarmd.plan.links.download import ChunkRequest, Download, cut
+from swarmd.plan.links.download import ChunkRequest, Download, cut_pieces
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Message
 from swarmd.protocol.models import manifest as manifests
@@ -277,7 +277,7 @@ class Fetch:
             verified_bytes = part.n_bytes - sum(part.missing.values())
             self._resumed_bytes += verified_bytes
             self._done_bytes += verified_bytes
-            pieces += cut(group, part.missing.items())
+            pieces += cut_pieces(group, part.missing.items())
             if part.missing:
                 self._unfinished[group] = part
             else:
@@ -365,7 +365,7 @@ class Fetch:
         giver = self._download.givers.get(peer)
         if giver is None or not giver.bytes_per_s:
             return STALL_S
-        asked_bytes = sum(request.n_bytes for request in giver.asked)
+        asked_bytes = sum(request.n_bytes for request in giver.asked_at)
         return max(STALL_S / 3, 4 * asked_bytes / giver.bytes_per_s)
 
     def _give_up(self, peer: PeerId, reason: str) -> None:

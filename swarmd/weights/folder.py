@@ -48,7 +48,7 @@ class ModelFolder:
         self.folder = folder
         self.manifest = manifest
         self.model = manifests.model_id(manifest)
-        self.groups = manifests.groups(manifest)
+        self.groups = manifests.entry_groups(manifest)
         self.is_filled = (folder / MANIFEST).is_file()
         self.held: frozenset[int] = frozenset()
         self._entries = manifest.entries

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from swarmd.protocol.wire.messages import Edit, cropped, n_changes
+from swarmd.protocol.wire.messages import Edit, count_changes, count_cropped
 
 _FIRST_TOKENS = 64  # room at first; doubled when it is full
 
@@ -107,14 +107,14 @@ class History:
         """Add the newest op."""
         self._recent.append(sent)
         self.recent_tokens += 0 if sent.hidden is None else sent.hidden.shape[1]
-        self.recent_edits += n_changes(sent.edits, sent.hidden is not None)
+        self.recent_edits += count_changes(sent.edits, sent.hidden is not None)
 
     def settle(self, seq: int) -> None:
         """Merge what is settled up to ``seq``; the exact grade keeps everything apart."""
         while not self.is_exact and self._recent and self._recent[0].seq <= seq:
             settled = self._recent.pop(0)
             self.recent_tokens -= 0 if settled.hidden is None else settled.hidden.shape[1]
-            self.recent_edits -= n_changes(settled.edits, settled.hidden is not None)
+            self.recent_edits -= count_changes(settled.edits, settled.hidden is not None)
             self._merge_op(settled)
 
     def after(self, seq: int) -> Iterator[SentOp]:
@@ -164,7 +164,7 @@ class History:
     @property
     def n_kept(self) -> int:
         """Tokens that no op has cropped, merged or not."""
-        n_cropped = sum(cropped(sent.edits) for sent in self._recent)
+        n_cropped = sum(count_cropped(sent.edits) for sent in self._recent)
         return self.n_tokens + self.recent_tokens - n_cropped
 
     def _parts(
@@ -179,7 +179,7 @@ class History:
             positions = self._positions[:, : self.n_tokens]
             parts.append((hidden, positions))
         for sent in self._recent:
-            _crop_parts(parts, cropped(sent.edits))
+            _crop_parts(parts, count_cropped(sent.edits))
             if sent.hidden is not None and sent.positions is not None:
                 parts.append((sent.hidden, sent.positions))
         windows = []

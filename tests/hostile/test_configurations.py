@@ -168,13 +168,15 @@ def test_a_tokenizer_brings_no_code(checkpoint: Path, tmp_path: Path, trapped: l
 
 
 def test_a_pattern_of_kinds_of_blocks_is_kept() -> None:
-    assert configuration.plain({"hybrid_override_pattern": "M-M*" * 30}) == {"hybrid_override_pattern": "M-M*" * 30}
+    assert configuration.rebuild_plain({"hybrid_override_pattern": "M-M*" * 30}) == {
+        "hybrid_override_pattern": "M-M*" * 30
+    }
 
 
 def test_infinite_numbers_are_kept_however_they_are_written() -> None:
     written = {"time_step_limit": [0.0, {"__float__": "Infinity"}], "low": {"__float__": "-Infinity"}, "x": 1e999}
     infinite = float("inf")
-    assert configuration.plain(written) == {"time_step_limit": [0.0, infinite], "low": -infinite, "x": infinite}
+    assert configuration.rebuild_plain(written) == {"time_step_limit": [0.0, infinite], "low": -infinite, "x": infinite}
 
 
 @pytest.mark.parametrize(

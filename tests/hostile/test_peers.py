@@ -204,9 +204,9 @@ async def test_one_peer_opens_few_channels_and_announces_few_records(virtual_tim
     async with scene() as s:
         channels = []
         for _ in range(MAX_CHANNELS):
-            channels.append(await s.attacker.rpc._open(s.server, "bulk"))
+            channels.append(await s.attacker.rpc._open_channel(s.server, "bulk"))
         with pytest.raises(PeerError):
-            channels.append(await s.attacker.rpc._open(s.server, "bulk"))
+            channels.append(await s.attacker.rpc._open_channel(s.server, "bulk"))
         now = int(s.swarm.wall_clock())
         common = {"peer": s.attacker.identity.peer_id, "sequence": 1, "issued_at": now, "expires_at": now + 60}
         spans = [

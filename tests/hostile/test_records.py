@@ -73,8 +73,8 @@ async def test_a_record_that_outlives_its_certificate_does_not_count(virtual_tim
 def test_who_is_certified_for_a_while_announces_no_longer() -> None:
     _, certificate = Invite(FOUNDER, until=EPOCH_S + 6).member()
     until = some_exchange().pass_of(certificate).ends_at
-    assert records.ends_at(EPOCH_S, until) == EPOCH_S + 6
-    assert records.ends_at(EPOCH_S, EPOCH_S + 10**6) == EPOCH_S + records.RECORD_LIFETIME_S
+    assert records.expiry_of(EPOCH_S, until) == EPOCH_S + 6
+    assert records.expiry_of(EPOCH_S, EPOCH_S + 10**6) == EPOCH_S + records.RECORD_LIFETIME_S
 
 
 @pytest.mark.parametrize("kind", ["members", "clients", "records"])

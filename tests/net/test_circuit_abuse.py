@@ -22,7 +22,7 @@ from swarmd.net.libp2p.punching import MeetRequest, PunchStart
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import MAX_PENDING_PER_ADDRESS
 from swarmd.net.libp2p.ways import CIRCUIT, DIAL_BACK, PUNCH
-from swarmd.net.libp2p.wire import read, write
+from swarmd.net.libp2p.wire import read_message, write_message
 from swarmd.plan.links.dial_budget import OF_PLACE
 from tests.net.test_circuits import anybody, place, said
 from tests.net.test_libp2p_faults import echo, network
@@ -70,8 +70,8 @@ async def test_row_21_ipv6_is_no_relay() -> None:
 
 async def test_who_claims_to_have_dialled_back_stays_behind_the_relay() -> None:
     async def lie(stream: Libp2pStream) -> None:
-        await read(stream, MeetRequest)
-        await write(stream, MeetRequest())
+        await read_message(stream, MeetRequest)
+        await write_message(stream, MeetRequest())
 
     async with place(client_listens=True) as p:
         p.client.ways.is_open(True)
@@ -93,10 +93,10 @@ async def test_nobody_names_what_is_dialled_on_this_machine(is_relayed: bool) ->
         for wanted in (MeetRequest(dial=(f"/ip4/127.0.0.1/tcp/{port}",)), MeetRequest(seen_at=("127.0.0.1", port))):
             stream = await asker.open(victim.peer_id, PUNCH)
             try:
-                await write(stream, wanted)
+                await write_message(stream, wanted)
                 if wanted.seen_at:
-                    await read(stream, MeetRequest)
-                    await write(stream, PunchStart())
+                    await read_message(stream, MeetRequest)
+                    await write_message(stream, PunchStart())
                 await stream.receive()
             except PeerError:
                 pass
@@ -123,7 +123,7 @@ async def test_circuits_come_from_relays_that_were_asked() -> None:
         await stranger.connect(victim.peer_id)
         stream = await stranger.open(victim.peer_id, CIRCUIT)
         with suppress(PeerError):
-            await write(stream, Caller("nobody"))
+            await write_message(stream, Caller("nobody"))
         with pytest.raises(PeerError):
             await stream.read_exactly(1)
         assert len(victim.connections(stranger.peer_id)) == 1
@@ -213,8 +213,8 @@ async def test_answered_questions_leave_no_streams() -> None:
         before = len(connection.get_streams())
         for _ in range(5):
             stream = await stranger.open(victim.peer_id, DIAL_BACK)
-            await write(stream, DialRequest(()))
-            assert await read(stream, DialResult)
+            await write_message(stream, DialRequest(()))
+            assert await read_message(stream, DialResult)
             await stream.aclose()
         with trio.fail_after(2):
             while len(connection.get_streams()) > before:

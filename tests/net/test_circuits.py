@@ -18,9 +18,9 @@ from swarmd.net.api import Relayed, Stream
 from swarmd.net.libp2p import circuits, punching
 from swarmd.net.libp2p.dial_back import DialResult
 from swarmd.net.libp2p.host import Libp2pNetwork
-from swarmd.net.libp2p.own_port import connect_from, kept_port
+from swarmd.net.libp2p.own_port import connect_from, reserve_port
 from swarmd.net.libp2p.stream import Libp2pStream
-from swarmd.net.libp2p.wire import write
+from swarmd.net.libp2p.wire import write_message
 from swarmd.values import PeerId
 from tests.net.test_libp2p_faults import LISTEN, echo, network
 
@@ -250,7 +250,7 @@ async def test_a_member_that_tries_tells_what_is_open_and_nonsense_is_no_answer(
         assert (await a.ways.ask_dial_back(b.peer_id, 4)).open_ports == (port,), "nobody answers at port 1"
 
         async def lie(stream: Libp2pStream) -> None:
-            await write(stream, DialResult("5.0.0.1/tcp/80", (port,)))
+            await write_message(stream, DialResult("5.0.0.1/tcp/80", (port,)))
 
         b.serve("dial_back", lie)
         with pytest.raises(RemoteProtocolError, match="is no IP address"):
@@ -273,7 +273,7 @@ async def test_a_relay_without_an_address_is_asked_over_the_connection_that_it_m
 
 async def test_a_dial_that_is_given_up_leaves_no_socket() -> None:
     """Row 22: unclosed sockets are errors here."""
-    with kept_port([]) as port:
+    with reserve_port([]) as port:
         for n_steps in range(4):
             (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")  # two ports meet once in a minute
             async with listener:
@@ -293,5 +293,5 @@ async def _dial_and_close(port: int, address: Multiaddr) -> None:
 
 @pytest.mark.parametrize("address", ["/ip6/::1/tcp/9", "/ip4/127.0.0.1", "/p2p-circuit", "/"])
 async def test_what_cannot_be_dialled_from_a_port_says_so(address: str) -> None:
-    with kept_port([]) as port, pytest.raises(OpenConnectionError):
+    with reserve_port([]) as port, pytest.raises(OpenConnectionError):
         await connect_from(port, Multiaddr(address))

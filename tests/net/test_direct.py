@@ -160,7 +160,7 @@ async def test_another_certificate_at_the_port_is_not_trusted() -> None:
 
         pair.libp2p_of_bob.set_handler("ticket", lie)
         with pytest.raises(Unreachable, match="no direct channel"):
-            await pair.alice._dial(pair.bob.peer_id, "interactive")
+            await pair.alice._dial_direct(pair.bob.peer_id, "interactive")
         assert await talks_over(pair) is Libp2pStream
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from swarmd.net import interfaces
-from swarmd.net.interfaces import expand
+from swarmd.net.interfaces import expand_wildcards
 from swarmd.net.libp2p import host
 from tests.net.test_libp2p_faults import network
 
@@ -35,13 +35,13 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_every_address_is_what_stays_this_machines(machine: None) -> None:
-    assert expand(EVERY) == ("/ip4/192.168.1.2/tcp/1", f"/ip6/{STABLE}/tcp/1", f"/ip6/{UNIQUE_LOCAL}/tcp/1")
-    assert expand(("/ip4/192.168.1.2/tcp/1",)) == ("/ip4/192.168.1.2/tcp/1",)
+    assert expand_wildcards(EVERY) == ("/ip4/192.168.1.2/tcp/1", f"/ip6/{STABLE}/tcp/1", f"/ip6/{UNIQUE_LOCAL}/tcp/1")
+    assert expand_wildcards(("/ip4/192.168.1.2/tcp/1",)) == ("/ip4/192.168.1.2/tcp/1",)
 
 
 def test_a_system_that_keeps_no_such_list_announces_all(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interfaces, "IF_INET6", Path("/nowhere"))
-    assert f"/ip6/{TEMPORARY}/tcp/1" in expand(EVERY)
+    assert f"/ip6/{TEMPORARY}/tcp/1" in expand_wildcards(EVERY)
 
 
 @pytest.mark.parametrize("has_ipv6", [True, False])
@@ -55,5 +55,5 @@ def test_ipv6_is_left_out_where_there_is_none_and_something_else_to_listen_on(
 
 def test_without_a_network_there_is_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", dict)
-    assert expand(EVERY) == ("/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1")
-    assert expand(()) == ()
+    assert expand_wildcards(EVERY) == ("/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1")
+    assert expand_wildcards(()) == ()

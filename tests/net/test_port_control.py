@@ -20,13 +20,13 @@ from swarmd.net.port_control import (
     NAT_PMP_ADDRESS,
     PortGrant,
     WrongVersionError,
-    gateway,
+    encode_nat_pmp_map,
+    encode_pcp_map,
+    find_gateway,
     map_port,
-    nat_pmp_is_at,
-    nat_pmp_map,
-    nat_pmp_mapped,
-    pcp_map,
-    pcp_mapped,
+    read_nat_pmp_address,
+    read_nat_pmp_answer,
+    read_pcp_answer,
 )
 
 NONCE, PORT, OUTSIDE, LEASE_S = b"n" * 12, 4117, 4999, 3600
@@ -51,7 +51,7 @@ def nat_pmp_address(result: int = 0) -> bytes:
 
 
 def test_messages_have_the_sizes_and_places_of_the_standards() -> None:
-    message = pcp_map(NONCE, IPv4Address("192.168.1.2"), PORT, LEASE_S)
+    message = encode_pcp_map(NONCE, IPv4Address("192.168.1.2"), PORT, LEASE_S)
     assert len(message) == 60
     assert message[:2] == b"\x02\x01"
     assert message[4:8] == LEASE_S.to_bytes(4, "big")
@@ -60,24 +60,26 @@ def test_messages_have_the_sizes_and_places_of_the_standards() -> None:
     assert message[36] == 6
     assert message[40:44] == PORT.to_bytes(2, "big") * 2
     assert message[44:60] == bytes(10) + b"\xff\xff" + bytes(4)
-    assert nat_pmp_map(PORT, LEASE_S) == bytes((0, 2, 0, 0)) + PORT.to_bytes(2, "big") * 2 + LEASE_S.to_bytes(4, "big")
-    assert nat_pmp_map(PORT, 0)[6:] == bytes(6), "a mapping is taken back by port 0"
+    assert encode_nat_pmp_map(PORT, LEASE_S) == bytes((0, 2, 0, 0)) + PORT.to_bytes(2, "big") * 2 + LEASE_S.to_bytes(
+        4, "big"
+    )
+    assert encode_nat_pmp_map(PORT, 0)[6:] == bytes(6), "a mapping is taken back by port 0"
 
 
 def test_answers_are_read() -> None:
-    assert pcp_mapped(pcp_answer(), NONCE, PORT) == PortGrant(HOST, OUTSIDE, "PCP")
-    assert nat_pmp_mapped(nat_pmp_answer(), PORT) == OUTSIDE
-    assert str(nat_pmp_is_at(nat_pmp_address())) == HOST
+    assert read_pcp_answer(pcp_answer(), NONCE, PORT) == PortGrant(HOST, OUTSIDE, "PCP")
+    assert read_nat_pmp_answer(nat_pmp_answer(), PORT) == OUTSIDE
+    assert str(read_nat_pmp_address(nat_pmp_address())) == HOST
     with pytest.raises(WrongVersionError):
-        pcp_mapped(bytes((0, 129, 0, 1)) + bytes(4), NONCE, PORT)
+        read_pcp_answer(bytes((0, 129, 0, 1)) + bytes(4), NONCE, PORT)
 
 
 @pytest.mark.parametrize(
     "read",
     [
-        lambda: pcp_mapped(pcp_answer(result=2), NONCE, PORT),
-        lambda: nat_pmp_mapped(nat_pmp_answer(result=2), PORT),
-        lambda: nat_pmp_is_at(nat_pmp_address(result=2)),
+        lambda: read_pcp_answer(pcp_answer(result=2), NONCE, PORT),
+        lambda: read_nat_pmp_answer(nat_pmp_answer(result=2), PORT),
+        lambda: read_nat_pmp_address(nat_pmp_address(result=2)),
     ],
 )
 def test_a_refusal_says_why(read: Callable[[], object]) -> None:
@@ -88,12 +90,12 @@ def test_a_refusal_says_why(read: Callable[[], object]) -> None:
 @pytest.mark.parametrize(
     "read",
     [
-        lambda: pcp_mapped(pcp_answer(nonce=b"o" * 12), NONCE, PORT),
-        lambda: pcp_mapped(pcp_answer(inside=1), NONCE, PORT),
-        lambda: pcp_mapped(pcp_answer(host=IPv6Address("2600::1").packed), NONCE, PORT),
-        lambda: pcp_mapped(pcp_answer()[:-1], NONCE, PORT),
-        lambda: nat_pmp_mapped(nat_pmp_answer(inside=1), PORT),
-        lambda: nat_pmp_is_at(nat_pmp_answer()),
+        lambda: read_pcp_answer(pcp_answer(nonce=b"o" * 12), NONCE, PORT),
+        lambda: read_pcp_answer(pcp_answer(inside=1), NONCE, PORT),
+        lambda: read_pcp_answer(pcp_answer(host=IPv6Address("2600::1").packed), NONCE, PORT),
+        lambda: read_pcp_answer(pcp_answer()[:-1], NONCE, PORT),
+        lambda: read_nat_pmp_answer(nat_pmp_answer(inside=1), PORT),
+        lambda: read_nat_pmp_address(nat_pmp_answer()),
     ],
 )
 def test_what_is_anothers_or_cut_short_is_no_answer(read: Callable[[], object]) -> None:
@@ -104,9 +106,9 @@ def test_what_is_anothers_or_cut_short_is_no_answer(read: Callable[[], object]) 
 @given(st.binary(max_size=200))
 def test_no_bytes_raise_anything_else(data: bytes) -> None:
     reads: list[Callable[[], object]] = [
-        lambda: pcp_mapped(data, NONCE, PORT),
-        lambda: nat_pmp_mapped(data, PORT),
-        lambda: nat_pmp_is_at(data),
+        lambda: read_pcp_answer(data, NONCE, PORT),
+        lambda: read_nat_pmp_answer(data, PORT),
+        lambda: read_nat_pmp_address(data),
     ]
     for read in reads:
         try:
@@ -120,14 +122,14 @@ def test_the_router_is_that_of_the_best_default_route(tmp_path: Path, monkeypatc
     routes = tmp_path / "route"
     monkeypatch.setattr(port_control, "ROUTES", routes)
     with pytest.raises(Unreachable, match="does not say"):
-        gateway()
+        find_gateway()
     routes.write_text(head + "eth0 0001A8C0 00000000 0001 0 0 0 00FFFFFF 0 0 0\n")
     with pytest.raises(Unreachable, match="no router"):
-        gateway()
+        find_gateway()
     row = "eth0 00000000 {:08X} 0003 0 0 {} 00000000 0 0 0\n"
     worse, better = (int.from_bytes(IPv4Address(host).packed, sys.byteorder) for host in ("10.0.0.1", "192.168.1.1"))
     routes.write_text(head + row.format(worse, 600) + row.format(better, 100))
-    assert str(gateway()) == "192.168.1.1"
+    assert str(find_gateway()) == "192.168.1.1"
 
 
 @contextmanager
@@ -136,7 +138,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Iterator[trio.socket.SocketType]:
     with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listening:
         listening._sock.bind(("127.0.0.1", 0))  # type: ignore[attr-defined]
         monkeypatch.setattr(port_control, "CONTROL_PORT", listening.getsockname()[1])
-        monkeypatch.setattr(port_control, "gateway", lambda: IPv4Address("127.0.0.1"))
+        monkeypatch.setattr(port_control, "find_gateway", lambda: IPv4Address("127.0.0.1"))
         yield listening
 
 
@@ -164,7 +166,7 @@ async def test_an_exchange(monkeypatch: pytest.MonkeyPatch, answers: list[list[b
             nursery.start_soon(serve)
             assert await map_port(PORT, NONCE, LEASE_S) == granted
     if granted.spoken == "NAT-PMP":
-        assert asked[1:] == [NAT_PMP_ADDRESS, nat_pmp_map(PORT, LEASE_S)]
+        assert asked[1:] == [NAT_PMP_ADDRESS, encode_nat_pmp_map(PORT, LEASE_S)]
 
 
 async def test_a_router_that_does_not_speak_it_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ A, B = PeerId("a"), PeerId("b")
 
 
 def save(standing: Standing) -> None:
-    standing._save()
+    standing._save_file()
 
 
 def test_what_is_held_against_a_peer_survives_a_restart_and_a_moment_does_not(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_strangers_in_any_number_take_bounded_memory_and_nobody_forgets_a_ban(mo
         standing.fault(A, Fault.FORGED, "x")
     for number in range(500):
         standing.fault(PeerId(f"stranger {number}"), Fault.MALFORMED, "x")
-    assert len(standing._seen) <= 50
+    assert len(standing._histories) <= 50
     assert standing.ban_left_s(A)
 
 

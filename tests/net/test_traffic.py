@@ -18,7 +18,7 @@ from swarmd.errors import ConfigError
 from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.net.pace import SLICE_BYTES, Pace
 from swarmd.net.traffic import AHEAD_BYTES, Traffic, UsedUpError
-from swarmd.plan.links.traffic import END_SHARE, Limits, on_the_wire
+from swarmd.plan.links.traffic import END_SHARE, Limits, wire_bytes
 from tests.net.test_libp2p_faults import Secured
 
 MIB = 2**20
@@ -58,7 +58,7 @@ def test_kills_never_make_it_forget(tmp_path: Path, seed: int) -> None:
         try:
             for _ in range(0, n_now, MIB):
                 traffic.received(MIB)
-                n_really += on_the_wire(MIB)
+                n_really += wire_bytes(MIB)
         except UsedUpError:
             break
     assert traffic.is_used_up
@@ -96,9 +96,9 @@ def test_a_damaged_file_says_what_to_do(tmp_path: Path) -> None:
 
 def test_home_is_not_counted() -> None:
     traffic = Traffic(Limits())
-    assert traffic.beyond("127.0.0.1") is None
-    assert traffic.beyond(None) is None
-    assert traffic.beyond("198.51.100.1") is traffic
+    assert traffic.counter_for("127.0.0.1") is None
+    assert traffic.counter_for(None) is None
+    assert traffic.counter_for("198.51.100.1") is traffic
 
 
 @pytest.mark.parametrize("n_senders", [1, 8])
@@ -111,7 +111,7 @@ async def test_a_minute_at_a_rate_is_within_two_percent(virtual_time: MockClock,
         while True:
             await traffic.up.wait()
             traffic.sent(SLICE_BYTES)
-            sent += on_the_wire(SLICE_BYTES)
+            sent += wire_bytes(SLICE_BYTES)
             await trio.sleep(0.001)
 
     with trio.move_on_after(60):

@@ -21,11 +21,11 @@ from swarmd.plan.chains.placement import (
     Holder,
     choose_move,
     choose_span,
+    count_moves_left,
     gap_chance,
     hazard_per_s,
-    moves_left,
 )
-from swarmd.plan.chains.routing import best_rejected, best_route, least_loaded, pass_s
+from swarmd.plan.chains.routing import best_alternative, best_route, least_loaded_route, pass_s
 from swarmd.plan.chains.view import RecordBook, SwarmView, short_name
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Identity, Membership
@@ -122,18 +122,18 @@ def test_route_prefers_who_stays() -> None:
 def test_the_best_rejected_chain_does_without_one_of_the_chosen() -> None:
     spans = [span("a", 0, 4, 100), span("b", 0, 4, 90), span("c", 0, 4, 10)]
     chosen = best_route(spans, Span(0, 4), ME, {})
-    rejected = best_rejected(chosen, spans, Span(0, 4), ME, {})
+    rejected = best_alternative(chosen, spans, Span(0, 4), ME, {})
     assert rejected is not None
     assert [h.peer for h in rejected.hops] == ["b"]
     assert rejected.cost_s > chosen.cost_s
-    assert best_rejected(chosen, spans[:1], Span(0, 4), ME, {}) is None
+    assert best_alternative(chosen, spans[:1], Span(0, 4), ME, {}) is None
 
 
 def test_batches_are_spread_in_proportion_to_speed() -> None:
     spans = [span("fast", 0, 4, prefill_tokens_per_s=300.0), span("slow", 0, 4, prefill_tokens_per_s=100.0)]
     counts: Counter[PeerId] = Counter()
     for _ in range(40):
-        (hop,) = least_loaded(spans, Span(0, 4), ME, {}, lambda _: True, 128, counts).hops
+        (hop,) = least_loaded_route(spans, Span(0, 4), ME, {}, lambda _: True, 128, counts).hops
         counts[hop.peer] += 1
     assert 28 <= counts[PeerId("fast")] <= 32
 
@@ -143,7 +143,7 @@ def test_chains_that_share_no_peer_work_side_by_side() -> None:
     counts: Counter[PeerId] = Counter()
     chains = []
     for _ in range(6):
-        hops = least_loaded(spans, Span(0, 4), ME, {}, lambda _: True, 128, counts).hops
+        hops = least_loaded_route(spans, Span(0, 4), ME, {}, lambda _: True, 128, counts).hops
         counts.update(hop.peer for hop in hops)
         chains.append("".join(hop.peer[0] for hop in hops))
     assert sorted(chains) == ["aa", "aa", "aa", "bb", "bb", "bb"]
@@ -258,8 +258,8 @@ def test_only_those_that_may_move_are_moved() -> None:
 
 
 def test_moves_are_counted_by_the_day() -> None:
-    assert moves_left([0.0, 50_000.0], 86_399.0) == 2
-    assert moves_left([0.0, 50_000.0], 86_401.0) == 3
+    assert count_moves_left([0.0, 50_000.0], 86_399.0) == 2
+    assert count_moves_left([0.0, 50_000.0], 86_401.0) == 3
 
 
 def test_the_chance_of_a_gap_follows_lifetimes_and_coverage() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swarmd.plan.chains.placement import choose_model, rescues
+from swarmd.plan.chains.placement import choose_model, find_rescues
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import ModelId
 
@@ -21,7 +21,7 @@ def serves(peer: str, model: str = OLD, start: int = 0, end: int = 6, **more: An
 
 
 def names(spans: list[SpanRecord]) -> list[str]:
-    (rescue,) = rescues(spans, MODELS)
+    (rescue,) = find_rescues(spans, MODELS)
     assert rescue.model == NEW
     return [peer for peer, _ in rescue.servers]
 
@@ -29,7 +29,7 @@ def names(spans: list[SpanRecord]) -> list[str]:
 def test_four_volunteers_of_one_model_have_some_to_spare_for_a_second() -> None:
     spans = [serves(peer) for peer in "abcd"]
     assert names(spans) == ["a", "b", "c", "d"], "the first in line goes first, the others wait in turn"
-    (rescue,) = rescues(spans, MODELS)
+    (rescue,) = find_rescues(spans, MODELS)
     assert "blocks [0,30) are held by nobody" in str(rescue)
     assert "a, b, c and 1 more can take them" in str(rescue)
 
@@ -45,20 +45,20 @@ def test_nobody_leaves_a_gap_behind_and_people_hear_what_they_can_do() -> None:
     spans = [serves("a", start=0, end=4), serves("b", start=3, end=6), serves("c", start=3, end=6)]
     assert names(spans) == ["b", "c"]
     assert names(spans[:2]) == []
-    (rescue,) = rescues(spans[:2], MODELS)
+    (rescue,) = find_rescues(spans[:2], MODELS)
     assert "swarmd up --serve new on a machine that has room" in str(rescue)
 
 
 def test_who_is_on_its_way_is_waited_for() -> None:
     spans = [serves(peer) for peer in "abc"]
-    assert rescues([*spans, serves("d", NEW, 0, 30, state="joining")], MODELS) == []
-    (rescue,) = rescues([*spans, serves("d", NEW, 0, 20, state="joining")], MODELS)
+    assert find_rescues([*spans, serves("d", NEW, 0, 30, state="joining")], MODELS) == []
+    (rescue,) = find_rescues([*spans, serves("d", NEW, 0, 20, state="joining")], MODELS)
     assert [str(s) for s in rescue.lacking] == ["[20,30)"]
 
 
 def test_two_models_that_lack_blocks_are_not_given_the_same_server_first() -> None:
     models = {**MODELS, "third": (OTHER, 4)}
-    first, second = rescues([serves(peer) for peer in "abcd"], models)
+    first, second = find_rescues([serves(peer) for peer in "abcd"], models)
     assert first.servers[0] != second.servers[0]
 
 
@@ -76,11 +76,11 @@ def test_a_newcomer_takes_what_it_is_told_or_the_rarest_and_says_what_it_waits_f
 
 
 def test_nobody_leaves_anything_for_weights_that_no_member_has() -> None:
-    (rescue,) = rescues([serves(peer) for peer in "abcd"], MODELS, lambda model, block: block != 29)
+    (rescue,) = find_rescues([serves(peer) for peer in "abcd"], MODELS, lambda model, block: block != 29)
     assert rescue.servers == ()
     assert "no member that is up has their weights" in str(rescue)
 
 
 def test_a_model_of_two_names_lacks_its_blocks_once() -> None:
     spans = [serves(peer) for peer in "abcd"]
-    assert len(rescues(spans, {**MODELS, "my new": MODELS["new"]})) == 1
+    assert len(find_rescues(spans, {**MODELS, "my new": MODELS["new"]})) == 1

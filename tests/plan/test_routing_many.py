@@ -10,7 +10,7 @@ import pytest
 
 from swarmd.errors import NoRoute
 from swarmd.plan.chains import routing
-from swarmd.plan.chains.routing import MANY, N_FOR_A_BLOCK, best_route, least_loaded, trips_of
+from swarmd.plan.chains.routing import MANY, N_FOR_A_BLOCK, best_route, gather_trips, least_loaded_route
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import PeerId, Span
 
@@ -41,7 +41,7 @@ def servers(n: int, seed: int) -> list[SpanRecord]:
 def test_the_chain_of_a_shortlist_is_as_good(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spans = servers(3 * MANY, seed)
     own = {PeerId(s.peer): random.Random(seed).uniform(0.001, 0.1) for s in spans[::50]}
-    trips, n_asked = partial(trips_of, client=ME, own_trips_s=own), [0]
+    trips, n_asked = partial(gather_trips, client=ME, client_trips_s=own), [0]
 
     def eligible(span: SpanRecord) -> bool:
         n_asked[0] += 1
@@ -62,7 +62,7 @@ def test_the_only_holder_of_a_block_is_found_among_thousands() -> None:
     only = next(s for s in servers(3 * MANY, 1) if s.start <= 11 < s.end)
     route = best_route([*spans, only], ALL, ME, {})
     assert PeerId(only.peer) in {hop.peer for hop in route.hops}
-    route = least_loaded([*spans, only], ALL, ME, {}, lambda _: True, 64, {})
+    route = least_loaded_route([*spans, only], ALL, ME, {}, lambda _: True, 64, {})
     assert PeerId(only.peer) in {hop.peer for hop in route.hops}
 
 

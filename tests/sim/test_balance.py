@@ -7,7 +7,7 @@ import itertools
 import random
 from dataclasses import dataclass, field, replace
 
-from swarmd.plan.chains.placement import Holder, bottleneck, choose_move, choose_span, moves_left
+from swarmd.plan.chains.placement import Holder, bottleneck, choose_move, choose_span, count_moves_left
 from swarmd.values import PeerId, Span
 
 N_SERVERS = 200
@@ -47,7 +47,9 @@ class Day:
         return [self.holders[p] for p in sorted(self.holders)]
 
     def look(self, now: float) -> None:
-        movable = [replace(h, may_move=moves_left(self.moved_at.get(h.peer, []), now) > 0) for h in self.ordered()]
+        movable = [
+            replace(h, may_move=count_moves_left(self.moved_at.get(h.peer, []), now) > 0) for h in self.ordered()
+        ]
         move = choose_move(movable, self.n_blocks).action
         if move is not None:
             covered = bottleneck(self.ordered(), self.n_blocks) > 0

@@ -26,7 +26,7 @@ def received(manifest: Manifest) -> Manifest:
 
 
 def config(**changes: Any) -> str:
-    return manifests.canonical({"model_type": "toy", "num_hidden_layers": 4, **changes})
+    return manifests.canonical_json({"model_type": "toy", "num_hidden_layers": 4, **changes})
 
 
 CHUNK = bytes(32)
@@ -51,8 +51,11 @@ CHUNK = bytes(32)
         ({"tensors": (Entry("a", "F32", (1,), (CHUNK,)),) * 2}, "twice"),
         ({"files": (Entry("run.py", "U8", (1,), (CHUNK,)),)}, "files that no model needs"),
         ({"files": (Entry("tokenizer.json", "F32", (1,), (CHUNK,)),)}, "file of more than|promises"),
-        ({"config": manifests.canonical({"model_type": ADAPTER, "num_hidden_layers": 0}), "n_blocks": 0}, "PEFT"),
-        ({"config": manifests.canonical({"model_type": ADAPTER, "num_hidden_layers": 7, "adapter": {}})}, "no blocks"),
+        ({"config": manifests.canonical_json({"model_type": ADAPTER, "num_hidden_layers": 0}), "n_blocks": 0}, "PEFT"),
+        (
+            {"config": manifests.canonical_json({"model_type": ADAPTER, "num_hidden_layers": 7, "adapter": {}})},
+            "no blocks",
+        ),
     ],
 )
 def test_a_lying_manifest_is_refused(full_model: ModelFolder, changes: dict[str, Any], reason: str) -> None:

@@ -42,7 +42,7 @@ from swarmd.errors import SwarmError
 from swarmd.home import bundled_folder, by_peer
 from swarmd.net.api import PURPOSES
 from swarmd.net.rpc import MAX_CHANNELS
-from swarmd.plan.trust.reputation import finding
+from swarmd.plan.trust.reputation import make_finding
 from swarmd.protocol.membership import invite as invites
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.records import ExchangeBody, PeerRecord, SpanRecord
@@ -246,7 +246,7 @@ async def _names(enemy: Enemy) -> None:
 async def _words(enemy: Enemy) -> None:
     """Call every server wrong, without evidence."""
     spans = enemy.swarm.view().serving(ModelId(enemy.model))
-    said = tuple(finding(span, is_right=False) for span in spans)
+    said = tuple(make_finding(span, is_right=False) for span in spans)
     raw = record_of(enemy.identity, enemy.certificate, time.time(), PeerRecord, found=said)
     channel = await enemy.swarm.rpc.channel(enemy.peer, "bulk")
     await channel.send(Records(), msgspec.msgpack.encode(ExchangeBody(envelopes=[raw])))

@@ -126,7 +126,7 @@ def _change(keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...]) -
 
     state = home()
     state.founder()
-    _sign_draft(charter.follower(state.founders().charter, keys, needed, honoured))
+    _sign_draft(charter.draft_charter(state.founders().charter, keys, needed, honoured))
 
 
 def _sign_draft(draft: Any) -> None:
@@ -142,7 +142,7 @@ def _sign_draft(draft: Any) -> None:
         if signed.charter.needed == len(signed.charter.keys) > 1:
             print("All of them are needed: name another one before one more is lost.")
         return
-    n_missing = charter.missing(signed, previous)
+    n_missing = charter.count_missing_signatures(signed, previous)
     next_step = "one of the new founders must take it over"
     if n_missing:
         next_step = f"{n_missing} of the founders must sign it, too"

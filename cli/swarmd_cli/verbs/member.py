@@ -286,10 +286,10 @@ def _invite_addresses() -> tuple[str, ...]:
         by_peer = ask("addresses")["addresses"]
         return tuple(address for addresses in by_peer.values() for address in addresses[:2])[:8]
     except DaemonNotRunning:
-        from swarmd.net.interfaces import expand
+        from swarmd.net.interfaces import expand_wildcards
 
         settings = config.load(state.folder)
-        chosen = config.split(settings.announce) or expand(config.split(settings.listen))
+        chosen = config.split(settings.announce) or expand_wildcards(config.split(settings.listen))
         own_peer = state.identity().peer_id
         return tuple(f"{address.split('/p2p/')[0]}/p2p/{own_peer}" for address in chosen)
 

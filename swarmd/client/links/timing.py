@@ -47,7 +47,7 @@ class PassTimes:
         if not self._passes:
             return None
         _, _, last_times = self._passes[-1]
-        alike = [measured for measured in self._passes if timing.goes_alike(measured[2], last_times)]
+        alike = [measured for measured in self._passes if timing.is_same_path(measured[2], last_times)]
         hops = timing.medians_s([times for _, _, times in alike])
         away_s = []
         for _, total_s, times in alike:

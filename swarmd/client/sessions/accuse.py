@@ -9,7 +9,7 @@ import torch
 
 from swarmd.client.links.link import HopLink, SessionOptions, SessionServices, is_suitable
 from swarmd.errors import PeerError
-from swarmd.plan.trust.reputation import shared
+from swarmd.plan.trust.reputation import shared_blocks
 from swarmd.protocol.accounts import evidence
 from swarmd.protocol.accounts.evidence import MAX_EVIDENCE_BYTES, MAX_RECEIPTS, Evidence
 from swarmd.protocol.membership.records import SpanRecord
@@ -59,7 +59,7 @@ async def accuse(
     notified = set[bytes]()  # vouchers of peers that believed it: one key's many peers count once
     for span in swarm.view().serving(ModelId(record.model)):
         peer = PeerId(span.peer)
-        common = shared(record, span)
+        common = shared_blocks(record, span)
         holds_blocks = common is not None and common.covers(link.hop.span)
         if not holds_blocks or not is_suitable(span, terms, ""):
             continue

@@ -20,7 +20,7 @@ from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageRece
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.records import MAX_SKEW_S
-from swarmd.protocol.wire.messages import cropped, is_reordered
+from swarmd.protocol.wire.messages import count_cropped, is_reordered
 from swarmd.values import PeerId
 from swarmd.wire.history import SentOp
 from swarmd.wire.tensors import pack
@@ -113,7 +113,7 @@ class HopAccounts:
         """An op is on its way."""
         self.is_reordered |= is_reordered(sent.edits)
         self.is_padded |= sent.mask is not None
-        self.n_tokens -= cropped(sent.edits)
+        self.n_tokens -= count_cropped(sent.edits)
         self.low = min(self.low, self.n_tokens)
         self.n_before = self.n_tokens
         n_tokens = count_tokens(sent)
@@ -122,7 +122,7 @@ class HopAccounts:
 
     def note_answered(self, sent: SentOp, meta: TensorMeta | None, payload: memoryview) -> None:
         """Its answer is here, perhaps with the last tokens only. Raises RemoteProtocolError."""
-        n_cropped = cropped(sent.edits)
+        n_cropped = count_cropped(sent.edits)
         if n_cropped:
             del self.answers[-n_cropped * DIGEST_BYTES :]
         digests = b"" if meta is None else digests_of(meta, payload)
@@ -180,7 +180,7 @@ class HopAccounts:
             raise IntegrityError(f"a bill of {bill.giver} for another session or hop")
         if bill.n_tokens > self.n_sent:
             raise IntegrityError(f"a bill for {bill.n_tokens} tokens; {self.n_sent} were sent")
-        taker_signature = bills.accept(body, identity)
+        taker_signature = bills.sign_acceptance(body, identity)
         self.bills[place] = bill, SignedUsageReceipt(body, giver_signature, taker_signature)
         return taker_signature
 

@@ -17,8 +17,8 @@ from swarmd.client.links.link import SessionOptions
 from swarmd.client.links.ops import count_tokens
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import SwarmError, SwarmUnavailable, WrongAnswer
-from swarmd.plan.trust.equality import Bound, bound_of, errors, is_equal, through_hops
-from swarmd.protocol.wire.messages import cropped
+from swarmd.plan.trust.equality import Bound, bound_of, errors, is_equal, widen_bound
+from swarmd.protocol.wire.messages import count_cropped
 from swarmd.wire.history import SentOp
 
 TOKENS_BEHIND = 16  # that the second chain waits for: fewer cost it as much as the first
@@ -106,7 +106,7 @@ class VerifyingChain:
         """Compute one op again. Raises WrongAnswer with the first token that differs."""
         second = await self._second_session()
         recomputed = await second.step(sent.edits, sent.hidden, sent.positions, sent.mask, sent.record_past)
-        self._n_checked -= cropped(sent.edits)
+        self._n_checked -= count_cropped(sent.edits)
         if recomputed is None or sent.hidden is None:
             return
         inputs, outputs, expected = (t.detach().float().numpy() for t in (sent.hidden, out, recomputed))
@@ -115,7 +115,7 @@ class VerifyingChain:
         deviations[np.isnan(outputs).all(axis=(0, 2))] = 0.0  # what the client did not want did not come
         comparison = is_equal(deviations, bound)
         if not comparison.action:
-            first_wrong = int(np.argmax(deviations > min(bound.token, bound.most)))
+            first_wrong = int(np.argmax(deviations > min(bound.token, bound.typical)))
             token = self._n_checked + first_wrong
             raise WrongAnswer(
                 f"token {token + 1} of the session is not what {second.hops} computes: {comparison.reason}; it came "
@@ -148,7 +148,7 @@ class VerifyingChain:
         formats = {span.quantize for span in spans if span.peer in peers}
         quantize = "none" if formats <= {"none"} else "any"
         bound = bound_of(self._first.terms.dtype, quantize)
-        return through_hops(bound, len(self._first.hops.links))
+        return widen_bound(bound, len(self._first.hops.links))
 
 
 def _mask_unwanted(out: torch.Tensor | None, want: int | None) -> torch.Tensor:
@@ -168,7 +168,7 @@ def merge_cropped(
     """Leave out tokens that were cropped again, and join what follows them into one op: [b, t, d] each."""
     merged: list[tuple[SentOp, torch.Tensor]] = []
     for sent, out in ops:
-        n_cropped = cropped(sent.edits)
+        n_cropped = count_cropped(sent.edits)
         has_rows = any(edit.rows is not None for edit in sent.edits)
         last = merged[-1] if merged else None
         if last is None or has_rows or not _can_drop(last[0], n_cropped) or sent.hidden is None:

@@ -33,8 +33,8 @@ from swarmd.plan.trust.equality import (
     bound_of,
     errors,
     is_equal,
-    through_hops,
     two_of_three,
+    widen_bound,
 )
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.wire.tensors import CHANGES
@@ -367,7 +367,7 @@ class LaneAudits:
         hops = [hop for lane in lanes for hop in lane.hops]
         is_raw = all(lane.codec.action == "raw" for lane in lanes)
         bound = bound_of(self.terms.dtype, self._weight_format(*hops)) if is_raw else ROUNDED
-        return through_hops(bound, max(len(lane.hops) for lane in lanes))
+        return widen_bound(bound, max(len(lane.hops) for lane in lanes))
 
     def _other_holders(self, hop: Hop) -> list[PeerId]:
         """Others that hold the blocks of a hop, one of each voucher but its own, in an order nobody can foresee."""

@@ -34,7 +34,7 @@ from swarmd.client.tuning.ticket import ForwardTicket, OtherHolders
 from swarmd.config import KV_CACHE, format_of
 from swarmd.errors import ConfigError, NoRoute, PeerError, SwarmError, SwarmUnavailable
 from swarmd.plan.chains.fine_tuning import Window
-from swarmd.plan.chains.routing import Hop, least_loaded
+from swarmd.plan.chains.routing import Hop, least_loaded_route
 from swarmd.plan.trust.reputation import Trust
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.protocol.wire.messages import Ping
@@ -351,7 +351,7 @@ class Pipeline:
             return is_suitable(span, terms, "") and is_compatible(view, span, terms)
 
         def find(min_trust: Trust, is_last_resort: bool = False) -> tuple[Hop, ...]:
-            route = least_loaded(
+            route = least_loaded_route(
                 spans,
                 terms.blocks,
                 self._swarm.rpc.network.peer_id,

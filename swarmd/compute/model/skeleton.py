@@ -149,7 +149,7 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise ConfigError(f"{path}: unsupported family: transformers knows no {family[:64]!r}")
     kind = CONFIG_MAPPING[family]
     fields = getattr(kind, "__dataclass_fields__", {})
-    plain = configuration.plain(written)
+    plain = configuration.rebuild_plain(written)
     family_fields = fields.keys() - PretrainedConfig.__dataclass_fields__.keys()
     # A field of the family's own that is not plain would be left out, and the model would be another one: refuse it.
     left_out = family_fields & written.keys() - plain.keys()

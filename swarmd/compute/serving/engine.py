@@ -27,10 +27,10 @@ from swarmd.plan.chains.batching import (
     PassShare,
     ReadyOp,
     Speed,
+    can_admit_steps,
     choose_pass,
-    may_let_in,
+    choose_steps,
     patience_s,
-    steps_of_call,
 )
 from swarmd.plan.chains.prefixes import Prefixes
 from swarmd.protocol.wire import messages
@@ -229,7 +229,7 @@ class Engine:
     def run_interleaved(self) -> Iterator[bytes]:
         """Compute the steps that are ready, in the midst of a pass over a prompt, by one call. ``settle`` follows."""
         now = self._clock()
-        if not may_let_in(self._interleaved_s, now - self._passing_since - self._interleaved_s):
+        if not can_admit_steps(self._interleaved_s, now - self._passing_since - self._interleaved_s):
             return
         waiting_keys = self._queues.keys() - self._passing
         candidates = [self._describe_next(key) for key in waiting_keys if self._sessions[key].tokens_left]
@@ -242,7 +242,7 @@ class Engine:
         passing = self._passing
         self._passing = set()
         try:
-            yield from self._run_shares(steps, steps_of_call(steps, self.span.n_by_one_call))
+            yield from self._run_shares(steps, choose_steps(steps, self.span.n_by_one_call))
         finally:
             self._passing = passing
             self._interleaved_s += self._clock() - now

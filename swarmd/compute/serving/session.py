@@ -37,7 +37,7 @@ from swarmd.protocol.wire.messages import (
     Replay,
     TokensAre,
     WantTokens,
-    cropped,
+    count_cropped,
 )
 from swarmd.protocol.wire.tensors import max_tokens_per_frame
 from swarmd.protocol.wire.worker import Done
@@ -422,7 +422,7 @@ class HopSession:
         payload: memoryview,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """Check an op against this session before anything changes. Raises Refused or RemoteProtocolError."""
-        n_cropped = cropped(op.edits)
+        n_cropped = count_cropped(op.edits)
         n_tokens = self._n_tokens - n_cropped
         for edit in op.edits:
             if edit.rows is None:
@@ -433,7 +433,7 @@ class HopSession:
             raise Refused(Code.BAD_SHAPE, f"a crop past the start: the session holds {self._n_tokens} tokens")
         if n_cropped and (why := self._cache.refuses_crop(n_cropped)):
             raise Refused(Code.UNSUPPORTED, f"{n_cropped} tokens cannot be taken back: {why}")
-        n_edits = self.history.recent_edits + messages.n_changes(op.edits, op.tensor is not None)
+        n_edits = self.history.recent_edits + messages.count_changes(op.edits, op.tensor is not None)
         if n_edits > LEAST_KEPT_EDITS + KEPT_TIMES * self._max_tokens:
             text = f"{self.history.recent_edits} edits of separate ops are kept for replay already"
             raise Refused(Code.TOO_LONG, text)
@@ -484,7 +484,7 @@ class HopSession:
         """Crop once and reorder once: which tokens stay and which rows have nothing to do with each other."""
         if not edits:
             return
-        n_cropped = cropped(edits)
+        n_cropped = count_cropped(edits)
         if self._prefix is not None:
             self._prefix.crop(self._n_tokens - n_cropped)
         if any(edit.crop is not None for edit in edits):

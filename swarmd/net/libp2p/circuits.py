@@ -1,10 +1,10 @@
 """Connections through a third member, for peers that nobody can dial: one asks a relay, which knows the other.
 
-As libp2p's circuit relay v2 has it: who cannot be dialled holds a *reservation* with a relay, by a stream that it
-keeps open; who wants to reach it asks that relay for a *circuit*, and both make their own encrypted connection over
+As in libp2p's circuit relay v2, a peer that cannot be dialled holds a *reservation* with a relay, by a stream that it
+keeps open. A peer that wants to reach it asks that relay for a *circuit*. Both make their own encrypted connection over
 it, so that the relay sees bytes only. py-libp2p's own closes the circuits of others (row 15) and cannot be dialled
 (row 14). Only members are relayed, in limited number, and each sponsor (the key that answers for a peer) has a share:
-who makes a hundred identities gets no more than it. Clients announce nothing, so nobody could use a reservation of
+a hundred identities of one sponsor get no more than it. Clients announce nothing, so nobody could use a reservation of
 theirs, and they get none. A circuit that moves much lets all others go first.
 """
 
@@ -26,7 +26,7 @@ from multiaddr import Multiaddr
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import MayRelay, Relayed
 from swarmd.net.libp2p.stream import Libp2pStream
-from swarmd.net.libp2p.wire import read, write
+from swarmd.net.libp2p.wire import read_message, write_message
 from swarmd.protocol.fields import Certificate, Name, Text
 from swarmd.values import PeerId
 
@@ -84,6 +84,18 @@ class Streams(Protocol):
         """Upgrade a connection that somebody else began."""
 
 
+#     A (behind a router)                relay R                        B (behind a router)
+#                                          <-- RelayRequest() ----------  holds a reservation: this stream stays open
+#     RelayRequest(target=B) ------------>
+#                                          -- Caller(A) --------------->
+#       <------------- RelayGrant(), seen_at
+#     Noise and yamux between A and B  <== _copy_bytes, both ways ==>
+#
+# R sees encrypted bytes only, and cannot pretend to be either: A and B prove their keys to each other over it. What a
+# member could try is to make R work for it alone, so everything is counted for its sponsor and for R as a whole. The
+# certificate is looked at again each LOOK_INTERVAL_S, so that a revoked member loses what it has.
+
+
 class Circuits:
     """One network's circuits. ``may_relay`` says for whom, with which certificate, this peer relays; None: nobody."""
 
@@ -103,13 +115,14 @@ class Circuits:
 
     # --- as one of the two ends ------------------------------------------------------------------------------
 
-    async def reserve(self, relay: PeerId, held: Callable[[], None]) -> None:
-        """Hold a reservation until it ends; calls ``held`` when it holds. Raises PeerError."""
+    async def reserve(self, relay: PeerId, on_held: Callable[[], None]) -> None:
+        """Hold a reservation until it ends; calls ``on_held`` when it holds. Raises PeerError."""
         stream = await self._network.open_for_reservation(relay)
         self._relays[relay] += 1  # it may bring somebody before its answer has been read
         try:
-            self._network.note_seen_at((await self._ask(stream, RelayRequest(certificate=self._certificate))).seen_at)
-            held()
+            granted = await self._ask_relay(stream, RelayRequest(certificate=self._certificate))
+            self._network.note_seen_at(granted.seen_at)
+            on_held()
             await stream.receive()
         finally:
             self._relays = self._relays - Counter([relay])
@@ -119,17 +132,17 @@ class Circuits:
     async def dial(self, relay: PeerId, target: PeerId) -> IRawConnection:
         """Have a relay connect this peer to another. Raises PeerError."""
         stream = await self._network.open_for_relay(relay)
-        granted = await self._ask(stream, RelayRequest(target, self._certificate))
+        granted = await self._ask_relay(stream, RelayRequest(target, self._certificate))
         if not self._network.announced_ports():  # else the connection comes from another port than reservations
             self._network.note_seen_at(granted.seen_at)
         return Circuit(stream, is_initiator=True)
 
-    async def _ask(self, stream: Libp2pStream, ask: RelayRequest) -> RelayGrant:
+    async def _ask_relay(self, stream: Libp2pStream, ask: RelayRequest) -> RelayGrant:
         is_granted = False
         try:
             with trio.fail_after(ANSWER_TIMEOUT_S):
-                await write(stream, ask)
-                granted = await read(stream, RelayGrant)
+                await write_message(stream, ask)
+                granted = await read_message(stream, RelayGrant)
             is_granted = not granted.why_not
         except trio.TooSlowError:
             raise Unreachable(f"the relay {stream.peer} did not answer within {ANSWER_TIMEOUT_S} s") from None
@@ -141,34 +154,34 @@ class Circuits:
             raise Unreachable(f"the relay {stream.peer} says: {granted.why_not}")
         return granted
 
-    async def called(self, stream: Libp2pStream) -> None:
+    async def serve_call(self, stream: Libp2pStream) -> None:
         """A relay brings somebody who wants to connect to this peer."""
         is_in_circuit = stream.remote_address is None
         if is_in_circuit or stream.peer not in self._relays:
             await stream.reset()
             return
         with trio.fail_after(ANSWER_TIMEOUT_S):
-            caller = await read(stream, Caller)
+            caller = await read_message(stream, Caller)
         await self._network.take_in(Circuit(stream, False, f"{caller.peer} through {stream.peer}"))
 
     # --- as the relay ----------------------------------------------------------------------------------------
 
-    async def asked(self, stream: Libp2pStream) -> None:
+    async def serve_request(self, stream: Libp2pStream) -> None:
         """Somebody asks this peer to relay."""
         with trio.fail_after(ANSWER_TIMEOUT_S):
-            ask = await read(stream, RelayRequest)
+            ask = await read_message(stream, RelayRequest)
         relayed = self.may_relay(stream.peer, ask.certificate) if self.may_relay else None
         why_not = self._why_not(stream.peer, ask, relayed)
         if relayed is None or why_not:
-            await write(stream, RelayGrant(why_not))
+            await write_message(stream, RelayGrant(why_not))
             await stream.aclose()
             return
         self._sponsors[stream.peer] = relayed.sponsor
         try:
             if ask.target:
-                await self._while_member(ask, stream, partial(self._connect, stream, PeerId(ask.target)))
+                await self._while_member(ask, stream, partial(self._connect_circuit, stream, PeerId(ask.target)))
             else:
-                await self._while_member(ask, stream, partial(self._keep, stream))
+                await self._while_member(ask, stream, partial(self._keep_reservation, stream))
         finally:
             if not self._reserved[stream.peer] and not self._asked[stream.peer]:
                 self._sponsors.pop(stream.peer, None)
@@ -192,6 +205,7 @@ class Circuits:
             nursery.cancel_scope.cancel()
 
     def _why_not(self, peer: PeerId, ask: RelayRequest, relayed: Relayed | None) -> str:
+        """Why this peer does not do what it is asked; "" when it does."""
         if self.may_relay is None:
             return "this member does not relay"
         if relayed is None:
@@ -200,7 +214,8 @@ class Circuits:
             return self._why_not_kept(peer, relayed)
         if ask.target not in self._reserved:
             return f"{ask.target} has no reservation here"
-        of_sponsor = sum(n for p, n in self._asked.items() if self._sponsors.get(p) == relayed.sponsor)
+        counts = [n for peer, n in self._asked.items() if self._sponsors.get(peer) == relayed.sponsor]
+        of_sponsor = sum(counts)
         is_full = self.n_open >= MAX_CIRCUITS or of_sponsor >= MAX_CIRCUITS_OF_SPONSOR
         if is_full or self._asked[peer] >= MAX_CIRCUITS_OF_PEER:
             return (
@@ -220,49 +235,53 @@ class Circuits:
         is_full = len(self._reserved) >= MAX_RESERVATIONS
         return f"{MAX_RESERVATIONS} members have reservations here" if is_full else ""
 
-    async def _keep(self, stream: Libp2pStream) -> None:
+    async def _keep_reservation(self, stream: Libp2pStream) -> None:
         peer = stream.peer
         self._reserved[peer] += 1
         try:
-            await write(stream, RelayGrant(seen_at=stream.remote_address))
+            await write_message(stream, RelayGrant(seen_at=stream.remote_address))
             await stream.receive()
         finally:
             self._reserved = self._reserved - Counter([peer])
             with trio.CancelScope(shield=True):
                 await stream.reset()
 
-    async def _connect(self, stream: Libp2pStream, target: PeerId) -> None:
+    async def _connect_circuit(self, stream: Libp2pStream, target: PeerId) -> None:
         self._asked[stream.peer] += 1
-        other: Libp2pStream | None = None
+        target_stream: Libp2pStream | None = None
         try:
-            other = await self._network.open_to_reserved(target)
-            await write(other, Caller(stream.peer))
-            await write(stream, RelayGrant(seen_at=stream.remote_address))
+            target_stream = await self._network.open_to_reserved(target)
+            await write_message(target_stream, Caller(stream.peer))
+            await write_message(stream, RelayGrant(seen_at=stream.remote_address))
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_pour, stream, other, nursery.cancel_scope)
-                nursery.start_soon(_pour, other, stream, nursery.cancel_scope)
+                nursery.start_soon(_copy_bytes, stream, target_stream, nursery.cancel_scope)
+                nursery.start_soon(_copy_bytes, target_stream, stream, nursery.cancel_scope)
         except PeerError as error:
-            if other is None:
-                await write(stream, RelayGrant(f"{target} is gone: {error}"[:200]))
+            if target_stream is None:
+                await write_message(stream, RelayGrant(f"{target} is gone: {error}"[:200]))
         finally:
             self._asked = self._asked - Counter([stream.peer])
             with trio.CancelScope(shield=True):
                 await stream.reset()
-                if other is not None:
-                    await other.reset()
+                if target_stream is not None:
+                    await target_stream.reset()
 
 
-async def _pour(source: Libp2pStream, sink: Libp2pStream, scope: trio.CancelScope) -> None:
+async def _copy_bytes(source: Libp2pStream, sink: Libp2pStream, scope: trio.CancelScope) -> None:
     """Pass bytes on until either end is gone, which ends the other direction as well."""
-    since, moved = trio.current_time(), 0
+    since = trio.current_time()
+    n_moved = 0
     try:
-        while data := await source.receive():
+        data = await source.receive()
+        while data:
             now = trio.current_time()
             if now - since > 1.0:
-                since, moved = now, 0
-            moved += len(data)
-            sink.yield_to_others(moved > BULK_BYTES_PER_S)
+                since = now
+                n_moved = 0
+            n_moved += len(data)
+            sink.yield_to_others(n_moved > BULK_BYTES_PER_S)
             await sink.send(data)
+            data = await source.receive()
     except PeerError:
         pass
     finally:
@@ -279,21 +298,25 @@ class Circuit(IRawConnection):
         self._rest = b""
 
     async def write(self, data: bytes) -> None:
+        """Send all of ``data``. Raises ConnectionClosedError."""
         try:
             await self._stream.send(data)
         except PeerError as error:
             raise ConnectionClosedError(str(error)) from None
 
     async def read(self, n: int | None = None) -> bytes:
+        """At most ``n`` bytes. Raises ConnectionClosedError when the relay's stream is gone."""
         if not self._rest:
             try:
                 self._rest = await self._stream.receive()
             except PeerError as error:
                 raise ConnectionClosedError(str(error)) from None
-        taken, self._rest = self._rest[:n], self._rest[n:] if n is not None else b""
-        return taken
+        data = self._rest[:n]
+        self._rest = self._rest[n:] if n is not None else b""
+        return data
 
     async def close(self) -> None:
+        """End the relay's stream, and with it the circuit."""
         await self._stream.reset()
 
     def get_remote_address(self) -> tuple[str, int] | None:

@@ -1,7 +1,7 @@
 """Can others connect to this peer? It asks one to try, as libp2p's AutoNAT does (specs, autonat).
 
-Whoever is asked tries only the host that the asker comes from, with a connection of its own that shows both keys, and
-ends it: nobody can be made to knock elsewhere.
+The peer that is asked tries only the host that the asker comes from. It makes a connection of its own that shows both
+keys, and ends it. So it cannot be made to knock elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import trio
 
 from swarmd.errors import RemoteProtocolError, Unreachable
 from swarmd.net.libp2p.stream import Libp2pStream
-from swarmd.net.libp2p.wire import read, write
+from swarmd.net.libp2p.wire import read_message, write_message
 from swarmd.plan.links.reachability import ReachabilityReport
 from swarmd.protocol.fields import Text
 from swarmd.values import PeerId
@@ -51,6 +51,10 @@ class Dialler(Protocol):
 class DialBack:
     """Both sides of it."""
 
+    # The host that is dialled is the one that the asker's connection comes from, and never one that it names: so
+    # nobody can have this peer knock at a third machine. The ports are the asker's choice, MAX_PORTS at most, and one
+    # asker is served at a time.
+
     def __init__(self, network: Dialler) -> None:
         self._network = network
         self._tried_for: set[PeerId] = set()
@@ -60,43 +64,46 @@ class DialBack:
         peer = stream.peer
         try:
             with trio.fail_after(ANSWER_TIMEOUT_S):
-                await write(stream, DialRequest(ports[:MAX_PORTS]))
-                tried = await read(stream, DialResult)
+                await write_message(stream, DialRequest(ports[:MAX_PORTS]))
+                result = await read_message(stream, DialResult)
         except trio.TooSlowError:
             raise Unreachable(f"{peer} did not say within {ANSWER_TIMEOUT_S} s whether it can connect here") from None
         finally:
             with trio.CancelScope(shield=True):
                 await stream.reset()
-        if not tried.host:
+        if not result.host:
             raise Unreachable(f"{peer} does not try to connect here now")
         try:
-            ipaddress.ip_address(tried.host)
+            ipaddress.ip_address(result.host)
         except ValueError:
-            raise RemoteProtocolError(f"{peer} sees this peer at {tried.host[:80]!r}, which is no IP address") from None
-        return ReachabilityReport(peer, tried.host, tuple(port for port in tried.open_ports if port in ports))
+            text = f"{peer} sees this peer at {result.host[:80]!r}, which is no IP address"
+            raise RemoteProtocolError(text) from None
+        open_ports = tuple(port for port in result.open_ports if port in ports)
+        return ReachabilityReport(peer, result.host, open_ports)
 
-    async def asked(self, stream: Libp2pStream) -> None:
+    async def serve_request(self, stream: Libp2pStream) -> None:
         """Somebody wants to be dialled."""
         with trio.fail_after(ANSWER_TIMEOUT_S):
-            wanted = await read(stream, DialRequest)
-        remote, peer = stream.remote_address, stream.peer
+            request = await read_message(stream, DialRequest)
+        remote = stream.remote_address
+        peer = stream.peer
         if remote is None or peer in self._tried_for or len(self._tried_for) >= MAX_AT_ONCE:
-            await write(stream, DialResult())
+            await write_message(stream, DialResult())
             await stream.aclose()
             return
-        found: list[int] = []
+        open_ports: list[int] = []
 
         async def attempt(port: int) -> None:
             with trio.move_on_after(ATTEMPT_TIMEOUT_S):
                 if await self._network.answers(remote[0], port, peer):
-                    found.append(port)
+                    open_ports.append(port)
 
         self._tried_for.add(peer)
         try:
             async with trio.open_nursery() as nursery:
-                for port in set(wanted.ports):
+                for port in set(request.ports):
                     nursery.start_soon(attempt, port)
         finally:
             self._tried_for.discard(peer)
-        await write(stream, DialResult(remote[0], tuple(sorted(found))))
+        await write_message(stream, DialResult(remote[0], tuple(sorted(open_ports))))
         await stream.aclose()

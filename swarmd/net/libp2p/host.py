@@ -32,14 +32,14 @@ from multiaddr import Multiaddr
 
 from swarmd.errors import ConfigError, PeerError, PeerTimeout, Unreachable
 from swarmd.net.api import PURPOSES, Purpose, StreamHandler, Way
-from swarmd.net.interfaces import expand, has_ipv6, networks
+from swarmd.net.interfaces import expand_wildcards, has_ipv6, own_networks
 from swarmd.net.libp2p.noise import BufferedNoise
 from swarmd.net.libp2p.stream import Libp2pStream
-from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, HandshakeError, OurMuxer, connection_config, one_attempt
+from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, HandshakeError, OurMuxer, connection_config, retry_config
 from swarmd.net.libp2p.ways import Libp2pNatTraversal, is_relayed, remote_of
 from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.net.traffic import Traffic
-from swarmd.plan.links.dialing import host_of, is_circuit, is_private
+from swarmd.plan.links.dialing import IpAddress, host_of, is_circuit, is_private
 from swarmd.protocol.membership.identity import Identity
 from swarmd.values import PeerId
 
@@ -90,20 +90,22 @@ class Libp2pNetwork:
         traffic: Traffic | None = None,
     ) -> None:
         self.peer_id = identity.peer_id
-        self._listen = tuple(a for a in listen if not a.startswith(EVERY_IPV6) or len(listen) == 1 or has_ipv6())
+        may_use_ipv6 = len(listen) == 1 or has_ipv6()
+        self._listen = tuple(address for address in listen if may_use_ipv6 or not address.startswith(EVERY_IPV6))
         self._announce = announce
         self._blocked = blocked
         self._handlers: dict[Purpose, StreamHandler] = {}
         self._dials: dict[PeerId, _Dial] = {}
-        keys = KeyPair(key := Ed25519PrivateKey.from_bytes(identity.seed), key.get_public_key())
+        private_key = Ed25519PrivateKey.from_bytes(identity.seed)
+        keys = KeyPair(private_key, private_key.get_public_key())
         self.swarm = _build_swarm(keys, psk, traffic)
         self.host = BasicHost(
-            self.swarm, disable_identify_address_discovery=True, announce_addrs=_strip(announce) or None
+            self.swarm, disable_identify_address_discovery=True, announce_addrs=_without_peer_ids(announce) or None
         )
         purposes: tuple[Purpose, ...] = (*PURPOSES, "ticket")
-        self._channels = frozenset(_protocol(purpose) for purpose in PURPOSES)
+        self._channels = frozenset(_protocol_id(purpose) for purpose in PURPOSES)
         for purpose in purposes:
-            self.host.set_stream_handler(_protocol(purpose), self._accept(purpose))
+            self.host.set_stream_handler(_protocol_id(purpose), self._stream_acceptor(purpose))
         self.ways = Libp2pNatTraversal(self, certificate)
         self.swarm.dial_circuit = self.ways.dial_circuit
 
@@ -118,46 +120,52 @@ class Libp2pNetwork:
                 yield
 
     def addresses(self) -> tuple[str, ...]:
+        """See ``net.api.Network``: what its owner announces, or what leads here; then what relays add."""
         suffix = f"/p2p/{self.peer_id}"
-        found = self._announce or self._led_to(self._listening())
-        own = dict.fromkeys(a.split("/p2p/")[0] + suffix for a in found)
-        return tuple(dict.fromkeys([*list(own)[:MAX_OWN_ADDRESSES], *self.ways.also]))
+        reachable = self._announce or self._reachable_addresses(self._listening_addresses())
+        own_addresses = dict.fromkeys(a.split("/p2p/")[0] + suffix for a in reachable)
+        return tuple(dict.fromkeys([*list(own_addresses)[:MAX_OWN_ADDRESSES], *self.ways.extra_addresses]))
 
-    def _listening(self) -> tuple[str, ...]:
-        return expand(tuple(str(a) for a in self.host.get_transport_addrs()))
+    def _listening_addresses(self) -> tuple[str, ...]:
+        return expand_wildcards(tuple(str(a) for a in self.host.get_transport_addrs()))
 
-    def _led_to(self, addresses: Iterable[str]) -> tuple[str, ...]:
+    def _reachable_addresses(self, addresses: Iterable[str]) -> tuple[str, ...]:
         """Those that may lead here, as others have tried."""
-        hosts = {address: host_of(address) for address in addresses}
-        return tuple(a for a, h in hosts.items() if h is None or is_private(h) or h.version not in self.ways.without)
+        return tuple(address for address in addresses if self._may_lead_here(host_of(address)))
+
+    def _may_lead_here(self, host: IpAddress | None) -> bool:
+        return host is None or is_private(host) or host.version not in self.ways.hidden_versions
 
     def own_hosts(self) -> tuple[str, ...]:
         """The IP addresses that it listens on, and those that its owner announces."""
-        return tuple(str(host) for a in (*self._announce, *self._listening()) if (host := host_of(a)) is not None)
+        hosts = [host_of(address) for address in (*self._announce, *self._listening_addresses())]
+        return tuple(str(host) for host in hosts if host is not None)
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        """See ``net.api.Network``; what is no peer id, or no address, is passed over."""
         try:
-            known = ID.from_base58(peer)
+            peer_id = ID.from_base58(peer)
         except ValueError:
             return  # nobody has such an id
-        circuits = tuple(a for a in addresses if is_circuit(a))
-        parsed = [p for a in addresses if a not in circuits and (p := _parse_untrusted(a)) is not None]
+        circuits = tuple(address for address in addresses if is_circuit(address))
+        direct = [_parse_untrusted(address) for address in addresses if address not in circuits]
+        parsed = [address for address in direct if address is not None]
         if (parsed or circuits) and peer != self.peer_id:
-            self.swarm.peerstore.clear_addrs(known)
-            self.swarm.peerstore.add_addrs(known, parsed, ADDRESS_TTL_S)
-            self.swarm.circuits_of.pop(known, None)
+            self.swarm.peerstore.clear_addrs(peer_id)
+            self.swarm.peerstore.add_addrs(peer_id, parsed, ADDRESS_TTL_S)
+            self.swarm.circuits_of.pop(peer_id, None)
             if circuits:
-                self.swarm.circuits_of[known] = circuits
+                self.swarm.circuits_of[peer_id] = circuits
 
     def announced_ports(self) -> tuple[int, ...]:
         """The TCP ports at which others may find it."""
-        found = [*map(Multiaddr, self._announce), *self.host.get_transport_addrs()]
-        return tuple(dict.fromkeys(int(str(a.value_for_protocol("tcp"))) for a in found))
+        addresses = [*map(Multiaddr, self._announce), *self.host.get_transport_addrs()]
+        return tuple(dict.fromkeys(int(str(a.value_for_protocol("tcp"))) for a in addresses))
 
     def listen_hosts(self) -> tuple[str, ...]:
         """The IP addresses that it listens on; one that does not parse is refused by ``running``."""
-        parsed = [a for address in self._listen if (a := _parse_untrusted(address)) is not None]
-        return tuple(str(a.value_for_protocol(a.protocols()[0].code)) for a in parsed)
+        parsed = [_parse_untrusted(address) for address in self._listen]
+        return tuple(str(_host_value(address)) for address in parsed if address is not None)
 
     def remote_host(self, peer: PeerId) -> str | None:
         """Where a connected peer could be dialled again: not through a relay, nor behind a router that is not ours."""
@@ -166,7 +174,7 @@ class Libp2pNetwork:
         if remote is None or not self.swarm.circuits_of.get(ID.from_base58(peer)):
             return remote[0] if remote else None
         host = ipaddress.ip_address(remote[0])
-        return remote[0] if any(host in network for network in networks()) else None
+        return remote[0] if any(host in network for network in own_networks()) else None
 
     def connections(self, peer: PeerId) -> list[INetConn]:
         """Those that live."""
@@ -177,9 +185,11 @@ class Libp2pNetwork:
         return any(stream.get_protocol() in self._channels for stream in connection.get_streams())
 
     def set_handler(self, purpose: Purpose, handler: StreamHandler) -> None:
+        """See ``net.api.Network``."""
         self._handlers[purpose] = handler
 
     async def open_stream(self, peer: PeerId, purpose: Purpose) -> Libp2pStream:
+        """See ``net.api.Network``."""
         if peer in self._blocked:
             raise Unreachable(f"{peer} is blocked by this machine's configuration")
         await self.connect(peer)
@@ -190,18 +200,19 @@ class Libp2pNetwork:
         try:
             with trio.fail_after(OPEN_TIMEOUT_S):
                 if connection is None:
-                    stream = await self.host.new_stream(ID.from_base58(peer), [_protocol(protocol)])
+                    stream = await self.host.new_stream(ID.from_base58(peer), [_protocol_id(protocol)])
                 else:
-                    stream = await self._open_over(connection, _protocol(protocol))
+                    stream = await self._open_over(connection, _protocol_id(protocol))
         except trio.TooSlowError:
             raise PeerTimeout(f"{peer} did not open a stream within {OPEN_TIMEOUT_S} s") from None
         except OPEN_ERRORS as error:
-            raise Unreachable(f"no stream to {peer}: {_plain(error)}") from None
+            raise Unreachable(f"no stream to {peer}: {_describe_error(error)}") from None
         return Libp2pStream(peer, stream, protocol)
 
     async def _open_over(self, connection: INetConn, protocol: TProtocol) -> INetStream:
         """What the library's ``new_stream`` does, over this very connection."""
-        stream, is_agreed = await connection.new_stream(), False
+        stream = await connection.new_stream()
+        is_agreed = False
         try:
             choose = self.host.multiselect_client.select_one_of
             await choose([protocol], MultiselectCommunicator(stream), int(OPEN_TIMEOUT_S))
@@ -213,9 +224,11 @@ class Libp2pNetwork:
         return stream
 
     def way_to(self, peer: PeerId) -> Way | None:
+        """See ``net.api.Network``."""
         return self.ways.way_to(peer)
 
     async def disconnect(self, peer: PeerId) -> None:
+        """See ``net.api.Network``."""
         with trio.move_on_after(2):
             for connection in self.connections(peer):  # not close_peer (row 23)
                 await connection.close()
@@ -223,16 +236,19 @@ class Libp2pNetwork:
     async def connect(self, peer: PeerId) -> None:
         """Be connected with a peer, by the best way that there is. Raises PeerError.
 
-        Whoever wants the same at the same time waits for it, and hears of its failure.
+        Other tasks that want the same meanwhile wait for it, and get its failure.
         """
+        # One dial at a time for each peer: tasks that come meanwhile wait for its outcome. A connection may end between
+        # the moment it is made and the one in which a waiting task looks, so each task looks again, MAX_DIALS times.
         for _ in range(MAX_DIALS):
             dial = self._dials.get(peer)
             if dial is None and self.connections(peer):
                 return
             if dial is None:
-                dial = self._dials[peer] = _Dial()
+                dial = _Dial()
+                self._dials[peer] = dial
                 try:
-                    await self._dial(ID.from_base58(peer))
+                    await self._dial_peer(ID.from_base58(peer))
                     await self.ways.make_direct(peer)
                 except PeerError as error:
                     dial.failure = error
@@ -246,7 +262,7 @@ class Libp2pNetwork:
         if not self.connections(peer):
             raise Unreachable(f"{peer} ended {MAX_DIALS} connections as soon as they were made")
 
-    async def _dial(self, target: ID) -> None:
+    async def _dial_peer(self, target: ID) -> None:
         try:
             with trio.fail_after(CONNECT_TIMEOUT_S):
                 await self.swarm.dial_peer(target)
@@ -257,7 +273,11 @@ class Libp2pNetwork:
         except SwarmException as error:
             raise Unreachable(str(error)) from None
 
-    def serve(self, protocol: str, handler: Callable[[Libp2pStream], Awaitable[None]]) -> None:
+    def serve(
+        self,
+        protocol: str,
+        handler: Callable[[Libp2pStream], Awaitable[None]],
+    ) -> None:
         """Answer a protocol that stays within this folder."""
 
         async def handle(net_stream: INetStream) -> None:
@@ -267,9 +287,9 @@ class Libp2pNetwork:
             else:
                 await handler(Libp2pStream(peer, net_stream, protocol))
 
-        self.host.set_stream_handler(_protocol(protocol), handle)
+        self.host.set_stream_handler(_protocol_id(protocol), handle)
 
-    def _accept(self, purpose: Purpose):  # type: ignore[no-untyped-def]
+    def _stream_acceptor(self, purpose: Purpose):  # type: ignore[no-untyped-def]
         async def handle(net_stream: INetStream) -> None:
             peer = PeerId(net_stream.muxed_conn.peer_id.to_base58())
             handler = self._handlers.get(purpose)
@@ -289,17 +309,23 @@ def _build_swarm(keys: KeyPair, psk: bytes | None, traffic: Traffic | None) -> G
     store = PeerStore()
     store.add_key_pair(peer_id, keys)
     swarm = GuardedSwarm(
-        peer_id, store, upgrader, [TCP()], one_attempt(), connection_config(), psk=psk.hex() if psk else None
+        peer_id,
+        store,
+        upgrader,
+        [TCP()],
+        retry_config(),
+        connection_config(),
+        psk=psk.hex() if psk else None,
     )
     swarm.traffic = traffic
     return swarm
 
 
-def _protocol(purpose: str) -> TProtocol:
+def _protocol_id(purpose: str) -> TProtocol:
     return TProtocol(f"/swarmd/1/{purpose}")
 
 
-def _strip(addresses: tuple[str, ...]) -> list[Multiaddr]:
+def _without_peer_ids(addresses: tuple[str, ...]) -> list[Multiaddr]:
     return [Multiaddr(a.split("/p2p/")[0]) for a in addresses]
 
 
@@ -310,11 +336,18 @@ def _parse_untrusted(address: str) -> Multiaddr | None:
         return None
 
 
+def _host_value(address: Multiaddr) -> str | None:
+    """The first part of a multiaddr: an IP address, or a name."""
+    value: str | None = address.value_for_protocol(address.protocols()[0].code)
+    return value
+
+
 def _with_free_port(address: str) -> str:
     """Check that a TCP port can be bound: the library's listener shares ports and would hide a conflict."""
     try:
         parsed = Multiaddr(address)
-        host, port = parsed.value_for_protocol(parsed.protocols()[0].code), parsed.value_for_protocol("tcp")
+        host = _host_value(parsed)
+        port = parsed.value_for_protocol("tcp")
     except (ValueError, LookupError) as error:
         raise ConfigError(
             f"expected a listen address such as /ip4/0.0.0.0/tcp/4001, got {address!r}: {error}"
@@ -326,10 +359,10 @@ def _with_free_port(address: str) -> str:
         try:
             probe.bind((str(host), int(str(port))))
         except OSError as error:
-            what = "in use by another program" if error.errno == errno.EADDRINUSE else error.strerror
-            raise ConfigError(f"cannot listen on {address}: {what}; choose another with --listen") from None
+            reason = "in use by another program" if error.errno == errno.EADDRINUSE else error.strerror
+            raise ConfigError(f"cannot listen on {address}: {reason}; choose another with --listen") from None
     return address
 
 
-def _plain(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return str(error) or type(error).__name__

@@ -35,20 +35,24 @@ class OwnedValues(Validator):
         self._sequence = sequence
 
     def validate(self, key: str, value: bytes) -> None:
+        """Raise ValueError for a value that does not belong to its key."""
         try:
             self._sequence(key, value)
         except SwarmError as error:
             raise ValueError(str(error)) from None
 
     def select(self, key: str, values: list[bytes]) -> int:
-        best, best_sequence = 0, -1
+        """The index of the newest valid value; 0 where none is valid."""
+        best = 0
+        best_sequence = -1
         for index, value in enumerate(values):
             try:
                 sequence = self._sequence(key, value)
             except SwarmError:
                 continue
             if sequence >= best_sequence:
-                best, best_sequence = index, sequence
+                best = index
+                best_sequence = sequence
         return best
 
 
@@ -63,6 +67,7 @@ class KademliaStore:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        """Take part in the DHT until the end of the block."""
         async with background_trio_service(self._dht):
             yield
 
@@ -74,36 +79,40 @@ class KademliaStore:
             await self._dht.refresh_routing_table()
 
     async def put(self, key: str, value: bytes) -> None:
-        with _deadline(f"storing {key}"):
+        """Store a value with the peers nearest to its key. Raises Unreachable."""
+        with _dht_call(f"storing {key}"):
             self._dht.value_store.remove(key.encode())
             await self._dht.put_value(key, value)
 
     async def get(self, key: str) -> bytes | None:
-        with _deadline(f"looking up {key}"):
+        """Look a value up at other peers; the copy here never answers for them. Raises Unreachable."""
+        with _dht_call(f"looking up {key}"):
             self._dht.value_store.remove(key.encode())
             return await self._dht.get_value(key)
 
     async def provide(self, key: str) -> None:
-        with _deadline(f"providing {key}"):
+        """Announce this peer under a key. Raises Unreachable."""
+        with _dht_call(f"providing {key}"):
             await self._dht.provide(key)
 
     async def find_providers(self, key: str) -> dict[PeerId, tuple[str, ...]]:
-        found: dict[PeerId, tuple[str, ...]] = {}
-        with _deadline(f"finding providers of {key}"):
+        """See ``net.api.RecordStore``. Raises Unreachable."""
+        providers: dict[PeerId, tuple[str, ...]] = {}
+        with _dht_call(f"finding providers of {key}"):
             for info in await self._dht.find_providers(key):
                 peer = PeerId(info.peer_id.to_base58())
                 if peer != self._network.peer_id:
-                    found[peer] = tuple(f"{str(a).split('/p2p/')[0]}/p2p/{peer}" for a in info.addrs)
-        return found
+                    providers[peer] = tuple(f"{str(a).split('/p2p/')[0]}/p2p/{peer}" for a in info.addrs)
+        return providers
 
 
 @contextmanager
-def _deadline(what: str) -> Iterator[None]:
+def _dht_call(action: str) -> Iterator[None]:
     """Bound a DHT call and translate what the library raises at this border."""
     try:
         with trio.fail_after(LOOKUP_TIMEOUT_S):
             yield
     except trio.TooSlowError:
-        raise Unreachable(f"{what} in the DHT took more than {LOOKUP_TIMEOUT_S} s") from None
+        raise Unreachable(f"{action} in the DHT took more than {LOOKUP_TIMEOUT_S} s") from None
     except (*OPEN_ERRORS, ValueError) as error:
-        raise Unreachable(f"{what} in the DHT failed: {error}") from error
+        raise Unreachable(f"{action} in the DHT failed: {error}") from error

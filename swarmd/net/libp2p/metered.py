@@ -35,6 +35,7 @@ class MeteredConnection(OverConnection):
             self.write = self.raw.write  # type: ignore[method-assign]
 
     async def read(self, n: int | None = None) -> bytes:
+        """Read some bytes, few of a stranger's. Raises RawConnError when a stranger has sent too much."""
         is_trusted = self._n_read < 0
         data = await self.raw.read(n if is_trusted else min(n or MAX_READ_OF_STRANGER, MAX_READ_OF_STRANGER))
         if self._traffic is not None:
@@ -45,12 +46,15 @@ class MeteredConnection(OverConnection):
         return data
 
     async def write(self, data: bytes) -> None:
+        """Count the bytes, then send them. Raises UsedUpError instead when the month's are used up."""
         if self._traffic is not None:
             self._traffic.sent(len(data))
         await self.raw.write(data)
 
 
-def beyond(connection: IRawConnection, traffic: Traffic | None) -> Traffic | None:
+def traffic_of(connection: IRawConnection, traffic: Traffic | None) -> Traffic | None:
     """What counts the bytes of a connection; None within the home, and through a relay, whose own connection counts."""
-    remote = remote_of(connection) if traffic is not None else None
-    return traffic.beyond(remote[0]) if traffic is not None and remote is not None else None
+    if traffic is None:
+        return None
+    remote = remote_of(connection)
+    return traffic.counter_for(remote[0]) if remote is not None else None

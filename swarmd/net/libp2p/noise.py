@@ -28,16 +28,19 @@ _RECEIVE_BYTES = 256 * 1024  # four messages of 64 KiB in one read
 
 def wire_of(connection: IRawConnection) -> IRawConnection:
     """What lies under all that wraps it: a socket's connection, or a circuit's."""
-    while (inner := getattr(connection, "raw", None) or getattr(connection, "_conn", None)) is not None:
+    inner: IRawConnection | None = connection
+    while inner is not None:
         connection = inner
+        inner = getattr(connection, "raw", None) or getattr(connection, "_conn", None)
     return connection
 
 
 def remote_of(connection: IRawConnection) -> tuple[str, int] | None:
     """Host and port of the other side; the library's own knows IPv4 only (row 21). None for a circuit."""
     wire = wire_of(connection)
-    if (found := wire.get_remote_address()) is not None:
-        return found
+    remote = wire.get_remote_address()
+    if remote is not None:
+        return remote
     stream = getattr(getattr(wire, "stream", None), "stream", None)
     if not isinstance(stream, trio.SocketStream):
         return None
@@ -49,22 +52,26 @@ def remote_of(connection: IRawConnection) -> tuple[str, int] | None:
 
 
 class OverConnection(IRawConnection):
-    """A connection over another one; whoever derives from it says how it reads."""
+    """A connection over another one; a subclass says how it reads."""
 
     def __init__(self, raw: IRawConnection, is_initiator: bool) -> None:
         self.raw = raw
         self.is_initiator = is_initiator
 
     async def write(self, data: bytes) -> None:
+        """Send ``data`` over the connection below."""
         await self.raw.write(data)
 
     async def close(self) -> None:
+        """Close the connection below."""
         await self.raw.close()
 
     def get_remote_address(self) -> tuple[str, int] | None:
+        """Host and port of the other side; None for a circuit."""
         return remote_of(self.raw)
 
     def get_transport_addresses(self) -> list[Multiaddr]:
+        """The other side as a multiaddr, as the library wants it."""
         remote = self.get_remote_address()
         if remote is None:
             return []
@@ -83,17 +90,19 @@ class BufferedConnection(OverConnection):
         self.buffer = bytearray()
 
     async def fill(self) -> None:
+        """Read once from the socket into the buffer. Raises ConnectionClosedError at the end."""
         data = await self.raw.read(_RECEIVE_BYTES)
         if not data:
             raise ConnectionClosedError("the connection was closed")
         self.buffer += data
 
     async def read(self, n: int | None = None) -> bytes:
+        """At most ``n`` bytes, or all that the buffer has."""
         if not self.buffer:
             await self.fill()
-        taken = bytes(self.buffer[:n])
-        del self.buffer[: len(taken)]
-        return taken
+        data = bytes(self.buffer[:n])
+        del self.buffer[: len(data)]
+        return data
 
 
 class NoiseSession(ISecureConn):
@@ -110,33 +119,37 @@ class NoiseSession(ISecureConn):
     async def read(self, n: int | None = None) -> bytes:
         """Return at most ``n`` decrypted bytes, or all that have arrived when ``n`` is None."""
         while not self._plain:
-            for record in self._records():
-                self._plain += self._decrypt(record)
+            for record in self._take_records():
+                self._plain += self._decrypt_record(record)
             if not self._plain:
                 await self._connection.fill()
-        taken = bytes(self._plain if n is None else self._plain[:n])
-        del self._plain[: len(taken)]
-        return taken
+        data = bytes(self._plain if n is None else self._plain[:n])
+        del self._plain[: len(data)]
+        return data
 
     async def write(self, data: bytes) -> None:
+        """Encrypt ``data`` as full records, and send them in one call."""
         out = bytearray()
-        for at in range(0, len(data), MAX_PLAINTEXT_LENGTH):
-            record = self._cipher.encrypt(data[at : at + MAX_PLAINTEXT_LENGTH])
+        for start in range(0, len(data), MAX_PLAINTEXT_LENGTH):
+            record = self._cipher.encrypt(data[start : start + MAX_PLAINTEXT_LENGTH])
             out += _LENGTH.pack(len(record))
             out += record
         await self._connection.write(bytes(out))
 
-    def _records(self) -> Iterator[bytes]:
-        buffer, at = self._connection.buffer, 0
-        while len(buffer) - at >= 2:
-            size = _LENGTH.unpack_from(buffer, at)[0]
-            if len(buffer) - at < 2 + size:
+    def _take_records(self) -> Iterator[bytes]:
+        """The whole records that the buffer holds, which they leave:  | length (2) | ciphertext | length (2) | ..."""
+        buffer = self._connection.buffer
+        offset = 0
+        while len(buffer) - offset >= _LENGTH.size:
+            size = _LENGTH.unpack_from(buffer, offset)[0]
+            start = offset + _LENGTH.size
+            if len(buffer) < start + size:
                 break
-            yield bytes(buffer[at + 2 : at + 2 + size])
-            at += 2 + size
-        del buffer[:at]
+            yield bytes(buffer[start : start + size])
+            offset = start + size
+        del buffer[:offset]
 
-    def _decrypt(self, record: bytes) -> bytes:
+    def _decrypt_record(self, record: bytes) -> bytes:
         try:
             return bytes(self._cipher.decrypt(record))
         except (NoiseInvalidMessage, InvalidTag) as error:
@@ -172,13 +185,13 @@ class BufferedNoise(Transport):
 
     async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
         buffered = BufferedConnection(conn, is_initiator=False)
-        return self._wrap(await super().secure_inbound(buffered), buffered)
+        return self._wrap_session(await super().secure_inbound(buffered), buffered)
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
         buffered = BufferedConnection(conn, is_initiator=True)
-        return self._wrap(await super().secure_outbound(buffered, peer_id), buffered)
+        return self._wrap_session(await super().secure_outbound(buffered, peer_id), buffered)
 
     @staticmethod
-    def _wrap(session: ISecureConn, buffered: BufferedConnection) -> NoiseSession:
+    def _wrap_session(session: ISecureConn, buffered: BufferedConnection) -> NoiseSession:
         assert isinstance(session, SecureSession)
         return NoiseSession(session, buffered)

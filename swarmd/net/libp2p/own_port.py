@@ -17,14 +17,14 @@ ANY_HOST = "0.0.0.0"  # of this machine
 
 
 @contextmanager
-def kept_port(listening: list[Multiaddr]) -> Iterator[int]:
+def reserve_port(listening: list[Multiaddr]) -> Iterator[int]:
     """The port that this peer listens on over IPv4; else one that nobody else is given meanwhile."""
     ports = [port_of(address) for address in listening if str(address).startswith("/ip4/")]
-    with socket.socket() as kept:
+    with socket.socket() as holder:
         if not ports:
-            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            kept.bind((ANY_HOST, 0))
-        yield ports[0] if ports else kept.getsockname()[1]
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holder.bind((ANY_HOST, 0))
+        yield ports[0] if ports else holder.getsockname()[1]
 
 
 async def connect_from(port: int, address: Multiaddr) -> RawConnection:

@@ -27,22 +27,25 @@ class Libp2pStream:
         muxed.is_bulk = purpose in ("bulk", "weights", "training", "averaging")
 
     async def send(self, data: bytes) -> None:
+        """See ``net.api.Stream``."""
         await trio.lowlevel.checkpoint_if_cancelled()
-        sent = False
+        is_sent = False
         try:
             await self._muxed.write(data)
-            sent = True
+            is_sent = True
         except MuxedStreamError:
             raise Unreachable(f"the stream to {self.peer} is gone") from None
         finally:
-            if not sent:  # half a frame may have left: nothing after it would make sense (row 2)
+            if not is_sent:  # half a frame may have left: nothing after it would make sense (row 2)
                 with trio.CancelScope(shield=True):
                     await self.reset()
 
     def can_send(self, n_bytes: int) -> bool:
+        """See ``net.api.Stream``."""
         return self._muxed.can_write(n_bytes)
 
     async def receive(self) -> bytes:
+        """See ``net.api.Stream``."""
         try:
             return await self._muxed.read_some(READ_BYTES)
         except MuxedStreamEOF:
@@ -51,10 +54,12 @@ class Libp2pStream:
             raise Unreachable(f"the stream from {self.peer} is gone") from None
 
     async def aclose(self) -> None:
+        """See ``net.api.Stream``."""
         with trio.move_on_after(1), contextlib.suppress(MuxedStreamError, StreamError):
             await self._net_stream.close()
 
     async def reset(self) -> None:
+        """See ``net.api.Stream``."""
         with trio.move_on_after(1), contextlib.suppress(MuxedStreamError, StreamError):
             await self._net_stream.reset()
 

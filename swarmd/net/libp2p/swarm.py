@@ -35,15 +35,15 @@ from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
 from swarmd.net.handles import is_scarce
-from swarmd.net.interfaces import expand, networks
-from swarmd.net.libp2p.metered import MeteredConnection, beyond
+from swarmd.net.interfaces import expand_wildcards, own_networks
+from swarmd.net.libp2p.metered import MeteredConnection, traffic_of
 from swarmd.net.libp2p.noise import remote_of
-from swarmd.net.libp2p.own_port import connect_from, kept_port
+from swarmd.net.libp2p.own_port import connect_from, reserve_port
 from swarmd.net.libp2p.yamux import YamuxConnection, YamuxStream
 from swarmd.net.libp2p.yamux_core import Windows
 from swarmd.net.traffic import Traffic, UsedUpError
 from swarmd.plan.links.dial_budget import DialBudget
-from swarmd.plan.links.dialing import Attempt, attempts, is_circuit, origin_of
+from swarmd.plan.links.dialing import Attempt, is_circuit, order_attempts, origin_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,14 @@ OWN_PORT_TIMEOUT_S = 6.0  # for all addresses together: two that are silent, or 
 MAX_PENDING_PER_CALLER = 4  # through relays: one that is made, and others that were given up a moment ago
 MAX_PENDING_PER_ADDRESS = 48  # a household behind one NAT fits, a flood of sockets does not
 
-TAKEN = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)  # another connection from this port to that address is there
+PORT_TAKEN_ERRORS = (
+    errno.EADDRNOTAVAIL,
+    errno.EADDRINUSE,
+)  # another connection from this port to that address is there
 
 
 def connection_config() -> ConnectionConfig:
+    """Short deadlines, many connections, and none that the library makes by itself."""
     return ConnectionConfig(
         min_connections=0,
         low_watermark=0,
@@ -68,7 +72,8 @@ def connection_config() -> ConnectionConfig:
     )
 
 
-def one_attempt() -> RetryConfig:
+def retry_config() -> RetryConfig:
+    """One attempt: whether to try again is decided above."""
     return RetryConfig(max_retries=0)
 
 
@@ -80,7 +85,7 @@ class HandshakeError(SwarmException):
 class Failure:
     """What became of one address; ``is_garbled``: something answered that is not of this swarm."""
 
-    told: str
+    text: str
     is_garbled: bool
 
 
@@ -94,10 +99,10 @@ class OurMuxer(MuxerMultistream):
         super().__init__(options, int(UPGRADE_TIMEOUT_S))
 
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
+        """Negotiate a muxer over an encrypted connection, and build it."""
         protocol, _ = await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
-        return self._annotate_connection(
-            YamuxConnection(conn, peer_id, beyond(conn, self._traffic), self._windows), conn, protocol
-        )
+        muxed = YamuxConnection(conn, peer_id, traffic_of(conn, self._traffic), self._windows)
+        return self._annotate_connection(muxed, conn, protocol)
 
 
 class IdleConnector(AutoConnector):
@@ -124,10 +129,13 @@ class GuardedSwarm(Swarm):
         self._tcp = TCP()
         self.circuits_of = {}
         self._dial_budget = DialBudget()
-        self._own_port, self._listens = 0, True
+        self._own_port = 0
+        self._listens = True
         self.traffic: Traffic | None = None
 
     def set_stream_handler(self, stream_handler: StreamHandlerFn) -> None:
+        """Whatever escapes the handler resets its stream, and nothing else."""
+
         async def guarded(stream: INetStream) -> None:
             try:
                 await stream_handler(stream)
@@ -139,6 +147,7 @@ class GuardedSwarm(Swarm):
         super().set_stream_handler(guarded)
 
     async def notify_opened_stream(self, stream: INetStream) -> None:
+        """Let a stream of ours know its protocol, as soon as the library does."""
         muxed = getattr(stream, "muxed_stream", None)
         if isinstance(muxed, YamuxStream):
             muxed.protocol_of = stream.get_protocol
@@ -151,22 +160,24 @@ class GuardedSwarm(Swarm):
             return live
         if len(self.get_connections()) >= self.connection_config.max_connections:
             raise SwarmException(f"{self.connection_config.max_connections} connections are open already")
-        return [await self.dial_addresses((*self._known(peer_id), *self.circuits_of.get(peer_id, ())), peer_id)]
+        addresses = (*self._known_addresses(peer_id), *self.circuits_of.get(peer_id, ()))
+        return [await self.dial_addresses(addresses, peer_id)]
 
     async def dial_addresses(self, addresses: tuple[str, ...], peer_id: ID) -> INetConn:
         """Make a connection, the likeliest address first. Raises SwarmException with what became of each."""
-        return await self._first(attempts(addresses, networks(), self._own()), peer_id)
+        return await self._race_attempts(order_attempts(addresses, own_networks(), self._own_addresses()), peer_id)
 
     async def dial_over(self, version: int, peer_id: ID) -> INetConn:
         """Make a connection over one version of IP, 4 or 6. Raises SwarmException."""
         kinds = (f"/ip{version}/", f"/dns{version}/", "/dns/")
-        return await self.dial_addresses(tuple(a for a in self._known(peer_id) if a.startswith(kinds)), peer_id)
+        addresses = tuple(address for address in self._known_addresses(peer_id) if address.startswith(kinds))
+        return await self.dial_addresses(addresses, peer_id)
 
     def knows(self, peer_id: ID) -> bool:
         """Is there an address of a peer?"""
-        return bool(self._known(peer_id))
+        return bool(self._known_addresses(peer_id))
 
-    def _known(self, peer_id: ID) -> list[str]:
+    def _known_addresses(self, peer_id: ID) -> list[str]:
         try:
             return [str(address) for address in self.peerstore.addrs(peer_id)]
         except PeerStoreError:
@@ -181,17 +192,17 @@ class GuardedSwarm(Swarm):
         Who listens dials from that port only where a router has to know it: two that dialled each other from there in
         the same moment would make one connection, on which both begin.
         """
-        listening = [a for listener in self.listeners.values() for a in listener.get_addrs()]
+        listening = self._listen_addresses()
         self._listens = bool(listening)
-        with kept_port(listening) as self._own_port:
+        with reserve_port(listening) as self._own_port:
             yield
 
     async def dial_from_own_port(self, peer_id: ID) -> INetConn:
         """A connection beside those that there are. Raises SwarmException."""
         with trio.move_on_after(OWN_PORT_TIMEOUT_S):
-            for attempt in attempts(self._known(peer_id), networks(), self._own()):
+            for attempt in order_attempts(self._known_addresses(peer_id), own_networks(), self._own_addresses()):
                 with suppress(OpenConnectionError, SwarmException), trio.move_on_after(UPGRADE_TIMEOUT_S):
-                    return await self._made(await self._from_own_port(attempt.address), peer_id)
+                    return await self._upgrade_wire(await self._from_own_port(attempt.address), peer_id)
         raise SwarmException(f"{peer_id} cannot be dialled from port {self._own_port}")
 
     async def punch(self, address: str, peer_id: ID, is_initiator: bool) -> None:
@@ -201,9 +212,9 @@ class GuardedSwarm(Swarm):
         except OpenConnectionError as error:
             raise SwarmException(f"no connection to {address}: {error}") from None
         if is_initiator:
-            await self._made(raw, peer_id)
+            await self._upgrade_wire(raw, peer_id)
             return
-        with _any_failure():
+        with _as_swarm_failure():
             muxed = await self.upgrade_inbound_raw_conn(raw, Multiaddr(address))
         if muxed.peer_id != peer_id:
             await muxed.close()
@@ -211,30 +222,35 @@ class GuardedSwarm(Swarm):
 
     async def _from_own_port(self, address: str) -> IRawConnection:
         """Raises OpenConnectionError."""
-        return await connect_from(self._own_port, _parsed_untrusted(address))
+        return await connect_from(self._own_port, _parse_untrusted(address))
 
-    async def _made(self, raw: IRawConnection, peer_id: ID) -> INetConn:
+    async def _upgrade_wire(self, raw: IRawConnection, peer_id: ID) -> INetConn:
         """Upgrade what this side began; it is closed when that fails. Raises SwarmException."""
         made: INetConn | None = None
         try:
-            with _any_failure():
-                made = await self.upgrade_outbound_raw_conn(self._protected(raw), peer_id)
+            with _as_swarm_failure():
+                made = await self.upgrade_outbound_raw_conn(self._protect_wire(raw), peer_id)
                 return made
         finally:
             if made is None:
                 with trio.CancelScope(shield=True), trio.move_on_after(1):
                     await raw.close()
 
-    def _protected(self, raw: IRawConnection) -> IRawConnection:
+    def _protect_wire(self, raw: IRawConnection) -> IRawConnection:
         return new_protected_conn(raw, self.psk) if self.psk is not None else raw
 
     # --- one after the other ---------------------------------------------------------------------------------
 
-    def _own(self) -> list[str]:
-        return list(expand(tuple(str(a) for listener in self.listeners.values() for a in listener.get_addrs())))
+    def _listen_addresses(self) -> list[Multiaddr]:
+        return [address for listener in self.listeners.values() for address in listener.get_addrs()]
 
-    async def _first(self, planned: list[Attempt], peer_id: ID) -> INetConn:
+    def _own_addresses(self) -> list[str]:
+        return list(expand_wildcards(tuple(map(str, self._listen_addresses()))))
+
+    async def _race_attempts(self, planned: list[Attempt], peer_id: ID) -> INetConn:
         """The connection of whichever attempt succeeds first. Raises SwarmException with what became of each."""
+        # "Happy eyeballs" (RFC 8305): each attempt has its own task. It begins at its time, or as soon as one before it
+        # has failed, so that a refused address costs no wait. The first that succeeds cancels all others.
         won: list[INetConn] = []
         failed: dict[int, Failure] = {}
         turns = [trio.Event() for _ in planned]
@@ -242,7 +258,7 @@ class GuardedSwarm(Swarm):
         async def wait_and_try(index: int, attempt: Attempt) -> None:
             with trio.move_on_after(attempt.after_s):
                 await turns[index].wait()
-            connection, failure = await self._try(attempt.address, peer_id)
+            connection, failure = await self._attempt_dial(attempt.address, peer_id)
             if connection is not None:
                 won.append(connection)
                 nursery.cancel_scope.cancel()
@@ -257,41 +273,49 @@ class GuardedSwarm(Swarm):
                 nursery.start_soon(wait_and_try, index, attempt)
         if won:
             return won[0]
-        told = ", ".join(failed[i].told for i in sorted(failed)) or "no address of it is known that leads there"
+        failures = [failed[index].text for index in sorted(failed)]
+        outcomes = ", ".join(failures) or "no address of it is known that leads there"
         if any(failure.is_garbled for failure in failed.values()):
-            raise HandshakeError(f"the swarm key does not match, or something else listens at {told}")
-        raise SwarmException(f"cannot reach {peer_id}: {told}")
+            raise HandshakeError(f"the swarm key does not match, or something else listens at {outcomes}")
+        raise SwarmException(f"cannot reach {peer_id}: {outcomes}")
 
-    async def _try(self, address: str, peer_id: ID) -> tuple[INetConn | None, Failure | None]:
+    async def _attempt_dial(
+        self,
+        address: str,
+        peer_id: ID,
+    ) -> tuple[INetConn | None, Failure | None]:
         """One attempt: the connection, or why there is none."""
-        peer, now = peer_id.to_base58(), trio.current_time()
-        if not is_circuit(address) and (wait_s := self._dial_budget.take(address, peer, now)):
+        peer = peer_id.to_base58()
+        is_relayed = is_circuit(address)
+        wait_s = 0.0 if is_relayed else self._dial_budget.take(address, peer, trio.current_time())
+        if wait_s:
             return None, Failure(f"{address} (dialled for others just now; again in {wait_s:.0f} s)", is_garbled=False)
-        is_there, caused = False, "no answer in time"
+        is_connected = False
+        cause = "no answer in time"
         with trio.move_on_after(UPGRADE_TIMEOUT_S):
             try:
-                raw = await self._wire(address, peer_id)
-                is_there = True
-                made = await self._made(raw, peer_id)
+                raw = await self._open_wire(address, peer_id)
+                is_connected = True
+                connection = await self._upgrade_wire(raw, peer_id)
                 self._dial_budget.met(address, peer)
-                return made, None
+                return connection, None
             except OpenConnectionError as error:
-                caused = str(error) if is_circuit(address) else "connection refused"
+                cause = str(error) if is_relayed else "connection refused"
             except SwarmException as error:
-                root = _causes(error)[-1]
+                root = _cause_chain(error)[-1]
                 if isinstance(root, PeerIDMismatchesPubkey):
                     return None, Failure(f"{address} (another peer answers there)", is_garbled=False)
                 if not isinstance(root, trio.TooSlowError):
-                    caused = f"the handshake failed: {type(root).__name__}"
-        return None, Failure(f"{address} ({caused})", is_garbled=is_there and not is_circuit(address))
+                    cause = f"the handshake failed: {type(root).__name__}"
+        return None, Failure(f"{address} ({cause})", is_garbled=is_connected and not is_relayed)
 
     async def answers(self, address: str, peer_id: ID) -> bool:
         """Does a peer answer at an address, with its key, over a connection made and ended for that?"""
         raw: IRawConnection | None = None
         try:
-            raw = await self._wire(address, peer_id)
-            with _any_failure():
-                await self.upgrader.upgrade_security(self._protected(raw), True, peer_id)
+            raw = await self._open_wire(address, peer_id)
+            with _as_swarm_failure():
+                await self.upgrader.upgrade_security(self._protect_wire(raw), True, peer_id)
         except (OpenConnectionError, SwarmException):
             return False
         finally:
@@ -300,7 +324,7 @@ class GuardedSwarm(Swarm):
                     await raw.close()
         return True
 
-    async def _wire(self, address: str, peer_id: ID) -> IRawConnection:
+    async def _open_wire(self, address: str, peer_id: ID) -> IRawConnection:
         """The bytes of a connection, before anything is said over them. Raises OpenConnectionError.
 
         Who does not listen dials from its own port: a relay then sees where others can meet it.
@@ -313,26 +337,30 @@ class GuardedSwarm(Swarm):
             try:
                 return await self._from_own_port(address)
             except OpenConnectionError as error:
-                root = _causes(error)[-1]
-                if not isinstance(root, OSError) or root.errno not in TAKEN:
+                root = _cause_chain(error)[-1]
+                if not isinstance(root, OSError) or root.errno not in PORT_TAKEN_ERRORS:
                     raise
-        return await self._tcp.dial(_parsed_untrusted(address))
+        return await self._tcp.dial(_parse_untrusted(address))
 
     async def upgrade_inbound_raw_conn(self, raw_conn: IRawConnection, maddr: Multiaddr) -> IMuxedConn:
-        if is_scarce(_handle_of(raw_conn)):
+        """Let in a connection that another peer began, if there is room for one from there. Raises SwarmException."""
+        if is_scarce(_file_handle(raw_conn)):
             await raw_conn.close()
             raise SwarmException("the last file handles are kept for what is needed")
         if self.traffic is not None and self.traffic.is_used_up:
             await raw_conn.close()
             raise SwarmException(str(UsedUpError()))
-        remote, caller = remote_of(raw_conn), getattr(raw_conn, "caller", "")
+        # A stranger's pending handshakes are counted by where it comes from; one that comes through a relay, by what
+        # the relay says of it. So a flood of sockets from one place takes the slots of that place only.
+        remote = remote_of(raw_conn)
+        caller = getattr(raw_conn, "caller", "")
         address = origin_of(remote[0]) if remote else caller
         limit = MAX_PENDING_PER_CALLER if caller else MAX_PENDING_PER_ADDRESS
         if self._pending_by_address[address] >= limit:
             await raw_conn.close()
             raise SwarmException(f"{address} has {limit} connections pending already")
         self._pending_by_address[address] += 1
-        metered = MeteredConnection(raw_conn, False, beyond(raw_conn, self.traffic))
+        metered = MeteredConnection(raw_conn, False, traffic_of(raw_conn, self.traffic))
         try:
             muxed = await super().upgrade_inbound_raw_conn(metered, maddr)
         finally:
@@ -343,20 +371,21 @@ class GuardedSwarm(Swarm):
     async def upgrade_outbound_raw_conn(
         self, raw_conn: IRawConnection, peer_id: ID, pre_scope: Any = None
     ) -> SwarmConn:
-        metered = MeteredConnection(raw_conn, True, beyond(raw_conn, self.traffic))
+        """Upgrade a connection that this side began, with little read before the other has shown its key."""
+        metered = MeteredConnection(raw_conn, True, traffic_of(raw_conn, self.traffic))
         upgraded = await super().upgrade_outbound_raw_conn(metered, peer_id, pre_scope)
         metered.trust()
         return upgraded
 
 
-def _handle_of(raw_conn: IRawConnection) -> int:
+def _file_handle(raw_conn: IRawConnection) -> int:
     """The file handle of a TCP connection; -1 for what has none."""
     stream = getattr(getattr(raw_conn, "stream", None), "stream", None)
     return stream.socket.fileno() if isinstance(stream, trio.SocketStream) else -1
 
 
 @contextmanager
-def _any_failure() -> Iterator[None]:
+def _as_swarm_failure() -> Iterator[None]:
     """Whatever the other side's bytes make the library raise in a handshake is a SwarmException (row 18)."""
     try:
         yield
@@ -366,7 +395,7 @@ def _any_failure() -> Iterator[None]:
         raise SwarmException(f"the handshake failed: {type(error).__name__}") from error
 
 
-def _parsed_untrusted(address: str) -> Multiaddr:
+def _parse_untrusted(address: str) -> Multiaddr:
     """Raises OpenConnectionError for what is no address."""
     try:
         return Multiaddr(address)
@@ -374,8 +403,9 @@ def _parsed_untrusted(address: str) -> Multiaddr:
         raise OpenConnectionError(f"{address[:80]!r} is no address") from None
 
 
-def _causes(error: BaseException) -> list[BaseException]:
-    causes = [error]
-    while (cause := causes[-1].__cause__) is not None:
-        causes.append(cause)
-    return causes
+def _cause_chain(error: BaseException) -> list[BaseException]:
+    """An error, and what caused it, the root last."""
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    return chain

@@ -22,20 +22,24 @@ from multiaddr import Multiaddr
 
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import MayRelay, Way
-from swarmd.net.interfaces import networks
+from swarmd.net.interfaces import own_networks
 from swarmd.net.libp2p.circuits import Circuits
 from swarmd.net.libp2p.dial_back import DialBack
 from swarmd.net.libp2p.punching import MAX_ADDRESSES, MeetRequest, Place, Punching
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import GuardedSwarm
 from swarmd.net.libp2p.yamux import YamuxConnection
-from swarmd.plan.links.dialing import host_of, is_circuit, is_private, may_be_named, relay_of
+from swarmd.plan.links.dialing import host_of, is_circuit, is_private, may_dial, relay_of
 from swarmd.plan.links.reachability import ReachabilityReport, version_of
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-RELAY, CIRCUIT, DIAL_BACK, PUNCH = "relay", "circuit", "dial_back", "punch"  # protocols that stay in this folder
+# protocols that stay in this folder
+RELAY = "relay"
+CIRCUIT = "circuit"
+DIAL_BACK = "dial_back"
+PUNCH = "punch"
 
 
 class Host(Protocol):
@@ -52,11 +56,20 @@ class Host(Protocol):
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None: ...
 
-    def serve(self, protocol: str, handler: Callable[[Libp2pStream], Awaitable[None]]) -> None: ...
+    def serve(
+        self,
+        protocol: str,
+        handler: Callable[[Libp2pStream], Awaitable[None]],
+    ) -> None: ...
 
     async def connect(self, peer: PeerId) -> None: ...
 
-    async def open(self, peer: PeerId, protocol: str, connection: INetConn | None = None) -> Libp2pStream: ...
+    async def open(
+        self,
+        peer: PeerId,
+        protocol: str,
+        connection: INetConn | None = None,
+    ) -> Libp2pStream: ...
 
     def connections(self, peer: PeerId) -> list[INetConn]: ...
 
@@ -75,30 +88,33 @@ class Libp2pNatTraversal:
         self._reserving: dict[PeerId, INetConn] = {}
         self._is_open = False
         self._seen_at: Place | None = None
-        self.also: tuple[str, ...] = ()
-        self.without: frozenset[int] = frozenset()
+        self.extra_addresses: tuple[str, ...] = ()
+        self.hidden_versions: frozenset[int] = frozenset()
         self._port_of_router: int | None = None
-        host.serve(RELAY, self._circuits.asked)
-        host.serve(CIRCUIT, self._circuits.called)
-        host.serve(DIAL_BACK, self._dial_back.asked)
-        host.serve(PUNCH, self._punching.met)
+        host.serve(RELAY, self._circuits.serve_request)
+        host.serve(CIRCUIT, self._circuits.serve_call)
+        host.serve(DIAL_BACK, self._dial_back.serve_request)
+        host.serve(PUNCH, self._punching.serve_meeting)
 
     # --- net.api.Ways ----------------------------------------------------------------------------------------
 
     async def ask_dial_back(self, peer: PeerId, version: int) -> ReachabilityReport:
+        """See ``net.api.NatTraversal``."""
         ports = [self._port_of_router] if self._port_of_router else []
         async with self._connection_over(peer, version) as connection:
             remote = remote_of(connection)
             stream = await self._host.open(peer, DIAL_BACK, connection)
-            answer = await self._dial_back.ask(stream, tuple(dict.fromkeys([*ports, *self._host.announced_ports()])))
-        is_neighbour = remote is not None and any(ip_address(remote[0]) in network for network in networks())
+            ports += self._host.announced_ports()
+            answer = await self._dial_back.ask(stream, tuple(dict.fromkeys(ports)))
+        is_neighbour = remote is not None and any(ip_address(remote[0]) in network for network in own_networks())
         return replace(answer, is_neighbour=is_neighbour)
 
     @asynccontextmanager
     async def _connection_over(self, peer: PeerId, version: int) -> AsyncIterator[INetConn]:
         """One that there is, or that is made for this alone. Raises Unreachable."""
         for connection in self._host.connections(peer):
-            if (remote := remote_of(connection)) is not None and version_of(remote[0]) == version:
+            remote = remote_of(connection)
+            if remote is not None and version_of(remote[0]) == version:
                 yield connection
                 return
         try:
@@ -111,32 +127,42 @@ class Libp2pNatTraversal:
             await _end_unused(made)
 
     def reached_at_port(self, port: int) -> None:
+        """See ``net.api.NatTraversal``."""
         self._port_of_router = port
 
     def listening_port(self) -> int | None:
+        """See ``net.api.NatTraversal``."""
         return next(iter(self._host.announced_ports()), None)
 
-    async def hold_reservation(self, relay: PeerId, held: Callable[[], None]) -> None:
+    async def hold_reservation(self, relay: PeerId, on_held: Callable[[], None]) -> None:
+        """See ``net.api.NatTraversal``."""
         try:
-            await self._circuits.reserve(relay, held)
+            await self._circuits.reserve(relay, on_held)
         finally:
-            if (connection := self._reserving.pop(relay, None)) is not None:
+            connection = self._reserving.pop(relay, None)
+            if connection is not None:
                 await _end_unused(connection)
 
     def own_hosts(self) -> tuple[str, ...]:
+        """See ``net.api.NatTraversal``."""
         return self._host.own_hosts()
 
     def announce(self, also: tuple[str, ...], without: frozenset[int]) -> None:
-        self.also, self.without = also, without
+        """See ``net.api.NatTraversal``."""
+        self.extra_addresses = also
+        self.hidden_versions = without
 
     def is_open(self, is_open: bool) -> None:
+        """See ``net.api.NatTraversal``."""
         self._is_open = is_open
 
     def relay_for(self, may_relay: MayRelay | None) -> None:
+        """See ``net.api.NatTraversal``."""
         self._circuits.may_relay = may_relay
 
     @property
     def n_relayed(self) -> int:
+        """See ``net.api.NatTraversal``."""
         return self._circuits.n_open
 
     def way_to(self, peer: PeerId) -> Way | None:
@@ -150,10 +176,12 @@ class Libp2pNatTraversal:
     # --- circuits --------------------------------------------------------------------------------------------
 
     async def open_for_relay(self, peer: PeerId) -> Libp2pStream:
+        """See ``circuits.Streams``."""
         await self._host.connect(peer)
         return await self._host.open(peer, RELAY)
 
     async def open_for_reservation(self, relay: PeerId) -> Libp2pStream:
+        """See ``circuits.Streams``. The router learns this peer's port by it, which punching needs."""
         await self._host.connect(relay)
         try:
             connection = await self._host.swarm.dial_from_own_port(ID.from_base58(relay))
@@ -164,17 +192,21 @@ class Libp2pNatTraversal:
             return await self._host.open(relay, RELAY)
 
     async def open_to_reserved(self, peer: PeerId) -> Libp2pStream:
+        """See ``circuits.Streams``."""
         if not self._host.connections(peer):
             raise Unreachable(f"{peer} is not connected")
         return await self._host.open(peer, CIRCUIT)
 
     def announced_ports(self) -> tuple[int, ...]:
+        """See ``circuits.Streams``."""
         return self._host.announced_ports()
 
     def note_seen_at(self, place: tuple[str, int] | None) -> None:
+        """See ``circuits.Streams``."""
         self._seen_at = place
 
     async def take_in(self, connection: IRawConnection) -> None:
+        """See ``circuits.Streams``."""
         try:
             await self._host.swarm.upgrade_inbound_raw_conn(connection, Multiaddr("/p2p-circuit"))
         except SwarmException as error:
@@ -182,7 +214,8 @@ class Libp2pNatTraversal:
 
     async def dial_circuit(self, address: str, target: ID) -> IRawConnection:
         """The wire of a connection through the relay that an address names. Raises OpenConnectionError."""
-        named, peer = relay_of(address), PeerId(target.to_base58())
+        named = relay_of(address)
+        peer = PeerId(target.to_base58())
         if named is None or named[0] in (self._host.peer_id, peer):
             raise OpenConnectionError("no relay is named")
         relay = PeerId(named[0])
@@ -196,6 +229,7 @@ class Libp2pNatTraversal:
     # --- dialling back ---------------------------------------------------------------------------------------
 
     async def answers(self, host: str, port: int, peer: PeerId) -> bool:
+        """See ``dial_back.Dialler``."""
         return await self._host.swarm.answers(multiaddr_of(host, port), ID.from_base58(peer))
 
     # --- punching --------------------------------------------------------------------------------------------
@@ -208,25 +242,32 @@ class Libp2pNatTraversal:
 
     @property
     def peer_id(self) -> PeerId:
+        """This peer."""
         return self._host.peer_id
 
     async def open_punch(self, peer: PeerId) -> Libp2pStream:
+        """See ``punching.Meeting``."""
         return await self._host.open(peer, PUNCH)
 
     def whereabouts(self) -> MeetRequest:
-        direct = [a for a in self._host.addresses() if not is_circuit(a)]
-        direct.sort(key=lambda a: (host := host_of(a)) is not None and is_private(host))  # who is not near needs others
-        return MeetRequest(dial=tuple(direct[:MAX_ADDRESSES])) if self._is_open else MeetRequest(seen_at=self._seen_at)
+        """See ``punching.Meeting``."""
+        if not self._is_open:
+            return MeetRequest(seen_at=self._seen_at)
+        direct = [address for address in self._host.addresses() if not is_circuit(address)]
+        direct.sort(key=_has_private_host)  # a peer that is not near needs the others
+        return MeetRequest(dial=tuple(direct[:MAX_ADDRESSES]))
 
     async def dial_back(self, addresses: tuple[str, ...], peer: PeerId) -> bool:
-        wanted = tuple(address for address in addresses if not is_circuit(address))
+        """See ``punching.Meeting``."""
+        direct_addresses = tuple(address for address in addresses if not is_circuit(address))
         try:
-            await self._host.swarm.dial_addresses(wanted, ID.from_base58(peer))
+            await self._host.swarm.dial_addresses(direct_addresses, ID.from_base58(peer))
         except SwarmException:
             return False
         return True
 
     async def punch(self, place: Place, peer: PeerId, is_initiator: bool) -> bool:
+        """See ``punching.Meeting``."""
         try:
             await self._host.swarm.punch(multiaddr_of(*place), ID.from_base58(peer), is_initiator)
         except SwarmException:
@@ -234,10 +275,12 @@ class Libp2pNatTraversal:
         return True
 
     def may_dial(self, host: str) -> bool:
-        own = [known for address in self._host.addresses() if (known := host_of(address)) is not None]
-        return may_be_named(host, networks(), own)
+        """See ``punching.Meeting``."""
+        own_hosts = [host_of(address) for address in self._host.addresses()]
+        return may_dial(host, own_networks(), [own_host for own_host in own_hosts if own_host is not None])
 
     async def made_direct(self, peer: PeerId, way: Way) -> bool:
+        """See ``punching.Meeting``."""
         connections = self._host.connections(peer)
         direct = [c for c in connections if not is_relayed(c)]
         for connection in direct:
@@ -248,7 +291,13 @@ class Libp2pNatTraversal:
         return bool(direct)
 
 
+def _has_private_host(address: str) -> bool:
+    host = host_of(address)
+    return host is not None and is_private(host)
+
+
 def is_relayed(connection: INetConn) -> bool:
+    """Does a connection go through a third member?"""
     return bool(getattr(connection.muxed_conn, "is_relayed", False))
 
 
@@ -266,4 +315,5 @@ def remote_of(connection: INetConn) -> tuple[str, int] | None:
 
 
 def multiaddr_of(host: str, port: int) -> str:
+    """An IP address and a TCP port as a multiaddr."""
     return f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"

@@ -16,13 +16,13 @@ _LENGTH = struct.Struct(">H")
 T = TypeVar("T")
 
 
-async def write(stream: Libp2pStream, message: msgspec.Struct) -> None:
+async def write_message(stream: Libp2pStream, message: msgspec.Struct) -> None:
     """Send one message with its length before it."""
     data = msgspec.msgpack.encode(message)
     await stream.send(_LENGTH.pack(len(data)) + data)
 
 
-async def read(stream: Libp2pStream, kind: type[T]) -> T:
+async def read_message(stream: Libp2pStream, kind: type[T]) -> T:
     """Receive one message and nothing after it. Raises PeerError."""
     (size,) = _LENGTH.unpack(await stream.read_exactly(_LENGTH.size))
     if size > MAX_MESSAGE_BYTES:

@@ -72,6 +72,7 @@ class YamuxStream(IMuxedStream):
         return self.state.received > EARLY_BYTES and not self.is_agreed
 
     def wake(self) -> None:
+        """Let everybody who waits for the stream look again."""
         self.changed.set()
         self.changed = trio.Event()
 
@@ -95,6 +96,7 @@ class YamuxStream(IMuxedStream):
         return bytes(parts)
 
     async def read_some(self, limit: int) -> bytes:
+        """Between 1 and ``limit`` bytes, as soon as there are any. Raises MuxedStreamEOF or MuxedStreamReset."""
         traffic = self.connection.traffic
         if traffic is not None:  # what is not read gets no credit: the other side waits
             await traffic.down.wait(is_urgent=not self.is_bulk)
@@ -128,17 +130,20 @@ class YamuxStream(IMuxedStream):
                 await self.changed.wait()
                 continue
             part = rest
-            if (traffic := self.connection.traffic) is not None:
+            traffic = self.connection.traffic
+            if traffic is not None:
                 await traffic.up.wait(is_urgent=not self.is_bulk)
                 part = rest[: traffic.up.at_a_time]
             rest = rest[await self.connection.send_data(self, part) :]
 
     async def close(self) -> None:
+        """Say that this side sends no more."""
         if not (self.state.local_closed or self.state.reset or self.connection.is_closed):
             self.connection.owe(self.connection.core.close(self.state))
             self.connection.forget_if_done(self.state.id)
 
     async def reset(self) -> None:
+        """End the stream both ways at once."""
         if not (self.state.reset or self.connection.is_closed):
             self.connection.owe(self.connection.core.reset(self.state))
             self.connection.forget_if_done(self.state.id)
@@ -157,6 +162,17 @@ class YamuxStream(IMuxedStream):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+# Three tasks for each connection, and one lock:
+#
+#     _read_frames:  socket -> core.receive_untrusted -> events -> streams wake; replies are owed
+#     _send_owed:    owed small frames -> lock -> socket
+#     _ping_peer:    a ping when the peer is silent; too many unanswered ones end the connection
+#     other tasks:   lock -> what is owed, and one data frame -> socket
+#
+# The reader never waits for the lock. Two peers whose readers waited to write while neither reads would wait for ever:
+# so what the reader has to answer is only owed. A peer that makes this side owe more than it reads is cut off.
 
 
 class YamuxConnection(IMuxedConn):
@@ -197,14 +213,17 @@ class YamuxConnection(IMuxedConn):
 
     @property
     def is_relayed(self) -> bool:
+        """Does it go through a third member?"""
         return self.secured.get_connection_type() is ConnectionType.RELAYED
 
     @property
     def is_closed(self) -> bool:
+        """Has the connection ended, or failed?"""
         return self._closed
 
     @property
     def is_writing(self) -> bool:
+        """Is somebody in the midst of a frame?"""
         return self._lock.is_held
 
     @property
@@ -212,30 +231,34 @@ class YamuxConnection(IMuxedConn):
         return self.event_started.is_set() and not self._closed
 
     async def start(self) -> None:
+        """Read, ping and pay what is owed until the connection ends; the library runs this in a task."""
         self.event_started.set()
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._ping)
-                    nursery.start_soon(self._pay)
-                    await self._read()
+                    nursery.start_soon(self._ping_peer)
+                    nursery.start_soon(self._send_owed)
+                    await self._read_frames()
                     nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):
                 await self.close()
 
     async def open_stream(self) -> YamuxStream:
+        """Begin a stream; nothing is waited for. Raises MuxedConnUnavailable."""
         if self._closed:
             raise MuxedConnUnavailable("the connection is closed")
         try:
             state, frame = self.core.open()
         except YamuxError as error:
             raise MuxedConnUnavailable(str(error)) from None
-        stream = self.streams[state.id] = YamuxStream(self, state)
+        stream = YamuxStream(self, state)
+        self.streams[state.id] = stream
         self.owe(frame)
         return stream
 
     async def accept_stream(self) -> YamuxStream:
+        """Wait for the next stream that the peer begins. Raises MuxedConnUnavailable at the end."""
         try:
             return await self._accept_receive.receive()
         except trio.EndOfChannel:
@@ -249,9 +272,9 @@ class YamuxConnection(IMuxedConn):
         self._owing.set()
         if len(self._owed) > MAX_OWED_BYTES:
             logger.warning("closing the connection to %s: it asks for more answers than it reads", self.peer_id)
-            self._fail()
+            self._mark_dead()
 
-    async def _pay(self) -> None:
+    async def _send_owed(self) -> None:
         with contextlib.suppress(MuxedStreamReset):
             while True:
                 await self._owing.wait()
@@ -281,16 +304,16 @@ class YamuxConnection(IMuxedConn):
             with trio.CancelScope(shield=True, deadline=trio.current_time() + WRITE_TIMEOUT_S) as scope:
                 await self.secured.write(frame)
             if scope.cancelled_caught:
-                self._fail()
+                self._mark_dead()
                 raise MuxedStreamReset
         except CONNECTION_ERRORS as error:
             logger.debug("write to %s failed: %s", self.peer_id, error)
-            self._fail()
+            self._mark_dead()
             raise MuxedStreamReset from error
         finally:
             self._lock.release()
 
-    async def _read(self) -> None:
+    async def _read_frames(self) -> None:
         while not self._closed:
             try:
                 data = await self.secured.read(None)
@@ -307,7 +330,7 @@ class YamuxConnection(IMuxedConn):
             for event in events:
                 if self._closed:
                     return
-                self._apply(event.kind, event.stream)
+                self._apply_event(event.kind, event.stream)
             self.owe(replies)
             for event in events:
                 if event.kind == "readable":
@@ -325,7 +348,7 @@ class YamuxConnection(IMuxedConn):
             logger.warning("ending a stream of %s: much came before it said what it is for", self.peer_id)
             await stream.reset()
 
-    def _apply(self, kind: str, stream_id: int) -> None:
+    def _apply_event(self, kind: str, stream_id: int) -> None:
         state = self.core.streams.get(stream_id)
         if kind == "opened":
             if state is None:
@@ -334,14 +357,14 @@ class YamuxConnection(IMuxedConn):
             try:
                 self._accept_send.send_nowait(stream)
             except (trio.WouldBlock, trio.ClosedResourceError):
-                self._fail()
+                self._mark_dead()
         elif kind == "go_away":
-            self._fail()
-        elif (known := self.streams.get(stream_id)) is not None:
-            known.wake()
+            self._mark_dead()
+        elif stream_id in self.streams:
+            self.streams[stream_id].wake()
             self.forget_if_done(stream_id)
 
-    async def _ping(self) -> None:
+    async def _ping_peer(self) -> None:
         """Ask a silent peer for a sign of life: soon while this side sends something, seldom while it does not."""
         self.owe(self.core.ping(trio.current_time()))
         while True:
@@ -356,14 +379,14 @@ class YamuxConnection(IMuxedConn):
                 with trio.move_on_after(QUIET_INTERVAL_S):
                     await self._used.wait()
         logger.info("no sign of life from %s for %.0f s", self.peer_id, PING_INTERVAL_S * MAX_UNANSWERED_PINGS)
-        self._fail()
+        self._mark_dead()
 
     def forget_if_done(self, stream_id: int) -> None:
         """Drop a stream that the core has forgotten: no event for it will come any more."""
         if stream_id not in self.core.streams:
             self.streams.pop(stream_id, None)
 
-    def _fail(self) -> None:
+    def _mark_dead(self) -> None:
         """Mark the connection dead and wake everybody who waits on it."""
         if not self._closed:
             self._closed = True
@@ -375,7 +398,7 @@ class YamuxConnection(IMuxedConn):
             self._scope.cancel()
 
     async def close(self) -> None:
-        self._fail()
+        self._mark_dead()
         with trio.move_on_after(1.0):
             with contextlib.suppress(*CONNECTION_ERRORS):
                 await self.secured.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from swarmd.node.machine.presence import CARDS
 from swarmd.plan.chains.view import SwarmView
-from swarmd.plan.owner.health import Facts, WorkerLife, findings
+from swarmd.plan.owner.health import Facts, WorkerLife, check_health
 from swarmd.protocol.wire.messages import Hello
 from swarmd.status import DirectoryStatus, HealthRow
 from swarmd.values import PeerId
@@ -78,5 +78,5 @@ class Health:
                 text=finding.text,
                 remedy=finding.remedy,
             )
-            for finding in findings(facts)
+            for finding in check_health(facts)
         )

@@ -220,7 +220,7 @@ class Directory:
             "peer": self._identity.peer_id,
             "sequence": self._sequence,
             "issued_at": now,
-            "expires_at": records.ends_at(now, self.exchange.pass_of(self._certificate).ends_at),
+            "expires_at": records.expiry_of(now, self.exchange.pass_of(self._certificate).ends_at),
             "certificate": self._certificate,
         }
         kinds: dict[str, type[AnyRecord]] = {"peer": PeerRecord, "span": SpanRecord, "run": RunRecord}

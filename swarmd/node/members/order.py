@@ -40,7 +40,7 @@ class Order:
         if membership is None:
             return 1.0
         is_own = self._exchange.voucher_of(peer) == self._exchange.voucher_of(self._me)
-        full_weight = order.weight(self._exchange.book.catalog, membership, self.balance(peer), is_own)
+        full_weight = order.member_weight(self._exchange.book.catalog, membership, self.balance(peer), is_own)
         return max(
             LEAST_WEIGHT, full_weight / self._exchange.n_sharing(peer)
         )  # an invite for any number is one voucher

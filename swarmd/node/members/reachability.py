@@ -25,9 +25,9 @@ from swarmd.plan.links.reachability import (
     Reach,
     ReachabilityReport,
     choose_relays,
-    forwarded,
-    judge,
-    lead_nowhere,
+    find_blocked_versions,
+    find_forwarded_ports,
+    judge_reachability,
     versions_to_try,
 )
 from swarmd.protocol.membership.records import PeerRecord
@@ -190,7 +190,9 @@ class Reachability:
         answers = [answer for answer, _ in self._answers.values()]
         previous_reach = self.reach
         listens = self._ways.listening_port() is not None
-        self.reach = judge(answers, self._own_hosts) if listens else Decision("closed", "it does not listen")
+        self.reach = (
+            judge_reachability(answers, self._own_hosts) if listens else Decision("closed", "it does not listen")
+        )
         if self.reach.action != previous_reach.action:
             logger.info("this peer is %s: %s", self.reach.action, self.reach.reason)
             self._ways.is_open(self.reach.action == "open")
@@ -281,13 +283,15 @@ class Reachability:
         me = self._rpc.network.peer_id
         view = self._directory.view()
         answers = [answer for answer, _ in self._answers.values()]
-        addresses = [f"/ip4/{host}/tcp/{port}/p2p/{me}" for host, port in forwarded(answers, self._own_hosts)]
+        addresses = [
+            f"/ip4/{host}/tcp/{port}/p2p/{me}" for host, port in find_forwarded_ports(answers, self._own_hosts)
+        ]
         for relay in self._relays:
             record = view.peers.get(relay)
             relay_addresses = record.addresses if isinstance(record, PeerRecord) else ()
             direct = [address for address in relay_addresses if not is_circuit(address)]
             addresses += [f"{address}/p2p-circuit/p2p/{me}" for address in direct[:MAX_RELAY_ADDRESSES]]
-        dead_versions = lead_nowhere(answers, self._own_hosts)
+        dead_versions = find_blocked_versions(answers, self._own_hosts)
         if (tuple(addresses), dead_versions) != self._announced:
             self._announced = (tuple(addresses), dead_versions)
             self._ways.announce(tuple(addresses), dead_versions)

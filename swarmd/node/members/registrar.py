@@ -14,7 +14,7 @@ import trio
 
 from swarmd.errors import SwarmError
 from swarmd.net.exchange import Exchange
-from swarmd.protocol.membership.catalog import MEMBERSHIP_LIFETIME_S, AdmittedMember, Catalog, with_what_was_lost
+from swarmd.protocol.membership.catalog import MEMBERSHIP_LIFETIME_S, AdmittedMember, Catalog, restore_lost_entries
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Registrar:
             arrivals = self._arrivals()
             catalog = self._exchange.book.catalog
             is_new = catalog is not self._previous
-            is_lost = is_new and with_what_was_lost(catalog, self._previous, self._exchange.now()) is not None
+            is_lost = is_new and restore_lost_entries(catalog, self._previous, self._exchange.now()) is not None
             try:
                 raw = self._admit(arrivals, self._previous) if arrivals or is_lost else None
                 if raw is not None and self._exchange.merge_catalog_untrusted(raw):

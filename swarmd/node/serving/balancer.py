@@ -24,10 +24,10 @@ from swarmd.plan.chains.placement import (
     Own,
     Target,
     choose_move,
+    count_moves_left,
+    find_rescues,
     gap_chance,
     hazard_per_s,
-    moves_left,
-    rescues,
 )
 from swarmd.plan.chains.view import SwarmView
 from swarmd.protocol.membership.records import SpanRecord
@@ -129,7 +129,7 @@ class Balancer:
     @property
     def moves_left(self) -> int:
         """How often this server may still move today."""
-        return max(0, moves_left(self._moved_at, self._wall_clock()))
+        return max(0, count_moves_left(self._moved_at, self._wall_clock()))
 
     def snapshot(self) -> BalanceStatus:
         return BalanceStatus(last_move=self._last_move, last_look=self._last_look, moves_left=self.moves_left)
@@ -208,7 +208,7 @@ class Balancer:
         me = view.peers.get(PeerId(own_span.peer))
         if me is None or self._wall_clock() - me.up_since < self._interval_s:
             return Decision(None, "this server has only just come"), 0
-        for rescue in rescues(view.spans, view.catalog.models, view.is_given):
+        for rescue in find_rescues(view.spans, view.catalog.models, view.is_given):
             if self._own_slot in rescue.servers:
                 n_looks = LOOKS_THAT_AGREE + rescue.servers.index(self._own_slot)
                 blocks = ", ".join(map(str, rescue.lacking))

@@ -61,7 +61,7 @@ class SessionHop:
 
     def times(self) -> tuple[HopTimes, ...]:
         """What passes take here and at the hops before, of those that went alike with the last one."""
-        alike = [passed for passed in self.passes if timing.goes_alike(passed, self.passes[-1])]
+        alike = [passed for passed in self.passes if timing.is_same_path(passed, self.passes[-1])]
         return tuple(
             HopTimes(start=start, waiting_ms=1e3 * waiting_s, computing_ms=1e3 * computing_s)
             for start, waiting_s, computing_s in timing.medians_s(alike)

@@ -32,16 +32,16 @@ from swarmd.plan.trust.equality import bound_of, errors, is_equal
 from swarmd.plan.trust.reputation import (
     PROBE_LIFETIME_S,
     PROBES_OF_EACH,
-    finding,
-    n_speakers,
+    choose_probes,
+    count_speakers,
+    make_finding,
     name_of,
-    shared,
-    to_probe,
+    shared_blocks,
 )
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.accounts.evidence import CoherentEvidence, read_untrusted
 from swarmd.protocol.membership.records import PeerRecord, ProbeFinding, SpanRecord
-from swarmd.protocol.wire.arrays import Floats, pack_array, rounded, unpack_array_untrusted
+from swarmd.protocol.wire.arrays import Floats, pack_array, round_to_dtype, unpack_array_untrusted
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import (
     Accuse,
@@ -118,7 +118,7 @@ class Prober:
             view = services.directory.view()
             spans = view.listed()
             unsaid_s = self._unsaid_times(spans, view.peers.values(), now)
-            due = to_probe(services.me, spans, services.exchange.voucher_of, self._probed_at, now, unsaid_s)
+            due = choose_probes(services.me, spans, services.exchange.voucher_of, self._probed_at, now, unsaid_s)
             for target, mine in due:
                 key = (target.peer, name_of(target))
                 try:
@@ -136,7 +136,7 @@ class Prober:
         self, spans: Sequence[SpanRecord], peers: Iterable[PeerRecord], now: float
     ) -> dict[tuple[str, bytes], float]:
         """Note for how long fewer than PROBES_OF_EACH have said something of a server, in seconds by (peer, name)."""
-        unsaid = [server for server, n in n_speakers(spans, peers).items() if n < PROBES_OF_EACH]
+        unsaid = [server for server, n in count_speakers(spans, peers).items() if n < PROBES_OF_EACH]
         self._unsaid_since = {server: self._unsaid_since.get(server, now) for server in unsaid}
         return {server: now - since for server, since in self._unsaid_since.items()}
 
@@ -146,7 +146,7 @@ class Prober:
         voucher = self._services.exchange.voucher_of(PeerId(target.peer))
         key = (target.peer, name_of(target))
         self._findings.pop(key, None)  # the newest last
-        self._findings[key] = (finding(target, decision.action, voucher), decision.reason)
+        self._findings[key] = (make_finding(target, decision.action, voucher), decision.reason)
         while len(self._findings) > MAX_REMEMBERED:
             del self._findings[next(iter(self._findings))]
         self._services.directory.announce_soon()
@@ -167,7 +167,7 @@ class Prober:
         matching = [s for s in spans if (s.peer, s.model, s.slot) == accused_key]
         accused = matching[0] if matching else None
         own_spans = [s for s in spans if s.peer == self._services.me]
-        comparable = [s for s in own_spans if accused is not None and shared(s, accused)]
+        comparable = [s for s in own_spans if accused is not None and shared_blocks(s, accused)]
         if accused is None or not comparable:
             raise Refused(Code.NOT_HERE, "these blocks are not served here, or not by who is accused")
         if self._judging.locked():
@@ -221,7 +221,7 @@ class Prober:
 
     async def _probe(self, target: SpanRecord, mine: SpanRecord) -> Decision[bool]:
         """Compare what both make of the same input. Raises SwarmError when there is nothing to compare."""
-        span = shared(mine, target)
+        span = shared_blocks(mine, target)
         server = self._server_of(mine)
         hidden_size = server.recompute.hidden_size
         if span is None or not hidden_size:
@@ -229,7 +229,7 @@ class Prober:
         seed = self._services.rng.getrandbits(63)
         shape = (1, N_TOKENS, hidden_size)
         values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
-        entered = rounded(values, target.dtype)
+        entered = round_to_dtype(values, target.dtype)
         own_output = await server.recompute.compute(span, entered)
         with trio.move_on_after(PROBE_TIMEOUT_S):
             their_output = await self._ask(target, span, entered)

@@ -82,7 +82,7 @@ class Receipts:
             usage_receipt.verify_taken_untrusted(bill, body, message.taken)
         except IntegrityError as error:
             raise Forged(str(error)) from None
-        own_signature = usage_receipt.given_by(identity, body)
+        own_signature = usage_receipt.giver_signature_of(identity, body)
         hop.bill = (bill, SignedUsageReceipt(body, own_signature, message.taken))
 
     def settle(self, hop: SessionHop) -> None:
@@ -149,7 +149,7 @@ class Receipts:
             n_tokens=hop.trail.n_computed,
             at=int(self._exchange.now()),
         )
-        offered, giver_signature = usage_receipt.offer(so_far, self._served.identity)
+        offered, giver_signature = usage_receipt.sign_offer(so_far, self._served.identity)
         message = ReceiptIs(
             re=call_id,
             session=key[0],

@@ -217,7 +217,7 @@ class Server:
             if op.seq <= hop.state.finished:
                 await self._resend(op, hop)
             return
-        n_edits = messages.n_changes(op.edits, op.tensor is not None)
+        n_edits = messages.count_changes(op.edits, op.tensor is not None)
         hop.take_in(op.seq, len(frame.raw), n_edits)
         n_tokens = 0 if op.tensor is None else op.tensor.b * op.tensor.t
         if op.tensor is not None:

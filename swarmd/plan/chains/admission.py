@@ -1,8 +1,8 @@
-"""Who may have how much cache: promises are never oversold, and give way when others ask.
+"""How much cache each client may have: promises are never oversold, and give way when others ask.
 
-A session is promised what it asks for while there is room. When somebody asks for more than is free, promises shrink to
-what their sessions use; if that is not enough, sessions of whoever uses more than a fair share end (their clients
-replay them elsewhere), idle ones first, then the newest. Nobody gets more than a fair share that way.
+A session is promised what it asks for while there is room. When a client asks for more than is free, promises shrink to
+what their sessions use. If that is not enough, sessions of clients that use more than a fair share end, idle ones
+first, then the newest; their clients replay them elsewhere. No client gets more than a fair share that way.
 """
 
 from __future__ import annotations
@@ -22,15 +22,25 @@ IDLE_S = 10.0  # without an op: a client that decodes, or reads what came, takes
 Key = tuple[bytes, int]
 
 
+# How one promise is divided. What others may take of it is its spare part, and nothing else:
+#
+#     |<------------------- requested -------------------->|
+#     |<----------------- tokens (promised) -------->|
+#     |<---- used ---->|<- SLACK_TOKENS ->|<- spare ->|
+#
+# Invariant: the promises' ``tokens`` never add up to more than ``total_tokens``. A client that asks for much and uses
+# little so costs others nothing: its spare part shrinks as soon as somebody else needs room.
 @dataclass(slots=True)
 class Promise:
-    """What one hop of ``owner`` (the key that answers for a client) asked for, may use, and uses. ``order``: its age.
+    """The cache tokens that one hop of ``owner`` requested, may use, and uses. ``order``: its age.
+
+    ``owner`` is the key that answers for a client.
 
     Its owner's fair share grows with its ``weight``. What it uses is known from above: a crop gives nothing back here.
     """
 
     owner: bytes
-    asked: int
+    requested: int
     tokens: int
     order: int
     weight: float = 1.0
@@ -61,9 +71,17 @@ class CacheLedger:
         """What somebody new could get."""
         spare = sum(p.spare for p in self._promises.values())
         owners = {p.owner for p in self._promises.values()}
-        return max(self.free_tokens, min(self.free_tokens + spare, self.total_tokens // (len(owners) + 1)))
+        newcomers_share = self.total_tokens // (len(owners) + 1)
+        return max(self.free_tokens, min(self.free_tokens + spare, newcomers_share))
 
-    def reserve(self, key: Key, client: bytes, n_tokens: int, now: float = 0.0, weight: float = 1.0) -> list[Key]:
+    def reserve(
+        self,
+        key: Key,
+        client: bytes,
+        n_tokens: int,
+        now: float = 0.0,
+        weight: float = 1.0,
+    ) -> list[Key]:
         """Promise ``n_tokens`` to a hop of ``client`` (the key that answers for it); returns hops that must end for it.
 
         Raises Refused with both numbers and changes nothing; a second promise replaces the first.
@@ -72,13 +90,24 @@ class CacheLedger:
             raise Refused(
                 Code.TOO_LONG, f"{n_tokens} cache tokens asked for, this server has {self.total_tokens} in all"
             )
-        others = {k: p for k, p in self._promises.items() if k != key}
-        held = [p.tokens for p in others.values() if p.owner == client]
-        if len(held) >= MAX_SESSIONS_PER_PEER or (held and sum(held) + n_tokens > self._cap()):
-            text = f"this client holds {sum(held)} of at most {self._cap()} cache tokens in {len(held)} sessions"
+        other_promises = {k: p for k, p in self._promises.items() if k != key}
+        client_tokens = [p.tokens for p in other_promises.values() if p.owner == client]
+        n_sessions = len(client_tokens)
+        n_held = sum(client_tokens)
+        is_over_cap = n_sessions > 0 and n_held + n_tokens > self._max_client_tokens()
+        if n_sessions >= MAX_SESSIONS_PER_PEER or is_over_cap:
+            limit = self._max_client_tokens()
+            text = f"this client holds {n_held} of at most {limit} cache tokens in {n_sessions} sessions"
             raise Refused(Code.NO_CAPACITY, f"{text} and asks for {n_tokens} more", RETRY_AFTER_S)
-        ending = self._make_room(others, client, weight, n_tokens, now)
-        self._promises[key] = Promise(client, n_tokens, n_tokens, next(self._order), weight, used_at=now)
+        ending = self._make_room(other_promises, client, weight, n_tokens, now)
+        self._promises[key] = Promise(
+            owner=client,
+            requested=n_tokens,
+            tokens=n_tokens,
+            order=next(self._order),
+            weight=weight,
+            used_at=now,
+        )
         return ending
 
     def use(self, key: Key, n_tokens: int, now: float) -> list[Key]:
@@ -89,62 +118,92 @@ class CacheLedger:
         promise = self._promises.get(key)
         if promise is None:
             return []
-        promise.used, promise.used_at = min(promise.asked, promise.used + n_tokens), now
+        promise.used = min(promise.requested, promise.used + n_tokens)
+        promise.used_at = now
         if promise.used <= promise.tokens:
             return []
-        others = {k: p for k, p in self._promises.items() if k != key}
-        wanted = min(promise.asked, promise.used + SLACK_TOKENS)
-        ending = self._make_room(others, promise.owner, promise.weight, wanted, now)
-        promise.tokens = wanted
+        other_promises = {k: p for k, p in self._promises.items() if k != key}
+        n_promised = min(promise.requested, promise.used + SLACK_TOKENS)
+        ending = self._make_room(other_promises, promise.owner, promise.weight, n_promised, now)
+        promise.tokens = n_promised
         return ending
 
     def release(self, key: Key) -> None:
+        """Take back the whole promise of a hop that has ended; none is no error."""
         self._promises.pop(key, None)
 
     def _make_room(
-        self, others: dict[Key, Promise], client: bytes, weight: float, n_tokens: int, now: float
+        self,
+        other_promises: dict[Key, Promise],
+        client: bytes,
+        weight: float,
+        n_tokens: int,
+        now: float,
     ) -> list[Key]:
         """Let others give way to ``n_tokens`` of a client. Raises Refused, and changes nothing, if they need not."""
-        missing = n_tokens - (self.total_tokens - sum(p.tokens for p in others.values()))
+        n_promised = sum(p.tokens for p in other_promises.values())
+        missing = n_tokens - (self.total_tokens - n_promised)
         if missing <= 0:
             return []
-        weights = {**{p.owner: p.weight for p in others.values()}, client: weight}
-        fair = {owner: int(self.total_tokens * w / sum(weights.values())) for owner, w in weights.items()}
-        own = sum(p.tokens for p in others.values() if p.owner == client)
-        has_little = own + n_tokens <= self.total_tokens // len(weights)
-        if has_little and missing <= sum(p.spare for p in others.values()):
-            ending: list[Key] | None = []  # what nobody uses goes by heads: only who has to end goes by weight
+        weights = {p.owner: p.weight for p in other_promises.values()}
+        weights[client] = weight
+        total_weight = sum(weights.values())
+        fair = {owner: int(self.total_tokens * w / total_weight) for owner, w in weights.items()}
+        client_tokens = sum(p.tokens for p in other_promises.values() if p.owner == client)
+        has_little = client_tokens + n_tokens <= self.total_tokens // len(weights)
+        ending: list[Key] | None
+        if has_little and missing <= sum(p.spare for p in other_promises.values()):
+            ending = []  # what nobody uses goes by heads: only who has to end goes by weight
+        elif client_tokens + n_tokens > fair[client]:
+            ending = None
         else:
-            ending = None if own + n_tokens > fair[client] else _who_ends(others, fair, missing, now)
+            ending = _choose_ending(other_promises, fair, missing, now)
         if ending is None:
             free = n_tokens - missing
-            asked = f"{n_tokens} cache tokens asked for, {free} of {self.total_tokens} are free"
-            text = f"{asked}, a fair share is {fair[client]}"
+            request = f"{n_tokens} cache tokens asked for, {free} of {self.total_tokens} are free"
+            text = f"{request}, a fair share is {fair[client]}"
             raise Refused(Code.NO_CAPACITY, text, RETRY_AFTER_S)
-        for gone in ending:
-            missing -= self._promises.pop(gone).tokens
-        for promise in sorted((p for k, p in others.items() if k not in ending), key=lambda p: -p.spare):
-            taken = min(promise.spare, max(0, missing))
-            promise.tokens -= taken
-            missing -= taken
+        # From here on nothing is refused, so that a refusal changed nothing. Sessions that end give all they had; the
+        # rest comes from promises that go on, the emptiest first, and never from what a session has used.
+        for key in ending:
+            missing -= self._promises.pop(key).tokens
+        remaining = [p for k, p in other_promises.items() if k not in ending]
+        for promise in sorted(remaining, key=lambda p: -p.spare):
+            n_taken = min(promise.spare, max(0, missing))
+            promise.tokens -= n_taken
+            missing -= n_taken
         return ending
 
-    def _cap(self) -> int:
+    def _max_client_tokens(self) -> int:
         return int(self.total_tokens * MAX_SHARE_PER_PEER)
 
 
-def _who_ends(promises: dict[Key, Promise], fair: dict[bytes, int], missing: int, now: float) -> list[Key] | None:
+def _choose_ending(
+    promises: dict[Key, Promise],
+    fair: dict[bytes, int],
+    missing: int,
+    now: float,
+) -> list[Key] | None:
     """Which hops must end so that ``missing`` tokens can be had, beside what all can spare; None if that is too few."""
+
+    def comes_later(key: Key) -> tuple[bool, int]:
+        promise = promises[key]
+        return now - promise.used_at < IDLE_S, -promise.order
+
+    # A client's sessions end one by one, and only while what it still has is more than its fair share: so a client
+    # that stays within it is never thrown out, whatever others ask for.
     missing -= sum(p.spare for p in promises.values())
     ending: list[Key] = []
-    for key, promise in sorted(promises.items(), key=lambda item: (now - item[1].used_at < IDLE_S, -item[1].order)):
+    for key in sorted(promises, key=comes_later):
         if missing <= 0:
             break
-        if _used(promise.owner, (p for k, p in promises.items() if k not in ending)) > fair[promise.owner]:
+        promise = promises[key]
+        remaining = [p for k, p in promises.items() if k not in ending]
+        if _used_tokens(promise.owner, remaining) > fair[promise.owner]:
             ending.append(key)
             missing -= promise.tokens - promise.spare
     return ending if missing <= 0 else None
 
 
-def _used(owner: bytes, promises: Iterable[Promise]) -> int:
+def _used_tokens(owner: bytes, promises: Iterable[Promise]) -> int:
     return sum(min(p.tokens, p.used + SLACK_TOKENS) for p in promises if p.owner == owner)

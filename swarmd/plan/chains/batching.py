@@ -57,45 +57,61 @@ class PassShare:
 
 
 def choose_pass(
-    ready: Sequence[ReadyOp], served: dict[bytes, float], speed: Speed, n_active: int = 0, lets_in: bool = False
+    ready: Sequence[ReadyOp],
+    served: dict[bytes, float],
+    speed: Speed,
+    n_active: int = 0,
+    admits_steps: bool = False,
 ) -> Decision[tuple[PassShare, ...]]:
     """Choose what one pass computes.
 
     ``served`` is what each client was given so far, in tokens; ``n_active`` sessions decode, and come again soon. A
-    pass may let steps in between its layers (``steps_of_call``), so that prefill needs not make room for them.
+    pass may let steps in between its layers (``choose_steps``), so that prefill needs not make room for them.
     """
     if not ready:
         return Decision((), "nothing is ready")
+    # A turn goes to the client that was given least, and the pass is built round that op:
+    #
+    #     contenders:  decode steps, ops that share with none, and prefills of groups where nothing decodes
+    #     turn:        the contender whose client was given least
+    #     pass:        all decode steps of the turn's group, and one chunk of one prefill of it
+    #
+    # A prefill whose group decodes is no contender: it rides along with the decode steps, and never displaces them.
     decoding = [r for r in ready if r.is_decode]
     busy = {r.group for r in decoding}
     contenders = [r for r in ready if r.is_decode or not r.can_share or r.group not in busy]
-    turn = min(contenders, key=lambda r: (served.get(r.client, 0.0), r.order))
+
+    def rank(op: ReadyOp) -> tuple[float, int]:
+        return served.get(op.client, 0.0), op.order
+
+    turn = min(contenders, key=rank)
     if not turn.can_share:
-        return Decision((PassShare(turn.key, _longest(turn)),), "a session that cannot share a pass, in its turn")
-    together = [r for r in decoding if r.can_share and r.group == turn.group]
-    shares = [PassShare(r.key, r.t) for r in together]
-    waiting = [r for r in ready if not r.is_decode and r.can_share and r.group == turn.group]
-    if not waiting:
+        return Decision((PassShare(turn.key, _longest_chunk(turn)),), "a session that cannot share a pass, in its turn")
+    decode_steps = [r for r in decoding if r.can_share and r.group == turn.group]
+    shares = [PassShare(r.key, r.t) for r in decode_steps]
+    of_group = [r for r in ready if r.can_share and r.group == turn.group]
+    prefills = [r for r in of_group if not r.is_decode]
+    if not prefills:
         return Decision(tuple(shares), f"{len(shares)} decode steps together")
-    longest = min(waiting, key=lambda r: (served.get(r.client, 0.0), r.order))
-    bearable = int(PREFILL_SHARE * speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
-    if not together and not n_active:
-        chunk = _longest(longest)
-        return Decision((PassShare(longest.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
-    least = MIN_CHUNK_TOKENS if together and not lets_in else MIN_TOKENS_BETWEEN
-    chunk = min(_longest(longest), max(least, bearable) // longest.b or 1)
-    if lets_in:
-        return Decision((PassShare(longest.key, chunk),), f"{chunk} tokens of prefill, which let decode steps in")
-    shares.append(PassShare(longest.key, chunk))
-    return Decision(tuple(shares), f"{count(len(together), 'decode step')} and {chunk} tokens of prefill")
+    prefill = min(prefills, key=rank)
+    affordable_tokens = int(PREFILL_SHARE * speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
+    if not decode_steps and not n_active:
+        chunk = _longest_chunk(prefill)
+        return Decision((PassShare(prefill.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
+    min_tokens = MIN_CHUNK_TOKENS if decode_steps and not admits_steps else MIN_TOKENS_BETWEEN
+    chunk = min(_longest_chunk(prefill), max(min_tokens, affordable_tokens) // prefill.b or 1)
+    if admits_steps:
+        return Decision((PassShare(prefill.key, chunk),), f"{chunk} tokens of prefill, which let decode steps in")
+    shares.append(PassShare(prefill.key, chunk))
+    return Decision(tuple(shares), f"{count(len(decode_steps), 'decode step')} and {chunk} tokens of prefill")
 
 
-def may_let_in(aside_s: float, own_s: float) -> bool:
+def can_admit_steps(step_s: float, pass_s: float) -> bool:
     """May steps get in between the layers of a prompt's pass? Beside them a third of the time is the prompt's."""
-    return own_s >= PREFILL_SHARE * aside_s
+    return pass_s >= PREFILL_SHARE * step_s
 
 
-def steps_of_call(steps: Sequence[ReadyOp], n_tokens: int) -> tuple[PassShare, ...]:
+def choose_steps(steps: Sequence[ReadyOp], n_tokens: int) -> tuple[PassShare, ...]:
     """The decode steps that a call for so many tokens computes in the midst of a pass, the oldest first."""
     shares = list[PassShare]()
     for step in sorted(steps, key=lambda r: r.order):
@@ -141,5 +157,5 @@ def tokens_of_op(b: int, t: int, prefill_tokens_per_s: Sequence[float]) -> int:
     return min(t, -(-n_even // BLOCK_TOKENS) * BLOCK_TOKENS)
 
 
-def _longest(ready: ReadyOp) -> int:
+def _longest_chunk(ready: ReadyOp) -> int:
     return min(ready.t, max(1, MAX_TOKENS_PER_PASS // ready.b))

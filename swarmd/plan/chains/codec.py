@@ -17,23 +17,23 @@ INT8_BELOW_BYTES_PER_S = 2.5e6  # 20 Mbit/s: here the bytes are nearly all of a 
 
 
 def choose_codec(
-    asked: str,
+    requested: str,
     grade: str,
     dtype: str,
     trips_s: Sequence[float],
     bandwidths_bytes_per_s: Sequence[float],
     known_to_all: frozenset[str] = frozenset(CODECS),
 ) -> Decision[str]:
-    """Choose a session's codec. ``asked`` is a codec or "auto"; trips and bandwidths are those that are known.
+    """Choose a session's codec. ``requested`` is a codec or "auto"; trips and bandwidths are those that are known.
 
     What is not ``known_to_all`` hops of the chain is not chosen.
 
     Raises ConfigError for an unknown one.
     """
-    if asked != "auto":
-        if asked not in CODECS:
-            raise ConfigError(f"codec is one of auto, {', '.join(CODECS)}, not {asked!r}")
-        return Decision(asked, "asked for")
+    if requested != "auto":
+        if requested not in CODECS:
+            raise ConfigError(f"codec is one of auto, {', '.join(CODECS)}, not {requested!r}")
+        return Decision(requested, "asked for")
     if grade == "exact":
         return Decision("raw", "the exact grade is lossless")
     if all(trip < NEAR_TRIP_S for trip in trips_s):
@@ -45,7 +45,7 @@ def choose_codec(
     if slowest >= HALF_BELOW_BYTES_PER_S:
         return Decision("raw", f"the slowest link has {mbit:.0f} Mbit/s")
     half = dtype if dtype != "float32" else "float16"
-    wanted = ["int8", half] if slowest < INT8_BELOW_BYTES_PER_S else [half]
-    codec = next((c for c in wanted if c in known_to_all and c != dtype), "raw")
+    candidates = ["int8", half] if slowest < INT8_BELOW_BYTES_PER_S else [half]
+    codec = next((c for c in candidates if c in known_to_all and c != dtype), "raw")
     share = token_bytes(1_024, dtype, codec) / token_bytes(1_024, dtype, "raw")
     return Decision(codec, f"the slowest link has {mbit:.0f} Mbit/s: {100 * share:.0f} % of the bytes")

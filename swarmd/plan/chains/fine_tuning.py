@@ -1,7 +1,7 @@
 """How fine-tuning shares a server and a chain: whose micro-batch next, how much beside decoding, what stays in memory.
 
 Decoding goes first. While sessions decode, forward and backward passes get a share of the worker's time, block by
-block; what a server keeps for a backward is bounded, and whoever holds most gives way first.
+block. What a server keeps for a backward is bounded, and the client that holds most gives way first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def micro_batches(b: int, t: int, rows: int = 0) -> list[slice]:
 
     By the batch's shape alone, never by who serves: the same batch gives the same sums wherever it is computed.
     """
-    n = -(-b // rows) if rows else min(b, max(MIN_MICRO_BATCHES, -(-b * t // MAX_MICRO_TOKENS)))
+    if rows:
+        n = -(-b // rows)
+    else:
+        n_by_tokens = -(-b * t // MAX_MICRO_TOKENS)
+        n = min(b, max(MIN_MICRO_BATCHES, n_by_tokens))
     cuts = [b * i // n for i in range(n + 1)]
     return [slice(a, z) for a, z in itertools.pairwise(cuts)]
 
@@ -53,15 +57,16 @@ class Window:
 
     def room(self, n_servers: int, longest_trip_s: float) -> int:
         """How many may be under way now."""
-        least = LEAST_PER_SERVER * max(2, n_servers)
-        self.size = min(max(self.size, least), max_in_flight(n_servers, longest_trip_s))
+        min_size = LEAST_PER_SERVER * max(2, n_servers)
+        self.size = min(max(self.size, min_size), max_in_flight(n_servers, longest_trip_s))
         return int(self.size)
 
     def on_done(self, now: float, began_at: float) -> None:
         """One came back, or failed."""
         took_s = now - began_at
         if took_s > LONG_S and began_at > self.lowered_at:
-            self.size, self.lowered_at = self.size / 2, now
+            self.size /= 2
+            self.lowered_at = now
         elif took_s < LONG_S / 2:
             self.size += 1.0 if self.lowered_at < 0 else 1.0 / max(1.0, self.size)
 
@@ -77,7 +82,11 @@ class TuningPass:
 
 def choose_work(waiting: Sequence[TuningPass], served: Mapping[bytes, float]) -> Decision[int]:
     """Choose what to compute next, by its place in ``waiting``. ``served``: the seconds that each client was given."""
-    turn = min(waiting, key=lambda w: (served.get(w.client, 0.0), not w.is_backward, w.order))
+
+    def rank(work: TuningPass) -> tuple[float, bool, int]:
+        return served.get(work.client, 0.0), not work.is_backward, work.order
+
+    turn = min(waiting, key=rank)
     reason = "a backward pass, which frees memory" if turn.is_backward else "a forward pass, in its turn"
     return Decision(waiting.index(turn), reason)
 
@@ -102,12 +111,13 @@ class Allowance:
             return Decision(0.0, "nobody decodes")
         if self.saved_s > 0:
             return Decision(0.0, f"its share of {self.share:.0%} beside decoding")
-        left = self.decoded_at + QUIET_S - now
+        remaining_s = self.decoded_at + QUIET_S - now
         if self.share:
-            left = min(left, -self.saved_s / self.share)
-        return Decision(left + 1e-3, "sessions decode, and its share is used")
+            remaining_s = min(remaining_s, -self.saved_s / self.share)
+        return Decision(remaining_s + 1e-3, "sessions decode, and its share is used")
 
     def spend(self, seconds: float) -> None:
+        """Take the time of one pass from the bucket, which may go below zero."""
         self.saved_s -= seconds
 
 
@@ -122,28 +132,32 @@ class HeldBatch:
 
 
 def make_room(
-    held: Sequence[HeldBatch], client: bytes, n_bytes: int, limit_bytes: int
+    batches: Sequence[HeldBatch], client: bytes, n_bytes: int, limit_bytes: int
 ) -> Decision[list[tuple[Key, int]] | None]:
     """Choose what gives way to ``n_bytes`` more of ``client``; None: nothing does, and the new one is not kept.
 
     What was kept last will be asked for last, so of a client the newest goes first; and only clients that would still
     hold as much as this one give anything.
     """
-    free = limit_bytes - sum(h.n_bytes for h in held)
+    free = limit_bytes - sum(batch.n_bytes for batch in batches)
     if n_bytes <= free:
         return Decision([], "there is room")
-    of_client: Counter[bytes] = Counter()
-    for h in held:
-        of_client[h.client] += h.n_bytes
-    gone: list[tuple[Key, int]] = []
-    left = sorted(held, key=lambda h: h.order)
+    # Invariant: no client loses a batch to one that would then hold more than it. So two clients never evict each
+    # other's batches in turns, and the loop ends: each round shrinks the largest holder.
+    bytes_of_client: Counter[bytes] = Counter()
+    for batch in batches:
+        bytes_of_client[batch.client] += batch.n_bytes
+    evicted: list[tuple[Key, int]] = []
+    remaining = sorted(batches, key=lambda batch: batch.order)
     while free < n_bytes:
-        most = max((c for c in of_client if c != client), key=lambda c: of_client[c], default=None)
-        newest = next((h for h in reversed(left) if h.client == most), None)
-        if newest is None or of_client[newest.client] - newest.n_bytes < of_client[client] + n_bytes:
+        other_clients = [c for c in bytes_of_client if c != client]
+        largest_client = max(other_clients, key=lambda c: bytes_of_client[c], default=None)
+        newest = next((batch for batch in reversed(remaining) if batch.client == largest_client), None)
+        n_after = bytes_of_client[client] + n_bytes
+        if newest is None or bytes_of_client[newest.client] - newest.n_bytes < n_after:
             return Decision(None, f"{n_bytes} B more than fits, and nobody holds more than this client")
-        left.remove(newest)
-        gone.append(newest.key)
-        of_client[newest.client] -= newest.n_bytes
+        remaining.remove(newest)
+        evicted.append(newest.key)
+        bytes_of_client[newest.client] -= newest.n_bytes
         free += newest.n_bytes
-    return Decision(gone, f"{len(gone)} of clients that hold more give way")
+    return Decision(evicted, f"{len(evicted)} of clients that hold more give way")

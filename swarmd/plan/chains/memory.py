@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from swarmd.protocol.models.manifest import Manifest, groups
+from swarmd.protocol.models.manifest import Manifest, entry_groups
 from swarmd.protocol.wire.tensors import ITEM_BYTES
 
 WORKSPACE_BYTES = 256 * 2**20  # what torch takes for a pass beside weights and caches
@@ -21,14 +21,20 @@ def tensor_bytes(shape: tuple[int, ...], dtype: str, quantize: str = "none") -> 
     return n_items * ITEM_BYTES[dtype]
 
 
-def group_bytes(manifest: Manifest, dtype: str, quantize: str = "none") -> tuple[list[int], int]:
+def group_bytes(
+    manifest: Manifest,
+    dtype: str,
+    quantize: str = "none",
+) -> tuple[list[int], int]:
     """Bytes of each block once loaded, and of what is around them, which is never quantised."""
     n_bytes: Counter[int | None] = Counter()
-    for entry, group in zip(manifest.entries, groups(manifest), strict=True):
-        n_bytes[group] += tensor_bytes(entry.shape, dtype, "none" if group == manifest.n_blocks else quantize)
+    for entry, group in zip(manifest.entries, entry_groups(manifest), strict=True):
+        is_block = group != manifest.n_blocks
+        n_bytes[group] += tensor_bytes(entry.shape, dtype, quantize if is_block else "none")
     return [n_bytes[block] for block in range(manifest.n_blocks)], n_bytes[manifest.n_blocks]
 
 
 def blocks_that_fit(free_bytes: int, blocks: list[int]) -> int:
     """How many blocks a server takes that may choose: as many as fit, and one at least."""
-    return max(1, min(len(blocks), int(free_bytes * SHARE_OF_FREE) // max(1, *blocks)))
+    n_fit = int(free_bytes * SHARE_OF_FREE) // max(1, *blocks)
+    return max(1, min(len(blocks), n_fit))

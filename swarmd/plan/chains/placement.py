@@ -8,7 +8,7 @@ decided by all members alike from the same view, so only the one whose move help
 et al. 2023, section 3.2), which looks at the bottleneck alone.
 
 Over all models a block that nobody holds comes before more speed elsewhere: servers that may hold any model leave the
-one they serve, where each of their blocks has another holder, for one that lacks blocks (``rescues``).
+one they serve, where each of their blocks has another holder, for one that lacks blocks (``find_rescues``).
 """
 
 from __future__ import annotations
@@ -97,86 +97,114 @@ class Rescue:
 
 
 def choose_model(
-    spans: Sequence[SpanRecord], models: Models, wanted: str, here: frozenset[ModelId]
+    spans: Sequence[SpanRecord], models: Models, requested: str, cached_models: frozenset[ModelId]
 ) -> Decision[tuple[ModelId, int] | None]:
     """Choose what a server that has just come serves: the model it was told (by name or hash), else the rarest one.
 
     Among equally rare ones those come first that are on this disk already.
     """
-    listed = {name: (ModelId(model), n) for name, (model, n) in sorted(models.items())}
+    listed = {}
+    for name, (model, n_blocks) in sorted(models.items()):
+        listed[name] = (ModelId(model), n_blocks)
     names = ", ".join(listed) or "none yet"
-    if not wanted and not listed:
+    if not requested and not listed:
         return Decision(None, "waiting for the swarm's catalog to list a model: swarmd models add, by the founder")
-    if wanted:
-        found = next((m for name, m in listed.items() if wanted in (name, m[0])), None)
-        if found is None:
-            return Decision(None, f"waiting for the swarm's catalog to list a model {wanted!r}; it lists: {names}")
-        return Decision(found, f"{wanted}, as --serve says")
+    if requested:
+        matches = (model for name, model in listed.items() if requested in (name, model[0]))
+        model_and_size = next(matches, None)
+        if model_and_size is None:
+            return Decision(None, f"waiting for the swarm's catalog to list a model {requested!r}; it lists: {names}")
+        return Decision(model_and_size, f"{requested}, as --serve says")
 
     def rarity(name: str) -> tuple[int, bool]:
         model, n_blocks = listed[name]
-        return min(coverage(spans, model, n_blocks)), model not in here
+        return min(coverage(spans, model, n_blocks)), model not in cached_models
 
     name = min(listed, key=rarity)
     return Decision(listed[name], f"{name}: its rarest block has {count(rarity(name)[0], 'server')}")
 
 
-def rescues(
-    spans: Sequence[SpanRecord], models: Models, is_given: Callable[[ModelId, int], bool] = lambda model, block: True
+def find_rescues(
+    spans: Sequence[SpanRecord],
+    models: Models,
+    is_available: Callable[[ModelId, int], bool] = lambda model, block: True,
 ) -> list[Rescue]:
     """For each model with blocks that nobody holds or loads: who could come from another model, without a gap there.
 
-    ``is_given`` says whether the weights of a block can be fetched: nobody leaves anything for those that cannot.
+    ``is_available`` says whether the weights of a block can be fetched: nobody leaves anything for those that cannot.
     Those whose present blocks have most other holders come first; of two models that lack blocks each gets every
     second of them.
     """
-    by_model = {ModelId(model): (name, n) for name, (model, n) in sorted(models.items(), reverse=True)}
-    listed = {name: (model, n) for model, (name, n) in sorted(by_model.items(), key=lambda item: item[1])}
+    # Every member computes this from the same records and comes to the same list, so nobody has to be asked. A server
+    # that finds itself in the list moves; the order of the list is the order in which they do.
+    listed = _first_names(models)
     counts = {model: coverage(spans, model, n, TAKEN) for model, n in listed.values()}
     lacking = [name for name, (model, _) in listed.items() if min(counts[model]) == 0]
     online = {model: coverage(spans, model, n) for model, n in listed.values()}
 
     def spare(span: SpanRecord) -> int:
         """Other holders of the rarest of its blocks."""
-        held = online.get(ModelId(span.model), [])[span.start : span.end]
-        return min(held, default=1) - 1
+        n_holders = online.get(ModelId(span.model), [])[span.start : span.end]
+        return min(n_holders, default=1) - 1
 
-    free = [s for s in spans if s.state == "online" and s.any_model and s.moves_left and spare(s) > 0]
+    mobile = [s for s in spans if s.state == "online" and s.any_model and s.moves_left]
+    free = [s for s in mobile if spare(s) > 0]
     free.sort(key=lambda s: (-spare(s), s.peer, s.slot))
-    found = []
+    plans = []
     for number, name in enumerate(lacking):
         model, _ = listed[name]
-        able = [s for s in free if s.model != model]
-        servers = able[number :: len(lacking)] or able
+        candidates = [s for s in free if s.model != model]
+        servers = candidates[number :: len(lacking)] or candidates
         gaps = ranges({block for block, n in enumerate(counts[model]) if n == 0})
-        can_be_had = all(is_given(model, block) for gap in gaps for block in range(gap.start, gap.end))
+        missing_blocks = [block for gap in gaps for block in range(gap.start, gap.end)]
+        can_be_had = all(is_available(model, block) for block in missing_blocks)
         able_peers = tuple((s.peer, s.slot) for s in servers) if can_be_had else ()
-        found.append(Rescue(model, name, tuple(gaps), able_peers, can_be_had))
-    return found
+        plans.append(Rescue(model, name, tuple(gaps), able_peers, can_be_had))
+    return plans
 
 
-def choose_span(holders: Sequence[Holder], n_blocks: int, n_fit: int, blocks_per_s: float) -> Decision[Span]:
+def _first_names(models: Models) -> dict[str, tuple[ModelId, int]]:
+    """The catalog's models, in order of their names; one with several names by the first of them."""
+    listed: dict[str, tuple[ModelId, int]] = {}
+    known_hashes = set[str]()
+    for name, (model, n_blocks) in sorted(models.items()):
+        if model not in known_hashes:
+            known_hashes.add(model)
+            listed[name] = (ModelId(model), n_blocks)
+    return listed
+
+
+def choose_span(
+    holders: Sequence[Holder],
+    n_blocks: int,
+    n_fit: int,
+    blocks_per_s: float,
+) -> Decision[Span]:
     """Choose what a newcomer that has room for ``n_fit`` blocks should hold."""
-    counts, rates = _state(holders, n_blocks)
+    counts, rates = _counts_and_rates(holders, n_blocks)
     size = max(1, min(n_fit, n_blocks))
     start = _best_window(counts, rates, size, blocks_per_s)[1]
     span = Span(start, start + size)
     lowest = int(counts[span.start : span.end].min())
-    held = "nobody" if lowest == 0 else f"{lowest} other{'s' if lowest > 1 else ''}"
-    reason = f"blocks {span} of {n_blocks}: the rarest of them is served by {held}, and {n_fit} fit this machine"
+    holder_text = "nobody" if lowest == 0 else f"{lowest} other{'s' if lowest > 1 else ''}"
+    reason = f"blocks {span} of {n_blocks}: the rarest of them is served by {holder_text}, and {n_fit} fit this machine"
     return Decision(span, reason)
 
 
 def choose_move(holders: Sequence[Holder], n_blocks: int) -> Decision[Move | None]:
     """Choose the one move that helps most, or none. It never opens a gap, and nobody else moves meanwhile."""
-    counts, _ = _state([h for h in holders if h.is_online], n_blocks)
-    promised, promised_rates = _state(holders, n_blocks)  # those that still load will be there soon
-    before = _value(promised[None], promised_rates[None])[0]
+    counts, _ = _counts_and_rates([h for h in holders if h.is_online], n_blocks)
+    promised, promised_rates = _counts_and_rates(holders, n_blocks)  # those that still load will be there soon
+    current = _rank_placements(promised[None], promised_rates[None])[0]
+    # Each holder that may move is taken away, and put back at every place where its blocks fit. The best of all those
+    # placements wins, if it is enough better than the present one: a swarm in which all moves gain little stays put,
+    # however noisy the measured rates are.
     best: tuple[tuple[float, float, float], Move] | None = None
-    for holder in _able_to_move(holders, counts):
+    for holder in _movable_holders(holders, counts):
         span = holder.span
-        rest, rest_rates = promised.copy(), promised_rates.copy()
+        rest = promised.copy()
         rest[span.start : span.end] -= 1
+        rest_rates = promised_rates.copy()
         rest_rates[span.start : span.end] -= holder.blocks_per_s / len(span)
         value, start = _best_window(rest, rest_rates, len(span), holder.blocks_per_s)
         if best is None or value > best[0]:
@@ -184,37 +212,39 @@ def choose_move(holders: Sequence[Holder], n_blocks: int) -> Decision[Move | Non
     if best is None:
         return Decision(None, "nobody may move without opening a gap")
     (gaps, thin, soft), move = best
-    if (gaps, thin) > before[:2]:
-        missing = ", ".join(map(str, ranges({int(b) for b in np.flatnonzero(promised < TARGET_REDUNDANCY)})))
+    if (gaps, thin) > current[:2]:
+        thin_blocks = np.flatnonzero(promised < TARGET_REDUNDANCY)
+        missing = ", ".join(map(str, ranges({int(b) for b in thin_blocks})))
         return Decision(move, f"blocks {missing} have fewer than {TARGET_REDUNDANCY} holders; {move.span} helps most")
-    worth = max(MIN_GAIN, 1 / len(holders))
-    if (gaps, thin) == before[:2] and soft > before[2] * (1 + worth):
-        gain = 100 * (soft / before[2] - 1) if before[2] else 100.0
+    min_gain = max(MIN_GAIN, 1 / len(holders))
+    if (gaps, thin) == current[:2] and soft > current[2] * (1 + min_gain):
+        gain = 100 * (soft / current[2] - 1) if current[2] else 100.0
         return Decision(move, f"the swarm gets {gain:.0f} % more through its thin blocks with {move.span}")
-    return Decision(None, f"no move gains {100 * worth:.0f} %")
+    return Decision(None, f"no move gains {100 * min_gain:.0f} %")
 
 
-def _able_to_move(holders: Sequence[Holder], counts: Floats) -> list[Holder]:
+def _movable_holders(holders: Sequence[Holder], counts: Floats) -> list[Holder]:
     """Who may move and leaves no block to nobody; of very many those whose rarest block has most other holders."""
-    found: list[tuple[float, int, Holder]] = []
+    movable: list[tuple[float, int, Holder]] = []
     for holder in holders:
         if holder.is_online and holder.may_move:
             rarest = counts[holder.span.start : holder.span.end].min()
             if rarest > 1:
-                found.append((-rarest, len(found), holder))
-    if len(found) > MOST_CONSIDERED:
-        found.sort()
-    return [holder for _, _, holder in found[:MOST_CONSIDERED]]
+                movable.append((-rarest, len(movable), holder))
+    if len(movable) > MOST_CONSIDERED:
+        movable.sort()
+    return [holder for _, _, holder in movable[:MOST_CONSIDERED]]
 
 
 def bottleneck(holders: Sequence[Holder], n_blocks: int) -> float:
     """Tokens a second through the slowest block, by holders that are online."""
-    return float(_state([h for h in holders if h.is_online], n_blocks)[1].min())
+    _, rates = _counts_and_rates([h for h in holders if h.is_online], n_blocks)
+    return float(rates.min())
 
 
-def moves_left(moved_at: Sequence[float], now: float) -> int:
+def count_moves_left(moved_at: Sequence[float], now: float) -> int:
     """How many moves a server may still make within this day."""
-    return MAX_MOVES_PER_DAY - sum(now - at < DAY_S for at in moved_at)
+    return MAX_MOVES_PER_DAY - sum(now - move_time < DAY_S for move_time in moved_at)
 
 
 def hazard_per_s(lifetimes_s: Sequence[float], ages_s: Sequence[float]) -> float | None:
@@ -226,20 +256,27 @@ def hazard_per_s(lifetimes_s: Sequence[float], ages_s: Sequence[float]) -> float
     return len(lifetimes_s) / total if lifetimes_s and total > 0 else None
 
 
-def gap_chance(holders: Iterable[frozenset[str]], hazard: float, within_s: float = 3_600.0) -> float:
+def gap_chance(
+    holders: Iterable[frozenset[str]],
+    hazard: float,
+    within_s: float = 3_600.0,
+) -> float:
     """The chance that at least one block loses all its present holders within ``within_s``, if nobody comes or moves.
 
     ``holders`` are those of each block. Members leave independently; blocks with the same holders go together and count
     once, and a set that holds a smaller one adds nothing. Sets that overlap count as if apart: it errs upwards.
     """
     leave = -math.expm1(-hazard * within_s)
+    # A block is lost when all its holders leave. A set that contains another one cannot be lost without that one, so
+    # only the minimal sets count:  P(gap) = 1 - product over minimal sets of (1 - leave ^ size).
     sets = set(holders)
-    least = [s for s in sets if not any(other < s for other in sets)]
-    return 1.0 - math.prod(1.0 - leave ** len(s) for s in least)
+    minimal_sets = [s for s in sets if not any(subset < s for subset in sets)]
+    return 1.0 - math.prod(1.0 - leave ** len(s) for s in minimal_sets)
 
 
-def _state(holders: Sequence[Holder], n_blocks: int) -> tuple[Floats, Floats]:
-    counts, rates = np.zeros(n_blocks), np.zeros(n_blocks)
+def _counts_and_rates(holders: Sequence[Holder], n_blocks: int) -> tuple[Floats, Floats]:
+    counts = np.zeros(n_blocks)
+    rates = np.zeros(n_blocks)
     for holder in holders:
         counts[holder.span.start : holder.span.end] += 1
         rates[holder.span.start : holder.span.end] += holder.blocks_per_s / len(holder.span)
@@ -250,16 +287,21 @@ def _best_window(
     counts: Floats, rates: Floats, size: int, blocks_per_s: float
 ) -> tuple[tuple[float, float, float], int]:
     """The best (value, start) for a server of ``blocks_per_s`` and ``size`` blocks added to what there is."""
-    block, starts = np.arange(len(counts)), np.arange(len(counts) - size + 1)
-    inside = (block >= starts[:, None]) & (block < starts[:, None] + size)
-    values = _value(counts + inside, rates + inside * (blocks_per_s / size))
+    # One row for each start, one column for each block: all windows are valued at once.
+    block = np.arange(len(counts))
+    starts = np.arange(len(counts) - size + 1)
+    is_after_start = block >= starts[:, None]
+    is_before_end = block < starts[:, None] + size
+    inside = is_after_start & is_before_end
+    values = _rank_placements(counts + inside, rates + inside * (blocks_per_s / size))
     best = max(range(len(starts)), key=values.__getitem__)
     return values[best], best
 
 
-def _value(counts: Floats, rates: Floats) -> list[tuple[float, float, float]]:
+def _rank_placements(counts: Floats, rates: Floats) -> list[tuple[float, float, float]]:
     """What placements are worth, one a row: (-uncovered blocks, -missing holders, soft minimum of tokens/s)."""
     gaps = -(counts < 0.5).sum(1)
     thin = -np.maximum(0, TARGET_REDUNDANCY - counts).sum(1)
-    soft = np.mean(np.maximum(rates, 1e-9) ** -SHARPNESS, axis=1) ** (-1 / SHARPNESS)
+    powers = np.maximum(rates, 1e-9) ** -SHARPNESS
+    soft = np.mean(powers, axis=1) ** (-1 / SHARPNESS)
     return list(zip(gaps.tolist(), thin.tolist(), soft.tolist(), strict=True))

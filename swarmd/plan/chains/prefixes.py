@@ -27,21 +27,22 @@ class PrefixExtension:
 
 @dataclass(slots=True)
 class Prefix:
-    """The beginning of one session. ``about`` is what else its cache depends on: client, blocks, adapter."""
+    """The beginning of one session. ``scope`` is what else its cache depends on: client, blocks, adapter."""
 
-    about: tuple[bytes, ...]
+    scope: tuple[bytes, ...]
     reached: PrefixExtension = field(init=False)
     is_over: bool = False
 
     def __post_init__(self) -> None:
         hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        for part in self.about:
+        for part in self.scope:
             hasher.update(len(part).to_bytes(4, "big") + part)
         self.reached = PrefixExtension((), 0, hasher)
 
     def ahead(self, tokens: Sequence[bytes | memoryview]) -> PrefixExtension:
         """How it would go on with these tokens, each as the bytes that enter the session."""
-        hasher, marks = self.reached.hasher.copy(), list(self.reached.marks)
+        hasher = self.reached.hasher.copy()
+        marks = list(self.reached.marks)
         for n_tokens, token in enumerate(tokens, self.reached.n_tokens + 1):
             hasher.update(token)
             if n_tokens % BLOCK_TOKENS == 0:
@@ -54,6 +55,16 @@ class Prefix:
         self.reached = PrefixExtension(self.reached.marks[: n_tokens // BLOCK_TOKENS], n_tokens, self.reached.hasher)
 
 
+# Two sessions share a prefix as far as their marks agree. A mark stands for everything before it, so one look at the
+# longest common mark is enough, and no tokens are compared:
+#
+#     tokens   0 ....... 15 | 16 ...... 31 | 32 ...... 47
+#     marks              m1 |           m2 |           m3      m2 = digest(scope, tokens 0 to 31)
+#
+# The scope begins each digest. So sessions of different clients never have a mark in common: a client cannot find out
+# what another one has asked.
+
+
 class Prefixes(Generic[Key]):
     """All sessions whose beginnings are held."""
 
@@ -63,11 +74,11 @@ class Prefixes(Generic[Key]):
 
     def set(self, session: Key, marks: tuple[bytes, ...]) -> None:
         """Say what a session holds now; nothing: it is gone."""
-        old = self._marks.get(session, ())
-        if old is marks:
+        old_marks = self._marks.get(session, ())
+        if old_marks is marks:
             return  # as after every step of decoding
         self._marks.pop(session, None)
-        for mark in old:
+        for mark in old_marks:
             self._holders[mark].pop(session)
             if not self._holders[mark]:
                 del self._holders[mark]

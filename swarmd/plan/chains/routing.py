@@ -62,7 +62,7 @@ TripsOf = Trips | Callable[[Sequence[SpanRecord]], Trips]
 
 def best_route(
     spans: Sequence[SpanRecord],
-    wanted: Span,
+    blocks: Span,
     client: PeerId,
     trips: TripsOf,
     eligible: Callable[[SpanRecord], bool] = lambda _: True,
@@ -70,40 +70,42 @@ def best_route(
     n_tokens: int = 0,
     now: float = 0.0,
 ) -> Route:
-    """Find the cheapest chain for ``wanted`` with room for ``n_tokens``. Raises NoRoute that names missing blocks.
+    """Find the cheapest chain for ``blocks`` with room for ``n_tokens``. Raises NoRoute that names missing blocks.
 
     ``now``, in seconds since 1970, is held against when servers leave; 0: that does not count.
     """
-    usable = _usable(_shortlist(spans, wanted, trips, eligible), wanted)
+    usable = _usable_spans(_shortlist(spans, blocks, trips, eligible), blocks)
     costs = np.array([pass_s(s) / (s.end - s.start) for s in usable])
-    entry = _entry_s(usable, n_tokens, now)
-    return _cheapest(usable, wanted, client, trips, _believed(costs), from_peer or client, entry)
+    table = _trip_table(usable, trips, source=from_peer or client, client=client)
+    return _cheapest_route(usable, blocks, table, block_s=_bound_claims(costs), entry=_entry_s(usable, n_tokens, now))
 
 
-def best_rejected(
+def best_alternative(
     chosen: Route,
     spans: Sequence[SpanRecord],
-    wanted: Span,
+    blocks: Span,
     client: PeerId,
     trips: TripsOf,
     eligible: Callable[[SpanRecord], bool] = lambda _: True,
     now: float = 0.0,
 ) -> Route | None:
     """The cheapest chain that does without one of the chosen peers; None when each of them is needed."""
-    found = []
+    alternatives = []
     for peer in {hop.peer for hop in chosen.hops}:
+
+        def is_other(span: SpanRecord, peer: PeerId = peer) -> bool:
+            return span.peer != peer and eligible(span)
+
         try:
-            found.append(
-                best_route(spans, wanted, client, trips, lambda s, peer=peer: s.peer != peer and eligible(s), now=now)  # type: ignore[misc]
-            )
+            alternatives.append(best_route(spans, blocks, client, trips, is_other, now=now))
         except NoRoute:
             continue
-    return min(found, key=lambda route: route.cost_s, default=None)
+    return min(alternatives, key=lambda route: route.cost_s, default=None)
 
 
-def least_loaded(
+def least_loaded_route(
     spans: Sequence[SpanRecord],
-    wanted: Span,
+    blocks: Span,
     client: PeerId,
     trips: TripsOf,
     eligible: Callable[[SpanRecord], bool],
@@ -115,17 +117,22 @@ def least_loaded(
     ``in_flight`` counts the micro-batches that each peer was given and has not answered: each peer's share follows its
     speed, and chains that share no peer work side by side.
     """
-    usable = _usable(_shortlist(spans, wanted, trips, eligible), wanted)
-    costs = [
-        n_tokens * (1 + in_flight.get(PeerId(s.peer), 0)) / (s.prefill_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S)
-        for s in usable
-    ]
+    usable = _usable_spans(_shortlist(spans, blocks, trips, eligible), blocks)
+    costs = []
+    for span in usable:
+        n_queued = 1 + in_flight.get(PeerId(span.peer), 0)
+        tokens_per_s = span.prefill_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S
+        costs.append(n_tokens * n_queued / tokens_per_s)
     block_s = np.array(costs) / np.array([s.end - s.start for s in usable])
-    return _cheapest(usable, wanted, client, trips, _believed(block_s), client, _entry_s(usable, 0, 0.0))
+    table = _trip_table(usable, trips, source=client, client=client)
+    entry = _entry_s(usable, n_tokens=0, now=0.0)
+    return _cheapest_route(usable, blocks, table, block_s=_bound_claims(block_s), entry=entry)
 
 
-def _believed(block_s: Floats) -> Floats:
+def _bound_claims(block_s: Floats) -> Floats:
     """Seconds a block, none less than a share of what most servers say: a claim alone must not draw everybody."""
+    # A member could announce a million tokens a second, and so see every session of the swarm. Against the median it
+    # gains a factor of MOST_TIMES at most, so a real trip or a real queue still outweighs what it says.
     return np.maximum(block_s, np.median(block_s) / MOST_TIMES)
 
 
@@ -134,110 +141,163 @@ def pass_s(span: SpanRecord) -> float:
     single = 1.0 / (span.decode_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S)
     if not span.n_decoding:
         return single
-    known = sorted((n, n / rate) for n, rate in span.batch_tokens_per_s.items() if n > 0 and rate > 0)
-    points = [(1, single), *((n, s) for n, s in known if n > 1)]
-    n = span.n_decoding + 1
+    rates = sorted(span.batch_tokens_per_s.items())
+    measured = [(n, n / rate) for n, rate in rates if n > 1 and rate > 0]
+    points = [(1, single), *measured]
     sizes, seconds = zip(*points, strict=True)
-    if n <= sizes[-1]:
-        return float(np.interp(n, sizes, seconds))
-    return float(seconds[-1] * n / sizes[-1])
+    n_after = span.n_decoding + 1
+    if n_after <= sizes[-1]:
+        return float(np.interp(n_after, sizes, seconds))
+    return float(seconds[-1] * n_after / sizes[-1])
 
 
-def trips_of(spans: Sequence[SpanRecord], client: PeerId, own_trips_s: Mapping[PeerId, float]) -> Trips:
+def gather_trips(
+    spans: Sequence[SpanRecord],
+    client: PeerId,
+    client_trips_s: Mapping[PeerId, float],
+) -> Trips:
     """Gather one-way times from what servers announced and what the client measured."""
-    trips = {(s.peer, other): ms / 2000 for s in spans for other, ms in s.round_trip_ms.items()}
-    trips.update({(client, peer): seconds for peer, seconds in own_trips_s.items()})
+    trips: dict[tuple[str, str], float] = {}
+    for span in spans:
+        for neighbour, round_trip_ms in span.round_trip_ms.items():
+            trips[span.peer, neighbour] = round_trip_ms / 2000
+    for peer, trip_s in client_trips_s.items():
+        trips[client, peer] = trip_s
     return trips
 
 
 def _shortlist(
-    spans: Sequence[SpanRecord], wanted: Span, trips: TripsOf, eligible: Callable[[SpanRecord], bool]
+    spans: Sequence[SpanRecord], blocks: Span, trips: TripsOf, eligible: Callable[[SpanRecord], bool]
 ) -> list[SpanRecord]:
     """The eligible servers of a few; of many those that look best for some block, by speed, load and known trips.
 
     What is asked of each server is cheap, and only of as many as it takes whether they are eligible.
     """
-    near = [s for s in spans if s.start < wanted.end and s.end > wanted.start]
-    if len(near) <= MANY:
-        return [s for s in near if eligible(s)]
-    known = {peer for pair in (trips([]) if callable(trips) else trips) for peer in pair}
-    order = np.argsort([_about_s(s) for s in near], kind="stable")
-    starts = np.array([s.start for s in near])[order]
-    ends = np.array([s.end for s in near])[order]
-    is_known = np.array([s.peer in known for s in near])[order]
-    kept: dict[int, bool] = {}
-    for block in range(wanted.start, wanted.end):
+    relevant = [s for s in spans if s.start < blocks.end and s.end > blocks.start]
+    if len(relevant) <= MANY:
+        return [s for s in relevant if eligible(s)]
+    # For each block two lists: the fastest of all, and the fastest of those whose trip was measured. The second one
+    # is what keeps a neighbour in, where thousands of far servers announce more speed.
+    measured_trips = trips([]) if callable(trips) else trips
+    measured_peers = {peer for pair in measured_trips for peer in pair}
+    order = np.argsort([_estimate_block_s(s) for s in relevant], kind="stable")
+    starts = np.array([s.start for s in relevant])[order]
+    ends = np.array([s.end for s in relevant])[order]
+    is_measured = np.array([s.peer in measured_peers for s in relevant])[order]
+    eligibility: dict[int, bool] = {}
+    for block in range(blocks.start, blocks.end):
         covers = (starts <= block) & (block < ends)
-        for candidates in (covers, covers & is_known):
+        for candidates in (covers, covers & is_measured):
             n = 0
             for i in order[candidates]:
                 if n == N_FOR_A_BLOCK:
                     break
-                if i not in kept:
-                    kept[i] = eligible(near[i])
-                n += kept[i]
-    return [near[i] for i, is_eligible in kept.items() if is_eligible]
+                if i not in eligibility:
+                    eligibility[i] = eligible(relevant[i])
+                n += eligibility[i]
+    return [relevant[i] for i, is_eligible in eligibility.items() if is_eligible]
 
 
-def _about_s(span: SpanRecord) -> float:
+def _estimate_block_s(span: SpanRecord) -> float:
     """Seconds of one block in a pass beside those that decode there now, about."""
-    n, rate = span.n_decoding, span.decode_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S
-    if n and span.batch_tokens_per_s:
-        rate = min(rate, max(span.batch_tokens_per_s.values()) / (n + 1))
-    return (1.0 / max(rate, 1e-9) + HOP_OVERHEAD_S + DEFAULT_TRIP_S) / (span.end - span.start)
+    rate = span.decode_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S
+    if span.n_decoding and span.batch_tokens_per_s:
+        best_batch_rate = max(span.batch_tokens_per_s.values())
+        rate = min(rate, best_batch_rate / (span.n_decoding + 1))
+    pass_seconds = 1.0 / max(rate, 1e-9) + HOP_OVERHEAD_S + DEFAULT_TRIP_S
+    return pass_seconds / (span.end - span.start)
 
 
-def _usable(spans: Sequence[SpanRecord], wanted: Span) -> list[SpanRecord]:
-    """The spans that hold wanted blocks, in order of their starts. Raises NoRoute when some block has none."""
-    usable = sorted((s for s in spans if s.start < wanted.end and s.end > wanted.start), key=lambda s: s.start)
+def _usable_spans(spans: Sequence[SpanRecord], blocks: Span) -> list[SpanRecord]:
+    """The spans that hold some of these blocks, in order of their starts. Raises NoRoute when some block has none."""
+    relevant = [s for s in spans if s.start < blocks.end and s.end > blocks.start]
+    usable = sorted(relevant, key=lambda s: s.start)
+    covered_to = blocks.start
     missing: set[int] = set()
-    reached = wanted.start
-    for start, end in [*((s.start, s.end) for s in usable), (wanted.end, wanted.end)]:
-        missing.update(range(reached, start))
-        reached = max(reached, end)
+    for span in usable:
+        missing.update(range(covered_to, span.start))
+        covered_to = max(covered_to, span.end)
+    missing.update(range(covered_to, blocks.end))
     if missing:
         gaps = ranges(missing)
-        of_wanted = "" if gaps == [wanted] else f" of {wanted}"
-        raise NoRoute(f"no live server holds blocks {', '.join(map(str, gaps))}{of_wanted}", tuple(gaps))
+        of_blocks = "" if gaps == [blocks] else f" of {blocks}"
+        raise NoRoute(f"no live server holds blocks {', '.join(map(str, gaps))}{of_blocks}", tuple(gaps))
     return usable
 
 
-def _cheapest(
+@dataclass(frozen=True, slots=True)
+class _TripTable:
+    """Seconds of trips: ``between`` servers [n, n], from the source to each (``first``), from each to the client."""
+
+    between: Floats
+    first: Floats
+    last: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """What a walk over the blocks found: where the cheapest chain ends, its cost, and the way back from there.
+
+    ``begins`` [block, server]: a hop begins there; ``came_from``: the server of the hop before, or -1.
+    """
+
+    end: int
+    cost_s: float
+    begins: NDArray[np.bool_]
+    came_from: NDArray[np.int64]
+
+
+def _cheapest_route(
     usable: Sequence[SpanRecord],
-    wanted: Span,
-    client: PeerId,
-    trips: TripsOf,
+    blocks: Span,
+    trips: _TripTable,
     block_s: Floats,
-    source: PeerId,
     entry: Floats,
 ) -> Route:
     """Walk over the blocks; on server i one block costs ``block_s[i]``, and a hop ``entry[i]`` beside its trip."""
-    n, length = len(usable), len(wanted)
-    between, first, last = _trip_matrix(usable, trips(usable) if callable(trips) else trips, source, client)
-    starts, ends = np.array([s.start for s in usable]), np.array([s.end for s in usable])
+    # A shortest path, block by block (Viterbi). ``best[i]`` is the least cost of having computed the blocks so far,
+    # the last of them on server i. The next block is computed there too, or by another server after a trip:
+    #
+    #     block        0        1        2
+    #     server A   [best]-->[best]-->[best]      staying: one more block on the same server
+    #     server B   [best]-->[best]\  [best]
+    #     server C   [best]   [best] \>[best]      entering: the trip from the best predecessor, and ``entry``
+    #
+    # Servers are in order of their starts, so those that cover a block lie in one slice: with many servers only a
+    # part of the trip table is looked at for each block. ``begins`` and ``came_from`` are what the way back needs.
+    n = len(usable)
+    length = len(blocks)
+    starts = np.array([s.start for s in usable])
+    ends = np.array([s.end for s in usable])
     best = np.full(n, np.inf)
     came_from = np.full((length, n), -1, dtype=np.int64)  # the server before, where a hop begins at this block
     begins = np.zeros((length, n), dtype=bool)
-    held = slice(0, 0)  # where they are who computed the block before
-    for at in range(length):
-        covers = (starts <= wanted.start + at) & (wanted.start + at < ends)
-        here = slice(int(covers.argmax()), n - int(covers[::-1].argmax()))  # servers are in order of their starts
-        if at == 0:
-            entering = first[here] + entry[here]
+    previous = slice(0, 0)  # the servers that computed the block before
+    for offset in range(length):
+        block = blocks.start + offset
+        covers = (starts <= block) & (block < ends)
+        lowest = int(covers.argmax())
+        highest = n - int(covers[::-1].argmax())
+        current = slice(lowest, highest)
+        if offset == 0:
+            entering = trips.first[current] + entry[current]
         else:
-            arriving = best[held, None] + between[held, here]
-            before = arriving.argmin(0)
-            entering = arriving[before, np.arange(len(before))] + entry[here]
-            came_from[at, here] = before + held.start
-        staying = best[here]
-        begins[at, here] = new = entering < staying
-        cost = np.where(covers[here], np.where(new, entering, staying) + block_s[here], np.inf)
-        best[held] = np.inf
-        best[here] = cost
-        held = here
-    total = best + last
+            arriving = best[previous, None] + trips.between[previous, current]
+            predecessors = arriving.argmin(0)
+            entering = arriving[predecessors, np.arange(len(predecessors))] + entry[current]
+            came_from[offset, current] = predecessors + previous.start
+        staying = best[current]
+        is_new_hop = entering < staying
+        begins[offset, current] = is_new_hop
+        reaching = np.where(is_new_hop, entering, staying)
+        cost = np.where(covers[current], reaching + block_s[current], np.inf)
+        best[previous] = np.inf
+        best[current] = cost
+        previous = current
+    total = best + trips.last
     end = int(total.argmin())
-    return _trace(usable, wanted, begins, came_from, end, float(total[end]), (between, first, last), block_s)
+    walk = _Walk(end, float(total[end]), begins, came_from)
+    return _trace_route(usable, blocks, walk, trips, block_s)
 
 
 def _entry_s(usable: Sequence[SpanRecord], n_tokens: int, now: float) -> Floats:
@@ -253,60 +313,73 @@ def stays_s(span: SpanRecord, now: float) -> float:
     return max(0.0, span.leaves_at - now) if span.leaves_at and now else math.inf
 
 
-def _trace(
+def _trace_route(
     usable: Sequence[SpanRecord],
-    wanted: Span,
-    begins: NDArray[np.bool_],
-    came_from: NDArray[np.int64],
-    server: int,
-    cost_s: float,
-    trips: tuple[Floats, Floats, Floats],
+    blocks: Span,
+    walk: _Walk,
+    trips: _TripTable,
     block_s: Floats,
 ) -> Route:
-    between, first, last = trips
+    """Follow the cheapest chain back from where it ends, and explain each hop."""
     hops: list[Hop] = []
-    why = [f"back to the client: trip {1000 * last[server]:.1f} ms"]
-    end = at = wanted.end
-    while at > wanted.start:
-        at -= 1
-        if not begins[at - wanted.start, server]:
+    server = walk.end
+    why = [f"back to the client: trip {1000 * trips.last[server]:.1f} ms"]
+    end = blocks.end
+    for block in range(blocks.end - 1, blocks.start - 1, -1):
+        if not walk.begins[block - blocks.start, server]:
             continue
-        span, part = usable[server], Span(at, end)
-        before = int(came_from[at - wanted.start, server])
-        trip = first[server] if before < 0 else between[before, server]
+        span = usable[server]
+        part = Span(block, end)
+        predecessor = int(walk.came_from[block - blocks.start, server])
+        trip = trips.first[server] if predecessor < 0 else trips.between[predecessor, server]
+        compute_ms = 1000 * block_s[server] * len(part)
         load = f" beside {count(span.n_decoding, 'session')}" if span.n_decoding else ""
         unknown = "" if span.decode_tokens_per_s else " (speed unknown)"
-        why.append(
-            f"{part} on {span.peer[-8:]}: trip {1000 * trip:.1f} ms + compute {1000 * block_s[server] * len(part):.1f} "
-            f"ms{load}{unknown}"
-        )
+        times = f"trip {1000 * trip:.1f} ms + compute {compute_ms:.1f} ms"
+        why.append(f"{part} on {span.peer[-8:]}: {times}{load}{unknown}")
         hops.append(Hop(PeerId(span.peer), part, span.numerics, span.slot))
-        end, server = at, before
-    return Route(tuple(reversed(hops)), cost_s, tuple(reversed(why)))
+        end = block
+        server = predecessor
+    return Route(tuple(reversed(hops)), walk.cost_s, tuple(reversed(why)))
 
 
-def _trip_matrix(
-    usable: Sequence[SpanRecord], trips: Trips, source: PeerId, client: PeerId
-) -> tuple[Floats, Floats, Floats]:
+def _trip_table(
+    usable: Sequence[SpanRecord],
+    trips: TripsOf,
+    source: PeerId,
+    client: PeerId,
+) -> _TripTable:
     """Trips between servers, from the source to each, and from each to the client; one way stands for both.
 
     Two workers of one peer are servers of their own, with no trip between them.
     """
     index = {peer: i for i, peer in enumerate(dict.fromkeys(s.peer for s in usable))}
-    of = np.array([index[s.peer] for s in usable])
+    peer_index = np.array([index[s.peer] for s in usable])
     between = np.full((len(index), len(index)), DEFAULT_TRIP_S)
-    known = [(index[a], index[b], s) for (a, b), s in trips.items() if a in index and b in index]
-    if known:
-        rows, columns, seconds = (np.array(values) for values in zip(*known, strict=True))
-        between[columns, rows] = seconds
-        between[rows, columns] = seconds
+    known_trips = trips(usable) if callable(trips) else trips
+    measured = []
+    for (source_peer, target_peer), seconds in known_trips.items():
+        if source_peer in index and target_peer in index:
+            measured.append((index[source_peer], index[target_peer], seconds))
+    if measured:
+        rows, columns, trips_s = (np.array(values) for values in zip(*measured, strict=True))
+        between[columns, rows] = trips_s
+        between[rows, columns] = trips_s
     np.fill_diagonal(between, 0.0)
 
-    def to_and_fro(other: PeerId) -> Floats:
-        if other in index:
-            row: Floats = between[index[other]][of]
+    def to_and_fro(peer: PeerId) -> Floats:
+        if peer in index:
+            row: Floats = between[index[peer]][peer_index]
             return row
-        found = (trips.get((other, s.peer), trips.get((s.peer, other), DEFAULT_TRIP_S)) for s in usable)
-        return np.fromiter(found, np.float64, len(usable))
+        seconds = np.full(len(usable), DEFAULT_TRIP_S)
+        for i, span in enumerate(usable):
+            trip_s = known_trips.get((peer, span.peer), known_trips.get((span.peer, peer)))
+            if trip_s is not None:
+                seconds[i] = trip_s
+        return seconds
 
-    return between[np.ix_(of, of)], to_and_fro(source), to_and_fro(client)
+    return _TripTable(
+        between=between[np.ix_(peer_index, peer_index)],
+        first=to_and_fro(source),
+        last=to_and_fro(client),
+    )

@@ -19,6 +19,8 @@ LEASE_S = 300.0  # a person thinks about the next message for less
 
 
 class OpVerdict(Enum):
+    """What a hop does with an op: compute it, answer as before, or refuse it."""
+
     EXECUTE = "execute"
     DUPLICATE = "duplicate"
     REFUSE = "refuse"
@@ -38,6 +40,8 @@ class HopState:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
+    """A verdict; ``code`` is what a refusal says."""
+
     verdict: OpVerdict
     code: Code = Code.REFUSED
 
@@ -48,6 +52,9 @@ def judge_op(state: HopState, op: Op, sender: PeerId) -> Decision[Judgement]:
     def refuse(code: Code, reason: str) -> Decision[Judgement]:
         return Decision(Judgement(OpVerdict.REFUSE, code), reason)
 
+    # What a peer could try: feed a session that is not its own (sender), bring back ops of a chain that was repaired
+    # since (epoch), or leave out and repeat ops, so that two hops' caches differ (seq). The invariant behind all of
+    # it: a hop has accepted the ops 1 to ``received``, each once and in order, or a merged history instead of them.
     if sender not in (state.client, state.predecessor):
         return refuse(Code.STRANGER, f"{sender} is neither the client nor the predecessor of this hop")
     if op.epoch != state.epoch:
@@ -92,18 +99,22 @@ class Watch:
     heard_at: float = field(default=0.0)
 
     def on_sent(self, seq: int, now: float) -> None:
+        """Note an op that went out. The clock starts with the first one that is outstanding."""
         if self.sent <= self.finished:
             self.heard_at = now
         self.sent = max(self.sent, seq)
 
     def on_progress(self, finished: int, now: float) -> None:
+        """Note a sign of life, and how far the successor has come."""
         self.finished = max(self.finished, finished)
         self.heard_at = now
 
     def on_settled(self, seq: int) -> None:
+        """Note that an op needs no answer any more; this is no sign of life."""
         self.finished = max(self.finished, seq)
 
     def is_waiting(self) -> bool:
+        """Is an op outstanding?"""
         return self.sent > self.finished
 
     def suspicion(self, now: float, after_s: float = SUSPECT_AFTER_S) -> str | None:

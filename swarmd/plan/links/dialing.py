@@ -26,34 +26,41 @@ class Attempt:
     after_s: float
 
 
-def attempts(addresses: Iterable[str], networks: Iterable[IpNetwork], own: Iterable[str] = ()) -> list[Attempt]:
+def order_attempts(
+    addresses: Iterable[str], networks: Iterable[IpNetwork], own_addresses: Iterable[str] = ()
+) -> list[Attempt]:
     """Order a peer's multiaddrs for a machine with these networks and addresses of its own.
 
     First what is on one of the networks, then public addresses (IPv6 before IPv4) and names, then circuits; private
     addresses of other networks only where there is nothing else.
     """
-    mine, networks = {_bare(address) for address in own}, tuple(networks)
-    others = [a for a in dict.fromkeys(addresses) if _bare(a) not in mine and _leads_somewhere(a)]
-    ranked = [(_rank(address, networks), address) for address in others]
+    own_endpoints = {_endpoint_of(address) for address in own_addresses}
+    networks = tuple(networks)
+    foreign = [address for address in dict.fromkeys(addresses) if _endpoint_of(address) not in own_endpoints]
+    candidates = [address for address in foreign if _is_dialable(address)]
+    ranked = [(_rank_address(address, networks), address) for address in candidates]
     if any(rank != ELSEWHERE for rank, _ in ranked):
         ranked = [(rank, address) for rank, address in ranked if rank != ELSEWHERE]
     ordered: list[Attempt] = []
-    at_s, before = 0.0, None
+    # Ranks are walked through as in "happy eyeballs": equals follow each other closely, and a less likely rank waits
+    # for HEAD_START_S, so that it is dialled only where the likelier ones are slow or dead.
+    at_s = 0.0
+    previous_rank = None
     for rank, address in sorted(ranked, key=lambda pair: pair[0]):
-        if before is not None:
-            at_s += STAGGER_S if rank == before else HEAD_START_S
+        if previous_rank is not None:
+            at_s += STAGGER_S if rank == previous_rank else HEAD_START_S
         ordered.append(Attempt(address, at_s))
-        before = rank
+        previous_rank = rank
     return ordered
 
 
-def leads_there(addresses: Iterable[str], networks: Iterable[IpNetwork]) -> bool:
+def is_reachable_from(addresses: Iterable[str], networks: Iterable[IpNetwork]) -> bool:
     """Who cannot be dialled from outside: can somebody on these networks reach it as a neighbour, or by a relay?"""
-    near = tuple(networks)
-    leads = {NEAR, RELAYED}
-    if any(network.version == 6 and network.is_global for network in near):
-        leads.add(PUBLIC_6)  # it is announced where members could connect to it
-    return any(_rank(address, near) in leads or _is_name(address) for address in addresses)
+    own_networks = tuple(networks)
+    reachable_ranks = {NEAR, RELAYED}
+    if any(network.version == 6 and network.is_global for network in own_networks):
+        reachable_ranks.add(PUBLIC_6)  # it is announced where members could connect to it
+    return any(_rank_address(address, own_networks) in reachable_ranks or _is_name(address) for address in addresses)
 
 
 def _is_name(address: str) -> bool:
@@ -64,7 +71,7 @@ def _is_name(address: str) -> bool:
 NEAR, PUBLIC_6, PUBLIC, RELAYED, ELSEWHERE = range(5)
 
 
-def _rank(address: str, networks: tuple[IpNetwork, ...]) -> int:
+def _rank_address(address: str, networks: tuple[IpNetwork, ...]) -> int:
     if is_circuit(address):
         return RELAYED
     host = host_of(address)
@@ -77,29 +84,32 @@ def _rank(address: str, networks: tuple[IpNetwork, ...]) -> int:
     return PUBLIC_6 if host.version == 6 else PUBLIC
 
 
-def may_be_named(host: str, networks: Iterable[IpNetwork], own: Iterable[IpAddress]) -> bool:
+def may_dial(host: str, networks: Iterable[IpNetwork], own_addresses: Iterable[IpAddress]) -> bool:
     """May a peer have this machine dial ``host``? Public addresses, and neighbours; not this machine's own services.
 
     On a machine that has nothing but its loopback, peers are there.
     """
+    # What a peer could try: have this daemon connect to a service that trusts everything from its own machine (a
+    # database on the loopback), to the router's page, or to all machines of a network at once (multicast).
     try:
         named = ipaddress.ip_address(host)
     except ValueError:
         return False
     if named.is_loopback:
-        return all(address.is_loopback for address in own)
+        return all(address.is_loopback for address in own_addresses)
     if named.is_unspecified or named.is_multicast or named.is_link_local:
         return False
     return not is_private(named) or any(named in network for network in networks)
 
 
-def _leads_somewhere(address: str) -> bool:
+def _is_dialable(address: str) -> bool:
     """Not what a listener calls all of its machine's addresses: dialled, that is this machine itself."""
     host = host_of(address)
     return host is None or not (host.is_unspecified or host.is_multicast)
 
 
 def is_circuit(address: str) -> bool:
+    """Does this multiaddr go through a relay?"""
     return CIRCUIT in address
 
 
@@ -124,10 +134,10 @@ def origin_of(host: str) -> str:
 
 def relay_of(address: str) -> tuple[str, str] | None:
     """The peer id and the multiaddr of the relay that a circuit address names; None when it names none."""
-    through, found, _ = address.partition(CIRCUIT)
-    where, _, relay = through.rpartition("/p2p/")
-    return (relay, where) if found and where and relay else None
+    relay_address, marker, _ = address.partition(CIRCUIT)
+    multiaddr, _, relay = relay_address.rpartition("/p2p/")
+    return (relay, multiaddr) if marker and multiaddr and relay else None
 
 
-def _bare(address: str) -> str:
+def _endpoint_of(address: str) -> str:
     return address if is_circuit(address) else address.split("/p2p/")[0]

@@ -8,6 +8,7 @@ likely to have it sooner: a donor that stalls holds up nothing. After BitTorrent
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,7 +31,7 @@ class ChunkRequest:
     n_bytes: int
 
 
-def cut(group: int, missing: Iterable[tuple[Ref, int]]) -> list[ChunkRequest]:
+def cut_pieces(group: int, missing: Iterable[tuple[Ref, int]]) -> list[ChunkRequest]:
     """Put what is missing of a group, with its bytes, into pieces, in order."""
     pieces: list[ChunkRequest] = []
     refs: list[Ref] = []
@@ -38,7 +39,8 @@ def cut(group: int, missing: Iterable[tuple[Ref, int]]) -> list[ChunkRequest]:
     for ref, n_bytes in missing:
         if refs and (total + n_bytes > PIECE_BYTES or len(refs) >= MAX_REFS):
             pieces.append(ChunkRequest(group, tuple(refs), total))
-            refs, total = [], 0
+            refs = []
+            total = 0
         refs.append(ref)
         total += n_bytes
     return [*pieces, ChunkRequest(group, tuple(refs), total)] if refs else pieces
@@ -49,7 +51,7 @@ class DonorQueue:
     """A donor as the download sees it: what it holds, what it is asked for, how fast it was."""
 
     groups: frozenset[int]
-    asked: dict[ChunkRequest, float] = field(default_factory=dict)
+    asked_at: dict[ChunkRequest, float] = field(default_factory=dict)
     bytes_per_s: float | None = None
     last_at: float = 0.0
 
@@ -60,13 +62,14 @@ class Download:
     def __init__(self, pieces: Sequence[ChunkRequest]) -> None:
         self.givers: dict[PeerId, DonorQueue] = {}
         self._open: dict[int, list[ChunkRequest]] = {}
-        self._left: set[ChunkRequest] = set(pieces)
+        self._missing: set[ChunkRequest] = set(pieces)
         for piece in reversed(pieces):
             self._open.setdefault(piece.group, []).append(piece)
 
     @property
     def is_done(self) -> bool:
-        return not self._left
+        """Has every piece arrived?"""
+        return not self._missing
 
     def offers(self, peer: PeerId, groups: frozenset[int], now: float) -> None:
         """Note what a donor holds at present."""
@@ -76,49 +79,52 @@ class Download:
     def leaves(self, peer: PeerId) -> None:
         """A donor is gone or lied: what it was asked for is open again."""
         giver = self.givers.pop(peer, None)
-        for piece in giver.asked if giver else ():
-            self._reopen(piece)
+        for piece in giver.asked_at if giver else ():
+            self._reopen_piece(piece)
 
     def next_piece(self, peer: PeerId, now: float) -> Decision[ChunkRequest | None]:
         """Choose what to ask ``peer`` for, and note that it is asked."""
         giver = self.givers[peer]
-        mine = [g for g, pieces in self._open.items() if pieces and g in giver.groups]
-        if mine:
-            rarity = {g: sum(g in other.groups for other in self.givers.values()) for g in mine}
-            group = min(mine, key=lambda g: (rarity[g], g))
+        available_groups = [g for g, pieces in self._open.items() if pieces and g in giver.groups]
+        if available_groups:
+            n_donors = Counter(group for donor in self.givers.values() for group in donor.groups)
+            rarity = {group: n_donors[group] for group in available_groups}
+            group = min(available_groups, key=lambda g: (rarity[g], g))
             piece = self._open[group].pop()
             reason = f"group {group}: {rarity[group]} of {len(self.givers)} donors hold it"
         else:
             late = self._latest_elsewhere(peer, giver, now)
             if late is None:
                 return Decision(None, "nothing left that it holds and would have sooner")
-            piece, reason = late, "under way elsewhere for long"
-        if not giver.asked:
+            piece = late
+            reason = "under way elsewhere for long"
+        if not giver.asked_at:
             giver.last_at = now
-        giver.asked[piece] = now
+        giver.asked_at[piece] = now
         return Decision(piece, reason)
 
     def arrived(self, peer: PeerId, piece: ChunkRequest, now: float) -> None:
         """Note a verified piece."""
         giver = self.givers.get(peer)
         if giver is not None:
-            giver.asked.pop(piece, None)
+            giver.asked_at.pop(piece, None)
             rate = piece.n_bytes / max(now - giver.last_at, 1e-6)
-            old = giver.bytes_per_s
-            giver.bytes_per_s = rate if old is None else old + SMOOTHING * (rate - old)
+            old_rate = giver.bytes_per_s
+            giver.bytes_per_s = rate if old_rate is None else old_rate + SMOOTHING * (rate - old_rate)
             giver.last_at = now
-        self._left.discard(piece)
-        if piece in (pieces := self._open.get(piece.group, [])):
+        self._missing.discard(piece)
+        pieces = self._open.get(piece.group, [])
+        if piece in pieces:
             pieces.remove(piece)
 
     def failed(self, peer: PeerId, piece: ChunkRequest, holds_group: bool) -> None:
         """A donor did not give a piece; without the group it is not asked for that again."""
         giver = self.givers.get(peer)
         if giver is not None:
-            giver.asked.pop(piece, None)
+            giver.asked_at.pop(piece, None)
             if not holds_group:
                 giver.groups -= {piece.group}
-        self._reopen(piece)
+        self._reopen_piece(piece)
 
     def without_donor(self) -> list[int]:
         """Groups with open pieces that nobody offers."""
@@ -127,18 +133,25 @@ class Download:
 
     def _latest_elsewhere(self, peer: PeerId, giver: DonorQueue, now: float) -> ChunkRequest | None:
         """The piece that is under way for longest at others, if this donor is likely to give it sooner."""
-        mine_s = PIECE_BYTES / giver.bytes_per_s if giver.bytes_per_s else 1.0
-        found: tuple[float, ChunkRequest] | None = None
-        for other, theirs in self.givers.items():
-            for piece, asked_at in theirs.asked.items() if other != peer else ():
-                due_s = theirs.last_at + len(theirs.asked) * piece.n_bytes / (theirs.bytes_per_s or 1.0) - now
-                is_late = due_s > 2 * mine_s or now - asked_at > 4 * mine_s
-                if is_late and piece.group in giver.groups and piece not in giver.asked and piece in self._left:
-                    found = min(found or (asked_at, piece), (asked_at, piece), key=lambda pair: pair[0])
-        return found[1] if found else None
+        # The end game. A piece may be asked for twice, and the first answer counts; what comes second is verified and
+        # thrown away. A donor that is slow, or pretends to be, so costs one piece and never the end of the download.
+        piece_s = PIECE_BYTES / giver.bytes_per_s if giver.bytes_per_s else 1.0
+        latest: tuple[float, ChunkRequest] | None = None
+        for donor, queue in self.givers.items():
+            if donor == peer:
+                continue
+            for piece, asked_at in queue.asked_at.items():
+                queued_bytes = len(queue.asked_at) * piece.n_bytes
+                due_s = queue.last_at + queued_bytes / (queue.bytes_per_s or 1.0) - now
+                is_late = due_s > 2 * piece_s or now - asked_at > 4 * piece_s
+                can_give = piece.group in giver.groups and piece not in giver.asked_at
+                is_wanted = is_late and can_give and piece in self._missing
+                if is_wanted and (latest is None or asked_at < latest[0]):
+                    latest = (asked_at, piece)
+        return latest[1] if latest else None
 
-    def _reopen(self, piece: ChunkRequest) -> None:
-        is_asked = any(piece in giver.asked for giver in self.givers.values())
+    def _reopen_piece(self, piece: ChunkRequest) -> None:
+        is_asked = any(piece in giver.asked_at for giver in self.givers.values())
         pieces = self._open.setdefault(piece.group, [])
-        if piece in self._left and not is_asked and piece not in pieces:
+        if piece in self._missing and not is_asked and piece not in pieces:
             pieces.append(piece)

@@ -40,6 +40,7 @@ class TrafficUse:
 
 
 def month_of(now: datetime) -> str:
+    """The month as it is written: 2026-11."""
     return f"{now:%Y-%m}"
 
 
@@ -48,12 +49,12 @@ def next_month(now: datetime) -> datetime:
     return datetime(now.year + now.month // 12, now.month % 12 + 1, 1)
 
 
-def on_the_wire(n_bytes: int) -> int:
+def wire_bytes(n_bytes: int) -> int:
     """What the bytes of a write, or a read, are with their headers."""
     return n_bytes + HEADERS_BYTES * -(-n_bytes // SEGMENT_BYTES)
 
 
-def acknowledgements(n_bytes: int) -> int:
+def ack_bytes(n_bytes: int) -> int:
     """The bytes of the answers to them, which go the other way."""
     return HEADERS_BYTES * -(-n_bytes // (SEGMENT_BYTES * SEGMENTS_OF_ACK))
 

@@ -50,51 +50,52 @@ class HealthFinding:
     remedy: str = ""
 
 
-def findings(facts: Facts) -> tuple[HealthFinding, ...]:
+def check_health(facts: Facts) -> tuple[HealthFinding, ...]:
     """Everything that was looked at."""
-    looked_at = (_clock, _identity, _version, _disk, _index, _device, _worker)
+    looked_at = (_check_clock, _check_identity, _check_version, _check_disk, _check_index, _check_device, _check_worker)
     return tuple(look(facts) for look in looked_at)
 
 
-def _clock(facts: Facts) -> HealthFinding:
+def _check_clock(facts: Facts) -> HealthFinding:
     if not facts.clocks_s:
         return HealthFinding("clock", None, "no other member has told its time yet")
-    n, n_near = len(facts.clocks_s), sum(abs(s) <= CLOCK_S for s in facts.clocks_s)
+    n = len(facts.clocks_s)
+    n_near = sum(abs(ahead_s) <= CLOCK_S for ahead_s in facts.clocks_s)
     if 2 * n_near >= n:  # else most say that it is this one that is wrong
         return HealthFinding("clock", True, f"within {CLOCK_S:.0f} s of {n_near} of {n} other members")
     ahead_s = statistics.median(s for s in facts.clocks_s if abs(s) > CLOCK_S)
-    others = f"{n - n_near} of {n} other members"
-    which = "behind" if ahead_s > 0 else "ahead of"
+    members = f"{n - n_near} of {n} other members"
+    direction = "behind" if ahead_s > 0 else "ahead of"
     remedy = "set it by the network (timedatectl set-ntp true), or certificates and records do not count"
-    return HealthFinding("clock", False, f"{abs(ahead_s):.0f} s {which} {others}", remedy)
+    return HealthFinding("clock", False, f"{abs(ahead_s):.0f} s {direction} {members}", remedy)
 
 
-def _identity(facts: Facts) -> HealthFinding:
+def _check_identity(facts: Facts) -> HealthFinding:
     if not facts.is_cloned:
         return HealthFinding("identity", True, "no other machine speaks as this one")
     remedy = "its state folder was copied: on one of the two, swarmd leave and join anew"
     return HealthFinding("identity", False, "another machine speaks as this one", remedy)
 
 
-def _version(facts: Facts) -> HealthFinding:
+def _check_version(facts: Facts) -> HealthFinding:
     if not facts.versions:
         return HealthFinding("version", None, f"{facts.version}; no other member is known")
-    others = count(len(facts.versions), "other")
-    newer = [v for v in facts.versions if release(v) > release(facts.version)]
+    n_members = count(len(facts.versions), "other")
+    newer = [v for v in facts.versions if parse_release(v) > parse_release(facts.version)]
     if not newer:
-        return HealthFinding("version", True, f"{facts.version}; none of {others} runs a newer one")
-    newest = max(newer, key=release)
-    text = f"{facts.version}; {len(newer)} of {others} run newer ones, the newest {newest}"
+        return HealthFinding("version", True, f"{facts.version}; none of {n_members} runs a newer one")
+    newest = max(newer, key=parse_release)
+    text = f"{facts.version}; {len(newer)} of {n_members} run newer ones, the newest {newest}"
     return HealthFinding("version", False, text, "update swarmd, then restart the daemon")
 
 
-def release(version: str) -> tuple[int, ...]:
+def parse_release(version: str) -> tuple[int, ...]:
     """The numbers that a version begins with; () for what is none."""
-    found = re.match(r"\d{1,6}(\.\d{1,6}){0,4}(?!\d)", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d{1,6}(\.\d{1,6}){0,4}(?!\d)", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def _disk(facts: Facts) -> HealthFinding:
+def _check_disk(facts: Facts) -> HealthFinding:
     if facts.free_disk_bytes is None:
         return HealthFinding("disk", None, "nothing is kept on a disk")
     text = f"{facts.free_disk_bytes / 2**30:.1f} GiB free"
@@ -103,12 +104,12 @@ def _disk(facts: Facts) -> HealthFinding:
     return HealthFinding("disk", False, text, "make room, or bound what swarmd keeps: disk_limit_gib in config.toml")
 
 
-def _index(facts: Facts) -> HealthFinding:
+def _check_index(facts: Facts) -> HealthFinding:
     remedy = "members that know each other go on, but newcomers may not find them"
     return HealthFinding("index", facts.is_indexed, facts.index, remedy if facts.is_indexed is False else "")
 
 
-def _device(facts: Facts) -> HealthFinding:
+def _check_device(facts: Facts) -> HealthFinding:
     if not facts.devices:
         return HealthFinding("device", None, "no worker has told its device yet")
     text = ", ".join(sorted(set(facts.devices)))
@@ -118,7 +119,7 @@ def _device(facts: Facts) -> HealthFinding:
     return HealthFinding("device", False, f"{text}, though an NVIDIA card is here", remedy)
 
 
-def _worker(facts: Facts) -> HealthFinding:
+def _check_worker(facts: Facts) -> HealthFinding:
     if not facts.workers:
         return HealthFinding("worker", None, "no blocks are served")
     ended = [worker for worker in facts.workers if worker.last_end]

@@ -57,55 +57,61 @@ class WorkPermission:
 
     @property
     def may_work(self) -> bool:
+        """Does no rule forbid it?"""
         return not self.rule
 
 
-def decide(rules: Rules, sensors: Sensors, pause: Pause | None = None, was_too_hot: bool = False) -> WorkPermission:
+def decide(
+    rules: Rules,
+    sensors: Sensors,
+    pause: Pause | None = None,
+    was_too_hot: bool = False,
+) -> WorkPermission:
     """Work unless the owner or one of their rules says no; the first that does is the reason."""
     now = sensors.now
     if pause is not None and (pause.until is None or now < pause.until):
-        until = "swarmd resume" if pause.until is None else told(pause.until, now)
+        until = "swarmd resume" if pause.until is None else format_time(pause.until, now)
         return WorkPermission(f"paused by its owner until {until}", "pause", pause.until)
     for verdict in (
-        _hours(rules, now),
-        _battery(rules, sensors),
-        _programs(rules, sensors),
-        _untouched(rules, sensors),
-        _heat(rules, sensors, was_too_hot),
-        _month(rules, sensors),
+        _check_hours(rules, now),
+        _check_battery(rules, sensors),
+        _check_programs(rules, sensors),
+        _check_untouched(rules, sensors),
+        _check_heat(rules, sensors, was_too_hot),
+        _check_month(rules, sensors),
     ):
         if verdict is not None:
             return verdict
     change = rules.hours.next_change(now)
-    why = f"may serve until {told(change, now)}" if change else "may serve: no rule of its owner forbids it"
+    why = f"may serve until {format_time(change, now)}" if change else "may serve: no rule of its owner forbids it"
     return WorkPermission(why, changes_at=change - MOVING if change else None)
 
 
-def _hours(rules: Rules, now: datetime) -> WorkPermission | None:
+def _check_hours(rules: Rules, now: datetime) -> WorkPermission | None:
     hours = rules.hours
     change = hours.next_change(now)
     if hours.include(now):
         if change is None or change - now > MOVING:
             return None
         change = hours.next_change(change)
-    when = f": next {told(change, now)}" if change else ""
-    return WorkPermission(f"outside its hours ({hours.text}){when}", "hours", change)
+    next_hours = f": next {format_time(change, now)}" if change else ""
+    return WorkPermission(f"outside its hours ({hours.text}){next_hours}", "hours", change)
 
 
-def _battery(rules: Rules, sensors: Sensors) -> WorkPermission | None:
+def _check_battery(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     if sensors.on_battery and not rules.on_battery:
         return WorkPermission("on battery: works again when it is plugged in", "on_battery")
     return None
 
 
-def _programs(rules: Rules, sensors: Sensors) -> WorkPermission | None:
+def _check_programs(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     running = [name for name in rules.not_while if name.lower().removesuffix(".exe") in sensors.programs]
     if not running:
         return None
     return WorkPermission(f"not while {' and '.join(running)} run{'s' if len(running) == 1 else ''}", "not_while")
 
 
-def _untouched(rules: Rules, sensors: Sensors) -> WorkPermission | None:
+def _check_untouched(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     if not rules.untouched_s:
         return None
     if sensors.untouched_s is None:
@@ -113,11 +119,13 @@ def _untouched(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     left_s = rules.untouched_s - sensors.untouched_s
     if left_s <= 0:
         return None
-    at = sensors.now + timedelta(seconds=left_s)
-    return WorkPermission(f"somebody uses it: at {told(at, sensors.now)} at the earliest", "idle_minutes", at)
+    works_at = sensors.now + timedelta(seconds=left_s)
+    return WorkPermission(
+        f"somebody uses it: at {format_time(works_at, sensors.now)} at the earliest", "idle_minutes", works_at
+    )
 
 
-def _heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> WorkPermission | None:
+def _check_heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> WorkPermission | None:
     if not rules.hottest_c:
         return None
     if sensors.hottest_c is None:
@@ -129,16 +137,16 @@ def _heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> WorkPermission |
     return WorkPermission(reason, "hottest_c")
 
 
-def _month(rules: Rules, sensors: Sensors) -> WorkPermission | None:
+def _check_month(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     if not rules.month_bytes or sensors.month_bytes < REST_SHARE * rules.month_bytes:
         return None
-    again = next_month(sensors.now)
+    month_begins = next_month(sensors.now)
     used = f"{sensors.month_bytes / GIB:.1f} of {rules.month_bytes / GIB:g} GiB of this month are used"
-    return WorkPermission(f"{used}: again on {again:%Y-%m-%d}", "month_gib", again)
+    return WorkPermission(f"{used}: again on {month_begins:%Y-%m-%d}", "month_gib", month_begins)
 
 
-def told(at: datetime, now: datetime) -> str:
+def format_time(moment: datetime, now: datetime) -> str:
     """A time as a person says it now: with the day only when it is another one."""
-    if at.date() == now.date():
-        return at.strftime("%H:%M")
-    return at.strftime("%a %H:%M" if at - now < timedelta(days=6) else "%Y-%m-%d %H:%M")
+    if moment.date() == now.date():
+        return moment.strftime("%H:%M")
+    return moment.strftime("%a %H:%M" if moment - now < timedelta(days=6) else "%Y-%m-%d %H:%M")

@@ -1,8 +1,9 @@
-"""Whom the founders' catalog lets in, by which invite, until when and for what.
+"""Which members the founders' catalog lets in, by which invite, until when and for what.
 
-Pure rules over verified certificates. A certificate proves who brought somebody in; the catalog says what that is
-worth: an invite for one machine lets in the first that comes, one that waits lets in who was approved. A founder's
-daemon enters into the catalog who came (node.members.registrar); until it does, each member counts whom it saw first.
+Pure rules over verified certificates. A certificate proves by which invite a member came; the catalog says what that
+invite is worth. An invite for one machine lets in the first that comes; one that waits lets in those that a founder
+approved. A founder's daemon enters arrivals into the catalog (node.members.registrar). Until it does, each member
+counts the arrivals that it saw first.
 """
 
 from __future__ import annotations
@@ -50,14 +51,19 @@ class Admission:
 
     def follow(self, catalog: Catalog, founders: Founders) -> None:
         """Let in by a newer catalog from now on."""
-        self._catalog, self.founders, self._revoked = catalog, founders, frozenset(catalog.revoked)
+        self._catalog = catalog
+        self.founders = founders
+        self._revoked = frozenset(catalog.revoked)
         self._n_admitted = Counter(entry.invite for entry in catalog.admitted.values())
-        self._came = {i: self._still(i, guests) for i, guests in self._came.items() if i in catalog.invites}
+        came = {invite: guests for invite, guests in self._came.items() if invite in catalog.invites}
+        self._came = {invite: self._still_admitted(invite, guests) for invite, guests in came.items()}
         settled = {peer_id_of(key) for key in (*catalog.admitted, *catalog.revoked)}
         self.waiting = {peer: entry for peer, entry in self.waiting.items() if peer not in settled}
 
     def require(self, membership: Membership, now: float) -> AdmissionPass:
         """What a membership is worth. Raises Refused (REVOKED, WAITS or NOT_A_MEMBER) where that is nothing."""
+        # In this order: a revocation beats everything; the catalog's entry beats the certificate of the invite that
+        # brought somebody in, so that a founder can shorten or extend it; the invite decides where there is no entry.
         if self._revoked.intersection(membership.keys):
             raise Refused(Code.REVOKED, f"the membership of {membership.peer} was revoked by the founder")
         admitted = self._catalog.admitted.get(membership.member)
@@ -73,12 +79,17 @@ class Admission:
 
     def arrived(self) -> list[tuple[bytes, bytes, InviteTerms]]:
         """Who came by an invite for so many and is not in the catalog: keys of member and invite, its terms."""
-        return [(k, invite, self._catalog.invites[invite]) for invite, guests in self._came.items() for k in guests]
+        arrivals = []
+        for invite, guests in self._came.items():
+            terms = self._catalog.invites[invite]
+            arrivals += [(key, invite, terms) for key in guests]
+        return arrivals
 
-    def _still(self, invite: bytes, guests: list[bytes]) -> list[bytes]:
+    def _still_admitted(self, invite: bytes, guests: list[bytes]) -> list[bytes]:
         """Who of those that came by an invite may still be let in by it."""
-        left = self._catalog.invites[invite].uses - self._n_admitted[invite]
-        return [key for key in guests if key not in self._catalog.admitted][: max(0, left)]
+        n_free = self._catalog.invites[invite].uses - self._n_admitted[invite]
+        unlisted = [key for key in guests if key not in self._catalog.admitted]
+        return unlisted[: max(0, n_free)]
 
     def _by_invite(self, membership: Membership, now: float) -> AdmissionPass:
         if membership.keys[0] not in self.founders.charter.issuers:
@@ -109,10 +120,13 @@ class Admission:
 
     def _take_use(self, membership: Membership, terms: InviteTerms) -> None:
         """Count a machine that comes by an invite for so many; its clients, and the invite's own, count as none."""
+        # An invite that leaked lets in no more than it says, whoever knocks first. Each member counts what it has
+        # seen, so two members may let in different guests; a founder's catalog settles it, and ``follow`` drops the
+        # others.
         guests = self._came.setdefault(membership.invite, [])
-        left = terms.uses - self._n_admitted[membership.invite]
+        n_free = terms.uses - self._n_admitted[membership.invite]
         is_new = bool(membership.member) and membership.member not in guests
-        if left <= 0 or (is_new and len(guests) >= left):
+        if n_free <= 0 or (is_new and len(guests) >= n_free):
             times = "once" if terms.uses == 1 else f"{terms.uses} times"
             text = f"its invite was for {times}, and others came first: ask for a new one"
             raise Refused(Code.NOT_A_MEMBER, f"{membership.peer} is no member: {text}")

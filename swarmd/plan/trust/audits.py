@@ -24,20 +24,21 @@ class AuditRecord:
     n_wrong: int = 0
 
     def after(self, is_right: bool) -> AuditRecord:
+        """The record with one more check. One wrong answer sets the count of right ones to 0."""
         if is_right:
             return AuditRecord(self.n_checks + 1, self.n_right + 1, self.n_wrong)
         return AuditRecord(self.n_checks + 1, 0, self.n_wrong + 1)
 
 
-def rate(record: AuditRecord) -> float:
+def audit_rate(record: AuditRecord) -> float:
     """The probability with which a window is checked."""
     return 1.0 if record.n_right < ALWAYS_BELOW else max(LEAST_RATE, 1.0 / record.n_right)
 
 
-def is_due(record: AuditRecord, draw: float, least: float = 0.0) -> Decision[bool]:
-    """Is this window checked? ``draw`` is uniform in [0, 1); a share ``least`` is asked for in any case."""
-    p = max(least, rate(record))
-    return Decision(draw < p, f"{record.n_right} right in a row: one window in {1 / p:.0f}")
+def is_due(record: AuditRecord, draw: float, min_rate: float = 0.0) -> Decision[bool]:
+    """Is this window checked? ``draw`` is uniform in [0, 1); a share ``min_rate`` is asked for in any case."""
+    probability = max(min_rate, audit_rate(record))
+    return Decision(draw < probability, f"{record.n_right} right in a row: one window in {1 / probability:.0f}")
 
 
 def next_window(n_ops: int) -> int:

@@ -22,13 +22,13 @@ N_PROJECTED = 16  # numbers of a token, 64 bytes: errors of projections are thos
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What honest machines stay below: one ``token``'s error, and that of all but a tenth (``most``).
+    """What honest machines stay below: one ``token``'s error, and that of all but a tenth (``typical``).
 
     What adds less than ``floor`` of a token's own size is held against that: there rounding alone is as large.
     """
 
     token: float
-    most: float
+    typical: float
     floor: float
 
 
@@ -48,37 +48,53 @@ def bound_of(dtype: str, quantize: str) -> Bound:
     return BOUNDS[dtype] if quantize == "none" else ROUNDED
 
 
-def through_hops(bound: Bound, n_hops: int) -> Bound:
+def widen_bound(bound: Bound, n_hops: int) -> Bound:
     """The bound for a chain: each hop rounds, and the next one computes with that."""
-    return replace(bound, token=min(LARGEST, n_hops * bound.token), most=min(LARGEST, n_hops * bound.most))
+    token = min(LARGEST, n_hops * bound.token)
+    typical = min(LARGEST, n_hops * bound.typical)
+    return replace(bound, token=token, typical=typical)
 
 
-def errors(entered: Floats, left: Floats, again: Floats, bound: Bound) -> Floats:
-    """The error of each token [t], the largest of its rows: what left less what came ``again``, by what was added."""
+def errors(inputs: Floats, outputs: Floats, reference: Floats, bound: Bound) -> Floats:
+    """The error of each token [t], the largest of its rows: outputs less ``reference``, by what the span added.
+
+    ``inputs``, ``outputs`` and ``reference`` (the outputs that were computed again): [b, t, d].
+    """
+    # A residual stream: outputs = inputs + what the blocks add. Honest rounding grows with what is added, so
+    #
+    #     error = |outputs - reference| / |reference - inputs|
+    #
+    # An error relative to the outputs would miss a skipped block in the middle of a deep model, where the stream is
+    # long and each block adds little to it.
     with np.errstate(all="ignore"):  # what is no number is an infinite error
-        added = np.linalg.norm(again - entered, axis=-1)
-        floor = np.maximum(bound.floor * np.linalg.norm(entered, axis=-1), np.float32(1e-30))
-        ratio = np.linalg.norm(left - again, axis=-1) / np.maximum(added, floor)
-    largest: Floats = np.nan_to_num(ratio, nan=np.inf).max(axis=0).astype(np.float32)
+        added = np.linalg.norm(reference - inputs, axis=-1)
+        size = np.linalg.norm(inputs, axis=-1)
+        floor = np.maximum(bound.floor * size, np.float32(1e-30))
+        error = np.linalg.norm(outputs - reference, axis=-1)
+        ratio = np.nan_to_num(error / np.maximum(added, floor), nan=np.inf)
+    largest: Floats = ratio.max(axis=0).astype(np.float32)
     return largest
 
 
-def projected(values: Floats, seed: int) -> Floats:
+def project_tokens(values: Floats, seed: int) -> Floats:
     """A seeded random projection of each token [b, t, d] to [b, t, 16], of about the same length."""
     d = values.shape[-1]
     directions = np.random.default_rng(seed).standard_normal((d, N_PROJECTED), dtype=np.float32)
-    found: Floats = (values @ directions / np.float32(np.sqrt(N_PROJECTED))).astype(np.float32)
-    return found
+    scale = np.float32(np.sqrt(N_PROJECTED))
+    projection: Floats = (values @ directions / scale).astype(np.float32)
+    return projection
 
 
-def is_equal(found: Floats, bound: Bound) -> Decision[bool]:
+def is_equal(token_errors: Floats, bound: Bound) -> Decision[bool]:
     """Are tokens with these errors the same?"""
-    worst, n = float(found.max(initial=0.0)), len(found)
+    n = len(token_errors)
+    worst = float(token_errors.max(initial=0.0))
     if worst > bound.token:
-        n_beyond = int((found > bound.token).sum())
+        n_beyond = int((token_errors > bound.token).sum())
         return Decision(False, f"{n_beyond} of {n} tokens differ, by {worst:.2g}; bound {bound.token:g}")
-    if n >= MOST_TOKENS and (tenth := float(np.quantile(found, 0.9))) > bound.most:
-        return Decision(False, f"a tenth of {n} tokens differ by {tenth:.2g} and more; bound {bound.most:g}")
+    tenth = float(np.quantile(token_errors, 0.9)) if n >= MOST_TOKENS else 0.0
+    if tenth > bound.typical:
+        return Decision(False, f"a tenth of {n} tokens differ by {tenth:.2g} and more; bound {bound.typical:g}")
     return Decision(True, f"{n} tokens, the largest error {worst:.2g}; bound {bound.token:g}")
 
 

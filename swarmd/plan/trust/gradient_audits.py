@@ -1,9 +1,9 @@
-"""Which contributions to a run are computed again, by whom, and whether what came of it is the same. Pure.
+"""Which contributions to a run are computed again, by which member, and whether the result is the same. Pure.
 
 A contribution is a sum of gradients of draws that everybody can compute: the ledger says which, and on which state. Its
-contributor has signed what it comes to along directions that nobody knew while computing (protocol.runs.backing), so
-whoever computes it again can tell, and no vector need travel. Every member draws for itself whom it looks at: nobody
-can know.
+contributor has signed its projections along directions that nobody knew while computing (protocol.runs.backing). So a
+member that computes it again can compare, and no vector need travel. Every member draws by itself which contribution it
+computes again: nobody can know it before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RecheckResult:
     sums: Sums
 
 
-def rate(n_right: int, one_in: int) -> float:
+def recheck_rate(n_right: int, one_in: int) -> float:
     """How often contributions of a peer are computed again that were right, or not looked at, so often in a row.
 
     All of the first ten, then one in n as BOINC's (plan.trust.audits), at least one in ``one_in``; none where that is
@@ -40,7 +40,7 @@ def rate(n_right: int, one_in: int) -> float:
     return 1.0 if n_right < ALWAYS_BELOW else max(1 / one_in, 1 / n_right)
 
 
-def draw(
+def draw_recheck(
     rates: Mapping[PeerId, float],
     n_samples: Mapping[PeerId, float],
     me: PeerId,
@@ -52,43 +52,63 @@ def draw(
     itself, so that all together check as many as the rate says, and nobody waits for the slow. One at a time: who is
     much faster than the others checks fewer than its share while all are to be checked.
     """
-    mine, total = n_samples.get(me, 0.0), sum(n_samples.values())
-    others = sorted(rates.keys() - {me}) if mine else []
-    chances = {peer: rates[peer] * mine / (total - n_samples[peer]) for peer in others}
-    reached, left = 0.0, uniform * max(1.0, sum(chances.values()))
+    # The others are laid side by side on a line, each as wide as its chance; ``uniform`` points at one, or past all:
+    #
+    #     0 |--- peer 1 ---|-- peer 2 --|- peer 3 -|........ nobody ........| 1
+    #
+    # Where the chances add up to more than 1 the line is longer, and somebody is drawn in any case.
+    total = sum(n_samples.values())
+    own_samples = n_samples.get(me, 0.0)
+    contributors = sorted(rates.keys() - {me}) if own_samples else []
+    chances = {peer: rates[peer] * own_samples / (total - n_samples[peer]) for peer in contributors}
+    cumulative = 0.0
+    target = uniform * max(1.0, sum(chances.values()))
     for peer, chance in chances.items():
-        reached += chance
-        if left < reached:
+        cumulative += chance
+        if target < cumulative:
             return Decision(peer, f"drawn: one of {1 / rates[peer]:.0f} of its contributions is computed again")
     return Decision(None, f"nobody was drawn, of {len(rates)} contributors")
 
 
-def work(n_right: Mapping[PeerId, int], n_samples: Mapping[PeerId, float], one_in: int) -> dict[PeerId, float]:
-    """How many samples each contributor is expected to compute again of an update, by ``draw``; ``n_samples``: own."""
+def expected_rechecks(
+    n_right: Mapping[PeerId, int], n_samples: Mapping[PeerId, float], one_in: int
+) -> dict[PeerId, float]:
+    """How many samples each contributor is expected to compute again of an update, by ``draw_recheck``.
+
+    ``n_samples``: what each contributed itself.
+    """
     total = sum(n_samples.values())
-    found = {}
-    for me, mine in n_samples.items():
-        others = {p: n for p, n in n_samples.items() if p != me and n > 0}
-        chances = {p: rate(n_right.get(p, 0), one_in) * mine / (total - n) for p, n in others.items() if total > n}
-        found[me] = sum(chance * others[p] for p, chance in chances.items()) / max(1.0, sum(chances.values()))
-    return found
+    expected = {}
+    for me, own_samples in n_samples.items():
+        other_samples = {peer: n for peer, n in n_samples.items() if peer != me and n > 0}
+        chances = {}
+        for peer, n in other_samples.items():
+            if total > n:
+                chances[peer] = recheck_rate(n_right.get(peer, 0), one_in) * own_samples / (total - n)
+        drawn = sum(chance * other_samples[peer] for peer, chance in chances.items())
+        expected[me] = drawn / max(1.0, sum(chances.values()))
+    return expected
 
 
-def is_same(said: RecheckResult, found: RecheckResult, rounding: float = 0.0) -> Decision[bool | None]:
+def is_same(claimed: RecheckResult, recomputed: RecheckResult, rounding: float = 0.0) -> Decision[bool | None]:
     """Has a contributor given what comes of its draws? ``rounding``: what its codec may be off by along a direction.
 
     None: what comes of them is no number, and proves nothing.
     Along a random direction another vector is off by a normal number times its distance: with four directions one that
     is off by its own size passes once in 400,000 times, by a fifth of it once in 700.
     """
-    if not math.isfinite(found.norm):
+    if not math.isfinite(recomputed.norm):
         return Decision(None, "the gradient is not finite here either")
-    most, size = BOUND * found.norm + rounding, found.norm or 1.0
-    off = max((abs(a - b) for a, b in zip(said.sums, found.sums, strict=True)), default=0.0)
-    if not off <= most:
-        return Decision(False, f"its sums are off by {off / size:.2g} of the gradient's norm; {most / size:.2g} may be")
-    if not abs(said.norm - found.norm) <= most:
-        return Decision(False, f"it says a norm of {said.norm:.4g}, which is {found.norm:.4g}")
-    if not abs(said.loss - found.loss) <= LOSS_BOUND * abs(found.loss):
-        return Decision(False, f"it says a loss of {said.loss:.4g}, which is {found.loss:.4g}")
-    return Decision(True, f"the same, within {most / size:.2g} of the gradient's norm")
+    tolerance = BOUND * recomputed.norm + rounding
+    size = recomputed.norm or 1.0
+    differences = [abs(a - b) for a, b in zip(claimed.sums, recomputed.sums, strict=True)]
+    off = max(differences, default=0.0)
+    # "not off <= tolerance", because a NaN that somebody claims must fail, and "off > tolerance" is False for it.
+    if not off <= tolerance:
+        text = f"its sums are off by {off / size:.2g} of the gradient's norm; {tolerance / size:.2g} may be"
+        return Decision(False, text)
+    if not abs(claimed.norm - recomputed.norm) <= tolerance:
+        return Decision(False, f"it says a norm of {claimed.norm:.4g}, which is {recomputed.norm:.4g}")
+    if not abs(claimed.loss - recomputed.loss) <= LOSS_BOUND * abs(recomputed.loss):
+        return Decision(False, f"it says a loss of {claimed.loss:.4g}, which is {recomputed.loss:.4g}")
+    return Decision(True, f"the same, within {tolerance / size:.2g} of the gradient's norm")

@@ -14,7 +14,8 @@ from swarmd.protocol.membership.identity import Membership
 
 ORDERS = ("equal", "giving", "key")
 GIVING, KEY = ORDERS[1:]
-MOST, LEAST = 4.0, 0.25  # of giving: four times, and a quarter of, who gave as much as he took
+MOST = 4.0  # of giving: four times the weight of a member that gave as much as it took
+LEAST = 0.25  # of giving: a quarter of that weight
 GRACE = 1_000_000  # tokens times blocks: who is new, or has taken less than that, counts as even
 
 
@@ -26,15 +27,16 @@ class Balance:
     took: int = 0
 
 
-def by_giving(balance: Balance) -> float:
+def weigh_giving(balance: Balance) -> float:
     """How much somebody weighs that gave and took so much."""
     return min(MOST, max(LEAST, (balance.gave_us + GRACE) / (balance.took + GRACE)))
 
 
-def weight(catalog: Catalog, who: Membership, balance: Balance, is_own: bool) -> float:
+def member_weight(catalog: Catalog, membership: Membership, balance: Balance, is_own: bool) -> float:
     """What somebody's sessions weigh here. ``is_own``: it came by the same invite as this machine, or is it."""
     if catalog.order == GIVING:
-        return MOST if is_own else by_giving(balance)
+        return MOST if is_own else weigh_giving(balance)
     if catalog.order == KEY:
-        return float(max((catalog.favours[key] for key in who.keys if key in catalog.favours), default=1))
+        favours = [catalog.favours[key] for key in membership.keys if key in catalog.favours]
+        return float(max(favours, default=1))
     return 1.0

@@ -1,11 +1,12 @@
 """What holders of the same blocks say of each other, and whether a server may be routed to.
 
-Each probes some others: the same seeded input through the same blocks. Whom no more vouchers found wrong than right is
-proven; whom two found wrong, and fewer right, is doubted; who alone holds its blocks, and nobody could ask, is not held
-back. What is announced is a word without evidence, so it counts from servers of the same model only, which could have
-computed it; and who calls several wrong that others found right weighs the less against each of them: two members
-cannot have every honest server doubted by saying so.
-Blame climbs: whoever brings in liars again and again has all his guests doubted.
+Each server probes some others: it sends the same seeded input through the same blocks. Findings are counted by voucher.
+A server is proven if as many vouchers or more found it right as found it wrong. It is doubted if two or more found it
+wrong, and fewer found it right. A server that alone holds its blocks cannot be probed, and is not held back.
+A finding is a word without evidence. So it counts from servers of the same model only, which could have computed it. A
+voucher that accuses several servers which others found right weighs less against each of them: two members cannot have
+every honest server doubted by their word.
+Blame climbs: if a voucher brings in liars again and again, all its guests are doubted.
 """
 
 from __future__ import annotations
@@ -43,69 +44,93 @@ class Trust(IntEnum):
 
 def name_of(span: SpanRecord) -> bytes:
     """What a finding is about: these blocks, by these numerics."""
-    about = f"{span.model}/{span.slot}/{span.start}:{span.end}/{span.numerics}"
-    return hashlib.blake2b(about.encode(), digest_size=8).digest()
+    description = f"{span.model}/{span.slot}/{span.start}:{span.end}/{span.numerics}"
+    return hashlib.blake2b(description.encode(), digest_size=8).digest()
 
 
-def shared(one: SpanRecord, other: SpanRecord) -> Span | None:
+def _kind_of(span: SpanRecord) -> tuple[str, str, str]:
+    """What must be alike for outputs to be compared: model, dtype, format of weights."""
+    return span.model, span.dtype, span.quantize
+
+
+def shared_blocks(first: SpanRecord, second: SpanRecord) -> Span | None:
     """The blocks that two servers can be compared on; None when they compute other things."""
-    is_alike = (one.model, one.dtype, one.quantize) == (other.model, other.dtype, other.quantize)
-    start, end = max(one.start, other.start), min(one.end, other.end)
-    return Span(start, end) if is_alike and start < end and one.peer != other.peer else None
+    if first.peer == second.peer:
+        return None
+    if _kind_of(first) != _kind_of(second):
+        return None
+    start = max(first.start, second.start)
+    end = min(first.end, second.end)
+    return Span(start, end) if start < end else None
 
 
-def to_probe(
+def choose_probes(
     me: PeerId,
     spans: Sequence[SpanRecord],
     voucher_of: Callable[[PeerId], bytes],
-    done: Mapping[tuple[str, bytes], float],
+    probed_at: Mapping[tuple[str, bytes], float],
     now: float,
-    unsaid_s: Mapping[tuple[str, bytes], float] = NOTHING_UNSAID,
+    silent_s: Mapping[tuple[str, bytes], float] = NOTHING_UNSAID,
 ) -> list[tuple[SpanRecord, SpanRecord]]:
-    """Whom to probe now, each with the own span to compare with: those for which ``me`` comes first among all holders.
+    """Choose servers to probe now, each with the own span to compare with: where ``me`` comes first among all holders.
 
-    Others whom somebody else brought in come first, then the order is that of hashes, which nobody chooses. ``done``
-    says when (peer, name) was probed, ``unsaid_s`` for how long fewer than enough have said anything of it: the next in
-    order probe then, too, for the first may hold these blocks only in their records.
+    Holders that another voucher brought in come first; then hashes decide, which nobody can choose.
+    ``probed_at`` says when (peer, name) was probed, ``silent_s`` for how long fewer than enough have said anything of
+    it: the next in order probe then, too, for the first may hold these blocks only in their records.
     """
-    own = [span for span in spans if span.peer == me and span.state == "online"]
-    kinds = {(span.model, span.dtype, span.quantize) for span in own}
-    online = [s for s in spans if s.state == "online" and (s.model, s.dtype, s.quantize) in kinds]
+    own_spans = [span for span in spans if span.peer == me and span.state == "online"]
+    kinds = {_kind_of(span) for span in own_spans}
+    online = [span for span in spans if span.state == "online" and _kind_of(span) in kinds]
     chosen = []
     for target in online:
-        mine = next((span for span in own if shared(span, target) is not None), None)
-        if mine is None or now - done.get((target.peer, name_of(target)), -PROBE_LIFETIME_S) < PROBE_LIFETIME_S:
+        server = (target.peer, name_of(target))
+        own_span = next((span for span in own_spans if shared_blocks(span, target) is not None), None)
+        if own_span is None or now - probed_at.get(server, -PROBE_LIFETIME_S) < PROBE_LIFETIME_S:
             continue
-        rank, better = _rank(me, target, voucher_of), set[str]()
-        n_late = int(unsaid_s.get((target.peer, name_of(target)), 0.0) / OTHERS_TURN_S)
+        # All holders of the target's blocks stand in one order, the same for everybody. The first n_probers probe, so
+        # this machine does unless so many come before it.
+        rank = _prober_rank(me, target, voucher_of)
+        n_late = int(silent_s.get(server, 0.0) / OTHERS_TURN_S)
         n_probers = min(MOST_PROBERS, PROBES_OF_EACH + n_late)
-        for other in online:  # most often two are found soon
-            if other.peer not in better and shared(other, target) and _rank(other.peer, target, voucher_of) < rank:
-                better.add(other.peer)
-                if len(better) == n_probers:
+        earlier_probers = set[str]()
+        for holder in online:  # most often two are found soon
+            if holder.peer in earlier_probers or not shared_blocks(holder, target):
+                continue
+            if _prober_rank(holder.peer, target, voucher_of) < rank:
+                earlier_probers.add(holder.peer)
+                if len(earlier_probers) == n_probers:
                     break
         else:
-            chosen.append((target, mine))
+            chosen.append((target, own_span))
     return chosen
 
 
-def _rank(peer: str, target: SpanRecord, voucher_of: Callable[[PeerId], bytes]) -> tuple[bool, bytes]:
+def _prober_rank(
+    peer: str,
+    target: SpanRecord,
+    voucher_of: Callable[[PeerId], bytes],
+) -> tuple[bool, bytes]:
     is_kin = voucher_of(PeerId(peer)) == voucher_of(PeerId(target.peer))
     return is_kin, hashlib.blake2b(f"{peer}/{target.peer}".encode(), digest_size=8).digest()
 
 
-def trust_in(
+def rate_servers(
     spans: Sequence[SpanRecord], peers: Iterable[PeerRecord], voucher_of: Callable[[PeerId], bytes]
 ) -> dict[tuple[str, int], Trust]:
     """How each server, as (peer, slot), is regarded by what all others announce; empty where nobody says anything.
 
-    Who came by the same voucher counts where nobody else says anything. Of whom nothing is known nothing is believed:
-    ``voucher_of`` must give what a finding says.
+    A server's own voucher counts only where no other one says anything. The voucher that a finding names counts only
+    where ``voucher_of`` gives the same: of a server that is not known here nothing is believed.
     """
     speaking = [record for record in peers if record.found]
     if not speaking:
         return {}
-    said: dict[tuple[str, bytes], Testimony] = defaultdict(Testimony)
+    # What members could try, and what stops each:
+    #   * praise each other: who came by the server's own voucher is kept apart (``kin``);
+    #   * speak of blocks that they could not compute: only servers of the same model are heard;
+    #   * speak with many keys: words are counted by voucher, not by peer;
+    #   * call all honest servers wrong: each such word weighs the less, the more of them somebody says.
+    testimonies: dict[tuple[str, bytes], Testimony] = defaultdict(Testimony)
     guests: dict[bytes, dict[bytes, set[str]]] = defaultdict(lambda: defaultdict(set))
     accused_by: dict[bytes, set[str]] = defaultdict(set)
     names = [(span.peer, name_of(span)) for span in spans]
@@ -115,27 +140,37 @@ def trust_in(
         models_of[span.peer].add(span.model)
     for record in speaking:
         speaker = voucher_of(PeerId(record.peer))
-        for found in record.found:
-            host = voucher_of(PeerId(found.peer))
-            served, model = models_of[record.peer], model_of.get((found.peer, found.name))
-            could_compute = model in served if model is not None else bool(served)  # of who left, any server
-            if found.peer == record.peer or not could_compute:
+        served_models = models_of[record.peer]
+        for finding in record.found:
+            host = voucher_of(PeerId(finding.peer))
+            model = model_of.get((finding.peer, finding.name))
+            # of a server that has left, any server may speak
+            could_compute = model in served_models if model is not None else bool(served_models)
+            if finding.peer == record.peer or not could_compute:
                 continue
-            if not found.is_right:
-                accused_by[speaker].add(found.peer)
-            said[found.peer, found.name].add(found.is_right, speaker, is_kin=host == speaker)
-            if not found.is_right and found.voucher and host[:VOUCHER_BYTES] == found.voucher and host != speaker:
-                guests[found.voucher][speaker].add(found.peer)
-    if not said:
+            testimonies[finding.peer, finding.name].add(finding.is_right, speaker, is_kin=host == speaker)
+            if finding.is_right:
+                continue
+            accused_by[speaker].add(finding.peer)
+            is_host_named = bool(finding.voucher) and host[:VOUCHER_BYTES] == finding.voucher
+            if is_host_named and host != speaker:
+                guests[finding.voucher][speaker].add(finding.peer)
+    if not testimonies:
         return {}
-    leaky = {host for host, by in guests.items() if sum(len(g) >= WRONG_GUESTS for g in by.values()) >= AGREEING}
-    n_holders, trust = _holders(spans), {}
+    leaky = set()
+    for host, accused_guests in guests.items():
+        n_accusers = sum(len(accused) >= WRONG_GUESTS for accused in accused_guests.values())
+        if n_accusers >= AGREEING:
+            leaky.add(host)
+    n_holders = _count_holders(spans)
+    trust = {}
     for span, name in zip(spans, names, strict=True):
         kind = (span.model, span.dtype, span.quantize)
-        is_alone = all(n_holders[(*kind, block)] < 2 for block in range(span.start, min(span.end, MAX_BLOCKS)))
+        blocks = range(span.start, min(span.end, MAX_BLOCKS))
+        is_alone = all(n_holders[(*kind, block)] < 2 for block in blocks)
         is_leaky = voucher_of(PeerId(span.peer))[:VOUCHER_BYTES] in leaky
-        about = said.get(name, Testimony())
-        trust[span.peer, span.slot] = Trust.DOUBTED if is_leaky else about.trust(is_alone, accused_by)
+        testimony = testimonies.get(name, Testimony())
+        trust[span.peer, span.slot] = Trust.DOUBTED if is_leaky else testimony.trust(is_alone, accused_by)
     return trust
 
 
@@ -148,14 +183,18 @@ class Testimony:
     kin: set[bool] = field(default_factory=set)
 
     def add(self, is_right: bool, speaker: bytes, is_kin: bool) -> None:
+        """Count what one voucher's guests say. Both words of one voucher count, each once."""
         if is_kin:
             self.kin.add(is_right)
+        elif is_right:
+            self.right.add(speaker)
         else:
-            (self.right if is_right else self.wrong).add(speaker)
+            self.wrong.add(speaker)
 
     def trust(self, is_alone: bool, accused_by: Mapping[bytes, set[str]]) -> Trust:
         """One word against a server is no proof: then it is as if nobody had looked."""
-        n_right, n_wrong = len(self.right), len(self.wrong)
+        n_right = len(self.right)
+        n_wrong = len(self.wrong)
         if not n_right and not n_wrong:
             is_known_right = self.kin == {True}
             return Trust.PROVEN if is_known_right or (is_alone and not self.kin) else Trust.UNKNOWN
@@ -165,25 +204,30 @@ class Testimony:
         return Trust.PROVEN if n_right >= n_wrong or n_right > weight else Trust.UNKNOWN
 
 
-def _holders(spans: Sequence[SpanRecord]) -> dict[tuple[str, str, str, int], int]:
+def _count_holders(spans: Sequence[SpanRecord]) -> dict[tuple[str, str, str, int], int]:
     """How many peers hold each block, of one model, dtype and format."""
     holders: dict[tuple[str, str, str, int], set[str]] = defaultdict(set)
     for span in spans:
         for block in range(span.start, min(span.end, MAX_BLOCKS)):
             holders[span.model, span.dtype, span.quantize, block].add(span.peer)
-    return {where: len(peers) for where, peers in holders.items()}
+    return {key: len(peers) for key, peers in holders.items()}
 
 
-def n_speakers(spans: Iterable[SpanRecord], peers: Iterable[PeerRecord]) -> dict[tuple[str, bytes], int]:
+def count_speakers(
+    spans: Iterable[SpanRecord],
+    peers: Iterable[PeerRecord],
+) -> dict[tuple[str, bytes], int]:
     """How many others say something of each server, by (peer, name)."""
-    n_said = {(span.peer, name_of(span)): 0 for span in spans}
+    n_speakers = {(span.peer, name_of(span)): 0 for span in spans}
     for record in peers:
-        for about in {(found.peer, found.name) for found in record.found if found.peer != record.peer}:
-            if about in n_said:
-                n_said[about] += 1
-    return n_said
+        findings = [finding for finding in record.found if finding.peer != record.peer]
+        servers = {(finding.peer, finding.name) for finding in findings}
+        for server in servers & n_speakers.keys():
+            n_speakers[server] += 1
+    return n_speakers
 
 
-def finding(span: SpanRecord, is_right: bool, voucher: bytes = b"") -> ProbeFinding:
+def make_finding(span: SpanRecord, is_right: bool, voucher: bytes = b"") -> ProbeFinding:
     """What is announced of a server."""
-    return ProbeFinding(PeerId(span.peer), name_of(span), is_right, b"" if is_right else voucher[:VOUCHER_BYTES])
+    named_voucher = b"" if is_right else voucher[:VOUCHER_BYTES]
+    return ProbeFinding(PeerId(span.peer), name_of(span), is_right, named_voucher)

@@ -81,58 +81,77 @@ class FaultHistory:
         return self.faults.get(kind, (0, 0.0))[1] * decay
 
     def score(self, now: float) -> float:
+        """What all faults together weigh by now."""
         return sum(self.weight(kind, now) for kind in self.faults)
 
 
-def note(seen: FaultHistory, kind: Fault, why: str, now: float, witness: str = "") -> Decision[bool]:
+def record_fault(
+    history: FaultHistory,
+    kind: Fault,
+    why: str,
+    now: float,
+    witness: str = "",
+) -> Decision[bool]:
     """Count one fault; tells whether the peer is banned from now on. Of a witness each kind counts once."""
+    # A witness is a member that says what a third one did. One that repeats itself adds nothing, and there is an end
+    # to how many are remembered, so that nobody fills memory or a history with words.
     if witness:
-        seen.witnesses = {w: at for w, at in seen.witnesses.items() if now - at < HALF_LIFE_S}
-        if f"{kind}/{witness}" in seen.witnesses or len(seen.witnesses) >= MAX_WITNESSES:
+        witnesses = {w: seen_at for w, seen_at in history.witnesses.items() if now - seen_at < HALF_LIFE_S}
+        history.witnesses = witnesses
+        if f"{kind}/{witness}" in witnesses or len(witnesses) >= MAX_WITNESSES:
             return Decision(False, f"{witness[-8:]} has said so before")
-        seen.witnesses[f"{kind}/{witness}"] = now
-    weights = {k: (count, seen.weight(k, now)) for k, (count, _) in seen.faults.items()}
+        witnesses[f"{kind}/{witness}"] = now
+    # All weights are brought to the present first: one time (``at``) stands for all of them, and they decay alike.
+    weights = {k: (count, history.weight(k, now)) for k, (count, _) in history.faults.items()}
     count, weight = weights.get(kind, (0, 0.0))
-    seen.faults, seen.at = {**weights, kind: (count + 1, weight + RULES[kind].weight)}, now
-    seen.why = f"{kind}: {why}"[:300]
-    counted = sum(w for k, (_, w) in seen.faults.items() if RULES[k].bans)
-    if counted <= BANNED_ABOVE or is_banned(seen, now):
-        return Decision(False, seen.why)
-    if now - seen.banned_until > BANS_FORGOTTEN_S:
-        seen.n_bans = 0
-    ban_s = min(LONGEST_BAN_S, RULES[kind].ban_s * 2**seen.n_bans)
-    seen.n_bans += 1
-    seen.banned_until = now + ban_s
-    seen.faults = {k: (count, 0.0 if RULES[k].bans else w) for k, (count, w) in seen.faults.items()}
-    return Decision(True, f"banned for {ban_s:.0f} s, for the {seen.n_bans}. time: {seen.why}")
+    weights[kind] = (count + 1, weight + RULES[kind].weight)
+    history.faults = weights
+    history.at = now
+    history.why = f"{kind}: {why}"[:300]
+    counted = sum(w for k, (_, w) in weights.items() if RULES[k].bans)
+    if counted <= BANNED_ABOVE or is_banned(history, now):
+        return Decision(False, history.why)
+    if now - history.banned_until > BANS_FORGOTTEN_S:
+        history.n_bans = 0
+    ban_s = min(LONGEST_BAN_S, RULES[kind].ban_s * 2**history.n_bans)
+    history.n_bans += 1
+    history.banned_until = now + ban_s
+    # What led to this ban is paid for by it: afterwards only new faults count towards the next, longer one.
+    for other_kind, (n, old_weight) in weights.items():
+        weights[other_kind] = (n, 0.0 if RULES[other_kind].bans else old_weight)
+    return Decision(True, f"banned for {ban_s:.0f} s, for the {history.n_bans}. time: {history.why}")
 
 
-def leave_out(seen: FaultHistory, now: float, for_s: float, longest_s: float, is_way_to_blame: bool = False) -> float:
+def leave_out(
+    history: FaultHistory, now: float, for_s: float, longest_s: float, is_way_to_blame: bool = False
+) -> float:
     """Do without a peer for a while, twice as long each time until it does something right; returns until when.
 
     ``is_way_to_blame``: a relay may be what is silent, so it is a last resort at once, unless it was left out before.
     """
-    grown_s = min(longest_s, for_s * 2**seen.strikes)
-    seen.last_resort_at = now if is_way_to_blame and not seen.strikes else now + SECOND_CHANCE_S
+    grown_s = min(longest_s, for_s * 2**history.strikes)
+    is_last_resort_now = is_way_to_blame and not history.strikes
+    history.last_resort_at = now if is_last_resort_now else now + SECOND_CHANCE_S
     if longest_s > for_s:  # else it is only asked again and again whether it is there
-        seen.strikes = min(seen.strikes + 1, 32)
-    seen.out_until = now + grown_s
-    return seen.out_until
+        history.strikes = min(history.strikes + 1, 32)
+    history.out_until = now + grown_s
+    return history.out_until
 
 
-def is_banned(seen: FaultHistory, now: float) -> bool:
-    return now < seen.banned_until
+def is_banned(history: FaultHistory, now: float) -> bool:
+    """Is a ban of this peer under way?"""
+    return now < history.banned_until
 
 
-def is_shunned(seen: FaultHistory, now: float) -> bool:
+def is_shunned(history: FaultHistory, now: float) -> bool:
     """Has this peer lost its standing by what it did?"""
-    return is_banned(seen, now) or seen.score(now) > LEFT_OUT_ABOVE
+    return is_banned(history, now) or history.score(now) > LEFT_OUT_ABOVE
 
 
-def is_allowed(seen: FaultHistory, now: float, is_last_resort: bool = False) -> bool:
+def is_allowed(history: FaultHistory, now: float, is_last_resort: bool = False) -> bool:
     """May this peer be used? As a last resort one is that is left out, soon after it was, but none that is banned."""
-    if is_banned(seen, now):
+    if is_banned(history, now):
         return False
     if is_last_resort:
-        return now >= min(seen.out_until, seen.last_resort_at)
-    return now >= seen.out_until and not is_shunned(seen, now)
+        return now >= min(history.out_until, history.last_resort_at)
+    return now >= history.out_until and not is_shunned(history, now)

@@ -18,7 +18,7 @@ from swarmd.errors import IntegrityError, RemoteProtocolError
 from swarmd.protocol.fields import Block, Count, Digest, Name, SessionKey, TensorMeta
 from swarmd.protocol.membership.identity import Identity, public_key_of_untrusted, verify
 from swarmd.protocol.untrusted import decode
-from swarmd.protocol.wire.messages import Op, cropped, is_reordered
+from swarmd.protocol.wire.messages import Op, count_cropped, is_reordered
 from swarmd.protocol.wire.tensors import CODECS, ITEM_BYTES, layout_untrusted, token_parts
 
 DIGEST_BYTES = 16  # whoever wants two values of one digest tries 2^64
@@ -74,10 +74,11 @@ def read_untrusted(body: bytes, signature: bytes) -> Receipt:
     return receipt
 
 
-def digest_before(entered: bytes | bytearray, left: bytes | bytearray, first: int) -> bytes:
+def digest_before(entered_digests: bytes | bytearray, left_digests: bytes | bytearray, first: int) -> bytes:
     """What a receipt that tells of tokens from ``first`` on says of those before it."""
     end = first * DIGEST_BYTES
-    return hashlib.blake2b(bytes(entered[:end]) + bytes(left[:end]), digest_size=DIGEST_BYTES).digest()
+    earlier = bytes(entered_digests[:end]) + bytes(left_digests[:end])
+    return hashlib.blake2b(earlier, digest_size=DIGEST_BYTES).digest()
 
 
 def digests_of(meta: TensorMeta, payload: memoryview | bytes) -> bytes:
@@ -90,15 +91,17 @@ def digests_of(meta: TensorMeta, payload: memoryview | bytes) -> bytes:
     kind = _kind_of(meta)
     if meta.t == 1:
         return hashlib.blake2b(payload, digest_size=DIGEST_BYTES, person=kind).digest()
-    whole, parts, found = memoryview(payload), token_parts(meta), bytearray()
+    view = memoryview(payload)
+    parts = token_parts(meta)
+    digests = bytearray()
     for token in range(meta.t):
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=kind)
-        for at, size in parts:
+        for part_start, size in parts:
             for row in range(meta.b):
-                begin = at + (row * meta.t + token) * size
-                digest.update(whole[begin : begin + size])
-        found += digest.digest()
-    return bytes(found)
+                begin = part_start + (row * meta.t + token) * size
+                digest.update(view[begin : begin + size])
+        digests += digest.digest()
+    return bytes(digests)
 
 
 def _kind_of(meta: TensorMeta) -> bytes:
@@ -114,6 +117,16 @@ class _Under:
     seq: int
     n_cropped: int
     n_tokens: int
+
+
+# Two rows of digests, one for each token in the cache. Ops are under way in between, so the second row lags behind:
+#
+#     entered   | d0 d1 d2 d3 d4 d5 d6 d7 |      d6, d7: of an op that has entered and not left (_under)
+#     left      | e0 e1 e2 e3 e4 e5 |
+#                          ^_first       ^end    a receipt tells of [_first, end), and of all before by one digest
+#
+# A crop takes digests off both rows, each when its op passes there, and moves ``_first`` back: tokens that are computed
+# anew are signed anew.
 
 
 @dataclass(slots=True)
@@ -141,8 +154,12 @@ class Trail:
 
     def inherit(self, n_tokens: int, seq: int) -> None:
         """The cache came from elsewhere: of its tokens nothing is known here."""
-        self.entered, self.left = (bytearray(UNSEEN * n_tokens) for _ in range(2))
-        self.seq, self._first, self._n_inherited, self.is_heir = seq, n_tokens, n_tokens, True
+        self.entered = bytearray(UNSEEN * n_tokens)
+        self.left = bytearray(UNSEEN * n_tokens)
+        self.seq = seq
+        self._first = n_tokens
+        self._n_inherited = n_tokens
+        self.is_heir = True
 
     def repeat(self) -> None:
         """Have the next receipt tell of all tokens: a connection ended, and with it perhaps one on its way."""
@@ -156,17 +173,20 @@ class Trail:
         """An op was accepted."""
         if self.is_at_end:
             return
-        is_other = op.tensor is not None and (op.tensor.b, op.tensor.d) != self.shape  # whoever computes it will say so
-        self.is_broken |= is_other or is_reordered(op.edits)
+        # an op of another shape is refused by the worker that computes it
+        is_other_shape = op.tensor is not None and (op.tensor.b, op.tensor.d) != self.shape
+        self.is_broken |= is_other_shape or is_reordered(op.edits)
         if self.is_broken:
             return
-        n_cropped = min(cropped(op.edits), self.n_entered)
-        self._drop(self.entered, n_cropped)
-        n_tokens = 0 if op.tensor is None else op.tensor.t
-        try:
-            self.entered += b"" if op.tensor is None else digests_of(op.tensor, payload)
-        except RemoteProtocolError:  # whoever computes it will say so
-            self.is_broken = True
+        n_cropped = min(count_cropped(op.edits), self.n_entered)
+        self._drop_last(self.entered, n_cropped)
+        n_tokens = 0
+        if op.tensor is not None:
+            n_tokens = op.tensor.t
+            try:
+                self.entered += digests_of(op.tensor, payload)
+            except RemoteProtocolError:  # the worker that computes it will say so
+                self.is_broken = True
         self._under.append(_Under(op.seq, n_cropped, n_tokens))
 
     def leave(self, seq: int, meta: TensorMeta | None, payload: memoryview | bytes) -> None:
@@ -174,32 +194,36 @@ class Trail:
         if self.is_broken or self.is_at_end or not self._under or self._under[0].seq != seq:
             return  # said again
         under = self._under.popleft()
-        self._drop(self.left, under.n_cropped)
+        self._drop_last(self.left, under.n_cropped)
         digests = b"" if meta is None else digests_of(meta, payload)
         self.left += UNSEEN * (under.n_tokens - len(digests) // DIGEST_BYTES) + digests
         self.n_computed += under.n_tokens
-        self.seq, self.n_ops = seq, self.n_ops + 1
+        self.seq = seq
+        self.n_ops += 1
 
     @property
     def n_entered(self) -> int:
+        """Tokens that entered and are in the cache, or will be."""
         return len(self.entered) // DIGEST_BYTES
 
     @property
     def n_left(self) -> int:
+        """Tokens that left and are in the cache."""
         return len(self.left) // DIGEST_BYTES
 
-    def cut(self, most: int = MAX_TOKENS) -> tuple[int, bytes, bytes, bytes]:
+    def cut(self, max_tokens: int = MAX_TOKENS) -> tuple[int, bytes, bytes, bytes]:
         """What a receipt says of the tokens since the last one: (first, entered, left, before)."""
-        first = max(self._first, self.n_left - most)
+        first = max(self._first, self.n_left - max_tokens)
         # what entered beyond has not left; what an op under way has cropped is no more
         end = min(self.n_left, self.n_entered - sum(under.n_tokens for under in self._under))
         end = max(first, end)
-        self._first, self.n_ops = end, 0
+        self._first = end
+        self.n_ops = 0
         window = slice(first * DIGEST_BYTES, end * DIGEST_BYTES)
-        before = digest_before(self.entered, self.left, first)
-        return first, bytes(self.entered[window]), bytes(self.left[window]), before
+        digest_of_earlier = digest_before(self.entered, self.left, first)
+        return first, bytes(self.entered[window]), bytes(self.left[window]), digest_of_earlier
 
-    def _drop(self, digests: bytearray, n_tokens: int) -> None:
+    def _drop_last(self, digests: bytearray, n_tokens: int) -> None:
         if n_tokens:
             del digests[-n_tokens * DIGEST_BYTES :]
             self._first = min(self._first, len(digests) // DIGEST_BYTES)

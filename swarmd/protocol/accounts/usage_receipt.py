@@ -15,7 +15,8 @@ from swarmd.protocol.fields import Block, Count, Name, SessionKey
 from swarmd.protocol.membership.identity import Identity, Signature, public_key_of_untrusted, verify
 from swarmd.protocol.untrusted import decode
 
-_GIVEN, _TAKEN = b"swarmd bill, given 1\0", b"swarmd bill, taken 1\0"
+_GIVEN = b"swarmd bill, given 1\0"
+_TAKEN = b"swarmd bill, taken 1\0"
 MAX_BODY_BYTES = 1_024  # of a bill: names, numbers
 Body = Annotated[bytes, msgspec.Meta(max_length=MAX_BODY_BYTES)]
 
@@ -46,18 +47,18 @@ class SignedUsageReceipt(msgspec.Struct, frozen=True, array_like=True):
     taken: Signature
 
 
-def offer(bill: UsageReceipt, giver: Identity) -> tuple[bytes, bytes]:
+def sign_offer(bill: UsageReceipt, giver: Identity) -> tuple[bytes, bytes]:
     """The body of a bill, and the signature of who computed."""
     body = msgspec.msgpack.encode(bill)
-    return body, given_by(giver, body)
+    return body, giver_signature_of(giver, body)
 
 
-def given_by(giver: Identity, body: bytes) -> bytes:
+def giver_signature_of(giver: Identity, body: bytes) -> bytes:
     """The giver's signature of a body, which is the same each time (ed25519 draws nothing)."""
     return giver.sign(_GIVEN, body)
 
 
-def accept(body: bytes, taker: Identity) -> bytes:
+def sign_acceptance(body: bytes, taker: Identity) -> bytes:
     """The signature of who had it computed."""
     return taker.sign(_TAKEN, body)
 
@@ -70,16 +71,16 @@ def read_body_untrusted(body: bytes) -> UsageReceipt:
     return bill
 
 
-def read_offer_untrusted(body: bytes, given: bytes) -> UsageReceipt:
+def read_offer_untrusted(body: bytes, giver_signature: bytes) -> UsageReceipt:
     """Check what a giver has signed. Raises IntegrityError."""
     bill = read_body_untrusted(body)
-    verify(public_key_of_untrusted(bill.giver), _GIVEN, body, given, f"a bill of {bill.giver}")
+    verify(public_key_of_untrusted(bill.giver), _GIVEN, body, giver_signature, f"a bill of {bill.giver}")
     return bill
 
 
-def verify_taken_untrusted(bill: UsageReceipt, body: bytes, taken: bytes) -> None:
+def verify_taken_untrusted(bill: UsageReceipt, body: bytes, taker_signature: bytes) -> None:
     """Check the taker's signature. Raises IntegrityError."""
-    verify(public_key_of_untrusted(bill.taker), _TAKEN, body, taken, f"a bill for {bill.taker}")
+    verify(public_key_of_untrusted(bill.taker), _TAKEN, body, taker_signature, f"a bill for {bill.taker}")
 
 
 def read_untrusted(signed: SignedUsageReceipt) -> UsageReceipt:

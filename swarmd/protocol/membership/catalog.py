@@ -87,7 +87,10 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def name_of(self, model: str) -> str | None:
         """The name of a model's hash."""
-        return next((name for name, (known, _) in self.models.items() if known == model), None)
+        for name, (listed_hash, _) in self.models.items():
+            if listed_hash == model:
+                return name
+        return None
 
     @property
     def names(self) -> frozenset[str]:
@@ -97,7 +100,7 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
     def names_of(self, hash_: str) -> list[str]:
         """All names of a model or an adapter, by its hash."""
         listed = {**self.adapters, **self.models}
-        return sorted(name for name, (known, _) in listed.items() if known == hash_)
+        return sorted(name for name, (listed_hash, _) in listed.items() if listed_hash == hash_)
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -109,22 +112,24 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
         return charter.founders_untrusted(first_key, self.charters)
 
 
-def with_what_was_lost(now_counts: Catalog, before: Catalog, now: float) -> Catalog | None:
-    """A catalog with what one before says of people and it does not; None where nothing is lost.
+def restore_lost_entries(current: Catalog, other: Catalog, now: float) -> Catalog | None:
+    """A catalog with what another one says of people and it does not; None where nothing is lost.
 
     Two founders who change the catalog at once each sign all of it; what the later one did not know comes back so.
     """
-    if before.charters != now_counts.charters:  # a founder may have been let go: what he said does not come back
+    if other.charters != current.charters:  # a founder may have been let go: what he said does not come back
         return None
-    revoked = tuple(dict.fromkeys((*now_counts.revoked, *before.revoked)))
-    invites = {k: t for k, t in before.invites.items() if t.ends_at > now} | now_counts.invites
-    admitted = {k: a for k, a in before.admitted.items() if a.ends_at > now} | now_counts.admitted
+    revoked = tuple(dict.fromkeys((*current.revoked, *other.revoked)))
+    invites = {key: terms for key, terms in other.invites.items() if terms.ends_at > now}
+    invites |= current.invites
+    admitted = {key: member for key, member in other.admitted.items() if member.ends_at > now}
+    admitted |= current.admitted
     fits = len(revoked) <= MAX_REVOKED and len(invites) <= MAX_INVITES and len(admitted) <= MAX_ADMITTED
-    merged = msgspec.structs.replace(now_counts, revoked=revoked, invites=invites, admitted=admitted)
-    return merged if fits and merged != now_counts else None
+    merged = msgspec.structs.replace(current, revoked=revoked, invites=invites, admitted=admitted)
+    return merged if fits and merged != current else None
 
 
-def with_invite(catalog: Catalog, key: bytes, terms: InviteTerms, now: float) -> Catalog:
+def add_invite(catalog: Catalog, key: bytes, terms: InviteTerms, now: float) -> Catalog:
     """A catalog with one more invite, and without those that have ended. Raises ConfigError where it is full."""
     listed = {k: t for k, t in catalog.invites.items() if t.ends_at > now}
     if len(listed) >= MAX_INVITES:
@@ -132,12 +137,22 @@ def with_invite(catalog: Catalog, key: bytes, terms: InviteTerms, now: float) ->
     return msgspec.structs.replace(catalog, invites={**listed, key: terms})
 
 
-def with_admitted(catalog: Catalog, arrivals: dict[bytes, AdmittedMember], now: float) -> Catalog:
+def add_admitted(catalog: Catalog, arrivals: dict[bytes, AdmittedMember], now: float) -> Catalog:
     """A catalog with more members, and without those whose time is over. Raises ConfigError where it is full."""
-    listed = {k: a for k, a in catalog.admitted.items() if a.ends_at > now} | arrivals
+    listed = {key: member for key, member in catalog.admitted.items() if member.ends_at > now}
+    listed |= arrivals
     if len(listed) > MAX_ADMITTED:
         raise ConfigError(f"a catalog lists {MAX_ADMITTED} members: more come by invites for any number (--uses 0)")
     return msgspec.structs.replace(catalog, admitted=listed)
+
+
+# A catalog in bytes is a founder's, or a delegate's with the founder's inside:
+#
+#     founder:   (body, signature)
+#     delegate:  (body, signature, signer, root_raw)      root_raw is a founder's catalog that names the signer
+#
+# Who keeps only the delegate's bytes can so check both. A delegate changes models, adapters and sources; all else is
+# taken from the founder's, whatever the delegate's body says. A thief of a delegate's key can add models, no more.
 
 
 class _SignedCatalog(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -148,6 +163,7 @@ class _SignedCatalog(msgspec.Struct, frozen=True, array_like=True, omit_defaults
 
 
 def sign_catalog(catalog: Catalog, founder: Identity) -> bytes:
+    """A catalog as its founder signs it."""
     body = msgspec.msgpack.encode(catalog)
     return msgspec.msgpack.encode((body, founder.sign(_DOMAIN, body)))
 
@@ -173,12 +189,19 @@ def read_catalog_untrusted(raw: bytes, founder_key: bytes) -> Catalog:
         raise IntegrityError("the catalog is signed by a key that the founder's catalog does not name as a delegate")
     verify(envelope.signer, _DOMAIN, envelope.body, envelope.signature, "the delegate's catalog")
     catalog = decode(envelope.body, Catalog, "a catalog", IntegrityError)
-    if (catalog.root, catalog.delegates, catalog.revoked) != (root.version, root.delegates, root.revoked):
+    follows_root = catalog.root == root.version
+    if not follows_root or (catalog.delegates, catalog.revoked) != (root.delegates, root.revoked):
         raise IntegrityError("a delegate may change models only")
     if catalog.version <= root.version:
         raise IntegrityError("a delegate may change models only in a version after the founder's")
-    own = {"models": catalog.models, "adapters": catalog.adapters, "sources": catalog.sources}
-    return msgspec.structs.replace(root, version=catalog.version, root=root.version, **own)
+    return msgspec.structs.replace(
+        root,
+        version=catalog.version,
+        root=root.version,
+        models=catalog.models,
+        adapters=catalog.adapters,
+        sources=catalog.sources,
+    )
 
 
 def _envelope_untrusted(raw: bytes, is_root: bool = False) -> _SignedCatalog:
@@ -186,13 +209,16 @@ def _envelope_untrusted(raw: bytes, is_root: bool = False) -> _SignedCatalog:
     if len(raw) > MAX_CATALOG_BYTES:
         raise IntegrityError(f"a catalog of {len(raw)} B; the limit is {MAX_CATALOG_BYTES}")
     envelope = decode(raw, _SignedCatalog, "a catalog", IntegrityError)
-    whole = (envelope.body, envelope.signature) if is_root or not envelope.root_raw else envelope
-    if msgspec.msgpack.encode(whole) != raw:
+    expected = (envelope.body, envelope.signature) if is_root or not envelope.root_raw else envelope
+    if msgspec.msgpack.encode(expected) != raw:
         raise IntegrityError("a catalog with more around it than its signatures")
     return envelope
 
 
 def _read_root(envelope: _SignedCatalog, founder_key: bytes) -> Catalog:
+    """A catalog that any founder by now has signed. Raises IntegrityError."""
+    # The body says by which charters it counts, before anybody has signed it. That is safe: charters prove themselves
+    # from the first founder's key on, so a forged body can only name founders that there are, or were.
     catalog = decode(envelope.body, Catalog, "a catalog", IntegrityError)
     for key in catalog.founders(founder_key).charter.keys:
         with contextlib.suppress(IntegrityError):

@@ -22,9 +22,18 @@ from swarmd.values import count
 
 _DOMAIN = b"swarmd charter 1\0"
 _KEY_DOMAIN = b"swarmd founder 1\0"
-_PREFIX, _KEY_PREFIX, _VERSION = "charter", "founder", "1"
+_PREFIX = "charter"
+_KEY_PREFIX = "founder"
+_VERSION = "1"
 MAX_FOUNDERS = 16  # people who can talk with each other; each certificate is tried with each key
 MAX_CHARTERS = 64  # one a year outlives everybody
+
+
+#     key in the invite <--before-- charter 1 <--before-- charter 2 ...
+#     (the first founder)   signed by that key   signed by ``needed`` of charter 1's keys
+#
+# Invariant: a peer that knows the first key can follow the chain without asking anybody. Two chains that are both valid
+# differ only where ``needed`` founders have signed both.
 
 
 class Charter(msgspec.Struct, frozen=True, array_like=True):
@@ -49,6 +58,7 @@ class Charter(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def digest(self) -> bytes:
+        """What the next charter names as the one before it."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
 
@@ -60,23 +70,29 @@ class SignedCharter(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def charter(self) -> Charter:
+        """What is signed, decoded. Raises IntegrityError."""
         return decode(self.body, Charter, "a charter", IntegrityError)
 
 
-def follower(now: Charter, keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...]) -> SignedCharter:
+def draft_charter(
+    current: Charter,
+    keys: tuple[bytes, ...],
+    needed: int,
+    honoured: tuple[bytes, ...],
+) -> SignedCharter:
     """Draft what could follow a charter. Raises ConfigError for one that could not be changed again."""
     if not 1 <= len(keys) <= MAX_FOUNDERS or len(set(keys)) < len(keys):
         raise ConfigError(f"a swarm has 1 to {MAX_FOUNDERS} founders, each once, not {len(keys)}")
     if not 1 <= needed <= len(keys):
         raise ConfigError(f"{count(len(keys), 'founder')} cannot be asked for {count(needed, 'signature')}")
-    return SignedCharter(msgspec.msgpack.encode(Charter(keys, needed, honoured, now.digest)))
+    return SignedCharter(msgspec.msgpack.encode(Charter(keys, needed, honoured, current.digest)))
 
 
 def sign(draft: SignedCharter, founder: Identity) -> SignedCharter:
     """Add a founder's signature; each counts once."""
-    others = tuple(entry for entry in draft.signatures if entry[0] != founder.public_key)
+    other_signatures = tuple(entry for entry in draft.signatures if entry[0] != founder.public_key)
     signature = founder.sign(_DOMAIN, draft.body)
-    return SignedCharter(draft.body, (*others, (founder.public_key, signature)))
+    return SignedCharter(draft.body, (*other_signatures, (founder.public_key, signature)))
 
 
 def encode(draft: SignedCharter) -> str:
@@ -109,20 +125,23 @@ def decode_key_untrusted(text: str) -> bytes:
     return key
 
 
-def missing(draft: SignedCharter, now: Charter) -> int:
+def count_missing_signatures(draft: SignedCharter, current: Charter) -> int:
     """How many founders have still to sign a draft. Raises IntegrityError when it follows another charter."""
-    new = draft.charter
-    if new.before != now.digest:
+    charter = draft.charter
+    if charter.before != current.digest:
         raise IntegrityError("the draft follows another charter than the one that counts here")
-    if len(set(new.keys)) < len(new.keys) or new.needed > len(new.keys):
-        raise IntegrityError(f"a charter of {len(set(new.keys))} founders that asks for {new.needed} signatures")
+    n_founders = len(set(charter.keys))
+    if n_founders < len(charter.keys) or charter.needed > len(charter.keys):
+        raise IntegrityError(
+            f"a charter of {len(set(charter.keys))} founders that asks for {charter.needed} signatures"
+        )
     signers = set()
     for key, signature in draft.signatures:
-        if key not in now.keys:
+        if key not in current.keys:
             raise IntegrityError("a charter is signed by a key that is none of the founders'")
         verify(key, _DOMAIN, draft.body, signature, "a charter")
         signers.add(key)
-    return max(0, now.needed - len(signers))
+    return max(0, current.needed - len(signers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +159,9 @@ def founders_untrusted(founder_key: bytes, charters: tuple[bytes, ...] = ()) -> 
     ever = charter.keys
     for raw in charters:
         signed = decode(raw, SignedCharter, "a charter", IntegrityError)
-        if left := missing(signed, charter):
-            raise IntegrityError(f"a charter lacks {left} of {charter.needed} founders' signatures")
+        n_missing = count_missing_signatures(signed, charter)
+        if n_missing:
+            raise IntegrityError(f"a charter lacks {n_missing} of {charter.needed} founders' signatures")
         charter = signed.charter
         ever = tuple(dict.fromkeys((*charter.keys, *ever)))
     return Founders(charter, ever)

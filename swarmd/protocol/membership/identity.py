@@ -24,7 +24,11 @@ from swarmd.values import PeerId
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")  # identity multihash, 36 bytes; protobuf: type ed25519, 32 bytes
 _LINK_DOMAIN = b"swarmd certificate link 1\0"
 NO_END = 2**53  # of what does not expire: the largest number that JSON keeps
-_MAY_SIGN = {"founder": ("invite", "member"), "invite": ("member", "client"), "member": ("client",)}
+_MAY_SIGN = {
+    "founder": ("invite", "member"),
+    "invite": ("member", "client"),
+    "member": ("client",),
+}
 
 PublicKey = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
@@ -38,24 +42,29 @@ class Identity:
 
     @classmethod
     def generate(cls) -> Identity:
+        """A new key, from the system's random numbers."""
         return cls(Ed25519PrivateKey.generate().private_bytes_raw())
 
     @property
     def public_key(self) -> bytes:
-        return self._key().public_key().public_bytes_raw()
+        """The 32 bytes by which others know it."""
+        return self._private_key().public_key().public_bytes_raw()
 
     @property
     def peer_id(self) -> PeerId:
+        """The same as libp2p writes it."""
         return peer_id_of(self.public_key)
 
     def sign(self, domain: bytes, body: bytes) -> bytes:
-        return self._key().sign(domain + body)
+        """Sign ``body``; with a domain of its own a signature for one purpose is none for another."""
+        return self._private_key().sign(domain + body)
 
-    def _key(self) -> Ed25519PrivateKey:
+    def _private_key(self) -> Ed25519PrivateKey:
         return Ed25519PrivateKey.from_private_bytes(self.seed)
 
 
 def peer_id_of(public_key: bytes) -> PeerId:
+    """The peer id of an ed25519 key."""
     return PeerId(base58.b58encode(_PEER_ID_PREFIX + public_key).decode())
 
 
@@ -70,12 +79,18 @@ def public_key_of_untrusted(peer: str) -> bytes:
     return raw[len(_PEER_ID_PREFIX) :]
 
 
-def verify(public_key: bytes, domain: bytes, body: bytes, signature: bytes, what: str) -> None:
+def verify(
+    public_key: bytes,
+    domain: bytes,
+    body: bytes,
+    signature: bytes,
+    subject: str,
+) -> None:
     """Check one signature. Raises IntegrityError."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, domain + body)
     except (InvalidSignature, ValueError):
-        raise IntegrityError(f"the signature of {what} does not match its key") from None
+        raise IntegrityError(f"the signature of {subject} does not match its key") from None
 
 
 class CertificateLink(msgspec.Struct, frozen=True, array_like=True):
@@ -87,6 +102,7 @@ class CertificateLink(msgspec.Struct, frozen=True, array_like=True):
     signature: Signature
 
     def body(self) -> bytes:
+        """What its signature covers."""
         return msgspec.msgpack.encode((self.key, self.role, self.expires_at))
 
 
@@ -118,7 +134,10 @@ class Membership:
     @property
     def member(self) -> bytes:
         """The key of the machine that is the member: this one's, or of a client's; b"" of an invite's own clients."""
-        return next((k for k, role in zip(self.keys[1:], self.roles, strict=True) if role == "member"), b"")
+        for key, role in zip(self.keys[1:], self.roles, strict=True):
+            if role == "member":
+                return key
+        return b""
 
     @property
     def vouchers(self) -> tuple[bytes, ...]:
@@ -127,11 +146,15 @@ class Membership:
 
 
 def read_links_untrusted(certificate: tuple[bytes, ...]) -> list[CertificateLink]:
+    """The links of a certificate, none of them verified. Raises IntegrityError."""
     return [decode(raw, CertificateLink, "a certificate", IntegrityError) for raw in certificate]
 
 
 def verify_certificate_untrusted(
-    certificate: tuple[bytes, ...], issuers: bytes | tuple[bytes, ...], peer: str, now: float
+    certificate: tuple[bytes, ...],
+    issuers: bytes | tuple[bytes, ...],
+    peer: str,
+    now: float,
 ) -> Membership:
     """Follow a certificate from a founder's key (one of ``issuers``) to ``peer``, as it counts by itself.
 
@@ -144,7 +167,11 @@ def verify_certificate_untrusted(
     return membership
 
 
-def follow_untrusted(certificate: tuple[bytes, ...], issuers: bytes | tuple[bytes, ...], peer: str) -> Membership:
+def follow_untrusted(
+    certificate: tuple[bytes, ...],
+    issuers: bytes | tuple[bytes, ...],
+    peer: str,
+) -> Membership:
     """Check every signature and role of a certificate, and whose it is; not when it ends. Raises IntegrityError.
 
     An empty certificate is a founder's own.
@@ -157,21 +184,37 @@ def follow_untrusted(certificate: tuple[bytes, ...], issuers: bytes | tuple[byte
 
 @functools.lru_cache(maxsize=4_096)  # every record of a peer carries the same certificate
 def _follow_untrusted(certificate: tuple[bytes, ...], issuers: tuple[bytes, ...]) -> Membership:
+    # Each link is signed by the key of the one before it, and the first by a founder:
+    #
+    #     founder --+--> invite --+--> member -----> client
+    #               |             +----------------> client
+    #               +----------------> member -----> client
+    #
+    # A key may certify only the roles that follow its own, so a client cannot let anybody in, and a member no member.
     links = read_links_untrusted(certificate)
-    signer, role, keys = _issuer(links, issuers), "founder", list[bytes]()
-    keys.append(signer)
+    signer = _find_issuer(links, issuers)
+    role = "founder"
+    keys = [signer]
     for link in links:
         if link.role not in _MAY_SIGN.get(role, ()):
             raise IntegrityError(f"a key with the role {role!r} cannot certify a {link.role!r}")
         verify(signer, _LINK_DOMAIN, link.body(), link.signature, f"the {link.role} link of a certificate")
-        signer, role = link.key, link.role
+        signer = link.key
+        role = link.role
         keys.append(link.key)
     ends = tuple(link.expires_at for link in links)
     roles = tuple(link.role for link in links)
-    return Membership(peer_id_of(signer), role, tuple(keys), min(ends, default=NO_END), roles, ends)
+    return Membership(
+        peer=peer_id_of(signer),
+        role=role,
+        keys=tuple(keys),
+        expires_at=min(ends, default=NO_END),
+        roles=roles,
+        ends=ends,
+    )
 
 
-def _issuer(links: list[CertificateLink], issuers: tuple[bytes, ...]) -> bytes:
+def _find_issuer(links: list[CertificateLink], issuers: tuple[bytes, ...]) -> bytes:
     """Which founder signed the first link; the first of them where only one can have."""
     for key in issuers[1:] if links else ():
         with contextlib.suppress(IntegrityError):

@@ -1,4 +1,4 @@
-"""Invites: one line of text (protocol.membership.lines) that lets whoever holds it join a private swarm."""
+"""Invites: one line of text (protocol.membership.lines) that lets its holder join a private swarm."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from swarmd.protocol.membership.identity import (
 _PREFIX = "swarmd"
 _VERSION = "1"
 Seed = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Address = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class SwarmKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -36,6 +37,7 @@ class SwarmKeys(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def swarm_id(self) -> str:
+        """What stands for the swarm in names of files and of keys in the index."""
         return hashlib.sha256(b"swarmd swarm\0" + self.founder_key).hexdigest()[:32]
 
 
@@ -43,16 +45,18 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
     """A swarm's keys, addresses of members, and a key that the founder certified to let others in."""
 
     swarm: SwarmKeys
-    addresses: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=16)]
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=16)]
     seed: Seed
     certificate: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=4)]
 
     @property
     def identity(self) -> Identity:
+        """The invite's own key."""
         return Identity(self.seed)
 
     @property
     def expires_at(self) -> int:
+        """When it ends, in unix seconds; a founder's own does not."""
         return min((link.expires_at for link in read_links_untrusted(self.certificate)), default=2**53)
 
     def admit(self, key: bytes, role: str, expires_at: int) -> tuple[bytes, ...]:
@@ -63,12 +67,20 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
         return (*self.certificate, certify(self.identity, key, role, expires_at))
 
 
-def create(swarm: SwarmKeys, founder: Identity, addresses: tuple[str, ...], expires_at: int) -> Invite:
+def create(
+    swarm: SwarmKeys,
+    founder: Identity,
+    addresses: tuple[str, ...],
+    expires_at: int,
+) -> Invite:
+    """Make a key that the founder certifies to let others in, with addresses to begin at."""
     key = Identity.generate()
-    return Invite(swarm, addresses, key.seed, (certify(founder, key.public_key, "invite", expires_at),))
+    link = certify(founder, key.public_key, "invite", expires_at)
+    return Invite(swarm, addresses, key.seed, (link,))
 
 
 def encode(invite: Invite) -> str:
+    """An invite as the line that people copy."""
     return lines.encode(_PREFIX + _VERSION, msgspec.msgpack.encode(invite))
 
 
@@ -82,11 +94,11 @@ def decode_untrusted(text: str, now: float) -> Invite:
     except (msgspec.DecodeError, IntegrityError) as error:
         raise ConfigError(f"the invite's certificate is not valid: {error}") from None
     if invite.expires_at <= now:
-        raise ConfigError(f"the invite expired {_age(now - invite.expires_at)} ago: ask for a new one")
+        raise ConfigError(f"the invite expired {_format_age(now - invite.expires_at)} ago: ask for a new one")
     return invite
 
 
-def _age(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

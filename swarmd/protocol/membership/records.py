@@ -31,7 +31,9 @@ MAX_FUTURE_S = 86_400  # no clock is a day ahead: a record from then is nobody's
 _DOMAIN = b"swarmd record 1\0"
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 Blocks = Annotated[int, msgspec.Meta(ge=1, le=1_024)]
-BatchRates = Annotated[dict[Annotated[int, msgspec.Meta(ge=1, le=4096)], Rate], msgspec.Meta(max_length=8)]
+BatchSize = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+BatchRates = Annotated[dict[BatchSize, Rate], msgspec.Meta(max_length=8)]
+GroupRanges = Annotated[tuple[tuple[Block, Block], ...], msgspec.Meta(max_length=8)]
 
 
 FIRST_NEEDS = ("adapter", "codec", "crop", "exact", "padding", "record_past", "reorder", "replay", "tuned")
@@ -85,9 +87,7 @@ class PeerRecord(Record, tag="peer", frozen=True):
     reach: Name = ""
     relays: bool = False
     found: Annotated[tuple[ProbeFinding, ...], msgspec.Meta(max_length=32)] = ()
-    holds: Annotated[
-        dict[Name, Annotated[tuple[tuple[Block, Block], ...], msgspec.Meta(max_length=8)]], msgspec.Meta(max_length=32)
-    ] = {}
+    holds: Annotated[dict[Name, GroupRanges], msgspec.Meta(max_length=32)] = {}
 
 
 class SpanRecord(Record, tag="span", frozen=True):
@@ -155,6 +155,8 @@ AnyRecord = PeerRecord | SpanRecord | RunRecord
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """A record, encoded, and its author's signature over those bytes."""
+
     body: Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
     signature: Signature
 
@@ -183,28 +185,42 @@ class VerifiedRecord:
 
     @property
     def key(self) -> str:
+        """Under which key it is kept; a newer record of the same key replaces it."""
         return key_of(self.record)
 
 
 def key_of(record: AnyRecord) -> str:
+    """Peer, kind, and what of that kind: a model and a worker's slot, or a run."""
     if isinstance(record, RunRecord):
-        return _key(record.peer, "run", run=record.run)
+        return _join_key(record.peer, "run", run=record.run)
     if isinstance(record, SpanRecord):
-        return _key(record.peer, "span", model=record.model, slot=record.slot)
-    return _key(record.peer, "peer")
+        return _join_key(record.peer, "span", model=record.model, slot=record.slot)
+    return _join_key(record.peer, "peer")
 
 
-def _key(peer: str, kind: str, model: str = "", run: str = "", slot: int = 0) -> str:
-    where = {"span": f"span/{model}" + (f"/{slot}" if slot else ""), "run": f"run/{run}"}.get(kind, "peer")
-    return f"{peer}/{where}"
+def _join_key(
+    peer: str,
+    kind: str,
+    model: str = "",
+    run: str = "",
+    slot: int = 0,
+) -> str:
+    if kind == "span":
+        place = f"span/{model}/{slot}" if slot else f"span/{model}"
+    elif kind == "run":
+        place = f"run/{run}"
+    else:
+        place = "peer"
+    return f"{peer}/{place}"
 
 
-def ends_at(now: int, until: int) -> int:
+def expiry_of(now: int, until: int) -> int:
     """When a record of one's own that is issued now ends: with one's membership at the latest."""
     return max(now + 1, min(now + RECORD_LIFETIME_S, until))
 
 
 def sign(record: AnyRecord, identity: Identity) -> bytes:
+    """A record in its signed envelope, as it is passed on."""
     body = msgspec.msgpack.encode(record)
     return msgspec.msgpack.encode(Envelope(body, identity.sign(_DOMAIN, body)))
 
@@ -222,12 +238,14 @@ class Claim(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        return _key(self.peer, self.kind, self.model, self.run, self.slot)
+        """As that of the record, once it is verified."""
+        return _join_key(self.peer, self.kind, self.model, self.run, self.slot)
 
 
 def read_claim(raw: bytes) -> Claim:
     """What an unchecked record says of where it belongs, for a cheap refusal. Raises IntegrityError."""
-    return decode(decode(raw, Envelope, "a record", IntegrityError).body, Claim, "a record", IntegrityError)
+    envelope = decode(raw, Envelope, "a record", IntegrityError)
+    return decode(envelope.body, Claim, "a record", IntegrityError)
 
 
 def read_untrusted(raw: bytes, issuers: bytes | tuple[bytes, ...], now: float) -> VerifiedRecord:
@@ -236,6 +254,9 @@ def read_untrusted(raw: bytes, issuers: bytes | tuple[bytes, ...], now: float) -
     Raises IntegrityError for forged or malformed bytes, which cost their sender standing, and Refused for an honest
     record that does not count (expired, skewed, of a later version), which costs nobody anything.
     """
+    # What is wrong falls into two kinds. IntegrityError: no honest peer would pass this on, for it verifies records
+    # itself. Refused: an honest peer may, as its clock or its version differs from this one's. So the signature comes
+    # first, and only then whether this version can read all of it.
     envelope = decode(raw, Envelope, "a record", IntegrityError)
     author = decode(envelope.body, _Author, "a record", IntegrityError).peer
     verify(public_key_of_untrusted(author), _DOMAIN, envelope.body, envelope.signature, f"the record of {author}")
@@ -243,12 +264,11 @@ def read_untrusted(raw: bytes, issuers: bytes | tuple[bytes, ...], now: float) -
         record: AnyRecord = decode(envelope.body, AnyRecord, "a record", IntegrityError)  # type: ignore[arg-type]
     except IntegrityError as error:  # its author's own words, perhaps of a later version: who passes them on is honest
         raise Refused(Code.UNSUPPORTED, f"{author} announces what this version cannot read: {error}") from None
-    if record.expires_at - record.issued_at > MAX_LIFETIME_S:
-        raise IntegrityError(
-            f"a record may live {MAX_LIFETIME_S} s, this one wants {record.expires_at - record.issued_at}"
-        )
-    if record.expires_at <= record.issued_at:
-        raise IntegrityError(f"a record that ends {record.issued_at - record.expires_at} s before it begins")
+    lifetime_s = record.expires_at - record.issued_at
+    if lifetime_s > MAX_LIFETIME_S:
+        raise IntegrityError(f"a record may live {MAX_LIFETIME_S} s, this one wants {lifetime_s}")
+    if lifetime_s <= 0:
+        raise IntegrityError(f"a record that ends {-lifetime_s} s before it begins")
     if record.issued_at > now + MAX_FUTURE_S:
         raise IntegrityError(f"a record that is issued {record.issued_at - now:.0f} s from now")
     if isinstance(record, SpanRecord) and record.start >= record.end:

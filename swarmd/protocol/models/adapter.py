@@ -52,7 +52,8 @@ NO_RESULT = frozenset(
 """Settings of PEFT that say how an adapter came to be, or which matrices it has: the matrices themselves say that."""
 HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Of ``init_lora_weights``: training began beside the base's own weights, not from other ones."""
-A_MATRIX, B_MATRIX = ".lora_A.weight", ".lora_B.weight"
+A_MATRIX = ".lora_A.weight"
+B_MATRIX = ".lora_B.weight"
 OF_MLX = ("adapters.safetensors", "adapters.npz")
 Rank = Annotated[int, msgspec.Meta(ge=1, le=4_096)]
 Alpha = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -70,15 +71,16 @@ class LoraConfig(msgspec.Struct, frozen=True):
     def scale(self, module: str) -> float:
         """The factor of one module's update."""
         rank = self.rank(module)
-        alpha = _of_pattern(self.alpha_pattern, module, self.lora_alpha)
+        alpha = _match_pattern(self.alpha_pattern, module, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def rank(self, module: str) -> int:
         """How many rows A has, and columns B."""
-        return int(_of_pattern(self.rank_pattern, module, self.r))
+        return int(_match_pattern(self.rank_pattern, module, self.r))
 
 
 def is_adapter(folder: Path) -> bool:
+    """Does a folder hold an adapter as PEFT saves it?"""
     return (folder / CONFIG_FILE).is_file()
 
 
@@ -97,17 +99,17 @@ def read_folder(folder: Path, base: ModelId) -> Manifest:
     _check_names(folder / WEIGHTS_FILE, {tensor.name for tensor in tensors})
     config = {"adapter": msgspec.to_builtins(lora), "base": base, "model_type": ADAPTER, "num_hidden_layers": 0}
     ordered = tuple(sorted(tensors, key=lambda t: t.name))
-    return Manifest(manifests.VERSION, 0, manifests.canonical(config), (), ordered)
+    return Manifest(manifests.VERSION, 0, manifests.canonical_json(config), (), ordered)
 
 
 def _check_format(folder: Path, settings: Any) -> None:
     """Refuse an adapter of another program than PEFT. Raises ConfigError."""
-    found = [name for name in OF_MLX if (folder / name).is_file()]
-    if (isinstance(settings, dict) and "lora_parameters" in settings) or (
-        found and not (folder / WEIGHTS_FILE).is_file()
-    ):
+    mlx_files = [name for name in OF_MLX if (folder / name).is_file()]
+    has_mlx_settings = isinstance(settings, dict) and "lora_parameters" in settings
+    has_mlx_weights_only = bool(mlx_files) and not (folder / WEIGHTS_FILE).is_file()
+    if has_mlx_settings or has_mlx_weights_only:
         raise ConfigError(
-            f"{folder} holds an adapter of MLX ({', '.join(found) or 'lora_parameters'}), and swarmd reads PEFT's "
+            f"{folder} holds an adapter of MLX ({', '.join(mlx_files) or 'lora_parameters'}), and swarmd reads PEFT's "
             f"({CONFIG_FILE} and {WEIGHTS_FILE}): fuse it into its model (mlx_lm.fuse) and add that, or convert it"
         )
 
@@ -121,9 +123,10 @@ def _check_names(path: Path, names: set[str]) -> None:
             raise ConfigError(
                 f"{path}: {name} is no matrix of LoRA as PEFT names it ({PREFIX}MODULE{A_MATRIX}): unsupported adapter"
             )
-        other = name.replace(A_MATRIX, B_MATRIX) if name.endswith(A_MATRIX) else name.replace(B_MATRIX, A_MATRIX)
-        if other not in names:
-            raise ConfigError(f"{path} holds {name} and lacks its other half, {other}")
+        is_a = name.endswith(A_MATRIX)
+        counterpart = name.replace(A_MATRIX, B_MATRIX) if is_a else name.replace(B_MATRIX, A_MATRIX)
+        if counterpart not in names:
+            raise ConfigError(f"{path} holds {name} and lacks its other half, {counterpart}")
 
 
 def read_settings(settings: Any) -> LoraConfig:
@@ -143,11 +146,13 @@ def read_settings(settings: Any) -> LoraConfig:
     if used:
         raise IntegrityError(f"the adapter uses {', '.join(used)}, which is not supported")
     try:
-        known = {k: v for k, v in settings.items() if k in LoraConfig.__struct_fields__ and v is not None}
-        config = msgspec.convert(known, LoraConfig)
+        non_empty = {key: value for key, value in settings.items() if value is not None}
+        known_settings = {key: value for key, value in non_empty.items() if key in LoraConfig.__struct_fields__}
+        config = msgspec.convert(known_settings, LoraConfig)
     except msgspec.ValidationError as error:
         raise IntegrityError(f"the adapter's configuration is wrong: {error}") from None
-    patterns = [k for k in (*config.rank_pattern, *config.alpha_pattern) if not re.fullmatch(r"[\w.]+", k)]
+    keys = (*config.rank_pattern, *config.alpha_pattern)
+    patterns = [key for key in keys if not re.fullmatch(r"[\w.]+", key)]
     if patterns:  # expressions from elsewhere are not run
         raise IntegrityError(
             f"the adapter's pattern {patterns[0]!r} is no plain name of a module, which is not supported"
@@ -175,7 +180,7 @@ def name_of_module(tensor: str) -> str:
     return tensor.removeprefix(PREFIX).removesuffix(A_MATRIX).removesuffix(B_MATRIX)
 
 
-def _of_pattern(pattern: dict[str, Any], module: str, default: float) -> float:
+def _match_pattern(pattern: dict[str, Any], module: str, default: float) -> float:
     """PEFT's rule: the first key that ends the module's name counts."""
     for key, value in pattern.items():
         if module == key or module.endswith(f".{key}"):

@@ -2,7 +2,7 @@
 
 transformers looks into a configuration for more than sizes: an attention implementation ``ORG/NAME`` is code of the
 hub, ``auto_map`` is code beside the weights, a quantisation is another package, ``_name_or_path`` a place. So it never
-sees one as it came: ``plain`` rebuilds it from numbers, flags and single words.
+sees one as it came: ``rebuild_plain`` rebuilds it from numbers, flags and single words.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check(config: Any) -> dict[str, Any]:
         if config.get("num_hidden_layers") != 0:
             raise IntegrityError("the state of a run has no blocks")
         return config
-    _look_into(config, depth=0, room=[MAX_VALUES])
+    _check_value(config, depth=0, room=[MAX_VALUES])
     count_blocks(config)
     return config
 
@@ -75,39 +75,44 @@ def count_blocks(config: Mapping[str, Any]) -> int:
         if section.get(key) and _is_whole(section[key], LIMITS[key]):
             return int(section[key])
     for key in KINDS_OF_BLOCKS:
-        if isinstance(section.get(key), list) and 0 < len(section[key]) <= LIMITS["num_layers"]:
-            return len(section[key])
+        kinds = section.get(key)
+        if isinstance(kinds, list) and 0 < len(kinds) <= LIMITS["num_layers"]:
+            return len(kinds)
     raise IntegrityError("the config names no number of layers (num_hidden_layers, from 1 to 1,024)")
 
 
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def rebuild_plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Rebuild a configuration of what is neither code nor a place: numbers, flags, words, lists and sections of them.
 
     What is left out changes no model: names of places and of ways to compute, remarks, and what has an odd name.
     """
-    return {key: _rebuilt(value) for key, value in config.items() if _is_plain_name(key) and _is_plain(value)}
+    kept = [(key, value) for key, value in config.items() if _is_plain_name(key) and _is_plain(value)]
+    return {key: _rebuild_value(value) for key, value in kept}
 
 
-def _look_into(value: Any, depth: int, room: list[int]) -> None:
+def _check_value(value: Any, depth: int, room: list[int]) -> None:
     """Refuse what brings code, needs a package, is too large, too deep or too much, at whatever depth."""
     room[0] -= 1
     if depth > MAX_DEPTH or room[0] < 0:
         raise IntegrityError(f"a configuration of more than {MAX_DEPTH} levels or {MAX_VALUES} values")
     if isinstance(value, dict):
-        if code := next((key for key in CODE if value.get(key)), None):
+        code = next((key for key in CODE if value.get(key)), None)
+        if code:
             raise IntegrityError(f"the model brings code of its own ({code}), which swarmd never runs")
-        if package := next((key for key in PACKAGES if value.get(key)), None):
+        package = next((key for key in PACKAGES if value.get(key)), None)
+        if package:
             raise IntegrityError(f"the weights are quantised already ({package}): swarmd takes plain ones")
         for key, limit in LIMITS.items():
             number = value.get(key)
             numbers = number if isinstance(number, list) else [number]
-            if len(numbers) > LIMITS["num_layers"] or not all(n is None or _is_whole(n, limit) for n in numbers):
+            are_whole = all(n is None or _is_whole(n, limit) for n in numbers)
+            if len(numbers) > LIMITS["num_layers"] or not are_whole:
                 raise IntegrityError(f"{key} is {str(value[key])[:40]}, expected a whole number up to {limit}")
         for below in value.values():
-            _look_into(below, depth + 1, room)
+            _check_value(below, depth + 1, room)
     elif isinstance(value, list):
         for below in value:
-            _look_into(below, depth + 1, room)
+            _check_value(below, depth + 1, room)
 
 
 def _is_whole(value: Any, limit: int) -> bool:
@@ -127,7 +132,12 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, int | float | dict)
 
 
-def _rebuilt(value: Any) -> Any:
-    if isinstance(value, dict):
-        return plain(value) if len(value) != 1 else FLOATS.get(json.dumps(value), plain(value))
-    return [_rebuilt(v) for v in value] if isinstance(value, list) else value
+def _rebuild_value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rebuild_value(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    plain = rebuild_plain(value)
+    if len(value) != 1:
+        return plain
+    return FLOATS.get(json.dumps(value), plain)

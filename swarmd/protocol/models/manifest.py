@@ -58,9 +58,11 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def n_bytes(self) -> int:
+        """Its size. Raises KeyError for an unknown dtype."""
         return shards.tensor_bytes(self.dtype, self.shape)
 
     def chunk_bytes(self, chunk: int) -> int:
+        """The size of one chunk: all but the last are of CHUNK_BYTES."""
         return min(CHUNK_BYTES, self.n_bytes - chunk * CHUNK_BYTES)
 
     def is_chunk(self, chunk: int, data: bytes | memoryview) -> bool:
@@ -84,10 +86,12 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def encode(manifest: Manifest) -> bytes:
+    """The canonical encoding, whose hash is the model's identity."""
     return msgspec.msgpack.Encoder(order="deterministic").encode(manifest)
 
 
 def model_id(manifest: Manifest) -> ModelId:
+    """The model's identity: the same wherever the same bytes are."""
     return ModelId(hashlib.sha256(encode(manifest)).hexdigest())
 
 
@@ -99,7 +103,8 @@ def read_folder(folder: Path) -> Manifest:
     config = read_config(folder)
     _check_index(folder)
     tensors = [entry for shard in shard_files(folder) for entry in digest_shard(shard)]
-    twice = [name for name, n in Counter(t.name for t in tensors).items() if n > 1]
+    counts = Counter(tensor.name for tensor in tensors)
+    twice = [name for name, n in counts.items() if n > 1]
     if twice:
         raise ConfigError(f"{folder}: the tensor {twice[0]!r} appears in more than one shard")
     present = [name for name in FILES if (folder / name).is_file()]
@@ -107,7 +112,7 @@ def read_folder(folder: Path) -> Manifest:
         check_inside(folder, folder / name)
     files = tuple(_digest_file(folder / name) for name in present)
     ordered = tuple(sorted(tensors, key=lambda t: t.name))
-    manifest = Manifest(VERSION, configuration.count_blocks(config), canonical(config), files, ordered)
+    manifest = Manifest(VERSION, configuration.count_blocks(config), canonical_json(config), files, ordered)
     try:
         check(manifest)
     except IntegrityError as error:
@@ -128,10 +133,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _hint_of_kinds(folder: Path, error: str) -> str:
     """What to add to a refusal of quantised weights where no weight is: it was unpacked, and says otherwise still."""
-    if not (package := next((name for name in configuration.PACKAGES if f"({name})" in error), "")):
+    package = next((name for name in configuration.PACKAGES if f"({name})" in error), "")
+    if not package:
         return ""
     try:
-        kinds = {place.dtype for _, place in _places(folder)}
+        kinds = {place.dtype for _, place in _tensor_places(folder)}
     except ConfigError:
         return ""
     if not kinds <= set(shards.PLAIN_KINDS):
@@ -141,7 +147,8 @@ def _hint_of_kinds(folder: Path, error: str) -> str:
 
 def check_inside(folder: Path, path: Path) -> None:
     """Refuse a link that leads out of a checkpoint; the hub's cache, whose blobs lie beside, excepted. ConfigError."""
-    target, home = path.resolve(), folder.resolve()
+    target = path.resolve()
+    home = folder.resolve()
     if target.parent != home and target.parent != home.parent.parent / "blobs":
         raise ConfigError(f"{path} is a link to {target}, outside the checkpoint: what it holds would be given away")
 
@@ -152,23 +159,28 @@ def shard_files(folder: Path) -> list[Path]:
     if index.is_file():
         listed = read_json(index)
         weight_map = listed.get("weight_map") if isinstance(listed, dict) else None
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        files: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
+        if not all(isinstance(name, str) for name in files):
             raise ConfigError(f"{index}: weight_map must map tensor names to file names")
-        names = sorted(set(weight_map.values()))
+        names = sorted(set(files))
     else:
         names = ["model.safetensors"]
     for name in names:
         if Path(name).name != name:
             raise ConfigError(f"{index}: the shard {name!r} lies outside the folder")
         if not (folder / name).is_file():
-            others = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.pt*")]
-            hint = f"; {others[0]} holds pickle, which swarmd never opens: convert it to safetensors" if others else ""
+            pickle_files = [path.name for pattern in ("*.bin", "*.pt*") for path in folder.glob(pattern)]
+            hint = (
+                f"; {pickle_files[0]} holds pickle, which swarmd never opens: convert it to safetensors"
+                if pickle_files
+                else ""
+            )
             raise ConfigError(f"{folder / name} is missing, or no plain file{hint}")
         check_inside(folder, folder / name)
     return [folder / name for name in names]
 
 
-def _places(folder: Path) -> Iterator[tuple[Path, shards.Place]]:
+def _tensor_places(folder: Path) -> Iterator[tuple[Path, shards.Place]]:
     """Where each tensor of a checkpoint lies, by the headers of its shards. Raises ConfigError."""
     for shard in shard_files(folder):
         with shard.open("rb") as file:
@@ -181,13 +193,13 @@ def _check_index(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return
-    found = {place.name: shard.name for shard, place in _places(folder)}
-    said: dict[str, str] = read_json(index)["weight_map"]
-    for name in sorted(said.keys() | found.keys()):
-        if said.get(name) != found.get(name):
+    shard_of = {place.name: shard.name for shard, place in _tensor_places(folder)}
+    listed_shard_of: dict[str, str] = read_json(index)["weight_map"]
+    for name in sorted(listed_shard_of.keys() | shard_of.keys()):
+        if listed_shard_of.get(name) != shard_of.get(name):
             raise ConfigError(
-                f"{index}: it says that {name} is in {said.get(name, 'no file')}, and it is in "
-                f"{found.get(name, 'none of them')}: take the index that belongs to these files"
+                f"{index}: it says that {name} is in {listed_shard_of.get(name, 'no file')}, and it is in "
+                f"{shard_of.get(name, 'none of them')}: take the index that belongs to these files"
             )
 
 
@@ -196,6 +208,8 @@ def _check_index(folder: Path) -> None:
 
 def read_untrusted(raw: bytes, model: ModelId) -> Manifest:
     """Read a manifest that a peer sent for ``model``. Raises IntegrityError for a lie, whatever it is."""
+    # The hash is checked before anything is parsed: only bytes that the swarm's catalog names, by their sha256, ever
+    # reach the decoder. What follows guards against a catalog that lists what cannot be a model.
     if len(raw) > MAX_MANIFEST_BYTES:
         raise IntegrityError(f"a manifest of {len(raw)} B; at most {MAX_MANIFEST_BYTES} are read")
     if hashlib.sha256(raw).hexdigest() != model:
@@ -216,43 +230,46 @@ def check(manifest: Manifest) -> None:
     except (ValueError, RecursionError):
         raise IntegrityError("the manifest's config is not JSON") from None
     n_blocks = configuration.count_blocks(configuration.check(config))
-    if (canonical(config), n_blocks) != (manifest.config, manifest.n_blocks):
+    if (canonical_json(config), n_blocks) != (manifest.config, manifest.n_blocks):
         raise IntegrityError("the manifest's config is not canonical, or has another number of blocks than it says")
     names = [entry.name for entry in manifest.entries]
-    if len(set(names)) != len(names) or [f.name for f in manifest.files] != [n for n in FILES if n in names]:
+    file_names = [file.name for file in manifest.files]
+    known_names = [name for name in FILES if name in names]
+    if len(set(names)) != len(names) or file_names != known_names:
         raise IntegrityError("the manifest names an entry twice, or files that no model needs")
     if list(manifest.tensors) != sorted(manifest.tensors, key=lambda t: t.name):
         raise IntegrityError("the manifest's tensors are not in order")
     for entry in manifest.entries:
         _check_entry(entry)
     total = sum(entry.n_bytes for entry in manifest.entries)
-    if total > MAX_MODEL_BYTES or any(f.dtype != "U8" or f.n_bytes > MAX_FILE_BYTES for f in manifest.files):
+    are_files_small = all(file.dtype == "U8" and file.n_bytes <= MAX_FILE_BYTES for file in manifest.files)
+    if total > MAX_MODEL_BYTES or not are_files_small:
         raise IntegrityError(f"the manifest promises {total} B, or a file of more than {MAX_FILE_BYTES} B")
 
 
 # --- which tensors belong together -------------------------------------------------------------------------------
 
 
-def groups(manifest: Manifest) -> tuple[int | None, ...]:
+def entry_groups(manifest: Manifest) -> tuple[int | None, ...]:
     """The group of each entry: its block, or ``n_blocks`` for the *head*: files and what is around the blocks.
 
     The blocks are the numbered list of names (``model.layers.7.…``) that counts up to the number of blocks and holds
     the most bytes; ``compute.checkpoints.check`` asks the library whether that is so. None: numbered beyond the blocks,
     as layers that predict several tokens are; nobody needs them. Raises IntegrityError when there is no such list.
     """
-    seen: defaultdict[str, set[int]] = defaultdict(set)
+    numbers_by_prefix: defaultdict[str, set[int]] = defaultdict(set)
     n_bytes: Counter[str] = Counter()
     for tensor in manifest.tensors:
         parts = tensor.name.split(".")
-        for at, part in enumerate(parts):
+        for position, part in enumerate(parts):
             if part.isdecimal():
-                prefix = ".".join((*parts[:at], ""))
-                seen[prefix].add(int(part))
+                prefix = ".".join((*parts[:position], ""))
+                numbers_by_prefix[prefix].add(int(part))
                 n_bytes[prefix] += tensor.n_bytes
     if not manifest.n_blocks:
         return (0,) * len(manifest.entries)
-    wanted = set(range(manifest.n_blocks))
-    lists = [prefix for prefix, numbers in seen.items() if wanted <= numbers]
+    block_numbers = set(range(manifest.n_blocks))
+    lists = [prefix for prefix, numbers in numbers_by_prefix.items() if block_numbers <= numbers]
     if not lists:
         raise IntegrityError(f"no names of tensors count the {manifest.n_blocks} blocks")
     best = max(lists, key=lambda prefix: (n_bytes[prefix], -len(prefix)))
@@ -265,7 +282,9 @@ def groups(manifest: Manifest) -> tuple[int | None, ...]:
             return manifest.n_blocks
         return int(number) if int(number) < manifest.n_blocks else None
 
-    return (*(manifest.n_blocks for _ in manifest.files), *(group(tensor.name) for tensor in manifest.tensors))
+    of_files = [manifest.n_blocks] * len(manifest.files)
+    of_tensors = [group(tensor.name) for tensor in manifest.tensors]
+    return (*of_files, *of_tensors)
 
 
 # --- small things ------------------------------------------------------------------------------------------------
@@ -282,25 +301,27 @@ def _check_entry(entry: Entry) -> None:
 
 
 def digest_shard(path: Path) -> list[Entry]:
-    before = path.stat()
+    """Hash every tensor of a shard, chunk by chunk. Raises ConfigError, also when the file changes meanwhile."""
+    status = path.stat()
     with path.open("rb") as file:
-        places = shards.read_header(file, path, before.st_size)
+        places = shards.read_header(file, path, status.st_size)
         entries = []
         for place in places:
             file.seek(place.start)
-            entries.append(Entry(place.name, place.dtype, place.shape, _digest_chunks(file, place.n_bytes, path)))
-    _check_unchanged(path, before)
+            chunks = _digest_chunks(file, place.n_bytes, path)
+            entries.append(Entry(place.name, place.dtype, place.shape, chunks))
+    _check_unchanged(path, status)
     return entries
 
 
 def _digest_file(path: Path) -> Entry:
-    before = path.stat()
-    if before.st_size > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: {before.st_size} B, at most {MAX_FILE_BYTES} are read")
+    status = path.stat()
+    if status.st_size > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: {status.st_size} B, at most {MAX_FILE_BYTES} are read")
     with path.open("rb") as file:
-        entry = Entry(path.name, "U8", (before.st_size,), _digest_chunks(file, before.st_size, path))
-    _check_unchanged(path, before)
-    return entry
+        chunks = _digest_chunks(file, status.st_size, path)
+    _check_unchanged(path, status)
+    return Entry(path.name, "U8", (status.st_size,), chunks)
 
 
 def _digest_chunks(file: BinaryIO, n_bytes: int, path: Path) -> tuple[bytes, ...]:
@@ -314,17 +335,19 @@ def _digest_chunks(file: BinaryIO, n_bytes: int, path: Path) -> tuple[bytes, ...
     return tuple(digests)
 
 
-def _check_unchanged(path: Path, before: Any) -> None:
-    after = path.stat()
-    if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+def _check_unchanged(path: Path, old_status: Any) -> None:
+    new_status = path.stat()
+    if (new_status.st_size, new_status.st_mtime_ns) != (old_status.st_size, old_status.st_mtime_ns):
         raise ConfigError(f"{path} changed while it was read: wait until it is complete, then try again")
 
 
-def canonical(config: dict[str, Any]) -> str:
+def canonical_json(config: dict[str, Any]) -> str:
+    """A configuration as it is written in a manifest: sorted keys, no spaces."""
     return json.dumps(config, sort_keys=True, separators=(",", ":"))
 
 
 def read_json(path: Path) -> Any:
+    """Read a JSON file of at most MAX_JSON_BYTES. Raises ConfigError."""
     if path.stat().st_size > MAX_JSON_BYTES:
         raise ConfigError(f"{path}: {path.stat().st_size} B, at most {MAX_JSON_BYTES} are read")
     try:

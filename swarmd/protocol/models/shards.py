@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,8 +18,23 @@ from swarmd.errors import ConfigError
 
 MAX_HEADER_BYTES = 100 * 2**20  # as safetensors itself
 ALIGNMENT = 8  # bytes; safetensors pads its header to this
-ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
-ITEM_BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "U32": 32, "U64": 64}
+ITEM_BITS = {
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "I64": 64,
+    "I32": 32,
+    "I16": 16,
+    "I8": 8,
+    "U64": 64,
+    "U32": 32,
+    "U16": 16,
+    "U8": 8,
+    "BOOL": 8,
+}
 PLAIN_KINDS = ("F64", "F32", "F16", "BF16")
 """Of weights: any other kind of number means something only together with scales."""
 
@@ -57,39 +72,49 @@ def read_header(file: BinaryIO, path: Path, size: int) -> list[Place]:
     for name, info in header.items():
         if name == "__metadata__":
             continue
-        begin, stop, dtype, shape = _fields(path, name, info)
+        begin, stop, dtype, shape = _parse_entry(path, name, info)
         if data_start + stop > size:
             raise ConfigError(f"{path}: cut short: {name} ends at byte {data_start + stop}, the file has {size}")
         places.append(Place(name, dtype, shape, data_start + begin, stop - begin))
-    at = data_start
+    # Together the tensors must fill the file, in order and without a gap: bytes that belong to no tensor would be given
+    # away unseen, and two tensors over the same bytes would make a small file look like a large model.
+    expected_start = data_start
     for place in sorted(places, key=lambda p: (p.start, p.n_bytes)):
-        if place.start != at:
-            raise ConfigError(f"{path}: {place.name} begins at byte {place.start}, the tensor before it ends at {at}")
-        at += place.n_bytes
-    if at != size:
-        raise ConfigError(f"{path}: {size - at} B at its end belong to no tensor")
+        if place.start != expected_start:
+            raise ConfigError(
+                f"{path}: {place.name} begins at byte {place.start}, the tensor before it ends at {expected_start}"
+            )
+        expected_start += place.n_bytes
+    if expected_start != size:
+        raise ConfigError(f"{path}: {size - expected_start} B at its end belong to no tensor")
     return places
 
 
 def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[Place]]:
     """Lay out (name, dtype, shape) one after the other: the bytes before the data, and where each tensor will be."""
     header: dict[str, Any] = {}
-    at, laid = 0, []
+    laid_out: list[Place] = []
+    offset = 0  # from the end of the header
     for name, dtype, shape in tensors:
         n_bytes = tensor_bytes(dtype, shape)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + n_bytes]}
-        laid.append((name, dtype, shape, at, n_bytes))
-        at += n_bytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + n_bytes]}
+        laid_out.append(Place(name, dtype, shape, offset, n_bytes))
+        offset += n_bytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % ALIGNMENT)
     prefix = struct.pack("<Q", len(encoded)) + encoded
-    return prefix, [Place(n, d, s, len(prefix) + start, size) for n, d, s, start, size in laid]
+    return prefix, [replace(place, start=len(prefix) + place.start) for place in laid_out]
 
 
-def _fields(path: Path, name: str, info: Any) -> tuple[int, int, str, tuple[int, ...]]:
+def _parse_entry(
+    path: Path,
+    name: str,
+    info: Any,
+) -> tuple[int, int, str, tuple[int, ...]]:
     try:
         begin, stop = info["data_offsets"]
-        dtype, shape = info["dtype"], tuple(info["shape"])
+        dtype = info["dtype"]
+        shape = tuple(info["shape"])
         if isinstance(dtype, str) and dtype not in ITEM_BITS:
             raise ConfigError(
                 f"{path}: {name!r} is of kind {dtype[:16]}, which swarmd does not read: quantised weights?"

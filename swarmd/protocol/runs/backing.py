@@ -34,6 +34,8 @@ TOLERANCE = 1e-4  # of the summed norms: float32 sums of 256 contributions are o
 _SHARE_DOMAIN = b"swarmd share 1\0"
 _ASSENT_DOMAIN = b"swarmd assent 1\0"
 Sums = Annotated[tuple[Finite, ...], msgspec.Meta(max_length=N_DIRECTIONS)]
+Assent = tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_CONTRIBUTORS)], Signature]
+"""A contributor's place in a commit, and its signature under that."""
 
 
 class ContributionShare(msgspec.Struct, frozen=True, array_like=True):
@@ -50,7 +52,8 @@ class ContributionShare(msgspec.Struct, frozen=True, array_like=True):
 
     def counted(self, peer: PeerId) -> CountedContribution:
         """As a commit says it."""
-        return CountedContribution(peer, self.first, self.n, self.loss, math.sqrt(self.squares) / self.n)
+        mean_norm = math.sqrt(self.squares) / self.n
+        return CountedContribution(peer, self.first, self.n, self.loss, mean_norm)
 
 
 class Witness(msgspec.Struct, frozen=True, array_like=True):
@@ -69,10 +72,7 @@ class BackedCommit(msgspec.Struct, frozen=True, array_like=True):
 
     body: Annotated[bytes, msgspec.Meta(max_length=MAX_COMMIT_BYTES)]
     shares: Annotated[tuple[ContributionShare, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
-    assents: Annotated[
-        tuple[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_CONTRIBUTORS)], Signature], ...],
-        msgspec.Meta(max_length=MAX_CONTRIBUTORS),
-    ] = ()
+    assents: Annotated[tuple[Assent, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
     witness: Witness | None = None
 
 
@@ -80,29 +80,37 @@ def sign_share(
     share: ContributionShare, parent: bytes, state: bytes, average: bytes, contributor: Identity
 ) -> ContributionShare:
     """A share with its contributor's signature, for one outcome of one round."""
-    signature = contributor.sign(_SHARE_DOMAIN, _statement(share, parent, state, average))
+    signature = contributor.sign(_SHARE_DOMAIN, _encode_statement(share, parent, state, average))
     return msgspec.structs.replace(share, signature=signature)
 
 
 def sign_assent(body: bytes, contributor: Identity) -> bytes:
+    """A contributor's signature under a whole commit."""
     return contributor.sign(_ASSENT_DOMAIN, commits.digest_of(body))
 
 
-def check_share_untrusted(share: ContributionShare, peer: PeerId, parent: bytes, state: bytes, average: bytes) -> None:
+def check_share_untrusted(
+    share: ContributionShare,
+    peer: PeerId,
+    parent: bytes,
+    state: bytes,
+    average: bytes,
+) -> None:
     """Is this what ``peer`` says that it gave to this outcome? Raises IntegrityError."""
     if share.n < 1 or len(share.sums) != N_DIRECTIONS:
         raise IntegrityError(f"a share of {peer[-8:]} without samples or sums")
-    statement = _statement(share, parent, state, average)
+    statement = _encode_statement(share, parent, state, average)
     verify(public_key_of_untrusted(peer), _SHARE_DOMAIN, statement, share.signature, f"a share of {peer[-8:]}")
 
 
 def check_assent_untrusted(body: bytes, peer: PeerId, signature: bytes) -> None:
     """Does ``peer`` stand for this commit? Raises IntegrityError."""
-    who = f"the assent of {peer[-8:]}"
-    verify(public_key_of_untrusted(peer), _ASSENT_DOMAIN, commits.digest_of(body), signature, who)
+    subject = f"the assent of {peer[-8:]}"
+    verify(public_key_of_untrusted(peer), _ASSENT_DOMAIN, commits.digest_of(body), signature, subject)
 
 
 def encode(backed: BackedCommit) -> bytes:
+    """A commit with its backing, as anchors are sent it."""
     return msgspec.msgpack.encode(backed)
 
 
@@ -112,7 +120,8 @@ def read_untrusted(payload: bytes) -> tuple[Commit, BackedCommit]:
     commit = commits.read_body_untrusted(backed.body)
     check_shares_untrusted(commit, backed.shares)
     places = [place for place, _ in backed.assents]
-    if len(set(places)) != len(places) or any(place >= len(commit.contributors) for place in places):
+    is_twice = len(set(places)) != len(places)
+    if is_twice or any(place >= len(commit.contributors) for place in places):
         raise IntegrityError("a commit with the assent of who contributed nothing, or twice of one")
     for place, signature in backed.assents:
         check_assent_untrusted(backed.body, PeerId(commit.contributors[place].peer), signature)
@@ -133,24 +142,29 @@ def check_shares_untrusted(commit: Commit, shares: tuple[ContributionShare, ...]
         check_share_untrusted(share, peer, commit.parent, commit.state, commit.average)
         if share.counted(peer) != counted:
             raise IntegrityError(f"a commit counts of {peer[-8:]} what it did not sign")
-    said = commits.some([share.late for share in shares]), commits.some([share.anew for share in shares])
-    if (commit.late, commit.anew) != said:
+    late = commits.omit_if_all_zero([share.late for share in shares])
+    anew = commits.omit_if_all_zero([share.anew for share in shares])
+    if (commit.late, commit.anew) != (late, anew):
         raise IntegrityError("a commit says of its contributors what they did not sign: what is late, who began anew")
 
 
-def add_up(shares: tuple[ContributionShare, ...], of_average: Sums, rounding: float = 0.0) -> bool:
+def is_sum_right(shares: tuple[ContributionShare, ...], of_average: Sums, rounding: float = 0.0) -> bool:
     """Do the shares come to their mean, which comes to ``of_average`` along the same directions?
 
     ``rounding``: what it may be off by because it was rounded on its way.
     """
+    # Projections are linear: along each direction the contributions' sums add up to n times the average's. A reducer
+    # that averages something else is off along some direction, whose choice depends on the average itself.
     n_samples = sum(share.n for share in shares)
-    most = TOLERANCE * sum(math.sqrt(share.squares) for share in shares) + n_samples * rounding
-    return all(
-        abs(sum(share.sums[i] for share in shares) - n_samples * of_average[i]) <= most for i in range(N_DIRECTIONS)
-    )
+    tolerance = TOLERANCE * sum(math.sqrt(share.squares) for share in shares) + n_samples * rounding
+    for direction in range(N_DIRECTIONS):
+        total = sum(share.sums[direction] for share in shares)
+        if not abs(total - n_samples * of_average[direction]) <= tolerance:
+            return False
+    return True
 
 
-def _statement(share: ContributionShare, parent: bytes, state: bytes, average: bytes) -> bytes:
-    said = (share.first, share.n, share.loss, share.squares, share.sums, b"")
-    more = (share.late, share.anew) if share.late or share.anew else ()
-    return msgspec.msgpack.encode((parent, state, average, (*said, *more)))
+def _encode_statement(share: ContributionShare, parent: bytes, state: bytes, average: bytes) -> bytes:
+    fields = (share.first, share.n, share.loss, share.squares, share.sums, b"")
+    optional_fields = (share.late, share.anew) if share.late or share.anew else ()
+    return msgspec.msgpack.encode((parent, state, average, (*fields, *optional_fields)))

@@ -28,7 +28,8 @@ T = TypeVar("T", bool, int)
 _DOMAIN = b"swarmd commit 1\0"
 Finite = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 Size = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
-Ballot = tuple[Annotated[int, msgspec.Meta(ge=0, le=2**53)], Name]
+AnchorPlace = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ANCHORS)]
+Ballot = tuple[Count, Name]
 """A number, and who proposes under it: totally ordered, never shared."""
 
 
@@ -66,6 +67,7 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def n_samples(self) -> int:
+        """Samples of all contributors together."""
         return sum(c.n for c in self.contributors)
 
     @property
@@ -79,10 +81,7 @@ class SignedCommit(msgspec.Struct, frozen=True, array_like=True):
 
     body: Annotated[bytes, msgspec.Meta(max_length=MAX_COMMIT_BYTES)]
     ballot: Ballot
-    signatures: Annotated[
-        tuple[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_ANCHORS)], Signature], ...],
-        msgspec.Meta(max_length=MAX_ANCHORS),
-    ]
+    signatures: Annotated[tuple[tuple[AnchorPlace, Signature], ...], msgspec.Meta(max_length=MAX_ANCHORS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,40 +93,47 @@ class SealedCommit:
     raw: bytes
 
 
-def some(said: Sequence[T]) -> tuple[T, ...]:
+def omit_if_all_zero(values: Sequence[T]) -> tuple[T, ...]:
     """What a commit says of each of its contributors: nothing where it is so of none."""
-    return tuple(said) if any(said) else ()
+    return tuple(values) if any(values) else ()
 
 
 def encode(commit: Commit) -> bytes:
+    """The canonical encoding, which anchors sign."""
     return msgspec.msgpack.Encoder(order="deterministic").encode(commit)
 
 
 def digest_of(body: bytes) -> bytes:
+    """The hash by which the next commit names this one as its parent."""
     return hashlib.sha256(body).digest()
 
 
 def sign(body: bytes, ballot: Ballot, anchor: Identity) -> bytes:
     """An anchor's signature under a commit in one ballot."""
-    return anchor.sign(_DOMAIN, _statement(body, ballot))
+    return anchor.sign(_DOMAIN, _encode_statement(body, ballot))
 
 
 def read_body_untrusted(body: bytes) -> Commit:
     """Read an unsigned commit. Raises IntegrityError."""
+    # One commit has one encoding and says each thing in one way. Else two anchors could sign different bytes for the
+    # same update, and neither would have a majority.
     commit = decode(body, Commit, "a commit", IntegrityError)
     peers = [c.peer for c in commit.contributors]
     if len(set(peers)) != len(peers):
         raise IntegrityError("a commit counts a peer twice")
-    if bool(commit.contributors) == bool(commit.restores) or any(c.n < 1 for c in commit.contributors):
+    has_both_or_none = bool(commit.contributors) == bool(commit.restores)
+    if has_both_or_none or any(counted.n < 1 for counted in commit.contributors):
         raise IntegrityError("a commit either counts samples or restores an earlier state")
-    for said in (commit.late, commit.anew):
-        if said != some(said) or len(said) not in (0, len(commit.contributors)):
+    for values in (commit.late, commit.anew):
+        if values != omit_if_all_zero(values) or len(values) not in (0, len(commit.contributors)):
             raise IntegrityError("a commit says of each contributor what is late or anew, or of none")
-    if any(late > c.n for late, c in zip(commit.late, commit.contributors, strict=False)):
-        raise IntegrityError("a commit with more late draws than it counts")
-    for value in (commit.average or bytes(32), commit.state, commit.restores or bytes(32)):
-        if len(value) != 32:
-            raise IntegrityError("a commit's digests have 32 bytes")
+    for late, counted in zip(commit.late, commit.contributors, strict=False):
+        if late > counted.n:
+            raise IntegrityError("a commit with more late draws than it counts")
+    is_average_right = len(commit.average) in (0, 32)
+    is_restored_right = len(commit.restores) in (0, 32)
+    if not (is_average_right and is_restored_right and len(commit.state) == 32):
+        raise IntegrityError("a commit's digests have 32 bytes")
     if encode(commit) != body:
         raise IntegrityError("a commit in another encoding than the canonical one")
     return commit
@@ -135,11 +141,19 @@ def read_body_untrusted(body: bytes) -> Commit:
 
 def verify_signature_untrusted(body: bytes, ballot: Ballot, anchor: PeerId, signature: bytes) -> None:
     """Check one anchor's signature. Raises IntegrityError."""
-    verify(public_key_of_untrusted(anchor), _DOMAIN, _statement(body, ballot), signature, f"the anchor {anchor[-8:]}")
+    verify(
+        public_key_of_untrusted(anchor),
+        _DOMAIN,
+        _encode_statement(body, ballot),
+        signature,
+        f"the anchor {anchor[-8:]}",
+    )
 
 
 def seal(body: bytes, ballot: Ballot, signatures: dict[int, bytes]) -> bytes:
-    return msgspec.msgpack.encode(SignedCommit(body, ballot, tuple(sorted(signatures.items()))))
+    """A commit with its anchors' signatures, by their place, as it is passed on."""
+    in_order = tuple(sorted(signatures.items()))
+    return msgspec.msgpack.encode(SignedCommit(body, ballot, in_order))
 
 
 def read_untrusted(raw: bytes, anchors_of: dict[int, tuple[PeerId, ...]]) -> SealedCommit:
@@ -150,7 +164,8 @@ def read_untrusted(raw: bytes, anchors_of: dict[int, tuple[PeerId, ...]]) -> Sea
     if anchors is None:
         raise IntegrityError(f"a commit of generation {commit.generation}, of which no anchors are known")
     places = [place for place, _ in signed.signatures]
-    if len(set(places)) != len(places) or any(place >= len(anchors) for place in places):
+    is_twice = len(set(places)) != len(places)
+    if is_twice or any(place >= len(anchors) for place in places):
         raise IntegrityError("a commit is signed by who is no anchor, or by one of them twice")
     if 2 * len(places) <= len(anchors):
         raise IntegrityError(f"a commit with {len(places)} of {len(anchors)} signatures: a majority is needed")
@@ -159,5 +174,5 @@ def read_untrusted(raw: bytes, anchors_of: dict[int, tuple[PeerId, ...]]) -> Sea
     return SealedCommit(commit, digest_of(signed.body), raw)
 
 
-def _statement(body: bytes, ballot: Ballot) -> bytes:
+def _encode_statement(body: bytes, ballot: Ballot) -> bytes:
     return msgspec.msgpack.encode((digest_of(body), ballot))

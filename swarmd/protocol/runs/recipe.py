@@ -47,6 +47,7 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 CodecName = Literal["none", "float16", "int8", "topk", "powersgd", "significance"]
 Steps = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+Anchors = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)]
 
 
 class RecipeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -162,7 +163,7 @@ class Recipe(RecipeTable, frozen=True):
     schedule: Schedule = Schedule()
     batch: Batch = Batch()
     precision: Literal["float32", "float64"] = "float32"
-    anchors: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)] = ()
+    anchors: Anchors = ()
     stop: Stop = Stop()
     checkpoints: Checkpoints = Checkpoints()
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] = 0
@@ -216,12 +217,15 @@ class Recipe(RecipeTable, frozen=True):
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update ``step``, counted from 1."""
-        schedule, last = self.schedule, self.stop.steps
-        factor = min(1.0, step / schedule.warmup) if schedule.warmup else 1.0
-        if schedule.decay != "constant" and step > schedule.warmup:
-            done = min(1.0, (step - 1 - schedule.warmup) / max(1, last - schedule.warmup))
-            left = 1 - done if schedule.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
-            factor = schedule.floor + (1 - schedule.floor) * left
+        schedule = self.schedule
+        warmup = schedule.warmup
+        factor = min(1.0, step / warmup) if warmup else 1.0
+        if schedule.decay != "constant" and step > warmup:
+            progress = min(1.0, (step - 1 - warmup) / max(1, self.stop.steps - warmup))
+            linear = 1 - progress
+            cosine = (1 + math.cos(math.pi * progress)) / 2
+            decayed = linear if schedule.decay == "linear" else cosine
+            factor = schedule.floor + (1 - schedule.floor) * decayed
         return self.optimizer.learning_rate * factor
 
 
@@ -255,21 +259,25 @@ class Run:
 def read_toml(path: Path) -> Recipe:
     """Read a recipe that a person wrote. Raises ConfigError that names the key and what is expected."""
     written = read_any_toml(path)
-    if isinstance(lora := written.get("lora"), dict) and lora.get("targets") == ALL_LINEAR:
+    lora = written.get("lora")
+    if isinstance(lora, dict) and lora.get("targets") == ALL_LINEAR:
         written["lora"] = {**lora, "targets": [ALL_LINEAR]}  # in PEFT it is no list
     try:
         recipe = msgspec.convert(written, Recipe)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {_named(str(error), written)}") from None
+        raise ConfigError(f"{path}: {_explain_refusal(str(error), written)}") from None
     require_name("a run", recipe.name)
-    if why := _says_nothing(recipe, written):
-        raise ConfigError(f"{path}: {why}")
+    unused = _explain_unused(recipe, written)
+    if unused:
+        raise ConfigError(f"{path}: {unused}")
     for key in written.get("parts", {}):
-        if recipe.parts.codec not in (codecs := _OF_CODECS.get(key, (recipe.parts.codec,))):
+        codecs = _OF_CODECS.get(key, (recipe.parts.codec,))
+        if recipe.parts.codec not in codecs:
             expected = " or ".join(f'"{codec}"' for codec in codecs)
             raise ConfigError(f'{path}: parts.{key} needs codec = {expected}, got "{recipe.parts.codec}"')
-    if recipe.robust != "none" and (why := recipe.why_not_clipped):
-        raise ConfigError(f'{path}: robust = "{recipe.robust}" cannot be: {why}; expected "none"')
+    if recipe.robust != "none" and recipe.why_not_clipped:
+        reason = recipe.why_not_clipped
+        raise ConfigError(f'{path}: robust = "{recipe.robust}" cannot be: {reason}; expected "none"')
     if recipe.audit and recipe.why_not_audited:
         raise ConfigError(f"{path}: audit = {recipe.audit} cannot be: {recipe.why_not_audited}; expected 0")
     if "audit" not in written and not recipe.why_not_audited:
@@ -277,9 +285,12 @@ def read_toml(path: Path) -> Recipe:
     return recipe
 
 
-def _says_nothing(recipe: Recipe, written: dict[str, Any]) -> str:
+def _explain_unused(recipe: Recipe, written: dict[str, Any]) -> str:
     """What in a file would be passed over, or end a run before it learns, and what it needs; "" where all counts."""
-    optimizer, schedule, steps = recipe.optimizer, recipe.schedule, recipe.stop.steps
+    # A key that does nothing is refused, not passed over: a run takes days, and its author wanted something by it.
+    optimizer = recipe.optimizer
+    schedule = recipe.schedule
+    steps = recipe.stop.steps
     if "diloco" in written and not recipe.steps_inside:
         return f'[diloco] needs synchronisation = "diloco", got "{recipe.synchronisation}"'
     if "lora" in written and recipe.train != "lora":
@@ -289,11 +300,13 @@ def _says_nothing(recipe: Recipe, written: dict[str, Any]) -> str:
             'train = "lora" needs the names of modules: lora.targets, for example ["q_proj", "v_proj"], or "all-linear"'
         )
     for key in written.get("optimizer", {}):
-        if (kind := _OF_KINDS.get(key, optimizer.kind)) != optimizer.kind:
+        kind = _OF_KINDS.get(key, optimizer.kind)
+        if kind != optimizer.kind:
             return f'optimizer.{key} needs kind = "{kind}", got "{optimizer.kind}"'
-    if optimizer.learning_rate * optimizer.weight_decay >= 1:
+    shrinkage = optimizer.learning_rate * optimizer.weight_decay
+    if shrinkage >= 1:
         return (
-            f"optimizer.learning_rate times weight_decay is {optimizer.learning_rate * optimizer.weight_decay:g}: "
+            f"optimizer.learning_rate times weight_decay is {shrinkage:g}: "
             "each update would take all of every weight away; expected less than 1"
         )
     if schedule.floor and schedule.decay == "constant":
@@ -303,31 +316,33 @@ def _says_nothing(recipe: Recipe, written: dict[str, Any]) -> str:
     return ""
 
 
-def _named(error: str, written: dict[str, Any]) -> str:
+def _explain_refusal(error: str, written: dict[str, Any]) -> str:
     """A refusal with the key as it is written, what is allowed there, and the value that was found."""
-    what, marker, place = error.partition(" - at `$.")
+    text, marker, place = error.partition(" - at `$.")
     if not marker:
         return error
-    keys, found = place.rstrip("`"), written
+    keys = place.rstrip("`")
+    value: Any = written
     kind: Any = msgspec.inspect.type_info(Recipe)
     for key in keys.split("."):
-        found = found.get(key, "nothing") if isinstance(found, dict) else "nothing"
-        kind = next((field.type for field in getattr(kind, "fields", ()) if field.encode_name == key), None)
+        value = value.get(key, "nothing") if isinstance(value, dict) else "nothing"
+        fields = getattr(kind, "fields", ())
+        kind = next((field.type for field in fields if field.encode_name == key), None)
     if isinstance(kind, msgspec.inspect.LiteralType):
-        what = f"expected one of {', '.join(map(str, kind.values))}"
-    return f"{keys}: {what}, got {found!r}"
+        text = f"expected one of {', '.join(map(str, kind.values))}"
+    return f"{keys}: {text}, got {value!r}"
 
 
-def is_called(wanted: str, run_id: str, name: str) -> bool:
+def is_called(query: str, run_id: str, name: str) -> bool:
     """Does a user mean this run: by its name, its hash, or the first six characters of that and more?"""
-    return wanted in (name, run_id) or (len(wanted) >= 6 and run_id.startswith(wanted))
+    return query in (name, run_id) or (len(query) >= 6 and run_id.startswith(query))
 
 
 def start_run(recipe: Recipe, owner: Identity, started_at: int) -> Run:
     """Sign a recipe whose model and data are hashes. Raises IntegrityError when it cannot be a run."""
     body = msgspec.msgpack.encode(_RunBody(recipe, started_at))
-    raw = msgspec.msgpack.encode(_Signed(body, owner.public_key, owner.sign(_RUN_DOMAIN, body)))
-    return read_run_untrusted(raw)
+    signed = _Signed(body, owner.public_key, owner.sign(_RUN_DOMAIN, body))
+    return read_run_untrusted(msgspec.msgpack.encode(signed))
 
 
 def read_run_untrusted(raw: bytes) -> Run:
@@ -336,16 +351,17 @@ def read_run_untrusted(raw: bytes) -> Run:
     verify(envelope.owner, _RUN_DOMAIN, envelope.body, envelope.signature, "a run")
     body = decode(envelope.body, _RunBody, "a run", IntegrityError)
     recipe = body.recipe
-    for what, named in (("model", recipe.model), ("data", recipe.data)):
+    for role, named in (("model", recipe.model), ("data", recipe.data)):
         if not is_model_hash(named):
-            raise IntegrityError(f"a run names its {what} by hash, not {named[:64]!r}")
+            raise IntegrityError(f"a run names its {role} by hash, not {named[:64]!r}")
     if not recipe.anchors or len(set(recipe.anchors)) != len(recipe.anchors):
         raise IntegrityError("a run names its anchors, each once")
     for anchor in recipe.anchors:
         public_key_of_untrusted(anchor)
     if recipe.train == "lora" and not recipe.lora.targets:
         raise IntegrityError("a run that trains LoRA names the modules (lora.targets)")
-    return Run(RunId(hashlib.sha256(raw).hexdigest()), recipe, envelope.owner, body.started_at, raw)
+    run_id = RunId(hashlib.sha256(raw).hexdigest())
+    return Run(run_id, recipe, envelope.owner, body.started_at, raw)
 
 
 class RunOrder(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -360,24 +376,26 @@ class RunOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     sequence: Count
     state: Literal["running", "stopped"] = "running"
     generation: Count = 0
-    anchors: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)] = ()
+    anchors: Anchors = ()
     back_from: Digest = b""
     back_to: Digest = b""
-    earlier: Annotated[
-        tuple[Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)], ...], msgspec.Meta(max_length=16)
-    ] = ()
+    earlier: Annotated[tuple[Anchors, ...], msgspec.Meta(max_length=16)] = ()
 
     def anchors_of(self, recipe: Recipe) -> tuple[PeerId, ...]:
+        """The anchors of now."""
         return tuple(PeerId(a) for a in self.anchors or recipe.anchors)
 
     def sets_of(self, recipe: Recipe) -> dict[int, tuple[PeerId, ...]]:
         """The anchors of each generation."""
-        first = tuple(PeerId(a) for a in recipe.anchors)
-        between = {i: tuple(PeerId(a) for a in anchors) for i, anchors in enumerate(self.earlier, 1)}
-        return {0: first, **between, self.generation: self.anchors_of(recipe)}
+        sets = {0: tuple(map(PeerId, recipe.anchors))}
+        for generation, anchors in enumerate(self.earlier, 1):
+            sets[generation] = tuple(map(PeerId, anchors))
+        sets[self.generation] = self.anchors_of(recipe)
+        return sets
 
 
 def sign_order(order: RunOrder, owner: Identity) -> bytes:
+    """An order as a run's owner signs it."""
     body = msgspec.msgpack.encode(order)
     return msgspec.msgpack.encode(_Signed(body, owner.public_key, owner.sign(_ORDER_DOMAIN, body)))
 

@@ -31,10 +31,10 @@ class Frame:
 
 def encode(header: bytes, payload: bytes | memoryview = b"") -> bytes:
     """Join one frame. Raises ValueError when a local caller exceeds the limits."""
-    return head(header, len(payload)) + payload
+    return encode_head(header, len(payload)) + payload
 
 
-def head(header: bytes, payload_bytes: int) -> bytes:
+def encode_head(header: bytes, payload_bytes: int) -> bytes:
     """All of a frame but its payload. Raises ValueError when a local caller exceeds the limits."""
     if len(header) > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise ValueError(f"frame too large: header {len(header)} B, payload {payload_bytes} B")
@@ -50,25 +50,32 @@ class FrameDecoder:
 
     def feed_untrusted(self, data: bytes) -> Iterator[Frame]:
         """Yield the frames completed by ``data``. Raises RemoteProtocolError and nothing else."""
+        # A frame that lies in one read is cut from ``data`` itself; only what is incomplete at the end waits in the
+        # buffer. The prefix is checked as soon as it is there, before its payload: a peer cannot make this side wait
+        # for, and hold, more than one frame of the largest size.
         if self._buffer:
             self._buffer += data
             size = self._frame_bytes(self._buffer, 0)
             if size is None or len(self._buffer) < size:
                 return
-            whole, data = bytes(memoryview(self._buffer)[:size]), bytes(memoryview(self._buffer)[size:])
+            first_frame = bytes(memoryview(self._buffer)[:size])
+            data = bytes(memoryview(self._buffer)[size:])
             self._buffer = bytearray()
-            frame = self._cut(whole, 0, size)
-            del whole
+            frame = self._cut_frame(first_frame, 0, size)
+            del first_frame
             yield frame
             del frame  # a large one must not outlive its handling here
         position = 0
-        while (size := self._frame_bytes(data, position)) is not None and position + size <= len(data):
-            yield self._cut(data, position, size)
+        size = self._frame_bytes(data, position)
+        while size is not None and position + size <= len(data):
+            yield self._cut_frame(data, position, size)
             position += size
+            size = self._frame_bytes(data, position)
         self._buffer += memoryview(data)[position:]
 
     @property
     def is_between_frames(self) -> bool:
+        """Is nothing here of a frame that is not whole yet?"""
         return not self._buffer
 
     @property
@@ -76,10 +83,10 @@ class FrameDecoder:
         """What is here of a frame that is not whole yet."""
         return len(self._buffer)
 
-    def _frame_bytes(self, data: bytes | bytearray, at: int) -> int | None:
-        if len(data) - at < PREFIX_BYTES:
+    def _frame_bytes(self, data: bytes | bytearray, start: int) -> int | None:
+        if len(data) - start < PREFIX_BYTES:
             return None
-        version, reserved, header_bytes, payload_bytes = _PREFIX.unpack_from(data, at)
+        version, reserved, header_bytes, payload_bytes = _PREFIX.unpack_from(data, start)
         if 0 < version <= LAST_VERSION and version != VERSION and not reserved:
             raise OtherVersion(f"expected frame version {VERSION}, got {version}: update the older of the two")
         if version != VERSION:
@@ -92,8 +99,8 @@ class FrameDecoder:
         return int(PREFIX_BYTES + header_bytes + payload_bytes)
 
     @staticmethod
-    def _cut(data: bytes, at: int, size: int) -> Frame:
-        raw = data if size == len(data) else data[at : at + size]
+    def _cut_frame(data: bytes, start: int, size: int) -> Frame:
+        raw = data if size == len(data) else data[start : start + size]
         _, _, header_bytes, _ = _PREFIX.unpack_from(raw, 0)
         body = PREFIX_BYTES + header_bytes
         return Frame(raw[PREFIX_BYTES:body], memoryview(raw)[body:], raw)

@@ -34,6 +34,8 @@ from swarmd.protocol.wire import frames, rounds, tuning
 
 MAX_TOLD = 200  # characters of what is wrong with a header: it quotes what came, as long as that was
 PIECE_BYTES = 64 * 1024  # of zeros: one record of Noise
+ChunkRef = tuple[Count, Count]
+"""An entry of the manifest, and one of its chunks."""
 KNOWN_NEEDS = frozenset(
     {"crop", "reorder", "padding", "replay", "record_past", "exact", "codec", "adapter", "tuned", "changes"}
 )
@@ -69,6 +71,8 @@ class Ping(Message, tag="ping", frozen=True):
 
 
 class Pong(Message, tag="pong", frozen=True):
+    """The answer to a ``Ping``; its payload is the zeros that were asked for."""
+
     re: Count = 0
 
 
@@ -100,6 +104,8 @@ class WantManifest(Message, tag="want_manifest", frozen=True):
 
 
 class ManifestIs(Message, tag="manifest", frozen=True):
+    """The payload is the manifest that was asked for."""
+
     re: Count = 0
 
 
@@ -108,7 +114,7 @@ class WantChunks(Message, tag="want_chunks", frozen=True):
 
     id: Count = 0
     model: Name = ""
-    refs: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(min_length=1, max_length=256)] = ((0, 0),)
+    refs: Annotated[tuple[ChunkRef, ...], msgspec.Meta(min_length=1, max_length=256)] = ((0, 0),)
 
 
 class ChunksAre(Message, tag="chunks", frozen=True):
@@ -167,19 +173,20 @@ class Edit(msgspec.Struct, frozen=True, omit_defaults=True):
     rows: Rows | None = None
 
 
-def n_changes(edits: Sequence[Edit], has_tokens: bool) -> int:
+def count_changes(edits: Sequence[Edit], has_tokens: bool) -> int:
     """How much work and memory an op is beside its tokens: of one without any, itself, too."""
     return len(edits) + (not has_tokens)
 
 
-def cropped(edits: Sequence[Edit]) -> int:
+def count_cropped(edits: Sequence[Edit]) -> int:
     """How many of the last tokens some edits drop."""
     return sum(edit.crop or 0 for edit in edits)
 
 
 def is_reordered(edits: Sequence[Edit]) -> bool:
     """Do some edits put rows elsewhere than they were?"""
-    return any(edit.rows is not None and tuple(edit.rows) != tuple(range(len(edit.rows))) for edit in edits)
+    orders = [tuple(edit.rows) for edit in edits if edit.rows is not None]
+    return any(order != tuple(range(len(order))) for order in orders)
 
 
 class Op(Message, tag="op", frozen=True):
@@ -324,6 +331,8 @@ class Inherited(Message, tag="inherited", frozen=True):
 
 
 class CloseSession(Message, tag="close", frozen=True):
+    """The client is done with a hop: its cache is freed."""
+
     session: SessionKey = b"\0" * 16
     start: Block = 0
 
@@ -376,7 +385,7 @@ class TokensAre(Message, tag="tokens", frozen=True):
 
 
 class Accuse(Message, tag="accuse", frozen=True):
-    """A client found a hop wrong: whoever holds the blocks computes them before believing it. Payload: ``Evidence``."""
+    """A client found a hop wrong: a holder of the blocks computes them before believing it. Payload: ``Evidence``."""
 
     id: Count = 0
     model: Name = ""
@@ -478,6 +487,7 @@ TAGS = frozenset(kind.__struct_config__.tag for kind in get_args(Known))
 
 
 def encode(message: Message) -> bytes:
+    """A message as the header of a frame."""
     return _encoder.encode(message)
 
 
@@ -488,14 +498,16 @@ def framed(message: Message, payload: bytes | memoryview = b"") -> bytes:
 
 def framed_zeros(message: Message, n_bytes: int) -> Iterator[bytes]:
     """Encode a message with ``n_bytes`` zeros as one frame, bit by bit: nobody holds them all."""
-    yield frames.head(encode(message), n_bytes)
+    yield frames.encode_head(encode(message), n_bytes)
     zeros = bytes(min(n_bytes, PIECE_BYTES))
-    for at in range(0, n_bytes, PIECE_BYTES):
-        yield zeros[: n_bytes - at]
+    for start in range(0, n_bytes, PIECE_BYTES):
+        yield zeros[: n_bytes - start]
 
 
 def decode_untrusted(header: bytes) -> AnyMessage:
     """Read one header. Raises RemoteProtocolError and nothing else."""
+    # Versions differ while a swarm is updated: a well-formed header with an unknown tag is ``Unknown``, and is refused
+    # without blame. A known tag whose fields break their bounds is no other version, but a fault of its sender.
     try:
         return _decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -523,9 +535,10 @@ def refuse_unhandled(message: AnyMessage) -> None:
         if message.id or (message.session is not None and not message.re):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {message.t!r}")
     elif getattr(message, "id", 0):
-        where = next((w for w in ("run", "model") if getattr(message, w, "")), None)
-        if where is not None:
-            raise Refused(Code.NOT_HERE, f"the {where} {getattr(message, where)[:12]} is not here")
+        for attribute in ("run", "model"):
+            name = getattr(message, attribute, "")
+            if name:
+                raise Refused(Code.NOT_HERE, f"the {attribute} {name[:12]} is not here")
         raise Refused(Code.UNSUPPORTED, f"this peer does not answer {type(message).__name__}")
 
 
@@ -543,6 +556,9 @@ def refusal_for(message: msgspec.Struct, error: Refused) -> Refusal:
     )
 
 
-def unknown_needs(needs: tuple[str, ...], known: frozenset[str] = KNOWN_NEEDS) -> list[str]:
+def unknown_needs(
+    needs: tuple[str, ...],
+    known_needs: frozenset[str] = KNOWN_NEEDS,
+) -> list[str]:
     """Name what a message needs and this version does not know."""
-    return [need for need in needs if need not in known]
+    return [need for need in needs if need not in known_needs]

@@ -27,6 +27,8 @@ class WantRun(Message, tag="want_run", frozen=True):
 
 
 class RunIs(Message, tag="run", frozen=True):
+    """The answer to a ``WantRun``."""
+
     re: Count = 0
 
 

@@ -19,6 +19,14 @@ INT8_BLOCK = 64  # values that share a scale: 6 % more bytes, and outliers spoil
 INT4_BLOCK = 32  # the same of 4 bits, which outliers spoil more: an eighth more bytes
 
 
+# A payload of b rows, t tokens, d values a token; what a codec adds is part of the hidden states:
+#
+#     | values, all tokens | scales (int8, int4) | positions int32 [b, t] | mask uint8 [b, t] |
+#     |<---------- hidden [b, t, d] ------------>|     has_positions      |     has_mask      |
+#
+# Its size follows from the header, so a payload of another size is refused before any of it is read.
+
+
 @dataclass(frozen=True, slots=True)
 class PayloadLayout:
     """Byte ranges of one payload: hidden [b, t, d], int32 positions [b, t] or nothing, uint8 mask likewise."""
@@ -47,9 +55,8 @@ def layout_untrusted(meta: TensorMeta, payload_bytes: int) -> PayloadLayout:
             f"shape [{meta.b}, {meta.t}, {meta.d}] {meta.dtype} as {meta.codec} needs {total} B of payload, "
             f"got {payload_bytes}"
         )
-    return PayloadLayout(
-        slice(0, hidden), slice(hidden, positions), slice(positions, total) if meta.has_mask else None, total
-    )
+    mask = slice(positions, total) if meta.has_mask else None
+    return PayloadLayout(slice(0, hidden), slice(hidden, positions), mask, total)
 
 
 def token_bytes(hidden: int, dtype: str, codec: str) -> int:
@@ -71,7 +78,8 @@ def token_parts(meta: TensorMeta) -> tuple[tuple[int, int], ...]:
     else:
         parts = [token_bytes(meta.d, meta.dtype, meta.codec)]
     parts += [4] * meta.has_positions + [1] * meta.has_mask
-    starts = [sum(parts[:i]) * meta.b * meta.t for i in range(len(parts))]
+    n_tokens = meta.b * meta.t
+    starts = [sum(parts[:i]) * n_tokens for i in range(len(parts))]
     return tuple(zip(starts, parts, strict=True))
 
 

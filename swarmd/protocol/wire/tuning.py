@@ -46,6 +46,8 @@ class OpenLane(Message, tag="open_lane", frozen=True):
 
 
 class CloseLane(Message, tag="close_lane", frozen=True):
+    """The client is done with a lane's hop."""
+
     session: SessionKey = b"\0" * 16
     start: Block = 0
 
@@ -116,4 +118,6 @@ class PutTuned(Message, tag="put_tuned", frozen=True):
 
 
 class TunedHeld(Message, tag="tuned_held", frozen=True):
+    """All pieces of a ``PutTuned`` are here."""
+
     re: Count = 0

@@ -147,8 +147,8 @@ class GradientAudits:
 
     def _draw_contributor(self, shares: dict[PeerId, ContributionShare]) -> PeerId | None:
         n_samples = {peer: float(share.n) for peer, share in shares.items()}
-        rates = {p: gradient_audits.rate(self._n_right(p), self._recipe.audit) for p in shares}
-        decision = gradient_audits.draw(rates, n_samples, self._me, self._services.rng.random())
+        rates = {p: gradient_audits.recheck_rate(self._n_right(p), self._recipe.audit) for p in shares}
+        decision = gradient_audits.draw_recheck(rates, n_samples, self._me, self._services.rng.random())
         logger.debug("%s", decision.reason)
         return decision.action
 

@@ -290,7 +290,7 @@ class ContributingMember:
             raise IntegrityError("a commit that counts others than the group's members")
         if not math.isclose(commit.clip, self._clip(commit.average), rel_tol=CLIP_TOLERANCE):
             raise IntegrityError(f"a commit that clips by {commit.clip}; expected {self._clip(commit.average)}")
-        if not backing.add_up(backed.shares, current_round.account.average, current_round.account.rounding):
+        if not backing.is_sum_right(backed.shares, current_round.account.average, current_round.account.rounding):
             raise IntegrityError("the contributors' shares do not add up to the average")
         self.backed = backed
         return backing.sign_assent(backed.body, self._identity)

@@ -438,8 +438,8 @@ class Leader:
             state=self.joined[self._me].state,
             learning_rate=self._run.recipe.learning_rate(self._ledger.steps + 1),
             clip=self._clip(average),
-            late=commits.some([share.late for share in shares]),
-            anew=commits.some([share.anew for share in shares]),
+            late=commits.omit_if_all_zero([share.late for share in shares]),
+            anew=commits.omit_if_all_zero([share.anew for share in shares]),
         )
 
     # --- small things ------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import trio
 from swarmd.errors import ConfigError, IntegrityError, Refused
 from swarmd.plan.runs.samples import row_of, seed_of, shard_of
 from swarmd.protocol.models import shards
-from swarmd.protocol.models.manifest import DATA, Manifest, canonical
+from swarmd.protocol.models.manifest import DATA, Manifest, canonical_json
 from swarmd.protocol.runs.recipe import Run
 from swarmd.values import ModelId
 from swarmd.weights.folder import ModelFolder, make_folder
@@ -149,7 +149,7 @@ def pack_texts(
     make_folder(folder)
     config = {"model_type": DATA, "num_hidden_layers": len(cut), "tokens": tokens}
     try:
-        (folder / "config.json").write_text(canonical(config))
+        (folder / "config.json").write_text(canonical_json(config))
         with (folder / "model.safetensors").open("wb") as file:
             file.write(prefix)
             for part in cut:

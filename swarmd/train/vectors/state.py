@@ -347,7 +347,7 @@ def describe_vectors(settings: Mapping[str, object], vectors: Mapping[str, Vecto
     for name, vector in vectors.items():
         dtype = DTYPES[str(vector.dtype)]
         entries.append(Entry(name, dtype, (len(vector),), _hash_chunks(vector)))
-    config = manifests.canonical({"model_type": STATE, "num_hidden_layers": 0, **settings})
+    config = manifests.canonical_json({"model_type": STATE, "num_hidden_layers": 0, **settings})
     return Manifest(manifests.VERSION, 0, config, (), tuple(entries))
 
 

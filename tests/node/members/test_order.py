@@ -26,8 +26,8 @@ ME, GIVER, RIDER = (Identity(bytes([n]) * 32) for n in (1, 2, 3))
 
 def between(giver: Identity, taker: Identity, n_tokens: int) -> tuple[UsageReceipt, SignedUsageReceipt]:
     bill = UsageReceipt(giver.peer_id, taker.peer_id, b"s" * 16, "m", 0, 10, n_tokens, 1_000)
-    body, giver_signature = usage_receipt.offer(bill, giver)
-    return bill, SignedUsageReceipt(body, giver_signature, usage_receipt.accept(body, taker))
+    body, giver_signature = usage_receipt.sign_offer(bill, giver)
+    return bill, SignedUsageReceipt(body, giver_signature, usage_receipt.sign_acceptance(body, taker))
 
 
 @pytest.mark.parametrize("order", ["equal", "giving"])

@@ -7,7 +7,7 @@ import pytest
 from swarmd.errors import Code, Refused
 from swarmd.node.serving.hops import SessionHop
 from swarmd.plan.chains.session import HopState
-from swarmd.protocol.wire.messages import Edit, n_changes
+from swarmd.protocol.wire.messages import Edit, count_changes
 from swarmd.values import PeerId, Span
 
 A = PeerId("a")
@@ -30,6 +30,6 @@ def test_what_waits_is_bounded_until_it_is_finished(n_bytes: int, n_edits: int, 
 
 
 def test_an_op_without_tokens_is_work_even_with_nothing_to_edit() -> None:
-    assert n_changes((), True) == 0
-    assert n_changes((), False) == 1
-    assert n_changes((Edit(crop=1), Edit(crop=0)), True) == 2
+    assert count_changes((), True) == 0
+    assert count_changes((), False) == 1
+    assert count_changes((Edit(crop=1), Edit(crop=0)), True) == 2

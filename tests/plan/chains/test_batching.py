@@ -9,10 +9,10 @@ from swarmd.plan.chains.batching import (
     PassShare,
     ReadyOp,
     Speed,
+    can_admit_steps,
     choose_pass,
-    may_let_in,
+    choose_steps,
     patience_s,
-    steps_of_call,
     tokens_of_op,
 )
 
@@ -50,22 +50,22 @@ def test_between_the_steps_of_others_prefill_takes_short_passes() -> None:
 
 
 def test_a_prompts_pass_that_lets_steps_in_needs_not_take_them_along() -> None:
-    decision = choose_pass([ready("a"), ready("long", 4_000)], {}, SPEED, n_active=1, lets_in=True)
+    decision = choose_pass([ready("a"), ready("long", 4_000)], {}, SPEED, n_active=1, admits_steps=True)
     assert decision.action == (PassShare((b"long", 0), MIN_TOKENS_BETWEEN),)
     assert keys(ready("a"), ready("b")) == ["a", "b"], "where no prompt waits nothing changes"
 
 
 def test_a_call_takes_as_many_steps_as_it_is_for_and_the_oldest_first() -> None:
     steps = [ready("new", 2, order=3), ready("old", 3, order=1), ready("wide", 4, order=2)]
-    assert [share.key[0] for share in steps_of_call(steps, 6)] == [b"old", b"new"]
-    assert [share.t for share in steps_of_call(steps, 16)] == [3, 4, 2]
-    assert steps_of_call(steps, 1) == ()
+    assert [share.key[0] for share in choose_steps(steps, 6)] == [b"old", b"new"]
+    assert [share.t for share in choose_steps(steps, 16)] == [3, 4, 2]
+    assert choose_steps(steps, 1) == ()
 
 
 def test_a_prompts_pass_has_a_third_of_the_time_beside_steps_that_it_lets_in() -> None:
-    assert may_let_in(aside_s=0.0, own_s=0.0)
-    assert may_let_in(aside_s=0.2, own_s=0.1)
-    assert not may_let_in(aside_s=0.2, own_s=0.09)
+    assert can_admit_steps(step_s=0.0, pass_s=0.0)
+    assert can_admit_steps(step_s=0.2, pass_s=0.1)
+    assert not can_admit_steps(step_s=0.2, pass_s=0.09)
 
 
 def test_prefill_always_moves_on() -> None:

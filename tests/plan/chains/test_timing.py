@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmd.plan.chains.timing import goes_alike, medians_s
+from swarmd.plan.chains.timing import is_same_path, medians_s
 
 PASSES = [[(0, 100, 2_000), (3, 50, 1_000)], [(0, 300, 4_000), (3, 70, 9_000)], [(0, 200, 3_000), (3, 60, 2_000)]]
 
@@ -13,6 +13,6 @@ def test_medians_are_of_each_hop() -> None:
 
 
 def test_passes_through_other_hops_are_others() -> None:
-    assert goes_alike(PASSES[0], PASSES[1])
-    assert not goes_alike(PASSES[0], [(0, 1, 1), (2, 1, 1)])
-    assert not goes_alike(PASSES[0], PASSES[0][:1])
+    assert is_same_path(PASSES[0], PASSES[1])
+    assert not is_same_path(PASSES[0], [(0, 1, 1), (2, 1, 1)])
+    assert not is_same_path(PASSES[0], PASSES[0][:1])

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmd.plan.links.dialing import HEAD_START_S, STAGGER_S, Attempt, attempts, leads_there, origin_of, relay_of
+from swarmd.plan.links.dialing import (
+    HEAD_START_S,
+    STAGGER_S,
+    Attempt,
+    is_reachable_from,
+    order_attempts,
+    origin_of,
+    relay_of,
+)
 
 HOME = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("192.168.1.0/24"))
 LAN, OTHER_LAN, PUBLIC, PUBLIC_6 = (
@@ -22,7 +30,7 @@ NAME = "/dns4/volunteer.example/tcp/1"
 
 
 def order(*addresses: str, own: tuple[str, ...] = ()) -> list[str]:
-    return [attempt.address for attempt in attempts(addresses, HOME, own)]
+    return [attempt.address for attempt in order_attempts(addresses, HOME, own)]
 
 
 def test_near_ones_come_first_and_circuits_last() -> None:
@@ -31,7 +39,7 @@ def test_near_ones_come_first_and_circuits_last() -> None:
 
 
 def test_others_wait_for_a_head_start_and_equals_for_less() -> None:
-    assert attempts([CIRCUIT, LAN, "/ip4/192.168.1.8/tcp/1"], HOME) == [
+    assert order_attempts([CIRCUIT, LAN, "/ip4/192.168.1.8/tcp/1"], HOME) == [
         Attempt(LAN, 0.0),
         Attempt("/ip4/192.168.1.8/tcp/1", STAGGER_S),
         Attempt(CIRCUIT, STAGGER_S + HEAD_START_S),
@@ -56,10 +64,12 @@ def test_a_machine_does_not_dial_itself() -> None:
 
 
 def test_who_is_closed_to_dialling_is_reached_by_neighbours_and_through_relays() -> None:
-    assert leads_there([OTHER_LAN, LAN], HOME)
-    assert leads_there([OTHER_LAN, CIRCUIT], HOME)
-    assert not leads_there([OTHER_LAN, PUBLIC, PUBLIC_6], HOME)
-    assert leads_there([OTHER_LAN, PUBLIC_6], [*HOME, ipaddress.ip_network("2600:1::/64")]), "it is open over IPv6"
+    assert is_reachable_from([OTHER_LAN, LAN], HOME)
+    assert is_reachable_from([OTHER_LAN, CIRCUIT], HOME)
+    assert not is_reachable_from([OTHER_LAN, PUBLIC, PUBLIC_6], HOME)
+    assert is_reachable_from([OTHER_LAN, PUBLIC_6], [*HOME, ipaddress.ip_network("2600:1::/64")]), (
+        "it is open over IPv6"
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,6 +88,6 @@ def test_the_relay_that_an_address_names(address: str, relay: tuple[str, str] | 
 
 @given(st.lists(st.text() | st.sampled_from([LAN, PUBLIC, CIRCUIT, "/ip4//tcp", "/ip6/::1%lo/tcp/1"]), max_size=8))
 def test_whatever_others_announce_is_ordered(addresses: list[str]) -> None:
-    planned = attempts(addresses, HOME)
+    planned = order_attempts(addresses, HOME)
     assert {a.address for a in planned} <= set(addresses)
     assert [a.after_s for a in planned] == sorted(a.after_s for a in planned)

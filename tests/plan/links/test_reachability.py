@@ -7,9 +7,9 @@ import pytest
 from swarmd.plan.links.reachability import (
     ReachabilityReport,
     choose_relays,
-    forwarded,
-    judge,
-    lead_nowhere,
+    find_blocked_versions,
+    find_forwarded_ports,
+    judge_reachability,
     versions_to_try,
 )
 from swarmd.values import PeerId
@@ -22,7 +22,7 @@ DUAL = ("192.168.1.2", SIX)
 
 
 def test_nobody_asked_is_not_known() -> None:
-    assert judge([], HOME).action == "unknown"
+    assert judge_reachability([], HOME).action == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,19 @@ def test_nobody_asked_is_not_known() -> None:
     ],
 )
 def test_who_asks_from_outside_counts_and_most_are_believed(answers: list[ReachabilityReport], reach: str) -> None:
-    assert judge(answers, HOME).action == reach
+    assert judge_reachability(answers, HOME).action == reach
 
 
 def test_ipv4_decides_as_not_all_members_have_ipv6() -> None:
     shut, reached = ReachabilityReport(A, ROUTER, ()), ReachabilityReport(B, SIX, (4117,))
-    assert judge([shut, reached], DUAL).action == "closed"
-    assert judge([ReachabilityReport(A, ROUTER, (4117,)), ReachabilityReport(B, SIX, ())], DUAL).action == "open"
-    assert judge([reached], DUAL).action == "open"
+    assert judge_reachability([shut, reached], DUAL).action == "closed"
+    assert (
+        judge_reachability([ReachabilityReport(A, ROUTER, (4117,)), ReachabilityReport(B, SIX, ())], DUAL).action
+        == "open"
+    )
+    assert judge_reachability([reached], DUAL).action == "open"
     neighbour = ReachabilityReport(C, SIX, (4117,), is_neighbour=True)
-    assert judge([neighbour, ReachabilityReport(B, SIX, ())], DUAL).action == "closed", (
+    assert judge_reachability([neighbour, ReachabilityReport(B, SIX, ())], DUAL).action == "closed", (
         "no firewall is between neighbours"
     )
 
@@ -72,12 +75,12 @@ def test_ipv4_decides_as_not_all_members_have_ipv6() -> None:
 def test_addresses_of_a_version_that_is_shut_are_not_announced() -> None:
     shut_4, open_4 = ReachabilityReport(A, ROUTER, ()), ReachabilityReport(A, ROUTER, (1,))
     shut_6, open_6 = ReachabilityReport(B, SIX, ()), ReachabilityReport(B, SIX, (1,))
-    assert lead_nowhere([], DUAL) == frozenset()
-    assert lead_nowhere([open_4], DUAL) == frozenset()
-    assert lead_nowhere([open_4, shut_6], DUAL) == {6}
-    assert lead_nowhere([shut_4, open_6], DUAL) == {4}
-    assert lead_nowhere([shut_4], DUAL) == {4, 6}, "nobody has tried IPv6: most routers shut it"
-    assert lead_nowhere([ReachabilityReport(A, "192.168.1.2", ())], DUAL) == {4, 6}
+    assert find_blocked_versions([], DUAL) == frozenset()
+    assert find_blocked_versions([open_4], DUAL) == frozenset()
+    assert find_blocked_versions([open_4, shut_6], DUAL) == {6}
+    assert find_blocked_versions([shut_4, open_6], DUAL) == {4}
+    assert find_blocked_versions([shut_4], DUAL) == {4, 6}, "nobody has tried IPv6: most routers shut it"
+    assert find_blocked_versions([ReachabilityReport(A, "192.168.1.2", ())], DUAL) == {4, 6}
 
 
 def test_members_try_each_version_that_leads_outside() -> None:
@@ -93,9 +96,9 @@ def test_members_try_each_version_that_leads_outside() -> None:
 
 
 def test_a_public_machine_sees_its_own_address() -> None:
-    assert judge([ReachabilityReport(A, ROUTER, (4117,)), ReachabilityReport(B, ROUTER, (4117,))], [ROUTER]).reason == (
-        "2 of 2 members that tried could connect to it"
-    )
+    assert judge_reachability(
+        [ReachabilityReport(A, ROUTER, (4117,)), ReachabilityReport(B, ROUTER, (4117,))], [ROUTER]
+    ).reason == ("2 of 2 members that tried could connect to it")
 
 
 def test_a_port_that_a_router_forwards_is_found() -> None:
@@ -104,8 +107,8 @@ def test_a_port_that_a_router_forwards_is_found() -> None:
         ReachabilityReport(B, "192.168.1.2", (4117,)),
         ReachabilityReport(C, ROUTER, (4117,)),
     ]
-    assert forwarded(answers, HOME) == ((ROUTER, 4117),)
-    assert forwarded(answers[:1], HOME) == ((ROUTER, 4117),), "the only one that was asked"
+    assert find_forwarded_ports(answers, HOME) == ((ROUTER, 4117),)
+    assert find_forwarded_ports(answers[:1], HOME) == ((ROUTER, 4117),), "the only one that was asked"
 
 
 def test_one_member_names_no_address_of_others() -> None:
@@ -114,9 +117,13 @@ def test_one_member_names_no_address_of_others() -> None:
         ReachabilityReport(B, ROUTER, (4117,)),
         ReachabilityReport(C, ROUTER, (4117,)),
     ]
-    assert forwarded(answers, HOME) == ((ROUTER, 4117),)
-    assert forwarded([ReachabilityReport(A, "10.1.1.1", (4117,))], HOME) == (), "another network's private address"
-    assert forwarded([ReachabilityReport(A, SIX, (4117,))], HOME) == (), "an address of this machine's own that passes"
+    assert find_forwarded_ports(answers, HOME) == ((ROUTER, 4117),)
+    assert find_forwarded_ports([ReachabilityReport(A, "10.1.1.1", (4117,))], HOME) == (), (
+        "another network's private address"
+    )
+    assert find_forwarded_ports([ReachabilityReport(A, SIX, (4117,))], HOME) == (), (
+        "an address of this machine's own that passes"
+    )
 
 
 def test_relays_are_the_nearest_and_those_in_use_stay() -> None:

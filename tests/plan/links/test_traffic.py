@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from swarmd.plan.links.traffic import TrafficUse, acknowledgements, leaves_home, month_of, next_month, on_the_wire
+from swarmd.plan.links.traffic import TrafficUse, ack_bytes, leaves_home, month_of, next_month, wire_bytes
 from swarmd.plan.owner.policy import GIB, Rules, Sensors, decide
 
 HOME = tuple(map(ipaddress.ip_network, ("192.168.1.0/24", "20.1.2.0/24", "fd00::/8")))
@@ -32,10 +32,10 @@ def test_what_stays_at_home_is_free(host: str, expected: bool) -> None:
 
 
 def test_headers_and_acknowledgements_count() -> None:
-    assert on_the_wire(0) == 0
-    assert on_the_wire(1) == 53
-    assert on_the_wire(1_449) == 1_449 + 2 * 52
-    assert acknowledgements(1_448) == acknowledgements(2_896) == 52
+    assert wire_bytes(0) == 0
+    assert wire_bytes(1) == 53
+    assert wire_bytes(1_449) == 1_449 + 2 * 52
+    assert ack_bytes(1_448) == ack_bytes(2_896) == 52
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from swarmd.plan.owner.health import Facts, HealthFinding, Kind, WorkerLife, findings
+from swarmd.plan.owner.health import Facts, HealthFinding, Kind, WorkerLife, check_health
 
 
 def found(kind: Kind, **facts: object) -> HealthFinding:
-    return next(f for f in findings(Facts(**facts)) if f.kind == kind)  # type: ignore[arg-type]
+    return next(f for f in check_health(Facts(**facts)) if f.kind == kind)  # type: ignore[arg-type]
 
 
 def test_what_was_not_looked_at_is_not_fine() -> None:
-    assert {f.kind: f.is_fine for f in findings(Facts())} == {
+    assert {f.kind: f.is_fine for f in check_health(Facts())} == {
         "clock": None,
         "identity": True,  # it is looked for in every record that comes
         "version": None,
@@ -61,7 +61,7 @@ def test_a_card_that_nobody_uses_is_named() -> None:
 
 def test_each_fault_says_what_to_do() -> None:
     ended = WorkerLife(False, 3, "the worker ended: KeyError: 7")
-    wrong = findings(Facts("0.1", ["0.2"], [500.0], True, 5, False, "the DHT: silence", True, ["cpu"], [ended]))
+    wrong = check_health(Facts("0.1", ["0.2"], [500.0], True, 5, False, "the DHT: silence", True, ["cpu"], [ended]))
     assert [f.is_fine for f in wrong] == [False] * 7
     assert all(f.remedy for f in wrong)
 

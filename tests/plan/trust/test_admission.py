@@ -8,7 +8,7 @@ import pytest
 from swarmd.errors import Code, Refused
 from swarmd.plan.trust.admission import MAX_WAITING, MAX_WAITING_OF_AN_INVITE, Admission
 from swarmd.protocol.membership.catalog import RIGHTS, AdmittedMember, Catalog, InviteTerms
-from swarmd.protocol.membership.charter import Founders, follower, founders_untrusted, sign
+from swarmd.protocol.membership.charter import Founders, draft_charter, founders_untrusted, sign
 from swarmd.protocol.membership.identity import Identity, Membership, certify, follow_untrusted
 
 NOW, INVITED_UNTIL, MEMBER_UNTIL = 1_000, 2_000, 9_000
@@ -130,7 +130,7 @@ def test_guests_of_a_founder_that_is_gone_stay_only_where_he_is_honoured_or_they
 ) -> None:
     heir = Identity(b"\5" * 32)
     honoured = (FOUNDER.public_key,) if is_honoured else ()
-    draft = sign(follower(FOUNDERS.charter, (heir.public_key,), 1, honoured), FOUNDER)
+    draft = sign(draft_charter(FOUNDERS.charter, (heir.public_key,), 1, honoured), FOUNDER)
     now = founders_untrusted(FOUNDER.public_key, (msgspec.msgpack.encode(draft),))
     entered = {guest(10).member: AdmittedMember(MEMBER_UNTIL, INVITE.public_key)}
     at = doors(founders=now, admitted=entered)

@@ -7,9 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmd.plan.trust.audits import ALWAYS_BELOW, LEAST_RATE, AuditRecord, is_due, next_window, rate
-from swarmd.plan.trust.equality import AuditVerdict, bound_of, errors, is_equal, projected, two_of_three
-from swarmd.plan.trust.reputation import OTHERS_TURN_S, Trust, finding, n_speakers, name_of, shared, to_probe, trust_in
+from swarmd.plan.trust.audits import ALWAYS_BELOW, LEAST_RATE, AuditRecord, audit_rate, is_due, next_window
+from swarmd.plan.trust.equality import AuditVerdict, bound_of, errors, is_equal, project_tokens, two_of_three
+from swarmd.plan.trust.reputation import (
+    OTHERS_TURN_S,
+    Trust,
+    choose_probes,
+    count_speakers,
+    make_finding,
+    name_of,
+    rate_servers,
+    shared_blocks,
+)
 from swarmd.protocol.membership.records import PeerRecord, SpanRecord
 from swarmd.values import PeerId, Span
 
@@ -46,7 +55,7 @@ def test_a_projection_shows_the_same_errors_within_a_factor_of_two() -> None:
     again = entered + RNG.standard_normal(entered.shape, dtype=np.float32)
     left = again + np.float32(0.01) * RNG.standard_normal(entered.shape, dtype=np.float32)
     whole = np.median(errors(entered, left, again, FLOAT32))
-    small = np.median(errors(*(projected(values, 5) for values in (entered, left, again)), FLOAT32))
+    small = np.median(errors(*(project_tokens(values, 5) for values in (entered, left, again)), FLOAT32))
     assert whole / 2 < small < whole * 2
 
 
@@ -80,7 +89,7 @@ def test_two_against_one(answers: tuple[bool, bool | None, bool | None], verdict
 
 @given(st.integers(0, 10**6))
 def test_the_rate_falls_and_never_ends(n_right: int) -> None:
-    p = rate(AuditRecord(n_right, n_right))
+    p = audit_rate(AuditRecord(n_right, n_right))
     assert p == 1 if n_right < ALWAYS_BELOW else LEAST_RATE <= p <= 1 / n_right or p == LEAST_RATE
     assert not is_due(AuditRecord(n_right, n_right), 1.0 - 1e-9, 0.5).action or p == 1
 
@@ -89,8 +98,8 @@ def test_a_wrong_one_begins_anew() -> None:
     record = AuditRecord()
     for _ in range(100):
         record = record.after(is_right=True)
-    assert rate(record) == LEAST_RATE
-    assert rate(record.after(is_right=False)) == 1.0
+    assert audit_rate(record) == LEAST_RATE
+    assert audit_rate(record.after(is_right=False)) == 1.0
     assert record.after(is_right=False).n_wrong == 1
 
 
@@ -124,11 +133,11 @@ A, B, C = span("a", 0, 4), span("b", 2, 6), span("c", 2, 6)
 
 
 def test_only_what_is_alike_is_compared() -> None:
-    assert shared(A, B) == Span(2, 4)
-    assert shared(A, A) is None
-    assert shared(A, span("b", 4, 6)) is None
-    assert shared(A, span("b", 2, 6, dtype="bfloat16")) is None
-    assert shared(A, span("b", 2, 6, quantize="int8")) is None
+    assert shared_blocks(A, B) == Span(2, 4)
+    assert shared_blocks(A, A) is None
+    assert shared_blocks(A, span("b", 4, 6)) is None
+    assert shared_blocks(A, span("b", 2, 6, dtype="bfloat16")) is None
+    assert shared_blocks(A, span("b", 2, 6, quantize="int8")) is None
 
 
 def test_everybody_is_probed_by_two_others_and_strangers_come_first() -> None:
@@ -137,7 +146,7 @@ def test_everybody_is_probed_by_two_others_and_strangers_come_first() -> None:
     probed = [
         (target.peer, mine.peer)
         for s in spans
-        for target, mine in to_probe(PeerId(s.peer), spans, lambda p: kin.get(p, p.encode()), {}, 0.0)
+        for target, mine in choose_probes(PeerId(s.peer), spans, lambda p: kin.get(p, p.encode()), {}, 0.0)
     ]
     assert len(probed) == 12
     assert not [pair for pair in probed if set(pair) <= {"a", "b", "c"}]
@@ -145,10 +154,10 @@ def test_everybody_is_probed_by_two_others_and_strangers_come_first() -> None:
 
 def test_a_probe_is_done_again_after_an_hour_and_after_each_load() -> None:
     done = {("b", name_of(B)): 100.0}
-    assert to_probe(PeerId("a"), [A, B], own_voucher, done, 200.0) == []
-    assert [t.peer for t, _ in to_probe(PeerId("a"), [A, B], own_voucher, done, 4_000.0)] == ["b"]
+    assert choose_probes(PeerId("a"), [A, B], own_voucher, done, 200.0) == []
+    assert [t.peer for t, _ in choose_probes(PeerId("a"), [A, B], own_voucher, done, 4_000.0)] == ["b"]
     loaded = span("b", 2, 6, numerics="others")
-    assert [t.peer for t, _ in to_probe(PeerId("a"), [A, loaded], own_voucher, done, 200.0)] == ["b"]
+    assert [t.peer for t, _ in choose_probes(PeerId("a"), [A, loaded], own_voucher, done, 200.0)] == ["b"]
 
 
 def test_who_holds_blocks_in_records_only_does_not_keep_others_from_probing() -> None:
@@ -158,65 +167,70 @@ def test_who_holds_blocks_in_records_only_does_not_keep_others_from_probing() ->
 
     def probers(unsaid_s: float) -> set[str]:
         unsaid = {(target.peer, name_of(target)): unsaid_s}
-        due = {s.peer: to_probe(PeerId(s.peer), spans, own_voucher, {}, 0.0, unsaid) for s in spans[:5]}
+        due = {s.peer: choose_probes(PeerId(s.peer), spans, own_voucher, {}, 0.0, unsaid) for s in spans[:5]}
         return {peer for peer, found in due.items() if target.peer in {t.peer for t, _ in found}}
 
     first, then = probers(0.0), probers(OTHERS_TURN_S)
     assert (len(first), len(then)) == (2, 3)
     assert first < then
     assert len(probers(10 * OTHERS_TURN_S)) == 5
-    said = [peer("a", finding(target, True)), peer("f", finding(target, True)), peer("b")]
-    assert n_speakers(spans, said)["f", name_of(target)] == 1
+    said = [peer("a", make_finding(target, True)), peer("f", make_finding(target, True)), peer("b")]
+    assert count_speakers(spans, said)["f", name_of(target)] == 1
 
 
 def test_trust_follows_what_others_found() -> None:
-    said = [peer("a", finding(B, True), finding(C, False)), peer("b"), peer("c", finding(C, True))]
-    trust = trust_in([A, B, C], said, own_voucher)
+    said = [peer("a", make_finding(B, True), make_finding(C, False)), peer("b"), peer("c", make_finding(C, True))]
+    trust = rate_servers([A, B, C], said, own_voucher)
     assert trust == {("a", 0): Trust.UNKNOWN, ("b", 0): Trust.PROVEN, ("c", 0): Trust.UNKNOWN}, "one word is no proof"
-    said.append(peer("d", finding(C, False)))
-    assert trust_in([A, B, C], said, own_voucher)["c", 0] is Trust.UNKNOWN, "who serves nothing computed nothing"
-    assert trust_in([A, B, C, span("d", 0, 4)], said, own_voucher)["c", 0] is Trust.DOUBTED
-    assert trust_in([A, B, C], [peer("a")], own_voucher) == {}, "nobody said anything"
+    said.append(peer("d", make_finding(C, False)))
+    assert rate_servers([A, B, C], said, own_voucher)["c", 0] is Trust.UNKNOWN, "who serves nothing computed nothing"
+    assert rate_servers([A, B, C, span("d", 0, 4)], said, own_voucher)["c", 0] is Trust.DOUBTED
+    assert rate_servers([A, B, C], [peer("a")], own_voucher) == {}, "nobody said anything"
 
 
 def test_who_holds_blocks_alone_is_not_held_back() -> None:
     alone = span("d", 10, 12)
-    assert trust_in([A, B, alone], [peer("a", finding(B, True))], own_voucher)["d", 0] is Trust.PROVEN
+    assert rate_servers([A, B, alone], [peer("a", make_finding(B, True))], own_voucher)["d", 0] is Trust.PROVEN
 
 
 def test_many_of_one_voucher_are_one_voice() -> None:
-    accusers = [peer(name, finding(B, False)) for name in "xyz"]
-    trust = trust_in([A, B], [*accusers, peer("a", finding(B, True))], lambda p: b"one" if p in "xyz" else p.encode())
+    accusers = [peer(name, make_finding(B, False)) for name in "xyz"]
+    trust = rate_servers(
+        [A, B], [*accusers, peer("a", make_finding(B, True))], lambda p: b"one" if p in "xyz" else p.encode()
+    )
     assert trust["b", 0] is Trust.PROVEN
 
 
 def test_whose_guests_are_wrong_again_and_again_vouches_for_nobody() -> None:
     wrong = [span(f"gone {n}", 0, 4) for n in range(3)]
-    said = [peer(name, *(finding(s, False, b"leaky invite") for s in wrong)) for name in ("a", "b")]
+    said = [peer(name, *(make_finding(s, False, b"leaky invite") for s in wrong)) for name in ("a", "b")]
     newcomer = span("new", 0, 4)
     vouchers = {"new": b"leaky invite"} | {s.peer: b"leaky invite" for s in wrong}
 
     def voucher_of(p: PeerId) -> bytes:
         return vouchers.get(p, p.encode())
 
-    assert trust_in([A, B, newcomer], said, voucher_of)["new", 0] is Trust.DOUBTED
-    assert trust_in([A, B, newcomer], said[:1], voucher_of)["new", 0] is Trust.UNKNOWN, "one member's word"
+    assert rate_servers([A, B, newcomer], said, voucher_of)["new", 0] is Trust.DOUBTED
+    assert rate_servers([A, B, newcomer], said[:1], voucher_of)["new", 0] is Trust.UNKNOWN, "one member's word"
     unknown = [
-        peer(name, *(finding(span(f"made up {n}", 0, 4), False, b"leaky invite") for n in range(3))) for name in "ab"
+        peer(name, *(make_finding(span(f"made up {n}", 0, 4), False, b"leaky invite") for n in range(3)))
+        for name in "ab"
     ]
-    assert trust_in([A, B, newcomer], unknown, voucher_of)["new", 0] is Trust.UNKNOWN, "of peers that nobody has seen"
-    fewer = [peer(name, *(finding(s, False, b"leaky invite") for s in wrong[:2])) for name in ("a", "b")]
-    assert trust_in([A, B, newcomer], fewer, voucher_of)["new", 0] is Trust.UNKNOWN, "two may have bad memory"
+    assert rate_servers([A, B, newcomer], unknown, voucher_of)["new", 0] is Trust.UNKNOWN, (
+        "of peers that nobody has seen"
+    )
+    fewer = [peer(name, *(make_finding(s, False, b"leaky invite") for s in wrong[:2])) for name in ("a", "b")]
+    assert rate_servers([A, B, newcomer], fewer, voucher_of)["new", 0] is Trust.UNKNOWN, "two may have bad memory"
 
 
 def test_two_members_words_do_not_have_all_others_doubted() -> None:
     """They serve, too, and call every honest server wrong, each of which two others have probed."""
     honest = [span(name, 0, 4) for name in "abcd"]
     hostile = [span(name, 0, 4) for name in ("liar", "second", "third")]
-    said = [peer(name, *(finding(s, True) for s in honest if s.peer != name)) for name in "ab"]
-    said += [peer(s.peer, *(finding(h, False) for h in honest)) for s in hostile]
-    trust = trust_in([*honest, *hostile], said, own_voucher)
+    said = [peer(name, *(make_finding(s, True) for s in honest if s.peer != name)) for name in "ab"]
+    said += [peer(s.peer, *(make_finding(h, False) for h in honest)) for s in hostile]
+    trust = rate_servers([*honest, *hostile], said, own_voucher)
     assert {trust[s.peer, 0] for s in honest[2:]} == {Trust.PROVEN}, "two probes"
     assert Trust.DOUBTED not in {trust[s.peer, 0] for s in honest}
-    said += [peer(name, finding(hostile[0], False)) for name in "cd"]
-    assert trust_in([*honest, *hostile], said, own_voucher)["liar", 0] is Trust.DOUBTED
+    said += [peer(name, make_finding(hostile[0], False)) for name in "cd"]
+    assert rate_servers([*honest, *hostile], said, own_voucher)["liar", 0] is Trust.DOUBTED

@@ -8,7 +8,14 @@ import random
 import numpy as np
 import pytest
 
-from swarmd.plan.trust.gradient_audits import BOUND, RecheckResult, draw, is_same, rate, work
+from swarmd.plan.trust.gradient_audits import (
+    BOUND,
+    RecheckResult,
+    draw_recheck,
+    expected_rechecks,
+    is_same,
+    recheck_rate,
+)
 from swarmd.protocol.runs.backing import N_DIRECTIONS
 from swarmd.train.vectors.directions import BLOCK, Directions
 from swarmd.values import PeerId
@@ -17,8 +24,8 @@ PEERS = [PeerId(f"peer-{i}") for i in range(8)]
 
 
 def test_rate_is_all_at_first_then_less_and_never_nothing() -> None:
-    assert [rate(n, 32) for n in (0, 9, 10, 20, 32, 5_000)] == [1.0, 1.0, 0.1, 0.05, 1 / 32, 1 / 32]
-    assert rate(0, 0) == 0.0
+    assert [recheck_rate(n, 32) for n in (0, 9, 10, 20, 32, 5_000)] == [1.0, 1.0, 0.1, 0.05, 1 / 32, 1 / 32]
+    assert recheck_rate(0, 0) == 0.0
 
 
 @pytest.mark.parametrize("share", [1.0, 0.1])
@@ -30,7 +37,7 @@ def test_all_together_check_as_many_as_the_rate_says(share: float) -> None:
     by: dict[PeerId, int] = dict.fromkeys(PEERS, 0)
     for _ in range(n_rounds):
         for me in PEERS:
-            found = draw(rates, speeds, me, rng.random()).action
+            found = draw_recheck(rates, speeds, me, rng.random()).action
             assert found != me
             if found is not None:
                 checked[found] += 1
@@ -42,8 +49,8 @@ def test_all_together_check_as_many_as_the_rate_says(share: float) -> None:
 
 
 def test_nobody_is_drawn_by_who_is_alone_or_does_not_compute() -> None:
-    assert draw({PEERS[0]: 1.0}, {PEERS[0]: 5.0}, PEERS[0], 0.0).action is None
-    assert draw({PEERS[0]: 1.0}, {PEERS[0]: 5.0}, PEERS[1], 0.0).action is None
+    assert draw_recheck({PEERS[0]: 1.0}, {PEERS[0]: 5.0}, PEERS[0], 0.0).action is None
+    assert draw_recheck({PEERS[0]: 1.0}, {PEERS[0]: 5.0}, PEERS[1], 0.0).action is None
 
 
 def came(vector: np.ndarray, loss: float = 10.0) -> RecheckResult:
@@ -101,11 +108,11 @@ def test_what_members_are_expected_to_compute_again_is_what_their_draws_come_to(
     a, b, c = PEERS[:3]
     n_samples, rng = {a: 40.0, b: 20.0, c: 4.0}, random.Random(3)
     n_right = {a: 0, b: 50, c: 3}
-    expected = work(n_right, n_samples, 32)
-    rates = {peer: rate(n, 32) for peer, n in n_right.items()}
+    expected = expected_rechecks(n_right, n_samples, 32)
+    rates = {peer: recheck_rate(n, 32) for peer, n in n_right.items()}
     for me in n_samples:
-        drawn = [draw(rates, n_samples, me, rng.random()).action for _ in range(20_000)]
+        drawn = [draw_recheck(rates, n_samples, me, rng.random()).action for _ in range(20_000)]
         mean = sum(n_samples[peer] for peer in drawn if peer is not None) / len(drawn)
         assert mean == pytest.approx(expected[me], rel=0.1)
-    assert work({a: 0}, {a: 40.0}, 32) == {a: 0.0}, "nobody else computes"
-    assert work(n_right, n_samples, 0) == dict.fromkeys(n_samples, 0.0)
+    assert expected_rechecks({a: 0}, {a: 40.0}, 32) == {a: 0.0}, "nobody else computes"
+    assert expected_rechecks(n_right, n_samples, 0) == dict.fromkeys(n_samples, 0.0)

@@ -7,7 +7,7 @@ import pytest
 from swarmd.errors import Refused
 from swarmd.plan.chains.admission import CacheLedger
 from swarmd.plan.chains.batching import ReadyOp, Speed, choose_pass
-from swarmd.plan.trust.order import GRACE, LEAST, MOST, Balance, weight
+from swarmd.plan.trust.order import GRACE, LEAST, MOST, Balance, member_weight
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Identity, Membership
 
@@ -17,7 +17,7 @@ WHO = Membership(Identity(bytes([3]) * 32).peer_id, "member", (FOUNDER, INVITE, 
 
 def weighs(order: str, balance: Balance = Balance(), is_own: bool = False, **favours: int) -> float:
     by_key = {{"invite": INVITE, "member": MEMBER}[name]: times for name, times in favours.items()}
-    return weight(Catalog(order=order, favours=by_key), WHO, balance, is_own)
+    return member_weight(Catalog(order=order, favours=by_key), WHO, balance, is_own)
 
 
 @pytest.mark.parametrize("order", ["equal", "an order of a later version"])

@@ -18,14 +18,14 @@ from swarmd.plan.trust.standing import (
     is_banned,
     is_shunned,
     leave_out,
-    note,
+    record_fault,
 )
 
 
 def after(*faults: Fault, now: float = 0.0) -> FaultHistory:
     seen = FaultHistory(at=now)
     for fault in faults:
-        note(seen, fault, "because", now)
+        record_fault(seen, fault, "because", now)
     return seen
 
 
@@ -60,7 +60,7 @@ def test_bans_double_end_and_are_forgotten() -> None:
     lengths = []
     for _ in range(14):
         while not is_banned(seen, now):
-            note(seen, Fault.FORGED, "again", now)
+            record_fault(seen, Fault.FORGED, "again", now)
         lengths.append(seen.banned_until - now)
         now = seen.banned_until
         assert is_allowed(seen, now), "a ban ends, and what led to it was paid for"
@@ -68,16 +68,16 @@ def test_bans_double_end_and_are_forgotten() -> None:
     assert lengths[-1] == LONGEST_BAN_S
     now += BANS_FORGOTTEN_S + 1
     for _ in range(3):
-        note(seen, Fault.FORGED, "again", now)
+        record_fault(seen, Fault.FORGED, "again", now)
     assert seen.banned_until - now == FIRST_BAN_S
 
 
 def test_one_witness_counts_once_and_two_do() -> None:
     seen = FaultHistory()
     for _ in range(5):
-        note(seen, Fault.FAULTY_NUMBERS, "says a", 0.0, witness="a")
+        record_fault(seen, Fault.FAULTY_NUMBERS, "says a", 0.0, witness="a")
     assert not is_shunned(seen, 0.0)
-    note(seen, Fault.FAULTY_NUMBERS, "says b", 0.0, witness="b")
+    record_fault(seen, Fault.FAULTY_NUMBERS, "says b", 0.0, witness="b")
     assert is_shunned(seen, 0.0)
     assert not is_shunned(seen, HALF_LIFE_S)
 
@@ -110,7 +110,7 @@ def test_what_is_held_against_a_peer_fades_for_whatever_it_did(events: list[tupl
     seen, now = FaultHistory(), 0.0
     for fault, pause_s in events:
         now += pause_s
-        note(seen, fault, "", now)
+        record_fault(seen, fault, "", now)
         assert seen.score(now) >= 0
     assert is_allowed(seen, max(now + 20 * HALF_LIFE_S, seen.banned_until + HALF_LIFE_S))
 
@@ -118,9 +118,9 @@ def test_what_is_held_against_a_peer_fades_for_whatever_it_did(events: list[tupl
 def test_witnesses_are_forgotten_so_that_later_ones_are_heard() -> None:
     seen = FaultHistory()
     for number in range(200):
-        note(seen, Fault.FAULTY_NUMBERS, "says somebody", 0.0, witness=f"w{number}")
+        record_fault(seen, Fault.FAULTY_NUMBERS, "says somebody", 0.0, witness=f"w{number}")
     before = seen.faults[Fault.FAULTY_NUMBERS][0]
-    note(seen, Fault.FAULTY_NUMBERS, "says another", HALF_LIFE_S + 1, witness="new")
+    record_fault(seen, Fault.FAULTY_NUMBERS, "says another", HALF_LIFE_S + 1, witness="new")
     assert seen.faults[Fault.FAULTY_NUMBERS][0] == before + 1
     assert before < 200, "how many are remembered is bounded"
 

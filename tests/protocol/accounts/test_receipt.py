@@ -16,7 +16,7 @@ from swarmd.protocol.accounts import evidence, receipt
 from swarmd.protocol.accounts.evidence import Evidence
 from swarmd.protocol.accounts.receipt import DIGEST_BYTES, UNSEEN, Receipt, Trail, digest_before, digests_of
 from swarmd.protocol.membership.identity import Identity
-from swarmd.protocol.wire.arrays import pack_array, rounded, unpack_array_untrusted
+from swarmd.protocol.wire.arrays import pack_array, round_to_dtype, unpack_array_untrusted
 from swarmd.protocol.wire.messages import Edit, Op
 from swarmd.wire.tensors import pack
 from tests.protocol.test_mutated import mutants
@@ -167,4 +167,4 @@ def test_arrays_are_packed_as_tensors_are(dtype: str) -> None:
     meta, payload = pack(values, positions, None)
     assert (unpack_array_untrusted(meta, memoryview(payload)) == floats).all()
     exact = torch.randn(1, 64, 64).numpy()
-    assert (rounded(exact, dtype) == torch.from_numpy(exact).to(values.dtype).float().numpy()).all()
+    assert (round_to_dtype(exact, dtype) == torch.from_numpy(exact).to(values.dtype).float().numpy()).all()

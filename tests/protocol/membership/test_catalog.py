@@ -18,9 +18,9 @@ from swarmd.protocol.membership.catalog import (
     Catalog,
     InviteTerms,
     read_catalog_untrusted,
+    restore_lost_entries,
     sign_catalog,
     sign_catalog_as_delegate,
-    with_what_was_lost,
 )
 from swarmd.protocol.membership.identity import Identity
 
@@ -95,7 +95,7 @@ def test_nothing_hides_inside_the_founders_part_of_a_delegates_catalog() -> None
 
 def test_what_a_founder_said_who_was_let_go_does_not_come_back() -> None:
     thiefs, ours = Catalog(version=5, revoked=(b"a" * 32,)), Catalog(version=6, charters=(b"the next",))
-    assert with_what_was_lost(ours, thiefs, 100.0) is None
+    assert restore_lost_entries(ours, thiefs, 100.0) is None
 
 
 def test_what_the_later_of_two_founders_did_not_know_comes_back() -> None:
@@ -104,12 +104,12 @@ def test_what_the_later_of_two_founders_did_not_know_comes_back() -> None:
         version=5, revoked=(b"a" * 32,), invites={b"i" * 32: InviteTerms(200, 1), b"o" * 32: InviteTerms(50, 1)}
     )
     theirs = Catalog(version=6, revoked=(b"b" * 32,), admitted={b"m" * 32: AdmittedMember(300)}, models={"one": MODEL})
-    both = with_what_was_lost(theirs, mine, **ends)
+    both = restore_lost_entries(theirs, mine, **ends)
     assert both is not None
     assert set(both.revoked) == {b"a" * 32, b"b" * 32}
     assert (set(both.invites), both.admitted, both.models) == ({b"i" * 32}, theirs.admitted, theirs.models)
-    assert with_what_was_lost(both, mine, **ends) is None
-    assert with_what_was_lost(both, theirs, **ends) is None
+    assert restore_lost_entries(both, mine, **ends) is None
+    assert restore_lost_entries(both, theirs, **ends) is None
 
 
 def test_who_is_no_delegate_is_refused_also_when_the_signature_is_good() -> None:

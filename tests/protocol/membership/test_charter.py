@@ -9,7 +9,14 @@ from swarmd.errors import ConfigError, IntegrityError
 from swarmd.net.exchange import Exchange
 from swarmd.protocol.membership import charter, lines
 from swarmd.protocol.membership.catalog import Catalog, read_catalog_untrusted, sign_catalog
-from swarmd.protocol.membership.charter import Charter, SignedCharter, follower, founders_untrusted, missing, sign
+from swarmd.protocol.membership.charter import (
+    Charter,
+    SignedCharter,
+    count_missing_signatures,
+    draft_charter,
+    founders_untrusted,
+    sign,
+)
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.invite import SwarmKeys
 
@@ -23,15 +30,15 @@ def encoded(*drafts: SignedCharter) -> tuple[bytes, ...]:
 
 
 def two_of_three() -> SignedCharter:
-    return sign(follower(FIRST, KEYS, 2, ()), A)
+    return sign(draft_charter(FIRST, KEYS, 2, ()), A)
 
 
 def test_one_founder_makes_three_of_whom_two_change_who_they_are() -> None:
     first = two_of_three()
     found = founders_untrusted(A.public_key, encoded(first))
     assert (found.charter.keys, found.charter.needed) == (KEYS, 2)
-    without_a = follower(found.charter, KEYS[1:], 2, (A.public_key,))
-    assert missing(without_a, found.charter) == 2
+    without_a = draft_charter(found.charter, KEYS[1:], 2, (A.public_key,))
+    assert count_missing_signatures(without_a, found.charter) == 2
     by_one = sign(without_a, B)
     with pytest.raises(IntegrityError, match="lacks 1 of 2"):
         founders_untrusted(A.public_key, encoded(first, by_one))
@@ -44,7 +51,7 @@ def test_one_founder_makes_three_of_whom_two_change_who_they_are() -> None:
 def test_nobody_signs_twice_or_without_being_a_founder(signer: Identity) -> None:
     first = two_of_three()
     now = founders_untrusted(A.public_key, encoded(first)).charter
-    draft = sign(sign(follower(now, (THIEF.public_key,), 1, ()), signer), signer)
+    draft = sign(sign(draft_charter(now, (THIEF.public_key,), 1, ()), signer), signer)
     with pytest.raises(IntegrityError, match=r"lacks 1 of 2|none of the founders"):
         founders_untrusted(A.public_key, encoded(first, draft))
     doubled = SignedCharter(draft.body, draft.signatures * 2)
@@ -53,8 +60,8 @@ def test_nobody_signs_twice_or_without_being_a_founder(signer: Identity) -> None
 
 
 def test_a_charter_follows_only_the_one_that_it_names() -> None:
-    first, other = two_of_three(), sign(follower(FIRST, KEYS[:2], 1, ()), A)
-    after_first = sign(sign(follower(first.charter, KEYS, 1, ()), A), B)
+    first, other = two_of_three(), sign(draft_charter(FIRST, KEYS[:2], 1, ()), A)
+    after_first = sign(sign(draft_charter(first.charter, KEYS, 1, ()), A), B)
     with pytest.raises(IntegrityError, match="follows another charter"):
         founders_untrusted(A.public_key, encoded(other, after_first))
     with pytest.raises(IntegrityError, match="follows another charter"):
@@ -71,7 +78,7 @@ def test_a_forged_charter_and_one_that_nobody_could_change_are_refused() -> None
         founders_untrusted(A.public_key, encoded(sign(SignedCharter(stuck), A)))
     for keys, needed in (((), 1), (KEYS, 4), ((*KEYS, KEYS[0]), 1)):
         with pytest.raises(ConfigError):
-            follower(FIRST, keys, needed, ())
+            draft_charter(FIRST, keys, needed, ())
 
 
 def test_a_catalog_counts_when_any_founder_of_now_signed_it_and_no_other() -> None:
@@ -85,7 +92,7 @@ def test_a_catalog_counts_when_any_founder_of_now_signed_it_and_no_other() -> No
 
 
 def test_a_thief_with_an_old_founders_key_cannot_outbid_the_charter_after_it() -> None:
-    replaced = sign(follower(FIRST, (B.public_key,), 1, ()), A)
+    replaced = sign(draft_charter(FIRST, (B.public_key,), 1, ()), A)
     now = read_catalog_untrusted(sign_catalog(Catalog(version=5, charters=encoded(replaced)), B), A.public_key)
     thiefs = read_catalog_untrusted(sign_catalog(Catalog(version=2**53), A), A.public_key)
     assert now.rank > thiefs.rank
@@ -94,11 +101,11 @@ def test_a_thief_with_an_old_founders_key_cannot_outbid_the_charter_after_it() -
 async def test_charters_that_leave_the_known_ones_count_for_nothing_however_many_they_are() -> None:
     """The first founder, long let go, begins again from the first key, three times over: nobody follows."""
     exchange = Exchange(SwarmKeys("ours", A.public_key, bytes(32)), lambda: 100.0)
-    replaced = sign(follower(FIRST, (B.public_key, C.public_key), 2, ()), A)
+    replaced = sign(draft_charter(FIRST, (B.public_key, C.public_key), 2, ()), A)
     assert exchange.merge_catalog_untrusted(sign_catalog(Catalog(version=5, charters=encoded(replaced)), B))
-    chain = [sign(follower(FIRST, (THIEF.public_key,), 1, ()), A)]
+    chain = [sign(draft_charter(FIRST, (THIEF.public_key,), 1, ()), A)]
     while len(chain) < 3:
-        chain.append(sign(follower(chain[-1].charter, (THIEF.public_key,), 1, (bytes([len(chain)]) * 32,)), THIEF))
+        chain.append(sign(draft_charter(chain[-1].charter, (THIEF.public_key,), 1, (bytes([len(chain)]) * 32,)), THIEF))
     thiefs = sign_catalog(Catalog(version=9, charters=encoded(*chain)), THIEF)
     assert read_catalog_untrusted(thiefs, A.public_key).rank[0] == 3, "by itself it is in order"
     assert not exchange.merge_catalog_untrusted(thiefs)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmd.protocol.runs.backing import TOLERANCE, ContributionShare, add_up
+from swarmd.protocol.runs.backing import TOLERANCE, ContributionShare, is_sum_right
 from swarmd.protocol.wire.rounds import Group, GroupMember, GroupPart
 from swarmd.train.rounds.accounts import Flow, account_for_average, project_contribution
 from swarmd.train.vectors.codecs import Codec
@@ -55,7 +55,7 @@ def test_shares_of_a_mean_add_up(dtype: str, n: int) -> None:
     half = n // 2
     flow = Flow({ME: [(half, vectors[0][half:])]}, {PeerId("m1"): [(0, vectors[0][:half])]}, {}, {})
     account = account_for_average(of, along(of, b"d" * 32), average, (ME, vectors[0]), flow, Codec(dtype))
-    assert add_up(shares_of(vectors, of, b"d" * 32), account.average)
+    assert is_sum_right(shares_of(vectors, of, b"d" * 32), account.average)
     given = project_contribution(along(of, b"d" * 32), vectors[0])
     assert account.contribution is not None
     assert account.contribution.squares == given.squares
@@ -83,7 +83,7 @@ def test_an_average_that_is_off_does_not_add_up(at: int, other: int, by: float, 
     of = group(3, N, "float32")
     digest = bytes([seed]) * 32
     account = account_for_average(of, along(of, digest), average, None, Flow({}, {}, {}, {}), Codec("float32"))
-    assert not add_up(shares_of(vectors, of, digest), account.average)
+    assert not is_sum_right(shares_of(vectors, of, digest), account.average)
 
 
 def test_directions_are_the_same_everywhere_and_other_for_each_average() -> None:
