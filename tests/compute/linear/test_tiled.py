@@ -16,7 +16,6 @@ from swarmd.compute.linear.kernels import works
 from swarmd.compute.linear.layers import exact_dtype
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.linear.tiled import TOLERANCE, TiledLinear, fits
-from swarmd.compute.passes import fused
 
 LOSS = 1e-6  # of products, relative to float64's
 needs_tiles = pytest.mark.skipif(not has_matrix_unit(), reason="this CPU has no AMX")
@@ -108,13 +107,10 @@ def test_gradients_flow_through_it(tmp_path: Path) -> None:
 
 @needs_tiles
 @torch.no_grad()
-def test_a_weight_that_lies_there_for_one_call_is_not_kept_twice(tmp_path: Path) -> None:
-    linear = layer_of(64, 32, written_in=torch.float16)
-    expected, there = linear(torch.ones(9, 64)), torch.empty(2 * linear.weight.numel(), dtype=torch.uint8)
-    fused._lay_out(linear.weight, torch.float16, there)
-    layer = TiledLinear(linear, tmp_path)
-    assert layer._stored_weight.data_ptr() == there.data_ptr()
-    assert torch.allclose(layer(torch.ones(9, 64)), expected, atol=1e-5)
-    assert torch.equal(layer.weight, linear.weight)
-    linear.weight.laid_out = linear.weight.bfloat16()  # type: ignore[attr-defined]  # which loses something
-    assert layer._stored_weight.dtype == TiledLinear(linear, tmp_path)._stored_weight.dtype == torch.float16
+def test_a_weight_that_lies_elsewhere_is_read_there(tmp_path: Path) -> None:
+    layer = TiledLinear(layer_of(64, 32, written_in=torch.float16), tmp_path)
+    expected = layer(torch.ones(9, 64))
+    place = layer.stored.clone()
+    layer.share(place)
+    assert layer.stored.data_ptr() == place.data_ptr(), "it is not kept twice"
+    assert torch.equal(layer(torch.ones(9, 64)), expected)
