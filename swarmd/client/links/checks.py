@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -51,7 +51,7 @@ class Checks:
         self.n_served_tokens = 0  # tokens times blocks, of sessions that are checked
         self.n_computed_tokens = 0  # the same, computed again
         self.outcomes: Counter[str] = Counter()
-        self._n_evasions: Counter[str] = Counter()
+        self._n_evasions: dict[str, int] = {}
         self._excuses: dict[str, tuple[int, float]] = {}
         self.findings: deque[CheckFinding] = deque(maxlen=N_KEPT)
         self._rng = rng
@@ -73,8 +73,7 @@ class Checks:
     def note(self, key: str, is_right: bool) -> None:
         """Count one check that was decided."""
         self._records[key] = self._records.pop(key, AuditRecord()).after(is_right)
-        while len(self._records) > MAX_RECORDS:
-            del self._records[next(iter(self._records))]
+        _forget_oldest(self._records)
 
     def record_finding(self, finding: CheckFinding) -> None:
         """Keep how a check ended, decided or not."""
@@ -83,8 +82,10 @@ class Checks:
 
     def count_evasion(self, key: str) -> bool:
         """Count that a server would not show what it did; True if that was not the first time."""
-        self._n_evasions[key] += 1
-        return self._n_evasions[key] > 1
+        n = self._n_evasions.pop(key, 0) + 1
+        self._n_evasions[key] = n
+        _forget_oldest(self._n_evasions)
+        return n > 1
 
     def count_excuse(self, key: str, now: float) -> bool:
         """Count that a server's worker had died when its window was to be checked; True if honest ones die less often.
@@ -95,8 +96,7 @@ class Checks:
         if now - last_at > ONE_DEATH_S:
             n += 1
         self._excuses[key] = n, now
-        while len(self._excuses) > MAX_RECORDS:
-            del self._excuses[next(iter(self._excuses))]
+        _forget_oldest(self._excuses)
         return n > MOST_EXCUSES and n > EXCUSED_SHARE * self.record(key).n_checks
 
     def share(self) -> float:
@@ -129,3 +129,9 @@ class Checks:
             logger.warning("%s", error)
             return {}
         return {key: AuditRecord(*row) for key, row in rows.items()}
+
+
+def _forget_oldest(by_server: dict[str, Any]) -> None:
+    """Keep what was noted of MAX_RECORDS servers: identities cost nothing, memory does."""
+    while len(by_server) > MAX_RECORDS:
+        del by_server[next(iter(by_server))]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmd.client.links.checks import EXCUSED_SHARE, MOST_EXCUSES, ONE_DEATH_S, Checks
+from swarmd.client.links.checks import EXCUSED_SHARE, MAX_RECORDS, MOST_EXCUSES, ONE_DEATH_S, Checks
 from swarmd.client.sessions.statements import ExcusedHop, NoConclusion, TokensNotShown
 
 
@@ -36,3 +36,13 @@ def test_what_was_found_outlives_the_process_and_a_damaged_file_is_made_anew(tmp
     assert (record.n_checks, record.n_right, record.n_wrong) == (4, 1, 1)
     (tmp_path / "checks.json").write_text("{")
     assert Checks(random.Random(1), tmp_path / "checks.json").record("server").n_checks == 0
+
+
+def test_of_servers_that_would_not_show_what_they_did_only_the_latest_are_remembered() -> None:
+    checks = Checks(random.Random(0))
+    assert not checks.count_evasion("server")
+    assert checks.count_evasion("server"), "the second time"
+    for number in range(MAX_RECORDS):
+        checks.count_evasion(f"invented {number}")
+    assert len(checks._n_evasions) == MAX_RECORDS
+    assert not checks.count_evasion("server"), "forgotten"
