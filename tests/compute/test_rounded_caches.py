@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_untrusted
-from swarmd.compute.cache.kvcache import RoundedLayer
+from swarmd.compute.cache.kvcache import EightBitLayer
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes.fused import fuse
@@ -37,8 +37,8 @@ def load(folder: Path, family: str = "llama", kv_cache: str = "int8", dtype: tor
 def test_numbers_are_off_by_half_a_level_and_stay_when_stored_again() -> None:
     states = torch.randn(2, 3, 5, 16) * torch.logspace(-6, 6, 5).view(1, 1, 5, 1)
     states[0, 0, 0] = 0
-    layer = RoundedLayer(8, torch.float32)
-    second_layer = RoundedLayer(8, torch.float32)
+    layer = EightBitLayer(8, torch.float32)
+    second_layer = EightBitLayer(8, torch.float32)
     keys, values = layer.update(states, -states)
     assert ((keys - states).abs() <= states.abs().amax(-1, keepdim=True) / 127 / 2 * 1.001).all()
     assert torch.equal(values, -keys)
@@ -49,7 +49,7 @@ def test_numbers_are_off_by_half_a_level_and_stay_when_stored_again() -> None:
 def test_what_is_no_number_stays_none() -> None:
     states = torch.randn(1, 1, 2, 8)
     states[0, 0, 0, 3] = torch.nan
-    keys, _ = RoundedLayer(8, torch.float32).update(states, states)
+    keys, _ = EightBitLayer(8, torch.float32).update(states, states)
     assert keys[0, 0, 0].isnan().any()
     assert keys[0, 0, 1].isfinite().all()
 

@@ -18,11 +18,11 @@ from swarmd.net.libp2p import circuits
 from swarmd.net.libp2p.circuits import Caller
 from swarmd.net.libp2p.dial_back import DialRequest, DialResult
 from swarmd.net.libp2p.host import Libp2pNetwork
+from swarmd.net.libp2p.prefixed_messages import read_message, write_message
 from swarmd.net.libp2p.punching import MeetRequest, PunchStart
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import MAX_PENDING_PER_ADDRESS
 from swarmd.net.libp2p.ways import CIRCUIT, DIAL_BACK, PUNCH
-from swarmd.net.libp2p.wire import read_message, write_message
 from swarmd.plan.links.dial_budget import OF_PLACE
 from tests.net.test_circuits import anybody, place, said
 from tests.net.test_libp2p_faults import echo, network

@@ -19,8 +19,8 @@ from swarmd.net.libp2p import circuits, punching
 from swarmd.net.libp2p.dial_back import DialResult
 from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.libp2p.own_port import connect_from, reserve_port
+from swarmd.net.libp2p.prefixed_messages import write_message
 from swarmd.net.libp2p.stream import Libp2pStream
-from swarmd.net.libp2p.wire import write_message
 from swarmd.values import PeerId
 from tests.net.test_libp2p_faults import LISTEN, echo, network
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmd.errors import Code, ConfigError, NoRoute, Refused
-from swarmd.plan.chains.admission import CacheLedger
+from swarmd.plan.chains.cache_admission import CacheLedger
 from swarmd.plan.chains.codec import choose_codec
 from swarmd.plan.chains.memory import blocks_that_fit, tensor_bytes
 from swarmd.plan.chains.placement import (

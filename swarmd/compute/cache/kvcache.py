@@ -301,7 +301,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         return self._slabs
 
 
-class RoundedLayer(SlabLayer):
+class EightBitLayer(SlabLayer):
     """The same in 8 bits: the d numbers of a token's head as int8 levels, behind them their scale, a float32.
 
     The scale is a 127th of the largest, so that what is read and stored again stays the same. Lines are [..., d + 4]
@@ -398,7 +398,7 @@ class SpanCache:
         for index in range(span.start, span.end) if span else ():
             kind = type(layers[index])
             if kind is DynamicLayer:
-                layers[index] = RoundedLayer(max_tokens, rounded) if rounded else SlabLayer(max_tokens)
+                layers[index] = EightBitLayer(max_tokens, rounded) if rounded else SlabLayer(max_tokens)
             by_type.setdefault(kind, layers[index])
         self.cache.layer_class_to_replicate = None
         self.owned = layers[span.start : span.end] if span else []
@@ -439,7 +439,7 @@ class SpanCache:
     @property
     def is_rounded(self) -> bool:
         """Does it hold keys and values in 8 bits?"""
-        return any(type(layer) is RoundedLayer for layer in self.owned)
+        return any(type(layer) is EightBitLayer for layer in self.owned)
 
     @property
     def is_shared(self) -> bool:

@@ -1,1 +1,1 @@
-"""One pass over new tokens of several sessions, by the fastest backend that gives what the family gives."""
+"""One pass over new tokens of several sessions, by the fastest backend whose results are the model family's own."""

@@ -21,10 +21,10 @@ from swarmd.errors import SwarmError
 from swarmd.gateway.generation import kept_sessions as keeping
 from swarmd.gateway.generation.answer import AnswerDelta, AnswerOptions
 from swarmd.gateway.generation.ending import read_end_tokens
-from swarmd.gateway.generation.grammars import Grammars
 from swarmd.gateway.generation.head import HeadThread
 from swarmd.gateway.generation.kept_sessions import KeptSession
 from swarmd.gateway.generation.row import GenerationRow, RowReport
+from swarmd.gateway.generation.schema_trials import Grammars
 from swarmd.gateway.generation.token_bytes import TokenBytes
 from swarmd.gateway.generation.turns import Turns
 from swarmd.net.api import TaskStatus

@@ -25,8 +25,8 @@ from multiaddr import Multiaddr
 
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import MayRelay, Relayed
+from swarmd.net.libp2p.prefixed_messages import read_message, write_message
 from swarmd.net.libp2p.stream import Libp2pStream
-from swarmd.net.libp2p.wire import read_message, write_message
 from swarmd.protocol.fields import Certificate, Name, Text
 from swarmd.values import PeerId
 

@@ -13,8 +13,8 @@ import msgspec
 import trio
 
 from swarmd.errors import RemoteProtocolError, Unreachable
+from swarmd.net.libp2p.prefixed_messages import read_message, write_message
 from swarmd.net.libp2p.stream import Libp2pStream
-from swarmd.net.libp2p.wire import read_message, write_message
 from swarmd.plan.links.reachability import ReachabilityReport
 from swarmd.protocol.fields import Text
 from swarmd.values import PeerId

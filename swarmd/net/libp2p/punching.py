@@ -17,8 +17,8 @@ import trio
 
 from swarmd.errors import PeerError
 from swarmd.net.api import Way
+from swarmd.net.libp2p.prefixed_messages import read_message, write_message
 from swarmd.net.libp2p.stream import Libp2pStream
-from swarmd.net.libp2p.wire import read_message, write_message
 from swarmd.plan.links.dialing import host_of
 from swarmd.protocol.fields import Text
 from swarmd.values import PeerId

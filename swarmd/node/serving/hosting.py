@@ -29,7 +29,7 @@ from swarmd.node.serving.leaving import ServingPause, leave
 from swarmd.node.serving.served import ServedBlocks
 from swarmd.node.serving.server import Server
 from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerLinkStatus
-from swarmd.plan.chains.admission import CacheLedger
+from swarmd.plan.chains.cache_admission import CacheLedger
 from swarmd.plan.chains.placement import Target, choose_model
 from swarmd.plan.owner.health import WorkerLife
 from swarmd.protocol.wire.frames import Frame

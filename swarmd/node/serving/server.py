@@ -30,7 +30,7 @@ from swarmd.node.serving.recompute import Recompute
 from swarmd.node.serving.replies import Replies
 from swarmd.node.serving.served import ServedBlocks
 from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerLost
-from swarmd.plan.chains.admission import CacheLedger
+from swarmd.plan.chains.cache_admission import CacheLedger
 from swarmd.plan.chains.session import HopState, OpVerdict, Watch, accept_op, judge_op
 from swarmd.protocol.membership.identity import require_peer_ids
 from swarmd.protocol.wire import messages

@@ -1,1 +1,1 @@
-"""What a member keeps of a run, on disk and from its peers: ledger, states, data, who else is there."""
+"""What a member keeps of a run: the ledger and the anchors' signatures, states, data, and who else is there."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from swarmd.compute.cache.kvcache import SHARED_TOKENS, RoundedLayer, SlabLayer
+from swarmd.compute.cache.kvcache import SHARED_TOKENS, EightBitLayer, SlabLayer
 from swarmd.compute.cache.shared_prefix import AttentionRow, attend
 
 HEADS = 2
@@ -48,7 +48,7 @@ N = SHARED_TOKENS + 50
 Make = Callable[[int], SlabLayer]
 
 
-@pytest.fixture(params=[SlabLayer, lambda n: RoundedLayer(n, torch.float32)], ids=["whole", "8 bits"])
+@pytest.fixture(params=[SlabLayer, lambda n: EightBitLayer(n, torch.float32)], ids=["whole", "8 bits"])
 def make(request: pytest.FixtureRequest) -> Make:
     kind: Make = request.param
     return kind

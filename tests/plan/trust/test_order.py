@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from swarmd.errors import Refused
-from swarmd.plan.chains.admission import CacheLedger
 from swarmd.plan.chains.batching import ReadyOp, Speed, choose_pass
+from swarmd.plan.chains.cache_admission import CacheLedger
 from swarmd.plan.trust.order import GRACE, LEAST, MOST, Balance, member_weight
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Identity, Membership
