@@ -50,7 +50,7 @@ SEEN: dict[str, dict[str, str]] = {
         "client.sessions.repair.REPLAY_TIMEOUT_S": "a replacement that takes longer to catch up is replaced, too",
         "client.sessions.statements.MAX_AUDIT_BYTES": "a session with more inputs is checked up to here",
         "client.model.speculation.MOST_AHEAD": "no more tokens are tried in one pass",
-        "plan.chains.cache_admission.MAX_SHARE_PER_PEER": "one client's sessions that ask for more of a cache are refused",
+        "plan.chains.cache_admission.MAX_SHARE_PER_PEER": "one client's sessions beyond it are refused",
         "plan.chains.cache_admission.MAX_SESSIONS_PER_PEER": "one client's further sessions at a server are refused",
         "plan.chains.cache_admission.RETRY_AFTER_S": "a refusal for want of room says to come again after it",
         "plan.chains.session.SUSPECT_AFTER_S": "a hop that is silent for longer, with work outstanding, is replaced",
