@@ -64,14 +64,14 @@ class Lying:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, liar: Member, lie: Callable[[Vector], Vector]) -> None:
         self.n = 0
         self._lie = lie
-        reduce = Round._reduce
+        reduce = Round._reduce_parts
 
         async def reduce_and_lie(live: Round) -> None:
             if live._me == liar.peer:
                 live._off_loop = self._lying
             await reduce(live)
 
-        monkeypatch.setattr(Round, "_reduce", reduce_and_lie)
+        monkeypatch.setattr(Round, "_reduce_parts", reduce_and_lie)
 
     async def _lying(self, function: Callable[..., Any], *arguments: Any) -> Any:
         result = function(*arguments)
@@ -157,12 +157,12 @@ def lie_on_the_way(
 
 def says(liar: Member, change: Callable[[Beat], Beat]) -> None:
     """What a member tells its leader from now on."""
-    tell = liar.trainer.joining._tell
+    tell = liar.trainer.joining._tell_member
 
     async def lying(peer: PeerId, message: Message, payload: bytes = b"") -> None:
         await tell(peer, change(message) if isinstance(message, Beat) else message, payload)
 
-    liar.trainer.joining._tell = lying  # type: ignore[method-assign]
+    liar.trainer.joining._tell_member = lying  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -210,14 +210,14 @@ async def test_leader_that_leaves_everybody_out(virtual_time: MockClock, monkeyp
     async with training(seed=25) as world:
         await world.until(3)
         liar, *honest = world.trainers()
-        lost = Leader._lost
+        lost = Leader._find_lost
 
         def lie(leader: Leader, now: float, version_at: float) -> dict[PeerId, str]:
             if leader._me == liar.peer and leader._group is not None and leader._group.version == 0:
                 return {p: "I say so" for p in leader._seen if p != liar.peer}
             return lost(leader, now, version_at)
 
-        monkeypatch.setattr(Leader, "_lost", lie)
+        monkeypatch.setattr(Leader, "_find_lost", lie)
         await world.pace(N_UPDATES)
         assert all(len(peers) > 1 for peers in world.contributors(N_UPDATES))
         check(world, honest, liar)
@@ -228,7 +228,7 @@ async def test_leader_that_shows_other_shares(virtual_time: MockClock, monkeypat
     async with training(seed=26) as world:
         await world.until(3)
         liar, *honest = world.trainers()
-        make = Leader._commit
+        make = Leader._make_commit
 
         def lie(leader: Leader, shares: tuple[ContributionShare, ...], average: bytes) -> Commit:
             made = make(leader, shares, average)
@@ -236,7 +236,7 @@ async def test_leader_that_shows_other_shares(virtual_time: MockClock, monkeypat
                 return made
             return replace(made, contributors=tuple(replace(c, loss=0.0) for c in made.contributors))
 
-        monkeypatch.setattr(Leader, "_commit", lie)
+        monkeypatch.setattr(Leader, "_make_commit", lie)
         await world.pace(N_UPDATES)
         assert all(c.loss > 0 for s in world.ledger.sealed for c in s.commit.contributors)
         check(world, honest, liar)
@@ -341,7 +341,7 @@ async def test_owner_takes_a_run_back_whose_newest_state_nobody_gives(
             return {**record(), "state_epoch": liar.trainer.ledger.epoch, "state": b"x" * 32}
 
         liar.trainer.record = lies  # type: ignore[method-assign]
-        await liar.trainer.chronicle.spread(liar.trainer.joining._tasks, raw, [m.peer for m in world.trainers()])
+        await liar.trainer.chronicle.spread_commit(liar.trainer.joining._tasks, raw, [m.peer for m in world.trainers()])
         await trio.sleep(300)
         bad = world.epoch
         assert all(m.trainer.state is not None and m.trainer.state.epoch < bad for m in world.trainers())

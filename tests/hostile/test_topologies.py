@@ -95,7 +95,7 @@ async def test_member_that_sends_nothing_is_done_without(
                 await trio.sleep_forever()
             await contribute(sending, *_)
 
-        contribute = Sending._contribute
+        contribute = Sending._send_contribution
         send_on = Sending._send_on
 
         async def nothing_on(sending: Sending, *_: Any) -> None:
@@ -103,7 +103,7 @@ async def test_member_that_sends_nothing_is_done_without(
                 await trio.sleep_forever()
             await send_on(sending, *_)
 
-        monkeypatch.setattr(Sending, "_contribute", nothing)
+        monkeypatch.setattr(Sending, "_send_contribution", nothing)
         monkeypatch.setattr(Sending, "_send_on", nothing_on)
         assert max(await world.pace(4, honest)) < LONGEST_S
         check_standing(honest, liar)

@@ -54,7 +54,7 @@ def test_nobody_is_drawn_by_who_is_alone_or_does_not_compute() -> None:
 
 
 def came(vector: np.ndarray, loss: float = 10.0) -> RecheckResult:
-    return RecheckResult(loss, float(np.linalg.norm(vector)), Directions(b"seed", len(vector)).of(vector, 0))
+    return RecheckResult(loss, float(np.linalg.norm(vector)), Directions(b"seed", len(vector)).project(vector, 0))
 
 
 def lies(vector: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -99,7 +99,7 @@ def test_a_lie_in_one_block_is_seen_as_often_as_any() -> None:
     lie *= 0.2 * np.linalg.norm(vector) / np.linalg.norm(lie)
     norm, n_passed = float(np.linalg.norm(vector)), 0
     for i in range(n_tries):
-        off = Directions(i.to_bytes(2, "big"), n, is_even=True).of(lie, 0)
+        off = Directions(i.to_bytes(2, "big"), n, is_even=True).project(lie, 0)
         n_passed += all(abs(x) <= BOUND * norm for x in off)
     assert n_passed <= 4
 
