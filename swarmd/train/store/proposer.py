@@ -137,9 +137,9 @@ class Proposer:
         await trio.sleep(self._rng.uniform(0.0, longest_s))
 
     # All anchors are asked at once, and a majority's word is enough: slow ones cost nothing. Asking ends early, too,
-    # where a majority can no longer be reached, or one anchor knows a commit after this parent (STALE_EPOCH): then
-    # this proposal is for nothing. An anchor that lies about that costs an attempt each time; the run's owner can name
-    # others in its place.
+    # where a majority can no longer be reached, or this ledger has a commit after the parent by now. An anchor may say
+    # that it knows one (STALE_EPOCH). Its word alone does not stop the others: one that lies could hold up the run for
+    # ever. Going on is safe: a majority that promises names what a majority accepted, and binds this proposal to it.
 
     async def _ask_anchors(self, request: Callable[[int], Message], payload: bytes) -> list[tuple[int, Message, bytes]]:
         """Ask all anchors at once; returns as soon as a majority has said yes, or can no longer say it."""
@@ -168,13 +168,15 @@ class Proposer:
                 logger.info("the anchor %s: %s", anchor[-8:], error)
             answered.add(place)
             can_be = is_majority(n - len(answered - said_yes), n)
-            if newer or is_majority(len(said_yes), n) or not can_be:
+            if is_majority(len(said_yes), n) or not can_be or self._ledger.head != self._parent:
                 scope.cancel()
 
         async with trio.open_nursery() as nursery:
             for place, anchor in enumerate(self._anchors):
                 nursery.start_soon(ask_one, place, anchor, nursery.cancel_scope)
-        if newer:
+        if self._ledger.head != self._parent:
+            raise Refused(Code.STALE_EPOCH, "a commit after this parent is known here by now")
+        if newer and not is_majority(len(said_yes), n):
             raise newer[0]
         if is_majority(len(final), len(self._anchors)):
             raise RoundFailed(f"the anchors do not take this commit: {final[0]}")

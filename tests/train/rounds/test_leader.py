@@ -9,6 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from swarmd.errors import Code, Refused
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs.recipe import Batch, Recipe, RunOrder, start_run
@@ -180,3 +181,24 @@ async def test_silent_anchor_is_not_waited_for_when_the_others_have_said_no(virt
     with trio.fail_after(1):
         await begins(leader)
     assert numbers == [1, 1]
+
+
+async def test_one_anchor_that_says_there_is_more_does_not_stop_the_others(virtual_time: MockClock) -> None:
+    """It may lie; where most say so, the proposal is for nothing."""
+    n_stale = 1
+
+    async def ask_anchor(anchor: PeerId, request: Any, payload: bytes) -> tuple[object, bytes]:
+        message = request(1)
+        assert isinstance(message, Prepare)
+        if anchors.index(anchor) < n_stale:
+            raise Refused(Code.STALE_EPOCH, "I know more commits")
+        await trio.sleep(0.1)
+        return Promised(promised=message.ballot), b""
+
+    anchors = (OTHER_ANCHOR, OWNER.peer_id, SILENT)
+    run = start_run(Recipe("r", "0" * 64, "1" * 64, anchors=anchors), OWNER, 1)
+    proposer = Proposer(ME, Ledger(run), RunOrder(run.id, 0), random.Random(1), ask_anchor)
+    assert await proposer.collect_promises() == b"", "the two others bind it to nothing"
+    n_stale = 2
+    with pytest.raises(Refused, match="more commits"):
+        await proposer.collect_promises()
