@@ -140,7 +140,8 @@ def test_a_share_of_the_time_is_kept_and_may_change_and_memory_is_left(tmp_path:
             alone = works_for(volunteer, 3)
             set_rule(volunteer, "compute_share", "0.1")
             n = answers[0]
-            assert works_for(volunteer, 5) < min(alone, 0.125), "less than before, and no more than the share"
+            most = min(alone, 0.125)  # the share, and what reading and sending frames takes beside passes
+            swarm.wait(lambda: works_for(volunteer, 5) < most, "less work than before, and no more than the share")
             swarm.wait(lambda: answers[0] > n, "more answers")
         for kept_gib, said in (("100000", "(100000.00 GiB are left to its owner)"), ("0", "serving on cpu")):
             set_rule(volunteer, "leave_free_gib", kept_gib)
