@@ -274,8 +274,11 @@ class Runs:
         return [taken.trainer.record() for taken in self._taken.values()]
 
     def find(self, model: ModelId) -> Snapshot | Average | None:
-        """Find a snapshot or an average by its hash."""
-        digest = bytes.fromhex(model)
+        """Find a snapshot or an average by its hash; a peer may ask for what is none, and finds nothing."""
+        try:
+            digest = bytes.fromhex(model)
+        except ValueError:
+            return None
         candidates = (taken.trainer.find(digest) for taken in self._taken.values())
         return next((candidate for candidate in candidates if candidate is not None), None)
 

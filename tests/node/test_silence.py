@@ -30,11 +30,12 @@ class Newer(Message, tag="want_horoscope", frozen=True):
         (lambda i: rounds.WantRun(id=i, run="f" * 64), Code.NOT_HERE),
         (lambda i: rounds.JoinRound(id=i, run="f" * 64), Code.NOT_HERE),
         (lambda i: WantManifest(id=i, model="f" * 64), Code.NOT_HERE),
+        (lambda i: WantManifest(id=i, model="no hash"), Code.NOT_HERE),
         (lambda i: Newer(id=i), Code.UNSUPPORTED),
         (lambda i: worker.LoadAdapter(id=i, adapter="a" * 64), Code.UNSUPPORTED),
         (lambda i: tuning.PutTuned(id=i, version=b"v", start=0, end=4, model="f" * 64), Code.NOT_SERVING),
     ],
-    ids=["a run", "a round of a run", "a model", "a later version", "a worker's", "parameters"],
+    ids=["a run", "a round of a run", "a model", "a model by no hash", "a later version", "a worker's", "parameters"],
 )
 async def test_a_request_that_nobody_handles_is_refused_at_once(
     virtual_time: MockClock, request_of: object, code: Code
