@@ -12,6 +12,8 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.reading import reading_minutes
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "limits.md"
 UNITS = {"_PER_S": "", "_S": "s", "_BYTES": "B", "_TOKENS": "tokens"}
@@ -146,7 +148,7 @@ def page() -> str:
             lines.append(f"| {seen} | {limit.value} | {limit.reason} | {place} |")
         lines.append("")
     body = "\n".join(lines).rstrip() + "\n"
-    return HEAD.format(minutes=max(1, round(len(body.split()) / 230))) + "\n" + body
+    return HEAD.format(minutes=reading_minutes(body)) + "\n" + body
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tools.reading import reading_minutes
+
 ROOT = Path(__file__).parent.parent
 DATA, PAGE = ROOT / "docs" / "performance.json", ROOT / "docs" / "performance.md"
-WORDS_A_MINUTE = 230  # that people read of such a page
 HEAD = """# Performance
 
 {minutes} minutes to read. Each row names its command; `make bench` measures the short ones anew. This page is
@@ -64,8 +65,7 @@ def section(data: dict[str, Any]) -> list[str]:
 def page(data: dict[str, Any]) -> str:
     """The whole of docs/performance.md."""
     body = "\n".join(line for part in data["sections"] for line in section(part)).rstrip() + "\n"
-    minutes = max(1, round(len((HEAD + body).split()) / WORDS_A_MINUTE))
-    return HEAD.format(minutes=minutes) + "\n" + body
+    return HEAD.format(minutes=reading_minutes(HEAD + body)) + "\n" + body
 
 
 def measure(data: dict[str, Any]) -> None:
