@@ -31,7 +31,7 @@ from swarmd.compute.hardware.exit_reason import last_words
 from swarmd.compute.model import skeleton
 from swarmd.compute.runs.expert_balance import balance_factor
 from swarmd.compute.runs.inner_steps import take_step
-from swarmd.compute.runs.lora import with_lora
+from swarmd.compute.runs.lora import with_recipe_lora
 from swarmd.errors import ConfigError
 from swarmd.protocol.models import shards
 from swarmd.protocol.runs.recipe import AGAIN, LOCAL, Recipe, read_run_untrusted
@@ -270,15 +270,7 @@ def build(path: Path, recipe: Recipe) -> nn.Module:
     model.get_input_embeddings().padding_idx = None  # no row is padded: in many models it is the end between two texts
     if recipe.train == "all":
         return model  # type: ignore[no-any-return]
-    lora = recipe.lora
-    tuned = with_lora(
-        model,
-        lora.rank,
-        lora.alpha,
-        lora.targets,
-        key="lora.targets",
-    )
-    return tuned.to(dtype)  # type: ignore[no-any-return]
+    return with_recipe_lora(model, recipe.lora).to(dtype)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

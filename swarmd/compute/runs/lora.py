@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from swarmd.errors import ConfigError
-from swarmd.protocol.runs.recipe import ALL_LINEAR
+from swarmd.protocol.runs.recipe import ALL_LINEAR, LoraSettings
 
 SHOWN = 12  # names of modules in a refusal
 
@@ -60,6 +60,11 @@ def with_lora(
             return get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(f"{key} {', '.join(targets)}: {error}") from None
+
+
+def with_recipe_lora(model: Any, lora: LoraSettings) -> Any:
+    """Wrap a model as a run's recipe says. Raises ConfigError, in the words of the recipe's file."""
+    return with_lora(model, lora.rank, lora.alpha, lora.targets, key="lora.targets")
 
 
 def names_of_targets(tuned: Any) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from swarmd.compute.model import skeleton
 from swarmd.compute.runs.expert_balance import balance_factor
-from swarmd.compute.runs.lora import names_of_targets, with_lora
+from swarmd.compute.runs.lora import names_of_targets, with_recipe_lora
 from swarmd.errors import ConfigError
 from swarmd.protocol.runs.recipe import ALL_LINEAR, MAX_TARGETS, Recipe
 
@@ -43,14 +43,7 @@ def read_outline(folder: Path, recipe: Recipe) -> Outline:
     if recipe.train != "lora":
         return Outline(vocabulary, recipe.lora.targets)
     with torch.device("meta"):
-        lora = recipe.lora
-        tuned = with_lora(
-            model,
-            lora.rank,
-            lora.alpha,
-            lora.targets,
-            key="lora.targets",
-        )
+        tuned = with_recipe_lora(model, recipe.lora)
     targets = names_of_targets(tuned) if ALL_LINEAR in recipe.lora.targets else recipe.lora.targets
     if len(targets) > MAX_TARGETS:
         raise ConfigError(f"lora.targets: {ALL_LINEAR!r} means {len(targets)} names here, at most {MAX_TARGETS} fit")
