@@ -100,7 +100,7 @@ class RunGuest(Protocol):
 # Sessions are audited by sessions: an audit opens one through other servers, which see it as a session like any other.
 # Such a session is not audited itself (``is_audited=False``).
 class AsyncSwarm:
-    """A swarm inside a trio program. Made by ``joined``."""
+    """A swarm inside a trio program. Made by ``join_swarm``."""
 
     def __init__(
         self,
@@ -362,7 +362,7 @@ class AsyncSwarm:
 
 
 @asynccontextmanager
-async def joined(membership: ClientMembership) -> AsyncIterator[AsyncSwarm]:
+async def join_swarm(membership: ClientMembership) -> AsyncIterator[AsyncSwarm]:
     """Join over libp2p; leaves on the way out. Raises SwarmError."""
     libp2p = Libp2pNetwork(membership.identity, membership.keys.psk, certificate=membership.certificate)
     network = DirectNetwork(libp2p)

@@ -278,7 +278,7 @@ class Exchange:
             msgspec.msgpack.encode(ExchangeBody(envelopes=raws, catalog=self.book.catalog_raw)) if catalog else plain
         )
         for peer in peers:
-            channel = rpc.existing(peer, "bulk")
+            channel = rpc.find_channel(peer, "bulk")
             if channel is not None:
                 with suppress(PeerError), trio.move_on_after(PUSH_TIMEOUT_S):
                     await channel.send(Records(), with_catalog if self._reads_charters(peer) else plain)

@@ -37,7 +37,7 @@ class LaneScene:
         self.heard: list[tuple[PeerId, AnyMessage]] = []
         self.opened: list[AnyMessage] = []
         rpc = SimpleNamespace(
-            existing=self.existing, channel=self.channel, network=SimpleNamespace(), sponsor_of=str.encode
+            find_channel=self.find_channel, channel=self.channel, network=SimpleNamespace(), sponsor_of=str.encode
         )
         rpc.network = SimpleNamespace(peer_id=PeerId("me"), learn=lambda *_: None)
         exchange = SimpleNamespace(principal=lambda peer: peer.encode(), addresses_of=lambda _: ())
@@ -55,14 +55,14 @@ class LaneScene:
 
     async def ask(self, request: Callable[[int], Message], payload: bytes) -> WorkerReply:
         self.answers.append(WorkerReply())
-        await self.send(messages.framed(request(len(self.answers)), payload))
+        await self.send(messages.encode_frame(request(len(self.answers)), payload))
         return self.answers[-1]
 
     async def send(self, raw: bytes) -> None:
         (frame,) = FrameDecoder().feed_untrusted(raw)
         self.to_worker.append(worker_messages.decode(frame.header))
 
-    def existing(self, peer: PeerId, purpose: str) -> Any:
+    def find_channel(self, peer: PeerId, purpose: str) -> Any:
         async def send_raw(raw: bytes) -> None:
             await trio.lowlevel.checkpoint()
             for frame in FrameDecoder().feed_untrusted(raw):
@@ -75,16 +75,16 @@ class LaneScene:
         return SimpleNamespace(send_raw=send_raw, can_send=lambda _: True)
 
     async def channel(self, peer: PeerId, purpose: str) -> Any:
-        return self.existing(peer, purpose)
+        return self.find_channel(peer, purpose)
 
     async def give(self, peer: PeerId, message: AnyMessage, payload: bytes = b"") -> None:
         """Have ``peer`` send something."""
-        (frame,) = FrameDecoder().feed_untrusted(messages.framed(message, payload))
+        (frame,) = FrameDecoder().feed_untrusted(messages.encode_frame(message, payload))
         channel = SimpleNamespace(peer=peer, is_open=True)
         assert await self.lanes.handle(peer, message, frame, channel)  # type: ignore[arg-type]
 
     async def worker_says(self, message: AnyMessage) -> bool:
-        (frame,) = FrameDecoder().feed_untrusted(messages.framed(message))
+        (frame,) = FrameDecoder().feed_untrusted(messages.encode_frame(message))
         if isinstance(message, Refusal):
             known = self.lanes.take_worker_refusal(message, frame)
         elif handler := self.lanes.worker_handlers().get(type(message)):
