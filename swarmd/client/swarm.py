@@ -110,7 +110,7 @@ class AsyncSwarm:
     ) -> None:
         self.wall_clock = wall_clock
         self.exchange = Exchange(membership.keys, wall_clock)
-        self.rpc = Rpc(network, self, Standing(wall_clock), self.exchange.principal)
+        self.rpc = Rpc(network, self, Standing(wall_clock), self.exchange.roster.principal)
         self.budget = Budget()
         library = Library(membership.weights, membership.folders)
         self.supply = Supply(library, self.rpc, self.view, Pace(lambda: None), None)
@@ -154,7 +154,7 @@ class AsyncSwarm:
 
     def voucher_of(self, peer: PeerId) -> bytes:
         """Return the key that brought a member in."""
-        return self.exchange.voucher_of(peer)
+        return self.exchange.roster.voucher_of(peer)
 
     def way_to(self, peer: PeerId) -> Way | None:
         """How this client is connected with a member: direct, reversed, punched or relayed; None when it is not."""
@@ -332,7 +332,7 @@ class AsyncSwarm:
         return Hello(certificate=self._membership.certificate, agent="swarmd client")
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
-        self.exchange.admit(peer, hello)
+        self.exchange.roster.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
         """Give a message to the session, lane or run that it is for; False for one that nothing here takes."""

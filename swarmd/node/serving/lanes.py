@@ -125,12 +125,12 @@ class ServerLanes:
     async def _on_open(self, channel: Channel, opening: OpenLane) -> None:
         if unknown := messages.unknown_needs(opening.needs):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
-        self._exchange.require_member(channel.peer, "use")
+        self._exchange.roster.require_member(channel.peer, "use")
         require_peer_ids(opening.predecessor, opening.successor)
         if not self._limit_bytes:
             raise Refused(Code.UNSUPPORTED, "this server takes no training work (tuning_mib is 0)")
         self._server.require_serving(opening.model, opening.start, opening.end, opening.dtype, opening.codec)
-        principal = self._exchange.principal(channel.peer)
+        principal = self._exchange.roster.principal(channel.peer)
         n_of_client = sum(lane.principal == principal for lane in self._lanes)
         if n_of_client >= MAX_LANES_PER_CLIENT or len(self._lanes) >= MAX_LANES:
             text = f"{len(self._lanes)} lanes are open here, {n_of_client} of this client"
@@ -198,7 +198,7 @@ class ServerLanes:
 
     async def _on_put(self, peer: PeerId, message: PutTuned, frame: Frame) -> None:
         served = self._server.served
-        principal = self._exchange.principal(peer)
+        principal = self._exchange.roster.principal(peer)
         if not self._limit_bytes:
             raise Refused(Code.UNSUPPORTED, "this server takes no parameters of clients (tuning_mib is 0)")
         is_span = message.start < message.end

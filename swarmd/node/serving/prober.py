@@ -118,7 +118,7 @@ class Prober:
             view = services.directory.view()
             spans = view.listed()
             unsaid_s = self._unsaid_times(spans, view.peers.values(), now)
-            due = choose_probes(services.me, spans, services.exchange.voucher_of, self._probed_at, now, unsaid_s)
+            due = choose_probes(services.me, spans, services.exchange.roster.voucher_of, self._probed_at, now, unsaid_s)
             for target, mine in due:
                 key = (target.peer, name_of(target))
                 try:
@@ -143,7 +143,7 @@ class Prober:
     def _note(self, target: SpanRecord, decision: Decision[bool]) -> None:
         level = logging.INFO if decision.action else logging.WARNING
         logger.log(level, "probe of [%d,%d) on %s: %s", target.start, target.end, target.peer, decision.reason)
-        voucher = self._services.exchange.voucher_of(PeerId(target.peer))
+        voucher = self._services.exchange.roster.voucher_of(PeerId(target.peer))
         key = (target.peer, name_of(target))
         self._findings.pop(key, None)  # the newest last
         self._findings[key] = (make_finding(target, decision.action, voucher), decision.reason)

@@ -89,7 +89,7 @@ class Receipts:
         """A session is over: what it came to goes into the books."""
         if hop.bill is not None:
             bill, signed = hop.bill
-            self._served.books.add(bill, signed, self._exchange.voucher_of(hop.state.client))
+            self._served.books.add(bill, signed, self._exchange.roster.voucher_of(hop.state.client))
 
     async def answer(self, hop: SessionHop, request: WantReceipt | WantTokens) -> None:
         """Sign now what has passed since the last receipt, or have the worker show it. Raises Refused, WorkerLost."""

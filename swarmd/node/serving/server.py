@@ -228,7 +228,7 @@ class Server:
         hop.watch.on_settled(op.settled)
         if op.tensor is not None:
             self._tokens_served += n_tokens
-            voucher = self._exchange.voucher_of(hop.state.client)
+            voucher = self._exchange.roster.voucher_of(hop.state.client)
             self.served.books.serve(voucher, n_tokens * len(hop.span))
         await self._worker.send(frame.raw)
 
@@ -263,7 +263,7 @@ class Server:
         client = channel.peer
         key = (opening.session, opening.start)
         self._check_open(client, opening)
-        principal = self._exchange.principal(client)
+        principal = self._exchange.roster.principal(client)
         weight = self.served.weight_of(client)
         n_tokens = opening.batch * opening.max_tokens
         now = trio.current_time()
@@ -298,7 +298,7 @@ class Server:
     def _check_open(self, client: PeerId, opening: OpenSession) -> None:
         if unknown := messages.unknown_needs(opening.needs, self.served.understands.needs):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
-        self._exchange.require_member(client, "use")
+        self._exchange.roster.require_member(client, "use")
         require_peer_ids(opening.predecessor, opening.successor)
         loaded = self.require_serving(opening.model, opening.start, opening.end, opening.dtype, opening.codec)
         if opening.numerics and opening.numerics != loaded.numerics:

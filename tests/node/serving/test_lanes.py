@@ -40,8 +40,8 @@ class LaneScene:
             find_channel=self.find_channel, channel=self.channel, network=SimpleNamespace(), sponsor_of=str.encode
         )
         rpc.network = SimpleNamespace(peer_id=PeerId("me"), learn=lambda *_: None)
-        exchange = SimpleNamespace(principal=lambda peer: peer.encode(), addresses_of=lambda _: ())
-        exchange.require_member = lambda *_: None
+        roster = SimpleNamespace(principal=lambda peer: peer.encode(), require_member=lambda *_: None)
+        exchange = SimpleNamespace(roster=roster, addresses_of=lambda _: ())
         served = ServedBlocks(Identity(bytes(32)), UsageLedger(None), ModelId("m"), Span(0, 4), "float32", limit_bytes)
         onward = NextHopDialer(rpc, exchange)  # type: ignore[arg-type]
         attributes = {"served": served, "require_serving": lambda *_: None, "onward": onward}
