@@ -349,7 +349,7 @@ class Chain:
             taken = self.accounts.take_bill_untrusted(place, end, message.bill, message.given, self.swarm.identity)
         except IntegrityError as error:
             raise Forged(str(error)) from None
-        channel = self.swarm.rpc.existing(hop.peer)
+        channel = self.swarm.rpc.find_channel(hop.peer)
         if channel is not None and taken is not None:
             signed = Taken(session=self.key, start=hop.span.start, taken=taken)
             await channel.send(signed, message.bill)
@@ -393,7 +393,7 @@ class Chain:
             self.swarm.start_soon(partial(self._tell_closed, peer, start))
 
     async def _tell_closed(self, peer: PeerId, start: int) -> None:
-        channel = self.swarm.rpc.existing(peer)
+        channel = self.swarm.rpc.find_channel(peer)
         if channel is not None:
             with suppress(PeerError):
                 await channel.send(CloseSession(session=self.key, start=start))

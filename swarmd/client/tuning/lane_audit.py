@@ -31,8 +31,8 @@ from swarmd.plan.trust.equality import (
     AuditVerdict,
     Bound,
     bound_of,
-    errors,
     is_equal,
+    measure_errors,
     two_of_three,
     widen_bound,
 )
@@ -416,7 +416,7 @@ def compare_answers(
     """Are two answers to one micro-batch the same? ``inputs`` went into the blocks from their side."""
     out, gradients = audited
     expected_out, expected_gradients = reference
-    deviations = errors(_floats(inputs), _floats(out), _floats(expected_out), bound)
+    deviations = measure_errors(_floats(inputs), _floats(out), _floats(expected_out), bound)
     comparison = is_equal(deviations, bound)
     if not comparison.action or not expected_gradients:
         return comparison
