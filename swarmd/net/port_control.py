@@ -40,7 +40,12 @@ PCP_ERRORS = {  # RFC 6887, 7.4
     11: "it has no such address",
     12: "another router is in between",
 }
-NAT_PMP_ERRORS = {1: "it knows another version", 2: "it may not", 3: "it is not connected", 4: "it has no ports left"}
+NAT_PMP_ERRORS = {
+    1: "it knows another version",
+    2: "it may not",
+    3: "it is not connected, or another router is in between",
+    4: "it has no ports left",
+}
 PCP_MAP = struct.Struct("!BBxxI16s12sB3xHH16s")  # RFC 6887, 7.1 and 11.1
 PCP_ANSWER = struct.Struct("!BBxBII12x12sB3xHH16s")
 NAT_PMP_ADDRESS = bytes((NAT_PMP, 0))
@@ -54,21 +59,26 @@ Spoken = Literal["PCP", "NAT-PMP"]
 
 @dataclass(frozen=True, slots=True)
 class PortGrant:
-    """A port of the router, and its address, that lead to a port of this machine."""
+    """A port of the router, and its address, that lead to a port of this machine for ``lease_s``, as it was granted."""
 
     host: str
     port: int
     spoken: Spoken
+    lease_s: int
 
 
 class WrongVersionError(Exception):
     """The router knows NAT-PMP only."""
 
 
+class NoRouterError(Unreachable):
+    """Nobody answers as a router does: there is none, or it does not speak what it was asked in."""
+
+
 async def map_port(port: int, nonce: bytes, lease_s: int) -> PortGrant:
     """Have the router's ``port``, or another, forwarded to this machine's. ``lease_s`` 0 takes it back.
 
-    The nonce (12 bytes) names who may change the mapping, after a restart too. Raises Unreachable.
+    The nonce (12 bytes) names who may change the mapping, after a restart too. Raises NoRouterError or Unreachable.
     """
     with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
@@ -79,12 +89,10 @@ async def map_port(port: int, nonce: bytes, lease_s: int) -> PortGrant:
                 return await _exchange_datagrams(asking, request, lambda data: read_pcp_answer(data, nonce, port))
             except WrongVersionError:
                 host = await _exchange_datagrams(asking, NAT_PMP_ADDRESS, read_nat_pmp_address)
-                external_port = await _exchange_datagrams(
-                    asking, encode_nat_pmp_map(port, lease_s), lambda data: read_nat_pmp_answer(data, port)
-                )
-                return PortGrant(str(host), external_port, "NAT-PMP")
+                request = encode_nat_pmp_map(port, lease_s)
+                return await _exchange_datagrams(asking, request, lambda data: read_nat_pmp_answer(data, port, host))
         except OSError as error:
-            raise Unreachable(f"the router speaks neither PCP nor NAT-PMP ({error.strerror})") from None
+            raise NoRouterError(f"nothing by PCP or NAT-PMP ({error.strerror})") from None
 
 
 async def _exchange_datagrams(
@@ -101,7 +109,7 @@ async def _exchange_datagrams(
                     return read(await asking.recv(MAX_BYTES))
                 except RemoteProtocolError:
                     continue
-    raise Unreachable("the router speaks neither PCP nor NAT-PMP (it does not answer)")
+    raise NoRouterError("nothing by PCP or NAT-PMP (no answer)")
 
 
 def find_gateway() -> IPv4Address:
@@ -109,7 +117,7 @@ def find_gateway() -> IPv4Address:
     try:
         rows = [line.split() for line in ROUTES.read_text().splitlines()[1:]]
     except OSError:
-        raise Unreachable("this system does not say which router it has") from None
+        raise NoRouterError("this system does not say which router it has") from None
     default_routes = []
     for row in rows:
         router = row[2]
@@ -117,7 +125,7 @@ def find_gateway() -> IPv4Address:
         if is_default and router != NO_HOST:
             default_routes.append((int(row[6]), router))  # the least metric is preferred
     if not default_routes:
-        raise Unreachable("this machine has no router")
+        raise NoRouterError("this machine has no router")
     _, router = min(default_routes)
     return IPv4Address(struct.pack("=I", int(router, 16)))
 
@@ -137,16 +145,18 @@ def read_pcp_answer(data: bytes, nonce: bytes, port: int) -> PortGrant:
     """Raises RemoteProtocolError for what is no answer, Unreachable for a refusal, WrongVersionError."""
     if data[:1] == bytes((NAT_PMP,)):
         raise WrongVersionError
-    version, opcode, result, _, _, named, protocol, internal_port, external_port, host = _unpack_answer(
+    version, opcode, result, lease_s, _, named, protocol, internal_port, external_port, host = _unpack_answer(
         PCP_ANSWER, data
     )
     if (version, opcode, named, protocol, internal_port) != (PCP, ANSWER | MAP, nonce, TCP, port):
         raise RemoteProtocolError("another's answer")
-    _require_success(result, PCP_ERRORS)
     address = IPv6Address(host).ipv4_mapped
+    if result and address is not None and is_behind_another(address):
+        raise Unreachable(between(address))  # miniupnpd says "no ports left" (8) then, with its true address
+    _require_success(result, PCP_ERRORS)
     if address is None:
         raise RemoteProtocolError("an answer without an IPv4 address")
-    return PortGrant(str(address), external_port, "PCP")
+    return PortGrant(str(address), external_port, "PCP", lease_s)
 
 
 def encode_nat_pmp_map(port: int, lease_s: int) -> bytes:
@@ -154,13 +164,13 @@ def encode_nat_pmp_map(port: int, lease_s: int) -> bytes:
     return NAT_PMP_MAP.pack(NAT_PMP, MAP_TCP, port, port if lease_s else 0, lease_s)
 
 
-def read_nat_pmp_answer(data: bytes, port: int) -> int:
-    """The router's port. Raises RemoteProtocolError or Unreachable."""
-    version, opcode, result, _, internal_port, external_port, _ = _unpack_answer(NAT_PMP_ANSWER, data)
+def read_nat_pmp_answer(data: bytes, port: int, host: IPv4Address) -> PortGrant:
+    """The router's port, of its address ``host``. Raises RemoteProtocolError or Unreachable."""
+    version, opcode, result, _, internal_port, external_port, lease_s = _unpack_answer(NAT_PMP_ANSWER, data)
     if (version, opcode, internal_port) != (NAT_PMP, ANSWER | MAP_TCP, port):
         raise RemoteProtocolError("another's answer")
     _require_success(result, NAT_PMP_ERRORS)
-    return int(external_port)
+    return PortGrant(str(host), external_port, "NAT-PMP", lease_s)
 
 
 def read_nat_pmp_address(data: bytes) -> IPv4Address:
@@ -176,6 +186,16 @@ def _unpack_answer(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
     if len(data) < form.size:
         raise RemoteProtocolError(f"an answer of {len(data)} bytes, expected {form.size}")
     return form.unpack_from(data)
+
+
+def is_behind_another(host: IPv4Address) -> bool:
+    """Is a router's own address one that nobody outside can dial: private, or a carrier's (100.64.0.0/10)?"""
+    return not host.is_global and not host.is_unspecified
+
+
+def between(host: object) -> str:
+    """Say why no port of this router leads here, in words for people."""
+    return f"another router is in between: this one's own address is {host}, which nobody outside can dial"
 
 
 def _require_success(result: int, says: Mapping[int, str]) -> None:

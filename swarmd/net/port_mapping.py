@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import IPv4Address
 from typing import Any, Literal, TypeVar
 
 import trio
 
 from swarmd.errors import Unreachable
 from swarmd.net import port_control
-from swarmd.net.port_control import Spoken
+from swarmd.net.port_control import NoRouterError, Spoken
 
 LEASE_S = 3_600  # for a mapping; renewed at half of it
 DISCOVERY_MS = 300  # that routers have to answer, for each way of asking
@@ -27,27 +28,49 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A port of the router that leads to one of this machine. ``host`` is the address that the router thinks it has."""
+    """A port of the router that leads to one of this machine, for ``lease_s`` from when it was granted.
+
+    ``host`` is the address that the router thinks it has.
+    """
 
     host: str
     port: int
     inside: int
     spoken: Spoken | Literal["UPnP"]
+    lease_s: float = LEASE_S
+
+    @property
+    def obstacle(self) -> str:
+        """Say why nobody outside can use it though the router forwards it; empty where nothing speaks against it."""
+        try:
+            host = IPv4Address(self.host)
+        except ValueError:
+            return ""
+        return port_control.between(host) if port_control.is_behind_another(host) else ""
 
 
 async def map_port(port: int, nonce: bytes) -> Mapping:
-    """Have ``port`` forwarded, by the same port of the router or another. Raises Unreachable.
+    """Have ``port`` forwarded, by the same port of the router or another. Raises Unreachable, saying what routers said.
 
     The nonce, 12 bytes, is what this machine shows when it asks again or takes it back.
     """
     try:
         granted = await port_control.map_port(port, nonce, LEASE_S)
-        return Mapping(granted.host, granted.port, port, granted.spoken)
+        return Mapping(granted.host, granted.port, port, granted.spoken, granted.lease_s)
     except Unreachable as error:
-        try:
-            return await _run_in_thread(partial(_map_by_upnp, port))
-        except Unreachable as upnp_error:
-            raise Unreachable(f"{upnp_error}; {error}") from None
+        control_error = error
+    try:
+        return await _run_in_thread(lambda: map_by_upnp(_find_router(), port))
+    except Unreachable as upnp_error:
+        raise Unreachable(explain_refusals(control_error, upnp_error)) from None
+
+
+def explain_refusals(*errors: Unreachable) -> str:
+    """Say why no port is opened: what routers refused, or else that none answers."""
+    refusals = [str(error) for error in errors if not isinstance(error, NoRouterError)]
+    if refusals:
+        return "; ".join(dict.fromkeys(refusals))
+    return f"no router answers: {', '.join(map(str, errors))}"
 
 
 async def unmap_port(mapping: Mapping, nonce: bytes) -> None:
@@ -66,8 +89,8 @@ async def _run_in_thread(function: Callable[[], T]) -> T:
         raise Unreachable(f"the router does not answer within {ROUTER_TIMEOUT_S:.0f} s") from None
 
 
-def _map_by_upnp(port: int) -> Mapping:
-    router = _find_router()
+def map_by_upnp(router: Any, port: int) -> Mapping:
+    """Ask a router that miniupnpc has found. Raises Unreachable."""
     with _upnp_errors():
         host = router.externalipaddress()
     refusal: Unreachable | None = None
@@ -79,9 +102,22 @@ def _map_by_upnp(port: int) -> Mapping:
             except Unreachable as error:
                 refusal = refusal or error
             else:
-                return Mapping(host, external_port, port, "UPnP")
+                return Mapping(host, external_port, port, "UPnP", _granted_s(router, external_port))
     assert refusal is not None
-    raise refusal
+    if not host:  # miniupnpd has no address to tell where its own is private, and fails for that reason (501)
+        raise Unreachable(f"{refusal}; it knows no address of its own: another router may be in between")
+    obstacle = Mapping(host, port, port, "UPnP").obstacle
+    raise Unreachable(obstacle) if obstacle else refusal
+
+
+def _granted_s(router: Any, external_port: int) -> float:
+    """How long a mapping is left, as the router says; what was asked for where it does not, or says for ever."""
+    try:
+        with _upnp_errors():
+            _, _, _, _, left_s = router.getspecificportmapping(external_port, "TCP")
+            return float(left_s) or LEASE_S
+    except Unreachable:
+        return LEASE_S
 
 
 def _unmap_by_upnp(mapping: Mapping) -> None:
@@ -95,9 +131,11 @@ def _find_router() -> Any:
 
     router = miniupnpc.UPnP()
     router.discoverdelay = DISCOVERY_MS
-    with _upnp_errors():
+    try:
         router.discover()
         router.selectigd()
+    except Exception:  # noqa: BLE001 - the library raises Exception itself, "Success" where nobody answers
+        raise NoRouterError("nothing by UPnP") from None
     return router
 
 

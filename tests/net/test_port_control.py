@@ -30,20 +30,21 @@ from swarmd.net.port_control import (
 )
 
 NONCE, PORT, OUTSIDE, LEASE_S = b"n" * 12, 4117, 4999, 3600
+GRANTED_S = 120  # less than was asked for
 HOST = "5.0.1.2"
 MAPPED_HOST = IPv6Address(f"::ffff:{HOST}").packed
 
 
 def pcp_answer(result: int = 0, nonce: bytes = NONCE, inside: int = PORT, host: bytes = MAPPED_HOST) -> bytes:
     """As RFC 6887 draws it, field by field."""
-    header = bytes((2, 0x81, 0, result)) + LEASE_S.to_bytes(4, "big") + bytes(4) + bytes(12)
+    header = bytes((2, 0x81, 0, result)) + GRANTED_S.to_bytes(4, "big") + bytes(4) + bytes(12)
     ports = inside.to_bytes(2, "big") + OUTSIDE.to_bytes(2, "big")
     return header + nonce + bytes((6, 0, 0, 0)) + ports + host
 
 
 def nat_pmp_answer(result: int = 0, inside: int = PORT) -> bytes:
     ports = inside.to_bytes(2, "big") + OUTSIDE.to_bytes(2, "big")
-    return bytes((0, 130, 0, result)) + bytes(4) + ports + LEASE_S.to_bytes(4, "big")
+    return bytes((0, 130, 0, result)) + bytes(4) + ports + GRANTED_S.to_bytes(4, "big")
 
 
 def nat_pmp_address(result: int = 0) -> bytes:
@@ -67,8 +68,10 @@ def test_messages_have_the_sizes_and_places_of_the_standards() -> None:
 
 
 def test_answers_are_read() -> None:
-    assert read_pcp_answer(pcp_answer(), NONCE, PORT) == PortGrant(HOST, OUTSIDE, "PCP")
-    assert read_nat_pmp_answer(nat_pmp_answer(), PORT) == OUTSIDE
+    assert read_pcp_answer(pcp_answer(), NONCE, PORT) == PortGrant(HOST, OUTSIDE, "PCP", GRANTED_S)
+    assert read_nat_pmp_answer(nat_pmp_answer(), PORT, IPv4Address(HOST)) == PortGrant(
+        HOST, OUTSIDE, "NAT-PMP", GRANTED_S
+    )
     assert str(read_nat_pmp_address(nat_pmp_address())) == HOST
     with pytest.raises(WrongVersionError):
         read_pcp_answer(bytes((0, 129, 0, 1)) + bytes(4), NONCE, PORT)
@@ -78,7 +81,7 @@ def test_answers_are_read() -> None:
     "read",
     [
         lambda: read_pcp_answer(pcp_answer(result=2), NONCE, PORT),
-        lambda: read_nat_pmp_answer(nat_pmp_answer(result=2), PORT),
+        lambda: read_nat_pmp_answer(nat_pmp_answer(result=2), PORT, IPv4Address(HOST)),
         lambda: read_nat_pmp_address(nat_pmp_address(result=2)),
     ],
 )
@@ -94,7 +97,7 @@ def test_a_refusal_says_why(read: Callable[[], object]) -> None:
         lambda: read_pcp_answer(pcp_answer(inside=1), NONCE, PORT),
         lambda: read_pcp_answer(pcp_answer(host=IPv6Address("2600::1").packed), NONCE, PORT),
         lambda: read_pcp_answer(pcp_answer()[:-1], NONCE, PORT),
-        lambda: read_nat_pmp_answer(nat_pmp_answer(inside=1), PORT),
+        lambda: read_nat_pmp_answer(nat_pmp_answer(inside=1), PORT, IPv4Address(HOST)),
         lambda: read_nat_pmp_address(nat_pmp_answer()),
     ],
 )
@@ -103,11 +106,21 @@ def test_what_is_anothers_or_cut_short_is_no_answer(read: Callable[[], object]) 
         read()
 
 
+@pytest.mark.parametrize("host", ["10.9.9.2", "100.64.1.2", "192.168.0.7"])
+def test_a_router_behind_another_is_named_whatever_error_it_gives(host: str) -> None:
+    """miniupnpd 2.3.1 says that it has no resources (8), and its true address."""
+    refused = pcp_answer(result=8, host=IPv6Address(f"::ffff:{host}").packed)
+    with pytest.raises(Unreachable, match=f"another router is in between: this one's own address is {host}"):
+        read_pcp_answer(refused, NONCE, PORT)
+    with pytest.raises(Unreachable, match="no ports left"):
+        read_pcp_answer(pcp_answer(result=8), NONCE, PORT)
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_raise_anything_else(data: bytes) -> None:
     reads: list[Callable[[], object]] = [
         lambda: read_pcp_answer(data, NONCE, PORT),
-        lambda: read_nat_pmp_answer(data, PORT),
+        lambda: read_nat_pmp_answer(data, PORT, IPv4Address(HOST)),
         lambda: read_nat_pmp_address(data),
     ]
     for read in reads:
@@ -145,9 +158,12 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Iterator[trio.socket.SocketType]:
 @pytest.mark.parametrize(
     ("answers", "granted"),
     [
-        ([[b"", b"nonsense", pcp_answer()]], PortGrant(HOST, OUTSIDE, "PCP")),
-        ([[], [pcp_answer()]], PortGrant(HOST, OUTSIDE, "PCP")),
-        ([[bytes((0, 129, 0, 1))], [nat_pmp_address()], [nat_pmp_answer()]], PortGrant(HOST, OUTSIDE, "NAT-PMP")),
+        ([[b"", b"nonsense", pcp_answer()]], PortGrant(HOST, OUTSIDE, "PCP", GRANTED_S)),
+        ([[], [pcp_answer()]], PortGrant(HOST, OUTSIDE, "PCP", GRANTED_S)),
+        (
+            [[bytes((0, 129, 0, 1))], [nat_pmp_address()], [nat_pmp_answer()]],
+            PortGrant(HOST, OUTSIDE, "NAT-PMP", GRANTED_S),
+        ),
     ],
 )
 async def test_an_exchange(monkeypatch: pytest.MonkeyPatch, answers: list[list[bytes]], granted: PortGrant) -> None:
@@ -170,7 +186,7 @@ async def test_an_exchange(monkeypatch: pytest.MonkeyPatch, answers: list[list[b
 
 
 async def test_a_router_that_does_not_speak_it_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    with router(monkeypatch), trio.fail_after(5), pytest.raises(Unreachable, match="does not answer"):
+    with router(monkeypatch), trio.fail_after(5), pytest.raises(Unreachable, match="no answer"):
         await map_port(PORT, NONCE, LEASE_S)
     with pytest.raises(Unreachable, match="refused"):
         await map_port(PORT, NONCE, LEASE_S)
