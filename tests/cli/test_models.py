@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from swarmd.errors import ConfigError
 from swarmd.home import Home, bundled_folder
 from swarmd.protocol.membership.identity import Identity, certify
+from swarmd.status import ModelRow
+from tests.cli.answers import filled
 from tests.cli.typed import swarmd
 
 MODEL = "b" * 64
@@ -92,7 +94,8 @@ def test_who_may_not_publish_learns_how_he_may(home: Home) -> None:
 
 def test_a_model_of_two_names_is_one_row(home: Home) -> None:
     assert "my smol, smol" in swarmd(home, "models", "ls")
-    assert [row["name"] for row in merge_names([{"name": n, "model": MODEL} for n in "ab"])] == ["a, b"]
+    rows = [filled(ModelRow, name=name, model=MODEL) for name in "ab"]
+    assert [row.name for row in merge_names(rows)] == ["a, b"]
 
 
 def test_who_may_not_publish_is_told_before_anything_is_read_or_converted(home: Home, tmp_path: Path) -> None:

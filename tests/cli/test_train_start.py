@@ -68,7 +68,9 @@ def test_a_model_of_the_catalog_keeps_its_hash_however_its_files_lie_here(
 ) -> None:
     """A folder that swarmd filled has a file for each block."""
     catalog = SimpleNamespace(hash_of=lambda name: "a" * 64)
-    monkeypatch.setattr(train, "ask", lambda verb, **query: {"here": True, "folder": str(tmp_path / query["model"])})
+    monkeypatch.setattr(
+        train, "ask_json", lambda verb, **query: {"here": True, "folder": str(tmp_path / query["model"])}
+    )
     state: Any = SimpleNamespace(catalog=lambda: catalog)
     of_catalog = train._find_source(state, structs.replace(RECIPE, model="demo"), tmp_path)
     assert of_catalog == ("a" * 64, tmp_path / ("a" * 64))

@@ -12,7 +12,18 @@ import typer
 
 from swarmd.names import require_name
 from swarmd.values import count, some_of
-from swarmd_cli.context import JsonObject, ask, format_size, home, is_running, print_json, print_table, reload_daemon
+from swarmd_cli.context import (
+    JsonObject,
+    ask,
+    ask_json,
+    format_size,
+    home,
+    is_running,
+    print_json,
+    print_table,
+    read_answer,
+    reload_daemon,
+)
 from swarmd_cli.convert import delete_converted
 from swarmd_cli.source import HUB_ID, check_tokenizer, find_folder
 from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
@@ -20,6 +31,7 @@ from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
 if TYPE_CHECKING:
     from swarmd.protocol.membership.catalog import Catalog
     from swarmd.protocol.models.manifest import Manifest
+    from swarmd.status import DownloadRow, ModelRow
 
 LOOK_INTERVAL_S = 0.5  # between two questions to the daemon how far it is
 
@@ -35,7 +47,9 @@ def ls(as_json: Json = False) -> None:
 
     Example: swarmd models ls
     """
-    listed = ask("models")["models"] if is_running() else _offline_models()
+    from swarmd.status import ModelsAnswer
+
+    body = ask_json("models") if is_running() else None
     catalog = home().catalog()
     names = {model: name for name, (model, _) in catalog.models.items()}
     adapters = [
@@ -43,14 +57,15 @@ def ls(as_json: Json = False) -> None:
         for name, (hash_, base) in sorted(catalog.adapters.items())
     ]
     if as_json:
-        print_json({"models": listed, "adapters": adapters})
+        models = _offline_rows() if body is None else body["models"]
+        print_json({"models": models, "adapters": adapters})
         return
-    listed = merge_names(listed)
+    listed = merge_names(_offline_models() if body is None else read_answer(ModelsAnswer, body).models)
     columns = ["name", "hash", "blocks", "blocks here", "blocks missing in the swarm"]
     print_table("Models", columns, [_model_row(row) for row in listed])
     for row in listed:
-        if row["help"]:
-            print(f"{row['name']}: {row['help']}")
+        if row.help:
+            print(f"{row.name}: {row.help}")
     if adapters:
         adapter_rows = []
         for adapter in adapters:
@@ -60,13 +75,12 @@ def ls(as_json: Json = False) -> None:
         print_table("Adapters", ["name", "hash", "for"], adapter_rows)
 
 
-def _model_row(row: JsonObject) -> list[str]:
-    blocks_here = ", ".join(map(span_text, row["blocks_here"])) or "no"
-    if row["here"]:
+def _model_row(row: ModelRow) -> list[str]:
+    blocks_here = ", ".join(map(span_text, row.blocks_here)) or "no"
+    if row.here:
         blocks_here = "all"
-    missing = ", ".join(map(span_text, row["missing"])) or "none"
-    model = row["model"][:12]
-    return [row["name"], model, str(row["blocks"]), blocks_here, missing]
+    missing = ", ".join(map(span_text, row.missing)) or "none"
+    return [row.name, row.model[:12], str(row.blocks), blocks_here, missing]
 
 
 @app.command("add")
@@ -215,12 +229,14 @@ def pull(
 
     Example: swarmd models pull llama --blocks 0:16
     """
-    model_id = ask("pull", "POST", model=model, blocks=blocks)["model"]
-    row = _follow_download(model_id, quiet=as_json)
+    from swarmd.status import HereAnswer, PullAnswer
+
+    model_id = ask(PullAnswer, "pull", "POST", model=model, blocks=blocks).model
+    body = _follow_download(model_id, quiet=as_json)
     if as_json:
-        print_json(row)
+        print_json(body)
     else:
-        print(f"{model}: here, in {row['folder']}")
+        print(f"{model}: here, in {read_answer(HereAnswer, body).folder}")
 
 
 @app.command("rm")
@@ -231,6 +247,7 @@ def rm(model: Model) -> None:
     """
     from swarmd.errors import ConfigError
     from swarmd.home import bundled_model
+    from swarmd.status import RemoveAnswer
     from swarmd.weights.library import Library
 
     state = home()
@@ -253,7 +270,7 @@ def rm(model: Model) -> None:
         print(f"{model}: this machine no longer offers it; {fate}")
         return
     if is_running():
-        n_bytes = ask("rm", "POST", model=model_id)["freed_bytes"]
+        n_bytes = ask(RemoveAnswer, "rm", "POST", model=model_id).freed_bytes
     else:
         n_bytes = Library(state.weights, state.folders()).remove(model_id)
     print(f"{model}: deleted, {format_size(n_bytes)} freed")
@@ -364,26 +381,31 @@ def delegate(
 
 
 def _follow_download(model: str, quiet: bool) -> JsonObject:
-    """Show a download until it ends: a bar on a terminal, else a line now and then. Raises what it ended with."""
+    """Show a download until it ends: a bar on a terminal, else a line now and then. Raises what it ended with.
+
+    Returns what the daemon says of the model then.
+    """
     from swarmd.errors import SwarmError
+    from swarmd.status import DownloadsAnswer, HereAnswer
 
     progress: type[_NoProgress] = _NoProgress
     if not quiet:
         progress = _ProgressBar if sys.stderr.isatty() else _ProgressLines
     with progress() as update:
         while True:
-            row: JsonObject = ask("here", model=model)
-            if not row["pulling"]:
+            body = ask_json("here", model=model)
+            here = read_answer(HereAnswer, body)
+            if not here.pulling:
                 break
-            for download in ask("downloads")["downloads"]:
-                if download["model"] == model:
+            for download in ask(DownloadsAnswer, "downloads").downloads:
+                if download.model == model:
                     update(download)
             time.sleep(LOOK_INTERVAL_S)
-    if row["failure"]:
-        error = SwarmError(row["failure"])
-        error.exit_code = row["exit_code"]
+    if here.failure:
+        error = SwarmError(here.failure)
+        error.exit_code = here.exit_code
         raise error
-    return row
+    return body
 
 
 class _NoProgress:
@@ -401,9 +423,9 @@ class _ProgressLines(_NoProgress):
     def __enter__(self) -> Any:
         shown_tenths = -1
 
-        def update(download: JsonObject) -> None:
+        def update(download: DownloadRow) -> None:
             nonlocal shown_tenths
-            tenths = 10 * download["done_bytes"] // max(1, download["total_bytes"])
+            tenths = 10 * download.done_bytes // max(1, download.total_bytes)
             if tenths != shown_tenths:
                 shown_tenths = tenths
                 print(download_line(download), file=sys.stderr, flush=True)
@@ -427,10 +449,10 @@ class _ProgressBar(_NoProgress):
         self._progress.start()
         task = self._progress.add_task("", total=None, note="")
 
-        def update(download: JsonObject) -> None:
+        def update(download: DownloadRow) -> None:
             note = download_line(download).split(", ", 1)[1]
-            total = download["total_bytes"]
-            self._progress.update(task, total=total, completed=download["done_bytes"], note=note)
+            total = download.total_bytes
+            self._progress.update(task, total=total, completed=download.done_bytes, note=note)
 
         return update
 
@@ -438,7 +460,15 @@ class _ProgressBar(_NoProgress):
         self._progress.stop()
 
 
-def _offline_models() -> list[JsonObject]:
+def _offline_rows() -> list[JsonObject]:
+    """What is known without a daemon, for programs."""
+    keys = ("name", "model", "blocks", "coverage", "missing", "help", "here", "blocks_here")
+    return [{key: getattr(row, key) for key in keys} for row in _offline_models()]
+
+
+def _offline_models() -> list[ModelRow]:
+    """List what the catalog and this machine's folders say; of the swarm nothing is known."""
+    from swarmd.status import ModelRow
     from swarmd.weights.library import Library
 
     state = home()
@@ -447,8 +477,23 @@ def _offline_models() -> list[JsonObject]:
     rows = []
     for name, (model, n_blocks) in sorted(state.catalog().models.items()):
         folder = folders.get(model)  # type: ignore[call-overload]
-        blocks = [[span.start, span.end] for span in folder.blocks_held] if folder else []
-        presence = {"here": folder is not None and folder.is_whole, "blocks_here": blocks}
-        absence = {"coverage": [0] * n_blocks, "missing": [[0, n_blocks]], "help": ""}
-        rows.append({"name": name, "model": model, "blocks": n_blocks, **absence, **presence})
+        rows.append(
+            ModelRow(
+                name=name,
+                model=model,
+                blocks=n_blocks,
+                coverage=(0,) * n_blocks,
+                missing=((0, n_blocks),),
+                help="",
+                target=0,
+                lowest=0,
+                gap_chance_within_hour=None,
+                here=folder is not None and folder.is_whole,
+                blocks_here=tuple((span.start, span.end) for span in folder.blocks_held) if folder else (),
+                folder=None,
+                pulling=False,
+                failure=None,
+                exit_code=0,
+            )
+        )
     return rows
