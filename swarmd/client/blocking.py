@@ -89,9 +89,9 @@ class BlockingSession:
         """See ChainSession."""
         return self.chain_session.given
 
-    def refute(self, logits: ServedLogits, reason: str) -> None:
+    def reject_logits(self, logits: ServedLogits, reason: str) -> None:
         """See ChainSession."""
-        self._thread.call(self.chain_session.refute, logits, reason)
+        self._thread.call(self.chain_session.reject_logits, logits, reason)
 
     def close(self) -> None:
         """End the session; ``wait_closed`` waits until its hops are given back."""

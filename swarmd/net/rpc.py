@@ -307,8 +307,8 @@ class Rpc:
             times.append(trio.current_time() - begun)
         return min(times)
 
-    def doubt(self, peer: PeerId) -> bool:
-        """A peer gives no sign of life: is a relay between, which may be to blame? Then the next call tries another."""
+    def leave_relay(self, peer: PeerId) -> bool:
+        """Close relayed connections to a silent peer: the next call tries another way. Tells whether there were any."""
         is_relayed = self.network.way_to(peer) == "relayed"
         if is_relayed and self._nursery is not None:
             for purpose in PURPOSES:

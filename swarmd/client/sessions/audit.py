@@ -253,16 +253,16 @@ class Auditor:
             hops.statistics.doubts.append(doubt)
             if successors and not self._has_moved:  # once: the other one may be wrong
                 self._has_moved = True
-                hops.dispute(successors, f"{link.hop} and another disagree")
+                hops.exclude_all(successors, f"{link.hop} and another disagree")
             return
         checks.note(self._record_key(link), is_right=False)
         if not link.is_heir:
-            hops.convict(link, doubt)
+            hops.reject_hop(link, doubt)
             return
         # either the heir is wrong, or the server that gave it its caches, which does not serve any more
         hops.statistics.doubts.append(doubt)
         if successors:
-            hops.dispute(successors, doubt.reason)
+            hops.exclude_all(successors, doubt.reason)
 
     async def _accuse_hop(
         self,

@@ -8,14 +8,10 @@ killed, what it had finished before is whole. Where the recipe has steps inside 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
-import logging
 import math
 import mmap
-import os
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +23,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from swarmd.compute.hardware.device import device_description, pick_device
-from swarmd.compute.hardware.exit_reason import last_words
+from swarmd.compute.hardware.worker_process import serve_daemon
 from swarmd.compute.model import skeleton
 from swarmd.compute.runs.expert_balance import balance_factor
 from swarmd.compute.runs.inner_steps import take_step
@@ -356,12 +352,8 @@ class GradientWorker:
 
 
 def main() -> None:
-    gc.freeze()
-    gc.enable()
-    logging.basicConfig(level=logging.WARNING, format="training worker %(process)d: %(message)s")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    with socket.socket(fileno=int(sys.argv[1])) as connection, last_words(connection):
-        GradientWorker(connection).run()
+    """Serve the socket whose number is the first argument."""
+    serve_daemon("training worker", lambda connection: GradientWorker(connection).run())
 
 
 if __name__ == "__main__":

@@ -6,12 +6,9 @@ socket does. What goes wrong with an op is answered with a refusal; what goes wr
 
 from __future__ import annotations
 
-import gc
 import logging
-import os
 import select
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -21,8 +18,8 @@ import msgspec
 import torch
 
 from swarmd.compute.hardware.device import OwnerReserve, device_description, pick_device
-from swarmd.compute.hardware.exit_reason import last_words
 from swarmd.compute.hardware.measurements import Measurements
+from swarmd.compute.hardware.worker_process import serve_daemon
 from swarmd.compute.model.head import LogitsHead
 from swarmd.compute.passes import precompile
 from swarmd.compute.passes.backend_selection import Preempted
@@ -444,12 +441,7 @@ def describe(span: LoadedSpan, model: str, speed: Measured) -> Loaded:
 
 def main() -> None:
     """Serve the socket whose number is the first argument."""
-    gc.freeze()  # what importing made stays, and need not be looked at again
-    gc.enable()
-    logging.basicConfig(level=logging.WARNING, format="worker %(process)d: %(message)s")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    with socket.socket(fileno=int(sys.argv[1])) as connection, last_words(connection):
-        Worker(connection).run()
+    serve_daemon("worker", lambda connection: Worker(connection).run())
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from swarmd.errors import Code, ConfigError, PeerError, Refused, Unreachable
 from swarmd.net.standing import Standing
 from swarmd.plan.chains.routing import Hop
 from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.reputation import Trust
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Identity
@@ -78,7 +79,7 @@ class PlayedSwarm:
         self.told: list[tuple[PeerId, AnyMessage]] = []
         self.dead: set[PeerId] = set()
         self.relayed: set[PeerId] = set()
-        self.doubted: list[PeerId] = []
+        self.left_relays: list[PeerId] = []
         self.refuse: dict[PeerId, Refused] = {}
         self.received: dict[PeerId, int] = {}
         self.reached_after_s: dict[PeerId, float] = {}
@@ -112,8 +113,8 @@ class PlayedSwarm:
     def start_soon(self, run: Callable[[], Any]) -> None:
         trio.lowlevel.spawn_system_task(run)
 
-    def doubt(self, peer: PeerId) -> bool:
-        self.doubted.append(peer)
+    def leave_relay(self, peer: PeerId) -> bool:
+        self.left_relays.append(peer)
         return peer in self.relayed
 
     async def channel(self, peer: PeerId) -> PlayedSwarm:
@@ -220,7 +221,7 @@ async def test_the_last_holder_of_a_block_gets_a_second_chance_soon(virtual_time
     await step(session)
     swarm.received = {A: 1, B: 1}
     swarm.on_replay = lambda sender: trio.lowlevel.spawn_system_task(swarm.answer, 2) and None
-    session.hops.lose(session.hops.links[1], "a moment of silence")
+    session.hops.exclude(session.hops.links[1], Blame.SILENT, "a moment of silence")
     started_at = trio.current_time()
     await session._repairs.run()
     assert trio.current_time() - started_at < 2, "nobody else holds its blocks: it is not left out for 20 s"
@@ -232,9 +233,9 @@ async def test_a_relay_is_to_blame_for_silence_and_not_for_wrong_numbers(virtual
     session = swarm.session = ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100), Budget())
     await session.open()
     first, last = session.hops.links
-    session.hops.lose(first, "wrong numbers", is_silent=False)
-    session.hops.lose(last, "a moment of silence")
-    assert swarm.doubted == [B]
+    session.hops.exclude(first, Blame.FAILING, "wrong numbers")
+    session.hops.exclude(last, Blame.SILENT, "a moment of silence")
+    assert swarm.left_relays == [B]
     assert not swarm.standing.allows(A, is_last_resort=True)
     assert swarm.standing.allows(B, is_last_resort=True), "by another way, at once"
 

@@ -148,7 +148,7 @@ class Chains:
         answer = await self.send_back(self.ticket(batch, (Hop(peer, span),)), gradient)
         return [(2 * batch.hidden, {}), answer if self.lies_alone else (2 * gradient, {})]
 
-    def decline(self, peers: Any) -> None: ...
+    def back_off(self, peers: Any) -> None: ...
 
     async def counted(self, ticket: ForwardTicket) -> Any:
         gradient = torch.ones(1, 3, 4)
