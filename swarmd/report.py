@@ -16,7 +16,9 @@ import trio
 import swarmd.status as answers
 from swarmd.config import LONGEST_PAUSE_S, load, parse_span
 from swarmd.errors import ConfigError, NoRoute, PeerError
-from swarmd.home import Home
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.models import ModelFolders
+from swarmd.home.paths import Home
 from swarmd.member_status import PeerRow, PeersAnswer, SpanRow, WaitingRow
 from swarmd.node.machine.gateway_process import GatewayProcess
 from swarmd.node.machine.health import Health
@@ -268,8 +270,8 @@ class Owner:
     async def reload(self) -> answers.ReloadAnswer:
         """Take over a catalog, models and rules that the command line changed. Raises ConfigError."""
         if self._home is not None:
-            self._store.library.look(self._home.folders())
-            raw = self._home.catalog_raw()
+            self._store.library.look(ModelFolders(self._home).read())
+            raw = MembershipFiles(self._home).catalog_raw()
             if raw is not None:
                 self._services.exchange.merge_catalog_untrusted(raw)
             self._directory.announce_soon()
