@@ -313,10 +313,12 @@ class Daemon:
     # --- what this peer says of itself -----------------------------------------------------------------------
 
     def _uplink(self) -> tuple[float | None, bool]:
-        return self.directory.links.up_bytes_per_s, self.hosts.n_decoding() > 0
+        is_decoding = any(deployment.server.n_decoding() for deployment in self.hosts.deployments())
+        return self.directory.links.up_bytes_per_s, is_decoding
 
     def _describe(self) -> list[dict[str, Any]]:
-        devices = [h.device for h in self.hosts if h.device is not None]
+        loaded = [deployment.worker.loaded for deployment in self.hosts.deployments()]
+        devices = [device for device in loaded if device is not None]
         links = self.directory.links
         self.health.note_clone(self.directory.view())
         peer = {
