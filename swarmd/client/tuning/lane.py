@@ -132,7 +132,7 @@ class Lane:
         """Tell the hops that are reachable to forget this lane."""
         self.fail(LaneFailed("the lane was closed"))
         for hop in self.hops:
-            channel = self._swarm.rpc.existing(hop.peer, "training")
+            channel = self._swarm.rpc.find_channel(hop.peer, "training")
             if channel is not None:
                 try:
                     with trio.move_on_after(1):

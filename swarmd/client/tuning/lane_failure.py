@@ -4,34 +4,35 @@ from __future__ import annotations
 
 from swarmd.errors import OUR_MEMBERSHIP, Code, PeerError, Refused, SwarmError
 from swarmd.plan.chains.routing import Hop
+from swarmd.plan.trust.blame import Blame
 from swarmd.protocol.wire.messages import Refusal
 from swarmd.values import PeerId
 
 RETRY_PAUSE_S = 1.0  # a server without room has some after a few micro-batches
-BLAMED_S = 20.0  # left out: as long as a server that was killed takes to be back
+LEFT_OUT_S = 20.0  # left out: as long as a server that was killed takes to be back
 FINAL = (Code.TOO_LONG, Code.UNSUPPORTED, Code.BAD_SHAPE, Code.MALFORMED, *OUR_MEMBERSHIP)
 
 
 class LaneFailed(SwarmError):
     """A micro-batch did not get through.
 
-    ``blame``: whom to leave out, and for how long; ``has_declined``: it said no itself, and nothing is held against it;
-    ``is_over``: the whole lane; ``is_final``: others will say no too.
+    ``peers``: whom to do without, and for how long; ``blame`` says what else follows. ``is_over``: the whole lane;
+    ``is_final``: others will say no too.
     """
 
     def __init__(
         self,
         reason: str,
-        *blame: PeerId,
-        for_s: float = BLAMED_S,
-        has_declined: bool = False,
+        *peers: PeerId,
+        for_s: float = LEFT_OUT_S,
+        blame: Blame | None = None,
         is_over: bool = True,
         is_final: bool = False,
     ) -> None:
         super().__init__(reason)
-        self.blame = blame
+        self.peers = peers
         self.for_s = for_s
-        self.has_declined = has_declined
+        self.blame = blame or (Blame.AMBIGUOUS if len(peers) > 1 else Blame.SILENT)
         self.is_over = is_over
         self.is_final = is_final
 
@@ -43,8 +44,8 @@ def failure_of(hop: Hop, error: PeerError) -> LaneFailed:
     return LaneFailed(
         f"{hop}: {error}",
         hop.peer,
-        for_s=error.retry_after_s or BLAMED_S,
-        has_declined=True,
+        for_s=error.retry_after_s or LEFT_OUT_S,
+        blame=Blame.UNAVAILABLE,
         is_final=error.code in FINAL,
     )
 
@@ -63,7 +64,8 @@ def failure_of_refusal(hops: tuple[Hop, ...], refusal: Refusal, is_backward: boo
     reason = f"{hop}: {refusal.message}"
     is_final = code in FINAL
     if hop is not None and code is Code.NOT_FINITE:
-        return LaneFailed(reason, *_input_giver(hops, hop, is_backward), is_final=is_final)
+        givers = _input_giver(hops, hop, is_backward)
+        return LaneFailed(reason, *givers, blame=Blame.FAILING, is_final=is_final)
     if code is Code.NOT_HELD:
         return LaneFailed(reason, is_over=False, is_final=is_final)
     if hop is None:
@@ -73,8 +75,8 @@ def failure_of_refusal(hops: tuple[Hop, ...], refusal: Refusal, is_backward: boo
     return LaneFailed(
         reason,
         hop.peer,
-        for_s=wait_s or (RETRY_PAUSE_S if is_back_soon else BLAMED_S),
-        has_declined=True,
+        for_s=wait_s or (RETRY_PAUSE_S if is_back_soon else LEFT_OUT_S),
+        blame=Blame.UNAVAILABLE,
         is_over=code not in (Code.NO_CAPACITY, Code.NOT_SERVING),
         is_final=is_final,
     )

@@ -39,5 +39,5 @@ def _last_words(connection: socket.socket) -> Iterator[None]:
         return
     except Exception as error:
         with suppress(OSError):
-            connection.sendall(messages.framed(Ending(reason=f"{type(error).__name__}: {error}"[:MOST_WORDS])))
+            connection.sendall(messages.encode_frame(Ending(reason=f"{type(error).__name__}: {error}"[:MOST_WORDS])))
         raise

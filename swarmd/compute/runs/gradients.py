@@ -307,10 +307,10 @@ class GradientWorker:
             try:
                 return self._load_run(message, bytes(frame.payload))
             except (ConfigError, torch.OutOfMemoryError) as error:
-                return messages.framed(WorkerFailed(message=str(error)[:4000]))
+                return messages.encode_frame(WorkerFailed(message=str(error)[:4000]))
         if isinstance(message, MapRun):
             self._trained.map(Path(message.path), message.init)
-            return messages.framed(RunMapped())
+            return messages.encode_frame(RunMapped())
         assert isinstance(message, Compute | ComputeAgain), "the daemon sends nothing else"
         ids = torch.frombuffer(bytearray(frame.payload), dtype=torch.int32)
         rows = ids.long().view(message.n, -1)
@@ -318,7 +318,7 @@ class GradientWorker:
             try:
                 loss = self._trained.compute_again(rows, message.seed, Path(message.path))
             except torch.OutOfMemoryError as error:  # it takes the parameters twice
-                return messages.framed(WorkerFailed(message=str(error)[:4000]))
+                return messages.encode_frame(WorkerFailed(message=str(error)[:4000]))
         elif message.step:
             loss = self._trained.step(
                 rows,
@@ -333,7 +333,7 @@ class GradientWorker:
                 message.into,
                 message.is_fresh,
             )
-        return messages.framed(ComputedRows(loss=loss))
+        return messages.encode_frame(ComputedRows(loss=loss))
 
     def _load_run(self, message: LoadRun, raw: bytes) -> bytes:
         if message.threads:
@@ -348,7 +348,7 @@ class GradientWorker:
             vocabulary=vocabulary,
             is_repeatable=self._trained.is_repeatable(vocabulary),
         )
-        return messages.framed(loaded, msgspec.msgpack.encode(self._trained.layout))
+        return messages.encode_frame(loaded, msgspec.msgpack.encode(self._trained.layout))
 
 
 def main() -> None:

@@ -136,7 +136,7 @@ class Training:
                 if not isinstance(error, Refused):
                     logger.exception("a pass of fine-tuning failed")
                     error = Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500])
-                yield messages.framed(messages.refusal_for(waiting.message, error))
+                yield messages.encode_frame(messages.refusal_for(waiting.message, error))
             self._queue.spend(work, self._clock() - started)
             if frames is None:
                 self._finish(work)
@@ -190,7 +190,7 @@ class Training:
             collected = lane.parts.add(message, payload)
         except Refused as error:
             self.handled += 1
-            yield messages.framed(messages.refusal_for(message, error))
+            yield messages.encode_frame(messages.refusal_for(message, error))
             return
         if collected is None:
             self.handled += 1
@@ -212,10 +212,10 @@ class Training:
         key = (message.client, message.version, Span(message.start, message.end))
         try:
             if self._tuned.put(key, message.part, bytes(payload)):
-                yield messages.framed(TunedHeld(re=message.id))
+                yield messages.encode_frame(TunedHeld(re=message.id))
         except Refused as error:
             if message.id:
-                yield messages.framed(messages.refusal_for(message, error))
+                yield messages.encode_frame(messages.refusal_for(message, error))
 
     # --- passes ----------------------------------------------------------------------------------------------
 
@@ -322,5 +322,5 @@ def _gradient_frames(
         raw = safetensors.torch.save(tensors)
         for number, n, piece in pieces(raw):
             header = Gradients(message.session, lane.hop.start, message.seq, (number, n))
-            yield messages.framed(header, piece)
+            yield messages.encode_frame(header, piece)
     yield from backward_frames(message.session, lane.hop.start, message.seq, gradient, lane.codec)

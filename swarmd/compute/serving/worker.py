@@ -192,7 +192,7 @@ class Worker:
             self._count_work()  # its owner's share is for all that is computed
             self._improved_at = time.monotonic()
         if is_made and self._improvements.news:
-            self._send_frames([messages.framed(self._improvements.news.pop())])
+            self._send_frames([messages.encode_frame(self._improvements.news.pop())])
         if self._improvements.is_done:
             self._improvements = None
         return is_made
@@ -231,7 +231,7 @@ class Worker:
         else:
             batches = {**self._speed.batch_tokens_per_s, n_streams: rate}
             self._speed = msgspec.structs.replace(self._speed, batch_tokens_per_s=batches)
-        self._send_frames([messages.framed(self._speed)])
+        self._send_frames([messages.encode_frame(self._speed)])
         return True
 
     def _last_undisturbed(self, rates: Iterable[float]) -> float:
@@ -271,7 +271,7 @@ class Worker:
             return []
         if isinstance(message, LoadSpan):
             self._n_handled += 1
-            return [messages.framed(self._load_model(message))]
+            return [messages.encode_frame(self._load_model(message))]
         if isinstance(message, Rest):
             self._n_handled += 1
             self._is_resting = True
@@ -285,7 +285,7 @@ class Worker:
         if isinstance(message, LoadAdapter):
             self._n_handled += 1
             loaded = self._load_adapter(self._engine.span, message, bytes(frame.payload))
-            return [messages.framed(loaded)]
+            return [messages.encode_frame(loaded)]
         trained = self._training.take(message, frame)
         if trained is not None:
             return list(trained)
@@ -298,7 +298,7 @@ class Worker:
         if self._engine is not None:
             handled += self._engine.handled + self._training.handled
             n_reused = self._engine.n_reused
-        tick = messages.framed(Tick(handled=handled, reused=n_reused))
+        tick = messages.encode_frame(Tick(handled=handled, reused=n_reused))
         self._connection.sendall(b"".join((*answers, tick)))
         self._ticked_at = time.monotonic()
 
@@ -366,7 +366,7 @@ class Worker:
         """Tell what is done while it loads, as often as ticks are sent."""
         if time.monotonic() - self._ticked_at >= TICK_INTERVAL_S:
             loading = Loading(stage=stage, done=done, total=total)
-            self._send_frames([messages.framed(loading)])
+            self._send_frames([messages.encode_frame(loading)])
 
     def _on_block(self) -> None:
         """Give a sign of life in the midst of a pass, and let in steps of others, which are short.

@@ -28,7 +28,7 @@ from swarmd.plan.chains.lane_table import Key, LaneHop, LaneTable, is_last_part
 from swarmd.protocol.membership.identity import require_peer_ids
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import AnyMessage, Progress, Refusal, framed
+from swarmd.protocol.wire.messages import AnyMessage, Progress, Refusal, encode_frame
 from swarmd.protocol.wire.tuning import Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned
 from swarmd.status import TuningStatus
 from swarmd.usage_ledger import UsageKind
@@ -92,7 +92,7 @@ class ServerLanes:
                     await trio.sleep(LOOK_INTERVAL_S)
                     working, unused = self._table.look(trio.current_time(), self._outbox.is_waiting)
                     for (session, start), lane in working:
-                        self._outbox.tell(lane.client, framed(Progress(session=session, start=start)))
+                        self._outbox.tell(lane.client, encode_frame(Progress(session=session, start=start)))
                     for key in unused:
                         self._table.close(key)
                         await self._close_in_worker(key)
@@ -127,12 +127,12 @@ class ServerLanes:
     async def _on_open(self, channel: Channel, opening: OpenLane) -> None:
         if unknown := messages.unknown_needs(opening.needs):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
-        self._exchange.require_member(channel.peer, "use")
+        self._exchange.roster.require_member(channel.peer, "use")
         require_peer_ids(opening.predecessor, opening.successor)
         if not self._limit_bytes:
             raise Refused(Code.UNSUPPORTED, "this server takes no training work (tuning_mib is 0)")
         self._server.require_serving(opening.model, opening.start, opening.end, opening.dtype, opening.codec)
-        principal = self._exchange.principal(channel.peer)
+        principal = self._exchange.roster.principal(channel.peer)
         self._table.admit(opening.session, channel.peer, principal)
         lane = LaneHop(
             channel.peer,
@@ -146,7 +146,7 @@ class ServerLanes:
         self._has_opened.set()
         weight = self._server.served.weight_of(channel.peer)
         for_worker = msgspec.structs.replace(opening, id=0, client=principal, weight=weight)
-        await self._worker.send(framed(for_worker))
+        await self._worker.send(encode_frame(for_worker))
         self._tasks.start_soon(self._replies.reply_lane_opened, channel, opening, lane)
 
     async def _on_work(self, peer: PeerId, message: Forward | Backward, frame: Frame) -> None:
@@ -163,7 +163,7 @@ class ServerLanes:
 
     async def _on_put(self, peer: PeerId, message: PutTuned, frame: Frame) -> None:
         served = self._server.served
-        principal = self._exchange.principal(peer)
+        principal = self._exchange.roster.principal(peer)
         if not self._limit_bytes:
             raise Refused(Code.UNSUPPORTED, "this server takes no parameters of clients (tuning_mib is 0)")
         is_span = message.start < message.end
@@ -175,7 +175,7 @@ class ServerLanes:
             answer = await self._worker.ask(request, frame.payload)
             self._tasks.start_soon(self._replies.reply_parameters_held, peer, message.id, answer)
         else:
-            await self._worker.send(framed(msgspec.structs.replace(request, id=0), frame.payload))
+            await self._worker.send(encode_frame(msgspec.structs.replace(request, id=0), frame.payload))
 
     # --- what the worker says --------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class ServerLanes:
     async def _close_in_worker(self, key: Key) -> None:
         session, start = key
         try:
-            await self._worker.send(framed(CloseLane(session=session, start=start)))
+            await self._worker.send(encode_frame(CloseLane(session=session, start=start)))
         except WorkerLost:
             return
 
@@ -273,11 +273,11 @@ class LaneRelay:
         session = refusal.session or b""
         for lane in (self._table.get(session, refusal.start), self._table.ending_at(session, refusal.start)):
             if lane is not None and peer in (lane.predecessor, lane.successor):
-                self.outbox.tell(lane.client, framed(refusal))
+                self.outbox.tell(lane.client, encode_frame(refusal))
                 return True
         return False
 
 
 def _tell_lost(outbox: Outbox, lost: Iterable[tuple[Key, LaneHop]], reason: str) -> None:
     for key, lane in lost:
-        outbox.tell(lane.client, framed(session_lost(key, reason)))
+        outbox.tell(lane.client, encode_frame(session_lost(key, reason)))

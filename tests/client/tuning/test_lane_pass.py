@@ -7,10 +7,11 @@ import safetensors.torch
 import torch
 
 from swarmd.client.links.client_parameters import TunedParameters
-from swarmd.client.tuning.lane_failure import BLAMED_S, LaneFailed, failure_of_refusal
+from swarmd.client.tuning.lane_failure import LEFT_OUT_S, LaneFailed, failure_of_refusal
 from swarmd.client.tuning.lane_pass import LanePass, LanePasses, MicroBatch
 from swarmd.errors import Code, RemoteProtocolError
 from swarmd.plan.chains.routing import Hop
+from swarmd.plan.trust.blame import Blame
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import Refusal
@@ -54,7 +55,7 @@ def output(seq: int, values: torch.Tensor = HIDDEN) -> list[bytes]:
 
 
 def gradients(seq: int, start: int, **tensors: torch.Tensor) -> bytes:
-    return messages.framed(Gradients(KEY, start, seq), safetensors.torch.save(tensors))
+    return messages.encode_frame(Gradients(KEY, start, seq), safetensors.torch.save(tensors))
 
 
 def test_an_output_ends_a_forward_and_what_comes_twice_is_nobodys() -> None:
@@ -101,7 +102,7 @@ def test_more_than_was_waited_for_is_refused_before_it_is_kept() -> None:
         lane.come(*output(1, torch.zeros(1, 4, 4)))
     lane.backward(1)
     with pytest.raises(RemoteProtocolError, match="more than there can be"):
-        lane.come(messages.framed(Gradients(KEY, 0, 1), bytes(100_000)))
+        lane.come(messages.encode_frame(Gradients(KEY, 0, 1), bytes(100_000)))
 
 
 def test_values_that_are_not_finite_fail_the_micro_batch_and_name_who_gave_them() -> None:
@@ -151,17 +152,17 @@ def refused(code: Code, start: int, is_backward: bool = False) -> LaneFailed:
 
 
 def test_values_that_are_not_finite_are_the_fault_of_who_gave_them() -> None:
-    assert refused(Code.NOT_FINITE, 2).blame == ("a",)
-    assert refused(Code.NOT_FINITE, 0).blame == (), "the client gave them"
-    assert refused(Code.NOT_FINITE, 2, is_backward=True).blame == ("b",)
+    assert refused(Code.NOT_FINITE, 2).peers == ("a",)
+    assert refused(Code.NOT_FINITE, 0).peers == (), "the client gave them"
+    assert refused(Code.NOT_FINITE, 2, is_backward=True).peers == ("b",)
 
 
 def test_what_is_not_held_is_nobodys_fault_and_what_is_full_ends_no_lane() -> None:
     lacking = refused(Code.NOT_HELD, 2)
-    assert (lacking.blame, lacking.is_over) == ((), False)
+    assert (lacking.peers, lacking.is_over) == ((), False)
     full = refused(Code.NO_CAPACITY, 2)
-    assert (full.blame, full.is_over, full.has_declined) == (("b",), False, True)
+    assert (full.peers, full.is_over, full.blame) == (("b",), False, Blame.UNAVAILABLE)
     lost = refused(Code.SESSION_LOST, 0)
     assert lost.is_over
-    assert lost.for_s < BLAMED_S, "it is back soon"
+    assert lost.for_s < LEFT_OUT_S, "it is back soon"
     assert refused(Code.TOO_LONG, 0).is_final
