@@ -7,6 +7,7 @@ simulator and the tests run the same program; ``main`` gives it the real ones.
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import random
 import signal
@@ -30,6 +31,7 @@ from swarmd.home.models import ModelFolders
 from swarmd.home.paths import Home
 from swarmd.net.api import NatTraversal, Network, Purpose, RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
+from swarmd.net.port_control import NONCE_BYTES
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.standing import Standing
 from swarmd.net.traffic import Traffic
@@ -45,6 +47,7 @@ from swarmd.node.members.directory import Directory, value_validator
 from swarmd.node.members.order import Order
 from swarmd.node.members.reachability import Reachability
 from swarmd.node.members.registrar import Registrar
+from swarmd.node.members.router_port import RouterPort
 from swarmd.node.serving.balancer import Turnover
 from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
@@ -155,7 +158,7 @@ class Daemon:
         self.hosts = Hosts(hosting_services)
         self.prober = Prober(hosting_services, self.hosts)
         self.gateway = _gateway_of(home, config)
-        self.reachability = _reachability_of(services, self.rpc, self.directory, config)
+        self.reachability = _reachability_of(member, services, self.rpc, self.directory, config)
         self.health = Health(network.peer_id, version("swarmd"), services.wall_clock)
         self.owner = Owner(
             hosting_services,
@@ -427,7 +430,9 @@ def _directory_of(
     )
 
 
-def _reachability_of(services: DaemonServices, rpc: Rpc, directory: Directory, config: Config) -> Reachability | None:
+def _reachability_of(
+    member: LocalMember, services: DaemonServices, rpc: Rpc, directory: Directory, config: Config
+) -> Reachability | None:
     """What finds out how this peer is reached; a simulated network needs none."""
     if services.ways is None:
         return None
@@ -437,8 +442,13 @@ def _reachability_of(services: DaemonServices, rpc: Rpc, directory: Directory, c
         directory,
         services.rng,
         offers=config.relay,
-        asks_router=config.upnp,
+        router=_router_port(member) if config.upnp else None,
     )
+
+
+def _router_port(member: LocalMember) -> RouterPort:
+    nonce = hashlib.sha256(f"swarmd port {member.identity.peer_id}".encode()).digest()[:NONCE_BYTES]
+    return RouterPort(nonce, member.home.router_file if member.home else None)
 
 
 def _gateway_of(home: Home | None, config: Config) -> GatewayProcess | None:

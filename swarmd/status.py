@@ -125,7 +125,8 @@ class ReachStatus(Status, frozen=True, kw_only=True):
     """Whether others can connect to this machine (``state``: unknown, open or closed, as members measured it), and why.
 
     ``relays`` it is reached through; it ``offers`` to relay for others, and is ``relaying`` so many circuits;
-    ``mapped``: the host and port that the router forwards to it since it was asked.
+    ``mapped``: the host and port that the router forwards to it since it was asked; ``is_behind_another``: no port of
+    that router leads here from outside, because there is another router behind it.
     """
 
     state: str
@@ -134,6 +135,7 @@ class ReachStatus(Status, frozen=True, kw_only=True):
     offers: bool
     relaying: int
     mapped: str | None = None
+    is_behind_another: bool = False
 
 
 class DownloadRow(Status, frozen=True, kw_only=True):

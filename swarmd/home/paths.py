@@ -30,6 +30,7 @@ from swarmd.folders import (
 #     models.json                 folders of the user's that are models       (``models``)
 #     peers.json                  addresses to begin with; may be lost
 #     standing.json, checks.json  what was seen of others
+#     router.json                 the port that the router opened, to be closed again
 #     books.db                    bills, and what this machine counted
 #     weights/, runs/             models and training runs
 #     lock, catalog.lock          one daemon at a time; one change of the catalog at a time
@@ -81,6 +82,11 @@ class Home:
     def traffic_file(self) -> Path:
         """What has gone to others and come from them this month."""
         return self.folder / "traffic.json"
+
+    @property
+    def router_file(self) -> Path:
+        """Which port the router was asked to open, until it is asked to close it."""
+        return self.folder / "router.json"
 
     @property
     def weights(self) -> Path:

@@ -71,6 +71,14 @@ class WrongVersionError(Exception):
     """The router knows NAT-PMP only."""
 
 
+class BehindAnotherError(Unreachable):
+    """A router whose own address nobody outside can dial: no port of it leads here from outside."""
+
+    def __init__(self, host: str = "") -> None:
+        named = f" (this one's own address is {host}, which nobody outside can dial)" if host else ""
+        super().__init__(f"another router is in between{named}")
+
+
 class NoRouterError(Unreachable):
     """Nobody answers as a router does: there is none, or it does not speak what it was asked in."""
 
@@ -152,7 +160,7 @@ def read_pcp_answer(data: bytes, nonce: bytes, port: int) -> PortGrant:
         raise RemoteProtocolError("another's answer")
     address = IPv6Address(host).ipv4_mapped
     if result and address is not None and is_behind_another(address):
-        raise Unreachable(between(address))  # miniupnpd says "no ports left" (8) then, with its true address
+        raise BehindAnotherError(str(address))  # miniupnpd says "no ports left" (8) then, with its true address
     _require_success(result, PCP_ERRORS)
     if address is None:
         raise RemoteProtocolError("an answer without an IPv4 address")
@@ -191,11 +199,6 @@ def _unpack_answer(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
 def is_behind_another(host: IPv4Address) -> bool:
     """Is a router's own address one that nobody outside can dial: private, or a carrier's (100.64.0.0/10)?"""
     return not host.is_global and not host.is_unspecified
-
-
-def between(host: object) -> str:
-    """Say why no port of this router leads here, in words for people."""
-    return f"another router is in between: this one's own address is {host}, which nobody outside can dial"
 
 
 def _require_success(result: int, says: Mapping[int, str]) -> None:

@@ -17,7 +17,7 @@ import trio
 
 from swarmd.errors import Unreachable
 from swarmd.net import port_control
-from swarmd.net.port_control import NoRouterError, Spoken
+from swarmd.net.port_control import BehindAnotherError, NoRouterError, Spoken
 
 LEASE_S = 3_600  # for a mapping; renewed at half of it
 DISCOVERY_MS = 300  # that routers have to answer, for each way of asking
@@ -40,13 +40,13 @@ class Mapping:
     lease_s: float = LEASE_S
 
     @property
-    def obstacle(self) -> str:
-        """Say why nobody outside can use it though the router forwards it; empty where nothing speaks against it."""
+    def obstacle(self) -> BehindAnotherError | None:
+        """Why nobody outside can use it though the router forwards it; None where nothing speaks against it."""
         try:
             host = IPv4Address(self.host)
         except ValueError:
-            return ""
-        return port_control.between(host) if port_control.is_behind_another(host) else ""
+            return None
+        return BehindAnotherError(self.host) if port_control.is_behind_another(host) else None
 
 
 async def map_port(port: int, nonce: bytes) -> Mapping:
@@ -62,15 +62,18 @@ async def map_port(port: int, nonce: bytes) -> Mapping:
     try:
         return await _run_in_thread(lambda: map_by_upnp(_find_router(), port))
     except Unreachable as upnp_error:
-        raise Unreachable(explain_refusals(control_error, upnp_error)) from None
+        raise join_refusals(control_error, upnp_error) from None
 
 
-def explain_refusals(*errors: Unreachable) -> str:
-    """Say why no port is opened: what routers refused, or else that none answers."""
-    refusals = [str(error) for error in errors if not isinstance(error, NoRouterError)]
+def join_refusals(*errors: Unreachable) -> Unreachable:
+    """Say why no port is opened: what lies in between, else what routers refused, else that none answers."""
+    refusals = [error for error in errors if not isinstance(error, NoRouterError)]
+    for refusal in refusals:
+        if isinstance(refusal, BehindAnotherError):
+            return refusal
     if refusals:
-        return "; ".join(dict.fromkeys(refusals))
-    return f"no router answers: {', '.join(map(str, errors))}"
+        return Unreachable("; ".join(dict.fromkeys(map(str, refusals))))
+    return NoRouterError(f"no router answers: {', '.join(map(str, errors))}")
 
 
 async def unmap_port(mapping: Mapping, nonce: bytes) -> None:
@@ -105,9 +108,8 @@ def map_by_upnp(router: Any, port: int) -> Mapping:
                 return Mapping(host, external_port, port, "UPnP", _granted_s(router, external_port))
     assert refusal is not None
     if not host:  # miniupnpd has no address to tell where its own is private, and fails for that reason (501)
-        raise Unreachable(f"{refusal}; it knows no address of its own: another router may be in between")
-    obstacle = Mapping(host, port, port, "UPnP").obstacle
-    raise Unreachable(obstacle) if obstacle else refusal
+        raise BehindAnotherError
+    raise Mapping(host, port, port, "UPnP").obstacle or refusal
 
 
 def _granted_s(router: Any, external_port: int) -> float:

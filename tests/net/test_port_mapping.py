@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from swarmd.errors import Unreachable
-from swarmd.net.port_control import NoRouterError
-from swarmd.net.port_mapping import LEASE_S, Mapping, explain_refusals, map_by_upnp
+from swarmd.net.port_control import BehindAnotherError, NoRouterError
+from swarmd.net.port_mapping import LEASE_S, Mapping, join_refusals, map_by_upnp
 
 HOST = "5.0.1.2"
 
@@ -47,12 +47,12 @@ def test_a_taken_port_is_passed_over_and_what_is_refused_says_why() -> None:
     assert map_by_upnp(PlayedRouter(taken=(4117, 4118)), 4117).port == 4119
     with pytest.raises(Unreachable, match="ConflictInMappingEntry"):
         map_by_upnp(PlayedRouter(taken=tuple(range(4117, 4130))), 4117)
-    with pytest.raises(Unreachable, match="another router may be in between"):
+    with pytest.raises(BehindAnotherError, match=r"^another router is in between$"):
         map_by_upnp(PlayedRouter(host=""), 4117)
 
 
 def test_a_port_of_a_router_behind_another_leads_nowhere() -> None:
-    assert "another router is in between" in map_by_upnp(PlayedRouter(host="100.64.0.9"), 4117).obstacle
+    assert "100.64.0.9" in str(map_by_upnp(PlayedRouter(host="100.64.0.9"), 4117).obstacle)
     assert not map_by_upnp(PlayedRouter(), 4117).obstacle
 
 
@@ -61,5 +61,7 @@ def test_refusals_are_told_and_silence_is_no_refusal() -> None:
     also_silent = NoRouterError("nothing by UPnP")
     refused = Unreachable("the router opens no port: it may not")
     said = "no router answers: nothing by PCP or NAT-PMP (no answer), nothing by UPnP"
-    assert explain_refusals(silent, also_silent) == said
-    assert explain_refusals(silent, refused) == explain_refusals(refused, refused) == str(refused)
+    assert str(join_refusals(silent, also_silent)) == said
+    assert str(join_refusals(silent, refused)) == str(join_refusals(refused, refused)) == str(refused)
+    between = BehindAnotherError("10.0.0.2")
+    assert join_refusals(refused, between) is between

@@ -415,6 +415,8 @@ def _check_daemon(daemon_status: DaemonStatus) -> list[tuple[str, bool | None, s
         remedy = ""
         if reach.state == "closed":
             remedy = "; faster: have the router forward its TCP port (docs/operating.md)"
+            if reach.is_behind_another:
+                remedy = "; a port forwarded at this router does not help: one at the router behind it may"
         checks.append(("reached by others", is_reached, reach.why + remedy))
         checks += [("announced as", True, address) for address in daemon_status.addresses[:1]]
     for row in daemon_status.health:

@@ -5,20 +5,17 @@ The judgement is plan.links.reachability's; here members are asked, reservations
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import random
-from contextlib import suppress
 from ipaddress import ip_address
 
 import trio
 
 from swarmd.errors import IntegrityError, PeerError, Refused
 from swarmd.net.api import NatTraversal, Relayed
-from swarmd.net.port_control import NONCE_BYTES
-from swarmd.net.port_mapping import LEASE_S, Mapping, map_port, unmap_port
 from swarmd.net.rpc import Rpc
 from swarmd.node.members.directory import Directory
+from swarmd.node.members.router_port import RouterPort
 from swarmd.plan.links.dialing import is_circuit, is_private
 from swarmd.plan.links.reachability import (
     N_RELAYS,
@@ -41,7 +38,6 @@ SETTLED_INTERVAL_S = 10.0  # the same, where nothing is missing
 ASK_AGAIN_S = 600.0  # routers and their leases change seldom
 UNANSWERED_S = 45.0  # who did not answer is asked again sooner: the link may just have come up
 NO_RELAY_S = 60.0  # for one that did not answer, or said no
-GOODBYE_S = 2.0  # for the router to take a mapping back
 MAX_RELAY_ADDRESSES = 2  # of one relay that are announced: one of each family
 
 
@@ -54,7 +50,7 @@ MAX_RELAY_ADDRESSES = 2  # of one relay that are announced: one of each family
 # They could lie: then this peer is reached through a relay, or dialled in vain for a while, until others have tried.
 # When this machine's addresses change, all answers are of another network and are dropped.
 class Reachability:
-    """See the module. ``offers``: it relays for others when it can be reached; ``asks_router`` to open a port."""
+    """See the module. ``offers``: it relays for others when it can be reached; ``router`` may be asked for a port."""
 
     def __init__(
         self,
@@ -63,12 +59,9 @@ class Reachability:
         directory: Directory,
         rng: random.Random,
         offers: bool,
-        asks_router: bool = False,
+        router: RouterPort | None = None,
     ) -> None:
-        self._asks_router = asks_router
-        self._nonce = hashlib.sha256(f"swarmd port {rpc.network.peer_id}".encode()).digest()[:NONCE_BYTES]
-        self._mapping: Mapping | None = None
-        self._map_at = 0.0
+        self._router = router
         self._ways = ways
         self._rpc = rpc
         self._directory = directory
@@ -97,24 +90,24 @@ class Reachability:
                     for relay in self._missing_relays():
                         self._holding[relay] = trio.CancelScope()
                         nursery.start_soon(self._hold, relay, self._holding[relay])
-                    port = self._port_to_map()
-                    if port is not None:
-                        nursery.start_soon(self._map, port)
+                    port = self._ways.listening_port()
+                    if self._router is not None and port is not None and self._should_ask_router(self._router):
+                        nursery.start_soon(self._ask_router, self._router, port)
                     self._announce()
                     interval_s = SETTLED_INTERVAL_S if self._is_settled else LOOK_INTERVAL_S
                     with trio.move_on_after(interval_s * self._rng.uniform(0.75, 1.25)):
                         await self._wake.wait()
         finally:
-            if self._mapping is not None:
-                with trio.CancelScope(shield=True), trio.move_on_after(GOODBYE_S), suppress(PeerError):
-                    await unmap_port(self._mapping, self._nonce)
+            if self._router is not None:
+                await self._router.give_back()
 
     def snapshot(self) -> ReachStatus:
         relays = tuple(str(peer) for peer in self._relays)
-        mapped = None if self._mapping is None else f"{self._mapping.host}:{self._mapping.port}"
+        mapping = self._router.mapping if self._router is not None else None
+        mapped = None if mapping is None else f"{mapping.host}:{mapping.port}"
         why = self.reach.reason
         if self.reach.action == "closed":
-            why += self._relays_for_people()
+            why += self._router_for_people() + self._relays_for_people()
         return ReachStatus(
             state=self.reach.action,
             why=why,
@@ -122,6 +115,7 @@ class Reachability:
             offers=self._is_relay,
             relaying=self._ways.n_relayed,
             mapped=mapped,
+            is_behind_another=self._router is not None and self._router.is_behind_another,
         )
 
     def record_fields(self) -> dict[str, object]:
@@ -137,6 +131,9 @@ class Reachability:
         if self.reach.action == "closed":
             return len(self._relays) >= N_RELAYS
         return self.reach.action == "open"
+
+    def _router_for_people(self) -> str:
+        return f"; {self._router.trouble}" if self._router is not None and self._router.trouble else ""
 
     def _relays_for_people(self) -> str:
         if not self._relays:
@@ -201,6 +198,8 @@ class Reachability:
             if self.reach.action == "open":
                 for scope in self._holding.values():
                     scope.cancel()  # nobody needs a relay any more
+            elif self.reach.action == "closed" and self._router is not None:
+                self._router.ask_soon()  # it may have forgotten what it opened
 
     def _relayed(self, peer: PeerId, certificate: tuple[bytes, ...]) -> Relayed | None:
         exchange = self._directory.exchange
@@ -212,32 +211,17 @@ class Reachability:
 
     # --- the router ------------------------------------------------------------------------------------------
 
-    def _port_to_map(self) -> int | None:
-        """The port that the router is to be asked for now: while members cannot connect, or can because of it."""
-        is_needed = self.reach.action == "closed" or self._mapping is not None
-        is_due = trio.current_time() >= self._map_at
-        if not (self._asks_router and is_needed and is_due and self._is_at_home()):
-            return None
-        self._map_at = trio.current_time() + ASK_AGAIN_S
-        return self._ways.listening_port()
+    def _should_ask_router(self, router: RouterPort) -> bool:
+        """Ask it now: nobody can connect, or what it opened is to stay open."""
+        return self._is_at_home() and router.is_due(self.reach.action == "closed", trio.current_time())
 
     def _is_at_home(self) -> bool:
         hosts = [ip_address(host) for host in self._own_hosts]
         return any(is_private(host) and not host.is_loopback for host in hosts)
 
-    async def _map(self, port: int) -> None:
-        previous_mapping = self._mapping
-        try:
-            self._mapping = await map_port(port, self._nonce)
-        except PeerError as error:
-            self._mapping = None
-            logger.info("%s", error)
-            return
-        self._map_at = trio.current_time() + LEASE_S / 2
-        if self._mapping != previous_mapping:
-            mapping = self._mapping
-            logger.info("the router forwards its port %d to this machine's %d (%s)", mapping.port, port, mapping.spoken)
-            self._ways.reached_at_port(mapping.port)
+    async def _ask_router(self, router: RouterPort, port: int) -> None:
+        if await router.ask(port) and router.mapping is not None:
+            self._ways.reached_at_port(router.mapping.port)
             self._answers = {}
             self._asked_at = {}
             self._wake.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,12 @@ from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused, Unreachable
 from swarmd.net.api import MayRelay, Relayed
+from swarmd.net.port_control import BehindAnotherError
 from swarmd.net.port_mapping import LEASE_S, Mapping
-from swarmd.node.members import reachability
 from swarmd.node.members.reachability import ASK_AGAIN_S, NO_RELAY_S, Reachability
+from swarmd.node.members.router_port import RouterPort
 from swarmd.plan.links.reachability import ReachabilityReport
+from swarmd.plan.links.router_port import LOOK_AGAIN_S
 from swarmd.protocol.membership.records import PeerRecord
 from swarmd.values import PeerId
 
@@ -33,9 +36,7 @@ def check(peer: PeerId, certificate: tuple[bytes, ...]) -> Any:
 class PlayedNetwork:
     """What a peer meets: members that can connect to it or not, of which some relay."""
 
-    def __init__(
-        self, host: str = "5.0.1.2", *, can_connect: bool = False, listens: bool = True, asks_router: bool = False
-    ) -> None:
+    def __init__(self, host: str = "5.0.1.2", *, can_connect: bool = False, listens: bool = True) -> None:
         self.host = host
         self.ports: tuple[int, ...] = (4117,)
         self.open_ports = {4117} if can_connect else set()
@@ -61,7 +62,7 @@ class PlayedNetwork:
         rpc: Any = SimpleNamespace(
             network=SimpleNamespace(peer_id=ME, addresses=lambda: self.addresses, learn=lambda peer, addresses: None)
         )
-        self.me = Reachability(self, rpc, directory, random.Random(0), True, asks_router)
+        self.me = Reachability(self, rpc, directory, random.Random(0), True)
         self.add("ME", relays=True)
 
     def add(self, *peers: str, relays: bool = False) -> None:
@@ -254,48 +255,139 @@ async def test_a_forwarded_port_is_found_late(virtual_time: MockClock) -> None:
         assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",)
 
 
-async def test_the_router_is_asked_where_nobody_can_connect_and_the_port_given_back(
-    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = PlayedNetwork(asks_router=True)
-    requested_at: list[float] = []
-    given_back: list[Mapping] = []
+class PlayedRouter:
+    """A router that forwards the port after the one that is asked for, for ``lease_s``; every question is noted."""
 
-    async def map_port(port: int, nonce: bytes) -> Mapping:
-        requested_at.append(trio.current_time())
-        if len(requested_at) == 1:
-            raise Unreachable("the router opens no port: it is busy")
-        world.open_ports = {port + 1}
-        return Mapping("5.0.1.2", port + 1, port, "PCP")
+    def __init__(self, world: PlayedNetwork, lease_s: float = LEASE_S, memory_file: Path | None = None) -> None:
+        self.world = world
+        self.lease_s = lease_s
+        self.refusal: Unreachable | None = None
+        self.host = "5.0.1.2"
+        self.asked_at: list[float] = []
+        self.given_back: list[Mapping] = []
+        self.until = 0.0
+        self.port = RouterPort(b"n" * 12, memory_file, self.map_port, self.unmap_port)
+        world.me._router = self.port
 
-    async def unmap_port(mapping: Mapping, nonce: bytes) -> None:
-        given_back.append(mapping)
+    async def map_port(self, port: int, nonce: bytes) -> Mapping:
+        self.asked_at.append(trio.current_time())
+        if self.refusal is not None:
+            raise self.refusal
+        self.until = trio.current_time() + self.lease_s
+        self._show_port()
+        return Mapping(self.host, port + 1, port, "PCP", self.lease_s)
 
-    monkeypatch.setattr(reachability, "map_port", map_port)
-    monkeypatch.setattr(reachability, "unmap_port", unmap_port)
+    async def unmap_port(self, mapping: Mapping, nonce: bytes) -> None:
+        self.given_back.append(mapping)
+        self.until = 0.0
+
+    def _show_port(self) -> bool:
+        is_open = trio.current_time() < self.until
+        self.world.open_ports = {4118} if is_open and self.host == "5.0.1.2" else set()
+        return is_open
+
+    async def watch(self, seconds: int) -> int:
+        """Let so many seconds pass; returns in how many of them the port was shut."""
+        n_shut = 0
+        for _ in range(seconds):
+            n_shut += not self._show_port()
+            await trio.sleep(1)
+        return n_shut
+
+
+async def test_the_router_is_asked_where_nobody_can_connect_and_the_port_given_back(virtual_time: MockClock) -> None:
+    world = PlayedNetwork()
+    router = PlayedRouter(world)
+    router.refusal = Unreachable("the router opens no port: it may not")
     world.add("A")
     async with living(world):
-        await trio.sleep(ASK_AGAIN_S / 2)
-        assert len(requested_at) == 1
+        await router.watch(30)
+        assert len(router.asked_at) == 1
         assert world.me.reach.action == "closed"
-        await trio.sleep(ASK_AGAIN_S)
-        assert len(requested_at) == 2
+        assert "the router opens no port: it may not" in world.me.snapshot().why
+        router.refusal = None
+        await router.watch(120)
+        assert len(router.asked_at) == 2
         assert world.me.reach.action == "open"
         assert world.me.snapshot().mapped == "5.0.1.2:4118"
         assert world.also == ("/ip4/5.0.1.2/tcp/4118/p2p/ME",)
-        await trio.sleep(LEASE_S)
-        assert len(requested_at) in (3, 4), "it is renewed before it ends"
-    assert given_back == [Mapping("5.0.1.2", 4118, 4117, "PCP")]
+        assert not await router.watch(2 * int(LEASE_S)), "it is renewed before it ends"
+    assert [mapping.port for mapping in router.given_back] == [4118]
 
 
-async def test_who_can_be_dialled_or_is_alone_with_loopback_asks_no_router(
-    virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("granted_s", [120.0, 30.0])
+async def test_a_lease_shorter_than_was_asked_for_is_renewed_in_time(virtual_time: MockClock, granted_s: float) -> None:
+    world = PlayedNetwork()
+    router = PlayedRouter(world, granted_s)
+    world.add("A", "B", "C")
+    async with living(world):
+        await router.watch(60)
+        assert not await router.watch(7_200)
+        assert world.me.reach.action == "open"
+
+
+async def test_a_router_that_forgets_is_asked_again_within_minutes(virtual_time: MockClock) -> None:
+    world = PlayedNetwork()
+    router = PlayedRouter(world)
+    world.add("A", "B", "C")
+    async with living(world):
+        await router.watch(60)
+        router.until = 0.0
+        assert 0 < await router.watch(7_200) <= LOOK_AGAIN_S
+
+
+async def test_a_daemon_that_was_killed_asks_for_its_port_at_its_next_start(
+    virtual_time: MockClock, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(reachability, "map_port", None)
-    for world in (PlayedNetwork(can_connect=True, asks_router=True), PlayedNetwork("127.0.0.1", asks_router=True)):
+    """The port is open when it starts, so nobody would miss it until its lease ends."""
+    world = PlayedNetwork(can_connect=True)
+    memory_file = tmp_path / "router.json"
+    memory_file.write_text("{}")
+    router = PlayedRouter(world, memory_file=memory_file)
+    world.add("A", "B", "C")
+    async with living(world):
+        await trio.sleep(10)
+        assert len(router.asked_at) == 1
+        assert world.me.snapshot().mapped == "5.0.1.2:4118"
+    assert len(router.given_back) == 1
+    assert not memory_file.exists()
+
+
+async def test_a_silent_router_keeps_what_it_granted_until_its_end(virtual_time: MockClock) -> None:
+    world = PlayedNetwork()
+    router = PlayedRouter(world, 600.0)
+    world.add("A")
+    async with living(world):
+        await router.watch(60)
+        router.refusal = Unreachable("no router answers")
+        await router.watch(200)
+        assert world.me.snapshot().mapped == "5.0.1.2:4118"
+        await router.watch(600)
+        assert world.me.snapshot().mapped is None
+
+
+async def test_another_router_in_between_is_named(virtual_time: MockClock) -> None:
+    world = PlayedNetwork()
+    router = PlayedRouter(world)
+    router.host = "100.64.0.9"
+    world.add("A")
+    async with living(world):
+        await router.watch(60)
+        said = world.me.snapshot()
+        assert said.is_behind_another
+        assert "another router is in between (this one's own address is 100.64.0.9" in said.why
+        router.refusal = BehindAnotherError("10.9.9.2")
+        await router.watch(600)
+        assert "10.9.9.2" in world.me.snapshot().why
+
+
+async def test_who_can_be_dialled_or_is_alone_with_loopback_asks_no_router(virtual_time: MockClock) -> None:
+    for world in (PlayedNetwork(can_connect=True), PlayedNetwork("127.0.0.1")):
+        router = PlayedRouter(world)
         if world.host == "127.0.0.1":
             world.addresses = ("/ip4/127.0.0.1/tcp/4117/p2p/ME",)
         world.add("A")
         async with living(world):
             await trio.sleep(60)
         assert world.asked == ["A"]
+        assert not router.asked_at
