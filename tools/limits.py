@@ -45,7 +45,7 @@ SEEN: dict[str, dict[str, str]] = {
         "client.text.prompts.MOST_MEMORY_BYTES": "a template that takes more memory is answered with 400",
     },
     "By users of models": {
-        "client.sessions.chain.PATIENCE_S": "blocks that nobody serves for longer end the call with what is missing",
+        "client.sessions.repair_plan.PATIENCE_S": "blocks nobody serves for longer end the call with what is missing",
         "client.sessions.chain.OPEN_TIMEOUT_S": "a server that does not answer for longer is passed over",
         "client.sessions.session.SLOWEST_TOKENS_PER_S": "a server whose prefill is slower is replaced",
         "client.sessions.session.MAX_WRONG": "after more chains with impossible answers in one step it ends",

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import trio
@@ -21,6 +20,7 @@ from swarmd.client.links.link import (
     DeclinedServers,
     Doubt,
     HopLink,
+    Position,
     SessionOptions,
     SessionServices,
     Statistics,
@@ -29,6 +29,7 @@ from swarmd.client.links.link import (
 )
 from swarmd.client.links.ops import codec_for
 from swarmd.client.sessions.receipts import HopAccount, HopAccounts
+from swarmd.client.sessions.repair_plan import PATIENCE_S
 from swarmd.client.sessions.requests import Requests
 from swarmd.errors import (
     OUR_MEMBERSHIP,
@@ -53,7 +54,6 @@ from swarmd.values import Decision, PeerId, Span
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 8.0  # for one hop to say yes or no, a connection included
-PATIENCE_S = 60.0  # for somebody to serve what is missing
 PINNED_PATIENCE_S = 12.0  # where the user named the chain: nobody else can come
 REFRESH_TIMEOUT_S = 0.5  # the member that is asked may be the one that is gone; the client goes on asking by itself
 RETRY_PAUSE_S = 0.5  # views change within an exchange
@@ -62,14 +62,6 @@ LEAVING_FOR_S = 20.0  # a server that stops serving is not asked for so long
 BUSY_FOR_S = 2.0  # after a refusal that names no time
 RECEIPT_TIMEOUT_S = 5.0  # for a hop to sign what has passed
 GIVE_BACK_S = 1.0  # to tell one hop that it is free
-
-
-@dataclass(slots=True)
-class Position:
-    """How far a session is: the last op that was sent, and the last whose answer is here."""
-
-    seq: int = 0
-    answered: int = 0
 
 
 class Chain:
@@ -149,7 +141,7 @@ class Chain:
             self.trouble = None
             await self.wait_for_records()
 
-    async def open_hops(self, indexes: range | list[int]) -> dict[int, PeerError]:
+    async def open_hops(self, indexes: Iterable[int]) -> dict[int, PeerError]:
         """Open some hops side by side; returns which failed."""
         failures: dict[int, PeerError] = {}
         async with trio.open_nursery() as nursery:

@@ -1,4 +1,4 @@
-"""Makes a session's chain whole again: replaces what was lost, moves what leaves, brings every hop up to date.
+"""Carries out the repairs of a session's chain, step by step as ``repair_plan`` says.
 
 The hop before a lost one replays what its replacement lacks: nothing already answered is computed for the client
 again, and nothing starts from the prompt while a predecessor lives. docs/protocol.md, "Repair".
@@ -6,7 +6,6 @@ again, and nothing starts from the prompt while a predecessor lives. docs/protoc
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,15 +13,28 @@ from functools import partial
 
 import trio
 
-from swarmd.client.links.link import HopLink, Repair, ReplayGap, merge_neighbours, plan_replay
-from swarmd.client.sessions.chain import PATIENCE_S, Chain
+from swarmd.client.links.link import HopLink
+from swarmd.client.sessions.chain import Chain
+from swarmd.client.sessions.repair_plan import (
+    PATIENCE_S,
+    CacheMove,
+    HistoryReplay,
+    HopReplacement,
+    NeighbourUpdate,
+    RepairEnd,
+    RepairPlan,
+    RepairStep,
+    ReplayGap,
+    StuckHopRemoval,
+    fill_gaps,
+)
 from swarmd.errors import NoRoute, PeerError, PeerTimeout, SwarmUnavailable
 from swarmd.plan.chains.routing import Hop
 from swarmd.plan.chains.session import Watch
 from swarmd.protocol.fields import Message
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Inherited, Op, Replayed, Rerouted
-from swarmd.values import PeerId, Span
+from swarmd.values import PeerId
 from swarmd.wire.history import History
 from swarmd.wire.ops import replay_frames
 
@@ -34,16 +46,6 @@ REPLAY_TIMEOUT_S = 120.0  # a long prompt is prefilled anew
 RETRY_INTERVAL_S = 0.05  # between two looks for another way
 
 
-# A repair repeats these steps until all of them succeed, each time in a new epoch, so that what was sent in an older
-# one is dropped:
-#
-#   1. hops that leave hand their caches to an heir; where that fails they count as lost;
-#   2. the cheapest live hops take the places of lost ones;
-#   3. new hops are opened, survivors hear who their neighbours are now, and say how far they have come;
-#   4. from the last pair to the first, each sender replays what its receiver lacks (``plan_replay``).
-#
-# The invariant: a hop's history holds all that its successor may lack. Any hop may die in any step, which is noticed as
-# trouble, and the steps begin again. PATIENCE_S bounds the whole, because peers could die or refuse for ever.
 class Repairs:
     """The repairs of one chain. ``history`` is the client's own, for a first hop that is replaced."""
 
@@ -52,7 +54,6 @@ class Repairs:
         self._position = chain.position
         self._history = history
         self._inherited: dict[int, int] = {}  # by first block: the op that caches which moved there have come to
-        self._n_ops = self._n_tokens = 0  # replayed in the present repair
 
     def on_inherited(self, peer: PeerId, message: Inherited) -> None:
         """An heir has all the caches of its hop."""
@@ -68,86 +69,87 @@ class Repairs:
         is lost.
         """
         chain = self._chain
-        started_at = trio.current_time()
-        reason = chain.trouble or ""
-        names_before = chain.names
-        lost = list[str]()
-        moved = list[str]()
-        self._n_ops = self._n_tokens = 0
+        plan = RepairPlan(chain.names, chain.trouble or "", is_stuck, trio.current_time())
         while True:
-            chain.trouble = None
-            chain.epoch += 1
-            moved += await self._move_leaving()
-            lost_links = [link for link in chain.links if link.is_lost]
-            lost += [str(link.hop) for link in lost_links if str(link.hop) not in lost]
-            chain.on_lost(lost_links)
+            missing: NoRoute | None = None
             try:
-                self._replace_lost()
-            except NoRoute:
-                if trio.current_time() - started_at > PATIENCE_S:
-                    raise
-                chain.trouble = reason
+                if await self._attempt(plan):
+                    break
+            except NoRoute as error:
+                missing = error
+            if plan.is_overdue(trio.current_time()):
+                failure = f"no repair within {PATIENCE_S:.0f} s: {chain.trouble or plan.reason}"
+                raise missing or SwarmUnavailable(failure)
+            chain.trouble = plan.reason
+            if missing is not None:
                 await chain.wait_for_records()
-                continue
-            is_told = await self._tell_neighbours()
-            if is_told and is_stuck:
-                is_stuck = is_told = False
-                self._lose_stuck_hop()
-            if is_told and await self._catch_up():
-                break
-            if trio.current_time() - started_at > PATIENCE_S:
-                raise SwarmUnavailable(f"no repair within {PATIENCE_S:.0f} s: {chain.trouble or reason}")
-            chain.trouble = reason
-            await trio.sleep(RETRY_INTERVAL_S)
-        repair = Repair(
-            lost=tuple(lost),
-            chain_before=names_before,
-            chain_after=chain.names,
-            replayed_ops=self._n_ops,
-            replayed_tokens=self._n_tokens,
-            from_client=bool(lost) and names_before[0] in lost,
-            stall_s=trio.current_time() - started_at,
-            reason=reason,
-            handed_over=tuple(moved),
-        )
+            else:
+                await trio.sleep(RETRY_INTERVAL_S)
+        repair = plan.summarise(chain.names, trio.current_time())
         chain.statistics.repairs.append(repair)
         await chain.give_back_strays()
-        logger.info("chain repaired in %.2f s: %s -> %s (%s)", repair.stall_s, names_before, chain, reason)
+        before = repair.chain_before
+        logger.info("chain repaired in %.2f s: %s -> %s (%s)", repair.stall_s, before, chain, repair.reason)
 
-    def _lose_stuck_hop(self) -> None:
-        """Lose the last hop that says it has everything: the next one has not, or it is the one that should answer."""
-        got_all = [link for link in self._chain.links if link.received == self._position.seq]
-        link = got_all[-1] if got_all else self._chain.links[0]
-        self._chain.lose(link, "it goes on and on, and gives nothing", is_silent=False)
+    async def _attempt(self, plan: RepairPlan) -> bool:
+        """Carry out the plan's steps in a new epoch; False when one failed. Raises NoRoute for blocks nobody serves."""
+        chain = self._chain
+        chain.trouble = None
+        chain.epoch += 1
+        plan.begin_attempt()
+        while True:
+            decision = plan.next_step(chain.links, self._position, chain.terms.n_blocks)
+            logger.debug("%s: %s", chain, decision.reason)
+            step = decision.action
+            if isinstance(step, RepairEnd):
+                self._mark_up_to_date()
+                return True
+            if not await self._carry_out(step, plan):
+                return False
 
-    def _replace_lost(self) -> None:
-        """Put the cheapest live hops where lost ones were; neighbouring lost hops are replaced together."""
-        links: list[HopLink] = []
-        for is_lost, group in itertools.groupby(self._chain.links, key=lambda link: link.is_lost):
-            neighbours = list(group)
-            if not is_lost:
-                links += neighbours
-                continue
-            gap = Span(neighbours[0].hop.span.start, neighbours[-1].hop.span.end)
-            previous = links[-1].hop.peer if links else None
-            links += [HopLink(hop) for hop in self._chain.route(gap, previous).hops]
-        self._chain.links = merge_neighbours(links)
+    async def _carry_out(self, step: RepairStep, plan: RepairPlan) -> bool:
+        """Do one step; False when the chain has to be looked at anew."""
+        if isinstance(step, CacheMove):
+            if await self._move_caches(step.link):
+                plan.on_moved(step.link)
+        elif isinstance(step, HopReplacement):
+            plan.on_lost(step.lost)
+            self._replace_hops(step)
+        elif isinstance(step, NeighbourUpdate):
+            if not await self._tell_neighbours(step):
+                return False
+            plan.on_neighbours_known(self._chain.links)
+        elif isinstance(step, StuckHopRemoval):
+            self._chain.lose(step.link, "it goes on and on, and gives nothing", is_silent=False)
+            plan.on_stuck_removed()
+            return False
+        elif isinstance(step, HistoryReplay):
+            return await self._replay(step, plan)
+        return True
 
-    async def _move_leaving(self) -> list[str]:
-        """Have hops that stop serving hand their caches to other holders; where that fails they count as lost."""
-        moved = []
-        for index, link in enumerate(self._chain.links):
-            if not link.is_leaving or link.is_lost:
-                continue
-            try:
-                await self._hand_over(index, link)
-                moved.append(str(link.hop))
-            except (PeerError, NoRoute) as error:
-                logger.info("%s cannot hand over: %s", link.hop, error)
-                self._chain.trouble = None
-                self._chain.links[index] = link
-                link.is_lost = True
-        return moved
+    def _mark_up_to_date(self) -> None:
+        for link in self._chain.links:
+            link.received = self._position.answered if link.received is None else link.received
+
+    def _replace_hops(self, step: HopReplacement) -> None:
+        """Put the cheapest live hops where lost ones were. Raises NoRoute."""
+        chain = self._chain
+        chain.on_lost(list(step.lost))
+        routes = [chain.route(gap.span, gap.previous).hops for gap in step.gaps]
+        chain.links = fill_gaps(chain.links, routes)
+
+    async def _move_caches(self, link: HopLink) -> bool:
+        """Have a hop that stops serving hand its caches to another holder; where that fails it counts as lost."""
+        index = self._chain.links.index(link)
+        try:
+            await self._hand_over(index, link)
+        except (PeerError, NoRoute) as error:
+            logger.info("%s cannot hand over: %s", link.hop, error)
+            self._chain.trouble = None
+            self._chain.links[index] = link
+            link.is_lost = True
+            return False
+        return True
 
     async def _hand_over(self, index: int, link: HopLink) -> None:
         """Open the hop at another holder of its blocks and have the caches sent there. Raises PeerError or NoRoute."""
@@ -174,18 +176,16 @@ class Repairs:
             await chain.ask_receipt(link)
         chain.accounts.pass_on((hop.peer, start), (heir.hop.peer, start))
 
-    async def _tell_neighbours(self) -> bool:
+    async def _tell_neighbours(self, step: NeighbourUpdate) -> bool:
         """Open new hops and give surviving ones their neighbours; False when more was lost on the way."""
         for link in self._chain.links:
             link.watch = Watch()
-        fresh = [i for i, link in enumerate(self._chain.links) if link.received is None]
         failures: dict[int, PeerError] = {}
         async with trio.open_nursery() as nursery:
-            for index, link in enumerate(self._chain.links):
-                if link.received is not None:
-                    nursery.start_soon(self._reroute_hop, index, failures)
-            failures.update(await self._chain.open_hops(fresh))
-        of_new = {index: error for index, error in failures.items() if index in fresh}
+            for index in step.surviving:
+                nursery.start_soon(self._reroute_hop, index, failures)
+            failures.update(await self._chain.open_hops(step.new))
+        of_new = {index: error for index, error in failures.items() if index in step.new}
         self._chain.raise_if_hopeless(of_new)
         for index, error in failures.items():
             self._chain.drop(self._chain.links[index], error)
@@ -205,31 +205,18 @@ class Repairs:
         if self._position.answered and not link.received:  # a new hop whose replay was lost needs all of it
             await chain.open_hop(index, failures)
 
-    async def _catch_up(self) -> bool:
-        """Have every sender give its receiver what that lacks, the last pair first; False when one of them failed."""
-        for index in range(len(self._chain.links), -1, -1):
-            plan = plan_replay(
-                self._chain.links,
-                index,
-                self._position.seq,
-                self._position.answered,
-                self._chain.terms.n_blocks,
-            )
-            if plan is None:
-                continue
-            try:
-                if index == 0:
-                    ops, tokens = await self._replay_history(plan)
-                else:
-                    ops, tokens = await self._ask_replay(index - 1, plan)
-            except PeerError as error:
-                if self._chain.trouble is None:
-                    self._chain.drop(self._chain.links[max(0, index - 1)], error)
-                return False
-            self._n_ops += ops
-            self._n_tokens += tokens if plan.have is None else 0
-        for link in self._chain.links:
-            link.received = self._position.answered if link.received is None else link.received
+    async def _replay(self, step: HistoryReplay, plan: RepairPlan) -> bool:
+        """Have a receiver get what it lacks; False when that failed."""
+        try:
+            if step.receiver == 0:
+                n_ops, n_tokens = await self._replay_history(step.gap)
+            else:
+                n_ops, n_tokens = await self._ask_replay(step.receiver - 1, step.gap)
+        except PeerError as error:
+            if self._chain.trouble is None:
+                self._chain.drop(self._chain.links[max(0, step.receiver - 1)], error)
+            return False
+        plan.on_replayed(step, n_ops, n_tokens)
         return True
 
     async def _replay_history(self, gap: ReplayGap) -> tuple[int, int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from swarmd.client.links.link import HopLink, ReplayGap, SessionOptions, needs_of
+from swarmd.client.links.link import HopLink, SessionOptions, needs_of
+from swarmd.client.sessions.repair_plan import ReplayGap
 from swarmd.protocol.wire.messages import HandOver, OpenSession, Replay, Reroute
 from swarmd.values import PeerId
 
