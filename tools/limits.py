@@ -46,7 +46,7 @@ SEEN: dict[str, dict[str, str]] = {
     },
     "By users of models": {
         "client.sessions.repair_plan.PATIENCE_S": "blocks nobody serves for longer end the call with what is missing",
-        "client.sessions.chain.OPEN_TIMEOUT_S": "a server that does not answer for longer is passed over",
+        "client.sessions.reservations.OPEN_TIMEOUT_S": "a server that does not answer for longer is passed over",
         "client.sessions.session.SLOWEST_TOKENS_PER_S": "a server whose prefill is slower is replaced",
         "client.sessions.session.MAX_WRONG": "after more chains with impossible answers in one step it ends",
         "client.sessions.repair.REPLAY_TIMEOUT_S": "a replacement that takes longer to catch up is replaced, too",

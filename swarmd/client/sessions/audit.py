@@ -20,7 +20,7 @@ import trio
 from swarmd.client.links.checks import CheckFinding, Checks
 from swarmd.client.links.link import Doubt, HopLink, SessionOptions, SessionServices
 from swarmd.client.sessions.accuse import accuse, evidence_of
-from swarmd.client.sessions.chain import Chain
+from swarmd.client.sessions.route_choice import RouteChoice
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.sessions.statements import ExcusedHop, NoConclusion, SilentHop, Statement, Statements, TokensNotShown
 from swarmd.errors import NoRoute, PeerError, SwarmError
@@ -370,7 +370,7 @@ class Auditor:
             verify=0.0,
             head=False,
         )
-        Chain(self._swarm, terms).route(span)
+        RouteChoice(self._swarm, terms).choose_route(span)
         return terms
 
 

@@ -13,7 +13,7 @@ from functools import partial
 
 import trio
 
-from swarmd.client.links.link import HopLink
+from swarmd.client.links.link import HopLink, SessionServices
 from swarmd.client.sessions.chain import Chain
 from swarmd.client.sessions.repair_plan import (
     PATIENCE_S,
@@ -28,6 +28,8 @@ from swarmd.client.sessions.repair_plan import (
     StuckHopRemoval,
     fill_gaps,
 )
+from swarmd.client.sessions.requests import Requests
+from swarmd.client.sessions.reservations import Reservations
 from swarmd.errors import NoRoute, PeerError, PeerTimeout, SwarmUnavailable
 from swarmd.plan.chains.routing import Hop
 from swarmd.plan.chains.session import Watch
@@ -49,8 +51,13 @@ RETRY_INTERVAL_S = 0.05  # between two looks for another way
 class Repairs:
     """The repairs of one chain. ``history`` is the client's own, for a first hop that is replaced."""
 
-    def __init__(self, chain: Chain, history: History) -> None:
+    def __init__(
+        self, swarm: SessionServices, chain: Chain, reservations: Reservations, requests: Requests, history: History
+    ) -> None:
+        self._swarm = swarm
         self._chain = chain
+        self._reservations = reservations
+        self._requests = requests
         self._position = chain.position
         self._history = history
         self._inherited: dict[int, int] = {}  # by first block: the op that caches which moved there have come to
@@ -82,12 +89,12 @@ class Repairs:
                 raise missing or SwarmUnavailable(failure)
             chain.trouble = plan.reason
             if missing is not None:
-                await chain.wait_for_records()
+                await self._reservations.wait_for_records()
             else:
                 await trio.sleep(RETRY_INTERVAL_S)
         repair = plan.summarise(chain.names, trio.current_time())
         chain.statistics.repairs.append(repair)
-        await chain.give_back_strays()
+        await self._reservations.give_back_strays()
         before = repair.chain_before
         logger.info("chain repaired in %.2f s: %s -> %s (%s)", repair.stall_s, before, chain, repair.reason)
 
@@ -135,7 +142,7 @@ class Repairs:
         """Put the cheapest live hops where lost ones were. Raises NoRoute."""
         chain = self._chain
         chain.on_lost(list(step.lost))
-        routes = [chain.route(gap.span, gap.previous).hops for gap in step.gaps]
+        routes = [chain.routes.choose_route(gap.span, gap.previous).hops for gap in step.gaps]
         chain.links = fill_gaps(chain.links, routes)
 
     async def _move_caches(self, link: HopLink) -> bool:
@@ -156,16 +163,16 @@ class Repairs:
         chain = self._chain
         hop = link.hop
         start = hop.span.start
-        candidate = chain.route(hop.span, is_single_hop=True).hops[0]
+        candidate = chain.routes.choose_route(hop.span, is_single_hop=True).hops[0]
         heir = HopLink(Hop(candidate.peer, hop.span, candidate.numerics), is_heir=True)
         chain.links[index] = heir
         failures: dict[int, PeerError] = {}
         self._inherited.pop(start, None)
-        await chain.open_hop(index, failures, inherit=hop.peer)
+        await self._reservations.open_hop(index, failures, inherit=hop.peer)
         if failures:
             raise failures[index]
-        request = partial(chain.requests.hand_over, link, chain.epoch, heir.hop.peer)
-        await chain.swarm.rpc.call(hop.peer, request, timeout_s=HAND_OVER_TIMEOUT_S)
+        request = partial(self._requests.hand_over, link, heir.hop.peer)
+        await self._swarm.rpc.call(hop.peer, request, timeout_s=HAND_OVER_TIMEOUT_S)
         with trio.move_on_after(HAND_OVER_TIMEOUT_S):
             while start not in self._inherited and not heir.is_lost:
                 await chain.changed.wait()
@@ -184,9 +191,9 @@ class Repairs:
         async with trio.open_nursery() as nursery:
             for index in step.surviving:
                 nursery.start_soon(self._reroute_hop, index, failures)
-            failures.update(await self._chain.open_hops(step.new))
+            failures.update(await self._reservations.open_hops(step.new))
         of_new = {index: error for index, error in failures.items() if index in step.new}
-        self._chain.raise_if_hopeless(of_new)
+        self._reservations.raise_if_hopeless(of_new)
         for index, error in failures.items():
             self._chain.drop(self._chain.links[index], error)
         return not failures
@@ -195,15 +202,15 @@ class Repairs:
         """Tell a survivor its neighbours, and hear how far it has come; notes why it failed."""
         chain = self._chain
         link = chain.links[index]
-        request = partial(chain.requests.reroute, chain.links, index, chain.epoch, self._position.answered)
+        request = partial(self._requests.reroute, index)
         try:
-            reply, _ = await chain.swarm.rpc.call(link.hop.peer, request, timeout_s=REROUTE_TIMEOUT_S)
+            reply, _ = await self._swarm.rpc.call(link.hop.peer, request, timeout_s=REROUTE_TIMEOUT_S)
         except PeerError as error:
             failures[index] = error
             return
         link.received = reply.received if isinstance(reply, Rerouted) else 0
         if self._position.answered and not link.received:  # a new hop whose replay was lost needs all of it
-            await chain.open_hop(index, failures)
+            await self._reservations.open_hop(index, failures)
 
     async def _replay(self, step: HistoryReplay, plan: RepairPlan) -> bool:
         """Have a receiver get what it lacks; False when that failed."""
@@ -227,7 +234,7 @@ class Repairs:
         n_ops = 0
         for frame in replay_frames(self._history, address, gap.have, marks, chain.codec.action):
             n_ops += 1
-            channel = await chain.swarm.rpc.channel(chain.links[0].hop.peer)
+            channel = await self._swarm.rpc.channel(chain.links[0].hop.peer)
             await channel.send_raw(frame)
         chain.links[0].watch.on_sent(self._position.seq, trio.current_time())
         return n_ops, self._history.n_tokens
@@ -235,7 +242,7 @@ class Repairs:
     async def _ask_replay(self, index: int, gap: ReplayGap) -> tuple[int, int]:
         """Have hop ``index`` replay to its successor what that lacks; returns how many ops and tokens."""
         link = self._chain.links[index]
-        request = partial(self._chain.requests.replay, link, self._chain.epoch, gap)
+        request = partial(self._requests.replay, link, gap)
         # the sender answers once its worker has reached the request; the neighbours' watches run meanwhile
         reply, _ = await self._call_while_sound(link.hop.peer, request)
         return (reply.ops, reply.tokens) if isinstance(reply, Replayed) else (0, 0)
@@ -251,7 +258,7 @@ class Repairs:
 
         async def call(scope: trio.CancelScope) -> None:
             try:
-                result.append(await self._chain.swarm.rpc.call(peer, request, timeout_s=REPLAY_TIMEOUT_S))
+                result.append(await self._swarm.rpc.call(peer, request, timeout_s=REPLAY_TIMEOUT_S))
             except PeerError as error:
                 failure.append(error)
             scope.cancel()

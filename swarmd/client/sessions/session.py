@@ -15,8 +15,10 @@ import trio
 from swarmd.client.links.link import Doubt, HopLink, ServedLogits, SessionOptions, SessionServices, Statistics
 from swarmd.client.links.ops import WrongCount, count_tokens, read_answer, read_top, split_step
 from swarmd.client.links.timing import MOST_TOKENS
-from swarmd.client.sessions.chain import LEAVING_FOR_S, OPEN_TIMEOUT_S, Chain
+from swarmd.client.sessions.chain import LEAVING_FOR_S, Chain
 from swarmd.client.sessions.repair import Repairs
+from swarmd.client.sessions.requests import Requests
+from swarmd.client.sessions.reservations import OPEN_TIMEOUT_S, Reservations
 from swarmd.errors import (
     CacheExhausted,
     Code,
@@ -107,7 +109,9 @@ class ChainSession:
         self._swarm = swarm
         self._position = self.hops.position
         self.history = History(terms.grade == "exact", budget)
-        self._repairs = Repairs(self.hops, self.history)
+        requests = Requests(self.hops, swarm.addresses_of, swarm.audits)
+        self._reservations = Reservations(swarm, self.hops, self.hops.routes, requests)
+        self._repairs = Repairs(swarm, self.hops, self._reservations, requests, self.history)
         self._in_flight: dict[int, tuple[SentOp, int | None]] = {}  # ops without an answer, and what each wants
         self.auditor: AnswerAudit | None = None
         self.second: SecondChain | None = None
@@ -162,7 +166,7 @@ class ChainSession:
 
     async def open(self) -> None:
         """Choose a chain and open every hop of it; retries elsewhere while a refusal allows. Raises SwarmError."""
-        await self.hops.open()
+        await self._reservations.open_chain()
 
     async def step(
         self,
@@ -269,7 +273,7 @@ class ChainSession:
         self._repairing.cancel()
         while self._quiet_repair is not None:  # until it ends, it may open more
             await self._quiet_repair.wait()
-        await self.hops.give_back(set())
+        await self._reservations.give_back_all()
 
     # --- what peers say --------------------------------------------------------------------------------------
 
@@ -298,7 +302,7 @@ class ChainSession:
         if link is None or link.hop.peer != peer or link.is_leaving:
             return
         link.is_leaving = True
-        self.hops.decline(peer, LEAVING_FOR_S)
+        self.hops.routes.decline(peer, LEAVING_FOR_S)
         self.hops.note_trouble(f"{link.hop} stops serving")
         if not self._is_busy and not self._is_closed:
             self._swarm.start_soon(self._repair_in_background)
