@@ -47,8 +47,8 @@ SEEN: dict[str, dict[str, str]] = {
     "By users of models": {
         "client.sessions.repair_plan.PATIENCE_S": "blocks nobody serves for longer end the call with what is missing",
         "client.sessions.reservations.OPEN_TIMEOUT_S": "a server that does not answer for longer is passed over",
-        "client.sessions.session.SLOWEST_TOKENS_PER_S": "a server whose prefill is slower is replaced",
-        "client.sessions.session.MAX_WRONG": "after more chains with impossible answers in one step it ends",
+        "client.sessions.step_state.SLOWEST_TOKENS_PER_S": "a server whose prefill is slower is replaced",
+        "client.sessions.step_state.MAX_WRONG": "after more chains with impossible answers in one step it ends",
         "client.sessions.repair.REPLAY_TIMEOUT_S": "a replacement that takes longer to catch up is replaced, too",
         "client.sessions.statements.MAX_AUDIT_BYTES": "a session with more inputs is checked up to here",
         "client.model.speculation.MOST_AHEAD": "no more tokens are tried in one pass",

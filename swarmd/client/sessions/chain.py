@@ -113,6 +113,21 @@ class Chain:
             self.routes.decline(link.hop.peer, for_s)
         self.note_trouble(f"{link.hop}: {error}")
 
+    def lose_silent(self, now: float) -> None:
+        """Do without every hop that gives no sign of life though an op is outstanding there."""
+        for link in self.links:
+            reason = link.watch.suspicion(now)
+            if reason is not None:
+                self.lose(link, reason)
+
+    def on_answered(self, seq: int, now: float) -> None:
+        """Op ``seq`` is answered: every hop on the way of an answer is alive, and did well."""
+        self.position.answered = seq
+        for link in self.links:
+            link.watch.on_progress(seq, now)
+            self.swarm.rpc.standing.did_well(link.hop.peer)
+        self.notify()
+
     def note_trouble(self, reason: str) -> None:
         """Note that the chain needs a repair, and why; the first reason counts."""
         self.trouble = self.trouble or reason
