@@ -143,10 +143,7 @@ class Chain:
     async def ask_receipt(self, link: HopLink) -> HopAccount:
         """All that a hop has signed by now. Raises PeerError."""
         hop = link.hop
-
-        def request(call_id: int) -> WantReceipt:
-            return WantReceipt(id=call_id, session=self.key, start=hop.span.start)
-
+        request = WantReceipt(session=self.key, start=hop.span.start)
         reply, frame = await self.swarm.rpc.call(hop.peer, request, timeout_s=RECEIPT_TIMEOUT_S)
         if not isinstance(reply, ReceiptIs):
             raise RemoteProtocolError(f"expected a receipt, got {type(reply).__name__}")

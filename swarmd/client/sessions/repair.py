@@ -7,9 +7,7 @@ again, and nothing starts from the prompt while a predecessor lives. docs/protoc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import trio
 
@@ -33,7 +31,7 @@ from swarmd.client.sessions.reservations import Reservations
 from swarmd.errors import NoRoute, PeerError, PeerTimeout, SwarmUnavailable
 from swarmd.plan.chains.routing import Hop
 from swarmd.plan.chains.session import Watch
-from swarmd.protocol.fields import Message
+from swarmd.protocol.fields import Request
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Inherited, Op, Replayed, Rerouted
 from swarmd.values import PeerId
@@ -171,7 +169,7 @@ class Repairs:
         await self._reservations.open_hop(index, failures, inherit=hop.peer)
         if failures:
             raise failures[index]
-        request = partial(self._requests.hand_over, link, heir.hop.peer)
+        request = self._requests.hand_over(link, heir.hop.peer)
         await self._swarm.rpc.call(hop.peer, request, timeout_s=HAND_OVER_TIMEOUT_S)
         with trio.move_on_after(HAND_OVER_TIMEOUT_S):
             while start not in self._inherited and not heir.is_lost:
@@ -202,7 +200,7 @@ class Repairs:
         """Tell a survivor its neighbours, and hear how far it has come; notes why it failed."""
         chain = self._chain
         link = chain.links[index]
-        request = partial(self._requests.reroute, index)
+        request = self._requests.reroute(index)
         try:
             reply, _ = await self._swarm.rpc.call(link.hop.peer, request, timeout_s=REROUTE_TIMEOUT_S)
         except PeerError as error:
@@ -242,7 +240,7 @@ class Repairs:
     async def _ask_replay(self, index: int, gap: ReplayGap) -> tuple[int, int]:
         """Have hop ``index`` replay to its successor what that lacks; returns how many ops and tokens."""
         link = self._chain.links[index]
-        request = partial(self._requests.replay, link, gap)
+        request = self._requests.replay(link, gap)
         # the sender answers once its worker has reached the request; the neighbours' watches run meanwhile
         reply, _ = await self._call_while_sound(link.hop.peer, request)
         return (reply.ops, reply.tokens) if isinstance(reply, Replayed) else (0, 0)
@@ -250,7 +248,7 @@ class Repairs:
     async def _call_while_sound(
         self,
         peer: PeerId,
-        request: Callable[[int], Message],
+        request: Request,
     ) -> tuple[AnyMessage, Frame]:
         """Call, but give up as soon as trouble with the chain becomes known. Raises PeerError."""
         result: list[tuple[AnyMessage, Frame]] = []

@@ -1,4 +1,4 @@
-"""What a client asks of the hops of its chain, as messages. The id of the call is each one's last argument."""
+"""What a client asks of the hops of its chain, as messages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ class Requests:
         self._addresses_of = addresses_of
         self._receipts = receipts
 
-    def open(self, index: int, numerics: str, inherit: str, call_id: int) -> OpenSession:
+    def open(self, index: int, numerics: str, inherit: str) -> OpenSession:
         """Reserve hop ``index``; ``numerics`` binds it in the exact grade, ``inherit`` names who sends its caches."""
         span = self._chain.links[index].hop.span
         terms = self._chain.terms
         codec = self._chain.codec.action
         predecessor, successor = self._neighbours_of(index)
         return OpenSession(
-            id=call_id,
             session=self._chain.key,
             model=terms.model,
             start=span.start,
@@ -48,11 +47,10 @@ class Requests:
             needs=tuple(sorted(needs_of(terms, codec))),
         )
 
-    def reroute(self, index: int, call_id: int) -> Reroute:
+    def reroute(self, index: int) -> Reroute:
         """Give a surviving hop its neighbours of a new epoch."""
         predecessor, successor = self._neighbours_of(index)
         return Reroute(
-            id=call_id,
             session=self._chain.key,
             start=self._chain.links[index].hop.span.start,
             epoch=self._chain.epoch,
@@ -62,10 +60,9 @@ class Requests:
             successor_addresses=self._addresses_of(successor) if successor else (),
         )
 
-    def replay(self, link: HopLink, gap: ReplayGap, call_id: int) -> Replay:
+    def replay(self, link: HopLink, gap: ReplayGap) -> Replay:
         """Have a hop send its successor what that lacks."""
         return Replay(
-            id=call_id,
             session=self._chain.key,
             start=link.hop.span.start,
             epoch=self._chain.epoch,
@@ -74,10 +71,9 @@ class Requests:
             replay_end=gap.end,
         )
 
-    def hand_over(self, link: HopLink, heir: PeerId, call_id: int) -> HandOver:
+    def hand_over(self, link: HopLink, heir: PeerId) -> HandOver:
         """Have a hop that stops serving send its caches to ``heir``."""
         return HandOver(
-            id=call_id,
             session=self._chain.key,
             start=link.hop.span.start,
             epoch=self._chain.epoch,

@@ -92,7 +92,7 @@ class Reservations:
         self._swarm.rpc.network.learn(link.hop.peer, self._swarm.addresses_of(link.hop.peer))
         is_exact = chain.terms.grade == "exact"
         numerics = self._routes.numerics if is_exact else ""
-        request = partial(self._requests.open, index, numerics, inherit)
+        request = self._requests.open(index, numerics, inherit)
         self._opened.add(place)  # whether its answer comes or not
         link.n_tokens_at_open = chain.accounts.n_tokens
         try:
