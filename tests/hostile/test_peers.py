@@ -12,6 +12,7 @@ import torch
 import trio
 import trio.testing
 
+from swarmd.client.links.ops import StepInput
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import Code, PeerError, Refused
 from swarmd.net.rpc import MAX_CHANNELS
@@ -39,7 +40,7 @@ class Scene:
     async def victim_is_well(self) -> None:
         hidden = torch.randn(1, 1, HIDDEN, generator=torch.Generator().manual_seed(1))
         for _ in range(3):
-            out = await self.victim.step((), hidden, torch.zeros(1, 1, dtype=torch.int32), None, False)
+            out = await self.victim.step(StepInput(hidden, torch.zeros(1, 1, dtype=torch.int32)))
             torch.testing.assert_close(out, self._reference.step(hidden))
         assert not self.victim.statistics.repairs
 

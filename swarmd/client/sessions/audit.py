@@ -19,6 +19,7 @@ import trio
 
 from swarmd.client.links.checks import CheckFinding, Checks
 from swarmd.client.links.link import Doubt, HopLink, SessionOptions, SessionServices
+from swarmd.client.links.ops import StepInput
 from swarmd.client.sessions.accuse import accuse, evidence_of
 from swarmd.client.sessions.route_choice import RouteChoice
 from swarmd.client.sessions.session import ChainSession
@@ -332,7 +333,7 @@ class Auditor:
         terms = self._recompute_options(span, record, hidden.shape[1], without, vouchers)
         session = await self._opener.open_session(terms, is_audited=False)
         try:
-            outputs = await session.step((), hidden, positions, None, False)
+            outputs = await session.step(StepInput(hidden, positions))
             assert outputs is not None
             peers = frozenset(link.hop.peer for link in session.hops.links)
         finally:

@@ -13,7 +13,7 @@ import torch
 import trio
 
 from swarmd.client.links.link import Doubt, ServedLogits, SessionOptions, SessionServices
-from swarmd.client.links.ops import count_tokens, split_step
+from swarmd.client.links.ops import StepInput, count_tokens, split_step
 from swarmd.client.sessions.chain import Chain
 from swarmd.client.sessions.inbox import AnswerArrival, HopDeparture, OpForward, SessionInbox
 from swarmd.client.sessions.op_sender import OpSender
@@ -23,7 +23,7 @@ from swarmd.client.sessions.reservations import Reservations
 from swarmd.client.sessions.step_state import LONGEST_S, OpInFlight, OpsInFlight, WrongChains, prefill_speeds
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import AnyMessage, Edit, Inherited, ReceiptIs
+from swarmd.protocol.wire.messages import AnyMessage, Inherited, ReceiptIs
 from swarmd.values import Decision, PeerId
 from swarmd.wire.history import Budget, History, SentOp
 
@@ -102,7 +102,7 @@ class ChainSession:
         self._repairing = trio.CancelScope()
 
     @property
-    def given(self) -> ServedLogits | None:
+    def served_logits(self) -> ServedLogits | None:
         """Logits of the tokens that the last step wanted, where the last hop gave them."""
         return self._ops.logits
 
@@ -130,22 +130,11 @@ class ChainSession:
         """Choose a chain and open every hop of it; retries elsewhere while a refusal allows. Raises SwarmError."""
         await self._reservations.open_chain()
 
-    async def step(
-        self,
-        edits: tuple[Edit, ...],
-        hidden: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        record_past: bool,
-        want: int | None = None,
-        vocabulary: int = 0,
-    ) -> torch.Tensor | None:
-        """Send tokens through the chain; returns the last block's output [b, t, d].
+    async def step(self, step: StepInput) -> torch.Tensor | None:
+        """Send tokens through the chain; returns the last block's output [b, t, d], zeros where it is not wanted.
 
-        A long prompt becomes several ops, which fill the chain like a pipeline. With ``want`` only the last so many
-        tokens of each row are true, the others zero. With a ``vocabulary`` the last hop is asked for their largest
-        logits, too, which are ``given`` then, if it has a head. Raises SwarmError, after which the session is over: its
-        servers may have changed or not.
+        A long prompt becomes several ops, which fill the chain like a pipeline. Logits that came are ``served_logits``
+        then. Raises SwarmError, after which the session is over: its servers may have changed or not.
         """
         while self._quiet_repair is not None:
             await self._quiet_repair.wait()
@@ -155,26 +144,26 @@ class ChainSession:
         self._is_broken = True  # until the answers are here
         self._ops.clear()
         self._wrong_chains.begin_step()
-        self.width = self.width if hidden is None else hidden.shape[2]
+        self.width = self.width if step.hidden is None else step.hidden.shape[2]
         first = self.hops.position.seq + 1
-        step_op = SentOp(first, edits, hidden, positions, mask, record_past)
+        step_op = SentOp(first, step.edits, step.hidden, step.positions, step.mask, step.record_past)
         is_exact = self.terms.grade == "exact"  # which must not depend on what was measured
         parts = split_step(step_op, () if is_exact else self._prefill_speeds())
         outputs: list[torch.Tensor] = []
         for n_sent, sent in enumerate(parts, 1):
             n_following = sum(count_tokens(part) for part in parts[n_sent:])
-            n_wanted = None if want is None else max(0, want - n_following)
-            await self._sender.send_op(OpInFlight(sent, n_wanted, vocabulary))
+            n_wanted = None if step.want is None else max(0, step.want - n_following)
+            await self._sender.send_op(OpInFlight(sent, n_wanted, step.vocabulary))
             most_in_flight = MAX_IN_FLIGHT if n_sent < len(parts) else 1
             while n_sent - len(outputs) >= most_in_flight:
                 outputs.append(await self._receive_answer(first + len(outputs)))
         self._is_busy = False
         self._is_broken = False
         out = None
-        if hidden is not None:
+        if step.hidden is not None:
             out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         if self.second is not None:
-            self.second.follow(step_op, out, want)
+            self.second.follow(step_op, out, step.want)
         return out
 
     def _prefill_speeds(self) -> list[float]:

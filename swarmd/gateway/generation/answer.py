@@ -101,7 +101,7 @@ class Answer:
         if self.finish:
             return []
         n_more = self._options.max_tokens - self.n_tokens - 1
-        self._draft = self.speculation.ahead(self._tokens, n_more)
+        self._draft = self.speculation.propose_tokens(self._tokens, n_more)
         return [*sent, *self._draft]
 
     def piece(self) -> AnswerDelta:

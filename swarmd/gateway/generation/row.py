@@ -8,6 +8,7 @@ import torch
 import trio
 
 from swarmd.client.links.link import Doubt
+from swarmd.client.links.ops import StepInput
 from swarmd.client.model.speculation import Costs
 from swarmd.client.model.swarm_head import HeadChecks, are_enough
 from swarmd.client.sessions.session import ChainSession
@@ -85,7 +86,8 @@ class GenerationRow:
         end = start + len(ids)
         positions = torch.arange(start, end, dtype=torch.int32).unsqueeze(0)
         began_at = trio.current_time()
-        outputs = await self.session.step(edits, embedded, positions, None, False, n_wanted, self._vocabulary)
+        step = StepInput(embedded, positions, edits, want=n_wanted, vocabulary=self._vocabulary)
+        outputs = await self.session.step(step)
         assert outputs is not None
         if len(ids) == n_wanted and self.answer.n_tokens:  # no prompt among them, and nothing that a grammar forced
             self.answer.speculation.costs.measured(n_wanted, trio.current_time() - began_at)
@@ -95,10 +97,10 @@ class GenerationRow:
 
     def offer(self, checks: HeadChecks | None) -> ServerLogits | None:
         """Return the logits that came with the last step, and whether they are checked; None without any."""
-        served = self.session.given
+        served = self.session.served_logits
         if served is None or checks is None:
             return None
-        return ServerLogits(self.session, served, checks.is_due(served))
+        return ServerLogits(self.session, served, checks.draw_check(served))
 
     def tell(self, report: RowReport) -> None:
         """Write into the report what has happened so far."""

@@ -14,6 +14,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.client.links.link import HopLink
+from swarmd.client.links.ops import StepInput
 from swarmd.client.sessions.accuse import evidence_of
 from swarmd.client.sessions.receipts import HopAccount
 from swarmd.client.sessions.session import ChainSession
@@ -75,7 +76,7 @@ class Chat:
             n_new = self._hidden.shape[1]
             positions = torch.arange(self._n, self._n + n_new, dtype=torch.int32).unsqueeze(0)
             self._n += n_new
-            out = await self.session.step((), self._hidden, positions, None, False)
+            out = await self.session.step(StepInput(self._hidden, positions))
             assert out is not None
             expected = self._reference.step(self._hidden)
             self.n_wrong += not torch.equal(out[:, -1:], expected[:, -1:])

@@ -12,6 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.client.links.link import SessionOptions
+from swarmd.client.links.ops import StepInput
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import Code, ConfigError, PeerError, Refused, Unreachable
 from swarmd.net.standing import Standing
@@ -175,7 +176,7 @@ class PlayedSwarm:
 
 async def step(session: ChainSession) -> None:
     hidden = torch.ones(1, 1, 8)
-    await session.step((), hidden, torch.zeros(1, 1, dtype=torch.int32), None, record_past=False)
+    await session.step(StepInput(hidden, torch.zeros(1, 1, dtype=torch.int32)))
 
 
 async def test_a_new_hop_whose_replay_was_lost_is_opened_again(virtual_time: MockClock) -> None:

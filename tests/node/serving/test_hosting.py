@@ -10,6 +10,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
+from swarmd.client.links.ops import StepInput
 from swarmd.config import Serve
 from swarmd.daemon import Daemon
 from swarmd.errors import ConfigError
@@ -160,7 +161,7 @@ async def test_two_workers_of_one_peer_are_two_hops_of_one_chain(
             hidden = torch.ones(1, 1, HIDDEN)
             token_ids = torch.zeros(1, 1, dtype=torch.int32)
             for _ in range(12):
-                output = await session.step((), hidden, token_ids, None, False)
+                output = await session.step(StepInput(hidden, token_ids))
                 assert output is not None
                 torch.testing.assert_close(output, reference.step(hidden))
             assert not session.statistics.repairs
@@ -168,7 +169,7 @@ async def test_two_workers_of_one_peer_are_two_hops_of_one_chain(
             assert first._serving is not None
             assert first._serving.worker._process is not None
             first._serving.worker._process.kill()
-            output = await session.step((), hidden, token_ids, None, False)
+            output = await session.step(StepInput(hidden, token_ids))
             assert output is not None
             torch.testing.assert_close(output, reference.step(hidden))
             assert session.statistics.repairs, "the hop was lost, and its worker's successor took over"
