@@ -152,7 +152,7 @@ class SwarmHead:
         if served is not None:
             error = self._checks.find_error(served, logits[0].float(), hidden.dtype)
             if error:
-                session.refute(served, error)
+                session.reject_logits(served, error)
         return logits
 
     def _fingerprint(self) -> list[tuple[int, int]]:

@@ -32,6 +32,7 @@ from swarmd.errors import (
     RemoteProtocolError,
 )
 from swarmd.plan.chains.routing import Hop
+from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import ReceiptIs, Taken, WantReceipt
@@ -39,7 +40,7 @@ from swarmd.values import Decision, PeerId
 
 logger = logging.getLogger(__name__)
 
-DOUBTED_FOR_S = 60.0  # one of a chain is wrong: the session does without all of it while others are there
+AMBIGUOUS_FOR_S = 60.0  # one of a chain is wrong: the session does without all of it while others are there
 LEAVING_FOR_S = 20.0  # a server that stops serving is not asked for so long
 BUSY_FOR_S = 2.0  # after a refusal that names no time
 RECEIPT_TIMEOUT_S = 5.0  # for a hop to sign what has passed
@@ -91,34 +92,36 @@ class Chain:
 
     # --- what is wrong with hops -----------------------------------------------------------------------------
 
-    def lose(self, link: HopLink, reason: str, is_silent: bool = True) -> None:
-        """Do without a hop. One that speaks, and is wrong, does so over a connection that works."""
+    def exclude(self, link: HopLink, blame: Blame, reason: str, for_s: float = AMBIGUOUS_FOR_S) -> None:
+        """Do without a hop from now on; ``blame`` says what follows for its server, for ``for_s`` if not remembered."""
         link.is_lost = True
-        self.statistics.blamed.append((link.hop.peer, reason))
         self.note_trouble(f"{link.hop}: {reason}")
-        is_relayed = is_silent and self.swarm.rpc.doubt(link.hop.peer)
-        self.swarm.rpc.standing.leave_out(link.hop.peer, reason, is_way_to_blame=is_relayed)
+        peer = link.hop.peer
+        if not blame.is_remembered:
+            self.routes.back_off(peer, for_s)
+            return
+        self.statistics.blamed.append((peer, reason))
+        is_relayed = blame is Blame.SILENT and self.swarm.rpc.leave_relay(peer)
+        self.swarm.rpc.standing.leave_out(peer, reason, is_relayed=is_relayed)
 
-    def drop(self, link: HopLink, error: PeerError) -> None:
-        """A hop failed a request: a silent peer is blamed, one that says why it cannot is only left out for a while."""
+    def fail_hop(self, link: HopLink, error: PeerError) -> None:
+        """A hop failed a request: it is silent, or says why it cannot."""
         if not isinstance(error, Refused):
-            self.lose(link, str(error))
+            self.exclude(link, Blame.SILENT, str(error))
             return
         link.is_lost = True
-        if error.code is not Code.STALE_EPOCH:
-            for_s = error.retry_after_s or BUSY_FOR_S
-            if is_final(error):
-                for_s = math.inf
-            logger.info("not asking %s for %.0f s: %s", link.hop.peer, for_s, error)
-            self.routes.decline(link.hop.peer, for_s)
         self.note_trouble(f"{link.hop}: {error}")
+        if error.code is not Code.STALE_EPOCH:
+            for_s = math.inf if is_final(error) else error.retry_after_s or BUSY_FOR_S
+            logger.info("not asking %s for %.0f s: %s", link.hop.peer, for_s, error)
+            self.exclude(link, Blame.UNAVAILABLE, str(error), for_s)
 
-    def lose_silent(self, now: float) -> None:
+    def exclude_silent(self, now: float) -> None:
         """Do without every hop that gives no sign of life though an op is outstanding there."""
         for link in self.links:
             reason = link.watch.suspicion(now)
             if reason is not None:
-                self.lose(link, reason)
+                self.exclude(link, Blame.SILENT, reason)
 
     def on_answered(self, seq: int, now: float) -> None:
         """Op ``seq`` is answered: every hop on the way of an answer is alive, and did well."""
@@ -170,13 +173,13 @@ class Chain:
             taken = self.accounts.take_bill_untrusted(place, end, message.bill, message.given, self.swarm.identity)
         except IntegrityError as error:
             raise Forged(str(error)) from None
-        channel = self.swarm.rpc.existing(hop.peer)
+        channel = self.swarm.rpc.find_channel(hop.peer)
         if channel is not None and taken is not None:
             signed = Taken(session=self.key, start=hop.span.start, taken=taken)
             await channel.send(signed, message.bill)
         return account
 
-    def convict(self, link: HopLink, doubt: Doubt, kind: Fault = Fault.WRONG_RESULTS) -> None:
+    def reject_hop(self, link: HopLink, doubt: Doubt, kind: Fault = Fault.WRONG_RESULTS) -> None:
         """A hop computed wrongly: it is done without, and all behind it begin anew from what is right."""
         self.statistics.doubts.append(doubt)
         self.swarm.rpc.standing.fault(link.hop.peer, kind, doubt.reason)
@@ -184,14 +187,13 @@ class Chain:
         for lost in affected:
             lost.is_lost = True
         if affected:
-            self.lose(link, doubt.reason, is_silent=False)
+            self.exclude(link, Blame.FAILING, doubt.reason)
 
-    def dispute(self, links: list[HopLink], reason: str) -> None:
+    def exclude_all(self, links: list[HopLink], reason: str) -> None:
         """Of these one lies, and nobody knows which: others take over."""
-        for link in links:
-            link.is_lost = True
-            self.routes.decline(link.hop.peer, DOUBTED_FOR_S)
         self.note_trouble(reason)
+        for link in links:
+            self.exclude(link, Blame.AMBIGUOUS, reason)
 
 
 def is_final(error: PeerError) -> bool:

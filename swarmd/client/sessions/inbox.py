@@ -16,6 +16,7 @@ from swarmd.client.links.timing import MOST_TOKENS
 from swarmd.client.sessions.chain import LEAVING_FOR_S, Chain
 from swarmd.client.sessions.step_state import OpInFlight, OpsInFlight, WrongChains
 from swarmd.errors import CacheExhausted, Code, Refused, RemoteProtocolError
+from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Leaving, Op, Progress, Refusal, Suspect
@@ -95,7 +96,7 @@ class SessionInbox:
         if link is None or link.hop.peer != peer or link.is_leaving:
             return None
         link.is_leaving = True
-        self._chain.routes.decline(peer, LEAVING_FOR_S)
+        self._chain.routes.back_off(peer, LEAVING_FOR_S)
         self._chain.note_trouble(f"{link.hop} stops serving")
         return HopDeparture(link)
 
@@ -157,7 +158,7 @@ class SessionInbox:
         if not index or chain.links[index - 1].hop.peer != peer:
             return  # who says it is no neighbour
         if message.epoch == chain.epoch and message.seq > chain.position.answered:
-            chain.lose(chain.links[index], f"{peer[-8:]} says: {message.reason}")
+            chain.exclude(chain.links[index], Blame.SILENT, f"{peer[-8:]} says: {message.reason}")
 
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
         chain = self._chain
@@ -198,9 +199,9 @@ class SessionInbox:
     def _reject_answer(self, link: HopLink, reason: str) -> None:
         """A hop gave what cannot be right: it is as good as dead."""
         self._wrong_chains.count_wrong(reason)
-        self._chain.lose(link, reason, is_silent=False)
+        self._chain.exclude(link, Blame.FAILING, reason)
 
     def _reject_chain(self, reason: str) -> None:
         """Some hop lost or added tokens, and all behind it have computed that: others take over, nobody is blamed."""
         self._wrong_chains.count_wrong(reason)
-        self._chain.dispute(self._chain.links, reason)
+        self._chain.exclude_all(self._chain.links, reason)

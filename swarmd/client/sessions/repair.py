@@ -31,6 +31,7 @@ from swarmd.client.sessions.reservations import Reservations
 from swarmd.errors import NoRoute, PeerError, PeerTimeout, SwarmUnavailable
 from swarmd.plan.chains.routing import Hop
 from swarmd.plan.chains.session import Watch
+from swarmd.plan.trust.blame import Blame
 from swarmd.protocol.fields import Request
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Inherited, Op, Replayed, Rerouted
@@ -125,7 +126,7 @@ class Repairs:
                 return False
             plan.on_neighbours_known(self._chain.links)
         elif isinstance(step, StuckHopRemoval):
-            self._chain.lose(step.link, "it goes on and on, and gives nothing", is_silent=False)
+            self._chain.exclude(step.link, Blame.FAILING, "it goes on and on, and gives nothing")
             plan.on_stuck_removed()
             return False
         elif isinstance(step, HistoryReplay):
@@ -193,7 +194,7 @@ class Repairs:
         of_new = {index: error for index, error in failures.items() if index in step.new}
         self._reservations.raise_if_hopeless(of_new)
         for index, error in failures.items():
-            self._chain.drop(self._chain.links[index], error)
+            self._chain.fail_hop(self._chain.links[index], error)
         return not failures
 
     async def _reroute_hop(self, index: int, failures: dict[int, PeerError]) -> None:
@@ -219,7 +220,7 @@ class Repairs:
                 n_ops, n_tokens = await self._ask_replay(step.receiver - 1, step.gap)
         except PeerError as error:
             if self._chain.trouble is None:
-                self._chain.drop(self._chain.links[max(0, step.receiver - 1)], error)
+                self._chain.fail_hop(self._chain.links[max(0, step.receiver - 1)], error)
             return False
         plan.on_replayed(step, n_ops, n_tokens)
         return True

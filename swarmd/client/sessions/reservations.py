@@ -59,11 +59,11 @@ class Reservations:
                 self.raise_if_hopeless(failures)
                 reason = next(iter(failures.values()))
                 for index, error in failures.items():
-                    chain.drop(chain.links[index], error)
+                    chain.fail_hop(chain.links[index], error)
                 if pinned and all(is_final(error) for error in failures.values()):
                     raise reason
             except NoRoute as error:
-                if reason is not None and self._routes.is_declined_for_good():
+                if reason is not None and self._routes.is_refused_for_good():
                     raise reason from None
                 reason = reason or error  # what a server said is worth more than that it is left out meanwhile
             if trio.current_time() > deadline:
@@ -150,7 +150,7 @@ class Reservations:
             self._swarm.start_soon(partial(self._tell_closed, peer, start))
 
     async def _tell_closed(self, peer: PeerId, start: int) -> None:
-        channel = self._swarm.rpc.existing(peer)
+        channel = self._swarm.rpc.find_channel(peer)
         if channel is not None:
             with suppress(PeerError):
                 await channel.send(CloseSession(session=self._chain.key, start=start))

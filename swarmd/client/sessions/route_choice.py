@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import trio
 
 from swarmd.client.links.link import (
-    DeclinedServers,
+    Backoff,
     SessionOptions,
     SessionServices,
     is_compatible,
@@ -41,7 +41,7 @@ HEAD_STAGE = RouteStage(Trust.PROVEN, with_head=True)  # for a session that want
 STAGES = (
     RouteStage(Trust.PROVEN),  # proven by probes
     RouteStage(Trust.UNKNOWN),  # nobody has probed them yet
-    RouteStage(Trust.DOUBTED, is_last_resort=True),  # all that may be asked at all: they declined a while ago, too
+    RouteStage(Trust.DOUBTED, is_last_resort=True),  # all that may be asked at all: they refused a while ago, too
 )
 
 
@@ -52,11 +52,11 @@ class RouteChoice:
         self.numerics = ""
         self._swarm = swarm
         self._terms = terms
-        self._declined = DeclinedServers()
+        self._backoff = Backoff()
 
-    def decline(self, peer: PeerId, for_s: float) -> None:
-        """Do not ask a peer again for so long, because of what it said itself; nothing is held against it."""
-        self._declined.add(peer, trio.current_time(), for_s)
+    def back_off(self, peer: PeerId, for_s: float) -> None:
+        """Do not ask a peer again for so long in this session; nothing is held against it."""
+        self._backoff.add(peer, trio.current_time(), for_s)
 
     def choose_route(
         self,
@@ -97,7 +97,7 @@ class RouteChoice:
             if trust.get((span.peer, span.slot), stage.min_trust) < stage.min_trust:
                 return False
             peer = PeerId(span.peer)
-            if not self._declined.is_allowed(peer, now, stage.is_last_resort):
+            if not self._backoff.is_allowed(peer, now, stage.is_last_resort):
                 return False
             if not standing.allows(peer, stage.is_last_resort):
                 return False
@@ -123,17 +123,17 @@ class RouteChoice:
             now=self._swarm.wall_clock(),
         )
 
-    def is_declined_for_good(self) -> bool:
+    def is_refused_for_good(self) -> bool:
         """Would the blocks be served if those who said that they cannot (UNSUPPORTED) could?"""
         spans = self._swarm.view().serving(self._terms.model)
 
         def is_able(span: SpanRecord) -> bool:
-            has_declined = self._declined.is_final(PeerId(span.peer))
-            return not has_declined and is_suitable(span, self._terms, self.numerics)
+            has_refused = self._backoff.is_final(PeerId(span.peer))
+            return not has_refused and is_suitable(span, self._terms, self.numerics)
 
         client = self._swarm.rpc.network.peer_id
         try:
             best_route(spans, self._terms.blocks, client, {}, is_able)
         except NoRoute:
-            return any(self._declined.is_final(PeerId(span.peer)) for span in spans)
+            return any(self._backoff.is_final(PeerId(span.peer)) for span in spans)
         return False

@@ -169,11 +169,11 @@ class ChainSession:
     def _prefill_speeds(self) -> list[float]:
         return prefill_speeds(self._swarm.view(), self.terms.model, self.hops.links)
 
-    async def refute(self, logits: ServedLogits, reason: str) -> None:
+    async def reject_logits(self, logits: ServedLogits, reason: str) -> None:
         """Do without the server that gave these logits: they are wrong."""
         last_token = max(0, self.hops.accounts.n_tokens - 1)
         doubt = Doubt(last_token, str(logits.link.hop), reason)
-        self.hops.convict(logits.link, doubt)
+        self.hops.reject_hop(logits.link, doubt)
 
     async def close(self) -> None:
         """End the session and give its hops back; a repair that is under way is ended first."""
@@ -237,7 +237,7 @@ class ChainSession:
         with trio.move_on_after(LOOK_INTERVAL_S) as look:
             await changed.wait()
         if look.cancelled_caught:
-            self.hops.lose_silent(trio.current_time())
+            self.hops.exclude_silent(trio.current_time())
 
     def _has_waited_too_long(self) -> bool:
         waited_s = self._ops.waited_s(trio.current_time())

@@ -91,7 +91,7 @@ class ChainWithHead:
             self.n_tops += 1
         return out
 
-    def refute(self, logits: ServedLogits, reason: str) -> None:
+    def reject_logits(self, logits: ServedLogits, reason: str) -> None:
         assert logits is self.served_logits
         self.refuted.append(reason)
         self.head = None

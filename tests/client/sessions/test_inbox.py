@@ -43,7 +43,7 @@ class Desk:
         self._inbox = SessionInbox(self.swarm, self.chain, self.ops, self.wrong_chains)
 
     def receive(self, peer: PeerId, message: Message, payload: bytes = b"", now: float = 1.0) -> InboxAction | None:
-        (frame,) = FrameDecoder().feed_untrusted(messages.framed(message, payload))
+        (frame,) = FrameDecoder().feed_untrusted(messages.encode_frame(message, payload))
         decoded = messages.decode_untrusted(frame.header)
         return self._inbox.receive_untrusted(peer, decoded, frame, now)
 
