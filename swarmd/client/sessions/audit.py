@@ -151,7 +151,7 @@ class Auditor:
         """Ask a hop that is connected for its last bill."""
         if self._gives_receipts(link) and self._swarm.rpc.find_channel(link.hop.peer) is not None:
             with suppress(PeerError):
-                await self._session.hops.ask_receipt(link)
+                await self._session.receipts.ask_receipt(link)
 
     async def _audit_in_background(self) -> None:
         try:

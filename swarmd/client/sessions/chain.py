@@ -21,29 +21,22 @@ from swarmd.client.links.link import (
     SessionServices,
     Statistics,
 )
-from swarmd.client.sessions.receipts import HopAccount, HopAccounts
+from swarmd.client.sessions.receipts import HopAccounts
 from swarmd.client.sessions.route_choice import RouteChoice
 from swarmd.errors import (
     Code,
-    Forged,
-    IntegrityError,
     PeerError,
     Refused,
-    RemoteProtocolError,
 )
-from swarmd.plan.chains.routing import Hop
 from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.standing import Fault
-from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import ReceiptIs, Taken, WantReceipt
-from swarmd.values import Decision, PeerId
+from swarmd.values import Decision
 
 logger = logging.getLogger(__name__)
 
 AMBIGUOUS_FOR_S = 60.0  # one of a chain is wrong: the session does without all of it while others are there
 LEAVING_FOR_S = 20.0  # a server that stops serving is not asked for so long
 BUSY_FOR_S = 2.0  # after a refusal that names no time
-RECEIPT_TIMEOUT_S = 5.0  # for a hop to sign what has passed
 
 
 class Chain:
@@ -89,6 +82,12 @@ class Chain:
         """Return the hop whose first block is ``start``; None if there is none now."""
         index = self.index_at(start)
         return None if index is None else self.links[index]
+
+    def prefill_speeds(self) -> list[float]:
+        """Tokens a second that each hop's server says it prefills; 0 where it says nothing."""
+        spans = {span.peer: span for span in self.swarm.view().serving(self.terms.model)}
+        records = [spans.get(link.hop.peer) for link in self.links]
+        return [(record.prefill_tokens_per_s or 0.0) if record else 0.0 for record in records]
 
     # --- what is wrong with hops -----------------------------------------------------------------------------
 
@@ -140,44 +139,6 @@ class Chain:
         """Wake everything that waits for news of the chain."""
         self.changed.set()
         self.changed = trio.Event()
-
-    # --- what audits find ------------------------------------------------------------------------------------
-
-    async def ask_receipt(self, link: HopLink) -> HopAccount:
-        """All that a hop has signed by now. Raises PeerError."""
-        hop = link.hop
-        request = WantReceipt(session=self.key, start=hop.span.start)
-        reply, frame = await self.swarm.rpc.call(hop.peer, request, timeout_s=RECEIPT_TIMEOUT_S)
-        if not isinstance(reply, ReceiptIs):
-            raise RemoteProtocolError(f"expected a receipt, got {type(reply).__name__}")
-        try:
-            return await self._enter_receipt(hop, reply, frame)
-        except Forged as error:
-            self.swarm.rpc.standing.fault(hop.peer, Fault.FORGED, str(error))
-            raise
-
-    async def take_receipt(self, peer: PeerId, message: ReceiptIs, frame: Frame) -> HopAccount:
-        """Enter what a hop has signed. Raises Forged for a receipt that no hop of the session gives."""
-        link = self.link_at(message.start)
-        if link is None or link.hop.peer != peer:
-            return HopAccount()  # of a hop that is no more
-        return await self._enter_receipt(link.hop, message, frame)
-
-    async def _enter_receipt(self, hop: Hop, message: ReceiptIs, frame: Frame) -> HopAccount:
-        """Enter it, and sign the bill that came with it."""
-        place = (hop.peer, hop.span.start)
-        end = hop.span.end
-        now = self.swarm.wall_clock()
-        try:
-            account = self.accounts.take_untrusted(place, end, bytes(frame.payload), message.signature, now)
-            taken = self.accounts.take_bill_untrusted(place, end, message.bill, message.given, self.swarm.identity)
-        except IntegrityError as error:
-            raise Forged(str(error)) from None
-        channel = self.swarm.rpc.find_channel(hop.peer)
-        if channel is not None and taken is not None:
-            signed = Taken(session=self.key, start=hop.span.start, taken=taken)
-            await channel.send(signed, message.bill)
-        return account
 
     def reject_hop(self, link: HopLink, doubt: Doubt, kind: Fault = Fault.WRONG_RESULTS) -> None:
         """A hop computed wrongly: it is done without, and all behind it begin anew from what is right."""

@@ -7,12 +7,14 @@ again, and nothing starts from the prompt while a predecessor lives. docs/protoc
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 
 import trio
 
 from swarmd.client.links.link import HopLink, SessionServices
 from swarmd.client.sessions.chain import Chain
+from swarmd.client.sessions.receipt_exchange import ReceiptExchange
 from swarmd.client.sessions.repair_plan import (
     PATIENCE_S,
     CacheMove,
@@ -28,7 +30,7 @@ from swarmd.client.sessions.repair_plan import (
 )
 from swarmd.client.sessions.requests import Requests
 from swarmd.client.sessions.reservations import Reservations
-from swarmd.errors import NoRoute, PeerError, PeerTimeout, SwarmUnavailable
+from swarmd.errors import NoRoute, PeerError, PeerTimeout, SwarmError, SwarmUnavailable
 from swarmd.plan.chains.routing import Hop
 from swarmd.plan.chains.session import Watch
 from swarmd.plan.trust.blame import Blame
@@ -51,12 +53,19 @@ class Repairs:
     """The repairs of one chain. ``history`` is the client's own, for a first hop that is replaced."""
 
     def __init__(
-        self, swarm: SessionServices, chain: Chain, reservations: Reservations, requests: Requests, history: History
+        self,
+        swarm: SessionServices,
+        chain: Chain,
+        reservations: Reservations,
+        requests: Requests,
+        receipts: ReceiptExchange,
+        history: History,
     ) -> None:
         self._swarm = swarm
         self._chain = chain
         self._reservations = reservations
         self._requests = requests
+        self._receipts = receipts
         self._position = chain.position
         self._history = history
         self._inherited: dict[int, int] = {}  # by first block: the op that caches which moved there have come to
@@ -179,7 +188,7 @@ class Repairs:
             raise PeerTimeout(f"{heir.hop} did not take the caches over")
         heir.received = self._inherited.pop(start)
         with suppress(PeerError):  # of an older version, or gone: its heir is not checked
-            await chain.ask_receipt(link)
+            await self._receipts.ask_receipt(link)
         chain.accounts.pass_on((hop.peer, start), (heir.hop.peer, start))
 
     async def _tell_neighbours(self, step: NeighbourUpdate) -> bool:
@@ -272,3 +281,38 @@ class Repairs:
         if not result:
             raise PeerTimeout(self._chain.trouble or f"{peer} did not finish its replay")
         return result[0]
+
+
+class PauseRepair:
+    """The repair between two steps, one at a time. The next step waits for it, and tries again if it failed."""
+
+    def __init__(self, chain: Chain, repairs: Repairs, is_pausing: Callable[[], bool]) -> None:
+        self._chain = chain
+        self._repairs = repairs
+        self._is_pausing = is_pausing
+        self._done: trio.Event | None = None
+        self._scope = trio.CancelScope()
+
+    async def run(self) -> None:
+        """Repair the chain, unless a step does so by now, or the session is closed."""
+        if self._done is not None or not self._is_pausing():
+            return
+        self._done = trio.Event()
+        try:
+            with trio.CancelScope() as self._scope:
+                await self._repairs.run()
+        except SwarmError as error:
+            self._chain.note_trouble(str(error))
+        finally:
+            self._done.set()
+            self._done = None
+
+    async def wait(self) -> None:
+        """Wait until no repair is under way."""
+        while self._done is not None:
+            await self._done.wait()
+
+    async def cancel(self) -> None:
+        """End a repair that is under way, and wait until it has ended."""
+        self._scope.cancel()
+        await self.wait()

@@ -17,11 +17,12 @@ from swarmd.client.links.ops import StepInput, count_tokens, split_step
 from swarmd.client.sessions.chain import Chain
 from swarmd.client.sessions.inbox import AnswerArrival, HopDeparture, OpForward, SessionInbox
 from swarmd.client.sessions.op_sender import OpSender
-from swarmd.client.sessions.repair import Repairs
+from swarmd.client.sessions.receipt_exchange import ReceiptExchange
+from swarmd.client.sessions.repair import PauseRepair, Repairs
 from swarmd.client.sessions.requests import Requests
 from swarmd.client.sessions.reservations import Reservations
-from swarmd.client.sessions.step_state import LONGEST_S, OpInFlight, OpsInFlight, WrongChains, prefill_speeds
-from swarmd.errors import ConfigError, SwarmError
+from swarmd.client.sessions.step_state import LONGEST_S, OpInFlight, OpsInFlight, WrongChains
+from swarmd.errors import ConfigError
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Inherited, ReceiptIs
 from swarmd.values import Decision, PeerId
@@ -84,6 +85,7 @@ class ChainSession:
         self.terms = terms
         self.statistics = self.hops.statistics
         self.history = History(terms.grade == "exact", budget)
+        self.receipts = ReceiptExchange(swarm, self.hops)
         self.auditor: AnswerAudit | None = None
         self.second: SecondChain | None = None
         self.width = 0
@@ -94,12 +96,10 @@ class ChainSession:
         self._sender = OpSender(swarm, self.hops, self.history, self._ops)
         requests = Requests(self.hops, swarm.addresses_of, swarm.audits)
         self._reservations = Reservations(swarm, self.hops, self.hops.routes, requests)
-        self._repairs = Repairs(swarm, self.hops, self._reservations, requests, self.history)
-        self._is_busy = False  # a step is under way
-        self._is_broken = False  # one broke off: nobody knows what its servers did
+        self._repairs = Repairs(swarm, self.hops, self._reservations, requests, self.receipts, self.history)
+        self._pause_repair = PauseRepair(self.hops, self._repairs, self._is_pausing)
+        self._is_step_open = False  # one is under way, or broke off: then nobody knows what its servers did
         self._is_closed = False
-        self._quiet_repair: trio.Event | None = None
-        self._repairing = trio.CancelScope()
 
     @property
     def served_logits(self) -> ServedLogits | None:
@@ -136,19 +136,17 @@ class ChainSession:
         A long prompt becomes several ops, which fill the chain like a pipeline. Logits that came are ``served_logits``
         then. Raises SwarmError, after which the session is over: its servers may have changed or not.
         """
-        while self._quiet_repair is not None:
-            await self._quiet_repair.wait()
-        if self._is_broken or self._is_closed:
+        await self._pause_repair.wait()
+        if self._is_step_open or self._is_closed:
             raise ConfigError("this session ended with an error, or was closed: start a new one")
-        self._is_busy = True
-        self._is_broken = True  # until the answers are here
+        self._is_step_open = True
         self._ops.clear()
         self._wrong_chains.begin_step()
         self.width = self.width if step.hidden is None else step.hidden.shape[2]
         first = self.hops.position.seq + 1
         step_op = SentOp(first, step.edits, step.hidden, step.positions, step.mask, step.record_past)
         is_exact = self.terms.grade == "exact"  # which must not depend on what was measured
-        parts = split_step(step_op, () if is_exact else self._prefill_speeds())
+        parts = split_step(step_op, () if is_exact else self.hops.prefill_speeds())
         outputs: list[torch.Tensor] = []
         for n_sent, sent in enumerate(parts, 1):
             n_following = sum(count_tokens(part) for part in parts[n_sent:])
@@ -157,8 +155,7 @@ class ChainSession:
             most_in_flight = MAX_IN_FLIGHT if n_sent < len(parts) else 1
             while n_sent - len(outputs) >= most_in_flight:
                 outputs.append(await self._receive_answer(first + len(outputs)))
-        self._is_busy = False
-        self._is_broken = False
+        self._is_step_open = False
         out = None
         if step.hidden is not None:
             out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
@@ -166,8 +163,9 @@ class ChainSession:
             self.second.follow(step_op, out, step.want)
         return out
 
-    def _prefill_speeds(self) -> list[float]:
-        return prefill_speeds(self._swarm.view(), self.terms.model, self.hops.links)
+    def _is_pausing(self) -> bool:
+        """Is the session open, and between two steps?"""
+        return not self._is_step_open and not self._is_closed
 
     async def reject_logits(self, logits: ServedLogits, reason: str) -> None:
         """Do without the server that gave these logits: they are wrong."""
@@ -180,9 +178,7 @@ class ChainSession:
         self._is_closed = True
         self.history.close()
         self.hops.notify()
-        self._repairing.cancel()
-        while self._quiet_repair is not None:  # until it ends, it may open more
-            await self._quiet_repair.wait()
+        await self._pause_repair.cancel()  # until it ends, it may open more
         await self._reservations.give_back_all()
 
     # --- what peers say --------------------------------------------------------------------------------------
@@ -193,7 +189,7 @@ class ChainSession:
             self._repairs.on_inherited(peer, message)
             return
         if isinstance(message, ReceiptIs):
-            await self.hops.take_receipt(peer, message, frame)
+            await self.receipts.take_receipt(peer, message, frame)
             return
         action = self._inbox.receive_untrusted(peer, message, frame, trio.current_time())
         if isinstance(action, OpForward):
@@ -201,8 +197,8 @@ class ChainSession:
             await self._sender.send_frame(action.index, action.seq, action.frame)
         elif isinstance(action, AnswerArrival) and self.auditor is not None:
             self.auditor.on_answer(action.seq)
-        elif isinstance(action, HopDeparture) and not self._is_busy and not self._is_closed:
-            self._swarm.start_soon(self._repair_in_background)
+        elif isinstance(action, HopDeparture) and self._is_pausing():
+            self._swarm.start_soon(self._pause_repair.run)
 
     def on_gone(self, peer: PeerId) -> None:
         """A connection ended. Whether its peer is dead is found out by asking it."""
@@ -226,7 +222,9 @@ class ChainSession:
             raise self._wrong_chains.failure
         if self._is_closed:
             raise ConfigError("this session was closed")
-        is_stuck = self.hops.trouble is None and self._has_waited_too_long()
+        waited_s = self._ops.waited_s(trio.current_time())
+        is_late = self.hops.trouble is None and waited_s > LONGEST_S
+        is_stuck = is_late and waited_s > self._ops.longest_wait_s(self.hops.prefill_speeds())
         if is_stuck:
             self._wrong_chains.count_stuck()
         if is_stuck or self.hops.trouble is not None:
@@ -238,22 +236,3 @@ class ChainSession:
             await changed.wait()
         if look.cancelled_caught:
             self.hops.exclude_silent(trio.current_time())
-
-    def _has_waited_too_long(self) -> bool:
-        waited_s = self._ops.waited_s(trio.current_time())
-        # speeds take a view of the swarm: nothing for every token
-        return waited_s > LONGEST_S and waited_s > self._ops.longest_wait_s(self._prefill_speeds())
-
-    async def _repair_in_background(self) -> None:
-        """Repair between two steps; the next step waits for it, and tries again if it failed."""
-        if self._is_busy or self._quiet_repair is not None or self._is_closed:
-            return
-        self._quiet_repair = trio.Event()
-        try:
-            with trio.CancelScope() as self._repairing:
-                await self._repairs.run()
-        except SwarmError as error:
-            self.hops.note_trouble(str(error))
-        finally:
-            self._quiet_repair.set()
-            self._quiet_repair = None

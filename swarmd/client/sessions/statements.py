@@ -115,7 +115,7 @@ class Statements:
 
     async def _target_account(self, link: HopLink) -> HopAccount:
         try:
-            return await self._hops.ask_receipt(link)
+            return await self._session.receipts.ask_receipt(link)
         except Refused as error:
             raise self._read_refusal(error) from None
         except (PeerTimeout, Unreachable) as error:
@@ -126,7 +126,7 @@ class Statements:
         if link is None:
             return None
         try:
-            return link, await self._hops.ask_receipt(link)
+            return link, await self._session.receipts.ask_receipt(link)
         except PeerError:
             return link, None
 

@@ -12,8 +12,7 @@ import torch
 
 from swarmd.client.links.link import HopLink, ServedLogits
 from swarmd.errors import Code, Refused, SwarmError, SwarmUnavailable
-from swarmd.plan.chains.view import SwarmView
-from swarmd.values import ModelId, PeerId
+from swarmd.values import PeerId
 from swarmd.wire.history import SentOp
 
 MAX_WRONG = 4  # chains in one step that gave what cannot be right, one after the other
@@ -106,13 +105,6 @@ class OpsInFlight:
         n_tokens = self._n_replayed + sum(op.n_tokens for op in self._ops.values())
         s_per_token = sum(1 / max(SLOWEST_TOKENS_PER_S, speed) for speed in tokens_per_s)
         return LONGEST_S + SLACK * n_tokens * s_per_token
-
-
-def prefill_speeds(view: SwarmView, model: ModelId, links: Sequence[HopLink]) -> list[float]:
-    """Tokens a second that each hop's server says it prefills; 0 where it says nothing."""
-    spans = {span.peer: span for span in view.serving(model)}
-    records = [spans.get(link.hop.peer) for link in links]
-    return [(record.prefill_tokens_per_s or 0.0) if record else 0.0 for record in records]
 
 
 # Peers choose what comes in, and what cannot be right may be any hop's doing, or the model's. So a wrong chain is only

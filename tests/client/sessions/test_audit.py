@@ -162,13 +162,13 @@ async def test_a_hop_that_has_signed_nothing_yet_proves_nothing(virtual_time: Mo
     async with chat(*THREE) as run:
         await run.generate(3)
         hops = run.session.hops
-        ask_receipt = hops.ask_receipt
+        ask_receipt = run.session.receipts.ask_receipt
 
         async def of_an_heir(link: HopLink) -> HopAccount:
             account = await ask_receipt(link)
             return HopAccount(last=account.last) if link is hops.links[1] else account
 
-        hops.ask_receipt = of_an_heir  # type: ignore[method-assign]
+        run.session.receipts.ask_receipt = of_an_heir  # type: ignore[method-assign]
         await run.client.close_session(run.session)
         assert run.outcomes() == ["right", "inconclusive"]
         assert "signed nothing" in run.client.checks.findings[-1].reason
@@ -268,7 +268,7 @@ async def accuse_first_hop(
 ) -> None:
     """Accuse the first hop, which is honest, of its fourth token, at another holder of its blocks. Raises PeerError."""
     link = run.session.hops.links[0]
-    account = await run.session.hops.ask_receipt(link)
+    account = await run.session.receipts.ask_receipt(link)
     hidden, positions = run.session.history.placed(0, 4)
     request = WantTokens(session=run.session.key, first=3)
     shown, frame = await run.client.rpc.call(link.hop.peer, request)
