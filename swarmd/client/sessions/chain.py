@@ -1,7 +1,7 @@
 """The chain of one session as its client keeps it: which hops, in which epoch, what is wrong with them.
 
 Hops are opened and given back by ``reservations``. A session sends ops through them (``session``), and a repair
-(``repair``) makes the chain whole again. Tasks that wait for news of any of it wait for ``changed``.
+(``repair``) makes the chain whole again. Tasks that wait for news of it wait for ``changed``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,17 @@ LEAVING_FOR_S = 20.0  # a server that stops serving is not asked for so long
 BUSY_FOR_S = 2.0  # after a refusal that names no time
 
 
+# What becomes of a hop (``HopLink``), by what the client knows of it:
+#
+#     new --opened--> open --is_leaving--> its caches move to an heir, which is open then
+#      ^                |                       | the move fails
+#      |                | exclude, fail_hop     v
+#      +-- replaced <-- is_lost <---------------+
+#
+# Whatever makes a hop a lost one, or the chain unfit in another way, is ``trouble``: the first reason counts, until a
+# repair begins. How much is held against the hop's server is its Blame (``plan.trust.blame``).
 class Chain:
-    """See the module. All of it runs in the client's trio thread."""
+    """The chain of one session. Waits for nothing; all of it runs in the client's trio thread."""
 
     def __init__(self, swarm: SessionServices, terms: SessionOptions) -> None:
         self.key = os.urandom(16)
@@ -53,7 +62,8 @@ class Chain:
         self.changed = trio.Event()
         self.on_lost: Callable[[list[HopLink]], None] = lambda links: None  # before others take their places
         self.statistics = Statistics()
-        subject = (terms.model, terms.adapter, terms.tuned.version if terms.tuned else b"")
+        tuned_version = terms.tuned.version if terms.tuned else b""
+        subject = (terms.model, terms.adapter, tuned_version)
         self.accounts = HopAccounts(self.key, swarm.rpc.network.peer_id, terms.max_tokens, subject)
         self.layer_arity = 0
         self.codec = Decision("raw", "not opened yet")

@@ -109,17 +109,16 @@ class SessionInbox:
             if not index or chain.links[index - 1].hop.peer != peer:
                 return None
             return OpForward(index, op.seq, frame.raw)
-        is_next = op.seq == chain.position.answered + 1 <= chain.position.seq
-        if not is_next or chain.links[-1].hop.peer != peer:
+        waiting = self._ops.get(op.seq)
+        is_next = op.seq == chain.position.answered + 1
+        if waiting is None or not is_next or chain.links[-1].hop.peer != peer:
             return None
         chain.statistics.frames_received += 1
-        return self._on_answer(op, frame, now)
+        return self._on_answer(waiting, op, frame, now)
 
-    def _on_answer(self, op: Op, frame: Frame, now: float) -> AnswerArrival | None:
+    def _on_answer(self, waiting: OpInFlight, op: Op, frame: Frame, now: float) -> AnswerArrival | None:
         """Take the answer to the first op that has none."""
         chain = self._chain
-        waiting = self._ops.get(op.seq)
-        assert waiting is not None  # it is after the last answer, and not after the last op
         last = chain.links[-1]
         hidden = waiting.sent.hidden
         try:

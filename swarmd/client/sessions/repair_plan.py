@@ -121,7 +121,7 @@ class RepairPlan:
         if not self._has_neighbours:
             return _rebuild(links)
         if self._is_stuck:
-            link = stuck_link(links, position)
+            link = find_stuck(links, position)
             return Decision(StuckHopRemoval(link), f"no answer comes, and {link.hop} is the last that has everything")
         while self._n_behind:
             receiver = self._n_behind - 1
@@ -167,7 +167,7 @@ class RepairPlan:
             chain_after=names,
             replayed_ops=self._n_ops,
             replayed_tokens=self._n_tokens,
-            from_client=bool(self._lost) and self._names_before[0] in self._lost,
+            from_client=self._names_before[0] in self._lost,
             stall_s=now - self._started_at,
             reason=self.reason,
             handed_over=tuple(self._moved),
@@ -182,10 +182,12 @@ def _rebuild(links: Sequence[HopLink]) -> Decision[RepairStep]:
     lost = tuple(link for link in links if link.is_lost)
     if lost:
         names = ", ".join(str(link.hop) for link in lost)
-        return Decision(HopReplacement(lost, find_gaps(links)), f"{names} cannot go on: others hold the same blocks")
+        replacement = HopReplacement(lost, find_gaps(links))
+        return Decision(replacement, f"{names} cannot go on: others hold the same blocks")
     new = tuple(index for index, link in enumerate(links) if link.received is None)
     surviving = tuple(index for index, link in enumerate(links) if link.received is not None)
-    return Decision(NeighbourUpdate(new, surviving), f"{len(new)} hops are new, {len(surviving)} have other neighbours")
+    update = NeighbourUpdate(new, surviving)
+    return Decision(update, f"{len(new)} hops are new, and {len(surviving)} hear of a new epoch")
 
 
 def find_gaps(links: Sequence[HopLink]) -> tuple[RouteGap, ...]:
@@ -232,7 +234,7 @@ def _can_merge(first: HopLink, second: HopLink) -> bool:
     return are_new and first.hop.peer == second.hop.peer and first.hop.slot == second.hop.slot
 
 
-def stuck_link(links: Sequence[HopLink], position: Position) -> HopLink:
+def find_stuck(links: Sequence[HopLink], position: Position) -> HopLink:
     """Find the last hop that says it has everything: the next one has not, or it is the one that should answer."""
     got_all = [link for link in links if link.received == position.seq]
     return got_all[-1] if got_all else links[0]

@@ -19,8 +19,8 @@ from swarmd.client.sessions.repair_plan import (
     StuckHopRemoval,
     fill_gaps,
     find_gaps,
+    find_stuck,
     plan_replay,
-    stuck_link,
 )
 from swarmd.plan.chains.routing import Hop
 from swarmd.values import PeerId, Span
@@ -137,7 +137,7 @@ def test_of_hops_that_are_busy_for_ever_the_last_that_has_everything_is_removed_
 )
 def test_the_stuck_hop_has_everything_and_the_next_one_has_not(received: tuple[int, ...], place: int) -> None:
     links = chain(*received)
-    assert stuck_link(links, Position(4, 3)) is links[place]
+    assert find_stuck(links, Position(4, 3)) is links[place]
 
 
 def test_every_decision_says_whom_it_concerns() -> None:
