@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import trio
 
@@ -31,7 +32,6 @@ from swarmd.client.sessions.repair_plan import (
 from swarmd.client.sessions.requests import Requests
 from swarmd.client.sessions.reservations import Reservations
 from swarmd.errors import NoRoute, PeerError, PeerTimeout, SwarmError, SwarmUnavailable
-from swarmd.plan.chains.routing import Hop
 from swarmd.plan.chains.session import Watch
 from swarmd.plan.trust.blame import Blame
 from swarmd.protocol.fields import Request
@@ -172,7 +172,7 @@ class Repairs:
         hop = link.hop
         start = hop.span.start
         candidate = chain.routes.choose_route(hop.span, is_single_hop=True).hops[0]
-        heir = HopLink(Hop(candidate.peer, hop.span, candidate.numerics), is_heir=True)
+        heir = HopLink(replace(candidate, span=hop.span), is_heir=True)
         chain.links[index] = heir
         failures: dict[int, PeerError] = {}
         self._inherited.pop(start, None)
