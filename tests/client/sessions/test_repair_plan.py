@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarmd.client.links.link import HopLink, Position
 from swarmd.client.sessions.repair_plan import (
@@ -213,3 +215,50 @@ def test_the_last_pair_comes_first_and_an_answer_that_was_lost_is_given_again() 
 def test_what_a_hop_has_is_not_sent_to_it_again() -> None:
     links = chain(9, 9, 9)
     assert all(plan_replay(links, receiver, Position(9, 9), N_BLOCKS) is None for receiver in range(4))
+
+
+class ReplayedChain:
+    """What hops have and the client gets, as replays of one attempt pass through; op by op."""
+
+    def __init__(self, received: list[int | None], position: Position) -> None:
+        self.links = [link("abcdef"[index], 2 * index, op) for index, op in enumerate(received)]
+        self.n_blocks = 2 * len(received)
+        self.has = [op or 0 for op in received]
+        self.position = position
+        self.answers: list[int] = []
+
+    def replay(self, step: HistoryReplay) -> None:
+        """Have the sender send all that it has and the receiver lacks."""
+        n_sent = self.position.seq if step.receiver == 0 else self.has[step.receiver - 1]
+        for op in range((step.gap.have or 0) + 1, n_sent + 1):
+            self._compute(step.receiver, op, end=step.gap.end if op <= step.gap.silent_through else None)
+
+    def _compute(self, index: int, op: int, end: int | None) -> None:
+        """A hop computes an op and passes it on, if it is silent up to block ``end`` only."""
+        if end is not None and 2 * index >= end:
+            return
+        if index == len(self.links):
+            self.answers.append(op)
+            return
+        assert op == self.has[index] + 1, "each once, and in order"
+        self.has[index] = op
+        self._compute(index + 1, op, end)
+
+
+@given(st.data())
+def test_every_hop_computes_what_it_lacks_once_and_the_client_gets_no_answer_twice(data: st.DataObject) -> None:
+    n_sent = data.draw(st.integers(1, 6))
+    n_answered = data.draw(st.integers(0, n_sent))
+    ops = st.lists(st.integers(n_answered, n_sent), min_size=1, max_size=5)
+    survivors = sorted(data.draw(ops), reverse=True)  # none has more than the one before it
+    received = [NEW if data.draw(st.booleans()) else op for op in survivors]
+    position = Position(n_sent, n_answered)
+    chain = ReplayedChain(received, position)
+    plan = plan_for(chain.links)
+    plan.on_neighbours_known(chain.links)
+    while not isinstance(step := plan.next_step(chain.links, position, chain.n_blocks).action, RepairEnd):
+        assert isinstance(step, HistoryReplay)
+        chain.replay(step)
+        plan.on_replayed(step, 1, 0)
+    assert chain.has == [n_sent] * len(received)
+    assert chain.answers == list(range(n_answered + 1, n_sent + 1))
