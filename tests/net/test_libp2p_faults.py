@@ -19,7 +19,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError, MuxedStreamReset
 
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import Stream
-from swarmd.net.libp2p.host import HandshakeFailed, Libp2pNetwork
+from swarmd.net.libp2p.host import HandshakeFailed, HostOptions, Libp2pNetwork
 from swarmd.net.libp2p.noise import BufferedConnection
 from swarmd.net.libp2p.swarm import MAX_PENDING_PER_ADDRESS
 from swarmd.net.libp2p.yamux import AGREEMENT_S, EARLY_BYTES, MOST_READ_BYTES, YamuxConnection
@@ -45,7 +45,7 @@ PSK = b"k" * 32
 
 
 def network(psk: bytes = PSK, listen: tuple[str, ...] = LISTEN) -> Libp2pNetwork:
-    return Libp2pNetwork(Identity.generate(), psk, listen)
+    return Libp2pNetwork(Identity.generate(), psk, HostOptions(listen))
 
 
 async def echo(stream: Stream) -> None:
