@@ -128,13 +128,14 @@ class Dialler:
         with trio.move_on_after(OWN_PORT_TIMEOUT_S):
             for attempt in self._order(self._known_addresses(peer_id)):
                 with suppress(OpenConnectionError, SwarmException), trio.move_on_after(UPGRADE_TIMEOUT_S):
-                    return await self._upgrade_wire(await self._from_own_port(attempt.address), peer_id)
+                    raw = await connect_from(self._own_port, _parse_untrusted(attempt.address))
+                    return await self._upgrade_wire(raw, peer_id)
         raise SwarmException(f"{peer_id} cannot be dialled from port {self._own_port}")
 
     async def punch(self, address: str, peer_id: ID, is_initiator: bool) -> None:
         """Connect with who connects here in the same moment. Raises SwarmException."""
         try:
-            raw = await self._from_own_port(address)
+            raw = await connect_from(self._own_port, _parse_untrusted(address))
         except OpenConnectionError as error:
             raise SwarmException(f"no connection to {address}: {error}") from None
         if is_initiator:
@@ -146,17 +147,13 @@ class Dialler:
             await muxed.close()
             raise SwarmException(f"{muxed.peer_id} answers at {address}, not {peer_id}")
 
-    async def _from_own_port(self, address: str) -> IRawConnection:
-        """Raises OpenConnectionError."""
-        return await connect_from(self._own_port, _parse_untrusted(address))
-
     async def does_answer(self, address: str, peer_id: ID) -> bool:
         """Does a peer answer at an address, with its key, over a connection made and ended for that?"""
         raw: IRawConnection | None = None
         try:
             raw = await self._open_wire(address, peer_id)
             with as_swarm_failure():
-                await self._swarm.upgrader.upgrade_security(self._protect_wire(raw), True, peer_id)
+                await self._swarm.upgrader.upgrade_security(_protect_wire(raw, self._swarm.psk), True, peer_id)
         except (OpenConnectionError, SwarmException):
             return False
         finally:
@@ -206,7 +203,7 @@ class Dialler:
             return await self.dial_circuit(address, peer_id)
         if not self._listens and address.startswith("/ip4/"):
             try:
-                return await self._from_own_port(address)
+                return await connect_from(self._own_port, _parse_untrusted(address))
             except OpenConnectionError as error:
                 root = _cause_chain(error)[-1]
                 if not isinstance(root, OSError) or root.errno not in PORT_TAKEN_ERRORS:
@@ -218,16 +215,12 @@ class Dialler:
         made: INetConn | None = None
         try:
             with as_swarm_failure():
-                made = await self._swarm.upgrade_outbound_raw_conn(self._protect_wire(raw), peer_id)
+                made = await self._swarm.upgrade_outbound_raw_conn(_protect_wire(raw, self._swarm.psk), peer_id)
                 return made
         finally:
             if made is None:
                 with trio.CancelScope(shield=True), trio.move_on_after(1):
                     await raw.close()
-
-    def _protect_wire(self, raw: IRawConnection) -> IRawConnection:
-        psk = self._swarm.psk
-        return new_protected_conn(raw, psk) if psk is not None else raw
 
 
 async def race_attempts(
@@ -268,6 +261,10 @@ def as_swarm_failure() -> Iterator[None]:
         raise
     except Exception as error:
         raise SwarmException(f"the handshake failed: {type(error).__name__}") from error
+
+
+def _protect_wire(raw: IRawConnection, psk: str | None) -> IRawConnection:
+    return new_protected_conn(raw, psk) if psk is not None else raw
 
 
 def _parse_untrusted(address: str) -> Multiaddr:

@@ -209,26 +209,12 @@ class Libp2pNetwork:
                 if connection is None:
                     stream = await self.host.new_stream(ID.from_base58(peer), [protocol_of(protocol)])
                 else:
-                    stream = await self._open_over(connection, protocol_of(protocol))
+                    stream = await _open_over(self.host, connection, protocol_of(protocol))
         except trio.TooSlowError:
             raise PeerTimeout(f"{peer} did not open a stream within {OPEN_TIMEOUT_S} s") from None
         except OPEN_ERRORS as error:
             raise Unreachable(f"no stream to {peer}: {_describe_error(error)}") from None
         return Libp2pStream(peer, stream, protocol)
-
-    async def _open_over(self, connection: INetConn, protocol: TProtocol) -> INetStream:
-        """What the library's ``new_stream`` does, over this very connection."""
-        stream = await connection.new_stream()
-        is_agreed = False
-        try:
-            choose = self.host.multiselect_client.select_one_of
-            await choose([protocol], MultiselectCommunicator(stream), int(OPEN_TIMEOUT_S))
-            is_agreed = True
-        finally:
-            if not is_agreed:
-                with trio.CancelScope(shield=True), trio.move_on_after(1):
-                    await stream.reset()
-        return stream
 
     def way_to(self, peer: PeerId) -> Way | None:
         """See ``net.api.Network``."""
@@ -285,6 +271,21 @@ class Libp2pNetwork:
             await stream.reset()
         else:
             await handler(stream)
+
+
+async def _open_over(host: BasicHost, connection: INetConn, protocol: TProtocol) -> INetStream:
+    """Do what the library's ``new_stream`` does, over this very connection."""
+    stream = await connection.new_stream()
+    is_agreed = False
+    try:
+        choose = host.multiselect_client.select_one_of
+        await choose([protocol], MultiselectCommunicator(stream), int(OPEN_TIMEOUT_S))
+        is_agreed = True
+    finally:
+        if not is_agreed:
+            with trio.CancelScope(shield=True), trio.move_on_after(1):
+                await stream.reset()
+    return stream
 
 
 def _build_swarm(keys: KeyPair, psk: bytes | None, traffic: Traffic | None) -> GuardedSwarm:
