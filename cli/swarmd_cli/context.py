@@ -16,7 +16,10 @@ from swarmd.folders import SOCKET, default_folder
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from swarmd.home import Home
+    from swarmd.home.founder import Founder
+    from swarmd.home.membership import MembershipFiles
+    from swarmd.home.models import ModelFolders
+    from swarmd.home.paths import Home
     from swarmd.member_status import PeersAnswer
     from swarmd.status import Status
 
@@ -45,9 +48,30 @@ def _folder() -> Path:
 
 def home() -> Home:
     """Open the chosen home."""
-    from swarmd.home import Home
+    from swarmd.home.paths import Home
 
     return Home(_folder())
+
+
+def membership() -> MembershipFiles:
+    """Open what the chosen home knows as a member."""
+    from swarmd.home.membership import MembershipFiles
+
+    return MembershipFiles(home())
+
+
+def founder() -> Founder:
+    """Open what the chosen home may do as a founder, or as its delegate."""
+    from swarmd.home.founder import Founder
+
+    return Founder(home())
+
+
+def model_folders() -> ModelFolders:
+    """Open the list of models that the chosen home has in folders of the user's."""
+    from swarmd.home.models import ModelFolders
+
+    return ModelFolders(home())
 
 
 # What the daemon answers is decoded into the very structs that it fills in (swarmd.status and its neighbours), so that
@@ -82,7 +106,7 @@ def ask_json(verb: str, method: str = "GET", timeout_s: float = 15.0, **query: s
     try:
         return local.ask_daemon(_folder() / SOCKET, verb, query, method, timeout_s)
     except errors.DaemonNotRunning:
-        home().swarm()  # not joined is the better answer when it is the case
+        membership().swarm()  # not joined is the better answer when it is the case
         raise
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import JsonObject, ask, format_number, home
+from swarmd_cli.context import JsonObject, ask, format_number, home, membership
 from swarmd_cli.gateway_client import (
     GatewayClient,
     ModelEntry,
@@ -49,7 +49,7 @@ def chat(
     """
     from swarmd.gateway.address import read_url
 
-    home().swarm()
+    membership().swarm()
     if read_url(home().folder) is None:  # one that runs knows the names, and who is there
         require_answers(model)
     settings = {"temperature": temperature, "max_tokens": max_tokens}

@@ -21,7 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from swarmd.errors import SwarmUnavailable
-from swarmd.home import Home
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.paths import Home
 from swarmd.importing import importing
 from swarmd.member_status import PeersAnswer
 from swarmd.protocol.membership.identity import Identity
@@ -122,7 +124,7 @@ def run_demo(max_tokens: int, seed: int) -> int:
     console.print("[bold]A private swarm of three volunteers on this machine[/bold]")
     with tempfile.TemporaryDirectory(prefix="swarmd-demo-") as folder, Volunteers(Path(folder)) as volunteers:
         with console.status("starting three daemons and their workers ...") as status:
-            volunteers.homes[0].found("demo")
+            Founder(volunteers.homes[0]).found("demo")
             _assemble(volunteers, lambda stage: status.update(f"getting ready\n  {stage}"))
         for name, (start, end), process in zip(NAMES, SPANS, volunteers.processes, strict=True):
             served = f"serves {_draw_span(start, end)}  blocks [{start},{end})"
@@ -138,12 +140,12 @@ def run_chat(source: Path) -> int:
 
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="swarmd-chat-") as folder:
-        founder = Home(Path(folder) / NAMES[0].lower())
-        founder.found("chat")
-        _keep_conversions(founder)
-        set_home(founder.folder)
+        home = Home(Path(folder) / NAMES[0].lower())
+        Founder(home).found("chat")
+        _keep_conversions(home)
+        set_home(home.folder)
         console.print(models.add_source(str(source), "chat"))
-        n = founder.catalog().models["chat"][1]
+        n = MembershipFiles(home).catalog().models["chat"][1]
         # Two thirds of the model for each. The first and the last together hold all of it: the middle one may die.
         first = (0, max(1, 2 * n // 3))
         middle = (n // 6, max(1, 5 * n // 6))
@@ -169,12 +171,13 @@ def _keep_conversions(founder: Home) -> None:
 
 
 def _assemble(volunteers: Volunteers, on_stage: Callable[[str], None]) -> None:
-    founder = volunteers.homes[0]
+    home = volunteers.homes[0]
     volunteers.start(0)
-    volunteers.wait_for(founder.socket.exists, "founder's control socket", on_stage)
-    invite = founder.invite(volunteers.ask(0, DaemonStatus, "status").addresses, 3_600)
+    volunteers.wait_for(home.socket.exists, "founder's control socket", on_stage)
+    invite = Founder(home).invite(volunteers.ask(0, DaemonStatus, "status").addresses, 3_600)
     for index in (1, 2):
-        volunteers.homes[index].enter(invite, Identity.generate(), founder.catalog_raw())
+        guest = MembershipFiles(volunteers.homes[index])
+        guest.enter(invite, Identity.generate(), MembershipFiles(home).catalog_raw())
         volunteers.start(index)
 
     def is_complete() -> bool:
@@ -194,7 +197,7 @@ def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: i
         import swarmd.client.blocking
         from swarmd.compute.model.skeleton import quiet
 
-    from swarmd.home import bundled_folder
+    from swarmd.home.models import bundled_folder
     from swarmd.plan.chains.routing import Hop
     from swarmd.values import Span
 
@@ -202,7 +205,7 @@ def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: i
     # the middle, must be those of an uninterrupted local run, one by one.
     quiet()
     torch.set_num_threads(1)
-    peers = [home.identity().peer_id for home in volunteers.homes]
+    peers = [MembershipFiles(home).identity().peer_id for home in volunteers.homes]
     hops = [Hop(peers[index], Span(start, end)) for index, start, end in CHAIN]
     short_ids = [peer[-8:] for peer in peers]
     names = dict(zip(short_ids, NAMES, strict=True))

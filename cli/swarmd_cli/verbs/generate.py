@@ -15,7 +15,7 @@ import typer
 
 from swarmd.importing import importing
 from swarmd.values import count
-from swarmd_cli.context import home, print_json
+from swarmd_cli.context import home, membership, print_json
 from swarmd_cli.gateway_client import (
     GatewayClient,
     StreamEvent,
@@ -71,7 +71,7 @@ def run(
 
     Example: swarmd run demo "The function returns" --max-tokens 60
     """
-    home().swarm()  # not joined is said before anything is read
+    membership().swarm()  # not joined is said before anything is read
     text = prompt or _read_stdin()
     if not text.strip():
         raise typer.BadParameter("an empty prompt: give a text to continue")

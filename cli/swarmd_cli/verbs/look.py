@@ -21,6 +21,7 @@ from swarmd_cli.context import (
     format_size,
     home,
     is_running,
+    membership,
     print_json,
     print_table,
     read_answer,
@@ -374,7 +375,7 @@ def _run_checks() -> list[tuple[str, bool | None, str]]:
     state = home()
     joined_text = "swarmd init --name NAME founds a swarm, swarmd join INVITE joins one"
     if state.has_joined:
-        joined_text = state.swarm().keys.name
+        joined_text = membership().swarm().keys.name
     checks: list[tuple[str, bool | None, str]] = [
         _check_folder(state.folder),
         ("member of a swarm", state.has_joined, joined_text),

@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import INTERRUPTED, ask, ask_json, find_peers, home, is_running, reload_daemon, wait_until
+from swarmd_cli.context import (
+    INTERRUPTED,
+    ask,
+    ask_json,
+    find_peers,
+    founder,
+    home,
+    is_running,
+    membership,
+    reload_daemon,
+    wait_until,
+)
 from swarmd_cli.preflight import explain_waiting
 
 if TYPE_CHECKING:
@@ -33,7 +44,7 @@ def init(
 
     require_name("a swarm", name)
     state = home()
-    state.found(name)
+    founder().found(name)
     print(f"Founded the swarm {name!r} in {state.folder}.", file=sys.stderr)
     print("Start this machine's daemon with: swarmd up", file=sys.stderr)
     print("One other machine joins with this invite (within 7 days; swarmd invite makes more):", file=sys.stderr)
@@ -98,7 +109,7 @@ def join(
     import trio
 
     from swarmd.errors import ConfigError
-    from swarmd.home import by_peer
+    from swarmd.home.membership import by_peer
     from swarmd.node.members.checkin import check_in
     from swarmd.protocol.membership import invite as invites
     from swarmd.protocol.membership.catalog import MEMBERSHIP_LIFETIME_S
@@ -109,11 +120,12 @@ def join(
     state = home()
     ticket = invites.decode_untrusted(_read_invite() if text == "-" else text, time.time())
     if state.has_joined:
-        raise ConfigError(f"{state.folder} is a member of {state.swarm().keys.name!r} already: swarmd leave first")
+        name = membership().swarm().keys.name
+        raise ConfigError(f"{state.folder} is a member of {name!r} already: swarmd leave first")
     identity = Identity.generate()
     certificate = ticket.admit(identity.public_key, "member", int(time.time()) + MEMBERSHIP_LIFETIME_S)
     answer = trio.run(check_in, ticket.swarm, identity, certificate, by_peer(ticket.addresses))
-    state.enter(ticket, identity, answer.catalog)
+    membership().enter(ticket, identity, answer.catalog)
     if answer.waits:
         print(f"Asked to join the swarm {ticket.swarm.name!r} as {identity.peer_id}.")
         print(f"A founder lets this machine in with: swarmd members approve {identity.peer_id[-8:]}")
@@ -147,12 +159,13 @@ def leave(
     from swarmd.errors import ConfigError
 
     state = home()
-    name = state.swarm().keys.name
+    member = membership()
+    name = member.swarm().keys.name
     if is_running():
         raise ConfigError("the daemon is running: swarmd down first")
-    if state.is_founder and not yes:
+    if founder().is_here and not yes:
         _confirm_loss_of_founder_key(name, state.folder / "founder.key")
-    state.leave()
+    member.leave()
     print(f"Left the swarm {name!r}. Settings and added models are still in {state.folder}.")
 
 
@@ -197,7 +210,7 @@ def up(
         announce=announce,
         serve=False if no_serve else None,
     )
-    state.swarm()
+    membership().swarm()
     logs.configure(settings.log_format, verbose)
 
     def ready(running: daemon.Daemon) -> None:
@@ -276,7 +289,7 @@ def _new_invite(days: float, uses: int, waits: bool = False, may: tuple[Any, ...
     if uses > MAX_USES:
         raise ConfigError(f"--uses takes 1 to {MAX_USES}, or 0 for any number, not {uses}")
     lifetime_s = int(days * 86_400)
-    new_invite = home().invite(_invite_addresses(), lifetime_s, uses, waits, may or RIGHTS)
+    new_invite = founder().invite(_invite_addresses(), lifetime_s, uses, waits, may or RIGHTS)
     reload_daemon()
     return invites.encode(new_invite)
 
@@ -296,7 +309,7 @@ def _invite_addresses() -> tuple[str, ...]:
 
         settings = config.load(state.folder)
         chosen = config.split(settings.announce) or expand_wildcards(config.split(settings.listen))
-        own_peer = state.identity().peer_id
+        own_peer = membership().identity().peer_id
         return tuple(f"{address.split('/p2p/')[0]}/p2p/{own_peer}" for address in chosen)
 
 
@@ -308,7 +321,7 @@ def _revoke(text: str) -> None:
     def revoke(catalog: Catalog) -> Catalog:
         return msgspec.structs.replace(catalog, revoked=tuple({*catalog.revoked, key}))
 
-    home().change_catalog(revoke)
+    founder().change_catalog(revoke)
     reload_daemon()
     print("Revoked the invite and every membership that came from it.")
 
@@ -318,13 +331,12 @@ def _invite_key(text: str) -> bytes:
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership import invite as invites
 
-    state = home()
-    state.founder()
+    founder().key()
     if not re.fullmatch(r"[0-9a-f]{4,64}", text):
         return invites.decode_untrusted(text, 0.0).identity.public_key
     # An id may stand in the catalog, in the record of a member that it admitted, or in the certificate of a peer that
     # is here: an invite can be revoked though the catalog never listed it.
-    catalog = state.catalog()
+    catalog = membership().catalog()
     answer = find_peers()
     seen_sponsors = {peer.voucher for peer in answer.peers} | {guest.voucher for guest in answer.waiting}
     admitted = {entry.invite.hex() for entry in catalog.admitted.values()}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from swarmd_cli.context import find_peers, home, print_json, print_table, reload_daemon
+from swarmd_cli.context import find_peers, founder, membership, print_json, print_table, reload_daemon
 from swarmd_cli.verbs.look import Json, span_text
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def ls(as_json: Json = False) -> None:
     Example: swarmd members ls
     """
     answer = find_peers()
-    catalog = home().catalog()
+    catalog = membership().catalog()
     members = [_describe_present(peer) for peer in answer.peers] + _absent_members(catalog, answer.peers)
     members.sort(key=lambda member: (member.voucher, member.peer))
     invites = _open_invites(catalog)
@@ -186,18 +186,18 @@ def approve(
     from swarmd_cli.verbs.member import parse_rights
 
     # What the member may do: as the words say, else as it was admitted before, else as its invite says.
-    state = home()
-    state.founder()
+    founder().key()
     peer_id, voucher = _find_member(peer)
     key = public_key_of_untrusted(peer_id)
-    known = state.catalog().admitted.get(key)
+    catalog = membership().catalog()
+    known = catalog.admitted.get(key)
     invite = known.invite if known is not None else bytes.fromhex(voucher)
-    template = known or state.catalog().invites.get(invite)
+    template = known or catalog.invites.get(invite)
     if not may and template is None and not voucher:
         raise ConfigError("it is not known here what it was invited for: say so with --may use,serve,train,give")
     granted = parse_rights(may) if may or template is None else template.may
     ends_at = int(time.time()) + days * 86_400
-    state.admit({key: AdmittedMember(ends_at, invite, granted)})
+    founder().admit({key: AdmittedMember(ends_at, invite, granted)})
     reload_daemon()
     print(f"{peer_id} is a member for {days} days, and may {', '.join(granted)}.")
 
@@ -216,9 +216,8 @@ def order(
     from swarmd.errors import ConfigError
     from swarmd.plan.trust.order import ORDERS
 
-    state = home()
     if not rule:
-        catalog = state.catalog()
+        catalog = membership().catalog()
         print(catalog.order)
         for key, times in catalog.favours.items():
             print(f"  {key.hex()}  {times}")
@@ -241,19 +240,18 @@ def favour(
     """
     peer_id, voucher = _find_member(peer)
     key = _key_to_change(peer_id, voucher, guests)
-    favours = dict(home().catalog().favours)
+    favours = dict(membership().catalog().favours)
     favours.pop(key, None)
     if times > 1:
         favours[key] = times
     _change_catalog(lambda catalog: msgspec.structs.replace(catalog, favours=favours))
-    if home().catalog().order != "key":
+    if membership().catalog().order != "key":
         print("It counts once the order is by key: swarmd members order key")
 
 
 def _change_catalog(change: Callable[[Any], Any]) -> None:
-    state = home()
-    state.founder()
-    state.change_catalog(change)
+    founder().key()
+    founder().change_catalog(change)
     reload_daemon()
 
 
@@ -273,7 +271,7 @@ def _find_member(ending: str) -> tuple[str, str]:
     from swarmd.protocol.membership.identity import public_key_of_untrusted
 
     answer = find_peers()
-    away = _absent_members(home().catalog(), answer.peers)
+    away = _absent_members(membership().catalog(), answer.peers)
     known = {known_peer.peer: known_peer.voucher for known_peer in answer.peers}
     known |= {member.peer: member.voucher for member in away}
     known |= {guest.peer: guest.voucher for guest in answer.waiting}
@@ -308,9 +306,9 @@ def revoke(
     """
     from swarmd.errors import ConfigError
 
-    home().founder()
+    founder().key()
     peer_id, voucher = _find_member(peer)
-    if peer_id == home().identity().peer_id:
+    if peer_id == membership().identity().peer_id:
         raise ConfigError("this machine itself: swarmd leave takes it out of the swarm")
     key = _key_to_change(peer_id, voucher, guests)
 

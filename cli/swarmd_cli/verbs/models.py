@@ -17,8 +17,11 @@ from swarmd_cli.context import (
     ask,
     ask_json,
     format_size,
+    founder,
     home,
     is_running,
+    membership,
+    model_folders,
     print_json,
     print_table,
     read_answer,
@@ -50,7 +53,7 @@ def ls(as_json: Json = False) -> None:
     from swarmd.status import ModelsAnswer
 
     body = ask_json("models") if is_running() else None
-    catalog = home().catalog()
+    catalog = membership().catalog()
     names = {model: name for name, (model, _) in catalog.models.items()}
     adapters = [
         {"name": name, "adapter": hash_, "model": base, "for": names.get(base)}
@@ -115,25 +118,26 @@ def add_source(source: str, name: str, base: str = "", replace: bool = False, dt
     # once the weights are held here. A name that this machine may not publish is let through as long as it may turn
     # out to mean these very bytes: then adding them publishes nothing.
     state = home()
-    state.swarm()
+    member = membership()
+    member.swarm()
     require_name("a model", name)
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"--dtype is one of auto, {', '.join(DTYPES)}, not {dtype!r}")
     if base:
-        state.catalog().hash_of(base)
-    if replace or name not in state.catalog().names:  # else it may be what the name means, which the hash says
+        member.catalog().hash_of(base)
+    if replace or name not in member.catalog().names:  # else it may be what the name means, which the hash says
         require_publisher()
     folder = find_folder(source, dtype)
     source_manifest, kind = _read_manifest(folder, base)
     model = manifest.model_id(source_manifest)
-    entry = (model, home().catalog().hash_of(base) if base else source_manifest.n_blocks)
-    catalog: JsonObject = getattr(state.catalog(), kind)
+    entry = (model, member.catalog().hash_of(base) if base else source_manifest.n_blocks)
+    catalog: JsonObject = getattr(member.catalog(), kind)
     known = catalog.get(name)
     is_new = known is None or known[0] != model
     if is_new:
         _require_name_is_free(name, model, known[0] if known else "", replace)
     Library(state.weights, {}).keep_manifest(source_manifest, folder)
-    state.add_folder(model, folder)
+    model_folders().add(model, folder)
     if is_new:
         is_hub_id = HUB_ID.fullmatch(source) and not Path(source).exists()
         is_of_hub = is_hub_id and folder.parent.name == "snapshots"
@@ -144,7 +148,7 @@ def add_source(source: str, name: str, base: str = "", replace: bool = False, dt
             entries = {**getattr(draft, kind), name: entry}
             return msgspec.structs.replace(draft, sources=sources, **{kind: entries})
 
-        state.change_catalog(publish)
+        founder().change_catalog(publish)
     reload_daemon()
     names = {alias for alias, (model_hash, _) in catalog.items() if model_hash == model}
     aliases = sorted(names - {name})
@@ -170,7 +174,7 @@ def _require_name_is_free(name: str, model: str, known: str, replace: bool) -> N
     """Raise ConfigError if this machine may not let ``name`` mean ``model``, which it does not yet."""
     from swarmd.errors import ConfigError
 
-    if not home().may_publish:
+    if not founder().may_publish:
         catalog_entry = f"says {name!r} is {known[:12]}" if known else "has no model of that name"
         raise ConfigError(f"this folder is {model[:12]}, and the swarm's catalog {catalog_entry}: {_how_to_publish()}")
     if known and not replace:
@@ -188,7 +192,7 @@ def _read_manifest(folder: Path, base: str) -> tuple[Manifest, str]:
     if adapter.is_adapter(folder):
         if not base:
             raise ConfigError(f"{folder} is an adapter: say --base MODEL, the name of the model that it adapts")
-        read = adapter.read_folder(folder, home().catalog().hash_of(base))
+        read = adapter.read_folder(folder, membership().catalog().hash_of(base))
         _check_adapter(folder, read, base)
         return read, "adapters"
     if base:
@@ -207,10 +211,11 @@ def _check_adapter(folder: Path, read: Manifest, base: str) -> None:
     from swarmd.weights.library import Library
 
     state = home()
-    if base in state.catalog().adapters:
+    catalog = membership().catalog()
+    if base in catalog.adapters:
         raise ConfigError(f"--base {base} is an adapter itself: say the model that {folder} was made for")
-    base_hash = state.catalog().hash_of(base)
-    of_base = Library(state.weights, state.folders()).folders.get(base_hash)
+    base_hash = catalog.hash_of(base)
+    of_base = Library(state.weights, model_folders().read()).folders.get(base_hash)
     if of_base is None:
         print(f"nothing of {base} is on this machine: whether the adapter fits it was not looked at", file=sys.stderr)
         return
@@ -246,12 +251,12 @@ def rm(model: Model) -> None:
     Example: swarmd models rm llama
     """
     from swarmd.errors import ConfigError
-    from swarmd.home import bundled_model
+    from swarmd.home.models import bundled_model
     from swarmd.status import RemoveAnswer
     from swarmd.weights.library import Library
 
     state = home()
-    catalog = state.catalog()
+    catalog = membership().catalog()
     model_id = catalog.hash_of(model)
     if model_id == bundled_model()[0]:
         raise ConfigError("the bundled model is a part of swarmd: it cannot be removed")
@@ -262,9 +267,9 @@ def rm(model: Model) -> None:
             f"{shlex.quote(model)} takes back the name alone, swarmd models rm {model_id} deletes the weights of all "
             "names"
         )
-    folder = state.folders().get(model_id)
+    folder = model_folders().read().get(model_id)
     if folder is not None:
-        state.forget_folder(model_id)
+        model_folders().forget(model_id)
         reload_daemon()
         fate = "what was made of its file is deleted" if delete_converted(folder) else "its folder is untouched"
         print(f"{model}: this machine no longer offers it; {fate}")
@@ -272,7 +277,7 @@ def rm(model: Model) -> None:
     if is_running():
         n_bytes = ask(RemoveAnswer, "rm", "POST", model=model_id).freed_bytes
     else:
-        n_bytes = Library(state.weights, state.folders()).remove(model_id)
+        n_bytes = Library(state.weights, model_folders().read()).remove(model_id)
     print(f"{model}: deleted, {format_size(n_bytes)} freed")
 
 
@@ -286,10 +291,9 @@ def unpublish(name: Annotated[str, typer.Argument(help="A name of the swarm's ca
 
     from swarmd.errors import ConfigError
 
-    state = home()
-    state.swarm()
+    membership().swarm()
     require_publisher()
-    catalog = state.catalog()
+    catalog = membership().catalog()
     kind = "models" if name in catalog.models else "adapters"
     if name not in getattr(catalog, kind):
         known = ", ".join(sorted(catalog.names)) or "none yet"
@@ -305,7 +309,7 @@ def unpublish(name: Annotated[str, typer.Argument(help="A name of the swarm's ca
             sources.pop(model, None)
         return msgspec.structs.replace(draft, sources=sources, **{kind: entries})
 
-    changed = state.change_catalog(take_back)
+    changed = founder().change_catalog(take_back)
     reload_daemon()
     other_names = changed.names_of(model)
     next_step = f"to delete them: swarmd models rm {model}"
@@ -318,12 +322,12 @@ def require_publisher() -> None:
     """Raise ConfigError if this machine may not change the catalog's names."""
     from swarmd.errors import ConfigError
 
-    if not home().may_publish:
+    if not founder().may_publish:
         raise ConfigError(f"only a founder of the swarm, or a delegate, publishes names: {_how_to_publish()}")
 
 
 def _how_to_publish() -> str:
-    return f"a founder adds it, or says swarmd models delegate {home().identity().peer_id}"
+    return f"a founder adds it, or says swarmd models delegate {membership().identity().peer_id}"
 
 
 @app.command("verify")
@@ -336,8 +340,8 @@ def verify(model: Model, as_json: Json = False) -> None:
     from swarmd.weights.library import Library
 
     state = home()
-    model_id = home().catalog().hash_of(model)
-    folder = Library(state.weights, state.folders()).folders.get(model_id)
+    model_id = membership().catalog().hash_of(model)
+    folder = Library(state.weights, model_folders().read()).folders.get(model_id)
     if folder is None:
         raise ConfigError(f"nothing of {model} is on this machine")
     damaged = folder.damaged()
@@ -366,16 +370,15 @@ def delegate(
     from swarmd.errors import ConfigError, IntegrityError
     from swarmd.protocol.membership.identity import public_key_of_untrusted
 
-    state = home()
-    state.founder()
+    founder().key()
     try:
         key = public_key_of_untrusted(peer)
     except IntegrityError as error:
         raise ConfigError(f"{peer!r} is no peer id: {error}") from None
-    delegates = tuple(delegate for delegate in state.catalog().delegates if delegate != key)
+    delegates = tuple(delegate for delegate in membership().catalog().delegates if delegate != key)
     if not revoke:
         delegates = (*delegates, key)
-    state.change_catalog(lambda catalog: msgspec.structs.replace(catalog, delegates=delegates))
+    founder().change_catalog(lambda catalog: msgspec.structs.replace(catalog, delegates=delegates))
     reload_daemon()
     print(f"{peer} {'may no longer' if revoke else 'may now'} publish models")
 
@@ -472,10 +475,11 @@ def _offline_models() -> list[ModelRow]:
     from swarmd.weights.library import Library
 
     state = home()
-    state.swarm()
-    folders = Library(state.weights, state.folders()).folders
+    member = membership()
+    member.swarm()
+    folders = Library(state.weights, model_folders().read()).folders
     rows = []
-    for name, (model, n_blocks) in sorted(state.catalog().models.items()):
+    for name, (model, n_blocks) in sorted(member.catalog().models.items()):
         folder = folders.get(model)  # type: ignore[call-overload]
         rows.append(
             ModelRow(

@@ -17,7 +17,7 @@ from swarmd_cli.verbs.look import Json
 
 if TYPE_CHECKING:
     from swarmd.compute.runs.outline import Outline
-    from swarmd.home import Home
+    from swarmd.home.paths import Home
     from swarmd.protocol.runs.recipe import Recipe
     from swarmd.values import ModelId
 
@@ -52,12 +52,14 @@ def start(
     import msgspec
 
     from swarmd.errors import ConfigError
+    from swarmd.home.membership import MembershipFiles
     from swarmd.protocol.runs.recipe import read_toml, start_run
     from swarmd.train.runs import ROLES
     from swarmd.train.store.disk import RunFolder
 
     state = home()
-    state.swarm()
+    member = MembershipFiles(state)
+    member.swarm()
     if role not in ROLES:
         raise ConfigError(f"--role is one of {', '.join(ROLES)}, not {role!r}")
     known = ask_json("train")
@@ -82,11 +84,11 @@ def start(
     if not model:
         model, folder = _provide_model(state, draft, folder)
     data, n_rows = _provide_data(state, draft, recipe.parent, folder, outline.vocabulary)
-    anchors = draft.anchors or (state.identity().peer_id,)
-    if role == "anchor" and state.identity().peer_id not in anchors:
+    anchors = draft.anchors or (member.identity().peer_id,)
+    if role == "anchor" and member.identity().peer_id not in anchors:
         raise ConfigError("anchors does not name this peer: add it, or take another role")
     resolved = msgspec.structs.replace(draft, model=model, data=data, anchors=anchors)
-    run = start_run(resolved, state.identity(), int(time.time()))
+    run = start_run(resolved, member.identity(), int(time.time()))
     RunFolder(state.runs / run.id).keep_run(run, role)
     ask_json("reload", "POST")
     ask_json("train/join", "POST", name=run.id, role=role)
@@ -280,11 +282,12 @@ def _find_source(state: Home, recipe: Recipe, recipe_folder: Path) -> tuple[Mode
     Such a folder holds a checkpoint, or only a configuration. Raises ConfigError.
     """
     from swarmd.errors import ConfigError
+    from swarmd.home.membership import MembershipFiles
 
     folder = recipe_folder / recipe.model
     if folder.is_dir():
         return None, folder
-    model = state.catalog().hash_of(recipe.model)
+    model = MembershipFiles(state).catalog().hash_of(recipe.model)
     presence = ask_json("here", model=model)
     if not presence["here"]:
         raise ConfigError(f"{recipe.model} is not whole on this machine: swarmd models pull {recipe.model}")
@@ -381,13 +384,14 @@ def _provide_data(state: Home, recipe: Recipe, recipe_folder: Path, model: Path,
 
 def _adopt_folder(state: Home, folder: Path) -> ModelId:
     """Hash a folder, and have this machine's daemon hold it for others. Raises ConfigError."""
+    from swarmd.home.models import ModelFolders
     from swarmd.protocol.models import manifest
     from swarmd.weights.library import Library
 
     read = manifest.read_folder(folder)
     Library(state.weights, {}).keep_manifest(read, folder)
     model = manifest.model_id(read)
-    state.add_folder(model, folder)
+    ModelFolders(state).add(model, folder)
     return model
 
 
