@@ -28,7 +28,7 @@ import trio
 
 from swarmd.net.api import Purpose, Stream
 from swarmd.net.direct import DirectNetwork
-from swarmd.net.libp2p.host import Libp2pNetwork
+from swarmd.net.libp2p.host import HostOptions, Libp2pNetwork
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.runs import partition
@@ -121,7 +121,7 @@ class Peer:
             await self.live.take(channel.peer, message, frame.payload)
 
     async def run(self, index: int, n: int, bytes_per_s: float) -> None:
-        libp2p = Libp2pNetwork(Identity(bytes([index]) * 32), PSK, ("/ip4/127.0.0.1/tcp/0",))
+        libp2p = Libp2pNetwork(Identity(bytes([index]) * 32), PSK, HostOptions(("/ip4/127.0.0.1/tcp/0",)))
         direct = DirectNetwork(libp2p, libp2p.listen_hosts(), 0)
         network: Any = PacedNetwork(direct, bytes_per_s) if bytes_per_s else direct
         vector: Vector = np.random.default_rng(index).standard_normal(n).astype(np.float32)

@@ -355,7 +355,7 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
         closing(Prestarted(config.serve and may_work(traffic).may_work, worker)) as workers,
     ):
         from swarmd.net.direct import DirectNetwork  # while the worker imports torch
-        from swarmd.net.libp2p.host import Libp2pNetwork
+        from swarmd.net.libp2p.host import HostOptions, Libp2pNetwork
         from swarmd.net.libp2p.kademlia import KademliaStore
 
         exchange = Exchange(swarm.keys, time.time)
@@ -363,15 +363,14 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
         catalog_raw = membership.catalog_raw()
         if catalog_raw is not None:
             exchange.merge_catalog_untrusted(catalog_raw)
-        libp2p = Libp2pNetwork(
-            identity,
-            swarm.keys.psk,
-            split(config.listen),
-            split(config.announce),
-            frozenset(PeerId(peer) for peer in split(config.blocked_peers)),
-            swarm.certificate,
-            traffic,
+        options = HostOptions(
+            listen=split(config.listen),
+            announce=split(config.announce),
+            blocked=frozenset(PeerId(peer) for peer in split(config.blocked_peers)),
+            certificate=swarm.certificate,
+            traffic=traffic,
         )
+        libp2p = Libp2pNetwork(identity, swarm.keys.psk, options)
         network = DirectNetwork(libp2p, libp2p.listen_hosts() if config.direct else (), config.direct_port, traffic)
         records = KademliaStore(libp2p, value_validator(exchange, time.time))
         member = LocalMember(

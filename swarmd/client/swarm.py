@@ -38,7 +38,7 @@ from swarmd.names import is_model_hash
 from swarmd.net.api import Network, TaskStatus, Way
 from swarmd.net.direct import DirectNetwork
 from swarmd.net.exchange import Exchange
-from swarmd.net.libp2p.host import Libp2pNetwork
+from swarmd.net.libp2p.host import HostOptions, Libp2pNetwork
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Rpc
 from swarmd.net.standing import Standing
@@ -312,7 +312,8 @@ class AsyncSwarm:
 @asynccontextmanager
 async def join_swarm(membership: ClientMembership) -> AsyncIterator[AsyncSwarm]:
     """Join over libp2p; leaves on the way out. Raises SwarmError."""
-    libp2p = Libp2pNetwork(membership.identity, membership.keys.psk, certificate=membership.certificate)
+    options = HostOptions(certificate=membership.certificate)
+    libp2p = Libp2pNetwork(membership.identity, membership.keys.psk, options)
     network = DirectNetwork(libp2p)
     failure: SwarmError | None = None
     async with libp2p.running(), network.running(), trio.open_nursery() as nursery:

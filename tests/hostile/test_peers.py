@@ -193,8 +193,9 @@ async def test_a_peer_that_answers_a_dial_with_another_ones_certificate_is_a_pee
     async with scene() as s:
         daemon = s.swarm.daemons[s.server][0]
         s.attacker.certificate = daemon.hello().certificate
-        for channel in list(s.attacker.rpc._channels.get((s.server, "interactive"), [])):
-            await channel.close()
+        for channel in s.attacker.rpc._channels.of(s.server):
+            if channel.purpose == "interactive":
+                await channel.close()
         await trio.sleep(1)
         with pytest.raises(PeerError, match="was issued to"):
             await daemon.rpc.channel(s.attacker.identity.peer_id, "bulk")

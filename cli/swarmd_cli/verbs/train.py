@@ -218,8 +218,9 @@ def status(
     for row in answer.runs:
         show_run(row)
     other_runs = []
-    for other in answer.others:
-        other_runs.append([other.name, other.run[:12], str(other.peers), str(other.update)])
+    for other_run in answer.others:
+        run_id = other_run.run[:12]
+        other_runs.append([other_run.name, run_id, str(other_run.peers), str(other_run.update)])
     if other_runs:
         print_table("Runs of the swarm that this peer is not in", ["name", "run", "peers", "updates"], other_runs)
     elif not answer.runs:

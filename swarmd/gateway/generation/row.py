@@ -9,12 +9,10 @@ import trio
 
 from swarmd.client.links.link import Doubt
 from swarmd.client.links.ops import StepInput
-from swarmd.client.model.speculation import Costs
 from swarmd.client.model.swarm_head import HeadChecks, are_enough
 from swarmd.client.sessions.session import ChainSession
-from swarmd.gateway.generation.answer import Answer, AnswerOptions
+from swarmd.gateway.generation.answer import Answer
 from swarmd.gateway.generation.head import ServerLogits
-from swarmd.gateway.generation.token_bytes import TokenBytes
 from swarmd.protocol.wire.messages import Edit
 
 
@@ -47,9 +45,7 @@ class GenerationRow:
         self,
         session: ChainSession,
         max_tokens: int,
-        options: AnswerOptions,
-        token_bytes: TokenBytes,
-        costs: Costs,
+        answer: Answer,
         tokens: tuple[int, ...] = (),
         vocabulary: int = 0,
     ) -> None:
@@ -57,10 +53,10 @@ class GenerationRow:
         self.max_tokens = max_tokens
         self.tokens = list(tokens)
         self.crop = 0
-        self.answer = Answer(options, token_bytes, costs)
-        self._vocabulary = vocabulary if are_enough(options.n_needed) else 0
-        self.key = options.key
-        self._prompt = options.prompt
+        self.answer = answer
+        self.key = answer.options.key
+        self._vocabulary = vocabulary if are_enough(answer.options.n_needed) else 0
+        self._prompt = answer.options.prompt
         self._n_repairs = len(session.statistics.repairs)
         self._n_logits = session.statistics.n_logits
         self._n_doubts = len(session.statistics.doubts)
