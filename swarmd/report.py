@@ -97,7 +97,7 @@ class Owner:
 
     def _sessions(self) -> tuple[answers.SessionRow, ...]:
         """One row for each hop that is served here."""
-        return tuple(row for deployment in self._hosts.deployments() for row in deployment.server.sessions())
+        return tuple(row for deployment in self._hosts.deployments() for row in deployment.server.sessions.rows())
 
     def _health_rows(self, view: SwarmView) -> tuple[answers.HealthRow, ...]:
         if self._health is None:

@@ -83,7 +83,7 @@ class Hosting:
             self._changed_mind.set()
         if pause is ServingPause.POLICY:
             self._is_urgent.set()
-        return len(self.deployment.server.sessions()) if self.deployment else 0
+        return len(self.deployment.server.sessions.hops) if self.deployment else 0
 
     def resume(self, pause: ServingPause) -> None:
         """Serve again, unless something else is against it."""
@@ -97,7 +97,7 @@ class Hosting:
         deployment = self.deployment  # it may end, by another drain, while this one waits
         if deployment is None:
             return
-        self.lifecycle.drain(len(deployment.server.sessions()))
+        self.lifecycle.drain(len(deployment.server.sessions.hops))
         self._services.directory.announce_soon()  # as draining
         await deployment.leave(self._is_urgent)
 

@@ -276,9 +276,15 @@ class WorkerLink:
         )
 
     async def send(self, frame: bytes) -> None:
-        """Hand one frame to the worker. Raises WorkerLost."""
+        """Hand one frame to the worker, and wait while much is on its way to it. Raises WorkerLost."""
         process = self._process
-        if process is None:
+        self.post(frame)
+        while self._waiting_bytes > MAX_WAITING_BYTES and self._process is process:
+            await self._drained.wait()
+
+    def post(self, frame: bytes) -> None:
+        """Hand one frame to the worker and wait for nothing: for small ones, in the order of all. Raises WorkerLost."""
+        if self._process is None:
             raise WorkerLost("no worker is running")
         if self._n_sent == self._n_handled:
             self._heard_at = trio.current_time()
@@ -287,8 +293,6 @@ class WorkerLink:
         self._waiting.append(frame)
         self._waiting_bytes += len(frame)
         self._wake.set()
-        while self._waiting_bytes > MAX_WAITING_BYTES and self._process is process:
-            await self._drained.wait()
 
     async def ask(self, request: Request, payload: bytes | memoryview = b"") -> WorkerReply:
         """Number a request and hand it to the worker, after all that was handed to it before. Raises WorkerLost."""
