@@ -30,7 +30,7 @@ from swarmd.plan.chains.announcement import ServerLoad, is_news
 from swarmd.plan.chains.cache_admission import CacheLedger
 from swarmd.plan.chains.hosting import Placement
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import AnyMessage, Refusal, framed
+from swarmd.protocol.wire.messages import AnyMessage, Refusal, encode_frame
 from swarmd.protocol.wire.tensors import ITEM_BYTES
 from swarmd.protocol.wire.worker import Loaded, LoadSpan, Rest
 from swarmd.values import PeerId
@@ -258,4 +258,4 @@ async def _hurry(is_urgent: trio.Event, worker: WorkerLink, scope: trio.CancelSc
     scope.deadline = trio.current_time() + GRACE_S
     await trio.sleep(WIND_DOWN_S)
     with suppress(WorkerLost):
-        await worker.send(framed(Rest()))
+        await worker.send(encode_frame(Rest()))

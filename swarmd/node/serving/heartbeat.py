@@ -12,7 +12,7 @@ from swarmd.net.rpc import Rpc
 from swarmd.node.serving.hops import Hops, Key
 from swarmd.node.serving.outbox import Outbox
 from swarmd.plan.chains.hop import SessionHop
-from swarmd.protocol.wire.messages import Progress, Refusal, Suspect, framed
+from swarmd.protocol.wire.messages import Progress, Refusal, Suspect, encode_frame
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Heartbeats:
                 self._suspect(key, hop, reason)
             if hop.is_report_due(now):
                 self._report(key, hop, now)
-            if hop.is_expired(now, self._rpc.existing(hop.state.client) is not None):
+            if hop.is_expired(now, self._rpc.find_channel(hop.state.client) is not None):
                 logger.info("session %s expired: no op came for %.0f s", key[0].hex()[:8], now - hop.used_at)
                 expired.append(key)
         return expired
@@ -72,7 +72,7 @@ class Heartbeats:
         if hop is None or hop.successor != peer:
             return
         if refusal.epoch in (0, hop.state.epoch):
-            self._outbox.tell(hop.state.client, framed(refusal))
+            self._outbox.tell(hop.state.client, encode_frame(refusal))
 
     def _report(self, key: Key, hop: SessionHop, now: float) -> None:
         hop.told_at = now
@@ -85,7 +85,7 @@ class Heartbeats:
                 received=hop.state.received,
                 finished=hop.state.finished,
             )
-            self._outbox.put(hop.sender, framed(progress))
+            self._outbox.put(hop.sender, encode_frame(progress))
 
     def _suspect(self, key: Key, hop: SessionHop, reason: str) -> None:
         if hop.suspected:
@@ -99,4 +99,4 @@ class Heartbeats:
             seq=hop.watch.sent,
             reason=reason[:500],
         )
-        self._outbox.tell(hop.state.client, framed(suspicion))
+        self._outbox.tell(hop.state.client, encode_frame(suspicion))

@@ -25,7 +25,7 @@ from swarmd.protocol.wire.messages import (
     Replayed,
     Reroute,
     Rerouted,
-    framed,
+    encode_frame,
 )
 from swarmd.protocol.wire.worker import Done
 from swarmd.values import PeerId
@@ -50,7 +50,7 @@ class Replies:
             numerics=loaded.numerics if loaded else "",
             layer_arity=loaded.layer_arity if loaded else 0,
         )
-        self._outbox.tell(channel.peer, framed(reply))
+        self._outbox.tell(channel.peer, encode_frame(reply))
 
     async def reply_rerouted(self, channel: Channel, message: Reroute, hop: SessionHop) -> None:
         """Tell a client that its hop has other neighbours now, and what it has received."""
@@ -61,7 +61,7 @@ class Replies:
             push=hop.push,
             why=hop.why[:500],
         )
-        self._outbox.tell(channel.peer, framed(reply))
+        self._outbox.tell(channel.peer, encode_frame(reply))
 
     async def reply_replayed(self, peer: PeerId, message: Replay, answer: WorkerReply) -> None:
         """Tell a client how much its hop sent again, once the worker says so."""
@@ -69,7 +69,7 @@ class Replies:
         def make_reply(reply: Replayed) -> Replayed:
             return Replayed(re=message.id, ops=reply.ops, tokens=reply.tokens)
 
-        self._outbox.tell(peer, framed(await answer.reply(message.id, make_reply)))
+        self._outbox.tell(peer, encode_frame(await answer.reply(message.id, make_reply)))
 
     async def _connect_onward(self, hop: SessionHop) -> None:
         """Find out whether this server can push to its successor; ``hop.why`` says so.
@@ -136,7 +136,7 @@ class WorkerOutputs:
         receiver = hop.successor if hop.push else None
         if receiver is not None:
             hop.watch.on_sent(op.seq, trio.current_time())
-        elif self._rpc.existing(hop.state.client) is not None:
+        elif self._rpc.find_channel(hop.state.client) is not None:
             receiver = hop.state.client
         if receiver is not None and has_more:
             self._outbox.put(receiver, frame.raw)
@@ -161,7 +161,7 @@ class WorkerOutputs:
         if hop is None or self._sessions.is_opening(key_of(message)):
             return
         if hop.inherit(message):
-            self._outbox.tell(hop.state.client, framed(message))
+            self._outbox.tell(hop.state.client, encode_frame(message))
 
     def take_refusal(self, refusal: Refusal) -> None:
         """The worker cannot do what a session asked for: its client must know."""
@@ -173,4 +173,4 @@ class WorkerOutputs:
         if hop is not None:
             if hop.trail is not None and refusal.seq and not self._sessions.is_opening(key):
                 hop.trail.refuse()
-            self._outbox.tell(hop.state.client, framed(refusal))
+            self._outbox.tell(hop.state.client, encode_frame(refusal))

@@ -53,7 +53,7 @@ from swarmd.protocol.wire.messages import (
     Taken,
     WantReceipt,
     WantTokens,
-    framed,
+    encode_frame,
 )
 from swarmd.protocol.wire.worker import Loaded
 from swarmd.status import ServerStatus
@@ -215,7 +215,7 @@ class Server:
         if hop.judge(op, peer, now) is OpVerdict.DUPLICATE:
             if op.seq <= hop.state.finished:  # answer it from what the worker kept
                 resend = Replay(session=op.session, start=op.start, epoch=hop.state.epoch, have=op.seq - 1)
-                await self._worker.send(framed(resend))
+                await self._worker.send(encode_frame(resend))
             return
         hop.count(op, len(frame.raw))
         if op.tensor is not None:
@@ -227,7 +227,7 @@ class Server:
                 raise Refused(Code.SESSION_LOST, str(error)) from None
             self._give_way(ending)
             self._tokens_served += n_tokens
-            voucher = self._exchange.voucher_of(hop.state.client)
+            voucher = self._exchange.roster.voucher_of(hop.state.client)
             self.served.books.serve(voucher, n_tokens * len(hop.span))
         hop.accept(op, frame.payload)
         await self._worker.send(frame.raw)
@@ -236,7 +236,7 @@ class Server:
         client = channel.peer
         key = key_of(opening)
         loaded = self._check_open(client, opening)
-        principal = self._exchange.principal(client)
+        principal = self._exchange.roster.principal(client)
         weight = self.served.weight_of(client)
         n_tokens = opening.batch * opening.max_tokens
         now = trio.current_time()
@@ -255,14 +255,14 @@ class Server:
             self._end(clashing_key)
         self.sessions.open(key, hop)
         for_worker = msgspec.structs.replace(opening, id=0, client=principal, weight=weight)
-        await self._worker.send(framed(for_worker))
+        await self._worker.send(encode_frame(for_worker))
         self._tasks.start_soon(self._replies.reply_opened, channel, opening, hop)
         self._on_change()
 
     def _check_open(self, client: PeerId, opening: OpenSession) -> Loaded:
         if unknown := messages.unknown_needs(opening.needs, self.served.understands.needs):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
-        self._exchange.require_member(client, "use")
+        self._exchange.roster.require_member(client, "use")
         require_peer_ids(opening.predecessor, opening.successor)
         loaded = self.require_serving(opening.model, opening.start, opening.end, opening.dtype, opening.codec)
         if opening.numerics and opening.numerics != loaded.numerics:
@@ -298,11 +298,11 @@ class Server:
         with trio.move_on_after(timeout_s):
             for key, hop in self.sessions.hops.items():
                 session, start = key
-                if self._rpc.existing(hop.state.client) is None:
+                if self._rpc.find_channel(hop.state.client) is None:
                     self._end(key)
                 else:
                     leaving = Leaving(session=session, start=start, epoch=hop.state.epoch)
-                    self._outbox.tell(hop.state.client, framed(leaving))
+                    self._outbox.tell(hop.state.client, encode_frame(leaving))
             while self.sessions.hops:
                 await self._ended.wait()
 
@@ -311,7 +311,7 @@ class Server:
         self._adapters.forget()
         for key, hop in self.sessions.close_all():
             self._settle(hop)
-            self._outbox.tell(hop.state.client, framed(session_lost(key, reason)))
+            self._outbox.tell(hop.state.client, encode_frame(session_lost(key, reason)))
 
     def on_peer_gone(self, peer: PeerId) -> None:
         """Act on the end of a connection: a successor is suspected, and not dialled for a moment."""
@@ -324,7 +324,7 @@ class Server:
             hop = self._end(key)
             if hop is not None:
                 text = "others ask for cache, and this client uses more than a fair share"
-                self._outbox.tell(hop.state.client, framed(session_lost(key, text)))
+                self._outbox.tell(hop.state.client, encode_frame(session_lost(key, text)))
 
     def _end(self, key: Key) -> SessionHop | None:
         """End a hop, here and at the worker, at once: it waits for nothing, so that callers may go on judging."""
@@ -333,7 +333,7 @@ class Server:
             self._settle(hop)
         session, start = key
         with suppress(WorkerLost):
-            self._worker.post(framed(CloseSession(session=session, start=start)))
+            self._worker.post(encode_frame(CloseSession(session=session, start=start)))
         return hop
 
     def _settle(self, hop: SessionHop) -> None:

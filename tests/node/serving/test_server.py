@@ -55,8 +55,8 @@ class FullLedger:
 
 def scene() -> tuple[Server, FullWorker]:
     worker: Any = FullWorker()
-    rpc: Any = SimpleNamespace(network=SimpleNamespace(peer_id=PeerId("me")), existing=lambda *_: None)
-    exchange: Any = SimpleNamespace(voucher_of=lambda _: b"")
+    rpc: Any = SimpleNamespace(network=SimpleNamespace(peer_id=PeerId("me")), find_channel=lambda *_: None)
+    exchange: Any = SimpleNamespace(roster=SimpleNamespace(voucher_of=lambda _: b""))
     books = SimpleNamespace(serve=lambda *_: None)
     served: Any = SimpleNamespace(books=books, model=ModelId("m"), identity=None)
     services = ServerServices(rpc, exchange, supply=None)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def scene() -> tuple[Server, FullWorker]:
 def op(seq: int) -> tuple[Op, Frame]:
     tensor = TensorMeta(b=1, t=1, d=4, has_positions=False)
     made = Op(session=KEY[0], start=KEY[1], epoch=1, seq=seq, tensor=tensor)
-    (frame,) = FrameDecoder().feed_untrusted(messages.framed(made, bytes(16)))
+    (frame,) = FrameDecoder().feed_untrusted(messages.encode_frame(made, bytes(16)))
     return made, frame
 
 
