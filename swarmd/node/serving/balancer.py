@@ -157,10 +157,9 @@ class Balancer:
 
         And would it leave them if those alone counted who do?
         """
-        own_spans = self._own_spans(view)
-        if not own_spans:
+        own_span = self._own_span(view)
+        if own_span is None:
             return False
-        own_span = own_spans[0]
         of_model = view.serving(ModelId(own_span.model))
         overlapping = [s for s in of_model if s.start < own_span.end and s.end > own_span.start]
         near = [s for s in overlapping if s.peer != own_span.peer]
@@ -197,7 +196,7 @@ class Balancer:
 
     def choose_target(self, view: SwarmView) -> tuple[Decision[Target | None], int]:
         """Should this server hold something else now? And how many looks in a row must say so."""
-        own_span = next((span for span in self._own_spans(view) if span.state == "online"), None)
+        own_span = self._own_span(view)
         if own_span is None:
             return Decision(None, "nothing is served here yet that could move"), 0
         if not own_span.moves_left:
@@ -216,9 +215,10 @@ class Balancer:
                 return Decision(Target(rescue.model, None), reason), n_looks
         return self._look_within(view, own_span), LOOKS_THAT_AGREE
 
-    def _own_spans(self, view: SwarmView) -> list[SpanRecord]:
-        """This server's own records: two for a while, after it went from one model to another."""
-        return [span for span in view.spans if claimant_of(span) == self._own_slot]
+    def _own_span(self, view: SwarmView) -> SpanRecord | None:
+        """What this server serves now; another record of it is of the model that it left a while ago."""
+        own_spans = [span for span in view.spans if claimant_of(span) == self._own_slot]
+        return next((span for span in own_spans if span.state == "online"), None)
 
     def _look_within(self, view: SwarmView, own_span: SpanRecord) -> Decision[Target | None]:
         """Should it hold other blocks of the same model?"""
