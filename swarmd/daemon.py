@@ -41,10 +41,13 @@ from swarmd.node.machine.metrics import serve_metrics
 from swarmd.node.machine.presence import Presence, limits_of, verdict_now
 from swarmd.node.machine.service_manager import ServiceManager
 from swarmd.node.machine.store import Store
-from swarmd.node.members.directory import Directory, value_validator
+from swarmd.node.members.address_memory import AddressMemory
+from swarmd.node.members.directory import Directory, DirectoryServices
 from swarmd.node.members.order import Order
 from swarmd.node.members.reachability import Reachability
+from swarmd.node.members.record_signer import RecordSigner
 from swarmd.node.members.registrar import Registrar
+from swarmd.node.members.rendezvous import value_validator
 from swarmd.node.serving.balancer import Turnover
 from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
@@ -412,17 +415,11 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
 def _directory_of(
     member: LocalMember, services: DaemonServices, exchange: Exchange, rpc: Rpc, config: Config
 ) -> Directory:
+    memory_file = member.home.peers_file if member.home else None
     return Directory(
-        member.identity,
-        member.certificate,
-        services.network,
-        rpc,
-        services.records,
-        exchange,
-        wall_clock=services.wall_clock,
-        rng=services.rng,
-        bootstrap=member.bootstrap,
-        memory_file=member.home.peers_file if member.home else None,
+        DirectoryServices(rpc, exchange, services.records, services.rng),
+        RecordSigner(member.identity, member.certificate, exchange, services.wall_clock),
+        AddressMemory(member.bootstrap, memory_file, member.identity.peer_id),
         is_exchange_on=config.exchange,
     )
 

@@ -234,7 +234,7 @@ class Owner:
     def addresses(self) -> answers.AddressesAnswer:
         """Addresses to give to newcomers, this machine's first."""
         own_addresses = self._services.rpc.network.addresses()
-        book = {self._services.me: own_addresses, **self._directory.address_book()}
+        book = {self._services.me: own_addresses, **self._directory.rendezvous.address_book()}
         addresses = {str(peer): tuple(listed) for peer, listed in book.items()}
         return answers.AddressesAnswer(addresses=addresses)
 
@@ -252,7 +252,7 @@ class Owner:
         """Measure a round trip to the peer whose id ends so. Raises ConfigError."""
         peer_id = self._directory.view().peer_ending(peer)
         try:
-            trip_ms = ms(await self._directory.ping(peer_id))
+            trip_ms = ms(await self._directory.probes.ping(peer_id))
             path = self._services.rpc.network.way_to(peer_id)
             return answers.PingAnswer(peer=peer_id, round_trip_ms=trip_ms, error=None, way=path)
         except PeerError as error:
