@@ -60,7 +60,7 @@ from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import Accuse, AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
-from swarmd.report import Owner
+from swarmd.report import DaemonParts, Owner
 from swarmd.train.runs import Runs
 from swarmd.usage_ledger import UsageKind, UsageLedger
 from swarmd.values import ModelId, PeerId
@@ -160,17 +160,17 @@ class Daemon:
         self.gateway = _gateway_of(home, config)
         self.reachability = _reachability_of(services, self.rpc, self.directory, config)
         self.health = Health(network.peer_id, version("swarmd"), services.wall_clock)
-        self.owner = Owner(
-            hosting_services,
-            self.hosts,
-            self.runs,
-            home,
-            self.stop,
-            gateway=self.gateway,
-            reachability=self.reachability,
+        parts = DaemonParts(
+            services=hosting_services,
+            hosts=self.hosts,
+            runs=self.runs,
             health=self.health,
             prober=self.prober,
+            home=home,
+            gateway=self.gateway,
+            reachability=self.reachability,
         )
+        self.owner = Owner(parts, self.stop)
         self._certificate = member.certificate
         self._understands = services.understands
         self._home = home

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import msgspec
@@ -35,33 +36,37 @@ from swarmd.train.runs import Runs
 from swarmd.values import ModelId, PeerId, Span
 
 
+@dataclass(frozen=True, slots=True)
+class DaemonParts:
+    """The parts of a daemon that know the answers. None: it has no such part."""
+
+    services: HostingServices
+    hosts: Hosts
+    runs: Runs
+    health: Health
+    prober: Prober
+    home: Home | None
+    gateway: GatewayProcess | None
+    reachability: Reachability | None
+
+
 class Owner:
     """See the module. ``stop`` ends the daemon."""
 
-    def __init__(
-        self,
-        services: HostingServices,
-        hosts: Hosts,
-        runs: Runs,
-        home: Home | None,
-        stop: Callable[[], None],
-        gateway: GatewayProcess | None = None,
-        reachability: Reachability | None = None,
-        health: Health | None = None,
-        prober: Prober | None = None,
-    ) -> None:
-        self.runs = runs
+    def __init__(self, parts: DaemonParts, stop: Callable[[], None]) -> None:
+        services = parts.services
+        self.runs = parts.runs
         self.stop = stop
         self._services = services
         self._directory = services.directory
         self._store = services.store
-        self._hosts = hosts
-        self._home = home
-        self._gateway = gateway
+        self._hosts = parts.hosts
+        self._home = parts.home
+        self._gateway = parts.gateway
         self._presence = services.presence
-        self._reachability = reachability
-        self._health = health
-        self._prober = prober
+        self._reachability = parts.reachability
+        self._health = parts.health
+        self._prober = parts.prober
         self._started_at = trio.current_time()
 
     # --- reading ---------------------------------------------------------------------------------------------
@@ -100,8 +105,6 @@ class Owner:
         return tuple(row for deployment in self._hosts.deployments() for row in deployment.server.sessions.rows())
 
     def _health_rows(self, view: SwarmView) -> tuple[answers.HealthRow, ...]:
-        if self._health is None:
-            return ()
         links = [deployment.worker.snapshot() for deployment in self._hosts.deployments()]
         devices = [link.loaded.device for link in links if link.loaded is not None]
         workers = [WorkerLife(link.state == "online", link.restarts, link.last_end) for link in links]
@@ -205,7 +208,7 @@ class Owner:
             sessions=named or sessions,
             chains={} if named else self._chains(model),
             standing=self._services.rpc.standing.rows(),
-            probes=self._prober.snapshot() if self._prober else (),
+            probes=self._prober.snapshot(),
         )
 
     def _chains(self, model: str) -> dict[str, ChainRow]:

@@ -85,6 +85,21 @@ class Turnover:
         return Risk(TARGET_REDUNDANCY, lowest, chance)
 
 
+@dataclass(frozen=True, slots=True)
+class BalancerServices:
+    """What a balancer uses of its daemon. It looks every ``interval_s``.
+
+    ``trials`` finds out who serves what it claims: a record alone, that others hold these blocks too, moves nobody.
+    """
+
+    view: Callable[[], SwarmView]
+    wall_clock: Callable[[], float]
+    rng: random.Random
+    interval_s: float
+    turnover: Turnover
+    trials: Trials
+
+
 # All members compute the same plan from records, and only the server that the plan names first moves. Three things
 # could still make servers move for nothing, so a move needs all of:
 #
@@ -96,30 +111,18 @@ class Turnover:
 # Peers could announce blocks that they never serve, to make honest servers leave them. Such a claim stops counting once
 # its trial sessions are refused (``trials``), and before a move each claim that matters is tried again.
 class Balancer:
-    """Decides when one server moves. ``on_move`` has it hold the target instead; False when that cannot be.
-
-    ``trials`` finds out who serves what it claims: a record alone, that others hold these blocks too, moves nobody.
-    """
+    """Decides when one server moves. ``on_move`` has it hold the target instead; False when that cannot be."""
 
     def __init__(
-        self,
-        view: Callable[[], SwarmView],
-        own_slot: Own,
-        *,
-        wall_clock: Callable[[], float],
-        rng: random.Random,
-        interval_s: float,
-        turnover: Turnover,
-        trials: Trials,
-        on_move: Callable[[Decision[Target]], Awaitable[bool]],
+        self, services: BalancerServices, own_slot: Own, on_move: Callable[[Decision[Target]], Awaitable[bool]]
     ) -> None:
-        self._view = view
+        self._view = services.view
+        self._wall_clock = services.wall_clock
+        self._rng = services.rng
+        self._interval_s = services.interval_s
+        self._turnover = services.turnover
+        self._trials = services.trials
         self._own_slot = own_slot
-        self._wall_clock = wall_clock
-        self._rng = rng
-        self._interval_s = interval_s
-        self._turnover = turnover
-        self._trials = trials
         self._on_move = on_move
         self._moved_at: list[float] = []
         self._last_move: str | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from swarmd.node.serving.balancer import Balancer, Turnover
+from swarmd.node.serving.balancer import Balancer, BalancerServices, Turnover
 from swarmd.plan.chains.placement import Target
 from swarmd.plan.chains.view import RecordBook, SwarmView
 from swarmd.protocol.membership.catalog import Catalog
@@ -30,16 +30,15 @@ class BalancerScene:
         self.up_since: dict[str, int] = {}
         self.refusing: set[str] = set()  # peers that take no sessions
         self.turnover = Turnover(lambda: self.now)
-        self.balancer = Balancer(
-            self.view,
-            ("me", 0),
+        services = BalancerServices(
+            view=self.view,
             wall_clock=lambda: self.now,
             rng=random.Random(0),
             interval_s=60.0,
             turnover=self.turnover,
             trials=self,  # type: ignore[arg-type]
-            on_move=self._ignore,
         )
+        self.balancer = Balancer(services, ("me", 0), self._ignore)
 
     async def find_serving(self, spans: list[SpanRecord]) -> set[Any]:
         return {(s.peer, s.slot) for s in spans if s.peer not in self.refusing}
