@@ -316,7 +316,7 @@ class Daemon:
     # --- what this peer says of itself -----------------------------------------------------------------------
 
     def _uplink(self) -> tuple[float | None, bool]:
-        is_decoding = any(deployment.n_decoding for deployment in self.hosts.deployments())
+        is_decoding = any(deployment.load.n_decoding for deployment in self.hosts.deployments())
         return self.directory.links.up_bytes_per_s, is_decoding
 
     def _describe(self) -> list[dict[str, Any]]:

@@ -163,7 +163,7 @@ class Deployment:
             reason = f"the worker of this hop ended: {worker.reason}"
             self.server.on_worker_lost(reason)
             self.lanes.on_worker_lost(reason)
-        self._announced = self._load()
+        self._announced = self.load
 
     def _tokens_that_fit(self, loaded: Loaded) -> int:
         """Cache tokens that may be promised: what the settings say, if half of the free memory can hold them."""
@@ -173,16 +173,13 @@ class Deployment:
         return min(self._settings.cache_tokens, free_bytes // 2 // max(1, per_token))
 
     @property
-    def n_decoding(self) -> int:
-        """How many sessions took a step just now."""
-        return self.server.sessions.n_decoding(trio.current_time())
-
-    def _load(self) -> ServerLoad:
-        return ServerLoad(self.server.ledger.room_tokens, self.n_decoding)
+    def load(self) -> ServerLoad:
+        """How full it is now."""
+        return ServerLoad(self.server.ledger.room_tokens, self.server.sessions.n_decoding(trio.current_time()))
 
     def _tell_news(self) -> None:
         """Room or load may be other than what was announced: tell when that is worth it."""
-        load = self._load()
+        load = self.load
         if is_news(self._announced, load, self.server.ledger.total_tokens):
             self._announced = load
             self._events.on_news()
@@ -192,6 +189,7 @@ class Deployment:
     def record_fields(self) -> dict[str, Any]:
         """Give the fields of its SpanRecord that it knows."""
         loaded = self.worker.loaded
+        load = self.load
         span = self.placement.span
         return {
             "model": self.placement.model,
@@ -203,8 +201,8 @@ class Deployment:
             "prefill_tokens_per_s": loaded.speed.prefill_tokens_per_s if loaded else None,
             "batch_tokens_per_s": loaded.speed.batch_tokens_per_s if loaded else {},
             "head": bool(loaded and loaded.has_head),
-            "n_decoding": self.n_decoding,
-            "free_cache_tokens": self.server.ledger.room_tokens,
+            "n_decoding": load.n_decoding,
+            "free_cache_tokens": load.room_tokens,
         }
 
 

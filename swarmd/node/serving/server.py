@@ -162,50 +162,47 @@ class Server:
         """Act on one message about sessions; False when it is none. Raises Refused."""
         if not self._tasks.is_open:
             return False
+        sessions = self.sessions
         try:
-            return await self._act(peer, message, frame, channel)
+            if isinstance(message, Op):
+                await self._on_op(peer, message, frame)
+            elif isinstance(message, Progress):
+                self._heartbeats.on_progress(peer, message, trio.current_time())
+            elif isinstance(message, OpenSession) and channel is not None:
+                await self._on_open(channel, message)
+            elif isinstance(message, Reroute) and channel is not None:
+                require_peer_ids(message.predecessor, message.successor)
+                hop = sessions.find_own(peer, key_of(message))
+                hop.reroute(message, trio.current_time())
+                self._tasks.start_soon(self._replies.reply_rerouted, channel, message, hop)
+            elif isinstance(message, Replay):
+                sessions.find_own(peer, key_of(message)).require_epoch(message.epoch, exactly=True)
+                answer = await self._worker.ask(message)
+                self._tasks.start_soon(self._replies.reply_replayed, peer, message, answer)
+            elif isinstance(message, CloseSession):
+                if key_of(message) in sessions.hops:  # else it is over already, which is as good
+                    sessions.find_own(peer, key_of(message))
+                    self._end(key_of(message))
+            elif isinstance(message, WantReceipt | WantTokens):
+                await self._receipts.answer(sessions.find_own(peer, key_of(message)), message)
+            elif isinstance(message, Taken):
+                hop = sessions.find_own(peer, key_of(message))
+                self._receipts.accept_bill(hop, message, bytes(frame.payload))
+            elif isinstance(message, HandOver):
+                await self._on_hand_over(peer, message)
+            elif isinstance(message, CachePart):
+                hop = sessions.find_heir(peer, key_of(message))
+                hop.used_at = trio.current_time()
+                await self._worker.send(frame.raw)
+            elif isinstance(message, Refusal) and message.session is not None:
+                self._heartbeats.on_refusal(peer, message)
+            else:
+                return False
         except Refused as error:
-            self.sessions.refused[error.code.value] += 1
+            sessions.refused[error.code.value] += 1
             raise
         except WorkerLost:
             raise Refused(Code.SESSION_LOST, "the worker of this hop ended") from None
-
-    async def _act(self, peer: PeerId, message: AnyMessage, frame: Frame, channel: Channel | None) -> bool:
-        sessions = self.sessions
-        if isinstance(message, Op):
-            await self._on_op(peer, message, frame)
-        elif isinstance(message, Progress):
-            self._heartbeats.on_progress(peer, message, trio.current_time())
-        elif isinstance(message, OpenSession) and channel is not None:
-            await self._on_open(channel, message)
-        elif isinstance(message, Reroute) and channel is not None:
-            require_peer_ids(message.predecessor, message.successor)
-            hop = sessions.find_own(peer, key_of(message))
-            hop.reroute(message, trio.current_time())
-            self._tasks.start_soon(self._replies.reply_rerouted, channel, message, hop)
-        elif isinstance(message, Replay):
-            sessions.find_own(peer, key_of(message)).require_epoch(message.epoch, exactly=True)
-            answer = await self._worker.ask(message)
-            self._tasks.start_soon(self._replies.reply_replayed, peer, message, answer)
-        elif isinstance(message, CloseSession):
-            if key_of(message) in sessions.hops:  # else it is over already, which is as good
-                sessions.find_own(peer, key_of(message))
-                self._end(key_of(message))
-        elif isinstance(message, WantReceipt | WantTokens):
-            await self._receipts.answer(sessions.find_own(peer, key_of(message)), message)
-        elif isinstance(message, Taken):
-            hop = sessions.find_own(peer, key_of(message))
-            self._receipts.accept_bill(hop, message, bytes(frame.payload))
-        elif isinstance(message, HandOver):
-            await self._on_hand_over(peer, message)
-        elif isinstance(message, CachePart):
-            hop = sessions.find_heir(peer, key_of(message))
-            hop.used_at = trio.current_time()
-            await self._worker.send(frame.raw)
-        elif isinstance(message, Refusal) and message.session is not None:
-            self._heartbeats.on_refusal(peer, message)
-        else:
-            return False
         return True
 
     async def _on_op(self, peer: PeerId, op: Op, frame: Frame) -> None:
