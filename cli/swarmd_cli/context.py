@@ -7,7 +7,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from swarmd.folders import SOCKET, default_folder
 
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
     from swarmd.home.membership import MembershipFiles
     from swarmd.home.models import ModelFolders
     from swarmd.home.paths import Home
+    from swarmd.member_status import PeersAnswer
+    from swarmd.status import Status
 
+Answer = TypeVar("Answer", bound="Status")
 JsonObject = dict[str, Any]
 
 INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
@@ -69,8 +74,32 @@ def model_folders() -> ModelFolders:
     return ModelFolders(home())
 
 
-def ask(verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> JsonObject:
+# What the daemon answers is decoded into the very structs that it fills in (swarmd.status and its neighbours), so that
+# mypy knows each field that a verb prints. What --json prints is the daemon's own answer, whatever is in it:
+#
+#     ask_json -- a dict --> print_json         read_answer -- a Status --> tables
+#
+# A daemon of a newer version may say more, which is passed over; one that says less is told of in read_answer.
+
+
+def ask(answer: type[Answer], verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> Answer:
     """Call the daemon's control API. Raises DaemonNotRunning, or what the daemon refused with."""
+    return read_answer(answer, ask_json(verb, method, timeout_s, **query))
+
+
+def read_answer(answer: type[Answer], body: JsonObject) -> Answer:
+    """Decode what a daemon answered. Raises SwarmError when a daemon of another version says something else."""
+    try:
+        return msgspec.convert(body, answer)
+    except msgspec.ValidationError as error:
+        from swarmd.errors import SwarmError
+
+        text = "the daemon is of another version than this command, and its answer differs"
+        raise SwarmError(f"{text}: {error}: start it anew (swarmd down, then swarmd up)") from None
+
+
+def ask_json(verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> JsonObject:
+    """Call the daemon's control API, and return its answer as it came. Raises as ``ask``."""
     from swarmd import errors
     from swarmd.net import local
 
@@ -86,16 +115,23 @@ def is_running() -> bool:
     from swarmd.errors import SwarmError
 
     try:
-        ask("status", timeout_s=3.0)
+        ask_json("status", timeout_s=3.0)
     except SwarmError:
         return False
     return True
 
 
+def find_peers() -> PeersAnswer:
+    """Ask the daemon whom it knows; nobody where it does not run."""
+    from swarmd.member_status import PeersAnswer
+
+    return ask(PeersAnswer, "peers") if is_running() else PeersAnswer(peers=())
+
+
 def reload_daemon() -> None:
     """Have the daemon, if it runs, take over what was changed here: catalog, models, rules."""
     if is_running():
-        ask("reload", "POST")
+        ask_json("reload", "POST")
 
 
 def wait_until(is_done: Callable[[], bool]) -> bool:

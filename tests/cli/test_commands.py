@@ -250,7 +250,7 @@ def check_running(swarm: LocalSwarm, tmp_path: Path) -> None:
     fails(swarmd("up", home=home), 2, "another daemon runs on")
     port = founder.ask("status")["addresses"][0].split("/")[4]
     other_home = Home(tmp_path / "other")
-    other_home.found("other")
+    Founder(other_home).found("other")
     fails(
         swarmd("up", "--listen", f"/ip4/127.0.0.1/tcp/{port}", home=other_home.folder), 2, "in use by another program"
     )
@@ -298,5 +298,5 @@ def test_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ConfigError, match=r"cannot write .*No space left on device"):
-        Home(tmp_path / "home").found("x")
+        Founder(Home(tmp_path / "home")).found("x")
     assert not list((tmp_path / "home").glob(".*.new")), "nothing half-written stays behind"

@@ -19,6 +19,8 @@ from swarmd.home.membership import MembershipFiles
 from swarmd.home.models import ModelFolders, bundled_folder
 from swarmd.home.paths import Home
 from swarmd.protocol.membership.identity import Identity, certify
+from swarmd.status import ModelRow
+from tests.cli.answers import filled
 from tests.cli.typed import swarmd
 
 MODEL = "b" * 64
@@ -96,7 +98,8 @@ def test_who_may_not_publish_learns_how_he_may(home: Home) -> None:
 
 def test_a_model_of_two_names_is_one_row(home: Home) -> None:
     assert "my smol, smol" in swarmd(home, "models", "ls")
-    assert [row["name"] for row in merge_names([{"name": n, "model": MODEL} for n in "ab"])] == ["a, b"]
+    rows = [filled(ModelRow, name=name, model=MODEL) for name in "ab"]
+    assert [row.name for row in merge_names(rows)] == ["a, b"]
 
 
 def test_who_may_not_publish_is_told_before_anything_is_read_or_converted(home: Home, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ WRONG = (
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("founded")
-    Home(folder).found("ours")
+    Founder(Home(folder)).found("ours")
     return folder
 
 

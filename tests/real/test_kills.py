@@ -195,8 +195,8 @@ class Life:
         was_in, again = Home(home).has_joined, self.cli("join", self.invite, home=home)
         said, _ = again.communicate(timeout=60)
         assert ("is a member of" in said) if was_in else ("Joined the swarm" in said), said
-        assert Home(home).swarm().keys.name == "test"
-        Home(home).identity()
+        assert MembershipFiles(Home(home)).swarm().keys.name == "test"
+        MembershipFiles(Home(home)).identity()
         self.kill()
 
 

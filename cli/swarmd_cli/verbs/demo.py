@@ -25,7 +25,10 @@ from swarmd.home.founder import Founder
 from swarmd.home.membership import MembershipFiles
 from swarmd.home.paths import Home
 from swarmd.importing import importing
+from swarmd.member_status import PeersAnswer
 from swarmd.protocol.membership.identity import Identity
+from swarmd.status import DaemonStatus
+from swarmd_cli.context import Answer, read_answer
 from swarmd_cli.gateway_client import open_gateway
 
 SPANS = ((0, 4), (1, 5), (2, 6))
@@ -73,11 +76,11 @@ class Volunteers:
             )
         self.processes.append(process)
 
-    def ask(self, index: int, path: str) -> dict[str, Any]:
+    def ask(self, index: int, answer: type[Answer], verb: str) -> Answer:
         """Call a volunteer's control API."""
         unencrypted = httpx.HTTPTransport(uds=str(self.homes[index].socket), verify=False)
         with httpx.Client(transport=unencrypted, timeout=10) as http:
-            return dict(http.get(f"http://swarmd/v1/{path}").json())
+            return read_answer(answer, http.get(f"http://swarmd/v1/{verb}").json())
 
     def wait_for(self, condition: Any, missing: str, on_stage: Callable[[str], None]) -> None:
         """Wait as long as anything changes in what the daemons say; ``on_stage`` gets it. Raises SwarmUnavailable."""
@@ -105,12 +108,12 @@ class Volunteers:
         for index, name in enumerate(NAMES[: len(self.processes)]):
             try:
                 has_socket = self.homes[index].socket.exists()
-                hosting = self.ask(index, "status")["hosting"] if has_socket else []
+                hosting = self.ask(index, DaemonStatus, "status").hosting if has_socket else ()
             except httpx.TransportError:  # a moment before it takes connections
-                hosting = []
+                hosting = ()
             stage = "online" if hosting else "starting its daemon"
-            if hosting and hosting[0]["state"] != "online" and hosting[0]["why"]:
-                stage = hosting[0]["why"]
+            if hosting and hosting[0].state != "online" and hosting[0].why:
+                stage = hosting[0].why
             stages.append(f"{name}: {stage}")
         return "\n  ".join(stages)
 
@@ -171,15 +174,15 @@ def _assemble(volunteers: Volunteers, on_stage: Callable[[str], None]) -> None:
     home = volunteers.homes[0]
     volunteers.start(0)
     volunteers.wait_for(home.socket.exists, "founder's control socket", on_stage)
-    invite = Founder(home).invite(tuple(volunteers.ask(0, "status")["addresses"]), 3_600)
+    invite = Founder(home).invite(volunteers.ask(0, DaemonStatus, "status").addresses, 3_600)
     for index in (1, 2):
         guest = MembershipFiles(volunteers.homes[index])
         guest.enter(invite, Identity.generate(), MembershipFiles(home).catalog_raw())
         volunteers.start(index)
 
     def is_complete() -> bool:
-        peers: list[dict[str, Any]] = volunteers.ask(0, "peers")["peers"]
-        online = [span for peer in peers for span in peer["spans"] if span["state"] == "online"]
+        peers = volunteers.ask(0, PeersAnswer, "peers").peers
+        online = [span for peer in peers for span in peer.spans if span.state == "online"]
         return len(online) == len(NAMES)
 
     volunteers.wait_for(is_complete, "complete set of blocks", on_stage)

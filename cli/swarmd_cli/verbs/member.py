@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import INTERRUPTED, ask, founder, home, is_running, membership, reload_daemon, wait_until
+from swarmd_cli.context import (
+    INTERRUPTED,
+    ask,
+    ask_json,
+    find_peers,
+    founder,
+    home,
+    is_running,
+    membership,
+    reload_daemon,
+    wait_until,
+)
 from swarmd_cli.preflight import explain_waiting
 
 if TYPE_CHECKING:
@@ -228,17 +239,19 @@ def drain(model: Served = "") -> None:
 
     Example: swarmd drain
     """
-    answer = ask("drain", "POST", model=model)
-    print(f"draining: {count(answer['sessions'], 'session')} to be taken over", flush=True)
+    from swarmd.status import DaemonStatus, DrainAnswer
+
+    answer = ask(DrainAnswer, "drain", "POST", model=model)
+    print(f"draining: {count(answer.sessions, 'session')} to be taken over", flush=True)
 
     def is_drained() -> bool:
-        daemon_status = ask("status")
-        serving = [hosting["serving"] for hosting in daemon_status["hosting"] if hosting["serving"]]
+        daemon_status = ask(DaemonStatus, "status")
+        serving = [hosting.serving for hosting in daemon_status.hosting if hosting.serving]
         if not model:
             return not serving
-        hash_of_name = {row["name"]: row["model"] for row in daemon_status["models"]}
+        hash_of_name = {row.name: row.model for row in daemon_status.models}
         model_hash = hash_of_name.get(model, model)
-        return all(model_hash != served["model"] and model != served["name"] for served in serving)
+        return all(model_hash != served.model and model != served.name for served in serving)
 
     is_done = wait_until(is_drained)
     print("drained; swarmd resume serves again" if is_done else "the daemon is still at it: swarmd status")
@@ -249,8 +262,11 @@ def resume(model: Served = "") -> None:
 
     Example: swarmd resume
     """
-    answer = ask("resume", "POST", model=model)
-    print("serving again: swarmd status" if answer["serving"] else f"not yet: {answer['policy']['why']}")
+    from swarmd.status import ResumeAnswer
+
+    answer = ask(ResumeAnswer, "resume", "POST", model=model)
+    why_not = answer.policy.why if answer.policy else ""
+    print("serving again: swarmd status" if answer.serving else f"not yet: {why_not}")
 
 
 def down() -> None:
@@ -258,7 +274,7 @@ def down() -> None:
 
     Example: swarmd down
     """
-    ask("down", "POST")
+    ask_json("down", "POST")
     is_done = wait_until(lambda: not home().socket.exists())
     print("stopped" if is_done else "the daemon was told to stop and is still at it")
 
@@ -282,10 +298,11 @@ def _invite_addresses() -> tuple[str, ...]:
     """Choose the addresses of an invite: the daemon's and those of other live members, else a guess."""
     from swarmd import config
     from swarmd.errors import DaemonNotRunning
+    from swarmd.status import AddressesAnswer
 
     state = home()
     try:
-        by_peer = ask("addresses")["addresses"]
+        by_peer = ask(AddressesAnswer, "addresses").addresses
         return tuple(address for addresses in by_peer.values() for address in addresses[:2])[:8]
     except DaemonNotRunning:
         from swarmd.net.interfaces import expand_wildcards
@@ -320,8 +337,8 @@ def _invite_key(text: str) -> bytes:
     # An id may stand in the catalog, in the record of a member that it admitted, or in the certificate of a peer that
     # is here: an invite can be revoked though the catalog never listed it.
     catalog = membership().catalog()
-    answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
-    seen_sponsors = {row["voucher"] for row in (*answer["peers"], *answer["waiting"])}
+    answer = find_peers()
+    seen_sponsors = {peer.voucher for peer in answer.peers} | {guest.voucher for guest in answer.waiting}
     admitted = {entry.invite.hex() for entry in catalog.admitted.values()}
     invited = {key.hex() for key in catalog.invites}
     known = sorted((invited | admitted | seen_sponsors) - {""})

@@ -15,6 +15,7 @@ from swarmd.values import count, some_of
 from swarmd_cli.context import (
     JsonObject,
     ask,
+    ask_json,
     format_size,
     founder,
     home,
@@ -23,6 +24,7 @@ from swarmd_cli.context import (
     model_folders,
     print_json,
     print_table,
+    read_answer,
     reload_daemon,
 )
 from swarmd_cli.convert import delete_converted
@@ -32,6 +34,7 @@ from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
 if TYPE_CHECKING:
     from swarmd.protocol.membership.catalog import Catalog
     from swarmd.protocol.models.manifest import Manifest
+    from swarmd.status import DownloadRow, ModelRow
 
 LOOK_INTERVAL_S = 0.5  # between two questions to the daemon how far it is
 
@@ -47,7 +50,9 @@ def ls(as_json: Json = False) -> None:
 
     Example: swarmd models ls
     """
-    listed = ask("models")["models"] if is_running() else _offline_models()
+    from swarmd.status import ModelsAnswer
+
+    body = ask_json("models") if is_running() else None
     catalog = membership().catalog()
     names = {model: name for name, (model, _) in catalog.models.items()}
     adapters = [
@@ -55,14 +60,15 @@ def ls(as_json: Json = False) -> None:
         for name, (hash_, base) in sorted(catalog.adapters.items())
     ]
     if as_json:
-        print_json({"models": listed, "adapters": adapters})
+        models = _offline_rows() if body is None else body["models"]
+        print_json({"models": models, "adapters": adapters})
         return
-    listed = merge_names(listed)
+    listed = merge_names(_offline_models() if body is None else read_answer(ModelsAnswer, body).models)
     columns = ["name", "hash", "blocks", "blocks here", "blocks missing in the swarm"]
     print_table("Models", columns, [_model_row(row) for row in listed])
     for row in listed:
-        if row["help"]:
-            print(f"{row['name']}: {row['help']}")
+        if row.help:
+            print(f"{row.name}: {row.help}")
     if adapters:
         adapter_rows = []
         for adapter in adapters:
@@ -72,13 +78,12 @@ def ls(as_json: Json = False) -> None:
         print_table("Adapters", ["name", "hash", "for"], adapter_rows)
 
 
-def _model_row(row: JsonObject) -> list[str]:
-    blocks_here = ", ".join(map(span_text, row["blocks_here"])) or "no"
-    if row["here"]:
+def _model_row(row: ModelRow) -> list[str]:
+    blocks_here = ", ".join(map(span_text, row.blocks_here)) or "no"
+    if row.here:
         blocks_here = "all"
-    missing = ", ".join(map(span_text, row["missing"])) or "none"
-    model = row["model"][:12]
-    return [row["name"], model, str(row["blocks"]), blocks_here, missing]
+    missing = ", ".join(map(span_text, row.missing)) or "none"
+    return [row.name, row.model[:12], str(row.blocks), blocks_here, missing]
 
 
 @app.command("add")
@@ -229,12 +234,14 @@ def pull(
 
     Example: swarmd models pull llama --blocks 0:16
     """
-    model_id = ask("pull", "POST", model=model, blocks=blocks)["model"]
-    row = _follow_download(model_id, quiet=as_json)
+    from swarmd.status import HereAnswer, PullAnswer
+
+    model_id = ask(PullAnswer, "pull", "POST", model=model, blocks=blocks).model
+    body = _follow_download(model_id, quiet=as_json)
     if as_json:
-        print_json(row)
+        print_json(body)
     else:
-        print(f"{model}: here, in {row['folder']}")
+        print(f"{model}: here, in {read_answer(HereAnswer, body).folder}")
 
 
 @app.command("rm")
@@ -245,6 +252,7 @@ def rm(model: Model) -> None:
     """
     from swarmd.errors import ConfigError
     from swarmd.home.models import bundled_model
+    from swarmd.status import RemoveAnswer
     from swarmd.weights.library import Library
 
     state = home()
@@ -267,7 +275,7 @@ def rm(model: Model) -> None:
         print(f"{model}: this machine no longer offers it; {fate}")
         return
     if is_running():
-        n_bytes = ask("rm", "POST", model=model_id)["freed_bytes"]
+        n_bytes = ask(RemoveAnswer, "rm", "POST", model=model_id).freed_bytes
     else:
         n_bytes = Library(state.weights, model_folders().read()).remove(model_id)
     print(f"{model}: deleted, {format_size(n_bytes)} freed")
@@ -376,26 +384,31 @@ def delegate(
 
 
 def _follow_download(model: str, quiet: bool) -> JsonObject:
-    """Show a download until it ends: a bar on a terminal, else a line now and then. Raises what it ended with."""
+    """Show a download until it ends: a bar on a terminal, else a line now and then. Raises what it ended with.
+
+    Returns what the daemon says of the model then.
+    """
     from swarmd.errors import SwarmError
+    from swarmd.status import DownloadsAnswer, HereAnswer
 
     progress: type[_NoProgress] = _NoProgress
     if not quiet:
         progress = _ProgressBar if sys.stderr.isatty() else _ProgressLines
     with progress() as update:
         while True:
-            row: JsonObject = ask("here", model=model)
-            if not row["pulling"]:
+            body = ask_json("here", model=model)
+            here = read_answer(HereAnswer, body)
+            if not here.pulling:
                 break
-            for download in ask("downloads")["downloads"]:
-                if download["model"] == model:
+            for download in ask(DownloadsAnswer, "downloads").downloads:
+                if download.model == model:
                     update(download)
             time.sleep(LOOK_INTERVAL_S)
-    if row["failure"]:
-        error = SwarmError(row["failure"])
-        error.exit_code = row["exit_code"]
+    if here.failure:
+        error = SwarmError(here.failure)
+        error.exit_code = here.exit_code
         raise error
-    return row
+    return body
 
 
 class _NoProgress:
@@ -413,9 +426,9 @@ class _ProgressLines(_NoProgress):
     def __enter__(self) -> Any:
         shown_tenths = -1
 
-        def update(download: JsonObject) -> None:
+        def update(download: DownloadRow) -> None:
             nonlocal shown_tenths
-            tenths = 10 * download["done_bytes"] // max(1, download["total_bytes"])
+            tenths = 10 * download.done_bytes // max(1, download.total_bytes)
             if tenths != shown_tenths:
                 shown_tenths = tenths
                 print(download_line(download), file=sys.stderr, flush=True)
@@ -439,10 +452,10 @@ class _ProgressBar(_NoProgress):
         self._progress.start()
         task = self._progress.add_task("", total=None, note="")
 
-        def update(download: JsonObject) -> None:
+        def update(download: DownloadRow) -> None:
             note = download_line(download).split(", ", 1)[1]
-            total = download["total_bytes"]
-            self._progress.update(task, total=total, completed=download["done_bytes"], note=note)
+            total = download.total_bytes
+            self._progress.update(task, total=total, completed=download.done_bytes, note=note)
 
         return update
 
@@ -450,7 +463,15 @@ class _ProgressBar(_NoProgress):
         self._progress.stop()
 
 
-def _offline_models() -> list[JsonObject]:
+def _offline_rows() -> list[JsonObject]:
+    """What is known without a daemon, for programs."""
+    keys = ("name", "model", "blocks", "coverage", "missing", "help", "here", "blocks_here")
+    return [{key: getattr(row, key) for key in keys} for row in _offline_models()]
+
+
+def _offline_models() -> list[ModelRow]:
+    """List what the catalog and this machine's folders say; of the swarm nothing is known."""
+    from swarmd.status import ModelRow
     from swarmd.weights.library import Library
 
     state = home()
@@ -460,8 +481,23 @@ def _offline_models() -> list[JsonObject]:
     rows = []
     for name, (model, n_blocks) in sorted(member.catalog().models.items()):
         folder = folders.get(model)  # type: ignore[call-overload]
-        blocks = [[span.start, span.end] for span in folder.blocks_held] if folder else []
-        presence = {"here": folder is not None and folder.is_whole, "blocks_here": blocks}
-        absence = {"coverage": [0] * n_blocks, "missing": [[0, n_blocks]], "help": ""}
-        rows.append({"name": name, "model": model, "blocks": n_blocks, **absence, **presence})
+        rows.append(
+            ModelRow(
+                name=name,
+                model=model,
+                blocks=n_blocks,
+                coverage=(0,) * n_blocks,
+                missing=((0, n_blocks),),
+                help="",
+                target=0,
+                lowest=0,
+                gap_chance_within_hour=None,
+                here=folder is not None and folder.is_whole,
+                blocks_here=tuple((span.start, span.end) for span in folder.blocks_held) if folder else (),
+                folder=None,
+                pulling=False,
+                failure=None,
+                exit_code=0,
+            )
+        )
     return rows

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class Heartbeats:
     """See the module. Acts on the hops that its server holds."""
 
-    def __init__(self, rpc: Rpc, hops: Hops[SessionHop], outbox: Outbox) -> None:
+    def __init__(self, rpc: Rpc, hops: Hops, outbox: Outbox) -> None:
         self._rpc = rpc
         self._hops = hops
         self._outbox = outbox
