@@ -41,10 +41,13 @@ from swarmd.node.machine.metrics import serve_metrics
 from swarmd.node.machine.presence import Presence, limits_of, verdict_now
 from swarmd.node.machine.service_manager import ServiceManager
 from swarmd.node.machine.store import Store
-from swarmd.node.members.directory import Directory, value_validator
+from swarmd.node.members.address_memory import AddressMemory
+from swarmd.node.members.directory import Directory, DirectoryServices
 from swarmd.node.members.order import Order
 from swarmd.node.members.reachability import Reachability
+from swarmd.node.members.record_signer import RecordSigner
 from swarmd.node.members.registrar import Registrar
+from swarmd.node.members.rendezvous import value_validator
 from swarmd.node.serving.balancer import Turnover
 from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
@@ -57,7 +60,7 @@ from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import Accuse, AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
-from swarmd.report import Owner
+from swarmd.report import DaemonParts, Owner
 from swarmd.train.runs import Runs
 from swarmd.usage_ledger import UsageKind, UsageLedger
 from swarmd.values import ModelId, PeerId
@@ -157,17 +160,17 @@ class Daemon:
         self.gateway = _gateway_of(home, config)
         self.reachability = _reachability_of(services, self.rpc, self.directory, config)
         self.health = Health(network.peer_id, version("swarmd"), services.wall_clock)
-        self.owner = Owner(
-            hosting_services,
-            self.hosts,
-            self.runs,
-            home,
-            self.stop,
-            gateway=self.gateway,
-            reachability=self.reachability,
+        parts = DaemonParts(
+            services=hosting_services,
+            hosts=self.hosts,
+            runs=self.runs,
             health=self.health,
             prober=self.prober,
+            home=home,
+            gateway=self.gateway,
+            reachability=self.reachability,
         )
+        self.owner = Owner(parts, self.stop)
         self._certificate = member.certificate
         self._understands = services.understands
         self._home = home
@@ -313,7 +316,7 @@ class Daemon:
     # --- what this peer says of itself -----------------------------------------------------------------------
 
     def _uplink(self) -> tuple[float | None, bool]:
-        is_decoding = any(deployment.server.n_decoding() for deployment in self.hosts.deployments())
+        is_decoding = any(deployment.load.n_decoding for deployment in self.hosts.deployments())
         return self.directory.links.up_bytes_per_s, is_decoding
 
     def _describe(self) -> list[dict[str, Any]]:
@@ -411,17 +414,11 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
 def _directory_of(
     member: LocalMember, services: DaemonServices, exchange: Exchange, rpc: Rpc, config: Config
 ) -> Directory:
+    memory_file = member.home.peers_file if member.home else None
     return Directory(
-        member.identity,
-        member.certificate,
-        services.network,
-        rpc,
-        services.records,
-        exchange,
-        wall_clock=services.wall_clock,
-        rng=services.rng,
-        bootstrap=member.bootstrap,
-        memory_file=member.home.peers_file if member.home else None,
+        DirectoryServices(rpc, exchange, services.records, services.rng),
+        RecordSigner(member.identity, member.certificate, exchange, services.wall_clock),
+        AddressMemory(member.bootstrap, memory_file, member.identity.peer_id),
         is_exchange_on=config.exchange,
     )
 

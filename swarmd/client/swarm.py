@@ -103,7 +103,7 @@ class AsyncSwarm:
         self.rpc = Rpc(network, self.dispatch, Standing(wall_clock), self.exchange.roster.principal)
         self.budget = Budget()
         library = Library(membership.weights, membership.folders)
-        self.supply = Supply(library, self.rpc, self.view, Pace(lambda: None), None)
+        self.supply = Supply(library, self.rpc, self.view, Pace(lambda: None))
         self._membership = membership
         self.identity = membership.identity
         self.books = UsageLedger(membership.books)

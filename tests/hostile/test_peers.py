@@ -16,7 +16,7 @@ from swarmd.client.links.ops import StepInput
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import Code, PeerError, Refused
 from swarmd.net.rpc import MAX_CHANNELS
-from swarmd.node.serving.heartbeat import UNUSED_LEASE_S
+from swarmd.plan.chains.hop import UNUSED_LEASE_S
 from swarmd.plan.chains.view import MAX_RECORDS_OF_A_PEER
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.membership.catalog import Catalog, sign_catalog

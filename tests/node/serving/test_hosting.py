@@ -192,7 +192,7 @@ async def test_an_opening_goes_to_the_worker_that_takes_it(virtual_time: MockClo
             client = await swarm.client()
             session = await client.open_session(swarm.terms(100))
             assert second.server is not None
-            assert len(second.server.sessions()) == len(session.hops.links) == 1
+            assert len(second.server.sessions.hops) == len(session.hops.links) == 1
             nursery.cancel_scope.cancel()
 
 
