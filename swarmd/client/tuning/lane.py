@@ -152,8 +152,8 @@ class Lane:
         await self._parameters.upload(batch.tuned)
         done = trio.Event()
         received_rows, sent_rows = self._changes or (None, None)
-        entered = self._passes.begin_forward(batch, done.set, received_rows)
-        _, seq = entered.key
+        lane_pass = self._passes.begin_forward(batch, done.set, received_rows)
+        _, seq = lane_pass.key
         first = self.hops[0]
         header = Forward(
             session=self.key,
@@ -168,10 +168,10 @@ class Lane:
         is_held = False
         try:
             await self._send_and_wait(first, frames, done)
-            out, _ = entered.answer()
+            out, _ = lane_pass.answer()
             is_held = batch.keep
         finally:
-            self._passes.leave(entered, is_held=is_held)
+            self._passes.leave(lane_pass, is_held=is_held)
         return seq, out
 
     async def backward(self, seq: int, gradient: torch.Tensor, tuned: TunedParameters) -> LaneAnswer:
@@ -179,12 +179,12 @@ class Lane:
         last = self.hops[-1]
         frames = backward_frames(self.key, last.span.end, seq, gradient, self.codec.action)
         done = trio.Event()
-        entered = self._passes.begin_backward(seq, gradient, tuned, done.set)
+        lane_pass = self._passes.begin_backward(seq, gradient, tuned, done.set)
         try:
             await self._send_and_wait(last, frames, done)
-            return entered.answer()
+            return lane_pass.answer()
         finally:
-            self._passes.leave(entered, is_held=False)
+            self._passes.leave(lane_pass, is_held=False)
 
     async def _send_and_wait(self, hop: Hop, frames: Iterator[bytes], done: trio.Event) -> None:
         """Send frames to a hop, and wait for what comes of them. Raises LaneFailed when the lane ends."""
@@ -242,8 +242,8 @@ class Lane:
             self._sends_changes = False
         if failure.is_over:
             self.fail(failure)
-        for entered in refused:
-            entered.fail(failure)
+        for lane_pass in refused:
+            lane_pass.fail(failure)
 
     # --- time ------------------------------------------------------------------------------------------------
 
