@@ -22,6 +22,7 @@ from swarmd.client.tuning.lane_life import LaneLife
 from swarmd.client.tuning.lane_parameters import LaneParameters
 from swarmd.client.tuning.lane_pass import LaneAnswer, LanePasses, MicroBatch
 from swarmd.errors import Code, PeerError, RemoteProtocolError
+from swarmd.net.rpc import Channel
 from swarmd.plan.chains.routing import Hop
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Ping, Refusal
@@ -37,7 +38,7 @@ OPEN_TIMEOUT_S = 8.0  # a channel, and parameters to be loaded
 QUIET_S = 2.0  # without a word: then ask whether everybody is there
 PING_TIMEOUT_S = 3.0  # to a server that computes; it answers from another process
 SILENT_S = 20.0  # twenty signs of life that did not come
-FRAME_S = 3.0  # for the rest of a frame that was begun
+FRAME_S = 3.0  # for the rest of a frame that was begun, when its lane ends
 
 
 # A lane of two hops. Each hop sends to its neighbour, and the client gets what leaves the ends:
@@ -193,8 +194,7 @@ class Lane:
             try:
                 channel = await self._swarm.rpc.channel(hop.peer, "training")
                 for frame in frames:
-                    with trio.CancelScope(deadline=trio.current_time() + FRAME_S, shield=True):  # half a frame would
-                        await channel.send_raw(frame)  # end the channel, and all lanes that use it
+                    await _send_whole(channel, frame)
                     self._life.hear()  # somebody reads
             except PeerError as error:
                 self.fail(failure_of(hop, error))
@@ -269,3 +269,30 @@ class Lane:
         async with trio.open_nursery() as nursery:
             for hop in self.hops:
                 nursery.start_soon(ping, hop)
+
+
+# Half a frame would end the channel, and all lanes that use it. So a frame that was begun is finished when its lane
+# ends meanwhile, but not for longer than FRAME_S: its receiver may have stopped reading. Until then it has the time
+# that a slow link takes for it.
+async def _send_whole(channel: Channel, frame: bytes) -> None:
+    """Send a frame; once cancelled, go on for FRAME_S at most. Raises PeerError."""
+    await trio.lowlevel.checkpoint_if_cancelled()  # then it is not begun
+    failure: PeerError | None = None
+    shield = trio.CancelScope(shield=True)
+
+    async def limit_after_cancel() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            shield.deadline = trio.current_time() + FRAME_S
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(limit_after_cancel)
+        with shield:
+            try:
+                await channel.send_raw(frame)
+            except PeerError as error:
+                failure = error
+        nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
