@@ -165,7 +165,7 @@ class LanePass:
 #                              +----------------------+-----------------------------------+--> settled
 #
 # ``live`` are the numbers whose backward may come: hops keep the inputs of these, and forget all up to ``settled``.
-# A pass is known by its direction and number, and is lane_pass only while it is under way. That is the only way in for
+# A pass is known by its direction and number, and is entered only while it is under way. That is the only way in for
 # what peers send: what comes late, for another pass or for a lane that is over, finds nobody, and no gradient is
 # counted twice.
 class LanePasses:
