@@ -21,13 +21,14 @@ from swarmd.net.tasks import Tasks
 from swarmd.plan.runs.arrivals import Arrivals
 from swarmd.protocol.fields import Message
 from swarmd.protocol.wire.rounds import MAX_NEAR, Beat, Check, Group, JoinRound, Pulse
-from swarmd.train.rounds import assents
 from swarmd.train.rounds.groups import check_group
 from swarmd.train.rounds.heartbeats import strip_for_others
 from swarmd.train.rounds.leader import PULSE_INTERVAL_S, Leader, TooEarly
 from swarmd.train.rounds.leaders import Leaders, RoundCounters
 from swarmd.train.rounds.outcome import Outcome
 from swarmd.train.rounds.round import Numbers, Round
+from swarmd.train.rounds.signing import ContributingMember
+from swarmd.train.rounds.versions import RoundBasis
 from swarmd.train.store.chronicle import Chronicle
 from swarmd.train.store.members import Members
 from swarmd.train.store.proposer import RoundFailed
@@ -74,7 +75,7 @@ class Joining:
         self._chronicle = chronicle
         self._members = members
         self._averages = averages
-        self.signer = assents.ContributingMember(chronicle.ledger, services.identity, self._clip_factor)
+        self.signer = ContributingMember(chronicle.ledger, services.identity, self._clip_factor)
         self._news = news
         self._mine = mine
         self._begun: deque[bytes] = deque(maxlen=N_ROUNDS_KNOWN)  # rounds that this peer is or was in
@@ -255,15 +256,19 @@ class Joining:
         if self.leader is None or self.leader.parent != self._chronicle.ledger.head:
             self._pulsing.cancel()
             chronicle = self._chronicle
-            self.leader = Leader(
+            basis = RoundBasis(
                 self._me,
+                chronicle.ledger.head,
                 chronicle.ledger,
-                chronicle.order,
+                chronicle.order.generation,
                 self.counters.timing,
+                self._clip_factor,
+            )
+            self.leader = Leader(
+                basis,
+                chronicle.proposer(),
                 tell=self._tell_member,
                 expected=lambda: self._members.participants(chronicle.ledger.head, trio.current_time()),
-                proposer=chronicle.proposer(),
-                clip=self._clip_factor,
                 why_not_alone=chronicle.why_not_alone,
             )
             self._pulsing = self._tasks.start_soon(self.leader.send_pulses)
@@ -289,7 +294,7 @@ class Joining:
         except* RoundFailed as group:
             self.counters.failed += 1
             logger.warning("this round failed: %s", group.exceptions[0])
-            leader.missing = []
+            leader.gathering.missing = []
             self._members.look_again()
             self.close_leader(leader)
             self._begin_again(leader, SHORTEST_RETRY_S)
@@ -300,7 +305,9 @@ class Joining:
                 self.counters.last = outcome.times or self.counters.last
                 await self._spread_commit(outcome.raw, set(leader.joined))
         finally:
-            for peer in leader.missing:  # it was expected, and did not come: do without it until it says something
+            for (
+                peer
+            ) in leader.gathering.missing:  # it was expected, and did not come: do without it until it says something
                 self._members.suspect(peer, trio.current_time())
             self._members.blame(leader.blamed)
             self.close_leader(leader)
@@ -332,8 +339,7 @@ class Joining:
         now = trio.current_time()
         rate = sum(m.samples_per_s for m in self._members.progress(now)) or 1.0
         if wait_s is None:
-            n_joined = sum(j.n for j in leader.joined.values())
-            wait_s = (self._chronicle.run.recipe.batch.target - n_joined) / rate
+            wait_s = (self._chronicle.run.recipe.batch.target - leader.gathering.n_samples) / rate
         wait_s = min(LONGEST_RETRY_S / 2, max(SHORTEST_RETRY_S, wait_s))
         self.retry_at = now + wait_s
         self._begin_again(leader, wait_s)
