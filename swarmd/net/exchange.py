@@ -241,11 +241,9 @@ class Exchange:
         naming = short_name if is_short else str
         digest = msgspec.msgpack.encode(self.book.digest(naming))
         charters, root, version = self.book.catalog.rank if self.book.catalog_raw else (0, 0, 0)
-
-        def request(call_id: int) -> ExchangeDigest:
-            catalog = {"catalog_version": version, "catalog_root": root, "catalog_charters": charters}
-            return ExchangeDigest(id=call_id, is_short=is_short, **catalog)
-
+        request = ExchangeDigest(
+            catalog_version=version, catalog_root=root, catalog_charters=charters, is_short=is_short
+        )
         reply, frame = await rpc.call(peer, request, digest, timeout_s, "bulk")
         if not isinstance(reply, ExchangeReply):
             raise RemoteProtocolError(f"expected an exchange reply, got {type(reply).__name__}")

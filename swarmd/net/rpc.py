@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+import msgspec
 import trio
 
 from swarmd.errors import (
@@ -36,7 +37,7 @@ from swarmd.net.outbound import Outbound, SponsorOf
 from swarmd.net.standing import Standing
 from swarmd.net.write_lock import WriteLock
 from swarmd.plan.trust.standing import Fault
-from swarmd.protocol.fields import Message
+from swarmd.protocol.fields import Message, Request
 from swarmd.protocol.wire import frames, messages
 from swarmd.protocol.wire.frames import Frame, FrameDecoder
 from swarmd.protocol.wire.messages import AnyMessage, Hello, Ping, Refusal
@@ -157,9 +158,9 @@ class Channel:
         return self.is_open and not self._lock.is_held and self.stream.can_send(n_bytes)
 
     async def call(
-        self, request: Callable[[int], Message], payload: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
+        self, request: Request, payload: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
     ) -> tuple[AnyMessage, Frame]:
-        """Send ``request(id)`` and wait for its reply. Raises PeerError."""
+        """Number a request, send it and wait for its reply. Raises PeerError."""
         if len(self._pending) >= MAX_PENDING_CALLS:
             raise Unreachable(f"{MAX_PENDING_CALLS} calls to {self.peer} are unanswered")
         self._n_calls += 1
@@ -168,7 +169,7 @@ class Channel:
         self._pending[call_id] = reply
         try:
             with trio.fail_after(timeout_s):
-                await self.send(request(call_id), payload)
+                await self.send(msgspec.structs.replace(request, id=call_id), payload)
                 await reply.arrived.wait()
         except trio.TooSlowError:
             raise PeerTimeout(f"{self.peer} did not answer within {timeout_s:.1f} s") from None
@@ -281,12 +282,12 @@ class Rpc:
     async def call(
         self,
         peer: PeerId,
-        request: Callable[[int], Message],
+        request: Request,
         payload: bytes = b"",
         timeout_s: float = CALL_TIMEOUT_S,
         purpose: Purpose = "interactive",
     ) -> tuple[AnyMessage, Frame]:
-        """Send ``request(id)`` to a peer, connecting if need be, and wait for its reply. Raises PeerError.
+        """Send a request to a peer, connecting if need be, and wait for its reply. Raises PeerError.
 
         ``timeout_s`` holds for connecting, and once more for the reply.
         """
@@ -302,7 +303,7 @@ class Rpc:
         times = []
         for _ in range(2):
             begun = trio.current_time()
-            await self.call(peer, lambda call_id: Ping(id=call_id), timeout_s=timeout_s)
+            await self.call(peer, Ping(), timeout_s=timeout_s)
             times.append(trio.current_time() - begun)
         return min(times)
 

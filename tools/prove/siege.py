@@ -184,12 +184,8 @@ async def _hoard(enemy: Enemy) -> None:
         }
         opening = OpenSession(**common, max_tokens=n_tokens, adapter=adapter)
         with suppress(SwarmError):
-            await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, opening), timeout_s=3)
+            await enemy.swarm.rpc.call(enemy.peer, opening, timeout_s=3)
         await trio.sleep(0.2)
-
-
-def _numbered(opening: OpenSession, call_id: int) -> OpenSession:
-    return msgspec.structs.replace(opening, id=call_id)
 
 
 async def _cut_off(enemy: Enemy) -> None:
@@ -217,7 +213,7 @@ async def _edits(enemy: Enemy) -> None:
     n_rows, width, key = 64, 128, enemy.rng.randbytes(16)
     common: dict[str, Any] = {"session": key, "model": enemy.model, "start": 0, "end": 3, "epoch": 1}
     opening = OpenSession(**common, batch=n_rows, max_tokens=4)
-    await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, opening), timeout_s=3)
+    await enemy.swarm.rpc.call(enemy.peer, opening, timeout_s=3)
     channel = await enemy.swarm.rpc.channel(enemy.peer)
     meta, content = pack(torch.full((n_rows, 1, width), 0.1), torch.zeros(n_rows, 1, dtype=torch.int32), None)
     await channel.send(Op(session=key, epoch=1, seq=1, tensor=meta), content)
@@ -240,7 +236,7 @@ async def _names(enemy: Enemy) -> None:
         }
         opening |= {"successor": peer, "successor_addresses": (f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",)}
         with suppress(SwarmError):
-            await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, OpenSession(**opening)), timeout_s=5)
+            await enemy.swarm.rpc.call(enemy.peer, OpenSession(**opening), timeout_s=5)
 
 
 async def _words(enemy: Enemy) -> None:

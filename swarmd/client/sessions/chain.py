@@ -168,8 +168,7 @@ class Chain:
         self.swarm.rpc.network.learn(link.hop.peer, self.swarm.addresses_of(link.hop.peer))
         is_exact = self.terms.grade == "exact"
         numerics = self._numerics if is_exact else ""
-        request = partial(
-            self.requests.open,
+        request = self.requests.open(
             self.links,
             index,
             epoch=self.epoch,
@@ -323,10 +322,7 @@ class Chain:
     async def ask_receipt(self, link: HopLink) -> HopAccount:
         """All that a hop has signed by now. Raises PeerError."""
         hop = link.hop
-
-        def request(call_id: int) -> WantReceipt:
-            return WantReceipt(id=call_id, session=self.key, start=hop.span.start)
-
+        request = WantReceipt(session=self.key, start=hop.span.start)
         reply, frame = await self.swarm.rpc.call(hop.peer, request, timeout_s=RECEIPT_TIMEOUT_S)
         if not isinstance(reply, ReceiptIs):
             raise RemoteProtocolError(f"expected a receipt, got {type(reply).__name__}")

@@ -354,11 +354,7 @@ class Directory:
     async def _rate(self, peer: PeerId, trip_s: float, n_bytes: int, is_up: bool) -> float:
         begun = trio.current_time()
         sent = bytes(n_bytes if is_up else 0)
-        n_wanted = n_bytes - len(sent)
-
-        def request(call_id: int) -> Ping:
-            return Ping(id=call_id, want_bytes=n_wanted)
-
+        request = Ping(want_bytes=n_bytes - len(sent))
         await self._rpc.call(peer, request, sent, 30.0, "bulk")
         took_s = trio.current_time() - begun - trip_s
         return n_bytes / max(took_s, 1e-6)

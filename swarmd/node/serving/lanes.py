@@ -205,15 +205,12 @@ class ServerLanes:
         is_held = is_span and served.span.covers(Span(message.start, message.end))
         if not is_held or message.model not in ("", served.model):
             raise Refused(Code.NOT_SERVING, f"this server holds blocks {served.span} of {served.model[:12]}")
-
-        def request(call_id: int) -> PutTuned:
-            return msgspec.structs.replace(message, id=call_id, client=principal)
-
+        request = msgspec.structs.replace(message, client=principal)
         if message.id and _is_last_part(message.part):
             answer = await self._worker.ask(request, frame.payload)
             self._tasks.start_soon(self._reply_put, peer, message.id, answer)
         else:
-            await self._worker.send(framed(request(0), frame.payload))
+            await self._worker.send(framed(msgspec.structs.replace(request, id=0), frame.payload))
 
     async def _reply_put(self, peer: PeerId, call_id: int, answer: WorkerReply) -> None:
         reply = await answer.reply(call_id, lambda _: TunedHeld(re=call_id))

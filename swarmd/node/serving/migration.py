@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import trio
 
 from swarmd.errors import Code, PeerError
@@ -53,7 +52,7 @@ class Migrations:
         parts, outgoing = trio.open_memory_channel[bytes](math.inf)
         self._parts[key] = parts
         try:
-            answer = await self._worker.ask(lambda call_id: msgspec.structs.replace(request, id=call_id))
+            answer = await self._worker.ask(request)
         except WorkerLost:
             del self._parts[key]
             raise

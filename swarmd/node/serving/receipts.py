@@ -6,8 +6,6 @@ tells the story.
 
 from __future__ import annotations
 
-import msgspec
-
 from swarmd.errors import Code, Forged, IntegrityError, Refused
 from swarmd.net.exchange import Exchange
 from swarmd.net.tasks import Tasks
@@ -94,7 +92,7 @@ class Receipts:
     async def answer(self, hop: SessionHop, request: WantReceipt | WantTokens) -> None:
         """Sign now what has passed since the last receipt, or have the worker show it. Raises Refused, WorkerLost."""
         if isinstance(request, WantTokens):
-            answer = await self._worker.ask(lambda call_id: msgspec.structs.replace(request, id=call_id))
+            answer = await self._worker.ask(request)
             self._tasks.start_soon(self._pass_on, hop.state.client, request, answer)
             return
         if hop.trail is None or hop.trail.is_broken:

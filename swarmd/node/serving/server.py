@@ -339,7 +339,7 @@ class Server:
     async def _on_replay(self, peer: PeerId, message: Replay) -> None:
         hop = self._own_hop(peer, message.session, message.start)
         self._require_epoch(hop, message.epoch, exactly=True)
-        answer = await self._worker.ask(lambda call_id: msgspec.structs.replace(message, id=call_id))
+        answer = await self._worker.ask(message)
         self._tasks.start_soon(self._replies.reply_replayed, peer, message, answer)
 
     async def _on_close(self, peer: PeerId, message: CloseSession) -> None:

@@ -147,10 +147,9 @@ class PlayedSwarm:
     async def call(
         self,
         peer: PeerId,
-        request: Callable[[int], Any],
+        message: Any,
         timeout_s: float,
     ) -> tuple[AnyMessage, None]:
-        message = request(1)
         await trio.sleep(0 if peer in self.reached else self.reached_after_s.get(peer, 0))
         if peer in self.dead:
             raise PeerError(f"{peer} is dead")

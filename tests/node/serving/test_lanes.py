@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
@@ -15,7 +16,7 @@ from swarmd.node.serving.lanes import ServerLanes
 from swarmd.node.serving.next_hop import NextHopDialer
 from swarmd.node.serving.served import ServedBlocks
 from swarmd.node.worker.worker_link import WorkerReply
-from swarmd.protocol.fields import Message, TensorMeta
+from swarmd.protocol.fields import Request, TensorMeta
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire import worker as worker_messages
@@ -53,9 +54,9 @@ class LaneScene:
     async def deliver(self, peer: PeerId, message: AnyMessage, frame: Frame) -> None:
         await self.lanes.handle(peer, message, frame, None)
 
-    async def ask(self, request: Callable[[int], Message], payload: bytes) -> WorkerReply:
+    async def ask(self, request: Request, payload: bytes) -> WorkerReply:
         self.answers.append(WorkerReply())
-        await self.send(messages.framed(request(len(self.answers)), payload))
+        await self.send(messages.framed(msgspec.structs.replace(request, id=len(self.answers)), payload))
         return self.answers[-1]
 
     async def send(self, raw: bytes) -> None:
