@@ -29,8 +29,10 @@ from swarmd.protocol.wire.messages import AnyMessage
 from swarmd.train.gradients.computing import Computing
 from swarmd.train.gradients.gradient_audits import GradientAudits
 from swarmd.train.gradients.source import GradientSource
-from swarmd.train.rounds.joining import LOOK_INTERVAL_S, Joining
+from swarmd.train.rounds.joining import Joining
+from swarmd.train.rounds.leadership import LOOK_INTERVAL_S
 from swarmd.train.rounds.round import Numbers
+from swarmd.train.rounds.services import RoundServices
 from swarmd.train.store import recovery
 from swarmd.train.store.catching_up import CatchingUp
 from swarmd.train.store.chronicle import Chronicle
@@ -90,7 +92,7 @@ class Trainer:
         self.work = self.computing.work
         self.pace = RunPace()
         self._averages = Averages()
-        self.joining = Joining(
+        round_services = RoundServices(
             services,
             self.chronicle,
             self.members,
@@ -98,6 +100,7 @@ class Trainer:
             self._news,
             mine=lambda: (self.state, self.work.offered),
         )
+        self.joining = Joining(round_services)
         self.catching_up: CatchingUp | None = None
         signer = self.joining.signer
         self.audits = GradientAudits(
@@ -173,7 +176,7 @@ class Trainer:
             self.chronicle,
             self.members,
             self._averages,
-            end_round=self.joining.end_round,
+            end_round=self.joining.participation.end_round,
             tasks=self._tasks,
             state=state,
             get=get,
@@ -230,7 +233,7 @@ class Trainer:
             self._news.notify()  # look again at once
         elif self.why_idle():
             self.why = self.why_idle()
-            self.joining.close_leader()
+            self.joining.leadership.close()
             await self.computing.hold()
             await self._follow_others()
         else:
@@ -263,9 +266,9 @@ class Trainer:
         decision = progress.decide_action(
             self.progress(state.epoch, state.head), other_members, self.run_spec.recipe.batch.target
         )
-        if decision.action is not Action.CATCH_UP and self.joining.is_called:
+        if decision.action is not Action.CATCH_UP and self.joining.leadership.is_called:
             return Decision(Action.JOIN_ROUND, "others have begun the round")
-        if decision.action is Action.JOIN_ROUND and trio.current_time() < self.joining.retry_at:
+        if decision.action is Action.JOIN_ROUND and self.joining.following.is_early(trio.current_time()):
             return Decision(Action.CONTINUE, "fewer samples were there than forecast")
         return decision
 
@@ -298,12 +301,12 @@ class Trainer:
             self._announced_head = head
             self._services.announce()
         self.why = "keeps the ledger and signs" if self.role == "anchor" else "waits for a round to reduce in"
-        if self.role != "reduce" or now < self.joining.retry_at:
+        if self.role != "reduce" or self.joining.following.is_early(now):
             return
         members = self.members.progress(now)
         total = progress.forecast_round(members, head, self.run_spec.recipe.batch.target)
-        leaders = progress.leader_order(head, self.members.possible_leaders(head, now))
-        is_led = bool(self.members.current_leaders(head, now))  # who leads knows its samples; here they are a forecast
+        leaders = progress.leader_order(head, self.joining.leaders.possible(head, now))
+        is_led = bool(self.joining.leaders.present(head, now))  # who leads knows its samples; here they are a forecast
         if (total.left_s == 0.0 or is_led) and leaders:
             await self.joining.follow(leaders[0], head)
             self.joining.leave()
@@ -311,7 +314,7 @@ class Trainer:
     # --- the state --------------------------------------------------------------------------------------------------
 
     def _settle_work(self, commit: Commit | None) -> None:
-        self.joining.retry_at = 0.0  # that was of the round before
+        self.joining.following.retry_at = 0.0  # that was of the round before
         self.computing.settle(commit)
         if commit is not None and commit.contributors:
             self.audits.consider_commit(commit)
@@ -372,7 +375,7 @@ class Trainer:
         peer = channel.peer
         self.members.vouch(peer)
         if isinstance(message, Numbers):
-            await self.joining.take_numbers(channel, message, frame.payload)
+            await self.joining.participation.take_numbers(channel, message, frame.payload)
         elif isinstance(message, rounds.Beat | rounds.Group | rounds.Check | rounds.Pulse):
             await self.joining.take(peer, message, bytes(frame.payload))
         elif isinstance(message, rounds.Contradict):

@@ -156,12 +156,12 @@ def lie_on_the_way(
 
 def says(liar: Member, change: Callable[[Beat], Beat]) -> None:
     """What a member tells its leader from now on."""
-    tell = liar.trainer.joining._tell_member
+    tell = liar.trainer.joining.participation._tell
 
     async def lying(peer: PeerId, message: Message, payload: bytes = b"") -> None:
         await tell(peer, change(message) if isinstance(message, Beat) else message, payload)
 
-    liar.trainer.joining._tell_member = lying  # type: ignore[method-assign]
+    liar.trainer.joining.participation._tell = lying
 
 
 @pytest.mark.parametrize(

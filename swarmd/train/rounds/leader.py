@@ -14,6 +14,7 @@ import trio
 from swarmd.protocol.fields import Message
 from swarmd.protocol.wire.rounds import Beat, JoinRound, Pulse
 from swarmd.train.rounds.actions import BeginRound, BringToAnchors, PostponeRound, SendToMembers
+from swarmd.train.rounds.following import PULSE_INTERVAL_S
 from swarmd.train.rounds.gathering import Gathering
 from swarmd.train.rounds.outcome import Outcome, RoundTimes
 from swarmd.train.rounds.versions import GroupVersions, RoundBasis
@@ -23,7 +24,6 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-PULSE_INTERVAL_S = 0.5  # members leave a leader after some pulses that did not come
 LOOK_INTERVAL_S = 0.1  # whether all have gathered, or answered
 
 

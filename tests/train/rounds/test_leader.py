@@ -138,7 +138,7 @@ async def test_leader_that_cannot_take_part_gives_up_its_round(virtual_time: Moc
     """All others have the average; it has nothing, and nobody else is to blame."""
 
     async def promise(anchor: PeerId, request: Any, payload: bytes) -> tuple[object, bytes]:
-        return Promised(promised=request(1).ballot), b""
+        return Promised(promised=request.ballot), b""
 
     leader = leader_among(OTHER, anchors=(OWNER.peer_id,), ask_anchor=promise)
     leader.join(ME, joining(4))
@@ -165,13 +165,12 @@ async def test_silent_anchor_is_not_waited_for_when_the_others_have_said_no(virt
     numbers: list[int] = []
 
     async def ask_anchor(anchor: PeerId, request: Any, payload: bytes) -> tuple[object, bytes]:
-        message = request(1)
-        assert isinstance(message, Prepare)
+        assert isinstance(request, Prepare)
         if anchor == SILENT:
             await trio.sleep_forever()
-        if message.ballot[0] > 1:
+        if request.ballot[0] > 1:
             raise Begun
-        numbers.append(message.ballot[0])
+        numbers.append(request.ballot[0])
         return Promised(promised=(1, "zzz")), b""
 
     leader = leader_among(anchors=(OWNER.peer_id, OTHER_ANCHOR, SILENT), ask_anchor=ask_anchor)
@@ -186,12 +185,11 @@ async def test_one_anchor_that_says_there_is_more_does_not_stop_the_others(virtu
     n_stale = 1
 
     async def ask_anchor(anchor: PeerId, request: Any, payload: bytes) -> tuple[object, bytes]:
-        message = request(1)
-        assert isinstance(message, Prepare)
+        assert isinstance(request, Prepare)
         if anchors.index(anchor) < n_stale:
             raise Refused(Code.STALE_EPOCH, "I know more commits")
         await trio.sleep(0.1)
-        return Promised(promised=message.ballot), b""
+        return Promised(promised=request.ballot), b""
 
     anchors = (OTHER_ANCHOR, OWNER.peer_id, SILENT)
     run = start_run(Recipe("r", "0" * 64, "1" * 64, anchors=anchors), OWNER, 1)
