@@ -94,7 +94,7 @@ async def test_answers_that_nobody_reads_are_bounded_and_others_are_answered(
         assert s.server.answers.n_bytes_of(b"x0") <= MAX_BYTES_OF_SPONSOR + frames.MAX_PAYLOAD_BYTES
         assert s.server.answers.n_bytes <= MAX_BYTES
         honest = await s.honest()
-        _, frame = await honest.call(SERVER, lambda i: WantChunks(id=i), purpose="weights", timeout_s=30)
+        _, frame = await honest.call(SERVER, WantChunks(), purpose="weights", timeout_s=30)
         assert len(frame.payload) == ANSWER_BYTES
 
 

@@ -61,8 +61,7 @@ class World:
         return book.view()
 
     def trials(self, me: str) -> Trials:
-        async def call(peer: PeerId, request: Any, timeout_s: float) -> None:
-            opening = request(1)
+        async def call(peer: PeerId, opening: Any, timeout_s: float) -> None:
             assert isinstance(opening, OpenSession)
             self.n_tried += 1
             await trio.sleep(0.05)

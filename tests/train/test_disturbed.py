@@ -20,6 +20,7 @@ from swarmd.protocol.wire.rounds import Accepted, Beat, Group, Prepare, Propose,
 from swarmd.train.rounds.following import LONGEST_GATHER_S
 from swarmd.train.rounds.leader import Leader
 from swarmd.train.rounds.outcome import Outcome
+from swarmd.train.rounds.versions import GroupVersions
 from swarmd.train.store.chronicle import Chronicle
 from swarmd.train.store.proposer import RoundFailed
 from swarmd.train.vectors.state import Vector
@@ -222,15 +223,15 @@ async def test_after_a_round_that_failed_all_join_anew_at_once(
     async with training(seed=4) as world:
         await world.until(12)
         usual_s = np.mean(await world.pace())
-        average, failed = Leader._average_versions, []
+        average, failed = Leader._average, []
 
-        async def fail_once(leader: Leader) -> bytes:
+        async def fail_once(leader: Leader, versions: GroupVersions) -> bytes:
             if not failed:
                 failed.append(leader)
                 raise RoundFailed("once")
-            return await average(leader)
+            return await average(leader, versions)
 
-        monkeypatch.setattr(Leader, "_average_versions", fail_once)
+        monkeypatch.setattr(Leader, "_average", fail_once)
         begun = trio.current_time()
         await world.until(world.epoch + 1)
         assert trio.current_time() - begun < 2 * usual_s + 1.0

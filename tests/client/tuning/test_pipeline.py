@@ -181,11 +181,10 @@ class Channel:
 
     async def call(
         self,
-        request: Any,
+        message: Any,
         payload: bytes = b"",
         timeout_s: float = 0,
     ) -> tuple[Any, None]:
-        message = request(1)
         if self.peer in self.world.away:
             await trio.sleep_forever()
         if isinstance(message, PutTuned):

@@ -164,13 +164,13 @@ async def test_silent_anchor_is_not_waited_for_when_the_others_have_said_no(virt
     """A leader that stopped had a higher ballot, and is an anchor itself: the next ballot follows at once."""
     numbers: list[int] = []
 
-    async def ask_anchor(anchor: PeerId, request: Any, payload: bytes) -> tuple[object, bytes]:
-        assert isinstance(request, Prepare)
+    async def ask_anchor(anchor: PeerId, message: Any, payload: bytes) -> tuple[object, bytes]:
+        assert isinstance(message, Prepare)
         if anchor == SILENT:
             await trio.sleep_forever()
-        if request.ballot[0] > 1:
+        if message.ballot[0] > 1:
             raise Begun
-        numbers.append(request.ballot[0])
+        numbers.append(message.ballot[0])
         return Promised(promised=(1, "zzz")), b""
 
     leader = leader_among(anchors=(OWNER.peer_id, OTHER_ANCHOR, SILENT), ask_anchor=ask_anchor)
@@ -184,12 +184,12 @@ async def test_one_anchor_that_says_there_is_more_does_not_stop_the_others(virtu
     """It may lie; where most say so, the proposal is for nothing."""
     n_stale = 1
 
-    async def ask_anchor(anchor: PeerId, request: Any, payload: bytes) -> tuple[object, bytes]:
-        assert isinstance(request, Prepare)
+    async def ask_anchor(anchor: PeerId, message: Any, payload: bytes) -> tuple[object, bytes]:
+        assert isinstance(message, Prepare)
         if anchors.index(anchor) < n_stale:
             raise Refused(Code.STALE_EPOCH, "I know more commits")
         await trio.sleep(0.1)
-        return Promised(promised=request.ballot), b""
+        return Promised(promised=message.ballot), b""
 
     anchors = (OTHER_ANCHOR, OWNER.peer_id, SILENT)
     run = start_run(Recipe("r", "0" * 64, "1" * 64, anchors=anchors), OWNER, 1)
