@@ -31,7 +31,7 @@ from swarmd.train.gradients.gradient_audits import GradientAudits
 from swarmd.train.gradients.source import GradientSource
 from swarmd.train.rounds.joining import Joining
 from swarmd.train.rounds.leadership import LOOK_INTERVAL_S
-from swarmd.train.rounds.round import Numbers
+from swarmd.train.rounds.receiving import Numbers
 from swarmd.train.rounds.services import RoundServices
 from swarmd.train.store import recovery
 from swarmd.train.store.catching_up import CatchingUp

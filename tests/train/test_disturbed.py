@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
+from swarmd.plan.runs.outcome import Outcome
 from swarmd.plan.runs.progress import leader_order
 from swarmd.plan.trust import standing
 from swarmd.protocol.fields import Message
@@ -19,7 +20,6 @@ from swarmd.protocol.runs.recipe import Batch, Optimizer
 from swarmd.protocol.wire.rounds import Accepted, Beat, Group, Prepare, Propose, Pulse, Received
 from swarmd.train.rounds.following import LONGEST_GATHER_S
 from swarmd.train.rounds.leader import Leader
-from swarmd.train.rounds.outcome import Outcome
 from swarmd.train.rounds.versions import GroupVersions
 from swarmd.train.store.chronicle import Chronicle
 from swarmd.train.store.proposer import RoundFailed

@@ -5,19 +5,39 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from swarmd.errors import IntegrityError
 from swarmd.plan.runs.verdicts import Seen
+from swarmd.protocol.fields import Message
 from swarmd.protocol.runs import backing
 from swarmd.protocol.runs import commit as commits
 from swarmd.protocol.runs.backing import N_DIRECTIONS, TOLERANCE, BackedCommit, ContributionShare
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.wire.rounds import Check, Group, GroupMember, JoinRound
-from swarmd.train.rounds.actions import BringToAnchors, GroupStep, SendToMembers
 from swarmd.train.rounds.groups import counted_of
 from swarmd.values import PeerId, count
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SendToMembers:
+    """Bring a message, with a payload, to members of a round; one of them may be this peer."""
+
+    peers: tuple[PeerId, ...]
+    message: Message
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class BringToAnchors:
+    """Have the anchors sign this commit, for which most contributors stand."""
+
+    proposed: bytes
+
+
+GroupStep = SendToMembers | BringToAnchors
 
 
 class _Shares:

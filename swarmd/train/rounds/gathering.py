@@ -6,6 +6,7 @@ Deadlines follow from how long members took to come so far, not from constants: 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from swarmd.errors import Code, IntegrityError, Refused
 from swarmd.plan.runs.arrivals import Arrivals
@@ -13,10 +14,29 @@ from swarmd.plan.runs.ledger import Ledger
 from swarmd.protocol.runs import commit as commits
 from swarmd.protocol.runs.commit import CountedContribution
 from swarmd.protocol.wire.rounds import JoinRound
-from swarmd.train.rounds.actions import BeginRound, GatheringStep, PostponeRound, WaitForMembers
 from swarmd.values import PeerId
 
 LEAST_GATHERED_SHARE = 0.9  # of the target: what was forecast and not gathered is made up for next time
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForMembers:
+    """Look again when there is news, or a moment later: some may still join."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginRound:
+    """Form the round's group of those who have joined."""
+
+
+@dataclass(frozen=True, slots=True)
+class PostponeRound:
+    """Begin no round yet: all compute on."""
+
+    reason: str
+
+
+GatheringStep = WaitForMembers | BeginRound | PostponeRound
 
 # One gathering:
 #

@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import trio
 
+from swarmd.plan.runs.outcome import Outcome, RoundTimes
 from swarmd.protocol.fields import Message
 from swarmd.protocol.wire.rounds import Beat, JoinRound, Pulse
-from swarmd.train.rounds.actions import BeginRound, BringToAnchors, PostponeRound, SendToMembers
+from swarmd.train.rounds.assents import BringToAnchors, SendToMembers
 from swarmd.train.rounds.following import PULSE_INTERVAL_S
-from swarmd.train.rounds.gathering import Gathering
-from swarmd.train.rounds.outcome import Outcome, RoundTimes
+from swarmd.train.rounds.gathering import BeginRound, Gathering, PostponeRound
 from swarmd.train.rounds.versions import GroupVersions, RoundBasis
 from swarmd.train.store.proposer import Proposer, RoundFailed
 from swarmd.train.store.services import Wakeups

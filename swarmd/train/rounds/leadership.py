@@ -12,11 +12,11 @@ import trio
 
 from swarmd.errors import Refused
 from swarmd.net.tasks import Tasks
+from swarmd.plan.runs.outcome import Outcome, RoundCounters
 from swarmd.protocol.wire.rounds import JoinRound, Pulse
 from swarmd.train.rounds.following import LONGEST_RETRY_S, Following
 from swarmd.train.rounds.leader import Leader, TooEarly
 from swarmd.train.rounds.leaders import Leaders
-from swarmd.train.rounds.outcome import Outcome, RoundCounters
 from swarmd.train.rounds.services import RoundServices, Tell
 from swarmd.train.rounds.versions import RoundBasis
 from swarmd.train.store.proposer import RoundFailed

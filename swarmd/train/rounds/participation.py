@@ -14,10 +14,10 @@ from swarmd.protocol.wire.rounds import MAX_NEAR, Beat, Check, Group, JoinRound
 from swarmd.train.rounds.following import RoundSeen
 from swarmd.train.rounds.groups import check_group
 from swarmd.train.rounds.heartbeats import strip_for_others
-from swarmd.train.rounds.round import Numbers, Round
+from swarmd.train.rounds.receiving import Numbers
+from swarmd.train.rounds.round import Round
 from swarmd.train.rounds.services import RoundServices, Tell
 from swarmd.train.rounds.signing import ContributingMember
-from swarmd.train.vectors.state import average_digest
 from swarmd.train.vectors.work import GatheredWork
 from swarmd.values import PeerId
 
@@ -96,7 +96,6 @@ class Participation:
             group,
             run.recipe,
             offered.coded,
-            digest=partial(average_digest, run.id, group.parent),
             sign=partial(self._signer.share, group.parent, root, offered),
             off_loop=self._services.trainer.off_loop,
         )
@@ -142,8 +141,9 @@ class Participation:
 
     async def _live_round(self, current_round: Round, leader: PeerId) -> None:
         async def send_beat(message: Beat) -> None:
-            if message.result and current_round.average is not None:
-                self._services.averages.put(current_round.group.parent, message.result, current_round.average)
+            average = current_round.progress.average
+            if message.result and average is not None:
+                self._services.averages.put(current_round.group.parent, message.result, average)
             await self._tell(leader, message if leader == self._me else strip_for_others(message), b"")
 
         await current_round.run(send_beat)

@@ -66,13 +66,14 @@ class ContributingMember:
         self._ledger.check_next(commit)
         named = [(c.peer, c.first, c.n) for c in commit.contributors]
         counted = [(m.peer, m.first, m.n) for m in counted_of(current_round.group)]
-        if current_round.account is None or commit.average != current_round.result or commit.state != state:
+        account = current_round.progress.account
+        if account is None or commit.average != current_round.progress.result or commit.state != state:
             raise IntegrityError("a commit of another average or state than this peer has")
         if named != counted or commit.generation != generation:
             raise IntegrityError("a commit that counts others than the group's members")
         if not math.isclose(commit.clip, self._clip(commit.average), rel_tol=CLIP_TOLERANCE):
             raise IntegrityError(f"a commit that clips by {commit.clip}; expected {self._clip(commit.average)}")
-        if not backing.is_sum_right(backed.shares, current_round.account.average, current_round.account.rounding):
+        if not backing.is_sum_right(backed.shares, account.average, account.rounding):
             raise IntegrityError("the contributors' shares do not add up to the average")
         self.backed = backed
         return backing.sign_assent(backed.body, self._identity)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from swarmd.plan.runs import disputes, verdicts
 from swarmd.plan.runs.contributions import N_HISTORY, find_outliers
 from swarmd.plan.runs.ledger import Ledger
+from swarmd.plan.runs.outcome import Timing
 from swarmd.plan.runs.partition import CHUNK_BYTES
 from swarmd.plan.runs.topology import edges_of
 from swarmd.plan.runs.verdicts import MemberSeen
@@ -20,10 +21,8 @@ from swarmd.protocol.runs.backing import ContributionShare
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.wire.rounds import Beat, Group, JoinRound
 from swarmd.train.rounds import groups
-from swarmd.train.rounds.actions import GroupStep, SendToMembers
-from swarmd.train.rounds.assents import Backing
+from swarmd.train.rounds.assents import Backing, GroupStep, SendToMembers
 from swarmd.train.rounds.groups import counted_of
-from swarmd.train.rounds.outcome import Timing
 from swarmd.train.store.proposer import RoundFailed
 from swarmd.train.vectors.codecs import codec_of
 from swarmd.values import PeerId

@@ -10,8 +10,7 @@ from swarmd.plan.runs.ledger import Ledger
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs.recipe import Batch, Recipe, start_run
 from swarmd.protocol.wire.rounds import JoinRound
-from swarmd.train.rounds.actions import BeginRound, PostponeRound, WaitForMembers
-from swarmd.train.rounds.gathering import Gathering
+from swarmd.train.rounds.gathering import BeginRound, Gathering, PostponeRound, WaitForMembers
 from swarmd.values import PeerId
 
 OWNER = Identity(b"o" * 32)

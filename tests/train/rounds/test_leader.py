@@ -11,11 +11,11 @@ from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
 from swarmd.plan.runs.ledger import Ledger
+from swarmd.plan.runs.outcome import Timing
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs.recipe import Batch, Recipe, RunOrder, start_run
 from swarmd.protocol.wire.rounds import Beat, JoinRound, Prepare, Promised, Received
 from swarmd.train.rounds.leader import Leader, TooEarly
-from swarmd.train.rounds.outcome import Timing
 from swarmd.train.rounds.versions import RoundBasis
 from swarmd.train.store.proposer import Proposer, RoundFailed
 from swarmd.values import PeerId
