@@ -21,9 +21,10 @@ from safetensors import SafetensorError
 from swarmd.client.links.client_parameters import TunedParameters, upload_parameters
 from swarmd.client.links.link import CHANGES_CODEC, SessionOptions, SessionServices
 from swarmd.client.links.ops import codec_for
-from swarmd.client.tuning.lane_failure import BLAMED_S, FINAL, LaneFailed, failure_of
+from swarmd.client.tuning.lane_failure import FINAL, LEFT_OUT_S, LaneFailed, failure_of
 from swarmd.errors import Code, PeerError, Refused, RemoteProtocolError
 from swarmd.plan.chains.routing import Hop
+from swarmd.plan.trust.blame import Blame
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Ping, Refusal
 from swarmd.protocol.wire.tensors import CHANGES
@@ -176,7 +177,7 @@ class Lane:
         """Tell the hops that are reachable to forget this lane."""
         self.fail(LaneFailed("the lane was closed"))
         for hop in self.hops:
-            channel = self._swarm.rpc.existing(hop.peer, "training")
+            channel = self._swarm.rpc.find_channel(hop.peer, "training")
             if channel is not None:
                 try:
                     with trio.move_on_after(1):
@@ -431,12 +432,13 @@ class Lane:
         kinds = [kind for kind in passes if kind in self._pending]
         is_backward = bool(kinds) and kinds[0][0] is Backward
         hop = self._refusing_hop(refusal.start, is_backward)
-        blame: tuple[PeerId, ...] = ()
-        for_s = BLAMED_S
+        peers: tuple[PeerId, ...] = ()
+        for_s = LEFT_OUT_S
         is_over = True
-        has_declined = False
+        blame: Blame | None = None
         if hop is not None and code is Code.NOT_FINITE:
-            blame = self._input_giver(hop, is_backward)
+            peers = self._input_giver(hop, is_backward)
+            blame = Blame.FAILING
         elif code is Code.NOT_HELD:
             is_over = False
             if not is_backward:  # it lacks parameters, or the rows that changes refer to
@@ -447,16 +449,16 @@ class Lane:
         elif hop is not None:
             is_over = code not in (Code.NO_CAPACITY, Code.NOT_SERVING)
             self.is_leaving = self.is_leaving or code is Code.NOT_SERVING
-            blame = (hop.peer,)
-            has_declined = True
+            peers = (hop.peer,)
+            blame = Blame.UNAVAILABLE
             is_back_soon = code in (Code.SESSION_LOST, Code.NO_SESSION)
             wait_s = None if refusal.retry_after_ms is None else refusal.retry_after_ms / 1000
-            for_s = wait_s or (RETRY_PAUSE_S if is_back_soon else BLAMED_S)
+            for_s = wait_s or (RETRY_PAUSE_S if is_back_soon else LEFT_OUT_S)
         failure = LaneFailed(
             f"{hop}: {refusal.message}",
-            *blame,
+            *peers,
             for_s=for_s,
-            has_declined=has_declined,
+            blame=blame,
             is_over=is_over,
             is_final=code in FINAL,
         )

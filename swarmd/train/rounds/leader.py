@@ -100,9 +100,9 @@ class Leader:
         return self.gathering.joined
 
     @property
-    def blamed(self) -> dict[PeerId, set[PeerId]]:
+    def faulty(self) -> dict[PeerId, set[PeerId]]:
         """Whose numbers were found faulty, by which others."""
-        return self.versions.suspicions.blamed if self.versions is not None else {}
+        return self.versions.suspicions.faulty if self.versions is not None else {}
 
     # --- what comes from members -------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class Leadership:
         finally:
             for peer in leader.gathering.missing:  # it did not come: do without it until it says something
                 self._members.suspect(peer, trio.current_time())
-            self._members.blame(leader.blamed)
+            self._members.record_faults(leader.faulty)
             self.close(leader)
         return why
 

@@ -52,20 +52,20 @@ class RoundBasis:
 class Suspicions:
     """What a leader holds against members of one round; it only grows, from version to version of the group.
 
-    ``pairs`` contradict each other, ``late_pairs`` wait for each other; ``doubted`` add up nothing more;
-    ``left_out`` no longer count, and why; ``blamed``: whose numbers are faulty, by which others.
+    ``pairs`` contradict each other, ``late_pairs`` wait for each other; ``contradicted`` add up nothing more;
+    ``left_out`` no longer count, and why; ``faulty``: whose numbers are faulty, by which others.
     """
 
     pairs: set[disputes.Pair] = field(default_factory=set)
     late_pairs: set[disputes.Pair] = field(default_factory=set)
-    doubted: set[PeerId] = field(default_factory=set)
+    contradicted: set[PeerId] = field(default_factory=set)
     left_out: dict[PeerId, str] = field(default_factory=dict)
-    blamed: dict[PeerId, set[PeerId]] = field(default_factory=dict)
+    faulty: dict[PeerId, set[PeerId]] = field(default_factory=dict)
 
 
 # A group from version to version, as ``advance`` decides it again with each beat:
 #
-#     version n ---- somebody is lost, or a reducer is in doubt ----> version n + 1, told to all
+#     version n ---- somebody is lost, or a reducer is contradicted ----> version n + 1, told to all
 #        |                                                               |
 #        | the average is whole, and where it must be                    | nobody is left: RoundFailed
 #        v
@@ -152,7 +152,7 @@ class GroupVersions:
         """Look at what members have told, and return what is to be done now. Raises RoundFailed."""
         lost = self._find_lost(now)
         adding = {PeerId(self.group.members[place].peer) for place in edges_of(self.group).adding()}
-        if lost or self.suspicions.doubted & adding:
+        if lost or self.suspicions.contradicted & adding:
             told = self.announcement.peers
             self._shrink_group(lost, now)
             return (SendToMembers(told, self.group),)
@@ -164,14 +164,14 @@ class GroupVersions:
         return steps
 
     def _shrink_group(self, lost: dict[PeerId, str], now: float) -> None:
-        """Make the next version: lost members no longer count, others reduce what lost or doubted ones did."""
+        """Make the next version: lost members no longer count, others reduce what lost or contradicted ones did."""
         for peer, why in lost.items():
             logger.info("going on without %s: %s", peer, why)
         left_out = self.suspicions.left_out
         left_out.update(lost)
         me = self._basis.me
         unreachable = {peer for peer, joined in self._joined.items() if not joined.can_reduce}
-        idle = left_out.keys() | self.suspicions.doubted | unreachable
+        idle = left_out.keys() | self.suspicions.contradicted | unreachable
         block = codec_of(self._basis.ledger.run.recipe).block
         group = groups.shrink_group(self.group, lost, idle, me, block)
         if group is None:
@@ -210,8 +210,8 @@ class GroupVersions:
         faulty = {peer: (why, {peer}) for peer, why in own_words.items()} | verdict.faulty
         for peer, (why, witnesses) in faulty.items():
             lost.setdefault(peer, why)
-            suspicions.blamed.setdefault(peer, set()).update(witnesses)
-        lost |= self._doubt_reducers(verdict.doubted)
+            suspicions.faulty.setdefault(peer, set()).update(witnesses)
+        lost |= self._replace_reducers(verdict.contradicted)
         stuck_s = max(limit_s, 2 * timing.results.limit_s(), 2 * self._chunk_s())
         last_moved_at = max((s.moved_at for s in self._seen.values()), default=now)
         if now - max(self._version_at, last_moved_at) > stuck_s:
@@ -234,20 +234,20 @@ class GroupVersions:
         lost = review.faults | late
         lacking = self._backing.lacking() if self._backing is not None and not review.pairs else []
         lost |= dict.fromkeys(lacking, "it does not say what it gave")
-        doubted_before = set(suspicions.doubted)
-        lost |= self._doubt_reducers(verdict.doubted)
-        if not lost.keys() - suspicions.left_out.keys() and suspicions.doubted == doubted_before:
+        contradicted_before = set(suspicions.contradicted)
+        lost |= self._replace_reducers(verdict.contradicted)
+        if not lost.keys() - suspicions.left_out.keys() and suspicions.contradicted == contradicted_before:
             raise RoundFailed(f"nothing has moved {how_long}, and there is nobody to go on without")
         return {peer: f"{why} {how_long}" for peer, why in lost.items()}
 
-    def _doubt_reducers(self, doubted: dict[PeerId, PeerId]) -> dict[PeerId, str]:
-        """Let others reduce than those in doubt; where nobody else can, do without who contradicts them instead."""
+    def _replace_reducers(self, contradicted: dict[PeerId, PeerId]) -> dict[PeerId, str]:
+        """Let others reduce than who is contradicted; where nobody else can, do without who contradicts them."""
         suspicions = self.suspicions
         reducers = {p for p in self._seen if p not in suspicions.left_out and self._joined[p].can_reduce}
-        if reducers - suspicions.doubted - doubted.keys():
-            suspicions.doubted |= doubted.keys()
+        if reducers - suspicions.contradicted - contradicted.keys():
+            suspicions.contradicted |= contradicted.keys()
             return {}
-        return {member: f"it and {reducer[-8:]} contradict each other" for reducer, member in doubted.items()}
+        return {member: f"it and {reducer[-8:]} contradict each other" for reducer, member in contradicted.items()}
 
     def _chunk_s(self) -> float:
         """Compute how long the slowest known link takes to show that anything moves."""

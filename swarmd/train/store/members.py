@@ -99,9 +99,9 @@ class Members:
         """Note that a peer has just said something: it lives."""
         self._suspects.pop(peer, None)
 
-    def blame(self, blamed: Mapping[PeerId, set[PeerId]]) -> None:
+    def record_faults(self, witnesses_by_peer: Mapping[PeerId, set[PeerId]]) -> None:
         """Note that others found fault with these peers' numbers, in a round that was led here."""
-        for peer, witnesses in blamed.items():
+        for peer, witnesses in witnesses_by_peer.items():
             if witnesses & {self.me, peer}:  # seen here, or said by the peer itself: nobody else need be believed
                 self.standing.fault(peer, Fault.FAULTY_NUMBERS, "in a round of a training run")
                 continue
