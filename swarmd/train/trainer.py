@@ -32,11 +32,11 @@ from swarmd.train.gradients.source import GradientSource
 from swarmd.train.rounds.joining import Joining
 from swarmd.train.rounds.leadership import LOOK_INTERVAL_S
 from swarmd.train.rounds.receiving import Numbers
-from swarmd.train.rounds.services import RoundServices
 from swarmd.train.store import recovery
 from swarmd.train.store.catching_up import CatchingUp
 from swarmd.train.store.chronicle import Chronicle
 from swarmd.train.store.disk import RunFolder, read_vectors
+from swarmd.train.store.member_services import MemberServices
 from swarmd.train.store.members import Members
 from swarmd.train.store.memories import Memories
 from swarmd.train.store.recovery import Get, StateDonors
@@ -91,16 +91,15 @@ class Trainer:
         self.computing = Computing(services, self.ledger, self._news)
         self.work = self.computing.work
         self.pace = RunPace()
-        self._averages = Averages()
-        round_services = RoundServices(
+        self._member_services = MemberServices(
             services,
             self.chronicle,
             self.members,
-            self._averages,
+            Averages(),
             self._news,
             mine=lambda: (self.state, self.work.offered),
         )
-        self.joining = Joining(round_services)
+        self.joining = Joining(self._member_services)
         self.catching_up: CatchingUp | None = None
         signer = self.joining.signer
         self.audits = GradientAudits(
@@ -172,14 +171,11 @@ class Trainer:
         await self._resume_from_disk(state)
         get = self._make_get(layout, "incoming")
         self.catching_up = CatchingUp(
-            self._services,
-            self.chronicle,
-            self.members,
-            self._averages,
+            self._member_services,
+            state,
+            get,
+            self._tasks,
             end_round=self.joining.participation.end_round,
-            tasks=self._tasks,
-            state=state,
-            get=get,
             settle=self._settle_work,
         )
         self.state = state

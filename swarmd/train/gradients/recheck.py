@@ -14,7 +14,8 @@ from swarmd.train.gradients.source import GradientSource, RecheckRequest
 from swarmd.train.vectors.clipping import clip_total
 from swarmd.train.vectors.codecs import codec_of
 from swarmd.train.vectors.directions import directions_of
-from swarmd.train.vectors.state import Snapshot, Vector, centre_of
+from swarmd.train.vectors.optimizers import centre_of
+from swarmd.train.vectors.state import Snapshot, Vector
 from swarmd.train.vectors.sums import squares_of
 from swarmd.values import PeerId
 

@@ -22,8 +22,8 @@ from swarmd.train.rounds.leaders import Leaders
 from swarmd.train.rounds.leadership import LOOK_INTERVAL_S, Leadership
 from swarmd.train.rounds.participation import Participation
 from swarmd.train.rounds.round import Round
-from swarmd.train.rounds.services import RoundServices
 from swarmd.train.rounds.signing import ContributingMember
+from swarmd.train.store.member_services import MemberServices
 from swarmd.train.store.services import tell_peer
 from swarmd.values import PeerId
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class Joining:
     """See the module. ``following``: under whom; ``participation``: in which round; ``leadership``: when it leads."""
 
-    def __init__(self, services: RoundServices) -> None:
+    def __init__(self, services: MemberServices) -> None:
         self._services = services
         self._me = services.me
         self._rpc = services.trainer.rpc

@@ -12,14 +12,13 @@ from collections.abc import Awaitable, Callable, Iterable
 import trio
 
 from swarmd.plan.runs.outcome import Outcome, RoundTimes
-from swarmd.protocol.fields import Message
 from swarmd.protocol.wire.rounds import Beat, JoinRound, Pulse
 from swarmd.train.rounds.assents import BringToAnchors, SendToMembers
 from swarmd.train.rounds.following import PULSE_INTERVAL_S
 from swarmd.train.rounds.gathering import BeginRound, Gathering, PostponeRound
 from swarmd.train.rounds.versions import GroupVersions, RoundBasis
 from swarmd.train.store.proposer import Proposer, RoundFailed
-from swarmd.train.store.services import Wakeups
+from swarmd.train.store.services import Tell, Wakeups
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class Leader:
         basis: RoundBasis,
         proposer: Proposer,
         *,
-        tell: Callable[[PeerId, Message, bytes], Awaitable[None]],
+        tell: Tell,
         expected: Callable[[], Iterable[PeerId]],
         why_not_alone: WhyNotAlone,
     ) -> None:

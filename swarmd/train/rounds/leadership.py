@@ -17,9 +17,10 @@ from swarmd.protocol.wire.rounds import JoinRound, Pulse
 from swarmd.train.rounds.following import LONGEST_RETRY_S, Following
 from swarmd.train.rounds.leader import Leader, TooEarly
 from swarmd.train.rounds.leaders import Leaders
-from swarmd.train.rounds.services import RoundServices, Tell
 from swarmd.train.rounds.versions import RoundBasis
+from swarmd.train.store.member_services import MemberServices
 from swarmd.train.store.proposer import RoundFailed
+from swarmd.train.store.services import Tell
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class Leadership:
     """See the module. ``leader`` leads the round after the newest commit, once this peer or others want that."""
 
     def __init__(
-        self, services: RoundServices, following: Following, leaders: Leaders, tasks: Tasks, tell: Tell
+        self, services: MemberServices, following: Following, leaders: Leaders, tasks: Tasks, tell: Tell
     ) -> None:
         self.leader: Leader | None = None
         self.counters = RoundCounters()

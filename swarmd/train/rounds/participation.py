@@ -16,8 +16,9 @@ from swarmd.train.rounds.groups import check_group
 from swarmd.train.rounds.heartbeats import strip_for_others
 from swarmd.train.rounds.receiving import Numbers
 from swarmd.train.rounds.round import Round
-from swarmd.train.rounds.services import RoundServices, Tell
 from swarmd.train.rounds.signing import ContributingMember
+from swarmd.train.store.member_services import MemberServices
+from swarmd.train.store.services import Tell
 from swarmd.train.vectors.work import GatheredWork
 from swarmd.values import PeerId
 
@@ -31,7 +32,7 @@ class Participation:
     ``offered``: what it joined with; a micro-batch that ends later is not of this round.
     """
 
-    def __init__(self, services: RoundServices, signer: ContributingMember, tasks: Tasks, tell: Tell) -> None:
+    def __init__(self, services: MemberServices, signer: ContributingMember, tasks: Tasks, tell: Tell) -> None:
         self.round: Round | None = None
         self.offered = GatheredWork()
         self._services = services

@@ -19,7 +19,8 @@ from swarmd.plan.runs.contributions import (
 )
 from swarmd.protocol.runs.recipe import Optimizer, Parts
 from swarmd.train.vectors.clipping import clip_total
-from swarmd.train.vectors.state import Vector, centre_of
+from swarmd.train.vectors.optimizers import centre_of
+from swarmd.train.vectors.state import Vector
 from swarmd.values import PeerId
 from tests.train.replaying import counted_of
 from tests.train.world import N_ELEMENTS, TrainingWorld, gradient, torch_optimizer, training

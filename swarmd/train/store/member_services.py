@@ -1,11 +1,10 @@
-"""What the rounds of one run are made with on this peer."""
+"""What the parts of one member of a run share."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from swarmd.protocol.fields import Message
 from swarmd.train.store.chronicle import Chronicle
 from swarmd.train.store.members import Members
 from swarmd.train.store.services import TrainerServices, Wakeups
@@ -16,13 +15,11 @@ from swarmd.values import PeerId
 
 Mine = Callable[[], tuple[RunState | None, GatheredWork]]
 """This peer's state, if it has the model, and what it gives to the round after it."""
-Tell = Callable[[PeerId, Message, bytes], Awaitable[None]]
-"""Brings a message, with a payload, to one member, this peer included."""
 
 
 @dataclass(frozen=True, slots=True)
-class RoundServices:
-    """The network, the ledger, who else is there, and what this peer gives; ``news`` wakes all that wait."""
+class MemberServices:
+    """The network, the ledger, who else is there, and what this member has; ``news`` wakes all of it that wait."""
 
     trainer: TrainerServices
     chronicle: Chronicle
