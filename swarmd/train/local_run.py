@@ -140,7 +140,7 @@ class LocalRun:
         """End here, for good; returns whether no update counts without this peer. The state stays on the disk."""
         lacks_anchors = self._needs_me()
         try:
-            await self.trainer.save()
+            await self.trainer.checkpoints.save(self.trainer.state)
         except ConfigError as error:
             logger.info("no checkpoint: %s", error)
         self._scope.cancel()

@@ -130,7 +130,7 @@ class Runs:
             anchors=anchors or old.anchors,
             earlier=(*old.earlier, old.anchors) if anchors and old.generation else old.earlier,
             back_from=chronicle.ledger.head if state == "back" else old.back_from,
-            back_to=chronicle.find_earlier_state() if state == "back" else old.back_to,
+            back_to=chronicle.presence.find_earlier_state() if state == "back" else old.back_to,
         )
         raw = sign_order(order, self._services.identity)
         try:
@@ -148,7 +148,7 @@ class Runs:
     async def checkpoint(self, name: str) -> CheckpointAnswer:
         """Write a run's present state to the disk."""
         trainer = self._find_taken(name).trainer
-        path = await trainer.save()
+        path = await trainer.checkpoints.save(trainer.state)
         layout = trainer.state.layout.tensors if trainer.state is not None else ()
         return CheckpointAnswer(
             path=path,

@@ -70,7 +70,7 @@ class Leadership:
                 chronicle.proposer(),
                 tell=self._tell,
                 expected=lambda: self._members.participants(chronicle.ledger.head, trio.current_time()),
-                why_not_alone=chronicle.why_not_alone,
+                why_not_alone=chronicle.presence.why_not_alone,
             )
             self._pulsing = self._tasks.start_soon(self.leader.send_pulses)
         return self.leader

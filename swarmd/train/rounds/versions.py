@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from swarmd.plan.runs import disputes, verdicts
 from swarmd.plan.runs.contributions import N_HISTORY, find_outliers
+from swarmd.plan.runs.history import contribution_radius, latest_contributions
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.runs.outcome import Timing
 from swarmd.plan.runs.partition import CHUNK_BYTES
@@ -218,7 +220,8 @@ class GroupVersions:
             lost |= self._find_holding_up(bool(reports.incomplete), f"for {stuck_s:.1f} s")
         if not lost and not reports.incomplete and reports.weighed:
             ledger = self._basis.ledger
-            lost |= find_outliers(reports.weighed, ledger.contributions(N_HISTORY), ledger.radius)
+            history = latest_contributions(ledger, N_HISTORY)
+            lost |= find_outliers(reports.weighed, history, partial(contribution_radius, ledger))
         return {peer: why for peer, why in lost.items() if peer not in suspicions.left_out}
 
     def _find_holding_up(self, is_incomplete: bool, how_long: str) -> dict[PeerId, str]:
