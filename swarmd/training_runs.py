@@ -1,9 +1,8 @@
 """Training runs from Python: start one from a recipe, and take the result home. ``swarmd train`` does it by these.
 
 >>> from swarmd import training_runs
->>> from swarmd.home import Home
->>> started = training_runs.start_run(Home.default(), Path("recipe.toml"))                 # doctest: +SKIP
->>> training_runs.export_run(Home.default(), started.run.id, Path("result"))               # doctest: +SKIP
+>>> started = training_runs.start_run(Path("recipe.toml"))                                 # doctest: +SKIP
+>>> training_runs.export_run(started.run.id, Path("result"))                               # doctest: +SKIP
 
 Torch and transformers are imported once a recipe is sound: what is wrong is said at once.
 """
@@ -22,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from swarmd.errors import ConfigError
-from swarmd.home import Home
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.models import ModelFolders
+from swarmd.home.paths import Home
 from swarmd.importing import importing
 from swarmd.names import is_model_hash
 from swarmd.net import local
@@ -67,12 +68,14 @@ class ExportedRun:
 # The run names model and data by their hashes, so that no member has to believe the starter.
 
 
-def start_run(home: Home, recipe_path: Path, role: str = "train", *, again: bool = False) -> StartedRun:
+def start_run(recipe_path: Path, role: str = "train", *, again: bool = False, home: Home | None = None) -> StartedRun:
     """Check a recipe, pack its data, sign the run, and have this machine's daemon take part in it.
 
-    ``again``: start another run though one of this name is there. Raises SwarmError.
+    ``again``: start another run though one of this name is there; ``home``: None is the default one. Raises SwarmError.
     """
-    home.swarm()
+    home = home or Home.default()
+    member = MembershipFiles(home)
+    member.swarm()
     if role not in ROLES:
         raise ConfigError(f"--role is one of {', '.join(ROLES)}, not {role!r}")
     known = _ask(home, "train")
@@ -89,22 +92,23 @@ def start_run(home: Home, recipe_path: Path, role: str = "train", *, again: bool
     if not model:
         model, source = _provide_model(home, draft, source)
     data, n_rows = _provide_data(home, draft, beside, source, outline.vocabulary)
-    anchors = draft.anchors or (home.identity().peer_id,)
-    if role == "anchor" and home.identity().peer_id not in anchors:
+    anchors = draft.anchors or (member.identity().peer_id,)
+    if role == "anchor" and member.identity().peer_id not in anchors:
         raise ConfigError("anchors does not name this peer: add it, or take another role")
     resolved = msgspec.structs.replace(draft, model=model, data=data, anchors=anchors)
-    run = recipes.start_run(resolved, home.identity(), int(time.time()))
+    run = recipes.start_run(resolved, member.identity(), int(time.time()))
     RunFolder(home.runs / run.id).keep_run(run, role)
     _ask(home, "reload", "POST")
     _ask(home, "train/join", "POST", name=run.id, role=role)
     return StartedRun(run, n_rows)
 
 
-def export_run(home: Home, name: str, out: Path) -> ExportedRun:
+def export_run(name: str, out: Path, *, home: Home | None = None) -> ExportedRun:
     """Write what a run has come to into a folder, as transformers (or PEFT) saves it. Raises SwarmError."""
+    home = home or Home.default()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already, and is not overwritten: choose another --out, or remove it first")
-    home.swarm()
+    MembershipFiles(home).swarm()
     body = _ask(home, "train/checkpoint", "POST", EXPORT_TIMEOUT_S, name=name)
     state = Path(body["path"])
     recipe = RunFolder(state.parent).run().recipe
@@ -144,7 +148,7 @@ def _find_source(home: Home, recipe: Recipe, recipe_folder: Path) -> tuple[Model
     folder = recipe_folder / recipe.model
     if folder.is_dir():
         return None, folder
-    model = home.catalog().hash_of(recipe.model)
+    model = MembershipFiles(home).catalog().hash_of(recipe.model)
     presence = _ask(home, "here", model=model)
     if not presence["here"]:
         raise ConfigError(f"{recipe.model} is not whole on this machine: swarmd models pull {recipe.model}")
@@ -206,7 +210,7 @@ def _adopt_folder(home: Home, folder: Path) -> ModelId:
     read = manifest.read_folder(folder)
     Library(home.weights, {}).keep_manifest(read, folder)
     model = manifest.model_id(read)
-    home.add_folder(model, folder)
+    ModelFolders(home).add(model, folder)
     return model
 
 

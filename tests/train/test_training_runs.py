@@ -16,7 +16,10 @@ from msgspec import structs
 from tokenizers import Tokenizer
 
 from swarmd.errors import ConfigError
-from swarmd.home import Home
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.models import ModelFolders
+from swarmd.home.paths import Home
 from swarmd.protocol.models import manifest
 from swarmd.protocol.runs.recipe import Recipe
 from swarmd.train.store.data import highest_token, pack_texts, require_known_token
@@ -68,7 +71,7 @@ class PlayedDaemon(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
     home = Home(tmp_path / "home")
-    home.found("ours")
+    Founder(home).found("ours")
     return home
 
 
@@ -99,8 +102,8 @@ def test_the_lines_of_the_docs_start_a_run(
     run = RunFolder(folder).run()
     assert capsys.readouterr().out.split() == [run.id, "of", "35", "rows"]
     assert daemon.asked == ["train", "reload", "train/join"]
-    assert run.recipe.anchors == (home.identity().peer_id,)
-    held = home.folders()
+    assert run.recipe.anchors == (MembershipFiles(home).identity().peer_id,)
+    held = ModelFolders(home).read()
     assert {run.recipe.model, run.recipe.data} <= held.keys()
     assert (held[run.recipe.model] / "model.safetensors").is_file(), "its first weights were made"
 
@@ -113,8 +116,8 @@ def test_a_name_that_is_taken_is_refused_unless_another_run_is_wanted(
     recipe.write_text(RECIPE_FILE.format(root=ROOT))
     daemon.answers["train"]["others"] = [{"name": "caesar"}, {"name": "caesar-2"}]
     with pytest.raises(ConfigError, match=r"there already: swarmd train join caesar .* called 'caesar-3'"):
-        start_run(home, recipe)
-    assert start_run(home, recipe, again=True).run.recipe.name == "caesar-3"
+        start_run(recipe, home=home)
+    assert start_run(recipe, again=True, home=home).run.recipe.name == "caesar-3"
 
 
 @pytest.mark.parametrize(
@@ -133,11 +136,11 @@ def test_what_is_wrong_with_a_recipe_leaves_nothing_behind(
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("\n".join(written if line.startswith(f"{key} ") else line for line in lines))
     with pytest.raises(ConfigError, match=message):
-        start_run(home, recipe)
+        start_run(recipe, home=home)
     with pytest.raises(ConfigError, match="--role is one of train, reduce, anchor, not 'boss'"):
-        start_run(home, recipe, "boss")
+        start_run(recipe, "boss", home=home)
     assert not home.runs.exists()
-    assert len(home.folders()) == 1, "the bundled model"
+    assert len(ModelFolders(home).read()) == 1, "the bundled model"
 
 
 def lines(path: Path, *rows: dict[str, Any]) -> Path:
@@ -179,7 +182,7 @@ def test_a_model_of_the_catalog_keeps_its_hash_however_its_files_lie_here(
     tmp_path: Path, home: Home, daemon: PlayedDaemon
 ) -> None:
     """A folder that swarmd filled has a file for each block."""
-    model = home.catalog().hash_of("demo")
+    model = MembershipFiles(home).catalog().hash_of("demo")
     daemon.answers["here"] = {"here": True, "folder": "/filled/by/swarmd"}
     of_catalog = _find_source(home, structs.replace(RECIPE, model="demo"), tmp_path)
     assert of_catalog == (model, Path("/filled/by/swarmd"))

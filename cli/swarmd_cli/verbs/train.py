@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import ask, home, print_json, print_table
+from swarmd_cli.context import ask, ask_json, home, print_json, print_table, read_answer
 from swarmd_cli.train_show import show_plan, show_run, write_plot
 from swarmd_cli.verbs.look import Json
 
@@ -41,7 +41,7 @@ def start(
     """
     from swarmd import training_runs
 
-    started = training_runs.start_run(home(), recipe, role, again=again)
+    started = training_runs.start_run(recipe, role, again=again, home=home())
     run_id = started.run.id
     resolved = started.run.recipe
     print(f"{resolved.name}: run {run_id}")
@@ -56,8 +56,10 @@ def join(run: RunName = "", role: Role = "train") -> None:
 
     Example: swarmd train join demo-run
     """
-    joined = ask("train/join", "POST", timeout_s=60.0, name=run, role=role)
-    print(f"takes part in {joined['name']} ({joined['run'][:12]}) as {role}: swarmd train status shows how it goes")
+    from swarmd.run_status import JoinRunAnswer
+
+    part = ask(JoinRunAnswer, "train/join", "POST", timeout_s=60.0, name=run, role=role)
+    print(f"takes part in {part.name} ({part.run[:12]}) as {role}: swarmd train status shows how it goes")
 
 
 @app.command("stop")
@@ -69,12 +71,14 @@ def stop(
 
     Example: swarmd train stop demo-run
     """
+    from swarmd.run_status import LeaveRunAnswer, OrderAnswer
+
     if everywhere:
-        stopped = ask("train/order", "POST", name=run, state="stopped")
-        print(f"{stopped['run'][:12]} is stopped for everybody: swarmd train resume --all lets it go on")
+        stopped = ask(OrderAnswer, "train/order", "POST", name=run, state="stopped")
+        print(f"{stopped.run[:12]} is stopped for everybody: swarmd train resume --all lets it go on")
         return
-    answer = ask("train/leave", "POST", timeout_s=120.0, name=run)
-    print(f"left {answer['run'][:12]}; its state stays on this disk: swarmd train join takes part again")
+    answer = ask(LeaveRunAnswer, "train/leave", "POST", timeout_s=120.0, name=run)
+    print(f"left {answer.run[:12]}; its state stays on this disk: swarmd train join takes part again")
 
 
 @app.command("pause")
@@ -83,7 +87,10 @@ def pause(run: RunName = "") -> None:
 
     Example: swarmd train pause demo-run
     """
-    print(f"{ask('train/pause', 'POST', name=run)['run'][:12]} is paused here")
+    from swarmd.run_status import PauseRunAnswer
+
+    answer = ask(PauseRunAnswer, "train/pause", "POST", name=run)
+    print(f"{answer.run[:12]} is paused here")
 
 
 @app.command("resume")
@@ -95,10 +102,14 @@ def resume(
 
     Example: swarmd train resume demo-run
     """
+    from swarmd.run_status import OrderAnswer, PauseRunAnswer
+
     if everywhere:
-        print(f"{ask('train/order', 'POST', name=run, state='running')['run'][:12]} goes on for everybody")
+        order = ask(OrderAnswer, "train/order", "POST", name=run, state="running")
+        print(f"{order.run[:12]} goes on for everybody")
         return
-    print(f"{ask('train/unpause', 'POST', name=run)['run'][:12]} goes on here")
+    answer = ask(PauseRunAnswer, "train/unpause", "POST", name=run)
+    print(f"{answer.run[:12]} goes on here")
 
 
 @app.command("back")
@@ -109,8 +120,10 @@ def back(run: RunName) -> None:
 
     Example: swarmd train back demo-run
     """
-    run_id = ask("train/order", "POST", name=run, state="back")["run"]
-    print(f"{run_id[:12]} goes back once a peer that has the state hears of it: swarmd train status shows it")
+    from swarmd.run_status import OrderAnswer
+
+    order = ask(OrderAnswer, "train/order", "POST", name=run, state="back")
+    print(f"{order.run[:12]} goes back once a peer that has the state hears of it: swarmd train status shows it")
 
 
 @app.command("anchors")
@@ -124,8 +137,10 @@ def anchors(
 
     Example: swarmd train anchors demo-run 12D3KooW… 12D3KooW…
     """
-    named = ask("train/order", "POST", name=run, state="running", anchors=",".join(peers))
-    print(f"{named['run'][:12]} has {count(len(named['anchors']), 'anchor')} from now on")
+    from swarmd.run_status import OrderAnswer
+
+    order = ask(OrderAnswer, "train/order", "POST", name=run, state="running", anchors=",".join(peers))
+    print(f"{order.run[:12]} has {count(len(order.anchors), 'anchor')} from now on")
 
 
 @app.command("status")
@@ -139,26 +154,27 @@ def status(
     Example: swarmd train status --plot loss.png
     """
     from swarmd.errors import ConfigError
+    from swarmd.run_status import RunsAnswer
 
-    body = ask("train")
-    chosen = [row for row in body["runs"] if run == row["name"] or row["run"].startswith(run)]
-    if run and not chosen:
-        known_names = ", ".join(row["name"] for row in body["runs"]) or "none"
+    body = ask_json("train")
+    known_names = ", ".join(row["name"] for row in body["runs"]) or "none"
+    body["runs"] = [row for row in body["runs"] if run == row["name"] or row["run"].startswith(run)]
+    if run and not body["runs"]:
         raise ConfigError(f"this machine takes part in no run called {run!r}; it is in: {known_names}")
     if plot is not None:
-        write_plot(chosen, plot)
+        write_plot(read_answer(RunsAnswer, body).runs, plot)
     if as_json:
-        print_json({**body, "runs": chosen})
+        print_json(body)
         return
-    for row in chosen:
+    answer = read_answer(RunsAnswer, body)
+    for row in answer.runs:
         show_run(row)
     other_runs = []
-    for row in body["others"]:
-        run_id = row["run"][:12]
-        other_runs.append([row["name"], run_id, str(row["peers"]), str(row["update"])])
+    for other in answer.others:
+        other_runs.append([other.name, other.run[:12], str(other.peers), str(other.update)])
     if other_runs:
         print_table("Runs of the swarm that this peer is not in", ["name", "run", "peers", "updates"], other_runs)
-    elif not chosen:
+    elif not answer.runs:
         print("no training run is known here: swarmd train start RECIPE starts one")
 
 
@@ -171,11 +187,13 @@ def plan(run: RunName = "", as_json: Json = False) -> None:
 
     Example: swarmd train plan demo-run
     """
-    body = ask("train/plan", name=run)
+    from swarmd.run_status import PlanAnswer
+
+    body = ask_json("train/plan", name=run)
     if as_json:
         print_json(body)
         return
-    show_plan(body)
+    show_plan(read_answer(PlanAnswer, body))
 
 
 @app.command("export")
@@ -189,7 +207,7 @@ def export(
     """
     from swarmd import training_runs
 
-    exported = training_runs.export_run(home(), run, out)
+    exported = training_runs.export_run(run, out, home=home())
     print(f"update {exported.update} of {exported.recipe.name}: {out}")
     if exported.recipe.train == "all":
         print(f"to have the swarm serve it: swarmd models add {out} --name NAME")
