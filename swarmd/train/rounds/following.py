@@ -109,21 +109,24 @@ class Following:
         return now - self._heard_at < self.pulses.limit_s() / 2
 
     def decide_parting(self, seen: RoundSeen | None, first: PeerId, now: float) -> Decision[Parting]:
-        """Decide whether to follow on. ``seen``: the round under way; ``first``: who comes first of those who lead."""
+        """Decide whether to follow on, and say what the leader does.
+
+        ``seen``: the round under way; ``first``: who comes first of those who lead.
+        """
         if seen is None and now - self._joined_at > LONGEST_GATHER_S:
-            return Decision(Parting.PASS_OVER, f"it has begun nothing for {now - self._joined_at:.0f} s")
+            return Decision(Parting.PASS_OVER, f"has begun nothing for {now - self._joined_at:.0f} s")
         why_useless = seen.why_useless(self.me, now) if seen is not None else ""
         if why_useless:
-            return Decision(Parting.PASS_OVER, why_useless)
+            return Decision(Parting.PASS_OVER, f"leads no longer here: {why_useless}")
         silent_s = now - self._heard_at
         if silent_s > self.pulses.limit_s():
-            return Decision(Parting.SUSPECT, f"it gives no sign of life for {silent_s:.1f} s")
+            return Decision(Parting.SUSPECT, f"gives no sign of life for {silent_s:.1f} s")
         if self.is_early(now):
-            return Decision(Parting.LEAVE, "it has called the round off")
+            return Decision(Parting.LEAVE, "has called the round off")
         if seen is not None:
-            return Decision(Parting.NOT_YET, "a round is under way")
+            return Decision(Parting.NOT_YET, "leads a round that is under way")
         if self._awaited_at > self._joined_at + PULSE_INTERVAL_S:
-            return Decision(Parting.LEAVE, "what this peer had joined was given up, and it was not told")
+            return Decision(Parting.LEAVE, "has given up what this peer had joined, and did not tell")
         if first != self.leader:
-            return Decision(Parting.POINT_OUT, f"{first[-8:]} comes first")
-        return Decision(Parting.NOT_YET, "it gathers members")
+            return Decision(Parting.POINT_OUT, f"comes after {first[-8:]}")
+        return Decision(Parting.NOT_YET, "gathers members")

@@ -154,7 +154,8 @@ class Joining:
         parting = self.following.decide_parting(self.participation.seen, first, now)
         if parting.action is Parting.NOT_YET:
             return False
-        logger.info("%s is followed no longer: %s", leader[-8:], parting.reason)
+        level = logging.INFO if parting.action in (Parting.SUSPECT, Parting.PASS_OVER) else logging.DEBUG
+        logger.log(level, "the leader %s %s", leader[-8:], parting.reason)
         if parting.action is Parting.SUSPECT:
             self._members.suspect(leader, now)
         elif parting.action is Parting.PASS_OVER:
