@@ -42,8 +42,8 @@ from swarmd.protocol.wire.rounds import Beat, Contribution, Group, GroupMember, 
 from swarmd.train.rounds.accounts import ContributionProjection
 from swarmd.train.rounds.round import Round
 from swarmd.train.vectors.codecs import codec_of
-from swarmd.train.vectors.state import Vector, average_digest
-from swarmd.values import PeerId, RunId
+from swarmd.train.vectors.state import Vector
+from swarmd.values import PeerId
 
 N_PEERS = 4
 PSK = b"b" * 32
@@ -152,9 +152,8 @@ class Peer:
                 done.set()
 
         begun = time.perf_counter()
-        digest = partial(average_digest, RunId(group.run), group.parent)
         sign, off_loop = partial(self._sign, group.parent), trio.to_thread.run_sync
-        live = Round(rpc, group, RECIPE, codec_of(RECIPE).code(vector), digest, sign, off_loop)
+        live = Round(rpc, group, RECIPE, codec_of(RECIPE).code(vector), sign, off_loop)
         self.live = live
         self.formed.set()
         self.formed = trio.Event()
@@ -166,7 +165,7 @@ class Peer:
 
         nursery.start_soon(live_on)
         await done.wait()
-        print(json.dumps([time.perf_counter() - begun, live.result.hex()]), flush=True)
+        print(json.dumps([time.perf_counter() - begun, live.progress.result.hex()]), flush=True)
         await trio.to_thread.run_sync(sys.stdin.readline)  # until all have it
         scope.cancel()
 

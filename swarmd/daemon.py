@@ -61,6 +61,7 @@ from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import Accuse, AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
 from swarmd.report import DaemonParts, Owner
+from swarmd.train.local_run import RunsServices
 from swarmd.train.runs import Runs
 from swarmd.usage_ledger import UsageKind, UsageLedger
 from swarmd.values import ModelId, PeerId
@@ -126,17 +127,18 @@ class Daemon:
         )
         pause_file = home.pause_file if home else None
         self.presence = Presence(config.policy, self._rest, pause_file, services.traffic)
-        self.runs = Runs(
-            self.rpc,
-            member.identity,
-            self.directory,
-            self.store.supply,
-            config,
-            home.runs if home else member.weights,
-            services.rng,
-            lambda: self.presence.share.value,
-            partial(self.books.count, UsageKind.SAMPLES),
+        runs_services = RunsServices(
+            rpc=self.rpc,
+            identity=member.identity,
+            directory=self.directory,
+            supply=self.store.supply,
+            config=config,
+            root=home.runs if home else member.weights,
+            rng=services.rng,
+            share=lambda: self.presence.share.value,
+            count=partial(self.books.count, UsageKind.SAMPLES),
         )
+        self.runs = Runs(runs_services)
         hosting_services = HostingServices(
             identity=member.identity,
             rpc=self.rpc,

@@ -10,6 +10,7 @@ import trio
 from swarmd.errors import SwarmError
 from swarmd.plan.owner import duty
 from swarmd.plan.runs.arrivals import Arrivals
+from swarmd.plan.runs.history import contribution_radius
 from swarmd.plan.runs.ledger import MOST_TARGETS, Ledger
 from swarmd.protocol.runs.commit import Commit
 from swarmd.train.gradients.gradient_audits import GradientAudits
@@ -230,7 +231,7 @@ class Computing:
             await self._services.off_loop(self.inner.follow, self.work, self._n_counted)
             await self._services.off_loop(self.work.offer, self.inner.contribution)
         if self._feedback is not None:
-            limit = self._ledger.radius(max(1, self.work.offered.n))
+            limit = contribution_radius(self._ledger, max(1, self.work.offered.n))
             try:
                 offered = self.work.offered
                 self.work.offered = await self._services.off_loop(self._feedback.code, offered, limit)
