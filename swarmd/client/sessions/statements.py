@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from swarmd.client.links.link import Doubt, HopLink, SessionServices
@@ -235,3 +236,8 @@ def _want_tokens(
     call_id: int,
 ) -> WantTokens:
     return WantTokens(id=call_id, session=session, start=start, first=first, n=n)
+
+
+def to_floats(hidden: torch.Tensor) -> np.ndarray:
+    """Hidden states as numbers that are compared: float32."""
+    return np.asarray(hidden.detach().float().numpy())
