@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from swarmd.compute.linear.layers import DynamicInt8Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
+from swarmd.compute.linear.formats import INT4, INT8
+from swarmd.compute.linear.layers import QuantisedLinear
+from swarmd.compute.linear.packed import HALF, ONEDNN, DynamicInt8Linear, PackedLinear
 from swarmd.compute.linear.quantize import relative_error
 
 SHAPES = ((576, 1536), (1536, 576), (576, 49_152), (2048, 5632), (4096, 4096))  # in x out
@@ -37,11 +39,11 @@ def _layer(weight: torch.Tensor) -> nn.Linear:
 
 
 def packed(weight: torch.Tensor) -> Kernel:
-    return PackedLinear(_layer(weight)).compute
+    return PackedLinear(_layer(weight), ONEDNN).compute
 
 
 def half(weight: torch.Tensor) -> Kernel:
-    return HalfLinear(_layer(weight)).compute
+    return PackedLinear(_layer(weight), HALF).compute
 
 
 def bfloat16(weight: torch.Tensor) -> Kernel:
@@ -50,20 +52,20 @@ def bfloat16(weight: torch.Tensor) -> Kernel:
 
 
 def bfloat16_packed(weight: torch.Tensor) -> Kernel:
-    compute = PackedLinear(_layer(weight.bfloat16())).compute
+    compute = PackedLinear(_layer(weight.bfloat16()), ONEDNN).compute
     return lambda hidden: compute(hidden.bfloat16())
 
 
 def int8(weight: torch.Tensor) -> Kernel:
-    return Int8Linear(_layer(weight)).compute
+    return QuantisedLinear(_layer(weight), INT8).compute
 
 
 def dynamic_int8(weight: torch.Tensor) -> Kernel:
-    return DynamicInt8Linear(Int8Linear(_layer(weight))).compute
+    return DynamicInt8Linear(QuantisedLinear(_layer(weight), INT8)).compute
 
 
 def int4(weight: torch.Tensor) -> Kernel:
-    return Int4Linear(_layer(weight)).compute
+    return QuantisedLinear(_layer(weight), INT4).compute
 
 
 KERNELS: dict[str, Callable[[torch.Tensor], Kernel]] = {

@@ -22,9 +22,8 @@ import torch
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from swarmd.compute.linear.few_bits import Int8Head, QuantisedLinear
-from swarmd.compute.linear.layers import DynamicInt8Linear, HalfLinear, PackedLinear
-from swarmd.compute.linear.tiled import TiledLinear
+from swarmd.compute.linear.compiled_layers import Int8Head
+from swarmd.compute.linear.layers import FrozenLinear
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.ends import Ends
 from swarmd.compute.passes.rates import decode_rates, last, prefill_rates
@@ -68,14 +67,10 @@ def in_8_bits(folder: Path) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda hidden: head(model.get_decoder().norm(hidden))
 
 
-SHARES = {PackedLinear: 1, HalfLinear: 1 / 2, DynamicInt8Linear: 1 / 4}  # of plain numbers; they are no parameters
-
-
 def _weight_bytes(module: Any) -> int:
-    if isinstance(module, QuantisedLinear | TiledLinear):
-        return int(module.n_bytes)
-    n_bytes = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
-    return int(n_bytes) + int(SHARES[type(module)] * module.weight.nbytes if type(module) in SHARES else 0)
+    if isinstance(module, FrozenLinear):
+        return module.n_bytes
+    return sum(parameter.nbytes for parameter in module.parameters(recurse=False))
 
 
 @torch.inference_mode()

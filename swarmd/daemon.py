@@ -105,7 +105,7 @@ class Daemon:
         self.network = network
         self.exchange = exchange
         standing = Standing(services.wall_clock, home.standing_file if home else None)
-        self.rpc = Rpc(network, self, standing, exchange.principal)
+        self.rpc = Rpc(network, self, standing, exchange.roster.principal)
         self.directory = _directory_of(member, services, exchange, self.rpc, config)
         library = Library(member.weights, member.folders, int(config.disk_limit_gib * 2**30))
         self.books = UsageLedger(home.books_file if home else None)
@@ -229,7 +229,7 @@ class Daemon:
     def _rest(self, reason: str) -> None:
         """Work for nobody, for a reason of the owner's policy; "" goes on with what this membership is for."""
         self._policy = reason
-        rights = self.exchange.pass_of(self._certificate).may
+        rights = self.exchange.roster.pass_of(self._certificate).may
         not_invited = f"this machine's invite is for: {', '.join(rights)}"
         self.hosts.rest(reason or ("" if "serve" in rights else not_invited))
         self.runs.rest(reason or ("" if "train" in rights else not_invited))
@@ -247,17 +247,17 @@ class Daemon:
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """Check a peer's certificate. Raises Refused."""
         self.health.note_hello(peer, hello)  # first: with a wrong clock here, no certificate may count
-        self.exchange.admit(peer, hello)
+        self.exchange.roster.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
         """Give a member's message to the service that it is for; False when it is for none. Raises Refused."""
-        self.exchange.require_member(channel.peer)
+        self.exchange.roster.require_member(channel.peer)
         if self.prober.take(channel.peer, message, frame):
             return True
         if await self.hosts.handle(channel.peer, message, frame, channel):
             return True
         if getattr(message, "run", ""):
-            self.exchange.require_member(channel.peer, "train")
+            self.exchange.roster.require_member(channel.peer, "train")
         if await self.store.handle(channel, message):
             return True
         if await self.runs.handle(channel, message, frame):
@@ -287,7 +287,7 @@ class Daemon:
             self._rest(self._policy)
             for peer in self.rpc.peers():
                 try:
-                    self.exchange.require_member(peer)
+                    self.exchange.roster.require_member(peer)
                 except Refused as error:
                     logger.info("disconnecting %s: %s", peer, error)
                     await self.network.disconnect(peer)

@@ -111,7 +111,7 @@ class Owner:
         rows = []
         for peer, record in sorted(view.peers.items()):
             balance = self._services.order.balance(peer)
-            peer_pass = self._services.exchange.pass_of(record.certificate)
+            peer_pass = self._services.exchange.roster.pass_of(record.certificate)
             rows.append(
                 PeerRow(
                     peer=peer,
@@ -132,7 +132,7 @@ class Owner:
                     reach=record.reach or "unknown",
                     way=self._services.rpc.network.way_to(peer),
                     standing=self._services.rpc.standing.row(peer),
-                    voucher=self._services.exchange.invite_of(peer).hex(),
+                    voucher=self._services.exchange.roster.invite_of(peer).hex(),
                     may=peer_pass.may,
                     ends_at=peer_pass.ends_at,
                     gave=balance.gave_us,
@@ -144,7 +144,7 @@ class Owner:
         now = self._services.wall_clock()
         waiting = tuple(
             WaitingRow(peer=peer, voucher=invite.hex(), knocked_s=round(now - knocked_at, 1))
-            for peer, (invite, knocked_at) in self._services.exchange.doors.waiting.items()
+            for peer, (invite, knocked_at) in self._services.exchange.roster.admission.waiting.items()
         )
         return PeersAnswer(peers=tuple(rows), waiting=waiting)
 

@@ -23,7 +23,7 @@ from swarmd.client.model.draft import DraftModel
 from swarmd.client.model.remote_model import remote_model
 from swarmd.client.model.swarm_head import HeadChecks, head_called
 from swarmd.client.sessions.session import ChainSession
-from swarmd.client.swarm import AsyncSwarm, ClientMembership, joined
+from swarmd.client.swarm import AsyncSwarm, ClientMembership, join_swarm
 from swarmd.client.tuning.lane import Lane, LaneAnswer, MicroBatch
 from swarmd.client.tuning.pipeline import Pipeline, PipelineStatistics
 from swarmd.client.tuning.ticket import ForwardTicket
@@ -232,7 +232,7 @@ class Swarm:
 
     def __init__(self, membership: ClientMembership) -> None:
         self._thread = TrioThread()
-        self._swarm: AsyncSwarm = self._thread.start(lambda: joined(membership))
+        self._swarm: AsyncSwarm = self._thread.start(lambda: join_swarm(membership))
 
     @property
     def within(self) -> AsyncSwarm:

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+import msgspec
 import trio
 
 from swarmd.errors import (
@@ -36,7 +37,7 @@ from swarmd.net.outbound import Outbound, SponsorOf
 from swarmd.net.standing import Standing
 from swarmd.net.write_lock import WriteLock
 from swarmd.plan.trust.standing import Fault
-from swarmd.protocol.fields import Message
+from swarmd.protocol.fields import Message, Request
 from swarmd.protocol.wire import frames, messages
 from swarmd.protocol.wire.frames import Frame, FrameDecoder
 from swarmd.protocol.wire.messages import AnyMessage, Hello, Ping, Refusal
@@ -101,11 +102,11 @@ class Channel:
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         """Send a message that nobody asked for, or that is small. Raises Unreachable."""
-        await self.send_raw(messages.framed(message, payload))
+        await self.send_raw(messages.encode_frame(message, payload))
 
     async def answer(self, message: Message, payload: bytes | memoryview = b"") -> None:
         """Send what the other side asked for; one that asks for much and reads none of it waits. Raises Unreachable."""
-        frame = messages.framed(message, payload)
+        frame = messages.encode_frame(message, payload)
         del payload  # one copy is enough while it waits to be read
         async with self._answers.holding(self, len(frame)):
             await self.send_raw(frame)
@@ -113,7 +114,7 @@ class Channel:
     async def answer_zeros(self, message: Message, n_bytes: int) -> None:
         """Send a frame with so many zeros, which take no memory however slowly they are read. Raises Unreachable."""
         if n_bytes:
-            await self.send_in_slices(messages.framed_zeros(message, n_bytes))
+            await self.send_in_slices(messages.encode_zeros_frame(message, n_bytes))
         else:
             await self.send(message)
 
@@ -157,9 +158,9 @@ class Channel:
         return self.is_open and not self._lock.is_held and self.stream.can_send(n_bytes)
 
     async def call(
-        self, request: Callable[[int], Message], payload: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
+        self, request: Request, payload: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
     ) -> tuple[AnyMessage, Frame]:
-        """Send ``request(id)`` and wait for its reply. Raises PeerError."""
+        """Number a request, send it and wait for its reply. Raises PeerError."""
         if len(self._pending) >= MAX_PENDING_CALLS:
             raise Unreachable(f"{MAX_PENDING_CALLS} calls to {self.peer} are unanswered")
         self._n_calls += 1
@@ -168,7 +169,7 @@ class Channel:
         self._pending[call_id] = reply
         try:
             with trio.fail_after(timeout_s):
-                await self.send(request(call_id), payload)
+                await self.send(msgspec.structs.replace(request, id=call_id), payload)
                 await reply.arrived.wait()
         except trio.TooSlowError:
             raise PeerTimeout(f"{self.peer} did not answer within {timeout_s:.1f} s") from None
@@ -245,7 +246,7 @@ class Rpc:
             while True:
                 await self.network.disconnect(await self.standing.next_banned())
 
-    def existing(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel | None:
+    def find_channel(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel | None:
         """The newest live channel: its opener may have given up those before, which look alive for a while."""
         channels = self._channels.get((peer, purpose), ())
         return next((channel for channel in reversed(channels) if channel.is_open), None)
@@ -281,12 +282,12 @@ class Rpc:
     async def call(
         self,
         peer: PeerId,
-        request: Callable[[int], Message],
+        request: Request,
         payload: bytes = b"",
         timeout_s: float = CALL_TIMEOUT_S,
         purpose: Purpose = "interactive",
     ) -> tuple[AnyMessage, Frame]:
-        """Send ``request(id)`` to a peer, connecting if need be, and wait for its reply. Raises PeerError.
+        """Send a request to a peer, connecting if need be, and wait for its reply. Raises PeerError.
 
         ``timeout_s`` holds for connecting, and once more for the reply.
         """
@@ -302,7 +303,7 @@ class Rpc:
         times = []
         for _ in range(2):
             begun = trio.current_time()
-            await self.call(peer, lambda call_id: Ping(id=call_id), timeout_s=timeout_s)
+            await self.call(peer, Ping(), timeout_s=timeout_s)
             times.append(trio.current_time() - begun)
         return min(times)
 

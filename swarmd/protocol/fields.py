@@ -35,6 +35,12 @@ class Message(msgspec.Struct, tag_field="t", frozen=True, omit_defaults=True):
     """What every header has in common: a tag."""
 
 
+class Request(Message, frozen=True):
+    """What is answered: the reply names ``id``. Whoever sends it (``net.rpc``, ``node.worker``) numbers it."""
+
+    id: Count = 0
+
+
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
     """Shape [b, t, d] and dtype of the hidden states that open a payload, and how they are coded there.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import trio
 
@@ -28,7 +27,6 @@ from swarmd.net.pace import Pace
 from swarmd.net.rpc import Rpc
 from swarmd.plan.links.download import ChunkRequest, Download, cut_pieces
 from swarmd.plan.trust.standing import Fault
-from swarmd.protocol.fields import Message
 from swarmd.protocol.models import manifest as manifests
 from swarmd.protocol.models.manifest import Manifest
 from swarmd.protocol.wire.messages import ChunksAre, ManifestIs, WantChunks, WantManifest
@@ -121,20 +119,15 @@ async def fetch_manifest(
 
 async def _fetch_manifest_from(rpc: Rpc, model: ModelId, donor: PeerId) -> Manifest:
     """Ask one donor. Raises PeerError or IntegrityError."""
-    request = partial(_want_manifest, model)
     reply, frame = await rpc.call(
         donor,
-        request,
+        WantManifest(model=model),
         timeout_s=MANIFEST_TIMEOUT_S,
         purpose="weights",
     )
     if not isinstance(reply, ManifestIs):
         raise RemoteProtocolError(f"expected a manifest, got {type(reply).__name__}")
     return await trio.to_thread.run_sync(manifests.read_untrusted, bytes(frame.payload), model)
-
-
-def _want_manifest(model: ModelId, call_id: int) -> Message:
-    return WantManifest(id=call_id, model=model)
 
 
 @dataclass(slots=True)
@@ -317,17 +310,13 @@ class Fetch:
 
     async def _fetch_piece(self, peer: PeerId, piece: ChunkRequest) -> None:
         """Ask for a piece, check it and write it. Raises PeerError or IntegrityError."""
-
-        def request(call_id: int) -> Message:
-            return WantChunks(id=call_id, model=self._target.model, refs=piece.refs)
-
         if peer == HUB and self._hub is not None:
             payload = memoryview(await self._read_from_hub(self._hub, piece))
         else:
             timeout_s = self._patience_s(peer)
             reply, frame = await self._rpc.call(
                 peer,
-                request,
+                WantChunks(model=self._target.model, refs=piece.refs),
                 timeout_s=timeout_s,
                 purpose="weights",
             )

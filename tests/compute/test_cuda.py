@@ -14,8 +14,9 @@ pytest.importorskip("triton")  # Linux has it
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.cuda import attention, availability, pointwise, products
 from swarmd.compute.cuda.attention import Attention
-from swarmd.compute.linear.four_bits import in_4_bits
-from swarmd.compute.linear.layers import CudaInt4Linear, Int4Linear, Int8Linear
+from swarmd.compute.linear.formats import INT4, INT4_HALVES, INT8
+from swarmd.compute.linear.four_bits import quantise_to_4_bits
+from swarmd.compute.linear.layers import QuantisedLinear
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes import graphs, traced
 from swarmd.compute.passes.quantisation_error import quantization_error
@@ -70,8 +71,8 @@ def test_weights_in_few_bits_meet_rows_as_the_numbers_they_stand_for(
     linear = torch.nn.Linear(n_in, n_out, bias=False)
     linear.weight.data = torch.randn(n_out, n_in, generator=rng)
     rows = torch.randn(n_rows, n_in, generator=rng).to(dtype).to(DEVICE)
-    eight, four = Int8Linear(linear).to(DEVICE), CudaInt4Linear(linear).to(DEVICE)
-    levels, scales, zeros = in_4_bits(linear.weight.detach())
+    eight, four = (QuantisedLinear(linear, kind).to(DEVICE) for kind in (INT8, INT4_HALVES))
+    levels, scales, zeros = quantise_to_4_bits(linear.weight.detach())
     numbers = (levels.view(n_out, -1, 32) - 8) * scales.float()[..., None] + zeros.float()[..., None]
     for got, weight in (
         (products.int8(rows, eight.quantised, eight.scales), eight.quantised.float() * eight.scales.float()[:, None]),
@@ -118,7 +119,7 @@ def test_where_no_kernel_runs_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_four_bits_on_cards_are_those_of_cpus() -> None:
     linear = torch.nn.Linear(128, 64, bias=False)
-    ours, theirs = CudaInt4Linear(linear).to(DEVICE), Int4Linear(linear)
+    ours, theirs = QuantisedLinear(linear, INT4_HALVES).to(DEVICE), QuantisedLinear(linear, INT4)
     assert relative_error(ours.weight.cpu(), theirs.weight) < 5e-3
 
 

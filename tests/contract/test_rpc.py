@@ -36,7 +36,7 @@ async def test_two_that_answer_each_other_at_length_do_not_wait_for_each_other(p
         n_bytes: list[int] = []
 
         async def ask(rpc: Rpc, peer: PeerId) -> None:
-            _, frame = await rpc.call(peer, lambda i: Ping(id=i, want_bytes=4 * 2**20), b"", 20.0, "bulk")
+            _, frame = await rpc.call(peer, Ping(want_bytes=4 * 2**20), b"", 20.0, "bulk")
             n_bytes.append(len(frame.payload))
 
         with trio.fail_after(20):
@@ -57,11 +57,11 @@ async def test_what_is_sent_goes_over_the_channel_that_was_opened_last(pair: Pai
         first.ended.set()  # given up on this side only
         second = await asking.channel(networks[1].peer_id)
         assert second is not first
-        reply, _ = await second.call(lambda i: Ping(id=i))
+        reply, _ = await second.call(Ping())
         assert isinstance(reply, Pong)
-        back = answering.existing(networks[0].peer_id)
+        back = answering.find_channel(networks[0].peer_id)
         assert back is not None
         with trio.fail_after(5):
-            reply, _ = await back.call(lambda i: Ping(id=i))
+            reply, _ = await back.call(Ping())
         assert isinstance(reply, Pong)
         nursery.cancel_scope.cancel()

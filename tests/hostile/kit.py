@@ -48,7 +48,7 @@ class Attacker:
         return Hello(certificate=self.certificate)
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
-        self.exchange.admit(peer, hello)
+        self.exchange.roster.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
         if isinstance(message, Refusal):
@@ -82,7 +82,7 @@ class Attacker:
             "max_tokens": 64,
             **changes,
         }
-        await self.rpc.call(peer, lambda i: OpenSession(id=i, **fields))  # type: ignore[arg-type]
+        await self.rpc.call(peer, OpenSession(**fields))  # type: ignore[arg-type]
 
     def says(self, kind: type[AnyRecord] = PeerRecord, **fields: Any) -> bytes:
         """A record of its own, as absurd as it likes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,9 +36,9 @@ class PlayedWorker:
         self.asked: list[str] = []
         self.failure = failure
 
-    async def call(self, request: Callable[[int], Any], payload: bytes) -> WorkerMessage:
+    async def call(self, request: Any, payload: bytes) -> WorkerMessage:
         await trio.lowlevel.checkpoint()
-        self.asked.append(request(1).adapter)
+        self.asked.append(request.adapter)
         return AdapterLoaded(re=1, failure=self.failure)
 
 

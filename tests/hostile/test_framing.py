@@ -279,7 +279,7 @@ def test_a_receipt_that_was_lost_with_a_connection_is_nobodys_fault() -> None:
 
 
 async def signed_at(attacker: Attacker, server: PeerId, start: int) -> Receipt:
-    reply, frame = await attacker.rpc.call(server, lambda i: WantReceipt(id=i, session=KEY, start=start))
+    reply, frame = await attacker.rpc.call(server, WantReceipt(session=KEY, start=start))
     assert isinstance(reply, ReceiptIs)
     return receipt.read_untrusted(bytes(frame.payload), reply.signature)
 

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -249,10 +248,8 @@ async def propose(liar: Member, anchor: Member, proposed: bytes) -> bytes:
     """Bring something to an anchor over a channel of one's own. Raises Refused."""
     ballot = (1_000, f"{liar.peer}/x")
     run, head = liar.trainer.run_spec.id, liar.trainer.ledger.head
-    await liar.rpc.call(anchor.peer, lambda i: Prepare(id=i, run=run, parent=head, ballot=ballot), purpose="bulk")
-    asked = await liar.rpc.call(
-        anchor.peer, lambda i: Propose(id=i, run=run, ballot=ballot), proposed, 10.0, purpose="bulk"
-    )
+    await liar.rpc.call(anchor.peer, Prepare(run=run, parent=head, ballot=ballot), purpose="bulk")
+    asked = await liar.rpc.call(anchor.peer, Propose(run=run, ballot=ballot), proposed, 10.0, purpose="bulk")
     return asked[0].signature  # type: ignore[no-any-return]
 
 
@@ -376,9 +373,9 @@ async def test_proposer_that_raises_ballots_stops_nobody(virtual_time: MockClock
 
         async def flood() -> None:
             for number in range(10, 10**9, 50):
-                ask = partial(Prepare, run=world.run.id, parent=world.ledger.head, ballot=(number, f"{liar.peer}/x"))
+                ask = Prepare(run=world.run.id, parent=world.ledger.head, ballot=(number, f"{liar.peer}/x"))
                 with contextlib.suppress(Refused):
-                    await liar.rpc.call(anchor.peer, lambda i, ask=ask: ask(id=i), purpose="bulk")
+                    await liar.rpc.call(anchor.peer, ask, purpose="bulk")
                 await trio.sleep(0.05)
 
         async with trio.open_nursery() as nursery:

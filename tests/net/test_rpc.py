@@ -48,7 +48,7 @@ async def test_who_stops_opening_a_channel_closes_it(virtual_time: MockClock) ->
             await rpcs[A].channel(B)
         assert scope.cancelled_caught
         await trio.sleep(1)
-        assert rpcs[B].existing(A) is None
+        assert rpcs[B].find_channel(A) is None
         assert (await rpcs[A].channel(B)).is_open
         nursery.cancel_scope.cancel()
 
@@ -94,24 +94,24 @@ async def test_many_who_ask_at_once_share_one_channel(virtual_time: MockClock) -
             for _ in range(20):
                 nursery.start_soon(ask)
         assert len(set(map(id, found))) == 1
-        assert rpcs[A].existing(B) is found[0]
-        assert rpcs[A].existing(B, "bulk") is None
+        assert rpcs[A].find_channel(B) is found[0]
+        assert rpcs[A].find_channel(B, "bulk") is None
         with pytest.raises(Unreachable, match="does not dial itself"):
             await rpcs[A].channel(A)
 
 
 async def test_a_call_ends_with_its_answer_its_deadline_or_its_channel(virtual_time: MockClock) -> None:
     async with pair() as (rpcs, guests):
-        reply, _ = await rpcs[A].call(B, lambda i: Ping(id=i))
+        reply, _ = await rpcs[A].call(B, Ping())
         assert isinstance(reply, Pong)
         with pytest.raises(PeerTimeout, match="did not answer within 2"):
-            await rpcs[A].call(B, lambda i: Ping(id=i, want_bytes=1), timeout_s=2.0)
+            await rpcs[A].call(B, Ping(want_bytes=1), timeout_s=2.0)
         channel = await rpcs[A].channel(B)
         async with trio.open_nursery() as nursery:
 
             async def wait() -> None:
                 with pytest.raises(Unreachable, match="ended before it answered"):
-                    await channel.call(lambda i: Ping(id=i, want_bytes=1))
+                    await channel.call(Ping(want_bytes=1))
 
             nursery.start_soon(wait)
             await trio.sleep(1)
@@ -125,8 +125,8 @@ async def test_a_handler_that_breaks_ends_its_channel_and_the_next_one_works(
 ) -> None:
     async with pair() as (rpcs, _):
         with pytest.raises(Unreachable):
-            await rpcs[A].call(B, lambda i: WantManifest(id=i, model="m"))
-        assert isinstance((await rpcs[A].call(B, lambda i: Ping(id=i)))[0], Pong)
+            await rpcs[A].call(B, WantManifest(model="m"))
+        assert isinstance((await rpcs[A].call(B, Ping()))[0], Pong)
         assert rpcs[B].standing.allows(A), "our own fault is nobody else's"
     assert "broke its handler" in nothing_breaks_behind_a_guard.pop().getMessage()
 
@@ -134,7 +134,7 @@ async def test_a_handler_that_breaks_ends_its_channel_and_the_next_one_works(
 async def test_what_nobody_handles_is_refused_with_its_number(virtual_time: MockClock) -> None:
     async with pair() as (rpcs, _):
         with pytest.raises(Refused) as caught:
-            await rpcs[A].call(B, lambda i: tuning.OpenLane(id=i, model="f" * 64))
+            await rpcs[A].call(B, tuning.OpenLane(model="f" * 64))
         assert caught.value.code is Code.NOT_HERE
 
 
@@ -145,10 +145,10 @@ async def test_unanswered_calls_are_bounded(virtual_time: MockClock) -> None:
 
             async def ask() -> None:
                 with pytest.raises((PeerTimeout, Unreachable)):
-                    await channel.call(lambda i: Ping(id=i, want_bytes=1), timeout_s=5.0)
+                    await channel.call(Ping(want_bytes=1), timeout_s=5.0)
 
             for _ in range(MAX_PENDING_CALLS):
                 nursery.start_soon(ask)
             await trio.sleep(1)
             with pytest.raises(Unreachable, match=f"{MAX_PENDING_CALLS} calls"):
-                await channel.call(lambda i: Ping(id=i))
+                await channel.call(Ping())

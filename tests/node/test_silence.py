@@ -27,13 +27,13 @@ class Newer(Message, tag="want_horoscope", frozen=True):
 @pytest.mark.parametrize(
     ("request_of", "code"),
     [
-        (lambda i: rounds.WantRun(id=i, run="f" * 64), Code.NOT_HERE),
-        (lambda i: rounds.JoinRound(id=i, run="f" * 64), Code.NOT_HERE),
-        (lambda i: WantManifest(id=i, model="f" * 64), Code.NOT_HERE),
-        (lambda i: WantManifest(id=i, model="no hash"), Code.NOT_HERE),
-        (lambda i: Newer(id=i), Code.UNSUPPORTED),
-        (lambda i: worker.LoadAdapter(id=i, adapter="a" * 64), Code.UNSUPPORTED),
-        (lambda i: tuning.PutTuned(id=i, version=b"v", start=0, end=4, model="f" * 64), Code.NOT_SERVING),
+        (rounds.WantRun(run="f" * 64), Code.NOT_HERE),
+        (rounds.JoinRound(run="f" * 64), Code.NOT_HERE),
+        (WantManifest(model="f" * 64), Code.NOT_HERE),
+        (WantManifest(model="no hash"), Code.NOT_HERE),
+        (Newer(), Code.UNSUPPORTED),
+        (worker.LoadAdapter(adapter="a" * 64), Code.UNSUPPORTED),
+        (tuning.PutTuned(version=b"v", start=0, end=4, model="f" * 64), Code.NOT_SERVING),
     ],
     ids=["a run", "a round of a run", "a model", "a model by no hash", "a later version", "a worker's", "parameters"],
 )
@@ -75,7 +75,7 @@ async def test_a_client_refuses_what_it_does_not_handle(virtual_time: MockClock)
         begun = trio.current_time()
         daemon = s.swarm.daemons[s.server][0]
         with pytest.raises(Refused) as caught:
-            await daemon.rpc.call(client, lambda i: rounds.WantRun(id=i, run="f" * 64))
+            await daemon.rpc.call(client, rounds.WantRun(run="f" * 64))
         assert caught.value.code is Code.NOT_HERE
         assert trio.current_time() - begun < AT_ONCE_S
 
@@ -100,7 +100,7 @@ async def test_malformed_bytes_again_and_again_get_a_ban_that_grows_and_ends(vir
             await trio.sleep(0.5)
         left_s = standing.ban_left_s(attacker)
         assert 50 < left_s <= 60
-        assert s.swarm.daemons[s.server][0].rpc.existing(attacker) is None, "connections of who is banned end"
+        assert s.swarm.daemons[s.server][0].rpc.find_channel(attacker) is None, "connections of who is banned end"
         with pytest.raises(Refused, match="is banned for") as caught:
             await s.attacker.rpc.channel(s.server)
         assert caught.value.code is Code.BANNED

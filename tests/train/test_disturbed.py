@@ -175,7 +175,7 @@ async def test_join_before_the_agreed_time_is_refused(virtual_time: MockClock) -
         caller, called = world.trainers()
         called.trainer.joining.retry_at = trio.current_time() + 20
         with pytest.raises(Refused, match="fewer samples") as refused:
-            called.trainer.joining.take_join(caller.peer, caller.trainer.joining._make_join(1))
+            called.trainer.joining.take_join(caller.peer, caller.trainer.joining._make_join())
         assert refused.value.retry_after_s == pytest.approx(20)
         assert called.trainer.joining.leader is None
         called.trainer.joining.retry_at = 0.0

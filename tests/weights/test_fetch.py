@@ -68,7 +68,7 @@ class PlayedRpc:
     async def call(self, peer: PeerId, request: Any, timeout_s: float, purpose: str) -> Any:
         assert purpose == "weights"
         with trio.move_on_after(timeout_s):
-            message, payload = await self.donors[peer].give(request(1))
+            message, payload = await self.donors[peer].give(request)
             return message, SimpleNamespace(payload=memoryview(payload))
         raise PeerTimeout("no answer")
 

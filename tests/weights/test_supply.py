@@ -46,10 +46,9 @@ class Swarm:
         holds = {self.full_model.model: ((0, self.full_model.head + 1),)}
         return SwarmView({p: PeerRecord(peer=p, holds=holds, **times) for p in self.donors}, (), Catalog())
 
-    async def call(self, peer: PeerId, request: Any, timeout_s: float, purpose: str) -> Any:
+    async def call(self, peer: PeerId, message: Any, timeout_s: float, purpose: str) -> Any:
         await trio.sleep(0.1)
         self.asked.append(peer)
-        message = request(1)
         if isinstance(message, WantManifest):
             return ManifestIs(re=1), SimpleNamespace(payload=memoryview(manifests.encode(self.full_model.manifest)))
         return ChunksAre(re=1), SimpleNamespace(payload=memoryview(read_piece(self.full_model, message.refs)))

@@ -37,7 +37,7 @@ import trio
 from transformers import AutoModelForCausalLM
 
 import swarmd
-from swarmd.client.swarm import AsyncSwarm, ClientMembership, joined
+from swarmd.client.swarm import AsyncSwarm, ClientMembership, join_swarm
 from swarmd.errors import SwarmError
 from swarmd.home import bundled_folder, by_peer
 from swarmd.net.api import PURPOSES
@@ -96,7 +96,7 @@ async def _attack(invite: str, peers: list[PeerId], model: str, run: str, rng: r
     certificate = ticket.admit(identity.public_key, "member", int(time.time()) + 3_600)
     bootstrap = by_peer(ticket.addresses)
     nowhere = Path(tempfile.gettempdir()) / "nowhere"
-    async with joined(ClientMembership(ticket.swarm, identity, certificate, bootstrap, {}, nowhere)) as swarm:
+    async with join_swarm(ClientMembership(ticket.swarm, identity, certificate, bootstrap, {}, nowhere)) as swarm:
         while True:
             peer = rng.choice(peers)
             attack = rng.choice(ATTACKS)
@@ -133,11 +133,11 @@ async def _mutated(enemy: Enemy) -> None:
 
 
 async def _giant(enemy: Enemy) -> None:
-    frame, piece = messages.framed(Ping(id=1), bytes(frames.MAX_PAYLOAD_BYTES)), 1 << 16
+    frame, piece = messages.encode_frame(Ping(id=1), bytes(frames.MAX_PAYLOAD_BYTES)), 1 << 16
 
     async def one(purpose: str) -> None:
         stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, purpose)  # type: ignore[arg-type]
-        await stream.send(messages.framed(enemy.swarm.hello()))
+        await stream.send(messages.encode_frame(enemy.swarm.hello()))
         for at in range(0, len(frame), piece):
             await stream.send(frame[at : at + piece])
             await trio.sleep(0.002)
@@ -184,18 +184,14 @@ async def _hoard(enemy: Enemy) -> None:
         }
         opening = OpenSession(**common, max_tokens=n_tokens, adapter=adapter)
         with suppress(SwarmError):
-            await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, opening), timeout_s=3)
+            await enemy.swarm.rpc.call(enemy.peer, opening, timeout_s=3)
         await trio.sleep(0.2)
-
-
-def _numbered(opening: OpenSession, call_id: int) -> OpenSession:
-    return msgspec.structs.replace(opening, id=call_id)
 
 
 async def _cut_off(enemy: Enemy) -> None:
     while True:
         stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, enemy.rng.choice(PURPOSES))
-        whole = messages.framed(enemy.swarm.hello()) + messages.framed(
+        whole = messages.encode_frame(enemy.swarm.hello()) + messages.encode_frame(
             Ping(id=1), bytes(enemy.rng.randrange(1, 100_000))
         )
         await stream.send(whole[: enemy.rng.randrange(1, len(whole))])
@@ -207,8 +203,8 @@ async def _unread(enemy: Enemy) -> None:
     for purpose in PURPOSES:
         for _ in range(MAX_CHANNELS):
             stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, purpose)
-            await stream.send(messages.framed(enemy.swarm.hello()))
-            await stream.send(messages.framed(Ping(id=1, want_bytes=4 * 2**20)))
+            await stream.send(messages.encode_frame(enemy.swarm.hello()))
+            await stream.send(messages.encode_frame(Ping(id=1, want_bytes=4 * 2**20)))
     await trio.sleep_forever()
 
 
@@ -217,7 +213,7 @@ async def _edits(enemy: Enemy) -> None:
     n_rows, width, key = 64, 128, enemy.rng.randbytes(16)
     common: dict[str, Any] = {"session": key, "model": enemy.model, "start": 0, "end": 3, "epoch": 1}
     opening = OpenSession(**common, batch=n_rows, max_tokens=4)
-    await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, opening), timeout_s=3)
+    await enemy.swarm.rpc.call(enemy.peer, opening, timeout_s=3)
     channel = await enemy.swarm.rpc.channel(enemy.peer)
     meta, content = pack(torch.full((n_rows, 1, width), 0.1), torch.zeros(n_rows, 1, dtype=torch.int32), None)
     await channel.send(Op(session=key, epoch=1, seq=1, tensor=meta), content)
@@ -240,7 +236,7 @@ async def _names(enemy: Enemy) -> None:
         }
         opening |= {"successor": peer, "successor_addresses": (f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}",)}
         with suppress(SwarmError):
-            await enemy.swarm.rpc.call(enemy.peer, partial(_numbered, OpenSession(**opening)), timeout_s=5)
+            await enemy.swarm.rpc.call(enemy.peer, OpenSession(**opening), timeout_s=5)
 
 
 async def _words(enemy: Enemy) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import safetensors.torch
@@ -68,21 +67,20 @@ async def upload_parameters(rpc: Rpc, model: ModelId, hop: Hop, parameters: Tune
     """Give a hop its part of a client's parameters, and wait until it holds them. Raises PeerError."""
     channel = await rpc.channel(hop.peer, "training")
 
-    def piece(number: int, n: int, call_id: int) -> PutTuned:
+    def piece(number: int, n: int) -> PutTuned:
         return PutTuned(
-            call_id,
-            parameters.version,
-            hop.span.start,
-            hop.span.end,
-            (number, n),
+            version=parameters.version,
+            start=hop.span.start,
+            end=hop.span.end,
+            part=(number, n),
             model=model,
         )
 
     # all pieces but the last are sent without an answer: the hop answers once it holds the whole
     *leading, (last, n, payload) = pieces(parameters.raw(hop.span))
     for number, _, part in leading:
-        await channel.send(piece(number, n, 0), part)
-    await channel.call(partial(piece, last, n), payload, GIVE_TIMEOUT_S)
+        await channel.send(piece(number, n), part)
+    await channel.call(piece(last, n), payload, GIVE_TIMEOUT_S)
 
 
 # operations on a weight on servers that read none of its numbers: their result stands for a weight on servers, too

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from swarmd.client.model.speculation import N_MEASURED
-from swarmd.compute.linear.kernels import choose
+from swarmd.compute.linear.kernels import choose_kernel
 from swarmd.compute.model.ends import all_look_back
 from swarmd.compute.model.skeleton import load_whole, longest_context, text_config
 from swarmd.errors import ConfigError
@@ -30,7 +30,7 @@ class DraftModel:
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         """Load it. Raises ConfigError, also for a family whose caches do not go back."""
         self.model = load_whole(folder, dtype)
-        choose(self.model)
+        choose_kernel(self.model)
         if not all_look_back(text_config(self.model.config)):
             raise ConfigError(f"the {self.model.config.model_type} family cannot be a draft: its caches forget tokens")
         self.max_tokens = longest_context(self.model.config)

@@ -29,7 +29,7 @@ from swarmd.client.model.speculation import Speculation
 from swarmd.client.model.swarm_head import HeadBy, HeadChecks, SwarmHead
 from swarmd.client.model.traced_pass import trace_model
 from swarmd.client.tuning.remote_layers import AutogradLanes, TokenPositions, through_lanes
-from swarmd.compute.linear.kernels import quicken
+from swarmd.compute.linear.kernels import quicken_layer
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.ends import all_look_back, put_int8_head
 from swarmd.compute.model.mapped_vocabulary import map_vocabulary
@@ -142,7 +142,7 @@ def _choose_head(model: Any, head: HeadBy, folder: Path) -> None:
     else:
         own_head = model.get_output_embeddings()
         if type(own_head) is nn.Linear:
-            quicken(own_head)
+            quicken_layer(own_head)
 
 
 def _wrap_forward(

@@ -65,10 +65,7 @@ async def accuse(
             continue
         if voucher_of(peer) in notified or len(notified) >= MOST_TOLD:
             continue
-
-        def request(call_id: int) -> Accuse:
-            return Accuse(id=call_id, model=record.model, peer=record.peer, slot=record.slot)
-
+        request = Accuse(model=record.model, peer=record.peer, slot=record.slot)
         try:
             swarm.rpc.network.learn(peer, swarm.addresses_of(peer))
             reply, _ = await swarm.rpc.call(peer, request, payload, ACCUSE_TIMEOUT_S, "bulk")

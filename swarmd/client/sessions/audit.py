@@ -112,7 +112,7 @@ class Auditor:
 
     async def _collect_bill(self, link: HopLink) -> None:
         """Ask a hop that is connected for its last bill."""
-        if self._gives_receipts(link) and self._swarm.rpc.existing(link.hop.peer) is not None:
+        if self._gives_receipts(link) and self._swarm.rpc.find_channel(link.hop.peer) is not None:
             with suppress(PeerError):
                 await self._session.hops.ask_receipt(link)
 

@@ -169,8 +169,7 @@ class Chain:
         self.swarm.rpc.network.learn(link.hop.peer, self.swarm.addresses_of(link.hop.peer))
         is_exact = self.terms.grade == "exact"
         numerics = self._numerics if is_exact else ""
-        request = partial(
-            self.requests.open,
+        request = self.requests.open(
             self.links,
             index,
             epoch=self.epoch,
@@ -326,10 +325,7 @@ class Chain:
     async def ask_receipt(self, link: HopLink) -> HopAccount:
         """All that a hop has signed by now. Raises PeerError."""
         hop = link.hop
-
-        def request(call_id: int) -> WantReceipt:
-            return WantReceipt(id=call_id, session=self.key, start=hop.span.start)
-
+        request = WantReceipt(session=self.key, start=hop.span.start)
         reply, frame = await self.swarm.rpc.call(hop.peer, request, timeout_s=RECEIPT_TIMEOUT_S)
         if not isinstance(reply, ReceiptIs):
             raise RemoteProtocolError(f"expected a receipt, got {type(reply).__name__}")
@@ -356,7 +352,7 @@ class Chain:
             taken = self.accounts.take_bill_untrusted(place, end, message.bill, message.given, self.swarm.identity)
         except IntegrityError as error:
             raise Forged(str(error)) from None
-        channel = self.swarm.rpc.existing(hop.peer)
+        channel = self.swarm.rpc.find_channel(hop.peer)
         if channel is not None and taken is not None:
             signed = Taken(session=self.key, start=hop.span.start, taken=taken)
             await channel.send(signed, message.bill)
@@ -399,7 +395,7 @@ class Chain:
             self.swarm.start_soon(partial(self._tell_closed, peer, start))
 
     async def _tell_closed(self, peer: PeerId, start: int) -> None:
-        channel = self.swarm.rpc.existing(peer)
+        channel = self.swarm.rpc.find_channel(peer)
         if channel is not None:
             with suppress(PeerError):
                 await channel.send(CloseSession(session=self.key, start=start))

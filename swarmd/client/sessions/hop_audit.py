@@ -20,7 +20,7 @@ from swarmd.client.sessions.session import ChainSession
 from swarmd.client.sessions.statements import NoConclusion, Statement, Statements, to_floats
 from swarmd.errors import NoRoute, SwarmError
 from swarmd.plan.chains.routing import Hop
-from swarmd.plan.trust.equality import Bound, Floats, bound_of, errors, is_equal
+from swarmd.plan.trust.equality import Bound, Floats, bound_of, is_equal, measure_errors
 from swarmd.plan.trust.judge import AuditVerdict, Judge, Question, Ruling
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import Decision
@@ -54,7 +54,7 @@ class _AuditedWindow:
     def _errors(self, outputs: Floats, expected: Recomputation) -> Floats:
         window = self.statement.window
         inputs = to_floats(self.statement.inputs[0])[:, window]
-        return errors(inputs, outputs, expected.outputs[:, window], self.bound)
+        return measure_errors(inputs, outputs, expected.outputs[:, window], self.bound)
 
 
 # One audit of hop H, which computed blocks [start, end) for tokens of a window:

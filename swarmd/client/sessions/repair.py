@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import trio
 
@@ -20,7 +18,7 @@ from swarmd.errors import NoRoute, PeerError, PeerTimeout, SwarmUnavailable
 from swarmd.plan.chains.routing import Hop
 from swarmd.plan.chains.session import Watch
 from swarmd.plan.trust.blame import Blame
-from swarmd.protocol.fields import Message
+from swarmd.protocol.fields import Request
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Inherited, Op, Replayed, Rerouted
 from swarmd.values import PeerId, Span
@@ -163,7 +161,7 @@ class Repairs:
         await chain.open_hop(index, failures, inherit=hop.peer)
         if failures:
             raise failures[index]
-        request = partial(chain.requests.hand_over, link, chain.epoch, heir.hop.peer)
+        request = chain.requests.hand_over(link, chain.epoch, heir.hop.peer)
         await chain.swarm.rpc.call(hop.peer, request, timeout_s=HAND_OVER_TIMEOUT_S)
         with trio.move_on_after(HAND_OVER_TIMEOUT_S):
             while start not in self._inherited and not heir.is_lost:
@@ -196,7 +194,7 @@ class Repairs:
         """Tell a survivor its neighbours, and hear how far it has come; notes why it failed."""
         chain = self._chain
         link = chain.links[index]
-        request = partial(chain.requests.reroute, chain.links, index, chain.epoch, self._position.answered)
+        request = chain.requests.reroute(chain.links, index, chain.epoch, self._position.answered)
         try:
             reply, _ = await chain.swarm.rpc.call(link.hop.peer, request, timeout_s=REROUTE_TIMEOUT_S)
         except PeerError as error:
@@ -249,7 +247,7 @@ class Repairs:
     async def _ask_replay(self, index: int, gap: ReplayGap) -> tuple[int, int]:
         """Have hop ``index`` replay to its successor what that lacks; returns how many ops and tokens."""
         link = self._chain.links[index]
-        request = partial(self._chain.requests.replay, link, self._chain.epoch, gap)
+        request = self._chain.requests.replay(link, self._chain.epoch, gap)
         # the sender answers once its worker has reached the request; the neighbours' watches run meanwhile
         reply, _ = await self._call_while_sound(link.hop.peer, request)
         return (reply.ops, reply.tokens) if isinstance(reply, Replayed) else (0, 0)
@@ -257,7 +255,7 @@ class Repairs:
     async def _call_while_sound(
         self,
         peer: PeerId,
-        request: Callable[[int], Message],
+        request: Request,
     ) -> tuple[AnyMessage, Frame]:
         """Call, but give up as soon as trouble with the chain becomes known. Raises PeerError."""
         result: list[tuple[AnyMessage, Frame]] = []

@@ -1,4 +1,4 @@
-"""What a client asks of the hops of its chain, as messages. The id of the call is each one's last positional."""
+"""What a client asks of the hops of its chain, as messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class Requests:
         self,
         links: Sequence[HopLink],
         index: int,
-        call_id: int,
         *,
         epoch: int,
         codec: str,
@@ -40,7 +39,6 @@ class Requests:
         terms = self._terms
         predecessor, successor = _neighbours_of(links, index)
         return OpenSession(
-            id=call_id,
             session=self._session,
             model=terms.model,
             start=hop.span.start,
@@ -68,12 +66,10 @@ class Requests:
         index: int,
         epoch: int,
         settled: int,
-        call_id: int,
     ) -> Reroute:
         """Give a surviving hop its neighbours of a new epoch."""
         predecessor, successor = _neighbours_of(links, index)
         return Reroute(
-            id=call_id,
             session=self._session,
             start=links[index].hop.span.start,
             epoch=epoch,
@@ -83,10 +79,9 @@ class Requests:
             successor_addresses=self._addresses_of(successor) if successor else (),
         )
 
-    def replay(self, link: HopLink, epoch: int, gap: ReplayGap, call_id: int) -> Replay:
+    def replay(self, link: HopLink, epoch: int, gap: ReplayGap) -> Replay:
         """Have a hop send its successor what that lacks."""
         return Replay(
-            id=call_id,
             session=self._session,
             start=link.hop.span.start,
             epoch=epoch,
@@ -95,10 +90,9 @@ class Requests:
             replay_end=gap.end,
         )
 
-    def hand_over(self, link: HopLink, epoch: int, heir: PeerId, call_id: int) -> HandOver:
+    def hand_over(self, link: HopLink, epoch: int, heir: PeerId) -> HandOver:
         """Have a hop that stops serving send its caches to ``heir``."""
         return HandOver(
-            id=call_id,
             session=self._session,
             start=link.hop.span.start,
             epoch=epoch,

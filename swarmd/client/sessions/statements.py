@@ -7,7 +7,6 @@ session goes on: what it does meanwhile must not be held against anybody.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -195,7 +194,7 @@ class Statements:
         for offset in range(first, end, step):
             n = min(step, end - offset)
             try:
-                request = partial(_want_tokens, key, link.hop.span.start, offset, n)
+                request = WantTokens(session=key, start=link.hop.span.start, first=offset, n=n)
                 reply, frame = await self._swarm.rpc.call(link.hop.peer, request, timeout_s=ASK_TIMEOUT_S)
             except Refused as error:
                 raise self._read_refusal(error) from None
@@ -226,16 +225,6 @@ class Statements:
         hidden, positions = inputs
         meta, payload = pack(hidden, positions, None, self._session.codec.action)
         return unpack_untrusted(meta, memoryview(payload))[0], positions
-
-
-def _want_tokens(
-    session: bytes,
-    start: int,
-    first: int,
-    n: int,
-    call_id: int,
-) -> WantTokens:
-    return WantTokens(id=call_id, session=session, start=start, first=first, n=n)
 
 
 def to_floats(hidden: torch.Tensor) -> np.ndarray:

@@ -12,7 +12,6 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import safetensors.torch
 import torch
@@ -141,7 +140,7 @@ class Lane:
         self._swarm.rpc.network.learn(hop.peer, self._swarm.addresses_of(hop.peer))
         predecessor = self.hops[index - 1].peer if index else PeerId("")
         successor = self.hops[index + 1].peer if index + 1 < len(self.hops) else PeerId("")
-        request = partial(self._open_request, hop, predecessor, successor)
+        request = self._open_request(hop, predecessor, successor)
         try:
             with trio.fail_after(OPEN_TIMEOUT_S):
                 channel = await self._swarm.rpc.channel(hop.peer, "training")
@@ -154,14 +153,13 @@ class Lane:
             self.layer_arity = getattr(reply, "layer_arity", 0)
             self.why = (*self.why, f"{hop}: {getattr(reply, 'why', '')}")
 
-    def _open_request(self, hop: Hop, predecessor: PeerId, successor: PeerId, call_id: int) -> OpenLane:
+    def _open_request(self, hop: Hop, predecessor: PeerId, successor: PeerId) -> OpenLane:
         needs: tuple[str, ...] = ()
         if self._changes:
             needs = ("changes", "codec")
         elif self.codec.action != "raw":
             needs = ("codec",)
         return OpenLane(
-            id=call_id,
             session=self.key,
             model=self._terms.model,
             start=hop.span.start,
@@ -179,7 +177,7 @@ class Lane:
         """Tell the hops that are reachable to forget this lane."""
         self.fail(LaneFailed("the lane was closed"))
         for hop in self.hops:
-            channel = self._swarm.rpc.existing(hop.peer, "training")
+            channel = self._swarm.rpc.find_channel(hop.peer, "training")
             if channel is not None:
                 try:
                     with trio.move_on_after(1):
@@ -503,7 +501,7 @@ class Lane:
         try:
             await self._swarm.rpc.call(
                 hop.peer,
-                lambda call_id: Ping(id=call_id),
+                Ping(),
                 timeout_s=PING_TIMEOUT_S,
             )
         except PeerError as error:

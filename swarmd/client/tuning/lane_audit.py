@@ -27,7 +27,7 @@ from swarmd.client.tuning.lane_holders import MIXED, CheckHistory, LaneHolders
 from swarmd.client.tuning.ticket import DuplicateBatch, ForwardTicket
 from swarmd.errors import NoRoute, SwarmError
 from swarmd.plan.chains.routing import Hop
-from swarmd.plan.trust.equality import Bound, bound_of, errors, is_equal
+from swarmd.plan.trust.equality import Bound, bound_of, is_equal, measure_errors
 from swarmd.plan.trust.judge import LANE_HOP_RULES, LANE_RULES, AuditVerdict, Judge, Question, Ruling
 from swarmd.protocol.wire.tensors import CHANGES
 from swarmd.values import Decision, PeerId, Span
@@ -364,7 +364,7 @@ def compare_answers(
     """Are two answers to one micro-batch the same? ``inputs`` went into the blocks from their side."""
     out, gradients = audited
     expected_out, expected_gradients = reference
-    deviations = errors(_floats(inputs), _floats(out), _floats(expected_out), bound)
+    deviations = measure_errors(_floats(inputs), _floats(out), _floats(expected_out), bound)
     comparison = is_equal(deviations, bound)
     if not comparison.action or not expected_gradients:
         return comparison

@@ -383,7 +383,7 @@ class Pipeline:
     async def _probe_peer(self, peer: PeerId) -> None:
         """Ask a blamed peer whether it is there, so that no micro-batch has to find out."""
         try:
-            await self._swarm.rpc.call(peer, lambda call_id: Ping(id=call_id), timeout_s=PROBE_TIMEOUT_S)
+            await self._swarm.rpc.call(peer, Ping(), timeout_s=PROBE_TIMEOUT_S)
             self._suspects.discard(peer)
             self._backoff.forgive(peer)
         except PeerError:

@@ -20,7 +20,7 @@ SAMPLED_ROWS = 16  # of a matrix: were its groups quantised before?
 SHARE = 0.5  # of their groups that do, for all to be looked at
 
 
-def in_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantise_to_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantise weight [out, in] to values of 0 to 15, scales and zeros [out, in / 32]: (value - 8) * scale + zero."""
     groups = weight.float().view(len(weight), -1, GROUP)
     low = groups.amin(-1)

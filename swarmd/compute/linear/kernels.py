@@ -10,25 +10,25 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from swarmd.compute.hardware.device import free_memory_bytes
+from swarmd.compute.linear.compiled_layers import CompiledLinear
+from swarmd.compute.linear.formats import has_bfloat16, is_exact_in_float16
 from swarmd.compute.linear.layers import (
     ROOM,
-    DynamicInt8Linear,
     FrozenLinear,
-    HalfLinear,
-    Int4Linear,
-    Int8Linear,
-    PackedLinear,
-    has_bfloat16,
-    layers,
-    replace,
+    QuantisedLinear,
+    find_layers,
+    is_torchs_linear,
+    replace_layers,
+    stored_weight,
 )
+from swarmd.compute.linear.packed import HALF, ONEDNN, DynamicInt8Linear, PackedLinear, Packing
 from swarmd.values import Decision
 
 ROWS = (1, 4, 8)  # of the passes that are timed: one session decodes, several do
@@ -39,71 +39,120 @@ PART_BYTES = 8 * 2**20  # of one layer: the rest of a large one takes long, and 
 ROWS_TOGETHER = 64  # rows that torch packs beside each other in 4 bits
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
 LOOKED_AT = 256  # numbers of a weight that may have been changed unseen
-REPLACED = (nn.Linear, Int8Linear)
 WORTH = 0.9  # of the time that torch's own layer takes: servers on equal machines should choose alike
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A way to compute a kind of layers; ``tolerance`` of its results is relative to the largest."""
+    """A way to compute layers of a format: a row of KERNELS. ``tolerance`` of its results is relative to the largest.
 
-    make: Callable[[Any], FrozenLinear]
-    fits: Callable[[Any], bool]
+    ``make`` gets a layer, and the folder for what is compiled, which is only there for what ``is_compiled``.
+    """
+
+    name: str
+    weights: str
+    make: Callable[[Any, Path | None], FrozenLinear]
+    can_take: Callable[[Any], bool]
     tolerance: float
+    device: str = "cpu"
+    is_compiled: bool = False
 
 
 Sample = Sequence[tuple[Any, Any]]  # layers, and so many of their first rows that each is quick to try
-Kernels = Mapping[torch.dtype, Mapping[str, Kernel]]
-NO_MORE: Kernels = MappingProxyType({})
-KERNELS: Kernels = {  # by what the weights are
-    torch.float32: {
-        "onednn": Kernel(PackedLinear, lambda layer: True, 1e-4),
-        "half": Kernel(HalfLinear, HalfLinear.fits, 1e-4),
-    },
-    torch.bfloat16: {
-        "onednn": Kernel(PackedLinear, lambda layer: has_bfloat16(), 0.03),
-        "half": Kernel(HalfLinear, lambda layer: not has_bfloat16() and HalfLinear.fits(layer), 0.03),
-    },
-    torch.int8: {"dynamic": Kernel(DynamicInt8Linear, DynamicInt8Linear.fits, 0.05)},
-    torch.uint8: {},  # 4 bits, two in a byte
-}
 
 
-def choose(
+def _pack(packing: Packing) -> Callable[[nn.Linear, Path | None], FrozenLinear]:
+    return lambda layer, folder: PackedLinear(layer, packing)
+
+
+def _make_dynamic(layer: QuantisedLinear, folder: Path | None) -> FrozenLinear:
+    return DynamicInt8Linear(layer)
+
+
+def _compile(layer: Any, folder: Path | None) -> FrozenLinear:
+    assert folder is not None, "no compiled kernel is offered without a folder"
+    return CompiledLinear(layer, folder)
+
+
+def _can_pack(layer: nn.Linear) -> bool:
+    return True
+
+
+def _can_pack_bfloat16(layer: nn.Linear) -> bool:
+    return has_bfloat16()
+
+
+def _can_halve(layer: nn.Linear) -> bool:
+    return is_exact_in_float16(layer.weight)
+
+
+def _can_halve_bfloat16(layer: nn.Linear) -> bool:
+    return not has_bfloat16() and is_exact_in_float16(layer.weight)
+
+
+# Which kernels are offered for which weights. Each is taken by some kind of machine (docs/kernels.md says by which, and
+# with what numbers); the names are told to users, and are part of what servers must have in common (``numerics``).
+#
+#   name       weights     layer                              for                                          tolerance
+KERNELS = (
+    Kernel("onednn", "float32", _pack(ONEDNN), _can_pack, 1e-4),
+    Kernel("half", "float32", _pack(HALF), _can_halve, 1e-4),
+    Kernel("tiles", "float32", _compile, CompiledLinear.can_take_numbers, 1e-4, is_compiled=True),
+    Kernel("onednn", "bfloat16", _pack(ONEDNN), _can_pack_bfloat16, 0.03),
+    Kernel("half", "bfloat16", _pack(HALF), _can_halve_bfloat16, 0.03),
+    Kernel("dynamic", "int8", _make_dynamic, DynamicInt8Linear.can_take, 0.05),
+    Kernel("levels", "int8", _compile, CompiledLinear.can_take, 0.05, is_compiled=True),
+    Kernel("levels", "int4", _compile, CompiledLinear.can_take, 0.05, is_compiled=True),
+)
+KNOWN_WEIGHTS = {(kernel.weights, kernel.device) for kernel in KERNELS}
+
+
+def choose_kernel(
     model: nn.Module,
     rows: Sequence[int] = ROWS,
-    extra_kernels: Kernels = NO_MORE,
+    compile_folder: Path | None = None,
     known: str | None = None,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> Decision[str]:
     """Replace the model's linear layers by the fastest kernel that is right here; says which and why.
 
-    ``rows``: of the passes that count; others are computed by other means. ``extra_kernels``: kernels beside KERNELS.
-    ``known``: the kernel that was the fastest before; it is verified only.
+    ``rows``: of the passes that count; others are computed by other means. ``compile_folder``: where compiled code is
+    kept (``build.compiling``); without it none is offered. ``known``: the kernel that was the fastest before; it is
+    verified only.
     """
-    kinds = (Int4Linear,) if layers(model, Int4Linear) else REPLACED  # beside 4 bits, others are few
-    decision, kernel = _decide(list(layers(model, *kinds).values()), rows, extra_kernels, known)
+    is_wanted = _is_int4 if find_layers(model, _is_int4) else _is_replaceable  # beside 4 bits, others are few
+    found_layers = list(find_layers(model, is_wanted).values())
+    decision, kernel = _decide(found_layers, rows, compile_folder, known)
     if kernel is not None:
 
         def make(layer: Any) -> nn.Module:
-            return kernel.make(layer) if kernel.fits(layer) else layer
+            return kernel.make(layer, compile_folder) if kernel.can_take(layer) else layer
 
-        replace(model, make, *kinds, on_layer=on_layer)
+        replace_layers(model, make, is_wanted, on_layer=on_layer)
     return decision
 
 
-def quicken(layer: nn.Linear) -> Decision[str]:
+def _is_int4(module: nn.Module) -> bool:
+    return isinstance(module, QuantisedLinear) and module.format.name == "int4"
+
+
+def _is_replaceable(module: nn.Module) -> bool:
+    return is_torchs_linear(module) or isinstance(module, QuantisedLinear)
+
+
+def quicken_layer(layer: nn.Linear) -> Decision[str]:
     """Do the same for one layer that stays torch's own, which its user may train: ``QuickLinear``."""
     if layer.weight.device.type == "cpu" and free_memory_bytes("cpu") < ROOM * 4 * layer.weight.numel():
         return Decision("plain", "not enough memory for another copy of its weight")
-    n_rows = -(-2 * TIMED_BYTES // (layer.in_features * layer.weight.element_size()))
+    row_bytes = layer.in_features * layer.weight.element_size()
+    n_rows = -(-2 * TIMED_BYTES // row_bytes)
     part = nn.Linear(layer.in_features, 1, bias=False, device="meta")
     part.weight = nn.Parameter(layer.weight.detach()[:n_rows], requires_grad=False)
     part.out_features = len(part.weight)
     decision, kernel = _decide([part], ROWS)
-    if kernel is not None and kernel.fits(layer):
+    if kernel is not None and kernel.can_take(layer):
         layer.__class__ = QuickLinear
-        layer.__dict__["quick"] = _FastestKernel(kernel.make(layer), layer.weight)
+        layer.__dict__["quick"] = _FastestKernel(kernel.make(layer, None), layer.weight)
     return decision
 
 
@@ -155,95 +204,103 @@ class QuickLinear(nn.Linear):
 #                    v
 #                  time all layers of the sample, for each number of rows    --> the fastest, if by WORTH at least
 def _decide(
-    found_layers: Sequence[Any], rows: Sequence[int], extra_kernels: Kernels = NO_MORE, known: str | None = None
+    found_layers: Sequence[Any],
+    rows: Sequence[int],
+    compile_folder: Path | None = None,
+    known: str | None = None,
 ) -> tuple[Decision[str], Kernel | None]:
-    weights = [_weight_in_memory(layer) for layer in found_layers]
-    kinds = {(weight.dtype, weight.device.type) for weight in weights}
+    kinds = {(_weights_name(layer), stored_weight(layer).device.type) for layer in found_layers}
     if len(kinds) > 1:
         return Decision("plain", "layers of several types"), None
-    offers = [
-        {**KERNELS[dtype], **extra_kernels.get(dtype, {})}
-        for dtype, device in kinds
-        if dtype in KERNELS and device == "cpu"
-    ]
-    if not offers:
+    if not kinds <= KNOWN_WEIGHTS or not kinds:
         return Decision("plain", "not float32, bfloat16, int8 or int4 on a CPU"), None
     sample = _sample(found_layers)
     parts = [part for _, part in sample]
-    if sum(_weight_in_memory(part).nbytes for part in parts) < TIMED_BYTES:
+    if sum(stored_weight(part).nbytes for part in parts) < TIMED_BYTES:
         return Decision("plain", "so small that caches hold it"), None
-    dtype = torch.bfloat16 if isinstance(parts[0], Int8Linear | Int4Linear) else parts[0].weight.dtype
+    offered = {
+        kernel.name: kernel
+        for kernel in KERNELS
+        if (kernel.weights, kernel.device) in kinds and (compile_folder is not None or not kernel.is_compiled)
+    }
     if known is not None:
-        return _verify(known, sample, offers[0])
+        return _verify(known, sample, offered, compile_folder)
+    dtype = torch.bfloat16 if isinstance(parts[0], QuantisedLinear) else parts[0].weight.dtype
     times = {"plain": _times(parts, dtype, rows)}
     missing = ""
-    for name, kernel in offers[0].items():
+    for name, kernel in offered.items():
         try:
-            times[name] = _times(_make_verified(sample, kernel), dtype, rows)
+            candidates = _make_verified(sample, kernel, compile_folder)
+            times[name] = _times(candidates, dtype, rows)
         except (RuntimeError, NotImplementedError, AttributeError) as error:
             missing += f"; not {name}: {str(error)[:200]}"
-    decision = fastest(times, rows)
-    return Decision(decision.action, decision.reason + missing), offers[0].get(decision.action)
+    decision = choose_fastest(times, rows)
+    return Decision(decision.action, decision.reason + missing), offered.get(decision.action)
 
 
-def _verify(known: str, sample: Sample, offered: Mapping[str, Kernel]) -> tuple[Decision[str], Kernel | None]:
+def _verify(
+    known: str,
+    sample: Sample,
+    offered: Mapping[str, Kernel],
+    compile_folder: Path | None,
+) -> tuple[Decision[str], Kernel | None]:
     """Take the kernel that was the fastest before, if it still gives the right results."""
     kernel = offered.get(known)
     if kernel is None:
         return Decision("plain", "remembered: nothing else was faster"), None
     try:
-        _make_verified(sample, kernel)
+        _make_verified(sample, kernel, compile_folder)
     except (RuntimeError, NotImplementedError, AttributeError) as error:
         return Decision("plain", f"{known} was the fastest, and {str(error)[:200]}"), None
     return Decision(known, "remembered: it was the fastest"), kernel
 
 
-def _weight_in_memory(layer: nn.Linear | Int8Linear | Int4Linear) -> torch.Tensor:
-    """Return the weight as it lies in memory."""
-    return layer.quantised if isinstance(layer, Int8Linear | Int4Linear) else layer.weight
+def _weights_name(layer: nn.Linear | QuantisedLinear) -> str:
+    """Name what the weights of a layer are in, as KERNELS does."""
+    if isinstance(layer, QuantisedLinear):
+        return layer.format.name
+    return str(layer.weight.dtype).removeprefix("torch.")
 
 
 def _sample(found_layers: Sequence[Any]) -> list[tuple[Any, Any]]:
     """Choose a layer of each shape, then others, so many that no cache holds their first rows."""
     first_of_shape = {(layer.out_features, layer.in_features): layer for layer in reversed(found_layers)}
     sample = [(layer, _first_rows(layer)) for layer in first_of_shape.values()]
-    n_bytes = sum(_weight_in_memory(part).nbytes for _, part in sample)
+    n_bytes = sum(stored_weight(part).nbytes for _, part in sample)
     for layer in found_layers:
         if n_bytes >= TIMED_BYTES:
             break
         if not any(layer is first for first in first_of_shape.values()):
             part = _first_rows(layer)
             sample.append((layer, part))
-            n_bytes += _weight_in_memory(part).nbytes
+            n_bytes += stored_weight(part).nbytes
     return sample
 
 
 def _first_rows(layer: Any) -> Any:
     """Return the layer, or one of so many of its rows that it is quick to try."""
-    n_rows = PART_BYTES * layer.out_features // max(1, _weight_in_memory(layer).nbytes)
+    n_rows = PART_BYTES * layer.out_features // max(1, stored_weight(layer).nbytes)
     n_rows = n_rows // ROWS_TOGETHER * ROWS_TOGETHER
     if not 0 < n_rows < layer.out_features:
         return layer
     part = copy.copy(layer)
-    part._parameters = dict(layer._parameters)
     part.out_features = n_rows
-    if isinstance(layer, Int8Linear | Int4Linear):
-        part.quantised = nn.Parameter(layer.quantised.detach()[:n_rows], requires_grad=False)
-        scales = layer.scales.detach()
-        scales = scales[:, :n_rows].contiguous() if isinstance(layer, Int4Linear) else scales[:n_rows]
-        part.scales = nn.Parameter(scales, requires_grad=False)
-    else:
-        part.weight = nn.Parameter(layer.weight.detach()[:n_rows], requires_grad=False)
-    if layer.bias is not None:
-        part.bias = nn.Parameter(layer.bias.detach()[:n_rows], requires_grad=False)
+    part._parameters = dict(layer._parameters)
+    for name, parameter in layer._parameters.items():
+        if parameter is None:
+            continue
+        is_scales = isinstance(layer, QuantisedLinear) and name == "scales"
+        dimension = layer.format.scale_rows if is_scales else 0
+        first_rows = parameter.detach().narrow(dimension, 0, n_rows).contiguous()
+        part._parameters[name] = nn.Parameter(first_rows, requires_grad=False)
     return part
 
 
 @torch.inference_mode()
-def _make_verified(sample: Sample, kernel: Kernel) -> list[Any]:
+def _make_verified(sample: Sample, kernel: Kernel, compile_folder: Path | None) -> list[Any]:
     """Make the layers by a kernel, where it fits. Raises RuntimeError when it fits none, or gives other results."""
     parts = [part for _, part in sample]
-    candidates = [kernel.make(part) if kernel.fits(layer) else part for layer, part in sample]
+    candidates = [kernel.make(part, compile_folder) if kernel.can_take(layer) else part for layer, part in sample]
     pair_of_shape = {
         (plain.out_features, plain.in_features): (plain, candidate)
         for plain, candidate in zip(parts, candidates, strict=True)
@@ -251,13 +308,13 @@ def _make_verified(sample: Sample, kernel: Kernel) -> list[Any]:
     }
     if not pair_of_shape:
         raise RuntimeError("it is not for these weights on this CPU")
-    if not all(works(plain, candidate, kernel.tolerance) for plain, candidate in pair_of_shape.values()):
+    if not all(is_accurate(plain, candidate, kernel.tolerance) for plain, candidate in pair_of_shape.values()):
         raise RuntimeError("it gives other results here")
     return candidates
 
 
 @torch.inference_mode()
-def works(plain: nn.Linear | FrozenLinear, candidate: FrozenLinear, tolerance: float) -> bool:
+def is_accurate(plain: nn.Linear | FrozenLinear, candidate: FrozenLinear, tolerance: float) -> bool:
     """Do both give the same, whatever the number of rows?"""
     rng = torch.Generator().manual_seed(0)
     weight = plain.weight
@@ -271,7 +328,7 @@ def works(plain: nn.Linear | FrozenLinear, candidate: FrozenLinear, tolerance: f
     return True
 
 
-def fastest(seconds: dict[str, list[float]], rows: Sequence[int]) -> Decision[str]:
+def choose_fastest(seconds: dict[str, list[float]], rows: Sequence[int]) -> Decision[str]:
     """Choose by the sum over these numbers of rows; the first is taken unless another is surely faster."""
     first, *alternatives = seconds
     if not alternatives:

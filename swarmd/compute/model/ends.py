@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from swarmd.compute.linear.few_bits import Int8Head
-from swarmd.compute.linear.kernels import choose
+from swarmd.compute.linear.compiled_layers import Int8Head
+from swarmd.compute.linear.kernels import choose_kernel
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.mapped_vocabulary import map_vocabulary
 from swarmd.errors import ConfigError
@@ -59,7 +59,7 @@ class Ends:
         if int8_head is not None or not is_quick:
             map_vocabulary(self._model, folder)
         elif device == "cpu":
-            choose(self._model)
+            choose_kernel(self._model)
         layers: Any = skeleton.decoder_layers(self._model)
         self._layers = list(layers.children())
         layers[0].call = self._at_block_0

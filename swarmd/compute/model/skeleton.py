@@ -25,7 +25,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from swarmd.compute.cuda.availability import trouble
 from swarmd.compute.hardware.device import OwnerReserve, free_memory_bytes
-from swarmd.compute.linear.layers import quantised, replace
+from swarmd.compute.linear.layers import quantise_layer, replace_layers
 from swarmd.compute.linear.quantize import library_config
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.plan.chains.memory import WORKSPACE_BYTES, tensor_bytes
@@ -350,7 +350,7 @@ def _load_quantised(
             dtype,
             device=device,
         )
-        replace(part, partial(quantised, kind=kind), nn.Linear)
+        replace_layers(part, partial(quantise_layer, kind=kind))
         if model is None:
             model = part
             continue

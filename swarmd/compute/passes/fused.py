@@ -27,16 +27,13 @@ from swarmd.compute.compiled import layout
 from swarmd.compute.compiled.build import NotFused, compiling
 from swarmd.compute.hardware.device import free_memory_bytes
 from swarmd.compute.hardware.thread_pool import MOST_THREADS, ThreadPool
+from swarmd.compute.linear.formats import STORED, exact_dtype, is_exact_in_float16
 from swarmd.compute.linear.layers import (
     ROOM,
-    STORED,
     FrozenLinear,
-    exact_dtype,
-    is_exact_in_float16,
     rows_together,
     share_weight,
     stored_dtype,
-    stored_scales,
     stored_weight,
 )
 
@@ -327,7 +324,7 @@ def lay_out(block: nn.Module, shape: FusedShape, stored_in: torch.dtype) -> Bloc
             share_weight(layer, place)
         row[column] = place.data_ptr()
         if stored_in in (torch.int8, torch.uint8):
-            row[layout.SCALES + column] = address_of(stored_scales(layer))
+            row[layout.SCALES + column] = address_of(layer.stored_scales)
         if layer.bias is not None:
             row[layout.BIAS + column] = address_of(layer.bias.detach().float())
     width = matrices["self_attn.q_proj"].in_features

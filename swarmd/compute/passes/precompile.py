@@ -14,12 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torch import nn
-
 from swarmd.compute.compiled.build import NotFused, compiled_folder
-from swarmd.compute.hardware.matrix_unit import has_matrix_unit
-from swarmd.compute.linear.few_bits import Int8Head
-from swarmd.compute.linear.tiled import TiledLinear
+from swarmd.compute.linear.compiled_layers import compile_products
 from swarmd.compute.passes.fused import compiled_blocks
 
 logger = logging.getLogger(__name__)
@@ -36,9 +32,7 @@ def is_compiled(cache_folder: Path) -> bool:
 def compile_all(cache_folder: Path) -> None:
     """Compile what is not on disk yet. Raises NotFused."""
     compiled_blocks(cache_folder)
-    Int8Head(nn.Linear(64, 64, bias=False), cache_folder)
-    if has_matrix_unit():
-        TiledLinear(nn.Linear(64, 64, bias=False), cache_folder)
+    compile_products(cache_folder)
     _mark(cache_folder).touch()
 
 

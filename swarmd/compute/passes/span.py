@@ -30,9 +30,8 @@ from swarmd.compute.compiled.build import NotFused, compiled_folder
 from swarmd.compute.cuda.availability import prepare, trouble
 from swarmd.compute.hardware.matrix_unit import has_matrix_unit
 from swarmd.compute.hardware.measurements import Measurements
-from swarmd.compute.linear import few_bits, tiled
-from swarmd.compute.linear.kernels import NO_MORE, PROMPT_ROWS, ROWS, choose
-from swarmd.compute.linear.layers import has_bfloat16
+from swarmd.compute.linear.formats import has_bfloat16
+from swarmd.compute.linear.kernels import PROMPT_ROWS, ROWS, choose_kernel
 from swarmd.compute.model import skeleton
 from swarmd.compute.passes import precompile
 from swarmd.compute.passes.backend import Backends, FusedBackend
@@ -197,19 +196,17 @@ class LoadedSpan:
             except NotFused as error:
                 why = f"; not one call: {error}"
         folder = self._cache_folder
-        compiled_kernels = NO_MORE
         is_compiled = self._may_compile and precompile.is_compiled(folder)
-        if is_compiled:  # else a worker would wait 20 s for it
-            compiled_kernels = {**few_bits.kernels(folder), **tiled.kernels(folder)}
-        elif self._may_compile:
-            why += "; what is compiled was not there yet when it was loaded"
-        else:
+        if not self._may_compile:
             why = "; compiled code is off"
+        elif not is_compiled:
+            why += "; what is compiled was not there yet when it was loaded"
         key = ("kernels", *self._timing_key, self._fused_shape is None, is_compiled, compiled_folder(folder).name)
         known = self._remembered.find(*key)
         fastest = str(known.get("action")) if known is not None else None
         rows = PROMPT_ROWS if self._fused_shape else ROWS  # where blocks are fused, layers compute prompts only
-        kernels = choose(self.model, rows, compiled_kernels, fastest, on_layer)
+        compile_folder = folder if is_compiled else None  # else a worker would wait 20 s for it
+        kernels = choose_kernel(self.model, rows, compile_folder, fastest, on_layer)
         if known is None:
             self._remembered.keep({"action": kernels.action}, *key)
         self.kernels = Decision(kernels.action, kernels.reason + why)

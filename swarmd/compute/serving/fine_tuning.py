@@ -163,7 +163,7 @@ class Training:
                 if not isinstance(error, Refused):
                     logger.exception("a pass of fine-tuning failed")
                     error = Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500])
-                yield messages.framed(messages.refusal_for(chosen.message, error))
+                yield messages.encode_frame(messages.refusal_for(chosen.message, error))
             client = chosen.work.client
             spent_s = self._clock() - started
             self._served[client] = self._served.get(client, 0.0) + spent_s / chosen.weight
@@ -249,10 +249,10 @@ class Training:
         key = (message.client, message.version, Span(message.start, message.end))
         try:
             if self._tuned.put(key, message.part, bytes(payload)):
-                yield messages.framed(TunedHeld(re=message.id))
+                yield messages.encode_frame(TunedHeld(re=message.id))
         except Refused as error:
             if message.id:
-                yield messages.framed(messages.refusal_for(message, error))
+                yield messages.encode_frame(messages.refusal_for(message, error))
 
     # --- passes ----------------------------------------------------------------------------------------------
 
@@ -493,7 +493,7 @@ class Training:
 
     def _refuse_message(self, message: WorkerMessage, error: Refused) -> bytes:
         self.handled += 1
-        return messages.framed(messages.refusal_for(message, error))
+        return messages.encode_frame(messages.refusal_for(message, error))
 
     # --- what goes out ---------------------------------------------------------------------------------------
 
@@ -553,7 +553,7 @@ def _gradient_frames(
                 message.seq,
                 (number, n),
             )
-            yield messages.framed(header, piece)
+            yield messages.encode_frame(header, piece)
     yield from backward_frames(
         message.session,
         lane.hop.start,

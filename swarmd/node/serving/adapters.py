@@ -96,11 +96,7 @@ class ServerAdapters:
                 folder = await self._supply.ensure(ModelId(adapter))
             config = msgspec.json.encode(adapters.lora_of(folder.manifest))
             shards = tuple(str(path) for path in folder.shards())
-
-            def request(call_id: int) -> LoadAdapter:
-                return LoadAdapter(id=call_id, adapter=adapter, shards=shards)
-
-            loaded = await self._worker.call(request, config)
+            loaded = await self._worker.call(LoadAdapter(adapter=adapter, shards=shards), config)
             failure = loaded.failure if isinstance(loaded, AdapterLoaded) else "the worker did not say"
             if failure:
                 self._supply.discard(ModelId(adapter))

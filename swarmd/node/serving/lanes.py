@@ -25,7 +25,7 @@ from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerLost, Wor
 from swarmd.protocol.membership.identity import require_peer_ids
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import AnyMessage, Opened, Progress, Refusal, framed
+from swarmd.protocol.wire.messages import AnyMessage, Opened, Progress, Refusal, encode_frame
 from swarmd.protocol.wire.tuning import Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned, TunedHeld
 from swarmd.status import TuningStatus
 from swarmd.usage_ledger import UsageKind
@@ -93,7 +93,7 @@ class ServerLanes:
                         if lane.waiting or any(map(self._outbox.is_waiting, neighbours)):
                             session, start = key
                             progress = Progress(session=session, start=start)
-                            self._outbox.tell(lane.client, framed(progress))
+                            self._outbox.tell(lane.client, encode_frame(progress))
                         elif now - lane.used_at > LEASE_S:
                             await self._end(key)
 
@@ -125,12 +125,12 @@ class ServerLanes:
     async def _on_open(self, channel: Channel, opening: OpenLane) -> None:
         if unknown := messages.unknown_needs(opening.needs):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
-        self._exchange.require_member(channel.peer, "use")
+        self._exchange.roster.require_member(channel.peer, "use")
         require_peer_ids(opening.predecessor, opening.successor)
         if not self._limit_bytes:
             raise Refused(Code.UNSUPPORTED, "this server takes no training work (tuning_mib is 0)")
         self._server.require_serving(opening.model, opening.start, opening.end, opening.dtype, opening.codec)
-        principal = self._exchange.principal(channel.peer)
+        principal = self._exchange.roster.principal(channel.peer)
         n_of_client = sum(lane.principal == principal for lane in self._lanes)
         if n_of_client >= MAX_LANES_PER_CLIENT or len(self._lanes) >= MAX_LANES:
             text = f"{len(self._lanes)} lanes are open here, {n_of_client} of this client"
@@ -149,7 +149,7 @@ class ServerLanes:
         self._lanes.put((opening.session, opening.start), lane)
         weight = self._server.served.weight_of(channel.peer)
         for_worker = msgspec.structs.replace(opening, id=0, client=principal, weight=weight)
-        await self._worker.send(framed(for_worker))
+        await self._worker.send(encode_frame(for_worker))
         self._tasks.start_soon(self._reply_opened, channel, opening, lane)
 
     async def _reply_opened(self, channel: Channel, opening: OpenLane, lane: LaneHop) -> None:
@@ -163,7 +163,7 @@ class ServerLanes:
             why=lane.why[:500],
             layer_arity=loaded.layer_arity if loaded else 0,
         )
-        self._outbox.tell(channel.peer, framed(reply))
+        self._outbox.tell(channel.peer, encode_frame(reply))
 
     async def _on_work(self, peer: PeerId, message: Forward | Backward, frame: Frame) -> None:
         is_forward = isinstance(message, Forward)
@@ -198,26 +198,23 @@ class ServerLanes:
 
     async def _on_put(self, peer: PeerId, message: PutTuned, frame: Frame) -> None:
         served = self._server.served
-        principal = self._exchange.principal(peer)
+        principal = self._exchange.roster.principal(peer)
         if not self._limit_bytes:
             raise Refused(Code.UNSUPPORTED, "this server takes no parameters of clients (tuning_mib is 0)")
         is_span = message.start < message.end
         is_held = is_span and served.span.covers(Span(message.start, message.end))
         if not is_held or message.model not in ("", served.model):
             raise Refused(Code.NOT_SERVING, f"this server holds blocks {served.span} of {served.model[:12]}")
-
-        def request(call_id: int) -> PutTuned:
-            return msgspec.structs.replace(message, id=call_id, client=principal)
-
+        request = msgspec.structs.replace(message, client=principal)
         if message.id and _is_last_part(message.part):
             answer = await self._worker.ask(request, frame.payload)
             self._tasks.start_soon(self._reply_put, peer, message.id, answer)
         else:
-            await self._worker.send(framed(request(0), frame.payload))
+            await self._worker.send(encode_frame(msgspec.structs.replace(request, id=0), frame.payload))
 
     async def _reply_put(self, peer: PeerId, call_id: int, answer: WorkerReply) -> None:
         reply = await answer.reply(call_id, lambda _: TunedHeld(re=call_id))
-        self._outbox.tell(peer, framed(reply))
+        self._outbox.tell(peer, encode_frame(reply))
 
     # --- what the worker says --------------------------------------------------------------------------------
 
@@ -303,7 +300,7 @@ class ServerLanes:
         """A neighbour refused what was pushed to it: the client must know."""
         for lane in self._lanes_at(refusal):
             if lane is not None and peer in (lane.predecessor, lane.successor):
-                self._outbox.tell(lane.client, framed(refusal))
+                self._outbox.tell(lane.client, encode_frame(refusal))
                 return True
         return False
 
@@ -314,7 +311,7 @@ class ServerLanes:
         return self._lanes.get((session, block)), self._lanes.ending_at(session, block)
 
     def _tell_lost(self, key: Key, lane: LaneHop, reason: str) -> None:
-        self._outbox.tell(lane.client, framed(session_lost(key, reason)))
+        self._outbox.tell(lane.client, encode_frame(session_lost(key, reason)))
 
     async def _end(self, key: Key) -> None:
         if self._lanes.pop(key) is not None:
@@ -324,7 +321,7 @@ class ServerLanes:
         session, start = key
         closing = CloseLane(session=session, start=start)
         try:
-            await self._worker.send(framed(closing))
+            await self._worker.send(encode_frame(closing))
         except WorkerLost:
             return
 

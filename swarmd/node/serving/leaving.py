@@ -11,7 +11,7 @@ import trio
 from swarmd.node.serving.lanes import ServerLanes
 from swarmd.node.serving.server import Server
 from swarmd.node.worker.worker_link import WorkerLink, WorkerLost
-from swarmd.protocol.wire.messages import framed
+from swarmd.protocol.wire.messages import encode_frame
 from swarmd.protocol.wire.worker import Rest
 
 logger = logging.getLogger(__name__)
@@ -49,4 +49,4 @@ async def _hurry(is_urgent: trio.Event, worker: WorkerLink, scope: trio.CancelSc
     scope.deadline = trio.current_time() + GRACE_S
     await trio.sleep(WIND_DOWN_S)
     with suppress(WorkerLost):
-        await worker.send(framed(Rest()))
+        await worker.send(encode_frame(Rest()))

@@ -6,8 +6,6 @@ tells the story.
 
 from __future__ import annotations
 
-import msgspec
-
 from swarmd.errors import Code, Forged, IntegrityError, Refused
 from swarmd.net.exchange import Exchange
 from swarmd.net.tasks import Tasks
@@ -27,7 +25,7 @@ from swarmd.protocol.wire.messages import (
     TokensAre,
     WantReceipt,
     WantTokens,
-    framed,
+    encode_frame,
 )
 from swarmd.values import PeerId
 
@@ -89,12 +87,12 @@ class Receipts:
         """A session is over: what it came to goes into the books."""
         if hop.bill is not None:
             bill, signed = hop.bill
-            self._served.books.add(bill, signed, self._exchange.voucher_of(hop.state.client))
+            self._served.books.add(bill, signed, self._exchange.roster.voucher_of(hop.state.client))
 
     async def answer(self, hop: SessionHop, request: WantReceipt | WantTokens) -> None:
         """Sign now what has passed since the last receipt, or have the worker show it. Raises Refused, WorkerLost."""
         if isinstance(request, WantTokens):
-            answer = await self._worker.ask(lambda call_id: msgspec.structs.replace(request, id=call_id))
+            answer = await self._worker.ask(request)
             self._tasks.start_soon(self._pass_on, hop.state.client, request, answer)
             return
         if hop.trail is None or hop.trail.is_broken:
@@ -108,11 +106,11 @@ class Receipts:
         except (Refused, WorkerLost) as error:
             code = error.code if isinstance(error, Refused) else Code.SESSION_LOST
             refusal = Refusal(re=request.id, code=code.value, message=str(error)[:500])
-            self._outbox.tell(client, framed(refusal))
+            self._outbox.tell(client, encode_frame(refusal))
             return
         assert isinstance(reply, TokensAre)
         tokens = TokensAre(re=request.id, tensor=reply.tensor)
-        self._outbox.tell(client, framed(tokens, answer.payload))
+        self._outbox.tell(client, encode_frame(tokens, answer.payload))
 
     def _signed(self, key: Key, hop: SessionHop, call_id: int = 0) -> bytes:
         assert hop.trail is not None
@@ -158,4 +156,4 @@ class Receipts:
             bill=offered,
             given=giver_signature,
         )
-        return framed(message, body)
+        return encode_frame(message, body)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-import msgspec
 import trio
 
 from swarmd.errors import PeerError
@@ -38,15 +37,11 @@ async def short_session(
     rpc: Rpc, exchange: Exchange, peer: PeerId, opening: OpenSession, timeout_s: float = CALL_TIMEOUT_S
 ) -> AsyncIterator[tuple[AnyMessage, Frame]]:
     """Open a session, give what the server answered, and close it in any case. Raises PeerError."""
-
-    def request(call_id: int) -> OpenSession:
-        return msgspec.structs.replace(opening, id=call_id)
-
     rpc.network.learn(peer, exchange.addresses_of(peer))
     try:
-        yield await rpc.call(peer, request, timeout_s=timeout_s)
+        yield await rpc.call(peer, opening, timeout_s=timeout_s)
     finally:
-        channel = rpc.existing(peer)
+        channel = rpc.find_channel(peer)
         if channel is not None:
             closing = CloseSession(session=opening.session, start=opening.start)
             deadline = trio.current_time() + CLOSE_TIMEOUT_S

@@ -27,7 +27,7 @@ from swarmd.errors import Code, Refused, RemoteProtocolError, SwarmUnavailable
 from swarmd.net.api import TaskStatus
 from swarmd.node.worker.forkserver import VARIABLE, ForkedProcess
 from swarmd.node.worker.share import ComputeShare
-from swarmd.protocol.fields import Message
+from swarmd.protocol.fields import Message, Request
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import Frame, FrameDecoder
 from swarmd.protocol.wire.messages import Refusal
@@ -290,19 +290,19 @@ class WorkerLink:
         while self._waiting_bytes > MAX_WAITING_BYTES and self._process is process:
             await self._drained.wait()
 
-    async def ask(self, request: Callable[[int], Message], payload: bytes | memoryview = b"") -> WorkerReply:
-        """Hand ``request(id)`` to the worker, after all that was handed to it before. Raises WorkerLost."""
+    async def ask(self, request: Request, payload: bytes | memoryview = b"") -> WorkerReply:
+        """Number a request and hand it to the worker, after all that was handed to it before. Raises WorkerLost."""
         self._n_asked += 1
         call_id = self._n_asked
         answer = self._answers[call_id] = WorkerReply()
         try:
-            await self.send(messages.framed(request(call_id), payload))
+            await self.send(messages.encode_frame(msgspec.structs.replace(request, id=call_id), payload))
         except BaseException:
             self._answers.pop(call_id, None)
             raise
         return answer
 
-    async def call(self, request: Callable[[int], Message], payload: bytes | memoryview = b"") -> WorkerMessage:
+    async def call(self, request: Request, payload: bytes | memoryview = b"") -> WorkerMessage:
         """Ask, and wait for the answer. Raises WorkerLost or Refused."""
         return await (await self.ask(request, payload)).wait()
 
@@ -358,7 +358,7 @@ class WorkerLink:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch, nursery.cancel_scope)
                 nursery.start_soon(self._pass_on, self._process)
-                await self.send(messages.framed(self._request))
+                await self.send(messages.encode_frame(self._request))
                 nursery.start_soon(self._follow_share)
                 await self._read(self._process)
                 nursery.cancel_scope.cancel()
@@ -469,7 +469,7 @@ class WorkerLink:
     async def _follow_share(self) -> None:
         with suppress(WorkerLost):
             while True:
-                await self.send(messages.framed(SetComputeShare(share=self._share.value)))
+                await self.send(messages.encode_frame(SetComputeShare(share=self._share.value)))
                 await self._share.change()
 
     async def _watch(self, scope: trio.CancelScope) -> None:

@@ -24,6 +24,7 @@ from swarmd.protocol.fields import (
     Message,
     Name,
     Needs,
+    Request,
     Rows,
     SessionKey,
     TensorMeta,
@@ -63,10 +64,9 @@ class Refusal(Message, tag="refusal", frozen=True):
     epoch: Count = 0
 
 
-class Ping(Message, tag="ping", frozen=True):
+class Ping(Request, tag="ping", frozen=True):
     """Measure a link: the payload is discarded, and ``want_bytes`` of zeros come back."""
 
-    id: Count = 0
     want_bytes: Annotated[int, msgspec.Meta(ge=0, le=4 * 2**20)] = 0
 
 
@@ -76,10 +76,9 @@ class Pong(Message, tag="pong", frozen=True):
     re: Count = 0
 
 
-class ExchangeDigest(Message, tag="digest", frozen=True):
+class ExchangeDigest(Request, tag="digest", frozen=True):
     """A msgpack map of record keys (``is_short``: of plan.chains.view's short names) to the sequence numbers known."""
 
-    id: Count = 0
     catalog_version: Count = 0
     catalog_root: Count = 0
     is_short: bool = False
@@ -96,10 +95,9 @@ class Records(Message, tag="records", frozen=True):
     """Records (and perhaps a catalog) that the receiver asked for or that just changed; payload: ``ExchangeBody``."""
 
 
-class WantManifest(Message, tag="want_manifest", frozen=True):
+class WantManifest(Request, tag="want_manifest", frozen=True):
     """What does this model consist of? The answer's payload is the manifest in its canonical encoding."""
 
-    id: Count = 0
     model: Name = ""
 
 
@@ -109,10 +107,9 @@ class ManifestIs(Message, tag="manifest", frozen=True):
     re: Count = 0
 
 
-class WantChunks(Message, tag="want_chunks", frozen=True):
+class WantChunks(Request, tag="want_chunks", frozen=True):
     """Send these chunks of a model, (entry, chunk) each, of 4 MiB together at most."""
 
-    id: Count = 0
     model: Name = ""
     refs: Annotated[tuple[ChunkRef, ...], msgspec.Meta(min_length=1, max_length=256)] = ((0, 0),)
 
@@ -123,7 +120,7 @@ class ChunksAre(Message, tag="chunks", frozen=True):
     re: Count = 0
 
 
-class OpenSession(Message, tag="open", frozen=True):
+class OpenSession(Request, tag="open", frozen=True):
     """Reserve a place in a chain: blocks [start, end) of a model for one session.
 
     ``client`` and ``weight`` are set by the daemon for its worker, whatever came: the key that answers for the session,
@@ -132,7 +129,6 @@ class OpenSession(Message, tag="open", frozen=True):
     parameters (``PutTuned``) that the session's tokens pass through. With ``receipts`` the hop signs what passes.
     """
 
-    id: Count = 0
     session: SessionKey = b"\0" * 16
     model: Name = ""
     start: Block = 0
@@ -239,10 +235,9 @@ class Suspect(Message, tag="suspect", frozen=True):
     reason: Text = ""
 
 
-class Reroute(Message, tag="reroute", frozen=True):
+class Reroute(Request, tag="reroute", frozen=True):
     """The client gives a surviving hop its neighbours in a new epoch and asks how far it has come."""
 
-    id: Count = 0
     session: SessionKey = b"\0" * 16
     start: Block = 0
     epoch: Count = 0
@@ -259,10 +254,9 @@ class Rerouted(Message, tag="rerouted", frozen=True):
     why: Text = ""
 
 
-class Replay(Message, tag="replay", frozen=True):
+class Replay(Request, tag="replay", frozen=True):
     """Send your successor what it lacks: everything (``have`` is None) or the ops after ``have``."""
 
-    id: Count = 0
     session: SessionKey = b"\0" * 16
     start: Block = 0
     epoch: Count = 0
@@ -287,10 +281,9 @@ class Leaving(Message, tag="leaving", frozen=True):
     epoch: Count = 0
 
 
-class HandOver(Message, tag="hand_over", frozen=True):
+class HandOver(Request, tag="hand_over", frozen=True):
     """The client asks a hop that leaves to send its caches to ``to``, where the session is open with ``inherit``."""
 
-    id: Count = 0
     session: SessionKey = b"\0" * 16
     start: Block = 0
     epoch: Count = 0
@@ -337,10 +330,9 @@ class CloseSession(Message, tag="close", frozen=True):
     start: Block = 0
 
 
-class WantReceipt(Message, tag="want_receipt", frozen=True):
+class WantReceipt(Request, tag="want_receipt", frozen=True):
     """The client asks a hop to sign what has passed since its last receipt."""
 
-    id: Count = 0
     session: SessionKey = b"\0" * 16
     start: Block = 0
 
@@ -367,10 +359,9 @@ class Taken(Message, tag="taken", frozen=True):
     taken: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
-class WantTokens(Message, tag="want_tokens", frozen=True):
+class WantTokens(Request, tag="want_tokens", frozen=True):
     """The client asks a hop for what left it: ``n`` tokens of each row from ``first`` on, of those that it holds."""
 
-    id: Count = 0
     session: SessionKey = b"\0" * 16
     start: Block = 0
     first: Annotated[int, msgspec.Meta(ge=0, le=2**22)] = 0
@@ -384,10 +375,9 @@ class TokensAre(Message, tag="tokens", frozen=True):
     tensor: TensorMeta | None = None
 
 
-class Accuse(Message, tag="accuse", frozen=True):
+class Accuse(Request, tag="accuse", frozen=True):
     """A client found a hop wrong: a holder of the blocks computes them before believing it. Payload: ``Evidence``."""
 
-    id: Count = 0
     model: Name = ""
     peer: Name = ""
     slot: Annotated[int, msgspec.Meta(ge=0, le=63)] = 0
@@ -491,12 +481,12 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def framed(message: Message, payload: bytes | memoryview = b"") -> bytes:
+def encode_frame(message: Message, payload: bytes | memoryview = b"") -> bytes:
     """Encode a message as one whole frame."""
     return frames.encode(encode(message), payload)
 
 
-def framed_zeros(message: Message, n_bytes: int) -> Iterator[bytes]:
+def encode_zeros_frame(message: Message, n_bytes: int) -> Iterator[bytes]:
     """Encode a message with ``n_bytes`` zeros as one frame, bit by bit: nobody holds them all."""
     yield frames.encode_head(encode(message), n_bytes)
     zeros = bytes(min(n_bytes, PIECE_BYTES))

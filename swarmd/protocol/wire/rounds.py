@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from swarmd.protocol.fields import Count, Digest, Message, Name, SessionKey, Text
+from swarmd.protocol.fields import Count, Digest, Message, Name, Request, SessionKey, Text
 from swarmd.protocol.runs.backing import ContributionShare, Sums
 from swarmd.protocol.runs.commit import MAX_CONTRIBUTORS, Ballot, Finite, Size
 
@@ -19,10 +19,9 @@ MAX_PARTS = 1_024  # of a group: several for each member, after some were lost
 MAX_NEAR = 64  # members of one site that a member names
 
 
-class WantRun(Message, tag="want_run", frozen=True):
+class WantRun(Request, tag="want_run", frozen=True):
     """What is this run? The answer's payload is (signed recipe, its owner's latest order or b"")."""
 
-    id: Count = 0
     run: Name = ""
 
 
@@ -32,10 +31,9 @@ class RunIs(Message, tag="run", frozen=True):
     re: Count = 0
 
 
-class WantCommits(Message, tag="want_commits", frozen=True):
+class WantCommits(Request, tag="want_commits", frozen=True):
     """Give me the commits after update ``after``; the answer's payload is a list of them, in order."""
 
-    id: Count = 0
     run: Name = ""
     after: Count = 0
 
@@ -47,10 +45,9 @@ class Commits(Message, tag="commits", frozen=True):
     run: Name = ""
 
 
-class WantState(Message, tag="want_state", frozen=True):
+class WantState(Request, tag="want_state", frozen=True):
     """Keep the present state as it is for a while, so that I can fetch it: answered by ``StateIs``."""
 
-    id: Count = 0
     run: Name = ""
 
 
@@ -62,10 +59,9 @@ class StateIs(Message, tag="state", frozen=True):
     state: Digest = b""
 
 
-class Prepare(Message, tag="prepare", frozen=True):
+class Prepare(Request, tag="prepare", frozen=True):
     """Proposer to anchor: promise to take nothing under a lower ballot after this parent."""
 
-    id: Count = 0
     run: Name = ""
     parent: Digest = b""
     ballot: Ballot = (0, "")
@@ -83,10 +79,9 @@ class Promised(Message, tag="promised", frozen=True):
     signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
-class Propose(Message, tag="propose", frozen=True):
+class Propose(Request, tag="propose", frozen=True):
     """Proposer to anchor: sign the commit in the payload, which comes with its backing, under this ballot."""
 
-    id: Count = 0
     run: Name = ""
     ballot: Ballot = (0, "")
 
@@ -99,7 +94,7 @@ class Accepted(Message, tag="accepted", frozen=True):
     signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
-class JoinRound(Message, tag="join_round", frozen=True):
+class JoinRound(Request, tag="join_round", frozen=True):
     """Member to leader: take me into the round after this commit, with what I have gathered.
 
     ``n`` samples from draw ``first``, ``loss`` is the sum of theirs, ``state`` the hash of the state that they were
@@ -107,7 +102,6 @@ class JoinRound(Message, tag="join_round", frozen=True):
     no samples it only reduces, or only ``receives`` the average. ``near``: members at the same site, as it measured.
     """
 
-    id: Count = 0
     run: Name = ""
     parent: Digest = b""
     state: Digest = b""

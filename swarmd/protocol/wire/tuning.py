@@ -16,20 +16,20 @@ from swarmd.protocol.fields import (
     Name,
     Needs,
     Part,
+    Request,
     SessionKey,
     TensorMeta,
     Weight,
 )
 
 
-class OpenLane(Message, tag="open_lane", frozen=True):
+class OpenLane(Request, tag="open_lane", frozen=True):
     """Take micro-batches of one client through blocks [start, end): forward and backward, without caches.
 
     ``client`` and ``weight`` are set by the daemon for its worker, as in ``OpenSession``. With ``changes`` rows that
     were sent before may travel as changes (wire.changes). Answered by ``Opened``.
     """
 
-    id: Count = 0
     session: SessionKey = b"\0" * 16
     model: Name = ""
     start: Block = 0
@@ -101,14 +101,13 @@ class Gradients(Message, tag="gradients", frozen=True):
     part: Part = (0, 1)
 
 
-class PutTuned(Message, tag="put_tuned", frozen=True):
+class PutTuned(Request, tag="put_tuned", frozen=True):
     """A client gives its own parameters for blocks [start, end) of a model, known by ``version``.
 
     The payload is a piece of a safetensors file. Servers only cache them, apart for each client. ``id`` comes with the
     last piece and is answered by ``TunedHeld``.
     """
 
-    id: Count = 0
     version: Digest = b""
     start: Block = 0
     end: Block = 0

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from swarmd.errors import RemoteProtocolError
-from swarmd.protocol.fields import Block, Count, Message, Name, SessionKey, Text
+from swarmd.protocol.fields import Block, Count, Message, Name, Request, SessionKey, Text
 from swarmd.protocol.wire import messages, tuning
 
 FilePath = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -53,10 +53,9 @@ class SetComputeShare(Message, tag="work", frozen=True):
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
 
-class LoadAdapter(Message, tag="load_adapter", frozen=True):
+class LoadAdapter(Request, tag="load_adapter", frozen=True):
     """Daemon to worker: have a LoRA ready for sessions; ``shards`` are its files, the payload its configuration."""
 
-    id: Count = 0
     adapter: Name = ""
     shards: Annotated[tuple[FilePath, ...], msgspec.Meta(max_length=8)] = ()
 

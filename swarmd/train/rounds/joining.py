@@ -153,7 +153,7 @@ class Joining:
         try:
             await self._services.rpc.call(
                 leader,
-                self._make_join,
+                self._make_join(),
                 timeout_s=self.pulses.limit_s(),
                 purpose="bulk",
             )
@@ -220,14 +220,13 @@ class Joining:
     def _is_followed_alive(self, now: float) -> bool:
         return now - self._pulsed_at < self.pulses.limit_s() / 2
 
-    def _make_join(self, call_id: int) -> JoinRound:
+    def _make_join(self) -> JoinRound:
         up, down = self._services.links()
         state, self._offered = self._mine()
         can_be_dialled = self._services.can_be_dialled()
         members = set(self._members.look(trio.current_time()))
         near = sorted(self._services.near() & members)[:MAX_NEAR]
         return JoinRound(
-            id=call_id,
             run=self._chronicle.run.id,
             parent=state.head if state else self._chronicle.ledger.head,
             state=state.root if state else b"",
@@ -274,7 +273,7 @@ class Joining:
         leader = self._open_leader()
         self._followed = self._me
         try:
-            leader.join(self._me, self._make_join(0))
+            leader.join(self._me, self._make_join())
             outcome = await self._lead_on(leader, why_idle)
         except* Refused as group:
             self.close_leader(leader)  # who joins from here on joins the next

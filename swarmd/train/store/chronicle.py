@@ -294,9 +294,7 @@ class Chronicle:
         for peer in {*members, *self.anchors} - {self._me}:
             tasks.start_soon(self.tell_commits, peer, [raw])
 
-    async def ask_anchor(
-        self, anchor: PeerId, request: Callable[[int], Message], payload: bytes
-    ) -> tuple[Message, bytes]:
+    async def ask_anchor(self, anchor: PeerId, request: Prepare | Propose, payload: bytes) -> tuple[Message, bytes]:
         """Ask one anchor, which may be this peer; one that lacks commits is given them first. Raises PeerError."""
         try:
             return await self._ask_once(anchor, request, payload)
@@ -326,13 +324,11 @@ class Chronicle:
     async def _ask_once(
         self,
         anchor: PeerId,
-        request: Callable[[int], Message],
+        request: Prepare | Propose,
         payload: bytes,
     ) -> tuple[Any, bytes]:
         if anchor == self._me:
-            message = request(0)
-            assert isinstance(message, Prepare | Propose)
-            return await self.be_anchor(self._me, message, payload)
+            return await self.be_anchor(self._me, request, payload)
         reply, frame = await self._services.rpc.call(
             anchor,
             request,

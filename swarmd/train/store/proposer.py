@@ -10,7 +10,6 @@ import logging
 import os
 import random
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 import msgspec
 import trio
@@ -33,7 +32,7 @@ FIRST_BACK_OFF_S = 0.1  # doubles with each attempt: another proposer may be at 
 LONGEST_BACK_OFF_S = 4.0  # between ballots of proposers that block each other
 
 AnchorAnswer = tuple[Message, bytes]
-AskAnchor = Callable[[PeerId, Callable[[int], Message], bytes], Awaitable[AnchorAnswer]]
+AskAnchor = Callable[[PeerId, Prepare | Propose, bytes], Awaitable[AnchorAnswer]]
 """Asks one anchor, which may be this peer; returns its answer with the payload. Raises PeerError."""
 
 
@@ -76,7 +75,7 @@ class Proposer:
         attempt = 0
         while True:
             self._ballot = (self._highest + 1, self._name)
-            request = partial(_make_prepare, self._run, self._parent, self._ballot)
+            request = Prepare(run=self._run, parent=self._parent, ballot=self._ballot)
             answers = await self._ask_anchors(request, b"")
             yes = []
             for place, message, body in answers:
@@ -94,7 +93,7 @@ class Proposer:
         attempt = 0
         while True:
             body = backing.body_of(proposed)
-            request = partial(_make_propose, self._run, self._ballot)
+            request = Propose(run=self._run, ballot=self._ballot)
             signatures: dict[int, bytes] = {}
             for place, message, _ in await self._ask_anchors(request, proposed):
                 if not isinstance(message, Accepted) or not message.signature:
@@ -141,7 +140,7 @@ class Proposer:
     # that it knows one (STALE_EPOCH). Its word alone does not stop the others: one that lies could hold up the run for
     # ever. Going on is safe: a majority that promises names what a majority accepted, and binds this proposal to it.
 
-    async def _ask_anchors(self, request: Callable[[int], Message], payload: bytes) -> list[tuple[int, Message, bytes]]:
+    async def _ask_anchors(self, request: Prepare | Propose, payload: bytes) -> list[tuple[int, Message, bytes]]:
         """Ask all anchors at once; returns as soon as a majority has said yes, or can no longer say it."""
         answers: list[tuple[int, Message, bytes]] = []
         said_yes: set[int] = set()
@@ -181,16 +180,3 @@ class Proposer:
         if is_majority(len(final), len(self._anchors)):
             raise RoundFailed(f"the anchors do not take this commit: {final[0]}")
         return answers
-
-
-def _make_prepare(
-    run: str,
-    parent: bytes,
-    ballot: Ballot,
-    call_id: int,
-) -> Message:
-    return Prepare(id=call_id, run=run, parent=parent, ballot=ballot)
-
-
-def _make_propose(run: str, ballot: Ballot, call_id: int) -> Message:
-    return Propose(id=call_id, run=run, ballot=ballot)

@@ -21,7 +21,6 @@ from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.chains.view import SwarmView
 from swarmd.plan.runs.recovery import DonorOffer
 from swarmd.plan.trust.standing import Fault
-from swarmd.protocol.fields import Message
 from swarmd.protocol.models.manifest import Manifest
 from swarmd.protocol.runs.recipe import Run, read_order_untrusted, read_run_untrusted
 from swarmd.protocol.untrusted import decode
@@ -124,11 +123,7 @@ async def ask_run(
 
 async def _ask_run(rpc: Rpc, peer: PeerId, run_id: RunId) -> tuple[Run, bytes]:
     """Raises PeerError, and IntegrityError for a lie."""
-
-    def make_request(call_id: int) -> Message:
-        return WantRun(id=call_id, run=run_id)
-
-    reply, frame = await rpc.call(peer, make_request, timeout_s=RUN_TIMEOUT_S, purpose="bulk")
+    reply, frame = await rpc.call(peer, WantRun(run=run_id), timeout_s=RUN_TIMEOUT_S, purpose="bulk")
     if not isinstance(reply, RunIs):
         raise RemoteProtocolError(f"expected a run, got {type(reply).__name__}")
     raw, order = decode(frame.payload, tuple[bytes, bytes], "a run")
@@ -147,11 +142,8 @@ async def fetch_commits(
     epoch: int,
 ) -> list[bytes]:
     """Ask a peer for the commits after an update, not verified yet. Raises PeerError."""
-
-    def make_request(call_id: int) -> Message:
-        return WantCommits(id=call_id, run=run, after=epoch)
-
-    reply, frame = await rpc.call(peer, make_request, timeout_s=COMMITS_TIMEOUT_S, purpose="bulk")
+    request = WantCommits(run=run, after=epoch)
+    reply, frame = await rpc.call(peer, request, timeout_s=COMMITS_TIMEOUT_S, purpose="bulk")
     if not isinstance(reply, Commits):
         raise RemoteProtocolError(f"expected commits, got {type(reply).__name__}")
     return decode(frame.payload, list[bytes], "a list of commits")
@@ -170,12 +162,9 @@ async def ask_states(
     """Have donors keep their present state; returns who keeps what."""
     offers: dict[PeerId, DonorOffer] = {}
 
-    def make_request(call_id: int) -> Message:
-        return WantState(id=call_id, run=run)
-
     async def ask_donor(peer: PeerId) -> None:
         try:
-            reply, _ = await rpc.call(peer, make_request, timeout_s=STATE_TIMEOUT_S, purpose="bulk")
+            reply, _ = await rpc.call(peer, WantState(run=run), timeout_s=STATE_TIMEOUT_S, purpose="bulk")
             if isinstance(reply, StateIs) and len(reply.state) == 32:
                 offers[peer] = DonorOffer(reply.epoch, reply.state, 0)
         except PeerError as error:

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 
 import msgspec
 import pytest
@@ -271,16 +270,16 @@ async def accuse_first_hop(
     link = run.session.hops.links[0]
     account = await run.session.hops.ask_receipt(link)
     hidden, positions = run.session.history.placed(0, 4)
-    request = partial(WantTokens, session=run.session.key, first=3)
-    shown, frame = await run.client.rpc.call(link.hop.peer, lambda call_id: request(id=call_id))
+    request = WantTokens(session=run.session.key, first=3)
+    shown, frame = await run.client.rpc.call(link.hop.peer, request)
     assert isinstance(shown, TokensAre)
     assert shown.tensor is not None
     outputs = unpack_untrusted(shown.tensor, frame.payload)[:2]
     payload = evidence_of(run.session.terms, account.signed, (hidden, positions), outputs)
     assert payload is not None
     changed = evidence.encode(change(msgspec.msgpack.decode(payload, type=Evidence)))
-    accusation = partial(Accuse, model=run.swarm.model, peer=link.hop.peer)
-    await run.client.rpc.call(run.peers[2], lambda call_id: accusation(id=call_id), changed, purpose="bulk")
+    accusation = Accuse(model=run.swarm.model, peer=link.hop.peer)
+    await run.client.rpc.call(run.peers[2], accusation, changed, purpose="bulk")
 
 
 def standing_of_judge(run: Chat) -> Standing:

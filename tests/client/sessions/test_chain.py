@@ -107,7 +107,7 @@ class PlayedSwarm:
 
     def learn(self, *args: Any) -> None: ...
 
-    def existing(self, peer: PeerId) -> RecordingChannel | None:
+    def find_channel(self, peer: PeerId) -> RecordingChannel | None:
         return RecordingChannel(self, peer) if peer in self.reached else None
 
     def start_soon(self, run: Callable[[], Any]) -> None:
@@ -135,23 +135,22 @@ class PlayedSwarm:
     async def answer(self, seq: int) -> None:
         meta, payload = pack(torch.ones(1, 1, 8), torch.zeros(1, 1), None, "raw")
         epoch = self.session.hops.epoch
-        raw = messages.framed(Op(session=self.session.key, start=6, epoch=epoch, seq=seq, tensor=meta), payload)
+        raw = messages.encode_frame(Op(session=self.session.key, start=6, epoch=epoch, seq=seq, tensor=meta), payload)
         (frame,) = FrameDecoder().feed_untrusted(raw)
         op = messages.decode_untrusted(frame.header)
         await self.session.on_message(self.session.hops.links[-1].hop.peer, op, frame)
 
     async def hear(self, peer: PeerId, message: messages.Message) -> None:
         """Have the session hear what a hop says."""
-        (frame,) = FrameDecoder().feed_untrusted(messages.framed(message))
+        (frame,) = FrameDecoder().feed_untrusted(messages.encode_frame(message))
         await self.session.on_message(peer, messages.decode_untrusted(frame.header), frame)
 
     async def call(
         self,
         peer: PeerId,
-        request: Callable[[int], Any],
+        message: Any,
         timeout_s: float,
     ) -> tuple[AnyMessage, None]:
-        message = request(1)
         await trio.sleep(0 if peer in self.reached else self.reached_after_s.get(peer, 0))
         if peer in self.dead:
             raise PeerError(f"{peer} is dead")
@@ -246,7 +245,7 @@ async def test_what_a_former_hop_refuses_costs_no_repair(virtual_time: MockClock
     session = swarm.session = ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100), Budget())
     await session.open()
     refusal = Refusal(code=Code.NO_SESSION.value, message="closed already", session=session.key, start=4)
-    (frame,) = FrameDecoder().feed_untrusted(messages.framed(refusal))
+    (frame,) = FrameDecoder().feed_untrusted(messages.encode_frame(refusal))
     await session.on_message(C, refusal, frame)
     await step(session)
     assert not session.statistics.repairs

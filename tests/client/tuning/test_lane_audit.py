@@ -65,7 +65,7 @@ def altered_server(
         header = Gradients(message.session, 0, message.seq)
         gradients = safetensors.torch.save({"w": factor * gradient.sum().reshape(1)})
         frames = backward_frames(message.session, 0, message.seq, backward(gradient), "raw")
-        return [messages.framed(header, gradients), *frames] if world.has_own else [*frames]
+        return [messages.encode_frame(header, gradients), *frames] if world.has_own else [*frames]
 
     return answer
 

@@ -54,7 +54,7 @@ def doubling(world: World, peer: PeerId, message: messages.AnyMessage, payload: 
         return frames
     header = Gradients(message.session, 0, message.seq)
     gradients = safetensors.torch.save({"w": gradient.sum().reshape(1)})
-    return [messages.framed(header, gradients), *frames]
+    return [messages.encode_frame(header, gradients), *frames]
 
 
 def not_finite(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
@@ -71,7 +71,7 @@ def silent(world: World, peer: PeerId, message: messages.AnyMessage, payload: me
 def refusing(code: Code, only: type = Forward) -> Answer:
     def answer(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
         if isinstance(message, only):
-            return [messages.framed(messages.refusal_for(message, Refused(code, "no")))]
+            return [messages.encode_frame(messages.refusal_for(message, Refused(code, "no")))]
         return doubling(world, peer, message, payload)
 
     return answer
@@ -88,20 +88,20 @@ def endless(world: World, peer: PeerId, message: messages.AnyMessage, payload: m
     (single,) = forward_frames(message, 2, torch.zeros(1, 3, 4), None, "raw")
     (frame,) = FrameDecoder().feed_untrusted(single)
     head = messages.decode_untrusted(frame.header)
-    return [messages.framed(msgspec.structs.replace(head, part=(n, 4_000)), frame.payload) for n in range(4)]
+    return [messages.encode_frame(msgspec.structs.replace(head, part=(n, 4_000)), frame.payload) for n in range(4)]
 
 
 def other_gradients(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
     if not isinstance(message, Backward):
         return doubling(world, peer, message, payload)
     wrong = safetensors.torch.save({"w": torch.zeros(5, 3, dtype=torch.float64)})
-    return [messages.framed(Gradients(message.session, 0, message.seq), wrong)]
+    return [messages.encode_frame(Gradients(message.session, 0, message.seq), wrong)]
 
 
 def forgets_once(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
     if isinstance(message, Backward) and not world.backwards:
         world.backwards.append((peer, -1))
-        return [messages.framed(messages.refusal_for(message, Refused(Code.NOT_HELD, "gone")))]
+        return [messages.encode_frame(messages.refusal_for(message, Refused(Code.NOT_HELD, "gone")))]
     return doubling(world, peer, message, payload)
 
 
@@ -135,7 +135,7 @@ class World:
     async def channel(self, peer: PeerId, purpose: str) -> Channel:
         return Channel(self, peer)
 
-    def existing(self, peer: PeerId, purpose: str) -> None:
+    def find_channel(self, peer: PeerId, purpose: str) -> None:
         return None
 
     async def call(self, peer: PeerId, request: Any, timeout_s: float) -> None:
@@ -181,11 +181,10 @@ class Channel:
 
     async def call(
         self,
-        request: Any,
+        message: Any,
         payload: bytes = b"",
         timeout_s: float = 0,
     ) -> tuple[Any, None]:
-        message = request(1)
         if self.peer in self.world.away:
             await trio.sleep_forever()
         if isinstance(message, PutTuned):
@@ -349,7 +348,7 @@ async def test_rows_are_sent_whole_once_a_server_has_lost_what_they_are_changes_
             return doubling(world, peer, message, payload)
         times.append([row.times for row in message.rows])
         if len(times) == 3:
-            return [messages.framed(messages.refusal_for(message, Refused(Code.NOT_HELD, "gone")))]
+            return [messages.encode_frame(messages.refusal_for(message, Refused(Code.NOT_HELD, "gone")))]
         hidden = unpack_untrusted(message.tensor, payload)[0]
         hidden = ends[0].take(message.rows, hidden) if message.rows else hidden
         return list(forward_frames(message, 2, 2 * hidden, None, "raw", ends[1]))

@@ -22,7 +22,8 @@ from torch import nn
 from swarmd.compute.compiled import layout
 from swarmd.compute.compiled.build import compiling
 from swarmd.compute.compiled.registers import ROWS
-from swarmd.compute.linear.layers import STORED, Int4Linear, Int8Linear, stored_scales
+from swarmd.compute.linear.formats import INT4, INT8, STORED
+from swarmd.compute.linear.layers import QuantisedLinear
 
 TOKENS = (1, 2, 3, 4, 5, 8, 13, 16, 32)
 WIDTHS = {layout.INT4: (32, 96, 576)}
@@ -82,8 +83,8 @@ def weight_of(stored: int, width: int) -> tuple[np.ndarray[Any, Any], np.ndarray
     torch.manual_seed(width)
     linear = nn.Linear(width, N_OUT, bias=False)
     if stored in (layout.INT8, layout.INT4):
-        layer = Int8Linear(linear) if stored == layout.INT8 else Int4Linear(linear)
-        scales = stored_scales(layer).contiguous().view(torch.uint8).numpy()  # of int4 in bfloat16
+        layer = QuantisedLinear(linear, INT8 if stored == layout.INT8 else INT4)
+        scales = layer.stored_scales.contiguous().view(torch.uint8).numpy()  # of int4 in bfloat16
         return layer.quantised.detach().numpy().view(np.uint8), scales
     dtype = next(dtype for dtype, format_ in STORED.items() if format_ == stored)
     raw = linear.weight.detach().to(dtype).contiguous().view(torch.uint8)

@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType, dequantize, quantize
 
 from swarmd.compute.compiled.layout import GROUP, LEVEL_OF_ZERO
-from swarmd.compute.linear.four_bits import in_4_bits
+from swarmd.compute.linear.four_bits import quantise_to_4_bits
 from swarmd.compute.linear.quantize import relative_error
 
 OUT, IN = 48, 512
@@ -44,7 +44,7 @@ def test_blocks_of_gguf_keep_their_levels(kind: str, stored: torch.dtype) -> Non
     form = GGMLQuantizationType[kind]
     whole = of_q4_k() if kind == "Q4_K" else dequantize(quantize(weights(), form), form)
     weight = torch.from_numpy(np.ascontiguousarray(whole)).to(stored)
-    levels, scales, zeros = in_4_bits(weight)
+    levels, scales, zeros = quantise_to_4_bits(weight)
     assert relative_error(numbers(levels, scales, zeros), weight.float()) < BFLOAT16
     groups, steps = weight.float().view(OUT, -1, GROUP), levels.view(OUT, -1, GROUP)
     distinct = [[len(row.unique()) for row in of.flatten(0, 1)] for of in (groups, steps)]
@@ -59,13 +59,13 @@ def test_however_few_levels_a_group_uses_it_keeps_them(n_levels: int) -> None:
     used[..., 2] = min(1, n_levels - 1)  # two beside each other, else steps are others
     step, low = 0.01 + 0.02 * torch.rand(OUT, IN // GROUP, 1, generator=rng), -0.1
     weight = (low + used * step).flatten(1)
-    assert relative_error(numbers(*in_4_bits(weight)), weight) < BFLOAT16
+    assert relative_error(numbers(*quantise_to_4_bits(weight)), weight) < BFLOAT16
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_other_weights_take_all_levels(seed: int) -> None:
     weight = torch.from_numpy(weights(seed))
-    levels, scales, zeros = in_4_bits(weight)
+    levels, scales, zeros = quantise_to_4_bits(weight)
     groups = levels.view(OUT, -1, GROUP)
     assert (groups.amin(-1) == 0).all()
     assert (groups.amax(-1) == 15).all()
@@ -74,4 +74,4 @@ def test_other_weights_take_all_levels(seed: int) -> None:
 
 def test_a_group_of_one_number_is_that_number() -> None:
     weight = torch.full((16, GROUP), 0.25)
-    assert torch.equal(numbers(*in_4_bits(weight)), weight)
+    assert torch.equal(numbers(*quantise_to_4_bits(weight)), weight)

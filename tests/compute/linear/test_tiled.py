@@ -11,12 +11,13 @@ from torch import nn
 
 from swarmd.compute.hardware.matrix_unit import has_matrix_unit
 from swarmd.compute.hardware.thread_pool import ThreadPool
-from swarmd.compute.linear import tiled
-from swarmd.compute.linear.kernels import works
-from swarmd.compute.linear.layers import exact_dtype
+from swarmd.compute.linear import compiled_layers
+from swarmd.compute.linear.compiled_layers import CompiledLinear, fills_tiles
+from swarmd.compute.linear.formats import exact_dtype
+from swarmd.compute.linear.kernels import is_accurate
 from swarmd.compute.linear.quantize import relative_error
-from swarmd.compute.linear.tiled import TOLERANCE, TiledLinear, fits
 
+TOLERANCE = 1e-4  # as for other kernels in float32
 LOSS = 1e-6  # of products, relative to float64's
 needs_tiles = pytest.mark.skipif(not has_matrix_unit(), reason="this CPU has no AMX")
 
@@ -38,19 +39,19 @@ def test_a_weight_is_kept_in_as_few_bits_as_lose_nothing(written_in: torch.dtype
 
 
 def test_tiles_are_filled() -> None:
-    assert fits(torch.empty(48, 96))
-    assert not fits(torch.empty(40, 96))
-    assert not fits(torch.empty(48, 80))
+    assert fills_tiles(torch.empty(48, 96))
+    assert not fills_tiles(torch.empty(40, 96))
+    assert not fills_tiles(torch.empty(48, 80))
 
 
 @needs_tiles
 @pytest.mark.parametrize("written_in", [torch.bfloat16, torch.float16, None])
 def test_it_gives_what_torchs_layer_gives_and_keeps_the_weight(written_in: torch.dtype | None, tmp_path: Path) -> None:
     plain = layer_of(320, 208, bias=True, written_in=written_in)
-    layer = TiledLinear(plain, tmp_path)
-    assert TiledLinear.fits(plain)
+    layer = CompiledLinear(plain, tmp_path)
+    assert CompiledLinear.can_take_numbers(plain)
     assert torch.equal(layer.weight, plain.weight)
-    assert works(plain, layer, TOLERANCE)
+    assert is_accurate(plain, layer, TOLERANCE)
     for shape in [(1,), (2, 3), (17,), (300,), (0,)]:
         hidden = torch.randn(*shape, 320)
         out = layer(hidden)
@@ -63,17 +64,17 @@ def test_it_gives_what_torchs_layer_gives_and_keeps_the_weight(written_in: torch
 def test_a_row_gives_the_same_whoever_is_beside_it_and_in_however_many_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer, hidden = TiledLinear(layer_of(320, 208), tmp_path), torch.randn(40, 320)
+    layer, hidden = CompiledLinear(layer_of(320, 208), tmp_path), torch.randn(40, 320)
     whole = layer(hidden)
     assert torch.equal(torch.cat([layer(row[None]) for row in hidden]), whole)
     pool = ThreadPool(3)
-    monkeypatch.setattr(tiled, "shared_thread_pool", lambda n: pool)
+    monkeypatch.setattr(compiled_layers, "shared_thread_pool", lambda n: pool)
     assert all(torch.equal(layer(hidden), whole) for _ in range(10)), "together and alone"
 
 
 @needs_tiles
 def test_what_is_no_number_is_told_and_stays_where_it_is(tmp_path: Path) -> None:
-    layer, hidden = TiledLinear(layer_of(), tmp_path), torch.randn(20, 96)
+    layer, hidden = CompiledLinear(layer_of(), tmp_path), torch.randn(20, 96)
     hidden[3, 5], hidden[18, 7] = float("nan"), float("inf")
     hidden[5, 1] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # no number either, when not rounded
     is_whole = layer(hidden).isfinite().all(1)
@@ -88,7 +89,7 @@ def test_it_is_not_for_what_is_compiled_for_another_cpu(monkeypatch: pytest.Monk
 
 @needs_tiles
 def test_others_that_use_the_unit_find_it_as_they_left_it(tmp_path: Path) -> None:
-    layer, few, many = TiledLinear(layer_of(), tmp_path), torch.randn(5, 96), torch.randn(64, 96).bfloat16()
+    layer, few, many = CompiledLinear(layer_of(), tmp_path), torch.randn(5, 96), torch.randn(64, 96).bfloat16()
     other, expected = layer_of().bfloat16(), layer(few)
     theirs = other(many)
     for _ in range(3):
@@ -100,7 +101,7 @@ def test_others_that_use_the_unit_find_it_as_they_left_it(tmp_path: Path) -> Non
 def test_gradients_flow_through_it(tmp_path: Path) -> None:
     plain = layer_of()
     hidden = torch.randn(2, 5, 96, requires_grad=True)
-    (got,) = torch.autograd.grad(TiledLinear(plain, tmp_path)(hidden).square().sum(), hidden)
+    (got,) = torch.autograd.grad(CompiledLinear(plain, tmp_path)(hidden).square().sum(), hidden)
     (expected,) = torch.autograd.grad(plain(hidden).square().sum(), hidden)
     assert relative_error(got, expected) < 2 * LOSS
 
@@ -108,7 +109,7 @@ def test_gradients_flow_through_it(tmp_path: Path) -> None:
 @needs_tiles
 @torch.no_grad()
 def test_a_weight_that_lies_elsewhere_is_read_there(tmp_path: Path) -> None:
-    layer = TiledLinear(layer_of(64, 32, written_in=torch.float16), tmp_path)
+    layer = CompiledLinear(layer_of(64, 32, written_in=torch.float16), tmp_path)
     expected = layer(torch.ones(9, 64))
     place = layer.stored.clone()
     layer.share(place)

@@ -17,7 +17,7 @@ from swarmd.compute.compiled import layout
 from swarmd.compute.compiled.build import NotFused, compiling
 from swarmd.compute.hardware.matrix_unit import has_matrix_unit
 from swarmd.compute.hardware.thread_pool import PoolTiming, ThreadPool
-from swarmd.compute.linear.layers import STORED
+from swarmd.compute.linear.formats import STORED
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes.backend import MAX_CAPTURED
 from swarmd.compute.passes.backend_selection import FUSED_TOLERANCE, BackendSelection

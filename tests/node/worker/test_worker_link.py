@@ -55,7 +55,7 @@ class PlayedWorker:
                 self.say(Tick(handled=len(self.taken)))
 
     def say(self, message: Any) -> None:
-        self._out.send_nowait(messages.framed(message))
+        self._out.send_nowait(messages.encode_frame(message))
 
     async def received(self) -> AsyncIterator[bytes]:
         async for data in self._in:
@@ -97,8 +97,8 @@ async def stage(first: Any = None) -> AsyncIterator[LinkScene]:
 
 async def test_answers_find_who_asked_whatever_their_order(virtual_time: MockClock) -> None:
     async with stage() as s:
-        first = await s.link.ask(lambda i: Replay(id=i, session=KEY))
-        second = await s.link.ask(lambda i: LoadAdapter(id=i, adapter="a"))
+        first = await s.link.ask(Replay(session=KEY))
+        second = await s.link.ask(LoadAdapter(adapter="a"))
         await trio.sleep(0.1)
         ids = [m.id for m in s.workers[0].taken if not isinstance(m, LoadSpan | SetComputeShare)]
         assert len(set(ids)) == 2
@@ -115,7 +115,7 @@ async def test_a_refusal_is_raised_where_it_was_asked_and_one_of_a_session_goes_
 
         async def ask() -> None:
             with pytest.raises(Refused, match="too late") as caught:
-                await s.link.call(lambda i: Replay(id=i, session=KEY))
+                await s.link.call(Replay(session=KEY))
             assert caught.value.code is Code.STALE_EPOCH
 
         nursery.start_soon(ask)
@@ -136,7 +136,7 @@ async def test_who_waits_hears_when_the_worker_ends_and_the_next_one_has_its_own
     virtual_time: MockClock,
 ) -> None:
     async with stage() as s:
-        lost_reply = await s.link.ask(lambda i: Replay(id=i, session=KEY))
+        lost_reply = await s.link.ask(Replay(session=KEY))
         s.workers[0].kill()
         with pytest.raises(WorkerLost, match="ended"):
             await lost_reply.wait()
@@ -144,7 +144,7 @@ async def test_who_waits_hears_when_the_worker_ends_and_the_next_one_has_its_own
         assert len(s.workers) == 2
         assert s.link.is_online
         assert s.states[-2:] == ["down", "online"]
-        next_reply = await s.link.ask(lambda i: Replay(id=i, session=KEY))
+        next_reply = await s.link.ask(Replay(session=KEY))
         await trio.sleep(0.1)
         s.workers[1].say(Replayed(re=s.workers[1].taken[-1].id, ops=1))
         assert await next_reply.wait()
@@ -168,7 +168,7 @@ async def test_how_far_it_is_with_loading_is_told_now_and_then_with_what_is_left
 async def test_a_worker_that_makes_no_progress_is_replaced(virtual_time: MockClock) -> None:
     async with stage() as s:
         s.workers[0].is_deaf = True
-        reply = await s.link.ask(lambda i: Replay(id=i, session=KEY))
+        reply = await s.link.ask(Replay(session=KEY))
         begun = trio.current_time()
         with pytest.raises(WorkerLost, match="no progress"):
             await reply.wait()
@@ -219,7 +219,7 @@ async def test_a_load_that_cannot_succeed_is_not_tried_again(virtual_time: MockC
         s.workers[0].kill()
         await trio.sleep(1)
         with pytest.raises(WorkerLost):
-            await s.link.call(lambda i: Replay(id=i))
+            await s.link.call(Replay())
 
 
 async def test_the_owners_share_is_told_and_scales_the_speeds(virtual_time: MockClock) -> None:

@@ -141,7 +141,7 @@ async def test_leader_that_cannot_take_part_gives_up_its_round(virtual_time: Moc
     """All others have the average; it has nothing, and nobody else is to blame."""
 
     async def promise(anchor: PeerId, request: Any, payload: bytes) -> tuple[object, bytes]:
-        return Promised(promised=request(1).ballot), b""
+        return Promised(promised=request.ballot), b""
 
     leader = leader_among(OTHER, anchors=(OWNER.peer_id,), ask_anchor=promise)
     leader.join(ME, joining(4))
@@ -166,8 +166,7 @@ async def test_silent_anchor_is_not_waited_for_when_the_others_have_said_no(virt
     """A leader that stopped had a higher ballot, and is an anchor itself: the next ballot follows at once."""
     numbers: list[int] = []
 
-    async def ask_anchor(anchor: PeerId, request: Any, payload: bytes) -> tuple[object, bytes]:
-        message = request(1)
+    async def ask_anchor(anchor: PeerId, message: Any, payload: bytes) -> tuple[object, bytes]:
         assert isinstance(message, Prepare)
         if anchor == SILENT:
             await trio.sleep_forever()
@@ -187,8 +186,7 @@ async def test_one_anchor_that_says_there_is_more_does_not_stop_the_others(virtu
     """It may lie; where most say so, the proposal is for nothing."""
     n_stale = 1
 
-    async def ask_anchor(anchor: PeerId, request: Any, payload: bytes) -> tuple[object, bytes]:
-        message = request(1)
+    async def ask_anchor(anchor: PeerId, message: Any, payload: bytes) -> tuple[object, bytes]:
         assert isinstance(message, Prepare)
         if anchors.index(anchor) < n_stale:
             raise Refused(Code.STALE_EPOCH, "I know more commits")

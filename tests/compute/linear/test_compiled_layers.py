@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from swarmd.compute.linear.few_bits import Int8Head, kernels
-from swarmd.compute.linear.kernels import works
-from swarmd.compute.linear.layers import Int4Linear, Int8Linear
+from swarmd.compute.linear.compiled_layers import CompiledLinear, Int8Head
+from swarmd.compute.linear.formats import INT4, INT8, QuantisedFormat
+from swarmd.compute.linear.kernels import KERNELS, is_accurate
+from swarmd.compute.linear.layers import QuantisedLinear
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.errors import ConfigError
 
@@ -54,15 +55,13 @@ def test_what_it_is_not_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
-def test_a_layer_is_what_torchs_kernel_computes_but_for_its_rounding(
-    kind: type[Int8Linear | Int4Linear], tmp_path: Path
-) -> None:
-    plain = kind(head_of(256, bias=True))
-    offer = kernels(tmp_path)[plain.quantised.dtype]["levels"]
-    layer = offer.make(plain)
-    assert offer.fits(plain)
-    assert works(plain, layer, offer.tolerance)
+@pytest.mark.parametrize("kind", [INT8, INT4])
+def test_a_layer_is_what_torchs_kernel_computes_but_for_its_rounding(kind: QuantisedFormat, tmp_path: Path) -> None:
+    plain = QuantisedLinear(head_of(256, bias=True), kind)
+    kernel = next(kernel for kernel in KERNELS if (kernel.name, kernel.weights) == ("levels", kind.name))
+    layer = kernel.make(plain, tmp_path)
+    assert kernel.can_take(plain)
+    assert is_accurate(plain, layer, kernel.tolerance)
     hidden = torch.randn(3, 96).bfloat16()
     assert layer(hidden).dtype == torch.bfloat16
     exact = hidden.double() @ layer.weight.double().t() + plain.bias
@@ -70,6 +69,6 @@ def test_a_layer_is_what_torchs_kernel_computes_but_for_its_rounding(
     assert relative_error(layer.weight, plain.weight) < LOSS
 
 
-def test_rows_that_do_not_come_out_even_are_not_for_it(tmp_path: Path) -> None:
-    for plain in (Int8Linear(head_of(63)), Int4Linear(head_of(48))):
-        assert not kernels(tmp_path)[plain.quantised.dtype]["levels"].fits(plain)
+def test_rows_that_do_not_come_out_even_are_not_for_it() -> None:
+    for plain in (QuantisedLinear(head_of(63), INT8), QuantisedLinear(head_of(48), INT4)):
+        assert not CompiledLinear.can_take(plain)
