@@ -81,7 +81,7 @@ class _AnswerPair:
 #     forward through L, and through other servers D (a duplicate)
 #       equal     -> right: D is kept, and the backwards of both are compared
 #       different -> each hop of L, then of D, alone on the same input, beside up to two other holders
-#                      two of three say that one is wrong -> it is convicted, and what the other lane gave counts
+#                      two of three say that one is wrong -> it is charged, and what the other lane gave counts
 #                      none is                            -> a third chain T; two of three chains
 #                      no T answers                       -> undecided: L is left out for a while, the user is told
 #
@@ -146,7 +146,7 @@ class LaneAudits:
         gradient = torch.randn_like(ticket.batch.hidden)
         ruling, _ = await self._audit_alone(hop, ticket.batch, gradient)
         if ruling.verdict is AuditVerdict.WRONG:
-            self._convict(ruling, (hop,), ALONE)
+            self._hold_to_account(ruling, (hop,), ALONE)
             return await self._lanes.recompute(ticket.batch, frozenset({hop.peer}), MIXED, limit_s)
         self._findings.note_right((hop,))
         return ticket
@@ -246,13 +246,13 @@ class LaneAudits:
         with trio.move_on_after(DECIDE_WITHIN_S):
             verdicts = ((lane, AuditVerdict.WRONG), (other_lane, AuditVerdict.REFERENCE_WRONG))
             for looked_at, verdict in verdicts:
-                if await self._convict_wrong_hop(looked_at, pair.ticket.batch, comparison.reason):
+                if await self._find_wrong_hop(looked_at, pair.ticket.batch, comparison.reason):
                     return verdict, None
             with suppress(SwarmError):
                 ruling, third = await self._ask_third_chain(pair, judge, step)
         if ruling.verdict is not AuditVerdict.UNDECIDED:
             wrong_lane = lane if ruling.verdict is AuditVerdict.WRONG else other_lane
-            self._convict(ruling, wrong_lane.hops, comparison.reason)
+            self._hold_to_account(ruling, wrong_lane.hops, comparison.reason)
             return ruling.verdict, third
         self._findings.record(lane.hops, ruling.verdict, comparison.reason)
         self._findings.doubts.append(
@@ -263,8 +263,8 @@ class LaneAudits:
             self._lanes.back_off(charge.peer for charge in ruling.charges)
         return ruling.verdict, None
 
-    async def _convict_wrong_hop(self, lane: Lane, batch: MicroBatch, reason: str) -> bool:
-        """Ask each hop of a lane alone, beside others, and convict the first that is wrong; is there one?
+    async def _find_wrong_hop(self, lane: Lane, batch: MicroBatch, reason: str) -> bool:
+        """Ask each hop of a lane alone, beside others, and hold the first that is wrong to account; is there one?
 
         A hop that was banned since the micro-batch went out needs no more looking at.
         """
@@ -281,7 +281,7 @@ class LaneAudits:
                 logger.info("%s could not be checked alone: %s", hop, error)
                 break
             if ruling.verdict is AuditVerdict.WRONG:
-                self._convict(ruling, (hop,), reason)
+                self._hold_to_account(ruling, (hop,), reason)
                 return True
         return self._findings.banned_hop(lane.hops) is not None
 
@@ -309,7 +309,7 @@ class LaneAudits:
         if ruling.verdict is AuditVerdict.UNDECIDED:
             raise NoRoute(f"three answers for {hop.span} are three")
         if ruling.is_cleared:
-            self._convict(ruling, (reference_hop,), ALONE)
+            self._hold_to_account(ruling, (reference_hop,), ALONE)
         return ruling, _forward_output(audited if ruling.is_cleared else third)
 
     async def _next_reference(
@@ -348,11 +348,11 @@ class LaneAudits:
         )
         return ruling, third
 
-    def _convict(self, ruling: Ruling, hops: tuple[Hop, ...], reason: str) -> None:
+    def _hold_to_account(self, ruling: Ruling, hops: tuple[Hop, ...], reason: str) -> None:
         """Do without those of some hops that a ruling charges, and hold it against them."""
-        convicted = self._findings.convict(ruling, hops, reason)
-        if convicted:
-            self._lanes.back_off(convicted)
+        excluded = self._findings.hold_to_account(ruling, hops, reason)
+        if excluded:
+            self._lanes.back_off(excluded)
 
 
 def compare_answers(

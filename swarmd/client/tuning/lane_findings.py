@@ -41,7 +41,7 @@ class LaneFindings:
             self._checks.note(self._record_key(hop), is_right=True)
         self.record(hops, AuditVerdict.RIGHT, "a micro-batch, there and back")
 
-    def convict(self, ruling: Ruling, hops: tuple[Hop, ...], reason: str) -> frozenset[PeerId]:
+    def hold_to_account(self, ruling: Ruling, hops: tuple[Hop, ...], reason: str) -> frozenset[PeerId]:
         """Hold a ruling against those of some hops that it charges; returns whom to do without from now on."""
         faults = ruling.faults
         charged = tuple(hop for hop in hops if hop.peer in faults)

@@ -110,7 +110,7 @@ LANE_HOP_RULES = JudgeRules(needs_other_sponsor=True)
 #   - UNDECIDED puts nothing on record. The session moves away from E, but once only: R may be the liar, and would
 #     else drive it from server to server.
 #   - A reference that two others contradict is charged like any liar.
-#   - An heir, who computes with caches that another server gave it, is not convicted: that one may have changed them.
+#   - An heir computes with caches that another server gave it, which may have changed them: it is left, not charged.
 class Judge:
     """The case of one answer, ``examined``. ``may_move``: may its session still move away from who gave it?"""
 
@@ -163,14 +163,14 @@ class Judge:
     def _charges(self, verdict: AuditVerdict) -> tuple[Charge, ...]:
         assert self._reference is not None
         if verdict is AuditVerdict.REFERENCE_WRONG:
-            return self._convict(self._reference)
+            return self._charge_party(self._reference)
         if verdict is AuditVerdict.WRONG and not self._is_heir:
-            return self._convict(self._examined)
+            return self._charge_party(self._examined)
         if verdict is AuditVerdict.WRONG or self._may_move:
             return tuple(Charge(peer, Blame.AMBIGUOUS) for peer in sorted(self._examined.peers))
         return ()
 
-    def _convict(self, party: Party) -> tuple[Charge, ...]:
+    def _charge_party(self, party: Party) -> tuple[Charge, ...]:
         is_alone = len(party.peers) == 1
         fault = Fault.WRONG_RESULTS if is_alone else self._rules.fault_of_many
         return () if fault is None else _charge(fault, *party.peers)
@@ -196,7 +196,7 @@ def two_of_three(with_first: bool, with_second: bool | None, among_them: bool | 
 # What this machine has computed itself, from input that the examined has signed, needs no third: it believes itself,
 # and nobody else. Whoever accuses another makes all who hear it compute, so a false accusation is held against it. That
 # is so for evidence against a server and for contributions to a training run. A probe is no such case: its numbers are
-# signed by nobody, so it convicts nobody, and ``plan.trust.reputation`` counts what several sponsors found.
+# signed by nobody, so it charges nobody, and ``plan.trust.reputation`` counts what several sponsors found.
 def judge_by_own_result(
     examined: PeerId,
     accuser: PeerId | None,
