@@ -52,7 +52,7 @@ def report_run(
         gathered=round(total.n_samples),
         target=recipe.batch.target,
         left_s=total.left_s,
-        samples_per_s=trainer.computing.samples_per_s,
+        samples_per_s=trainer.computing.workload.samples_per_s,
         anchors=tuple(trainer.chronicle.anchors),
         losses=tuple(ledger.losses()),
         samples=ledger.n_samples,
@@ -117,7 +117,7 @@ def plan_round(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnsw
         trainer.me, can_reduce=trainer.services.can_be_dialled(), up_bytes_per_s=up, down_bytes_per_s=down
     )
     members = [own_member]
-    speeds = [trainer.computing.samples_per_s]
+    speeds = [trainer.computing.workload.samples_per_s]
     for peer, record in records.items():
         if record.role == "anchor":
             continue

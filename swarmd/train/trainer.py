@@ -147,7 +147,7 @@ class Trainer:
                     self._source,
                     state,
                     get,
-                    lambda: self.computing.samples_per_s,
+                    lambda: self.computing.workload.samples_per_s,
                 )
             nursery.start_soon(self._keep_house)
             self.services.announce()
@@ -209,7 +209,7 @@ class Trainer:
                 await self._follow_others()
             elif decision.action is Action.JOIN_ROUND:
                 speeds = [p.samples_per_s for p in self.members.progress(trio.current_time())]
-                hold_s = progress.hold_s(self.computing.samples_per_s, speeds, has_samples=self.work.n > 0)
+                hold_s = progress.hold_s(self.computing.workload.samples_per_s, speeds, has_samples=self.work.n > 0)
                 await self.computing.offer(hold_s)
                 await self.joining.take_part(self.state.head, self.why_idle)
             else:
@@ -222,8 +222,8 @@ class Trainer:
             epoch,
             head,
             n_samples=self.work.n,
-            samples_per_s=self.computing.samples_per_s,
-            audit_left=self.computing.audit_left,
+            samples_per_s=self.computing.workload.samples_per_s,
+            audit_left=self.computing.workload.audit_left,
         )
 
     def _decide_action(self, state: RunState) -> Decision[Action]:
@@ -340,7 +340,7 @@ class Trainer:
         under_way = self.joining.doing or why_behind
         if under_way:
             return under_way
-        n_left = self.computing.audit_left
+        n_left = self.computing.workload.audit_left
         audits = f"computes again what others gave, {count(n_left, 'sample')} yet; " if n_left else ""
         return f"{audits}{self.why}"
 
@@ -359,8 +359,8 @@ class Trainer:
             "state": state.root if state else b"",
             "n_averages": len(self.state.averages) if self.state else 0,
             "n_samples": self.work.n,
-            "samples_per_s": 0.0 if self.why_idle() else self.computing.samples_per_s,
-            "audit_left": self.computing.audit_left,
+            "samples_per_s": 0.0 if self.why_idle() else self.computing.workload.samples_per_s,
+            "audit_left": self.computing.workload.audit_left,
             "can_be_dialled": self.services.can_be_dialled(),
             "order": self.chronicle.order_raw,
         }

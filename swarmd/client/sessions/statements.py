@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from swarmd.client.links.link import Doubt, HopLink, SessionServices
@@ -224,3 +225,8 @@ class Statements:
         hidden, positions = inputs
         meta, payload = pack(hidden, positions, None, self._session.codec.action)
         return unpack_untrusted(meta, memoryview(payload))[0], positions
+
+
+def to_floats(hidden: torch.Tensor) -> np.ndarray:
+    """Hidden states as numbers that are compared: float32."""
+    return np.asarray(hidden.detach().float().numpy())

@@ -19,8 +19,9 @@ import trio
 
 from swarmd.client.links.link import Listeners, SessionOptions, SessionServices
 from swarmd.client.tuning.lane import Lane
-from swarmd.client.tuning.lane_audit import CheckHistory, LaneAudits
+from swarmd.client.tuning.lane_audit import LaneAudits
 from swarmd.client.tuning.lane_failure import LaneFailed
+from swarmd.client.tuning.lane_holders import CheckHistory
 from swarmd.client.tuning.lane_pass import LaneAnswer, MicroBatch
 from swarmd.client.tuning.lane_pool import LanePool
 from swarmd.client.tuning.retries import Retries, Retry

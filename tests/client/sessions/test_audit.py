@@ -16,6 +16,7 @@ from trio.testing import MockClock
 from swarmd.client.links.link import HopLink
 from swarmd.client.links.ops import StepInput
 from swarmd.client.sessions.accuse import evidence_of
+from swarmd.client.sessions.hop_audit import record_key
 from swarmd.client.sessions.receipts import HopAccount
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.sessions.verify import merge_cropped
@@ -230,7 +231,7 @@ async def test_who_falls_silent_at_the_end_leaves_a_doubt(virtual_time: MockCloc
 
 async def test_who_was_right_for_long_may_die_without_a_doubt(virtual_time: MockClock) -> None:
     async with chat(*THREE) as run:
-        key = run.session.auditor._record_key(run.session.hops.links[0])  # type: ignore[union-attr]
+        key = record_key(run.session.terms, run.session.hops.links[0].hop)
         run.client.checks._records[key] = AuditRecord(1_000, 1_000, 0)
         run.client.checks._rng.random = lambda: 0.5  # type: ignore[method-assign]
         await silence_after(run, 4)

@@ -18,7 +18,7 @@ from trio.testing import MockClock
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import SessionOptions
 from swarmd.client.tuning.lane import Lane
-from swarmd.client.tuning.lane_audit import CheckHistory
+from swarmd.client.tuning.lane_holders import CheckHistory
 from swarmd.client.tuning.lane_pass import MicroBatch, is_finite
 from swarmd.client.tuning.pipeline import WRONG, Pipeline
 from swarmd.client.tuning.ticket import ForwardTicket
