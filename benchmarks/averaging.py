@@ -28,7 +28,7 @@ import trio
 
 from swarmd.net.api import Purpose, Stream
 from swarmd.net.direct import DirectNetwork
-from swarmd.net.libp2p.host import Libp2pNetwork
+from swarmd.net.libp2p.host import HostOptions, Libp2pNetwork
 from swarmd.net.pace import Pace
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.runs import partition
@@ -42,8 +42,8 @@ from swarmd.protocol.wire.rounds import Beat, Contribution, Group, GroupMember, 
 from swarmd.train.rounds.accounts import ContributionProjection
 from swarmd.train.rounds.round import Round
 from swarmd.train.vectors.codecs import codec_of
-from swarmd.train.vectors.state import Vector, average_digest
-from swarmd.values import PeerId, RunId
+from swarmd.train.vectors.state import Vector
+from swarmd.values import PeerId
 
 N_PEERS = 4
 PSK = b"b" * 32
@@ -121,7 +121,7 @@ class Peer:
             await self.live.take(channel.peer, message, frame.payload)
 
     async def run(self, index: int, n: int, bytes_per_s: float) -> None:
-        libp2p = Libp2pNetwork(Identity(bytes([index]) * 32), PSK, ("/ip4/127.0.0.1/tcp/0",))
+        libp2p = Libp2pNetwork(Identity(bytes([index]) * 32), PSK, HostOptions(("/ip4/127.0.0.1/tcp/0",)))
         direct = DirectNetwork(libp2p, libp2p.listen_hosts(), 0)
         network: Any = PacedNetwork(direct, bytes_per_s) if bytes_per_s else direct
         vector: Vector = np.random.default_rng(index).standard_normal(n).astype(np.float32)
@@ -152,9 +152,8 @@ class Peer:
                 done.set()
 
         begun = time.perf_counter()
-        digest = partial(average_digest, RunId(group.run), group.parent)
         sign, off_loop = partial(self._sign, group.parent), trio.to_thread.run_sync
-        live = Round(rpc, group, RECIPE, codec_of(RECIPE).code(vector), digest, sign, off_loop)
+        live = Round(rpc, group, RECIPE, codec_of(RECIPE).code(vector), sign, off_loop)
         self.live = live
         self.formed.set()
         self.formed = trio.Event()
@@ -166,7 +165,7 @@ class Peer:
 
         nursery.start_soon(live_on)
         await done.wait()
-        print(json.dumps([time.perf_counter() - begun, live.result.hex()]), flush=True)
+        print(json.dumps([time.perf_counter() - begun, live.progress.result.hex()]), flush=True)
         await trio.to_thread.run_sync(sys.stdin.readline)  # until all have it
         scope.cancel()
 

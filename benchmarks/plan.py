@@ -25,8 +25,8 @@ from swarmd.plan.runs.synchronisation import (
     list_settings,
     predict_update,
 )
+from swarmd.plan.runs.workload import micro_batch_size
 from swarmd.protocol.runs.recipe import Batch, Diloco, Optimizer, Parts, Recipe
-from swarmd.train.gradients.computing import micro_batch_size
 from swarmd.train.gradients.source import ComputedGradients, InnerStep
 from swarmd.train.synchronisation import codec_traffic
 from swarmd.train.vectors.state import Vector, VectorLayout

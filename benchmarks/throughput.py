@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 import swarmd
 from swarmd.client.entry import membership
 from swarmd.client.links.link import SessionOptions
+from swarmd.client.links.ops import StepInput
 from swarmd.client.swarm import AsyncSwarm, join_swarm
 from swarmd.plan.chains.routing import Hop
 from swarmd.values import ModelId, PeerId, Span
@@ -135,7 +136,7 @@ class Load:
         terms = SessionOptions(self._model, self._n_blocks, 1, n_prompt + n_tokens, route=self._setting.chain)
         session = await self._swarm.open_session(terms)
         try:
-            await session.step((), torch.randn(1, n_prompt, HIDDEN), positions(0, n_prompt), None, False, 1)
+            await session.step(StepInput(torch.randn(1, n_prompt, HIDDEN), positions(0, n_prompt), want=1))
             if line is not None:
                 ready, started = line
                 ready.send_nowait(None)
@@ -143,7 +144,7 @@ class Load:
             hidden = torch.randn(1, 1, HIDDEN)
             for step in range(n_tokens):
                 begun = time.perf_counter()
-                await session.step((), hidden, positions(n_prompt + step, 1), None, False)
+                await session.step(StepInput(hidden, positions(n_prompt + step, 1)))
                 steps_s.append(time.perf_counter() - begun)
         finally:
             await self._swarm.close_session(session)

@@ -17,7 +17,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from swarmd.plan.trust.audits import AuditRecord, is_due
-from swarmd.plan.trust.equality import AuditVerdict, two_of_three
+from swarmd.plan.trust.judge import AuditVerdict, two_of_three
 from swarmd.plan.trust.reputation import Trust, make_finding, name_of, rate_servers
 from swarmd.protocol.membership.records import PeerRecord, ProbeFinding, SpanRecord
 from swarmd.values import PeerId

@@ -22,7 +22,7 @@ import psutil
 import trio
 
 from swarmd.net.api import TaskStatus
-from swarmd.net.libp2p.host import Libp2pNetwork
+from swarmd.net.libp2p.host import HostOptions, Libp2pNetwork
 from swarmd.protocol.membership.identity import Identity
 
 CHUNK_BYTES = 16 * 1024
@@ -137,7 +137,7 @@ def owner_of_port(pids: dict[int, str], default: str) -> Callable[[int], str]:
 
 async def receive(task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
     """The far side: print the address, then count what arrives on a bulk stream until its end."""
-    network = Libp2pNetwork(Identity(b"r" * 32), PSK, ("/ip4/127.0.0.1/tcp/0",))
+    network = Libp2pNetwork(Identity(b"r" * 32), PSK, HostOptions(("/ip4/127.0.0.1/tcp/0",)))
     done = trio.Event()
 
     async def count(stream: object) -> None:

@@ -43,10 +43,13 @@ from swarmd.node.machine.metrics import serve_metrics
 from swarmd.node.machine.presence import Presence, limits_of, verdict_now
 from swarmd.node.machine.service_manager import ServiceManager
 from swarmd.node.machine.store import Store
-from swarmd.node.members.directory import Directory, value_validator
+from swarmd.node.members.address_memory import AddressMemory
+from swarmd.node.members.directory import Directory, DirectoryServices
 from swarmd.node.members.order import Order
 from swarmd.node.members.reachability import Reachability
+from swarmd.node.members.record_signer import RecordSigner
 from swarmd.node.members.registrar import Registrar
+from swarmd.node.members.rendezvous import value_validator
 from swarmd.node.members.router_port import RouterPort
 from swarmd.node.serving.balancer import Turnover
 from swarmd.node.serving.choosing import HostingServices
@@ -60,7 +63,8 @@ from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import Accuse, AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
-from swarmd.report import Owner
+from swarmd.report import DaemonParts, Owner
+from swarmd.train.local_run import RunsServices
 from swarmd.train.runs import Runs
 from swarmd.usage_ledger import UsageKind, UsageLedger
 from swarmd.values import ModelId, PeerId
@@ -126,17 +130,18 @@ class Daemon:
         )
         pause_file = home.pause_file if home else None
         self.presence = Presence(config.policy, self._rest, pause_file, services.traffic)
-        self.runs = Runs(
-            self.rpc,
-            member.identity,
-            self.directory,
-            self.store.supply,
-            config,
-            home.runs if home else member.weights,
-            services.rng,
-            lambda: self.presence.share.value,
-            partial(self.books.count, UsageKind.SAMPLES),
+        runs_services = RunsServices(
+            rpc=self.rpc,
+            identity=member.identity,
+            directory=self.directory,
+            supply=self.store.supply,
+            config=config,
+            root=home.runs if home else member.weights,
+            rng=services.rng,
+            share=lambda: self.presence.share.value,
+            count=partial(self.books.count, UsageKind.SAMPLES),
         )
+        self.runs = Runs(runs_services)
         hosting_services = HostingServices(
             identity=member.identity,
             rpc=self.rpc,
@@ -160,17 +165,17 @@ class Daemon:
         self.gateway = _gateway_of(home, config)
         self.reachability = _reachability_of(member, services, self.rpc, self.directory, config)
         self.health = Health(network.peer_id, version("swarmd"), services.wall_clock)
-        self.owner = Owner(
-            hosting_services,
-            self.hosts,
-            self.runs,
-            home,
-            self.stop,
-            gateway=self.gateway,
-            reachability=self.reachability,
+        parts = DaemonParts(
+            services=hosting_services,
+            hosts=self.hosts,
+            runs=self.runs,
             health=self.health,
             prober=self.prober,
+            home=home,
+            gateway=self.gateway,
+            reachability=self.reachability,
         )
+        self.owner = Owner(parts, self.stop)
         self._certificate = member.certificate
         self._understands = services.understands
         self._home = home
@@ -316,7 +321,7 @@ class Daemon:
     # --- what this peer says of itself -----------------------------------------------------------------------
 
     def _uplink(self) -> tuple[float | None, bool]:
-        is_decoding = any(deployment.server.n_decoding() for deployment in self.hosts.deployments())
+        is_decoding = any(deployment.load.n_decoding for deployment in self.hosts.deployments())
         return self.directory.links.up_bytes_per_s, is_decoding
 
     def _describe(self) -> list[dict[str, Any]]:
@@ -358,7 +363,7 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
         closing(Prestarted(config.serve and may_work(traffic).may_work, worker)) as workers,
     ):
         from swarmd.net.direct import DirectNetwork  # while the worker imports torch
-        from swarmd.net.libp2p.host import Libp2pNetwork
+        from swarmd.net.libp2p.host import HostOptions, Libp2pNetwork
         from swarmd.net.libp2p.kademlia import KademliaStore
 
         exchange = Exchange(swarm.keys, time.time)
@@ -366,15 +371,14 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
         catalog_raw = membership.catalog_raw()
         if catalog_raw is not None:
             exchange.merge_catalog_untrusted(catalog_raw)
-        libp2p = Libp2pNetwork(
-            identity,
-            swarm.keys.psk,
-            split(config.listen),
-            split(config.announce),
-            frozenset(PeerId(peer) for peer in split(config.blocked_peers)),
-            swarm.certificate,
-            traffic,
+        options = HostOptions(
+            listen=split(config.listen),
+            announce=split(config.announce),
+            blocked=frozenset(PeerId(peer) for peer in split(config.blocked_peers)),
+            certificate=swarm.certificate,
+            traffic=traffic,
         )
+        libp2p = Libp2pNetwork(identity, swarm.keys.psk, options)
         network = DirectNetwork(libp2p, libp2p.listen_hosts() if config.direct else (), config.direct_port, traffic)
         records = KademliaStore(libp2p, value_validator(exchange, time.time))
         member = LocalMember(
@@ -415,17 +419,11 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
 def _directory_of(
     member: LocalMember, services: DaemonServices, exchange: Exchange, rpc: Rpc, config: Config
 ) -> Directory:
+    memory_file = member.home.peers_file if member.home else None
     return Directory(
-        member.identity,
-        member.certificate,
-        services.network,
-        rpc,
-        services.records,
-        exchange,
-        wall_clock=services.wall_clock,
-        rng=services.rng,
-        bootstrap=member.bootstrap,
-        memory_file=member.home.peers_file if member.home else None,
+        DirectoryServices(rpc, exchange, services.records, services.rng),
+        RecordSigner(member.identity, member.certificate, exchange, services.wall_clock),
+        AddressMemory(member.bootstrap, memory_file, member.identity.peer_id),
         is_exchange_on=config.exchange,
     )
 

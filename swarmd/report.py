@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import msgspec
@@ -35,33 +36,37 @@ from swarmd.train.runs import Runs
 from swarmd.values import ModelId, PeerId, Span
 
 
+@dataclass(frozen=True, slots=True)
+class DaemonParts:
+    """The parts of a daemon that know the answers. None: it has no such part."""
+
+    services: HostingServices
+    hosts: Hosts
+    runs: Runs
+    health: Health
+    prober: Prober
+    home: Home | None
+    gateway: GatewayProcess | None
+    reachability: Reachability | None
+
+
 class Owner:
     """See the module. ``stop`` ends the daemon."""
 
-    def __init__(
-        self,
-        services: HostingServices,
-        hosts: Hosts,
-        runs: Runs,
-        home: Home | None,
-        stop: Callable[[], None],
-        gateway: GatewayProcess | None = None,
-        reachability: Reachability | None = None,
-        health: Health | None = None,
-        prober: Prober | None = None,
-    ) -> None:
-        self.runs = runs
+    def __init__(self, parts: DaemonParts, stop: Callable[[], None]) -> None:
+        services = parts.services
+        self.runs = parts.runs
         self.stop = stop
         self._services = services
         self._directory = services.directory
         self._store = services.store
-        self._hosts = hosts
-        self._home = home
-        self._gateway = gateway
+        self._hosts = parts.hosts
+        self._home = parts.home
+        self._gateway = parts.gateway
         self._presence = services.presence
-        self._reachability = reachability
-        self._health = health
-        self._prober = prober
+        self._reachability = parts.reachability
+        self._health = parts.health
+        self._prober = parts.prober
         self._started_at = trio.current_time()
 
     # --- reading ---------------------------------------------------------------------------------------------
@@ -97,11 +102,9 @@ class Owner:
 
     def _sessions(self) -> tuple[answers.SessionRow, ...]:
         """One row for each hop that is served here."""
-        return tuple(row for deployment in self._hosts.deployments() for row in deployment.server.sessions())
+        return tuple(row for deployment in self._hosts.deployments() for row in deployment.server.sessions.rows())
 
     def _health_rows(self, view: SwarmView) -> tuple[answers.HealthRow, ...]:
-        if self._health is None:
-            return ()
         links = [deployment.worker.snapshot() for deployment in self._hosts.deployments()]
         devices = [link.loaded.device for link in links if link.loaded is not None]
         workers = [WorkerLife(link.state == "online", link.restarts, link.last_end) for link in links]
@@ -205,7 +208,7 @@ class Owner:
             sessions=named or sessions,
             chains={} if named else self._chains(model),
             standing=self._services.rpc.standing.rows(),
-            probes=self._prober.snapshot() if self._prober else (),
+            probes=self._prober.snapshot(),
         )
 
     def _chains(self, model: str) -> dict[str, ChainRow]:
@@ -234,7 +237,7 @@ class Owner:
     def addresses(self) -> answers.AddressesAnswer:
         """Addresses to give to newcomers, this machine's first."""
         own_addresses = self._services.rpc.network.addresses()
-        book = {self._services.me: own_addresses, **self._directory.address_book()}
+        book = {self._services.me: own_addresses, **self._directory.rendezvous.address_book()}
         addresses = {str(peer): tuple(listed) for peer, listed in book.items()}
         return answers.AddressesAnswer(addresses=addresses)
 
@@ -252,7 +255,7 @@ class Owner:
         """Measure a round trip to the peer whose id ends so. Raises ConfigError."""
         peer_id = self._directory.view().peer_ending(peer)
         try:
-            trip_ms = ms(await self._directory.ping(peer_id))
+            trip_ms = ms(await self._directory.probes.ping(peer_id))
             path = self._services.rpc.network.way_to(peer_id)
             return answers.PingAnswer(peer=peer_id, round_trip_ms=trip_ms, error=None, way=path)
         except PeerError as error:

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.pytorch_utils import Conv1D
 
+from swarmd.client.links.ops import StepInput
 from swarmd.client.model.remote_model import remote_model
 from swarmd.compute.cache.adapters import LoraUpdates
 from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_untrusted
@@ -25,7 +26,6 @@ from swarmd.compute.passes.rates import first_rates
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.serving.worker import describe
 from swarmd.protocol.models import manifest
-from swarmd.protocol.wire.messages import Edit
 from swarmd.protocol.wire.worker import Measured
 from swarmd.values import Span
 from swarmd.wire.history import Budget, History
@@ -185,24 +185,17 @@ class LocalSession:
         self._n_tokens = 0
         self._mask: torch.Tensor | None = None
 
-    def step(
-        self,
-        edits: tuple[Edit, ...],
-        hidden: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        record_past: bool,
-        want: int | None = None,
-        vocabulary: int = 0,
-    ) -> torch.Tensor | None:
+    def step(self, step: StepInput) -> torch.Tensor | None:
+        hidden = step.hidden
         assert hidden is not None
-        assert positions is not None
-        if mask is not None or self._mask is not None:
+        assert step.positions is not None
+        if step.mask is not None or self._mask is not None:
             b, t, _ = hidden.shape
             past = torch.ones(b, self._n_tokens) if self._mask is None else self._mask
-            self._mask = torch.cat([past, torch.ones(b, t) if mask is None else mask], 1).long()
+            mask = torch.ones(b, t) if step.mask is None else step.mask
+            self._mask = torch.cat([past, mask], 1).long()
         for span, cache in zip(self._spans, self._caches, strict=True):
-            hidden = span.forward(hidden, positions.long(), self._mask, cache, self._n_tokens)
+            hidden = span.forward(hidden, step.positions.long(), self._mask, cache, self._n_tokens)
         self._n_tokens += hidden.shape[1]
         return hidden
 

@@ -41,6 +41,7 @@ LAYERS = {
     "swarmd.daemon": 4,
     "swarmd.gateway": 4,
     "swarmd.report": 4,
+    "swarmd.training_runs": 4,
     "swarmd": 4,
     "swarmd_cli": 5,
 }

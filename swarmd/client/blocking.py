@@ -18,6 +18,7 @@ import trio
 
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import ServedLogits, SessionOptions, Statistics
+from swarmd.client.links.ops import StepInput
 from swarmd.client.model.decoding import ModelSpeculation
 from swarmd.client.model.draft import DraftModel
 from swarmd.client.model.remote_model import remote_model
@@ -52,7 +53,7 @@ class BlockingSession:
         self._thread = thread
         self._swarm = swarm
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._work: tuple[Any, ...] | None = None
+        self._work: StepInput | None = None
         self._wake = trio.Event()
         self._is_closed = False
         self._is_over = threading.Event()
@@ -71,11 +72,11 @@ class BlockingSession:
         """The hops in order, as people read them."""
         return self.chain_session.chain
 
-    def step(self, *work: Any) -> torch.Tensor | None:
+    def step(self, step: StepInput) -> torch.Tensor | None:
         """See ChainSession.step. Blocks the calling thread."""
         if self._is_closed:
             raise ConfigError("this session was closed")
-        self._thread.soon(self._submit_work, work)
+        self._thread.soon(self._submit_work, step)
         try:
             answer = self._answers.get()
         except BaseException:  # interrupted: the answer of this step must not be taken for that of another
@@ -86,9 +87,9 @@ class BlockingSession:
         return answer  # type: ignore[no-any-return]
 
     @property
-    def given(self) -> ServedLogits | None:
+    def served_logits(self) -> ServedLogits | None:
         """See ChainSession."""
-        return self.chain_session.given
+        return self.chain_session.served_logits
 
     def reject_logits(self, logits: ServedLogits, reason: str) -> None:
         """See ChainSession."""
@@ -110,7 +111,7 @@ class BlockingSession:
         """Wait until its hops are given back and what is left of it is checked; it must have been closed."""
         self._is_over.wait(timeout_s)
 
-    def _submit_work(self, work: tuple[Any, ...] | None) -> None:
+    def _submit_work(self, work: StepInput | None) -> None:
         self._work = work
         self._wake.set()
 
@@ -122,7 +123,7 @@ class BlockingSession:
                 if self._work is None:
                     return
                 try:
-                    self._answers.put(await self.chain_session.step(*self._work))
+                    self._answers.put(await self.chain_session.step(self._work))
                 except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for the answer
                     self._answers.put(error)
         finally:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import time
@@ -14,16 +13,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import trio
 
+from swarmd.client.dispatch import MessageDispatch, RunGuest
 from swarmd.client.links.checks import Checks
-from swarmd.client.links.link import Listeners, SessionOptions
+from swarmd.client.links.link import SessionOptions
+from swarmd.client.links.trips import MeasuredTrips
 from swarmd.client.sessions.audit import Auditor
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.sessions.verify import VerifyingChain
-from swarmd.client.tuning.lane import Lane
 from swarmd.client.tuning.pipeline import Pipeline
 from swarmd.errors import (
     ConfigError,
@@ -35,23 +35,20 @@ from swarmd.errors import (
     first_error,
 )
 from swarmd.names import is_model_hash
-from swarmd.net.api import Network, Purpose, TaskStatus, Way
+from swarmd.net.api import Network, TaskStatus, Way
 from swarmd.net.direct import DirectNetwork
 from swarmd.net.exchange import Exchange
-from swarmd.net.libp2p.host import Libp2pNetwork
+from swarmd.net.libp2p.host import HostOptions, Libp2pNetwork
 from swarmd.net.pace import Pace
-from swarmd.net.rpc import Channel, Rpc
+from swarmd.net.rpc import Rpc
 from swarmd.net.standing import Standing
 from swarmd.net.tasks import Tasks
-from swarmd.plan.chains.routing import gather_trips
 from swarmd.plan.chains.view import SwarmView, coverage
 from swarmd.plan.trust.reputation import Trust, rate_servers
 from swarmd.protocol.membership import records
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.membership.records import AnyRecord, SpanRecord
-from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
 from swarmd.usage_ledger import UsageLedger
 from swarmd.values import ModelId, PeerId
 from swarmd.weights.library import Library
@@ -83,18 +80,10 @@ class ClientMembership:
     books: Path | None = None
 
 
-class RunGuest(Protocol):
-    """What takes part in a training run from a client's process (train.collaboration)."""
-
-    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None: ...
-
-    def gone(self, peer: PeerId) -> None: ...
-
-
 # A client is a member that serves nothing; it announces records of training runs only. It runs in one trio thread:
 #
 #     run         joins, then pulls records from one member every REFRESH_INTERVAL_S; ``view`` is frozen in between
-#     handle      gives each message to the session, lane or run whose key it bears; ``listeners`` hold all keys
+#     dispatch    gives each message to the session, lane or run whose key it bears; its ``listeners`` hold all keys
 #     start_soon  holds work that outlives its caller: audits, repairs between steps, hops to be given back
 #
 # Sessions are audited by sessions: an audit opens one through other servers, which see it as a session like any other.
@@ -110,21 +99,20 @@ class AsyncSwarm:
     ) -> None:
         self.wall_clock = wall_clock
         self.exchange = Exchange(membership.keys, wall_clock)
-        self.rpc = Rpc(network, self, Standing(wall_clock), self.exchange.roster.principal)
+        self.dispatch = MessageDispatch(self.exchange, membership.certificate)
+        self.rpc = Rpc(network, self.dispatch, Standing(wall_clock), self.exchange.roster.principal)
         self.budget = Budget()
         library = Library(membership.weights, membership.folders)
-        self.supply = Supply(library, self.rpc, self.view, Pace(lambda: None), None)
+        self.supply = Supply(library, self.rpc, self.view, Pace(lambda: None))
         self._membership = membership
         self.identity = membership.identity
         self.books = UsageLedger(membership.books)
         self._network = network
-        self._listeners: Listeners = {}
-        self._trips_s: dict[PeerId, float] = {}
+        self._trips = MeasuredTrips(network.peer_id)
         self._rng = random.Random()
         self._trusted: tuple[SwarmView, Mapping[tuple[str, int], Trust]] | None = None
         self.checks = Checks(self._rng, membership.checks)
         self.audits = True  # False: nobody's answers are checked
-        self._runs: dict[str, RunGuest] = {}
         self._tasks = Tasks()
 
     @property
@@ -146,7 +134,7 @@ class AsyncSwarm:
 
     def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]:
         """Return seconds one way between servers, and from this client, as far as they are known."""
-        return dict(gather_trips(spans, self._network.peer_id, self._trips_s))
+        return self._trips.between(spans)
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
         """Return where a peer is, by its record, else by what this client joined with."""
@@ -170,7 +158,7 @@ class AsyncSwarm:
         if terms.verify == 1:
             open_second = partial(self.open_session, is_audited=False)
             session.second = VerifyingChain(session, open_second, self.start_soon)
-        self._listeners[session.key] = session
+        self.dispatch.listeners[session.key] = session
         try:
             await session.open()
         except BaseException:
@@ -182,7 +170,7 @@ class AsyncSwarm:
 
     def pipeline(self, terms: SessionOptions) -> Pipeline:
         """Lanes for fine-tuning through a model's blocks."""
-        return Pipeline(self, self._listeners, terms, self if self.audits else None)
+        return Pipeline(self, self.dispatch.listeners, terms, self if self.audits else None)
 
     async def close_session(self, session: ChainSession) -> None:
         """Check what is left to check, unless this is cancelled, and give the hops back in any case."""
@@ -196,7 +184,7 @@ class AsyncSwarm:
                 second = await session.second.stop() if session.second is not None else None
                 if second is not None:
                     await self.close_session(second)
-                self._listeners.pop(session.key, None)
+                self.dispatch.listeners.pop(session.key, None)
                 await session.close()
 
     async def resolve(self, name: str) -> tuple[ModelId, int]:
@@ -279,9 +267,9 @@ class AsyncSwarm:
     def take_part(self, run: str, guest: RunGuest | None) -> None:
         """Give ``guest`` the messages about a training run; None: no longer."""
         if guest is None:
-            self._runs.pop(run, None)
+            self.dispatch.runs.pop(run, None)
         else:
-            self._runs[run] = guest
+            self.dispatch.runs[run] = guest
 
     async def announce(self, record: AnyRecord) -> None:
         """Tell the members that this client is connected with what it does in a run."""
@@ -308,7 +296,7 @@ class AsyncSwarm:
                 await trio.sleep(REFRESH_INTERVAL_S * self._rng.uniform(0.8, 1.2))
                 try:
                     await self.refresh()
-                    await self._measure_trips()
+                    await self._trips.measure(self.rpc)
                 except SwarmError as error:
                     logger.info("the view is getting old: %s", error)
 
@@ -316,55 +304,16 @@ class AsyncSwarm:
         try:
             with trio.fail_after(JOIN_TIMEOUT_S):
                 await self.refresh()
-                await self._measure_trips()
+                await self._trips.measure(self.rpc)
         except trio.TooSlowError:
             raise SwarmUnavailable(f"no member of the swarm answered within {JOIN_TIMEOUT_S} s") from None
-
-    async def _measure_trips(self) -> None:
-        for peer in sorted(self.rpc.peers())[:16]:
-            if peer not in self._trips_s:
-                with contextlib.suppress(PeerError):
-                    self._trips_s[peer] = await self.rpc.round_trip_s(peer, timeout_s=2) / 2
-
-    # --- the rpc's guest -------------------------------------------------------------------------------------
-
-    def hello(self) -> Hello:
-        return Hello(certificate=self._membership.certificate, agent="swarmd client")
-
-    def admit(self, peer: PeerId, hello: Hello) -> None:
-        self.exchange.roster.admit(peer, hello)
-
-    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
-        """Give a message to the session, lane or run that it is for; False for one that nothing here takes."""
-        listener = self._listeners.get(getattr(message, "session", None) or b"")
-        if listener is not None:
-            await listener.on_message(channel.peer, message, frame)
-        elif isinstance(message, Records):
-            await self.exchange.merge_body_untrusted(frame.payload)
-        elif isinstance(message, ExchangeDigest):
-            await self.exchange.answer(channel, message, frame)
-        elif isinstance(message, Ping):
-            await channel.send(Pong(re=message.id))
-        elif (guest := self._runs.get(getattr(message, "run", ""))) is not None:
-            await guest.handle(channel, message, frame)
-        else:
-            return False
-        return True
-
-    def gone(self, peer: PeerId, purpose: Purpose) -> None:
-        """Tell sessions or lanes, and runs, that a connection ended."""
-        kind = {"interactive": ChainSession, "training": Lane}.get(purpose)
-        for listener in list(self._listeners.values()):
-            if kind is not None and isinstance(listener, kind):
-                listener.on_gone(peer)
-        for guest in list(self._runs.values()):
-            guest.gone(peer)
 
 
 @asynccontextmanager
 async def join_swarm(membership: ClientMembership) -> AsyncIterator[AsyncSwarm]:
     """Join over libp2p; leaves on the way out. Raises SwarmError."""
-    libp2p = Libp2pNetwork(membership.identity, membership.keys.psk, certificate=membership.certificate)
+    options = HostOptions(certificate=membership.certificate)
+    libp2p = Libp2pNetwork(membership.identity, membership.keys.psk, options)
     network = DirectNetwork(libp2p)
     failure: SwarmError | None = None
     async with libp2p.running(), network.running(), trio.open_nursery() as nursery:

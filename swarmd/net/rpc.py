@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -212,6 +213,72 @@ class _Reply:
         self.value: tuple[AnyMessage, Frame] | None = None
 
 
+class ChannelTable:
+    """The channels of one process by peer and purpose, the newest last, and how many a peer or a sponsor may have."""
+
+    def __init__(self, sponsor_of: SponsorOf) -> None:
+        self._sponsor_of = sponsor_of
+        self._channels: dict[tuple[PeerId, Purpose], list[Channel]] = {}
+
+    def add(self, channel: Channel) -> None:
+        """List a channel that was admitted."""
+        self._channels.setdefault((channel.peer, channel.purpose), []).append(channel)
+
+    def remove(self, channel: Channel) -> bool:
+        """Take a channel off the list; was it the last of its peer and purpose?"""
+        channels = self._channels.get((channel.peer, channel.purpose), [])
+        if channel not in channels:
+            return False
+        channels.remove(channel)
+        if not channels:
+            del self._channels[channel.peer, channel.purpose]
+        return not channels
+
+    def peers(self) -> set[PeerId]:
+        """All peers with a channel."""
+        return {peer for peer, _ in self._channels}
+
+    def of(self, peer: PeerId) -> list[Channel]:
+        """All channels of a peer."""
+        return [channel for purpose in PURPOSES for channel in self._channels.get((peer, purpose), ())]
+
+    def find(self, peer: PeerId, purpose: Purpose) -> Channel | None:
+        """The newest live channel: its opener may have given up those before, which look alive for a while."""
+        channels = self._channels.get((peer, purpose), ())
+        return next((channel for channel in reversed(channels) if channel.is_open), None)
+
+    def find_for_asking(self, peer: PeerId, purpose: Purpose) -> Channel | None:
+        """The newest live channel over which this side may ask."""
+        for channel in reversed(self._channels.get((peer, purpose), ())):
+            may_ask = channel.is_ours or purpose not in ONE_WAY
+            if channel.is_open and may_ask:
+                return channel
+        return None
+
+    def require_room(self, peer: PeerId, purpose: Purpose) -> None:
+        """Leave room for others when a peer opens one more channel: identities cost nothing. Raises Refused."""
+        channels = self._channels.get((peer, purpose), ())
+        n_inbound = sum(not channel.is_ours for channel in channels)
+        if n_inbound >= MAX_CHANNELS:
+            raise Refused(Code.NO_CAPACITY, f"{MAX_CHANNELS} {purpose} streams of {peer} are open")
+        connected = self.peers()
+        if peer in connected:
+            return
+        sponsor = self._sponsor_of(peer)
+        n_of_sponsor = sum(self._sponsor_of(p) == sponsor for p in connected)
+        if n_of_sponsor >= MAX_PEERS_OF_SPONSOR:
+            text = f"{MAX_PEERS_OF_SPONSOR} peers that one member or invite answers for are connected here: close some"
+            raise Refused(Code.NO_CAPACITY, text)
+
+
+# What both sides of a new channel do before anything else:
+#
+#     opened --our hello sent--> --their hello judged--> admitted: listed, and read by _serve_channel
+#                                   |-- refused, or no member, or too slow: the stream is reset, nothing is listed
+#
+# The side that opened sends first; the other one answers with its hello, or with a Refusal that says why not.
+
+
 class Rpc:
     """All channels of one process. ``run`` owns the tasks that read them.
 
@@ -230,7 +297,7 @@ class Rpc:
         self.sponsor_of = sponsor_of or str.encode
         self.answers = Outbound(self.sponsor_of)
         self._owner = owner
-        self._channels: dict[tuple[PeerId, Purpose], list[Channel]] = {}
+        self._channels = ChannelTable(self.sponsor_of)
         self._opening: dict[tuple[PeerId, Purpose], trio.Lock] = {}
         self._nursery: trio.Nursery | None = None
         self._inbound: Inbound[Channel] = Inbound(lambda channel: self.sponsor_of(channel.peer))
@@ -240,41 +307,32 @@ class Rpc:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for purpose in PURPOSES:
-                self.network.set_handler(purpose, self._channel_acceptor(purpose))
+                self.network.set_handler(purpose, partial(self._accept_channel, purpose))
             nursery.start_soon(self.standing.keep)
             task_status.started()
             while True:
                 await self.network.disconnect(await self.standing.next_banned())
 
     def find_channel(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel | None:
-        """The newest live channel: its opener may have given up those before, which look alive for a while."""
-        channels = self._channels.get((peer, purpose), ())
-        return next((channel for channel in reversed(channels) if channel.is_open), None)
-
-    def _asking_channel(self, peer: PeerId, purpose: Purpose) -> Channel | None:
-        """A channel over which this side may ask."""
-        for channel in reversed(self._channels.get((peer, purpose), ())):
-            may_ask = channel.is_ours or purpose not in ONE_WAY
-            if channel.is_open and may_ask:
-                return channel
-        return None
+        """See ``ChannelTable.find``."""
+        return self._channels.find(peer, purpose)
 
     def peers(self) -> set[PeerId]:
         """All peers with a channel."""
-        return {peer for peer, _ in self._channels}
+        return self._channels.peers()
 
     async def channel(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel:
         """Return a live channel to a peer, opening one if there is none. Raises PeerError."""
-        channel = self._asking_channel(peer, purpose)
+        channel = self._channels.find_for_asking(peer, purpose)
         if channel is not None:
             return channel
         if peer == self.network.peer_id:
             raise Unreachable("a peer does not dial itself")
-        self._require_standing(peer)
+        _refuse_banned(self.standing, peer)
         lock = self._opening.setdefault((peer, purpose), trio.Lock())
         try:
             async with lock:
-                return self._asking_channel(peer, purpose) or await self._open_channel(peer, purpose)
+                return self._channels.find_for_asking(peer, purpose) or await self._open_channel(peer, purpose)
         finally:
             if not lock.statistics().tasks_waiting:
                 self._opening.pop((peer, purpose), None)
@@ -311,17 +369,10 @@ class Rpc:
         """Close relayed connections to a silent peer: the next call tries another way. Tells whether there were any."""
         is_relayed = self.network.way_to(peer) == "relayed"
         if is_relayed and self._nursery is not None:
-            for purpose in PURPOSES:
-                for channel in list(self._channels.get((peer, purpose), ())):
-                    self._forget_channel(channel)
+            for channel in self._channels.of(peer):
+                self._forget_channel(channel)
             self._nursery.start_soon(self.network.disconnect, peer)
         return is_relayed
-
-    def _require_standing(self, peer: PeerId) -> None:
-        """Have nothing to do with who is banned. Raises Refused."""
-        left_s = self.standing.ban_left_s(peer)
-        if left_s:
-            raise Refused(Code.BANNED, f"{peer} is banned for {left_s:.0f} s more, for what it sent", left_s)
 
     async def _open_channel(self, peer: PeerId, purpose: Purpose) -> Channel:
         stream = await self.network.open_stream(peer, purpose)
@@ -338,82 +389,43 @@ class Rpc:
             if not is_admitted:  # this task may have been cancelled: the peer must not keep its half of the stream
                 with trio.CancelScope(shield=True):
                     await stream.reset()
-        self._register_channel(channel)
+        self._channels.add(channel)
         assert self._nursery is not None, "run() must have started"
         self._nursery.start_soon(self._serve_channel, channel, decoder, early)
         return channel
 
-    def _channel_acceptor(self, purpose: Purpose) -> Callable[[Stream], Awaitable[None]]:
-        async def accept(stream: Stream) -> None:
-            channel = Channel(stream, purpose, False, self.answers)
-            try:
-                with trio.fail_after(HELLO_TIMEOUT_S):
-                    self._require_standing(channel.peer)
-                    decoder, early = await self._receive_hello(channel)
-                    channels = self._channels.get((channel.peer, purpose), ())
-                    n_inbound = sum(not channel.is_ours for channel in channels)
-                    if n_inbound >= MAX_CHANNELS:
-                        raise Refused(Code.NO_CAPACITY, f"{MAX_CHANNELS} {purpose} streams of {channel.peer} are open")
-                    self._require_room(channel.peer)
-                    await channel.send(self._owner.hello())
-            except (trio.TooSlowError, PeerError) as error:
-                await self._turn_away(channel, error)
-                return
-            self._register_channel(channel)
-            await self._serve_channel(channel, decoder, early)
-
-        return accept
-
-    def _require_room(self, peer: PeerId) -> None:
-        """Leave room for others: identities cost nothing. Raises Refused."""
-        connected = self.peers()
-        if peer in connected:
+    async def _accept_channel(self, purpose: Purpose, stream: Stream) -> None:
+        channel = Channel(stream, purpose, False, self.answers)
+        try:
+            with trio.fail_after(HELLO_TIMEOUT_S):
+                _refuse_banned(self.standing, channel.peer)
+                decoder, early = await self._receive_hello(channel)
+                self._channels.require_room(channel.peer, purpose)
+                await channel.send(self._owner.hello())
+        except (trio.TooSlowError, PeerError) as error:
+            await _turn_away(channel, error)
             return
-        sponsor = self.sponsor_of(peer)
-        n_of_sponsor = sum(self.sponsor_of(p) == sponsor for p in connected)
-        if n_of_sponsor >= MAX_PEERS_OF_SPONSOR:
-            text = f"{MAX_PEERS_OF_SPONSOR} peers that one member or invite answers for are connected here: close some"
-            raise Refused(Code.NO_CAPACITY, text)
+        self._channels.add(channel)
+        await self._serve_channel(channel, decoder, early)
 
     async def _receive_hello(self, channel: Channel) -> tuple[FrameDecoder, list[Frame]]:
         """Receive and judge the other side's hello; returns the decoder and what came with it. Raises PeerError."""
         decoder = FrameDecoder(max_payload_bytes=0)  # nobody sends payloads before being admitted
-        hello: Frame | None = None
-        while hello is None:
+        first: Frame | None = None
+        while first is None:
             data = await channel.stream.receive()
             if not data:
                 raise Unreachable(f"{channel.peer} closed the stream before its hello")
             frames_in_it = decoder.feed_untrusted(data)
-            hello = next(frames_in_it, None)
-        self._judge_hello(channel, messages.decode_untrusted(hello.header))
-        decoder.max_payload_bytes = frames.MAX_PAYLOAD_BYTES
-        return decoder, list(frames_in_it)
-
-    def _judge_hello(self, channel: Channel, message: AnyMessage) -> None:
-        if isinstance(message, Refusal):
-            raise Refused(Code(message.code), message.message)
-        if not isinstance(message, Hello):
-            raise RemoteProtocolError(f"expected a hello first, got {type(message).__name__}")
-        unknown = messages.unknown_needs(message.needs)
-        if unknown:
-            raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
+            first = next(frames_in_it, None)
+        hello = _read_hello(messages.decode_untrusted(first.header))
         try:
-            self._owner.admit(channel.peer, message)
+            self._owner.admit(channel.peer, hello)
         except IntegrityError as error:
             self.standing.fault(channel.peer, Fault.FORGED, str(error))
             raise RemoteProtocolError(str(error)) from None
-
-    def _register_channel(self, channel: Channel) -> None:
-        self._channels.setdefault((channel.peer, channel.purpose), []).append(channel)
-
-    async def _turn_away(self, channel: Channel, error: Exception) -> None:
-        code = error.code if isinstance(error, Refused) else Code.NOT_A_MEMBER
-        with trio.move_on_after(1):
-            try:
-                await channel.send(Refusal(code=code.value, message=str(error)[:500]))
-                await channel.stream.aclose()
-            except Unreachable:
-                pass
+        decoder.max_payload_bytes = frames.MAX_PAYLOAD_BYTES
+        return decoder, list(frames_in_it)
 
     async def _serve_channel(self, channel: Channel, decoder: FrameDecoder, early: list[Frame]) -> None:
         """Read one channel until its end. Whatever goes wrong ends this channel and nothing else."""
@@ -468,12 +480,38 @@ class Rpc:
     def _forget_channel(self, channel: Channel) -> None:
         channel.end()
         self._inbound.forget(channel)
-        channels = self._channels.get((channel.peer, channel.purpose), [])
-        if channel in channels:
-            channels.remove(channel)
-            if not channels:
-                del self._channels[channel.peer, channel.purpose]
-                try:
-                    self._owner.gone(channel.peer, channel.purpose)
-                except Exception:
-                    logger.exception("the end of the last channel to %s broke who was told", channel.peer)
+        if self._channels.remove(channel):
+            try:
+                self._owner.gone(channel.peer, channel.purpose)
+            except Exception:
+                logger.exception("the end of the last channel to %s broke who was told", channel.peer)
+
+
+def _refuse_banned(standing: Standing, peer: PeerId) -> None:
+    """Have nothing to do with who is banned. Raises Refused."""
+    left_s = standing.ban_left_s(peer)
+    if left_s:
+        raise Refused(Code.BANNED, f"{peer} is banned for {left_s:.0f} s more, for what it sent", left_s)
+
+
+def _read_hello(message: AnyMessage) -> Hello:
+    """The first message of the other side as the hello that it must be. Raises PeerError."""
+    if isinstance(message, Refusal):
+        raise Refused(Code(message.code), message.message)
+    if not isinstance(message, Hello):
+        raise RemoteProtocolError(f"expected a hello first, got {type(message).__name__}")
+    unknown = messages.unknown_needs(message.needs)
+    if unknown:
+        raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
+    return message
+
+
+async def _turn_away(channel: Channel, error: Exception) -> None:
+    """Tell the other side why it does not come in."""
+    code = error.code if isinstance(error, Refused) else Code.NOT_A_MEMBER
+    with trio.move_on_after(1):
+        try:
+            await channel.send(Refusal(code=code.value, message=str(error)[:500]))
+            await channel.stream.aclose()
+        except Unreachable:
+            pass

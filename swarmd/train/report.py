@@ -52,7 +52,7 @@ def report_run(
         gathered=round(total.n_samples),
         target=recipe.batch.target,
         left_s=total.left_s,
-        samples_per_s=trainer.computing.samples_per_s,
+        samples_per_s=trainer.computing.workload.samples_per_s,
         anchors=tuple(trainer.chronicle.anchors),
         losses=tuple(ledger.losses()),
         samples=ledger.n_samples,
@@ -75,7 +75,7 @@ def report_run(
         predicted_samples_per_s=trainer.pace.predicted,
         device=device,
         worker=worker,
-        failure=failure or trainer.trouble or trainer.memories.trouble or trainer.computing.trouble,
+        failure=failure or trainer.checkpoints.trouble or trainer.memories.trouble or trainer.computing.trouble,
         finished=ledger.why_finished(),
     )
 
@@ -112,12 +112,12 @@ def plan_round(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnsw
     records = trainer.members.look(trio.current_time())
     if trainer.state is None:
         raise ConfigError("the model is not loaded here yet: try again soon, or on a peer that trains")
-    up, down = trainer.links()
+    up, down = trainer.services.links()
     own_member = PartitionMember(
-        trainer.me, can_reduce=trainer.can_be_dialled(), up_bytes_per_s=up, down_bytes_per_s=down
+        trainer.me, can_reduce=trainer.services.can_be_dialled(), up_bytes_per_s=up, down_bytes_per_s=down
     )
     members = [own_member]
-    speeds = [trainer.computing.samples_per_s]
+    speeds = [trainer.computing.workload.samples_per_s]
     for peer, record in records.items():
         if record.role == "anchor":
             continue

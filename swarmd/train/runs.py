@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import trio
 
-from swarmd.config import Config
-from swarmd.errors import (
-    ConfigError,
-    IntegrityError,
-    SwarmError,
-    first_error,
-)
+from swarmd.errors import ConfigError, IntegrityError
 from swarmd.net.api import TaskStatus
-from swarmd.net.pace import Pace
-from swarmd.net.rpc import Channel, Rpc
+from swarmd.net.rpc import Channel
 from swarmd.net.tasks import Tasks
-from swarmd.node.members.directory import Directory
 from swarmd.plan.chains.view import MAX_RUNS
-from swarmd.plan.runs.ballot import is_majority
-from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs.recipe import Run, RunOrder, is_called, sign_order
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage
@@ -41,59 +27,25 @@ from swarmd.run_status import (
     PlanAnswer,
     RunsAnswer,
 )
-from swarmd.train.gradients.worker import WorkerSource
-from swarmd.train.report import plan_round, report_run
-from swarmd.train.store import recovery
+from swarmd.train.local_run import LocalRun, RunsServices
+from swarmd.train.report import plan_round
 from swarmd.train.store.disk import RunFolder, known_runs
-from swarmd.train.store.recovery import Get, ask_run
-from swarmd.train.store.services import TrainerServices
-from swarmd.train.trainer import Trainer
-from swarmd.train.vectors.state import Average, Snapshot, VectorLayout
+from swarmd.train.store.recovery import ask_run
+from swarmd.train.vectors.state import Average, Snapshot
 from swarmd.values import ModelId, PeerId, RunId
-from swarmd.weights.supply import Supply
 
 logger = logging.getLogger(__name__)
 
 ROLES = ("train", "reduce", "anchor")
-RETRY_S = 10.0  # a run that the swarm cannot give what it needs is tried again
-LONGEST_RETRY_S = 600.0  # what this machine's user has to mend: each try starts a worker, which takes seconds of a CPU
-
-
-@dataclass(slots=True)
-class _RunTaken:
-    """A run that this daemon takes part in. ``failure``: why its trainer had to end."""
-
-    trainer: Trainer
-    source: WorkerSource | None
-    scope: trio.CancelScope
-    failure: str = ""
 
 
 class Runs:
     """See the module."""
 
-    def __init__(
-        self,
-        rpc: Rpc,
-        identity: Identity,
-        directory: Directory,
-        supply: Supply,
-        config: Config,
-        root: Path,
-        rng: random.Random,
-        share: Callable[[], float],
-        count: Callable[[int], None] = lambda n: None,
-    ) -> None:
-        self._count = count
-        self._rpc = rpc
-        self._identity = identity
-        self._directory = directory
-        self._supply = supply
-        self._config = config
-        self._root = root
-        self._rng = rng
-        self._share = share
-        self._taken: dict[RunId, _RunTaken] = {}
+    def __init__(self, services: RunsServices) -> None:
+        self._services = services
+        self._directory = services.directory
+        self._taken: dict[RunId, LocalRun] = {}
         self._resting = ""
         self._tasks = Tasks()
 
@@ -101,7 +53,8 @@ class Runs:
         """Go on with the runs that this machine had joined, until cancelled."""
         async with self._tasks.open():
             task_status.started()
-            folders = known_runs(self._root) if self._config.training_runs != "off" else {}
+            is_off = self._services.config.training_runs == "off"
+            folders = {} if is_off else known_runs(self._services.root)
             for folder in folders.values():
                 try:
                     if folder.role in ROLES:
@@ -116,26 +69,28 @@ class Runs:
         """Take part in a run, by its name or the beginning of its hash. Raises SwarmError."""
         if role not in ROLES:
             raise ConfigError(f"a role is one of {', '.join(ROLES)}, not {role!r}")
-        if self._config.training_runs == "off":
+        if self._services.config.training_runs == "off":
             raise ConfigError('this machine takes no part in training: its setting "training_runs" is "off"')
-        run_id = self._find_run(name)
+        known_names = _names_on_disk(self._services.root)
+        known_names |= {RunId(r.run): r.name for r in self._directory.view().runs}
+        run_id = _match_run(name, known_names)
         if run_id in self._taken:
             raise ConfigError(f"this daemon takes part in {name!r} already: swarmd train status")
         if len(self._taken) >= MAX_RUNS:
             raise ConfigError(f"this daemon takes part in {MAX_RUNS} runs, the most: swarmd train stop one first")
-        folder = RunFolder(self._root / run_id)
+        folder = self._services.folder_of(run_id)
         if (folder.folder / "run.bin").is_file():
             run = folder.run()
             order = b""
         else:
-            run, order = await ask_run(self._rpc, self._directory.view, run_id)
+            run, order = await ask_run(self._services.rpc, self._directory.view, run_id)
         if run_id in self._taken:  # somebody was faster
             return JoinRunAnswer(
                 run=run_id,
                 name=run.recipe.name,
                 role=self._taken[run_id].trainer.role,
             )
-        if role == "anchor" and self._rpc.network.peer_id not in run.recipe.anchors:
+        if role == "anchor" and self._services.rpc.network.peer_id not in run.recipe.anchors:
             raise ConfigError("this peer is none of the run's anchors: join as train or reduce")
         folder.keep_run(run, role)
         if order:
@@ -145,17 +100,12 @@ class Runs:
 
     async def leave(self, name: str) -> LeaveRunAnswer:
         """Leave a run. The state stays on the disk."""
-        run_id = self._find_taken(name)
-        taken = self._taken[run_id]
-        lacks_anchors = self._needs_me(taken.trainer)
-        await self._save_state(taken)
-        taken.scope.cancel()
-        RunFolder(self._root / run_id).leave()
-        self._taken.pop(run_id, None)
+        taken = self._find_taken(name)
+        run = taken.run_spec
+        lacks_anchors = await taken.leave()
+        self._taken.pop(run.id, None)
         self._directory.announce_soon()
-        return LeaveRunAnswer(
-            run=run_id, left=True, name=taken.trainer.run_spec.recipe.name, lacks_anchors=lacks_anchors
-        )
+        return LeaveRunAnswer(run=run.id, left=True, name=run.recipe.name, lacks_anchors=lacks_anchors)
 
     async def order(
         self,
@@ -166,9 +116,9 @@ class Runs:
         """As its owner: stop a run, let it go on, name other anchors, or (``back``) have it go back to a state that
         somebody has. Raises ConfigError for anybody else.
         """
-        run_id = self._find_taken(name)
-        trainer = self._taken[run_id].trainer
-        if trainer.run_spec.owner != self._identity.public_key:
+        trainer = self._find_taken(name).trainer
+        run_id = trainer.run_spec.id
+        if trainer.run_spec.owner != self._services.identity.public_key:
             raise ConfigError("only who started the run can do that: swarmd train stop without --all leaves it")
         chronicle = trainer.chronicle
         old = chronicle.order
@@ -180,14 +130,14 @@ class Runs:
             anchors=anchors or old.anchors,
             earlier=(*old.earlier, old.anchors) if anchors and old.generation else old.earlier,
             back_from=chronicle.ledger.head if state == "back" else old.back_from,
-            back_to=chronicle.find_earlier_state() if state == "back" else old.back_to,
+            back_to=chronicle.presence.find_earlier_state() if state == "back" else old.back_to,
         )
-        raw = sign_order(order, self._identity)
+        raw = sign_order(order, self._services.identity)
         try:
             chronicle.take_order_untrusted(raw)
         except IntegrityError as error:
             raise ConfigError(str(error)) from None
-        await trio.to_thread.run_sync(RunFolder(self._root / run_id).keep_order, raw)
+        await trio.to_thread.run_sync(self._services.folder_of(run_id).keep_order, raw)
         self._directory.announce_soon()
         return OrderAnswer(
             run=run_id,
@@ -197,8 +147,8 @@ class Runs:
 
     async def checkpoint(self, name: str) -> CheckpointAnswer:
         """Write a run's present state to the disk."""
-        trainer = self._taken[self._find_taken(name)].trainer
-        path = await trainer.save()
+        trainer = self._find_taken(name).trainer
+        path = await trainer.checkpoints.save(trainer.state)
         layout = trainer.state.layout.tensors if trainer.state is not None else ()
         return CheckpointAnswer(
             path=path,
@@ -208,11 +158,6 @@ class Runs:
 
     def status(self) -> RunsAnswer:
         """List runs taken part in, and others that the swarm has."""
-        taken = []
-        for part in self._taken.values():
-            device = part.source.device if part.source is not None else ""
-            pid = part.source.pid if part.source is not None else None
-            taken.append(report_run(part.trainer, device, pid, part.failure))
         view = self._directory.view()
         other_runs = []
         run_ids = [RunId(r.run) for r in view.runs]
@@ -229,19 +174,19 @@ class Runs:
                 )
             )
         return RunsAnswer(
-            runs=tuple(taken),
+            runs=tuple(run.report() for run in self._taken.values()),
             others=tuple(other_runs),
-            training=self._config.training_runs,
+            training=self._services.config.training_runs,
         )
 
     def plan(self, name: str) -> PlanAnswer:
         """Plan who would reduce what now, and how long a round is expected to take."""
-        trainer = self._taken[self._find_taken(name)].trainer
+        trainer = self._find_taken(name).trainer
         return plan_round(trainer, self._directory.view().peers)
 
     def pause(self, name: str, is_paused: bool) -> PauseRunAnswer:
         """Compute nothing for a run until told otherwise; what is here stays, and is given to others."""
-        taken = self._taken[self._find_taken(name)]
+        taken = self._find_taken(name)
         taken.trainer.pause("paused here" if is_paused else "")
         self._directory.announce_soon()
         return PauseRunAnswer(run=taken.trainer.run_spec.id, paused=is_paused)
@@ -252,7 +197,7 @@ class Runs:
             self._directory.announce_soon()
         self._resting = reason
         for taken in self._taken.values():
-            taken.trainer.pause(reason, "policy")
+            taken.rest(reason)
 
     # --- what the daemon asks ----------------------------------------------------------------------------------
 
@@ -285,119 +230,24 @@ class Runs:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _begin_run(self, run: Run, folder: RunFolder) -> None:
-        trainer, source = self._make_trainer(run, folder)
-        taken = _RunTaken(trainer, source, trio.CancelScope())
-        self._taken[run.id] = taken
-        self._tasks.start_soon(self._keep_alive, taken, folder)
+        self._taken[run.id] = LocalRun(self._services, run, folder, self._resting)
+        self._tasks.start_soon(self._taken[run.id].keep_going)
 
-    def _make_trainer(self, run: Run, folder: RunFolder) -> tuple[Trainer, WorkerSource | None]:
-        services = TrainerServices(
-            rpc=self._rpc,
-            identity=self._identity,
-            view=self._directory.view,
-            announce=self._directory.announce_soon,
-            off_loop=trio.to_thread.run_sync,
-            rng=self._rng,
-            links=lambda: (self._directory.links.up_bytes_per_s, self._directory.links.down_bytes_per_s),
-            can_be_dialled=lambda: bool(self._rpc.network.addresses()),
-            share=self._share,
-            near=self._directory.links.near,
-            count=self._count,
-        )
-        source = None
-        if folder.role == "train":
-            source = WorkerSource(run, self._supply, self._rpc.network.peer_id, self._config.threads)
-        trainer = Trainer(
-            services,
-            run,
-            folder.role,
-            source,
-            folder,
-            partial(self._make_getter, folder),
-        )
-        trainer.pause(self._resting, "policy")
-        return trainer, source
-
-    async def _keep_alive(self, taken: _RunTaken, folder: RunFolder) -> None:
-        """Keep a trainer going: what the swarm cannot give yet is tried again, what the user must mend is said."""
-        try:
-            with taken.scope:
-                pause_s = RETRY_S
-                while True:
-                    taken.failure, is_users = await self._live_once(taken.trainer)
-                    logger.warning("training ends here for now: %s", taken.failure)
-                    taken.trainer.why = taken.failure
-                    await trio.sleep(pause_s)
-                    pause_s = min(LONGEST_RETRY_S, 2 * pause_s) if is_users else RETRY_S
-                    await self._close_source(taken)
-                    taken.trainer, taken.source = self._make_trainer(taken.trainer.run_spec, folder)
-        finally:
-            await self._close_source(taken)
-
-    async def _live_once(self, trainer: Trainer) -> tuple[str, bool]:
-        """Run a trainer to its end; returns why that came, and whether this machine's user has to mend it.
-
-        One run's fault ends neither the others nor the daemon.
-        """
-        why = ""
-        is_users = False
-        try:
-            await trainer.run()
-        except* SwarmError as group:
-            error = first_error(group)
-            why = str(error)
-            is_users = isinstance(error, ConfigError)
-        except* Exception as group:
-            logger.exception("a training run broke: that is a fault of swarmd's")
-            why = f"a fault of swarmd's: {first_error(group)!r}"
-        return why, is_users
-
-    @staticmethod
-    async def _close_source(taken: _RunTaken) -> None:
-        with trio.CancelScope(shield=True):
-            if taken.source is not None:
-                await taken.source.close()
-
-    def _make_getter(self, folder: RunFolder, layout: VectorLayout, into: str) -> Get:
-        return recovery.make_getter(
-            self._rpc,
-            folder.folder / into,
-            layout.dtype,
-            Pace(lambda: None),
-        )
-
-    async def _save_state(self, taken: _RunTaken) -> None:
-        try:
-            await taken.trainer.save()
-        except ConfigError as error:
-            logger.info("no checkpoint: %s", error)
-
-    def _needs_me(self, trainer: Trainer) -> bool:
-        """Do updates count with this peer, and not without it, by the anchors that are there?"""
-        if trainer.ledger.why_finished() or trainer.chronicle.order.state == "stopped":
-            return False
-        me = self._rpc.network.peer_id
-        anchors = set(trainer.chronicle.anchors)
-        present = anchors & {me, *trainer.members.look(trio.current_time())}
-        has_majority = is_majority(len(present), len(anchors))
-        return has_majority and not is_majority(len(present - {me}), len(anchors))
-
-    def _find_run(self, name: str) -> RunId:
-        """Find the run that a name, or the beginning of a hash, means. Raises ConfigError."""
-        names = {RunId(r.run): r.name for r in self._directory.view().runs}
-        for run_id, folder in known_runs(self._root).items():
-            with suppress(ConfigError):
-                names.setdefault(run_id, folder.run().recipe.name)
-        return _match_run(name, names)
-
-    def _find_taken(self, name: str) -> RunId:
+    def _find_taken(self, name: str) -> LocalRun:
         """Find the run meant, of those taken part in. Raises ConfigError."""
-        taken = {r: t.trainer.run_spec.recipe.name for r, t in self._taken.items()}
-        left_runs = {}
-        for run_id in known_runs(self._root).keys() - taken.keys():
-            with suppress(ConfigError):
-                left_runs[run_id] = RunFolder(self._root / run_id).run().recipe.name
-        return choose_taken_run(name, taken, left_runs)
+        taken = {run_id: run.run_spec.recipe.name for run_id, run in self._taken.items()}
+        on_disk = _names_on_disk(self._services.root)
+        left_runs = {run_id: called for run_id, called in on_disk.items() if run_id not in taken}
+        return self._taken[choose_taken_run(name, taken, left_runs)]
+
+
+def _names_on_disk(root: Path) -> dict[RunId, str]:
+    """Return what the runs are called that this machine takes, or took, part in."""
+    names = {}
+    for run_id, folder in known_runs(root).items():
+        with suppress(ConfigError):
+            names[run_id] = folder.run().recipe.name
+    return names
 
 
 def choose_taken_run(

@@ -18,8 +18,8 @@ from swarmd.plan.runs.synchronisation import (
     list_settings,
     predict_update,
 )
+from swarmd.plan.runs.workload import micro_batch_size
 from swarmd.protocol.runs.recipe import CodecName, Parts, Recipe
-from swarmd.train.gradients.computing import micro_batch_size
 from swarmd.train.vectors.codecs import BLOCK, codec_of_parts
 
 ROUND_TRIP_S = 0.05  # between homes of one continent; it is not measured

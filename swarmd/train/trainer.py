@@ -11,10 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 import trio
 
-from swarmd.errors import Code, ConfigError, IntegrityError, Refused, RemoteProtocolError
 from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.net.tasks import Tasks
@@ -22,22 +20,22 @@ from swarmd.plan.runs import progress
 from swarmd.plan.runs.progress import Action, MemberProgress
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.runs.recipe import Run
-from swarmd.protocol.untrusted import decode
-from swarmd.protocol.wire import rounds
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage
 from swarmd.train.gradients.computing import Computing
 from swarmd.train.gradients.gradient_audits import GradientAudits
 from swarmd.train.gradients.source import GradientSource
-from swarmd.train.rounds.joining import LOOK_INTERVAL_S, Joining
-from swarmd.train.rounds.round import Numbers
-from swarmd.train.store import recovery
+from swarmd.train.inbox import RunInbox
+from swarmd.train.rounds.joining import Joining
+from swarmd.train.rounds.leadership import LOOK_INTERVAL_S
 from swarmd.train.store.catching_up import CatchingUp
+from swarmd.train.store.checkpoints import StateCheckpoints
 from swarmd.train.store.chronicle import Chronicle
-from swarmd.train.store.disk import RunFolder, read_vectors
+from swarmd.train.store.disk import RunFolder
+from swarmd.train.store.member_services import MemberServices
 from swarmd.train.store.members import Members
 from swarmd.train.store.memories import Memories
-from swarmd.train.store.recovery import Get, StateDonors
+from swarmd.train.store.recovery import Get
 from swarmd.train.store.services import TrainerServices, Wakeups
 from swarmd.train.synchronisation import RunPace
 from swarmd.train.vectors.averages import Averages
@@ -67,7 +65,6 @@ class Trainer:
         self.role = role
         self.me = services.rpc.network.peer_id
         self.why = "starting"
-        self.trouble = ""
         self.state: RunState | None = None
         self.members = Members(
             run.id,
@@ -89,15 +86,15 @@ class Trainer:
         self.computing = Computing(services, self.ledger, self._news)
         self.work = self.computing.work
         self.pace = RunPace()
-        self._averages = Averages()
-        self.joining = Joining(
+        self._member_services = MemberServices(
             services,
             self.chronicle,
             self.members,
-            self._averages,
+            Averages(),
             self._news,
             mine=lambda: (self.state, self.work.offered),
         )
+        self.joining = Joining(self._member_services)
         self.catching_up: CatchingUp | None = None
         signer = self.joining.signer
         self.audits = GradientAudits(
@@ -108,15 +105,15 @@ class Trainer:
             backed=lambda: signer.backed,
             why_idle=self._why_nothing,
         )
-        self._services = services
+        self.services = services
         self._source = source
-        self._folder = folder
         self._make_get = make_get
-        self._givers = StateDonors()
         self._paused: dict[str, str] = {}  # by whom: why
         self._announced_head = b""
         self.memories = Memories(services, run.recipe, folder)
+        self.checkpoints = StateCheckpoints(self.ledger, folder, self._news, services.off_loop)
         self._tasks = Tasks()
+        self._inbox = RunInbox(self._member_services, self.joining, self.audits, self._tasks, self.why_idle)
 
     # --- life --------------------------------------------------------------------------------------------------
 
@@ -150,10 +147,10 @@ class Trainer:
                     self._source,
                     state,
                     get,
-                    lambda: self.computing.samples_per_s,
+                    lambda: self.computing.workload.samples_per_s,
                 )
             nursery.start_soon(self._keep_house)
-            self._services.announce()
+            self.services.announce()
             while True:
                 news = self._news.mark()
                 await self._take_step()
@@ -165,47 +162,19 @@ class Trainer:
         self.why = "loading the model"
         layout, parameters = await source.open()
         state = RunState(self.run_spec, layout, parameters, KEPT_AVERAGES * layout.n_bytes)
-        await self._services.off_loop(state.measure)
-        await self._resume_from_disk(state)
+        await self.services.off_loop(state.measure)
+        await self.checkpoints.resume(state)
         get = self._make_get(layout, "incoming")
         self.catching_up = CatchingUp(
-            self._services,
-            self.chronicle,
-            self.members,
-            self._averages,
-            end_round=self.joining.end_round,
-            tasks=self._tasks,
-            state=state,
-            get=get,
+            self._member_services,
+            state,
+            get,
+            self._tasks,
+            end_round=self.joining.participation.end_round,
             settle=self._settle_work,
         )
         self.state = state
         return state
-
-    async def _resume_from_disk(self, state: RunState) -> None:
-        """Begin with the newest checkpoint that is what it says."""
-        first = {name: vector.copy() for name, vector in state.vectors.items()}
-        for saved in self._folder.saved() if self._folder is not None else ():
-            if saved.epoch > self.ledger.epoch or self.ledger.digest_at(saved.epoch) != saved.head:
-                logger.warning("%s is of no commit that is known here", saved.path)
-                continue
-            layout = state.layout
-            names = tuple(state.vectors)
-            try:
-                vectors = await self._services.off_loop(
-                    read_vectors, saved.path, layout.dtype, layout.n_elements, names
-                )
-            except ConfigError as error:
-                logger.warning("leaving out a checkpoint: %s", error)
-                continue
-            state.replace(vectors)
-            await self._services.off_loop(state.move_to, saved.epoch, saved.head, saved.steps)
-            if state.root == saved.root:
-                logger.info("going on from the checkpoint of update %d", saved.epoch)
-                return
-            logger.warning("%s is damaged: trying the one before", saved.path)
-            state.replace(first)
-            await self._services.off_loop(state.move_to, 0, self.run_spec.genesis, 0)
 
     # What a peer that computes does, looked at again with every piece of news:
     #
@@ -230,7 +199,7 @@ class Trainer:
             self._news.notify()  # look again at once
         elif self.why_idle():
             self.why = self.why_idle()
-            self.joining.close_leader()
+            self.joining.leadership.close()
             await self.computing.hold()
             await self._follow_others()
         else:
@@ -240,7 +209,7 @@ class Trainer:
                 await self._follow_others()
             elif decision.action is Action.JOIN_ROUND:
                 speeds = [p.samples_per_s for p in self.members.progress(trio.current_time())]
-                hold_s = progress.hold_s(self.computing.samples_per_s, speeds, has_samples=self.work.n > 0)
+                hold_s = progress.hold_s(self.computing.workload.samples_per_s, speeds, has_samples=self.work.n > 0)
                 await self.computing.offer(hold_s)
                 await self.joining.take_part(self.state.head, self.why_idle)
             else:
@@ -253,8 +222,8 @@ class Trainer:
             epoch,
             head,
             n_samples=self.work.n,
-            samples_per_s=self.computing.samples_per_s,
-            audit_left=self.computing.audit_left,
+            samples_per_s=self.computing.workload.samples_per_s,
+            audit_left=self.computing.workload.audit_left,
         )
 
     def _decide_action(self, state: RunState) -> Decision[Action]:
@@ -263,9 +232,9 @@ class Trainer:
         decision = progress.decide_action(
             self.progress(state.epoch, state.head), other_members, self.run_spec.recipe.batch.target
         )
-        if decision.action is not Action.CATCH_UP and self.joining.is_called:
+        if decision.action is not Action.CATCH_UP and self.joining.leadership.is_called:
             return Decision(Action.JOIN_ROUND, "others have begun the round")
-        if decision.action is Action.JOIN_ROUND and trio.current_time() < self.joining.retry_at:
+        if decision.action is Action.JOIN_ROUND and self.joining.following.is_early(trio.current_time()):
             return Decision(Action.CONTINUE, "fewer samples were there than forecast")
         return decision
 
@@ -296,14 +265,14 @@ class Trainer:
         head = self.ledger.head
         if head != self._announced_head:
             self._announced_head = head
-            self._services.announce()
+            self.services.announce()
         self.why = "keeps the ledger and signs" if self.role == "anchor" else "waits for a round to reduce in"
-        if self.role != "reduce" or now < self.joining.retry_at:
+        if self.role != "reduce" or self.joining.following.is_early(now):
             return
         members = self.members.progress(now)
         total = progress.forecast_round(members, head, self.run_spec.recipe.batch.target)
-        leaders = progress.leader_order(head, self.members.possible_leaders(head, now))
-        is_led = bool(self.members.current_leaders(head, now))  # who leads knows its samples; here they are a forecast
+        leaders = progress.leader_order(head, self.joining.leaders.possible(head, now))
+        is_led = bool(self.joining.leaders.present(head, now))  # who leads knows its samples; here they are a forecast
         if (total.left_s == 0.0 or is_led) and leaders:
             await self.joining.follow(leaders[0], head)
             self.joining.leave()
@@ -311,7 +280,7 @@ class Trainer:
     # --- the state --------------------------------------------------------------------------------------------------
 
     def _settle_work(self, commit: Commit | None) -> None:
-        self.joining.retry_at = 0.0  # that was of the round before
+        self.joining.following.retry_at = 0.0  # that was of the round before
         self.computing.settle(commit)
         if commit is not None and commit.contributors:
             self.audits.consider_commit(commit)
@@ -324,37 +293,18 @@ class Trainer:
         if state.epoch != self.ledger.epoch:
             return
         self.pace.note(trio.current_time(), self.ledger.n_samples)
-        self._services.announce()
-        every = self.run_spec.recipe.checkpoints.every
-        is_due = state.epoch % every == 0 or self.ledger.why_finished()
-        if self._folder is not None and is_due:
-            self._tasks.start_soon(self._save_quietly)
-
-    async def _save_quietly(self) -> None:
-        try:
-            await self.save()
-        except ConfigError as error:
-            self.trouble = str(error)
-            logger.warning("no checkpoint: %s", error)
-
-    async def save(self) -> str:
-        """Write the state to this disk; returns where. Training goes on meanwhile. Raises ConfigError."""
-        if self.state is None or self._folder is None:
-            raise ConfigError("this peer holds no state of the run")
-        while self.state.is_changing:
-            await self._news.wait(LOOK_INTERVAL_S)
-        snapshot = self.state.freeze()
-        n_kept = self.run_spec.recipe.checkpoints.keep
-        return str(await self._services.off_loop(self._folder.save, snapshot, n_kept))
+        self.services.announce()
+        if self.checkpoints.is_due(state):
+            self._tasks.start_soon(self.checkpoints.save_quietly, state)
 
     async def _keep_house(self) -> None:
         """Let go of what nobody fetches any more, and hear what the run's owner says."""
         while True:
             await trio.sleep(HOUSEKEEPING_S)
             if self.state is not None:
-                self._givers.expire(self.state, trio.current_time())
+                self._inbox.donors.expire(self.state, trio.current_time())
             if await self.chronicle.look_for_orders():
-                self._services.announce()
+                self.services.announce()
 
     def pause(self, reason: str, pauser: str = OWNER) -> None:
         """Stop computing: the owner of this machine, or a rule of theirs, wants it back; "" gives it again."""
@@ -369,55 +319,7 @@ class Trainer:
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
         """Answer what is about this run. Raises Refused or RemoteProtocolError."""
-        peer = channel.peer
-        self.members.vouch(peer)
-        if isinstance(message, Numbers):
-            await self.joining.take_numbers(channel, message, frame.payload)
-        elif isinstance(message, rounds.Beat | rounds.Group | rounds.Check | rounds.Pulse):
-            await self.joining.take(peer, message, bytes(frame.payload))
-        elif isinstance(message, rounds.Contradict):
-            self.audits.take_untrusted(peer, message, bytes(frame.payload))
-        elif isinstance(message, rounds.JoinRound):
-            idle = self.why_idle()
-            if idle:
-                raise Refused(Code.NO_CAPACITY, idle, 5.0)
-            self.joining.take_join(peer, message)
-            await channel.send(rounds.Joined(re=message.id))
-        elif isinstance(message, rounds.Prepare | rounds.Propose):
-            answer, body = await self.chronicle.be_anchor(peer, message, bytes(frame.payload))
-            await channel.answer(answer, body)
-        elif isinstance(message, rounds.Commits):
-            await self._take_news(peer, frame)
-        else:
-            await self._answer_query(channel, message)
-
-    async def _answer_query(self, channel: Channel, message: AnyMessage) -> None:
-        """Tell what the run is, what its ledger says, or keep the state for somebody to fetch."""
-        if isinstance(message, rounds.WantRun):
-            payload = msgspec.msgpack.encode((self.run_spec.raw, self.chronicle.order_raw))
-            await channel.answer(rounds.RunIs(re=message.id), payload)
-        elif isinstance(message, rounds.WantCommits):
-            raws = (s.raw for s in self.ledger.sealed[message.after :])
-            await recovery.send_commits(channel, self.run_spec.id, raws, message.id)
-        elif isinstance(message, rounds.WantState):
-            if self.state is None:
-                raise Refused(Code.NOT_HELD, "this peer has no state", 10.0)
-            offer = self._givers.freeze(self.state, trio.current_time())
-            await channel.send(
-                rounds.StateIs(
-                    re=message.id,
-                    epoch=offer.epoch,
-                    state=offer.state,
-                )
-            )
-
-    async def _take_news(self, peer: PeerId, frame: Frame) -> None:
-        """Take what somebody says was committed."""
-        try:
-            if not await self.chronicle.take_commits(decode(frame.payload, list[bytes], "a list of commits")):
-                self._tasks.start_soon(self.chronicle.sync_commits, [peer])
-        except IntegrityError as error:
-            raise RemoteProtocolError(f"commits that do not count: {error}") from None
+        await self._inbox.handle(channel, message, frame)
 
     def find(self, digest: bytes) -> Snapshot | Average | None:
         """Find what of this run's state a hash names here."""
@@ -438,17 +340,9 @@ class Trainer:
         under_way = self.joining.doing or why_behind
         if under_way:
             return under_way
-        n_left = self.computing.audit_left
+        n_left = self.computing.workload.audit_left
         audits = f"computes again what others gave, {count(n_left, 'sample')} yet; " if n_left else ""
         return f"{audits}{self.why}"
-
-    def links(self) -> tuple[float | None, float | None]:
-        """Return this peer's measured bytes/s, up and down."""
-        return self._services.links()
-
-    def can_be_dialled(self) -> bool:
-        """Can others open connections to this peer?"""
-        return self._services.can_be_dialled()
 
     def record(self) -> dict[str, Any]:
         """Make this peer's RunRecord, without what all records share."""
@@ -465,8 +359,8 @@ class Trainer:
             "state": state.root if state else b"",
             "n_averages": len(self.state.averages) if self.state else 0,
             "n_samples": self.work.n,
-            "samples_per_s": 0.0 if self.why_idle() else self.computing.samples_per_s,
-            "audit_left": self.computing.audit_left,
-            "can_be_dialled": self._services.can_be_dialled(),
+            "samples_per_s": 0.0 if self.why_idle() else self.computing.workload.samples_per_s,
+            "audit_left": self.computing.workload.audit_left,
+            "can_be_dialled": self.services.can_be_dialled(),
             "order": self.chronicle.order_raw,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 import trio
 
@@ -26,6 +27,26 @@ NEWS_INTERVAL_S = 0.5  # between two announcements of what has come: each is gos
 HOLDER_PATIENCE_S = 30.0  # the manifest may be known before its holder's record
 
 
+@dataclass(frozen=True, slots=True)
+class SupplyRules:
+    """``in_use`` tells which groups must not be deleted to make room; None: nothing is ever deleted."""
+
+    in_use: Callable[[], Mapping[ModelId, frozenset[int]]] | None = None
+    use_hub: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SupplyListener:
+    """``on_change`` hears of what is here, ``on_taken`` of bytes that others gave."""
+
+    on_change: Callable[[], None] = lambda: None
+    on_taken: Callable[[int], None] = lambda n_bytes: None
+
+
+ASK_ALL_DELETE_NOTHING = SupplyRules()
+NOBODY_LISTENS = SupplyListener()
+
+
 # How a machine comes to what it needs of a model, one at a time for each model (``_locks``):
 #
 #     manifest: here? else asked of holders --> groups: here? else room is made --> Fetch from peers and the hub
@@ -33,10 +54,7 @@ HOLDER_PATIENCE_S = 30.0  # the manifest may be known before its holder's record
 # Invariant: what is promised to a download that goes on (``_reserved``) and what is used (``in_use``) is never deleted
 # to make room for another one; bytes that are promised and not written yet count as used.
 class Supply:
-    """See the module. ``in_use`` tells which groups must not be deleted to make room; None: nothing is ever deleted.
-
-    ``changed`` hears of what is here, ``taken`` of bytes that others gave.
-    """
+    """See the module."""
 
     def __init__(
         self,
@@ -44,19 +62,16 @@ class Supply:
         rpc: Rpc,
         view: Callable[[], SwarmView],
         pace: Pace,
-        in_use: Callable[[], Mapping[ModelId, frozenset[int]]] | None,
-        use_hub: bool = True,
-        changed: Callable[[], None] = lambda: None,
-        taken: Callable[[int], None] = lambda n_bytes: None,
+        rules: SupplyRules = ASK_ALL_DELETE_NOTHING,
+        listener: SupplyListener = NOBODY_LISTENS,
     ) -> None:
-        self._taken = taken
         self.library = library
-        self._changed = changed
         self._rpc = rpc
         self._view = view
         self._pace = pace
-        self._in_use = in_use
-        self._use_hub = use_hub
+        self._in_use = rules.in_use
+        self._use_hub = rules.use_hub
+        self._listener = listener
         self._locks: dict[ModelId, trio.Lock] = {}
         self._fetches: dict[ModelId, Fetch] = {}
         self._reserved: dict[ModelId, frozenset[int]] = {}
@@ -129,12 +144,12 @@ class Supply:
             fetch = Fetch(self._rpc, target, needed_groups, donors, self._pace, hub)
             self._fetches[target.model] = fetch
             await fetch.run()
-            self._taken(sum(fetch.progress().given_bytes.values()))
+            self._listener.on_taken(sum(fetch.progress().given_bytes.values()))
             logger.info("model %s: %s", target.model[:12], fetch.progress())
         finally:
             del self._reserved[target.model]
             self._fetches.pop(target.model, None)
-            self._changed()
+            self._listener.on_change()
         return target
 
     def _undeletable(self) -> dict[ModelId, frozenset[int]]:

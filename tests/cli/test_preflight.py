@@ -12,7 +12,6 @@ from swarmd_cli import preflight
 from swarmd_cli.context import set_home
 from swarmd_cli.preflight import require_answers
 from swarmd_cli.verbs import chat
-from swarmd_cli.verbs.train import _require_data
 
 from swarmd.errors import ConfigError, DaemonNotRunning, SwarmUnavailable
 from swarmd.home.founder import Founder
@@ -20,6 +19,7 @@ from swarmd.home.membership import MembershipFiles
 from swarmd.home.models import bundled_folder
 from swarmd.home.paths import Home
 from swarmd.protocol.membership.identity import Identity
+from swarmd.training_runs import require_data
 from tests.cli.played import PlayedGateway
 
 HEAVY = {"torch", "transformers", "libp2p", "trio"}
@@ -125,4 +125,4 @@ def test_a_chat_stays_with_its_model_when_the_next_is_unknown(capsys: pytest.Cap
 
 def test_training_data_that_is_not_there_is_refused_before_a_model_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no file, and no hash of data"):
-        _require_data("nowhere.txt", tmp_path)
+        require_data("nowhere.txt", tmp_path)

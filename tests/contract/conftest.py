@@ -10,7 +10,7 @@ import trio
 
 from swarmd.net.api import Network
 from swarmd.net.direct import DirectNetwork
-from swarmd.net.libp2p.host import Libp2pNetwork
+from swarmd.net.libp2p.host import HostOptions, Libp2pNetwork
 from swarmd.net.sim import SimWorld
 from swarmd.protocol.membership.identity import Identity
 
@@ -30,8 +30,8 @@ async def simulated() -> AsyncIterator[tuple[Network, Network]]:
 
 @asynccontextmanager
 async def real() -> AsyncIterator[tuple[Network, Network]]:
-    psk, listen = b"k" * 32, ("/ip4/127.0.0.1/tcp/0",)
-    a, b = Libp2pNetwork(Identity.generate(), psk, listen), Libp2pNetwork(Identity.generate(), psk, listen)
+    options = HostOptions(listen=("/ip4/127.0.0.1/tcp/0",))
+    a, b = (Libp2pNetwork(Identity.generate(), b"k" * 32, options) for _ in range(2))
     async with a.running(), b.running():
         a.learn(b.peer_id, b.addresses())
         b.learn(a.peer_id, a.addresses())

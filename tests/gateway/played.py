@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from swarmd.client.links.link import SessionOptions, Statistics
+from swarmd.client.links.ops import StepInput
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.text.chat_template import ChatTemplate
 from swarmd.client.text.prompts import Prompt, answer
@@ -62,8 +63,9 @@ class PlayedEnds:
 class PlayedSession(ChainSession):
     """Gives back what it is sent."""
 
+    served_logits = None
+
     def __init__(self) -> None:
-        self.given = None
         self.played = Statistics()
 
     @property
@@ -78,9 +80,10 @@ class PlayedSession(ChainSession):
     def layer_arity(self) -> int:
         return 0
 
-    async def step(self, edits: Any, embedded: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    async def step(self, step: StepInput) -> torch.Tensor:
         await trio.lowlevel.checkpoint()
-        return embedded
+        assert step.hidden is not None
+        return step.hidden
 
 
 class PlayedSwarm:

@@ -26,6 +26,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
+from swarmd.client.links.ops import StepInput
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import PeerError
 from swarmd.net.api import PURPOSES
@@ -148,7 +149,7 @@ def true_names(attacker: Attacker, own: bytes, victim: ChainSession) -> dict[str
 
 async def step(victim: ChainSession, reference: Reference, rng: random.Random) -> None:
     hidden = torch.randn(1, 1, HIDDEN, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
-    out = await victim.step((), hidden, torch.zeros(1, 1, dtype=torch.int32), None, False)
+    out = await victim.step(StepInput(hidden, torch.zeros(1, 1, dtype=torch.int32)))
     torch.testing.assert_close(out, reference.step(hidden))
 
 

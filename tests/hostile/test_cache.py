@@ -6,6 +6,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
+from swarmd.client.links.ops import StepInput
 from tests.hostile.kit import KEY, Attacker, served
 from tests.hostile.test_peers import op
 from tests.sim.swarm import HIDDEN, Reference
@@ -38,7 +39,7 @@ async def test_one_session_cannot_keep_all_cache(virtual_time: MockClock) -> Non
                 hidden = torch.randn(1, 1, HIDDEN, generator=torch.Generator().manual_seed(step))
                 expected = reference.step(hidden)
                 for session in sessions:
-                    out = await session.step((), hidden, torch.full((1, 1), step, dtype=torch.int32), None, False)
+                    out = await session.step(StepInput(hidden, torch.full((1, 1), step, dtype=torch.int32)))
                     torch.testing.assert_close(out, expected)
                 await trio.sleep(1)
             assert not any(session.statistics.repairs for session in sessions)

@@ -47,7 +47,7 @@ async def flood(swarm: AsyncSwarm, peer: PeerId) -> None:
 async def _flood_one(swarm: AsyncSwarm, peer: PeerId, purpose: str, frame: bytes, is_whole: bool) -> None:
     try:
         stream = await swarm.rpc.network.open_stream(peer, purpose)  # type: ignore[arg-type]
-        await stream.send(messages.encode_frame(swarm.hello()))
+        await stream.send(messages.encode_frame(swarm.dispatch.hello()))
         while True:
             for at in range(0, len(frame) - (not is_whole) * len(PIECE), len(PIECE)):
                 await stream.send(frame[at : at + len(PIECE)])
@@ -62,7 +62,7 @@ async def ask_and_read_nothing(swarm: AsyncSwarm, peer: PeerId) -> None:
     for purpose in PURPOSES:
         for _ in range(MAX_CHANNELS):
             stream = await swarm.rpc.network.open_stream(peer, purpose)
-            await stream.send(messages.encode_frame(swarm.hello()))
+            await stream.send(messages.encode_frame(swarm.dispatch.hello()))
             await stream.send(messages.encode_frame(Ping(id=1, want_bytes=PING_BYTES)))
 
 

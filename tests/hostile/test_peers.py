@@ -12,10 +12,11 @@ import torch
 import trio
 import trio.testing
 
+from swarmd.client.links.ops import StepInput
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import Code, PeerError, Refused
 from swarmd.net.rpc import MAX_CHANNELS
-from swarmd.node.serving.heartbeat import UNUSED_LEASE_S
+from swarmd.plan.chains.hop import UNUSED_LEASE_S
 from swarmd.plan.chains.view import MAX_RECORDS_OF_A_PEER
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.membership.catalog import Catalog, sign_catalog
@@ -39,7 +40,7 @@ class Scene:
     async def victim_is_well(self) -> None:
         hidden = torch.randn(1, 1, HIDDEN, generator=torch.Generator().manual_seed(1))
         for _ in range(3):
-            out = await self.victim.step((), hidden, torch.zeros(1, 1, dtype=torch.int32), None, False)
+            out = await self.victim.step(StepInput(hidden, torch.zeros(1, 1, dtype=torch.int32)))
             torch.testing.assert_close(out, self._reference.step(hidden))
         assert not self.victim.statistics.repairs
 
@@ -192,8 +193,9 @@ async def test_a_peer_that_answers_a_dial_with_another_ones_certificate_is_a_pee
     async with scene() as s:
         daemon = s.swarm.daemons[s.server][0]
         s.attacker.certificate = daemon.hello().certificate
-        for channel in list(s.attacker.rpc._channels.get((s.server, "interactive"), [])):
-            await channel.close()
+        for channel in s.attacker.rpc._channels.of(s.server):
+            if channel.purpose == "interactive":
+                await channel.close()
         await trio.sleep(1)
         with pytest.raises(PeerError, match="was issued to"):
             await daemon.rpc.channel(s.attacker.identity.peer_id, "bulk")

@@ -27,9 +27,9 @@ from swarmd.protocol.runs.backing import N_DIRECTIONS, BackedCommit, Contributio
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.runs.recipe import Parts, RunOrder, sign_order
 from swarmd.protocol.wire.rounds import Beat, Prepare, Propose, Reduced
-from swarmd.train.rounds.leader import Leader
 from swarmd.train.rounds.parts import ReducedPart
 from swarmd.train.rounds.round import Round
+from swarmd.train.rounds.versions import GroupVersions
 from swarmd.train.store.anchor import Anchor
 from swarmd.train.vectors.state import Vector
 from swarmd.values import PeerId
@@ -156,12 +156,12 @@ def lie_on_the_way(
 
 def says(liar: Member, change: Callable[[Beat], Beat]) -> None:
     """What a member tells its leader from now on."""
-    tell = liar.trainer.joining._tell_member
+    tell = liar.trainer.joining.participation._tell
 
     async def lying(peer: PeerId, message: Message, payload: bytes = b"") -> None:
         await tell(peer, change(message) if isinstance(message, Beat) else message, payload)
 
-    liar.trainer.joining._tell_member = lying  # type: ignore[method-assign]
+    liar.trainer.joining.participation._tell = lying
 
 
 @pytest.mark.parametrize(
@@ -209,14 +209,14 @@ async def test_leader_that_leaves_everybody_out(virtual_time: MockClock, monkeyp
     async with training(seed=25) as world:
         await world.until(3)
         liar, *honest = world.trainers()
-        lost = Leader._find_lost
+        lost = GroupVersions._find_lost
 
-        def lie(leader: Leader, now: float, version_at: float) -> dict[PeerId, str]:
-            if leader._me == liar.peer and leader._group is not None and leader._group.version == 0:
-                return {p: "I say so" for p in leader._seen if p != liar.peer}
-            return lost(leader, now, version_at)
+        def lie(versions: GroupVersions, now: float) -> dict[PeerId, str]:
+            if versions._basis.me == liar.peer and versions.group.version == 0:
+                return {p: "I say so" for p in versions._seen if p != liar.peer}
+            return lost(versions, now)
 
-        monkeypatch.setattr(Leader, "_find_lost", lie)
+        monkeypatch.setattr(GroupVersions, "_find_lost", lie)
         await world.pace(N_UPDATES)
         assert all(len(peers) > 1 for peers in world.contributors(N_UPDATES))
         check(world, honest, liar)
@@ -227,15 +227,15 @@ async def test_leader_that_shows_other_shares(virtual_time: MockClock, monkeypat
     async with training(seed=26) as world:
         await world.until(3)
         liar, *honest = world.trainers()
-        make = Leader._make_commit
+        make = GroupVersions._make_commit
 
-        def lie(leader: Leader, shares: tuple[ContributionShare, ...], average: bytes) -> Commit:
-            made = make(leader, shares, average)
-            if leader._me != liar.peer:
+        def lie(versions: GroupVersions, shares: tuple[ContributionShare, ...], average: bytes) -> Commit:
+            made = make(versions, shares, average)
+            if versions._basis.me != liar.peer:
                 return made
             return replace(made, contributors=tuple(replace(c, loss=0.0) for c in made.contributors))
 
-        monkeypatch.setattr(Leader, "_make_commit", lie)
+        monkeypatch.setattr(GroupVersions, "_make_commit", lie)
         await world.pace(N_UPDATES)
         assert all(c.loss > 0 for s in world.ledger.sealed for c in s.commit.contributors)
         check(world, honest, liar)

@@ -117,13 +117,13 @@ async def test_results_that_are_sent_again_and_again_fill_no_memory(virtual_time
         member = await world.in_a_round("member")
         live = member.trainer.joining.round
         assert live is not None
-        key, bringer = next(iter(live._duties.bringers.items()))
-        live._relayed.setdefault(key, [])
+        key, bringer = next(iter(live.progress.duties.bringers.items()))
+        live.progress.relayed.setdefault(key, [])
         for n in (1, 2, 3):
             again = Reduced(
                 run=world.run.id, round=live.group.round, version=live.group.version, start=key[0], n_elements=n
             )
             with contextlib.suppress(RemoteProtocolError):
                 await live.take(bringer, again, memoryview(b"\0" * 4 * n))
-        assert sum(result.n for result in live._relayed[key]) <= key[1] - key[0]
-        assert len(live._relayed[key]) <= 1
+        assert sum(result.n for result in live.progress.relayed[key]) <= key[1] - key[0]
+        assert len(live.progress.relayed[key]) <= 1

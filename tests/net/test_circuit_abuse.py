@@ -14,15 +14,14 @@ from libp2p.utils import encode_delim
 
 from swarmd.errors import PeerError
 from swarmd.net.api import Relayed
-from swarmd.net.libp2p import circuits
-from swarmd.net.libp2p.circuits import Caller
-from swarmd.net.libp2p.dial_back import DialRequest, DialResult
+from swarmd.net.libp2p import relay
+from swarmd.net.libp2p.circuits import CIRCUIT, Caller
+from swarmd.net.libp2p.dial_back import DIAL_BACK, DialRequest, DialResult
 from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.libp2p.prefixed_messages import read_message, write_message
-from swarmd.net.libp2p.punching import MeetRequest, PunchStart
+from swarmd.net.libp2p.punching import PUNCH, MeetRequest, PunchStart
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import MAX_PENDING_PER_ADDRESS
-from swarmd.net.libp2p.ways import CIRCUIT, DIAL_BACK, PUNCH
 from swarmd.plan.links.dial_budget import OF_PLACE
 from tests.net.test_circuits import anybody, place, said
 from tests.net.test_libp2p_faults import echo, network
@@ -47,7 +46,7 @@ async def test_row_20_a_protocol_whose_name_is_no_text_is_a_peer_error(how: str)
         b.swarm.set_stream_handler(garble)
         ask = {
             "reserve": lambda: a.ways.hold_reservation(b.peer_id, lambda: None),
-            "relay": lambda: a.ways.open_for_relay(b.peer_id),
+            "relay": lambda: a.ways.circuits.open_to_relay(b.peer_id),
             "dial back": lambda: a.ways.ask_dial_back(b.peer_id, 4),
             "open": lambda: a.open_stream(b.peer_id, "interactive"),
         }
@@ -65,7 +64,7 @@ async def test_row_21_ipv6_is_no_relay() -> None:
         assert a.way_to(b.peer_id) == "direct"
         assert a.remote_host(b.peer_id) == "::1"
         answer = await a.ways.ask_dial_back(b.peer_id, 6)
-        assert (answer.host, answer.open_ports) == ("::1", a.announced_ports())
+        assert (answer.host, answer.open_ports) == ("::1", a.own_addresses.ports())
 
 
 async def test_who_claims_to_have_dialled_back_stays_behind_the_relay() -> None:
@@ -137,7 +136,7 @@ async def test_silent_circuits_shut_nobody_else_out() -> None:
         target = ID.from_base58(p.server.peer_id)
         for number in range(MAX_PENDING_PER_ADDRESS):
             with suppress(OpenConnectionError):
-                await evil[number % 2].ways.dial_circuit(f"{where}/p2p-circuit/p2p/{p.server.peer_id}", target)
+                await evil[number % 2].ways.circuits.dial_address(f"{where}/p2p-circuit/p2p/{p.server.peer_id}", target)
         stream = await honest.open_stream(p.server.peer_id, "interactive")
         assert await said(stream, b"in") == b"in"
         nursery.cancel_scope.cancel()
@@ -145,8 +144,8 @@ async def test_silent_circuits_shut_nobody_else_out() -> None:
 
 async def test_one_sponsor_takes_its_share_of_a_relay_and_clients_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Identities cost nothing: a member certifies as many clients as it likes, an invite as many members."""
-    monkeypatch.setattr(circuits, "MAX_RESERVATIONS_OF_SPONSOR", 2)
-    monkeypatch.setattr(circuits, "MAX_CIRCUITS_OF_SPONSOR", 1)
+    monkeypatch.setattr(relay, "MAX_RESERVATIONS_OF_SPONSOR", 2)
+    monkeypatch.setattr(relay, "MAX_CIRCUITS_OF_SPONSOR", 1)
     crowd, other, client = [network(listen=()) for _ in range(3)], network(listen=()), network(listen=())
     members = {n.peer_id: Relayed(b"crowd", may_reserve=True) for n in crowd}
     members[client.peer_id] = Relayed(b"crowd", may_reserve=False)
@@ -172,15 +171,15 @@ async def test_one_sponsor_takes_its_share_of_a_relay_and_clients_nothing(monkey
         await hold(other)
         (where,) = p.relay.addresses()
         target, address = ID.from_base58(p.server.peer_id), f"{where}/p2p-circuit/p2p/{p.server.peer_id}"
-        await crowd[0].ways.dial_circuit(address, target)
+        await crowd[0].ways.circuits.dial_address(address, target)
         with pytest.raises(OpenConnectionError, match="1 of your sponsor and 1 in all are open"):
-            await client.ways.dial_circuit(address, target)
-        await other.ways.dial_circuit(address, target)
+            await client.ways.circuits.dial_address(address, target)
+        await other.ways.circuits.dial_address(address, target)
         nursery.cancel_scope.cancel()
 
 
 async def test_who_is_no_member_any_more_is_relayed_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(circuits, "LOOK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(relay, "LOOK_INTERVAL_S", 0.05)
     async with place() as p:
         stream = await p.client.open_stream(p.server.peer_id, "interactive")
         p.relay.ways.relay_for(lambda peer, certificate: anybody(peer, ()) if peer == p.server.peer_id else None)

@@ -15,7 +15,7 @@ from multiaddr import Multiaddr
 
 from swarmd.errors import RemoteProtocolError, Unreachable
 from swarmd.net.api import Relayed, Stream
-from swarmd.net.libp2p import circuits, punching
+from swarmd.net.libp2p import punching, relay
 from swarmd.net.libp2p.dial_back import DialResult
 from swarmd.net.libp2p.host import Libp2pNetwork
 from swarmd.net.libp2p.own_port import connect_from, reserve_port
@@ -187,12 +187,12 @@ async def test_a_relay_says_why_not(change: object, why: str) -> None:
 
 
 async def test_nobody_takes_all_the_circuits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(circuits, "MAX_CIRCUITS_OF_PEER", 1)
+    monkeypatch.setattr(relay, "MAX_CIRCUITS_OF_PEER", 1)
     async with place() as p:
         await p.client.open_stream(p.server.peer_id, "interactive")
         address = f"{p.relay.addresses()[0]}/p2p-circuit/p2p/{p.server.peer_id}"
         with pytest.raises(OpenConnectionError, match="1 circuits of yours, 1 of your sponsor and 1 in all are open"):
-            await p.client.ways.dial_circuit(address, ID.from_base58(p.server.peer_id))
+            await p.client.ways.circuits.dial_address(address, ID.from_base58(p.server.peer_id))
 
 
 async def test_a_false_address_leads_nowhere_within_seconds() -> None:
@@ -213,7 +213,7 @@ async def test_a_false_address_leads_nowhere_within_seconds() -> None:
 async def test_whoever_sends_nonsense_to_a_relay_ends_its_own_stream_only() -> None:
     async with place() as p:
         for nonsense in (b"\xff\xff", b"\x00\x03\xc1\xc1\xc1", b"\x00\x01\x90" + bytes(50), b""):
-            stream = await p.client.ways.open_for_relay(p.relay.peer_id)
+            stream = await p.client.ways.circuits.open_to_relay(p.relay.peer_id)
             await stream.send(nonsense or b"\x00")
             await stream.aclose()
         stream = await p.client.open_stream(PeerId(p.server.peer_id), "interactive")
@@ -223,7 +223,7 @@ async def test_whoever_sends_nonsense_to_a_relay_ends_its_own_stream_only() -> N
 @pytest.mark.parametrize("place_said", [("no address", 1), ("::1%nowhere", 1), ("127.0.0.1/tcp/1", 9), ("", 1)])
 async def test_whoever_says_it_is_nowhere_stays_behind_the_relay(place_said: tuple[str, int]) -> None:
     async with place() as p:
-        p.server.ways.note_seen_at(place_said)
+        p.server.own_addresses.seen_at = place_said
         stream = await p.client.open_stream(p.server.peer_id, "interactive")
         assert await said(stream, b"fine") == b"fine"
         assert p.client.way_to(p.server.peer_id) == "relayed"
@@ -243,7 +243,7 @@ async def test_a_member_that_tries_tells_what_is_open_and_nonsense_is_no_answer(
     a, b = network(), network()
     async with a.running(), b.running():
         a.learn(b.peer_id, b.addresses())
-        (port,) = a.announced_ports()
+        (port,) = a.own_addresses.ports()
         answer = await a.ways.ask_dial_back(b.peer_id, 4)
         assert (answer.host, answer.open_ports) == ("127.0.0.1", (port,))
         a.ways.reached_at_port(1)

@@ -15,7 +15,7 @@ from swarmd.errors import PeerError, Unreachable
 from swarmd.net import direct
 from swarmd.net.api import Stream
 from swarmd.net.direct import DialTicket, DirectNetwork, DirectStream
-from swarmd.net.libp2p.host import Libp2pNetwork, Libp2pStream
+from swarmd.net.libp2p.host import HostOptions, Libp2pNetwork, Libp2pStream
 from swarmd.net.outbound import Outbound
 from swarmd.net.rpc import Channel
 from swarmd.protocol.membership.identity import Identity
@@ -28,8 +28,8 @@ class Pair:
 
     def __init__(self) -> None:
         listen = ("/ip4/127.0.0.1/tcp/0",)
-        self.libp2p_of_alice = Libp2pNetwork(Identity.generate(), PSK, listen)
-        self.libp2p_of_bob = Libp2pNetwork(Identity.generate(), PSK, listen)
+        self.libp2p_of_alice = Libp2pNetwork(Identity.generate(), PSK, HostOptions(listen))
+        self.libp2p_of_bob = Libp2pNetwork(Identity.generate(), PSK, HostOptions(listen))
         self.alice = DirectNetwork(self.libp2p_of_alice)
         self.bob = DirectNetwork(self.libp2p_of_bob, ("127.0.0.1",))
         self.streams: list[Stream] = []

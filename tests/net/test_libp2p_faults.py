@@ -19,7 +19,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError, MuxedStreamReset
 
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import Stream
-from swarmd.net.libp2p.host import HandshakeFailed, Libp2pNetwork
+from swarmd.net.libp2p.host import HandshakeFailed, HostOptions, Libp2pNetwork
 from swarmd.net.libp2p.noise import BufferedConnection
 from swarmd.net.libp2p.swarm import MAX_PENDING_PER_ADDRESS
 from swarmd.net.libp2p.yamux import AGREEMENT_S, EARLY_BYTES, MOST_READ_BYTES, YamuxConnection
@@ -35,6 +35,7 @@ from swarmd.net.libp2p.yamux_core import (
     SYN,
     WINDOW,
     WindowBudget,
+    WindowShare,
     YamuxCore,
     YamuxError,
 )
@@ -45,7 +46,7 @@ PSK = b"k" * 32
 
 
 def network(psk: bytes = PSK, listen: tuple[str, ...] = LISTEN) -> Libp2pNetwork:
-    return Libp2pNetwork(Identity.generate(), psk, listen)
+    return Libp2pNetwork(Identity.generate(), psk, HostOptions(listen))
 
 
 async def echo(stream: Stream) -> None:
@@ -526,10 +527,8 @@ def test_a_member_with_four_connections_does_not_hold_the_windows_of_all_others(
 @given(st.lists(st.integers(0, 20), max_size=60))
 def test_a_newcomer_may_always_grow_and_none_holds_more_than_its_share(turns: list[int]) -> None:
     budget = WindowBudget()
-    held = [0] * 21
+    shares = [WindowShare(budget) for _ in range(21)]
     for turn in turns:
-        growth = budget.growth_allowed(held[turn])
-        held[turn] += growth
-        budget.spare -= growth
-        assert growth == 0 or held[turn] <= min(budget.spare, MAX_GROWTH)
-    assert budget.growth_allowed(0) > 0
+        growth = shares[turn].take(MAX_WINDOW)
+        assert growth == 0 or shares[turn].n_bytes <= min(budget.spare, MAX_GROWTH)
+    assert WindowShare(budget).take(MAX_WINDOW) > 0

@@ -10,15 +10,22 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from transformers import LogitsProcessor
 
+import swarmd
 from swarmd.client.links.link import Statistics
-from tests.real.harness import LocalSwarm, Volunteer
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+
+VOCABULARY = 1024  # of the swarm's model
+N_TOKENS = 30  # of each generation
 
 MOVE_BOUNDS = {"float32": (1e-3, 1e-3), "bfloat16": (0.5, 1.0)}
 """docs/protocol.md, "What exact means": how far two logits behind the same tokens may move against each other, if they
@@ -81,6 +88,7 @@ class Outcome:
     chain: tuple[str, ...]
     unanswered: list[tuple[int, int]] = field(default_factory=list)
     seconds: float = 0.0
+    difference: str = ""  # from an undisturbed generation, in words
 
 
 def inputs_for(mode: str, vocabulary: int, seed: int) -> dict[str, torch.Tensor]:
@@ -245,6 +253,50 @@ def check_identical(ours: Generated, theirs: Generated) -> None:
     assert torch.equal(ours.sequences, theirs.sequences)
     for step, (a, b) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
         assert torch.equal(a, b), f"logits of step {step} differ by {(a - b).abs().max():.3g}"
+
+
+class Stage:
+    """A chain of three hops on three volunteers of one dtype, and two more volunteers that hold everything."""
+
+    def __init__(self, swarm: LocalSwarm, volunteers: list[Volunteer], client: Any, dtype: str) -> None:
+        self.swarm = swarm
+        self.volunteers = volunteers
+        self._dtype = dtype
+        a, b, c = volunteers[:3]
+        chain = swarm.hops((a, 0, 2), (b, 2, 4), (c, 4, 6))
+        self.models = {
+            grade: client.model("demo", exact=grade == "exact", dtype=dtype, chain=chain)
+            for grade in ("replayed", "exact")
+        }
+
+    def play(self, mode: str, blows: tuple[Blow, ...], grade: str = "replayed", seed: int = 1) -> Outcome:
+        """Generate undisturbed, then under ``blows``; check what every recovery must show, and the grade's rule."""
+        model = self.models[grade]
+        inputs = inputs_for(mode, VOCABULARY, seed)
+        expected = generate(model, mode, inputs, N_TOKENS, seed)
+        outcome = disturbed(model, self.volunteers, mode, inputs, N_TOKENS, seed, blows)
+        check_recovery(outcome, self.volunteers, blows)
+        if grade == "exact":
+            check_identical(outcome.out, expected)
+            outcome.difference = "identical"
+        else:
+            moved = check_replayed(outcome.out, expected, self._dtype)
+            is_equal = torch.equal(outcome.out.sequences, expected.sequences)
+            outcome.difference = f"{'the same' if is_equal else 'other'} tokens, logits moved by {moved}"
+        return outcome
+
+    def revive(self) -> None:
+        """Have everybody online again, whatever was done to them."""
+        revive(self.swarm, self.volunteers)
+
+
+@contextmanager
+def open_stage(folder: Path, dtype: str = "float32") -> Iterator[Stage]:
+    """Start the volunteers of a stage, and a client."""
+    with local_swarm(folder) as swarm:
+        volunteers = swarm.serving((0, 2), (2, 4), (4, 6), (0, 6), (0, 6), SWARMD_DTYPE=dtype)
+        with swarmd.connect(swarm.invite()) as client:
+            yield Stage(swarm, volunteers, client, dtype)
 
 
 def revive(swarm: LocalSwarm, volunteers: list[Volunteer]) -> None:

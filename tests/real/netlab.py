@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -42,6 +43,8 @@ upnp_nat_table_name=upnp
 upnp_forward_chain=miniupnpd
 upnp_nat_chain=prerouting_miniupnpd
 upnp_nat_postrouting_chain=postrouting_miniupnpd
+min_lifetime=120
+max_lifetime={granted_s}
 allow 1024-65535 {lan}.0/24 1024-65535
 """
 FILTER = "ct state established,related accept"
@@ -74,6 +77,7 @@ class Place:
     n_within: int = 0
     lan: str = ""
     lan_6: str = ""
+    port_daemon: subprocess.Popen[bytes] | None = None
 
     @property
     def inside(self) -> tuple[str, ...]:
@@ -108,16 +112,38 @@ class Place:
             f"nft insert rule ip nat forward tcp dport {port} accept"
         )
 
-    def open_ports(self, speaks: Literal["UPnP", "PCP"] = "UPnP") -> None:
-        """Let machines of this router's home open ports, by the daemon that many routers have."""
+    def open_ports(self, speaks: Literal["UPnP", "PCP"] = "UPnP", granted_s: int = 86_400) -> None:
+        """Let machines of this router's home open ports, by the daemon that many routers have.
+
+        ``granted_s``: at most for so long at a time by PCP, 121 at least.
+        """
         outside = self.do("ip -o route show default").split("dev ")[1].split()[0]
         self.do(f"nft '{UPNP_CHAINS}' && nft insert rule ip nat forward ct status dnat accept")
         self.do("ip route add 239.0.0.0/8 dev lan")
         settings = self.lab.folder / f"{self.name}.conf"
         asked = {"upnp": "yes", "pcp": "no"} if speaks == "UPnP" else {"upnp": "no", "pcp": "yes"}
-        settings.write_text(UPNP.format(outside=outside, lan=self.lan, **asked))
-        command = [*self.inside, "miniupnpd", "-d", "-f", str(settings)]
-        self.lab.started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        settings.write_text(UPNP.format(outside=outside, lan=self.lan, granted_s=granted_s, **asked))
+        self._start_port_daemon()
+
+    def _start_port_daemon(self) -> None:
+        settings, pid_file = (self.lab.folder / f"{self.name}.{kind}" for kind in ("conf", "pid"))
+        command = [*self.inside, "miniupnpd", "-d", "-f", str(settings), "-P", str(pid_file)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.lab.started.append(process)
+        self.port_daemon = process
+
+    def opened_ports(self) -> set[int]:
+        """Ports that this router forwards because it was asked to."""
+        rules = self.do("nft list chain inet upnp prerouting_miniupnpd")
+        return {int(port) for port in re.findall(r"dport (\d+)", rules)}
+
+    def forget_ports(self) -> None:
+        """Restart as routers do: all that they were asked for is gone."""
+        assert self.port_daemon is not None
+        self.port_daemon.terminate()
+        self.port_daemon.wait()
+        self.do("nft flush chain inet upnp prerouting_miniupnpd && nft flush chain inet upnp miniupnpd")
+        self._start_port_daemon()
 
 
 @dataclass

@@ -5,68 +5,28 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import swarmd
-from tests.real.faults import (
-    Blow,
-    check_identical,
-    check_recovery,
-    check_replayed,
-    disturbed,
-    generate,
-    inputs_for,
-    revive,
-)
-from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.faults import N_TOKENS, VOCABULARY, Blow, Stage, generate, inputs_for, open_stage
 
 pytestmark = pytest.mark.slow
-VOCABULARY = 1024
-N_TOKENS = 30
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 FIRST, MIDDLE, LAST = 0, 1, 2
-
-
-class Stage:
-    """Three hops on three volunteers, and two more volunteers that hold everything."""
-
-    def __init__(self, swarm: LocalSwarm, volunteers: list[Volunteer], client: Any) -> None:
-        self.swarm, self.volunteers, self.client = swarm, volunteers, client
-        a, b, c = volunteers[:3]
-        self.chain = swarm.hops((a, 0, 2), (b, 2, 4), (c, 4, 6))
-        self.models = {
-            grade: client.model("demo", exact=grade == "exact", chain=self.chain) for grade in ("replayed", "exact")
-        }
-
-    def play(self, mode: str, blows: tuple[Blow, ...], grade: str = "replayed", seed: int = 1) -> Any:
-        model = self.models[grade]
-        inputs = inputs_for(mode, VOCABULARY, seed)
-        expected = generate(model, mode, inputs, N_TOKENS, seed)
-        outcome = disturbed(model, self.volunteers, mode, inputs, N_TOKENS, seed, blows)
-        check_recovery(outcome, self.volunteers, blows)
-        if grade == "exact":
-            check_identical(outcome.out, expected)
-        else:
-            check_replayed(outcome.out, expected, "float32")
-        return outcome
 
 
 @pytest.fixture(scope="module")
 def whole_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     torch.set_num_threads(1)
-    with local_swarm(Path(tmp_path_factory.mktemp("faults"))) as swarm:
-        volunteers = swarm.serving((0, 2), (2, 4), (4, 6), (0, 6), (0, 6))
-        with swarmd.connect(swarm.invite()) as client:
-            yield Stage(swarm, volunteers, client)
+    with open_stage(Path(tmp_path_factory.mktemp("faults"))) as stage:
+        yield stage
 
 
 @pytest.fixture
 def stage(whole_stage: Stage) -> Iterator[Stage]:
     yield whole_stage
-    revive(whole_stage.swarm, whole_stage.volunteers)
+    whole_stage.revive()
 
 
 @pytest.mark.parametrize(
@@ -105,6 +65,6 @@ def test_stopped_daemon_that_wakes_late_harms_nothing(stage: Stage) -> None:
     stage.play("greedy", (Blow(12, (MIDDLE,), STOP, "both"),))
     stage.volunteers[MIDDLE].signal(signal.SIGCONT, "daemon")
     model, inputs = stage.models["replayed"], inputs_for("greedy", VOCABULARY, 5)
-    revive(stage.swarm, stage.volunteers)
+    stage.revive()
     first, second = (generate(model, "greedy", inputs, N_TOKENS, 5) for _ in range(2))
     assert torch.equal(first.sequences, second.sequences)

@@ -217,6 +217,43 @@ def test_a_router_that_can_be_asked_opens_a_port_for_each(
     first.ask("down", "POST")
     assert first.process is not None
     first.process.wait()
-    rules = router.do("nft list chain inet upnp prerouting_miniupnpd")
-    assert f"dport {port}" not in rules
-    assert "dport 411" in rules, "the other's is there"
+    assert int(port) not in router.opened_ports()
+    assert len(router.opened_ports()) == 1, "the other's is there"
+
+
+@pytest.mark.skipif(shutil.which("miniupnpd") is None, reason="miniupnpd is not installed")
+def test_a_port_comes_back_when_the_router_forgets_and_when_the_daemon_was_killed(
+    lab: Lab, swarm: LocalSwarm, checkpoint: Path
+) -> None:
+    """The router grants two minutes by PCP (an hour is asked for)."""
+    start(swarm, lab.public("relay"), checkpoint)
+    router = lab.router("forgetful")
+    router.open_ports("PCP", granted_s=121)
+    volunteer = start(swarm, router.home("home"), checkpoint)
+    wait_for(swarm, volunteer, "open")
+    (port,) = router.opened_ports()
+    router.forget_ports()
+    assert not router.opened_ports()
+    swarm.wait(lambda: router.opened_ports() == {port}, "the port again, at half of the lease")
+    volunteer.signal(signal.SIGKILL)
+    assert volunteer.process is not None
+    volunteer.process.wait()
+    volunteer.start()
+    swarm.wait(lambda: volunteer.is_listening, "its control socket", volunteer)
+    swarm.wait(lambda: volunteer.ask("status")["reach"]["mapped"] is not None, "what it had opened before")
+    volunteer.ask("down", "POST")
+    volunteer.process.wait()
+    assert not router.opened_ports()
+
+
+@pytest.mark.skipif(shutil.which("miniupnpd") is None, reason="miniupnpd is not installed")
+@pytest.mark.parametrize("speaks", ["UPnP", "PCP"])
+def test_another_router_in_between_is_named(
+    lab: Lab, swarm: LocalSwarm, checkpoint: Path, speaks: Literal["UPnP", "PCP"]
+) -> None:
+    start(swarm, lab.public("relay"), checkpoint)
+    inner = lab.router("outer").router("inner", lan="10.9.9")
+    inner.open_ports(speaks)
+    volunteer = start(swarm, inner.home("home"), checkpoint)
+    swarm.wait(lambda: volunteer.ask("status")["reach"]["is_behind_another"], "why no port of the router helps")
+    assert "another router is in between" in volunteer.ask("status")["reach"]["why"]

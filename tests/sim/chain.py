@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 import trio
 
+from swarmd.client.links.ops import StepInput
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.plan.chains.routing import Hop
@@ -34,7 +35,7 @@ class Generation:
     async def step(self) -> None:
         """Generate one more token. Raises SwarmError, and AssertionError for one that the whole model does not give."""
         positions = torch.zeros(1, self._hidden.shape[1], dtype=torch.int32)
-        out = await self.session.step((), self._hidden, positions, None, False, 1, VOCABULARY)
+        out = await self.session.step(StepInput(self._hidden, positions, want=1, vocabulary=VOCABULARY))
         assert out is not None
         assert torch.equal(out[:, -1:], self._reference.step(self._hidden)[:, -1:]), self.session.statistics.steps
         self._hidden = out[:, -1:]

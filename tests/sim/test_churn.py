@@ -7,6 +7,7 @@ import torch
 import trio
 import trio.testing
 
+from swarmd.client.links.ops import StepInput
 from swarmd.net.sim import INDEX
 from swarmd.protocol.membership.records import RECORD_LIFETIME_S
 from swarmd.values import Span
@@ -27,7 +28,7 @@ async def converse(swarm: SimSwarm, n_tokens: int, pause_s: float, counts: dict[
     hidden = torch.randn(1, 5, HIDDEN, generator=rng)
     for _ in range(n_tokens):
         positions = torch.zeros(1, hidden.shape[1], dtype=torch.int32)
-        out = await session.step((), hidden, positions, None, False)
+        out = await session.step(StepInput(hidden, positions))
         assert out is not None
         torch.testing.assert_close(out, reference.step(hidden), rtol=1e-5, atol=1e-6)
         hidden = out[:, -1:]

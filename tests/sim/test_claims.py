@@ -11,7 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
-from swarmd.node.serving.balancer import Balancer, Turnover
+from swarmd.node.serving.balancer import Balancer, BalancerServices, Turnover
 from swarmd.node.serving.trials import APART_S, JOINING_S, REFUSALS, Trials, claimant_of
 from swarmd.plan.chains.placement import Target
 from swarmd.plan.chains.view import RecordBook, SwarmView
@@ -84,17 +84,15 @@ class World:
             return True
 
         clock = lambda: 10_000 + trio.current_time()  # noqa: E731
-        balancer = Balancer(
-            self.view,
-            (me, 0),
+        services = BalancerServices(
+            view=self.view,
             wall_clock=clock,
             rng=self.rng,
             interval_s=LOOK_S,
             turnover=Turnover(clock),
             trials=trials,
-            on_move=move,
         )
-        await balancer.run()
+        await Balancer(services, (me, 0), move).run()
 
     async def shift(self) -> None:
         """Claim what is held least, and leave it when somebody has gone elsewhere."""

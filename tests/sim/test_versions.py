@@ -11,6 +11,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
+from swarmd.client.links.ops import StepInput
 from swarmd.errors import SwarmError
 from swarmd.protocol.membership import records
 from swarmd.protocol.understanding import OURS, Understanding, understanding_of
@@ -41,7 +42,7 @@ async def test_what_is_new_is_used_with_those_who_announce_it(virtual_time: Mock
                 session = await client.open_session(replace(swarm.terms(100), **changes))
                 assert {link.hop.peer for link in session.hops.links} == {new}
                 hidden = torch.ones(1, 1, HIDDEN)
-                out = await session.step((), hidden, torch.zeros(1, 1, dtype=torch.int32), None, False)
+                out = await session.step(StepInput(hidden, torch.zeros(1, 1, dtype=torch.int32)))
                 assert out is not None
                 torch.testing.assert_close(out, Reference(4).step(hidden), atol=0.02, rtol=0.02)
                 await client.close_session(session)

@@ -13,6 +13,7 @@ from trio.testing import MockClock
 from swarmd.net.sim import SimLink
 from swarmd.protocol.runs.recipe import Batch, Checkpoints, Diloco, Optimizer, Parts
 from swarmd.train.store.disk import RunFolder
+from swarmd.train.store.memory_files import MemoryFiles
 from tests.train.replaying import counted_of
 from tests.train.vectors.test_codecs import CODECS
 from tests.train.world import Member, TrainingWorld, replay_steps, training
@@ -105,7 +106,7 @@ async def test_what_was_left_out_outlives_a_restart(virtual_time: MockClock, cod
         world.crash(member)
         await trio.sleep(0.1)
         counted_until = world.ledger.next_draw[member.peer]
-        kept = folder.feedback("float32", world.n_elements)
+        kept = MemoryFiles(tmp_path).feedback("float32", world.n_elements)
         assert kept is not None
         assert kept[0] == counted_until
         before = residual(member)

@@ -16,6 +16,7 @@ from swarmd.errors import ConfigError
 from swarmd.net.sim import SimLink
 from swarmd.protocol.runs.recipe import Batch, Diloco, Optimizer
 from swarmd.train.store.disk import RunFolder
+from swarmd.train.store.memory_files import MemoryFiles
 from swarmd.train.vectors.inner_steps import InnerOptimizer, Memory
 from swarmd.train.vectors.state import Vector
 from swarmd.train.vectors.work import UncountedWork
@@ -113,7 +114,7 @@ async def test_who_starts_again_goes_on_with_its_optimizer(virtual_time: MockClo
         await world.until(4)
         world.crash(member)
         await trio.sleep(0.1)
-        kept = folder.inner("float32", world.n_elements)
+        kept = MemoryFiles(tmp_path).inner("float32", world.n_elements)
         assert kept is not None
         assert kept.upto == world.ledger.next_draw[member.peer]
         assert kept.steps == kept.upto // 4
@@ -134,9 +135,9 @@ async def test_moments_that_cannot_be_are_left_out(virtual_time: MockClock, tmp_
         await world.until(3)
         world.crash(member)
         await trio.sleep(0.1)
-        kept = folder.inner("float32", world.n_elements)
+        kept = MemoryFiles(tmp_path).inner("float32", world.n_elements)
         assert kept is not None
-        folder.keep_inner(replace(kept, upto=kept.upto + 4))  # more than was ever counted
+        MemoryFiles(tmp_path).keep_inner(replace(kept, upto=kept.upto + 4))  # more than was ever counted
         began = world.epoch
         again = world.add(identity=member.identity, folder=folder)
         while not again.trainer.work.n_counted:
@@ -146,7 +147,7 @@ async def test_moments_that_cannot_be_are_left_out(virtual_time: MockClock, tmp_
         assert anew == {member.peer}
         (tmp_path / "inner.safetensors").write_bytes(b"damaged")
         with pytest.raises(ConfigError):
-            folder.inner("float32", world.n_elements)
+            MemoryFiles(tmp_path).inner("float32", world.n_elements)
 
 
 @pytest.mark.parametrize("fragments", [1, 4])

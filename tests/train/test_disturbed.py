@@ -12,19 +12,22 @@ from msgspec.structs import replace
 from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
+from swarmd.plan.runs.outcome import Outcome
 from swarmd.plan.runs.progress import leader_order
 from swarmd.plan.trust import standing
 from swarmd.protocol.fields import Message
 from swarmd.protocol.runs.recipe import Batch, Optimizer
 from swarmd.protocol.wire.rounds import Accepted, Beat, Group, Prepare, Propose, Pulse, Received
-from swarmd.train.rounds.joining import LONGEST_GATHER_S
+from swarmd.train.rounds.following import LONGEST_GATHER_S
 from swarmd.train.rounds.leader import Leader
-from swarmd.train.rounds.outcome import Outcome
+from swarmd.train.rounds.versions import GroupVersions
 from swarmd.train.store.chronicle import Chronicle
 from swarmd.train.store.proposer import RoundFailed
 from swarmd.train.vectors.state import Vector
 from swarmd.values import PeerId
 from tests.train.world import training
+
+Choose = Callable[[bytes, bool, float], PeerId]
 
 
 async def test_two_that_follow_each_other_no_more_meet_again(virtual_time: MockClock) -> None:
@@ -33,7 +36,7 @@ async def test_two_that_follow_each_other_no_more_meet_again(virtual_time: MockC
         await world.until(2)
         one, other = (m.trainer for m in world.trainers())
         for trainer, peer in ((one, other.me), (other, one.me)):
-            trainer.members.pass_over(peer, trainer.ledger.head, trio.current_time())
+            trainer.joining.leaders.pass_over(peer, trainer.ledger.head, trio.current_time())
         await world.until(world.epoch + 3, within_s=30)
         assert all(len(peers) == 2 for peers in world.contributors(world.epoch))
 
@@ -107,7 +110,7 @@ async def test_reducer_that_blames_everybody_is_left_out_itself(virtual_time: Mo
     async with training(seed=5) as world:
         liar, honest = world.add("reduce"), world.trainers()  # as a leader its own word would do, for its round
         await world.until(6)
-        tell = liar.trainer.joining._tell_member
+        tell = liar.trainer.joining.participation._tell
 
         async def blame(peer: PeerId, message: Message, payload: bytes = b"") -> None:
             if isinstance(message, Beat):
@@ -115,7 +118,7 @@ async def test_reducer_that_blames_everybody_is_left_out_itself(virtual_time: Mo
                 message = replace(message, received=received)
             await tell(peer, message, payload)
 
-        liar.trainer.joining._tell_member = blame  # type: ignore[method-assign]
+        liar.trainer.joining.participation._tell = blame
         await world.pace(8)
         assert all({m.peer for m in honest} <= peers for peers in world.contributors(7))
         assert {p for m in honest for p in m.trainer.members.shunned()} <= {liar.peer}, "one word is not enough"
@@ -127,7 +130,7 @@ async def test_claimed_bandwidth_sets_nobodys_deadline(virtual_time: MockClock) 
         crawler = world.add(bytes_per_s=0.0)
         await world.until(6)
         joining = crawler.trainer.joining
-        take_group = joining.take_group
+        take_group = joining.participation.take_group
 
         async def send_nothing(peer: PeerId) -> None:
             await trio.sleep_forever()
@@ -137,7 +140,7 @@ async def test_claimed_bandwidth_sets_nobodys_deadline(virtual_time: MockClock) 
             if joining.round is not None:
                 joining.round._sending._send_contribution = send_nothing  # type: ignore[method-assign]
 
-        joining.take_group = take_and_be_silent  # type: ignore[method-assign]
+        joining.participation.take_group = take_and_be_silent  # type: ignore[method-assign]
         assert max(await world.pace(4)) < 60
 
 
@@ -149,7 +152,7 @@ async def test_many_named_successors_are_forgotten(virtual_time: MockClock) -> N
         for i in range(2000):
             await channel.send(Pulse(run=world.run.id, parent=b"x" * 32, successor=f"nobody{i}"))
         await trio.sleep(5)
-        assert len(victim.trainer.members._leading) <= len(world.members)
+        assert len(victim.trainer.joining.leaders._leading) <= len(world.members)
 
 
 async def test_anchor_that_says_yes_and_does_not_sign_stops_nobody(virtual_time: MockClock) -> None:
@@ -173,12 +176,12 @@ async def test_join_before_the_agreed_time_is_refused(virtual_time: MockClock) -
     async with training(seed=9, n=2) as world:
         await world.until(6)
         caller, called = world.trainers()
-        called.trainer.joining.retry_at = trio.current_time() + 20
+        called.trainer.joining.following.retry_at = trio.current_time() + 20
         with pytest.raises(Refused, match="fewer samples") as refused:
-            called.trainer.joining.take_join(caller.peer, caller.trainer.joining._make_join())
+            called.trainer.joining.take_join(caller.peer, caller.trainer.joining.participation.make_join())
         assert refused.value.retry_after_s == pytest.approx(20)
         assert called.trainer.joining.leader is None
-        called.trainer.joining.retry_at = 0.0
+        called.trainer.joining.following.retry_at = 0.0
 
 
 # --- what it lacks -------------------------------------------------------------------------------------------------
@@ -220,15 +223,15 @@ async def test_after_a_round_that_failed_all_join_anew_at_once(
     async with training(seed=4) as world:
         await world.until(12)
         usual_s = np.mean(await world.pace())
-        average, failed = Leader._average_versions, []
+        average, failed = Leader._average, []
 
-        async def fail_once(leader: Leader) -> bytes:
+        async def fail_once(leader: Leader, versions: GroupVersions) -> bytes:
             if not failed:
                 failed.append(leader)
                 raise RoundFailed("once")
-            return await average(leader)
+            return await average(leader, versions)
 
-        monkeypatch.setattr(Leader, "_average_versions", fail_once)
+        monkeypatch.setattr(Leader, "_average", fail_once)
         begun = trio.current_time()
         await world.until(world.epoch + 1)
         assert trio.current_time() - begun < 2 * usual_s + 1.0
@@ -270,19 +273,19 @@ async def test_two_who_begin_to_lead_come_to_one(virtual_time: MockClock) -> Non
         usual_s = np.mean(await world.pace())
         everybody = [m.peer for m in world.trainers()]
 
-        def takes(place: int, choose: Callable[[bytes, bool], PeerId]) -> Callable[[bytes, bool], PeerId]:
+        def takes(place: int, choose: Choose) -> Choose:
             seen = set[bytes]()
 
-            def chosen(parent: bytes, may_lead: bool) -> PeerId:
+            def chosen(parent: bytes, may_lead: bool, now: float) -> PeerId:
                 if parent in seen:
-                    return choose(parent, may_lead)
+                    return choose(parent, may_lead, now)
                 seen.add(parent)
                 return leader_order(parent, everybody)[place]
 
             return chosen
 
         for i, member in enumerate(world.trainers()):
-            leaders = member.trainer.joining._leaders
+            leaders = member.trainer.joining.leaders
             leaders.choose = takes(i % 2, leaders.choose)  # type: ignore[method-assign]
         assert max(await world.pace(12)) < 1.5 * usual_s, "somebody waited for who follows another"
         assert all(len(peers) == 4 for peers in world.contributors(12))
@@ -292,7 +295,7 @@ async def test_silence_of_leaders_is_noticed_however_long_updates_take(virtual_t
     """The time between two rounds is no gap between signs of life."""
     async with training(seed=33, n=3, batch=Batch(target=400, micro=2, tokens=8)) as world:
         await world.until(20)
-        assert all(m.trainer.joining.pulses.limit_s() < 3 for m in world.trainers())
+        assert all(m.trainer.joining.following.pulses.limit_s() < 3 for m in world.trainers())
 
 
 async def test_two_who_take_each_other_for_lost_find_each_other(virtual_time: MockClock) -> None:

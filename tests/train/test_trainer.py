@@ -128,7 +128,7 @@ async def test_auxiliary_peer_reduces_only(virtual_time: MockClock) -> None:
             live = helper.trainer.joining.round
             if live is not None and any(live.group.members[p.reducer].peer == helper.peer for p in live.group.parts):
                 rounds += 1
-                helper.trainer.joining.end_round()
+                helper.trainer.joining.participation.end_round()
         await world.until(4)
 
 

@@ -23,7 +23,7 @@ from swarmd.values import PeerId
 from swarmd.weights.donor import read_piece
 from swarmd.weights.folder import ModelFolder
 from swarmd.weights.library import Library
-from swarmd.weights.supply import Supply
+from swarmd.weights.supply import Supply, SupplyListener
 
 pytestmark = pytest.mark.usefixtures("threads_inline")
 A = PeerId("a")
@@ -56,7 +56,8 @@ class Swarm:
 
 def supply_of(swarm: Swarm, root: Path, changed: list[int]) -> Supply:
     rpc: Any = swarm
-    return Supply(Library(root, {}), rpc, swarm.view, Pace(lambda: None), None, changed=lambda: changed.append(1))
+    listener = SupplyListener(on_change=lambda: changed.append(1))
+    return Supply(Library(root, {}), rpc, swarm.view, Pace(lambda: None), listener=listener)
 
 
 async def test_two_who_need_the_same_blocks_fetch_them_once(

@@ -23,23 +23,9 @@ from typing import Any
 
 import torch
 
-import swarmd
-from tests.real.faults import (
-    MODES,
-    Blow,
-    check_identical,
-    check_recovery,
-    check_replayed,
-    disturbed,
-    generate,
-    inputs_for,
-    revive,
-)
-from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.faults import MODES, Blow, Stage, open_stage
 
 ROOT = Path(__file__).parent.parent.parent
-N_TOKENS = 30
-VOCABULARY = 1024
 BLOWS = [
     (signal.SIGKILL, "daemon"),
     (signal.SIGKILL, "worker"),
@@ -63,50 +49,27 @@ def draw(rng: random.Random) -> tuple[str, str, tuple[Blow, ...]]:
     return mode, grade, tuple(blows)
 
 
-class Trial:
-    """Five volunteers of one dtype: three hops and two that hold everything."""
-
-    def __init__(self, swarm: LocalSwarm, client: Any, volunteers: list[Volunteer], dtype: str) -> None:
-        self.swarm, self.client, self.volunteers, self.dtype = swarm, client, volunteers, dtype
-        a, b, c = volunteers[:3]
-        chain = swarm.hops((a, 0, 2), (b, 2, 4), (c, 4, 6))
-        options = {"dtype": dtype, "chain": chain}
-        self.models = {g: client.model("demo", exact=g == "exact", **options) for g in ("replayed", "exact")}
-
-    def run(self, seed: int) -> str:
-        mode, grade, blows = draw(random.Random(seed))
-        model, inputs = self.models[grade], inputs_for(mode, VOCABULARY, seed)
-        expected = generate(model, mode, inputs, N_TOKENS, seed)
-        outcome = disturbed(model, self.volunteers, mode, inputs, N_TOKENS, seed, blows)
-        check_recovery(outcome, self.volunteers, blows)
-        if grade == "exact":
-            check_identical(outcome.out, expected)
-            difference = "identical"
-        else:
-            moved = check_replayed(outcome.out, expected, self.dtype)
-            is_equal = torch.equal(outcome.out.sequences, expected.sequences)
-            difference = f"{'the same' if is_equal else 'other'} tokens, logits moved by {moved}"
-        stall = max(r.stall_s for r in outcome.statistics.repairs)
-        replayed = sum(r.replayed_ops for r in outcome.statistics.repairs)
-        blow = " then ".join(map(str, blows))
-        return f"{self.dtype} {mode} {grade} {blow}: {difference}; {replayed} ops replayed, repair {stall:.2f} s"
+def prove_seed(stage: Stage, dtype: str, seed: int) -> str:
+    """Play what a seed draws; returns what came of it, in a line."""
+    mode, grade, blows = draw(random.Random(seed))
+    outcome = stage.play(mode, blows, grade, seed)
+    stall = max(r.stall_s for r in outcome.statistics.repairs)
+    replayed = sum(r.replayed_ops for r in outcome.statistics.repairs)
+    blow = " then ".join(map(str, blows))
+    return f"{dtype} {mode} {grade} {blow}: {outcome.difference}; {replayed} ops replayed, repair {stall:.2f} s"
 
 
 def prove(seeds: range, dtype: str, write: Any) -> Counter[str]:
     counts: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
-        spans = ((0, 2), (2, 4), (4, 6), (0, 6), (0, 6))
-        volunteers = swarm.serving(*spans, SWARMD_DTYPE=dtype)
-        with swarmd.connect(swarm.invite()) as client:
-            trial = Trial(swarm, client, volunteers, dtype)
-            for seed in seeds:
-                try:
-                    write(f"seed {seed}: {trial.run(seed)}")
-                    counts["held"] += 1
-                except Exception as error:  # noqa: BLE001 - a failed promise is what this program reports
-                    counts["FAILED"] += 1
-                    write(f"seed {seed}: FAILED {draw(random.Random(seed))}: {error!r}\n{traceback.format_exc()}")
-                revive(swarm, volunteers)
+    with tempfile.TemporaryDirectory() as folder, open_stage(Path(folder), dtype) as stage:
+        for seed in seeds:
+            try:
+                write(f"seed {seed}: {prove_seed(stage, dtype, seed)}")
+                counts["held"] += 1
+            except Exception as error:  # noqa: BLE001 - a failed promise is what this program reports
+                counts["FAILED"] += 1
+                write(f"seed {seed}: FAILED {draw(random.Random(seed))}: {error!r}\n{traceback.format_exc()}")
+            stage.revive()
     return counts
 
 

@@ -24,6 +24,7 @@ import trio
 
 import swarmd
 from swarmd.client.links.link import SessionOptions
+from swarmd.client.links.ops import StepInput
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.errors import SwarmError
 from swarmd.plan.chains.routing import Hop
@@ -78,7 +79,7 @@ class Load:
                 hidden = torch.randn(1, n if at == 0 else 1, WIDTH).to(getattr(torch, kind[0]))
                 start = 0 if at == 0 else n + at - 1
                 positions = torch.arange(start, start + hidden.shape[1], dtype=torch.int32)[None]
-                await session.step((), hidden, positions, None, False)
+                await session.step(StepInput(hidden, positions))
         finally:
             await self._client.close_session(session)
 

@@ -138,7 +138,7 @@ async def _giant(enemy: Enemy) -> None:
 
     async def one(purpose: str) -> None:
         stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, purpose)  # type: ignore[arg-type]
-        await stream.send(messages.encode_frame(enemy.swarm.hello()))
+        await stream.send(messages.encode_frame(enemy.swarm.dispatch.hello()))
         for at in range(0, len(frame), piece):
             await stream.send(frame[at : at + piece])
             await trio.sleep(0.002)
@@ -192,7 +192,7 @@ async def _hoard(enemy: Enemy) -> None:
 async def _cut_off(enemy: Enemy) -> None:
     while True:
         stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, enemy.rng.choice(PURPOSES))
-        whole = messages.encode_frame(enemy.swarm.hello()) + messages.encode_frame(
+        whole = messages.encode_frame(enemy.swarm.dispatch.hello()) + messages.encode_frame(
             Ping(id=1), bytes(enemy.rng.randrange(1, 100_000))
         )
         await stream.send(whole[: enemy.rng.randrange(1, len(whole))])
@@ -204,7 +204,7 @@ async def _unread(enemy: Enemy) -> None:
     for purpose in PURPOSES:
         for _ in range(MAX_CHANNELS):
             stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, purpose)
-            await stream.send(messages.encode_frame(enemy.swarm.hello()))
+            await stream.send(messages.encode_frame(enemy.swarm.dispatch.hello()))
             await stream.send(messages.encode_frame(Ping(id=1, want_bytes=4 * 2**20)))
     await trio.sleep_forever()
 

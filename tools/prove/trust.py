@@ -24,7 +24,7 @@ import torch
 from transformers import StoppingCriteria
 
 import swarmd
-from swarmd.client.sessions import audit
+from swarmd.client.sessions import hop_audit
 from swarmd.errors import SwarmError
 from swarmd.plan.chains.routing import Hop
 from swarmd.plan.trust.audits import AuditRecord
@@ -202,7 +202,7 @@ def windows_until_found(swarm: LocalSwarm, holders: list[Volunteer], liar: Volun
     chain = (Hop(liar.peer, Span(0, half)), Hop(holders[0].peer, Span(half, 2 * half)))
     with swarmd.connect(swarm.invite()) as client:
         # else the others would do without it, and this would be the only trial
-        audit.accuse = tell_nobody  # type: ignore[attr-defined,assignment]
+        hop_audit.accuse = tell_nobody  # type: ignore[attr-defined,assignment]
         client.within.checks._records = RightBefore()
         model, tokenizer = client.model(name, chain=chain, lookup=False), client.tokenizer(name)
         for n_answers in range(1, 1_000):

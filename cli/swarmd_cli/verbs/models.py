@@ -397,16 +397,16 @@ def _follow_download(model: str, quiet: bool) -> JsonObject:
     with progress() as update:
         while True:
             body = ask_json("here", model=model)
-            here = read_answer(HereAnswer, body)
-            if not here.pulling:
+            presence = read_answer(HereAnswer, body)
+            if not presence.pulling:
                 break
             for download in ask(DownloadsAnswer, "downloads").downloads:
                 if download.model == model:
                     update(download)
             time.sleep(LOOK_INTERVAL_S)
-    if here.failure:
-        error = SwarmError(here.failure)
-        error.exit_code = here.exit_code
+    if presence.failure:
+        error = SwarmError(presence.failure)
+        error.exit_code = presence.exit_code
         raise error
     return body
 

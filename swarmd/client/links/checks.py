@@ -6,28 +6,24 @@ With a file it outlives the process. The rules are ``plan.trust.audits``'s.
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from swarmd.errors import ConfigError
 from swarmd.plan.trust.audits import AuditRecord, is_due
+from swarmd.plan.trust.evasions import EvasionCounts, forget_oldest
 from swarmd.protocol.untrusted import read_json
 from swarmd.values import Decision
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MAX_RECORDS = 4_096  # of those who were right most recently
-MOST_EXCUSES = 3  # of one server, for dead workers; beyond them a share of its checks
-ONE_DEATH_S = 60.0  # of a worker: it is back by then
-EXCUSED_SHARE = 0.02  # ten times what honest servers needed that were killed 38 times in an hour
 N_KEPT = 64  # findings that people are shown
 
 
@@ -40,10 +36,6 @@ class CheckFinding:
     reason: str
 
 
-# Two ways to escape an audit are watched, because a server that can always escape can always lie. One refuses to show
-# what it did (``count_evasion``): once may be a race, twice is counted. The other says that its worker died
-# (``count_excuse``): honest workers die too, so only a rate far above theirs counts. Records and excuses forget the
-# oldest servers first, so that peers with fresh keys cannot make them grow without end.
 class Checks:
     """See the module. Owned by the client's trio thread."""
 
@@ -51,8 +43,7 @@ class Checks:
         self.n_served_tokens = 0  # tokens times blocks, of sessions that are checked
         self.n_computed_tokens = 0  # the same, computed again
         self.outcomes: Counter[str] = Counter()
-        self._n_evasions: dict[str, int] = {}
-        self._excuses: dict[str, tuple[int, float]] = {}
+        self.evasions = EvasionCounts()
         self.findings: deque[CheckFinding] = deque(maxlen=N_KEPT)
         self._rng = rng
         self._file = file
@@ -73,31 +64,12 @@ class Checks:
     def note(self, key: str, is_right: bool) -> None:
         """Count one check that was decided."""
         self._records[key] = self._records.pop(key, AuditRecord()).after(is_right)
-        _forget_oldest(self._records)
+        forget_oldest(self._records)
 
     def record_finding(self, finding: CheckFinding) -> None:
         """Keep how a check ended, decided or not."""
         self.findings.append(finding)
         self.outcomes[finding.outcome] += 1
-
-    def count_evasion(self, key: str) -> bool:
-        """Count that a server would not show what it did; True if that was not the first time."""
-        n = self._n_evasions.pop(key, 0) + 1
-        self._n_evasions[key] = n
-        _forget_oldest(self._n_evasions)
-        return n > 1
-
-    def count_excuse(self, key: str, now: float) -> bool:
-        """Count that a server's worker had died when its window was to be checked; True if honest ones die less often.
-
-        Several sessions see one death: within a minute it counts once. ``now``: seconds on a clock that only grows.
-        """
-        n, last_at = self._excuses.pop(key, (0, -math.inf))
-        if now - last_at > ONE_DEATH_S:
-            n += 1
-        self._excuses[key] = n, now
-        _forget_oldest(self._excuses)
-        return n > MOST_EXCUSES and n > EXCUSED_SHARE * self.record(key).n_checks
 
     def share(self) -> float:
         """What checking computed, as a share of what was served."""
@@ -129,9 +101,3 @@ class Checks:
             logger.warning("%s", error)
             return {}
         return {key: AuditRecord(*row) for key, row in rows.items()}
-
-
-def _forget_oldest(by_server: dict[str, Any]) -> None:
-    """Keep what was noted of MAX_RECORDS servers: identities cost nothing, memory does."""
-    while len(by_server) > MAX_RECORDS:
-        del by_server[next(iter(by_server))]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.timing import PassTimes
@@ -153,6 +153,14 @@ class HopLink:
     received: int | None = None
 
 
+@dataclass(slots=True)
+class Position:
+    """How far a session is: the last op that was sent, and the last whose answer is here."""
+
+    seq: int = 0
+    answered: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class ServedLogits:
     """Logits that came with an answer, by whom, and how the hidden states beside them travelled."""
@@ -165,68 +173,6 @@ class ServedLogits:
     def giver(self) -> str:
         """Which worker of which peer."""
         return f"{self.link.hop.peer}/{self.link.hop.slot}"
-
-
-def merge_neighbours(links: list[HopLink]) -> list[HopLink]:
-    """Make one hop of neighbouring new ones on the same peer."""
-    merged: list[HopLink] = []
-    for link in links:
-        last = merged[-1] if merged else None
-        if last is None or not _can_merge(last, link):
-            merged.append(link)
-        else:
-            span = Span(last.hop.span.start, link.hop.span.end)
-            merged[-1] = HopLink(replace(link.hop, span=span))
-    return merged
-
-
-def _can_merge(first: HopLink, second: HopLink) -> bool:
-    are_new = first.received is None and second.received is None
-    return are_new and first.hop.peer == second.hop.peer and first.hop.slot == second.hop.slot
-
-
-class ReplayGap(NamedTuple):
-    """What a receiver lacks, and how much of it the sender is to pass on.
-
-    ``have``: the last op that the receiver has; None: it is new, and has nothing. Ops through ``silent_through`` are
-    computed for their caches only, up to block ``end``: behind it they are known.
-    """
-
-    have: int | None
-    silent_through: int
-    end: int
-
-
-# A repair brings every hop to the last op that was sent. Each sender gives its receiver what that lacks. An example,
-# with the last op that each has received:
-#
-#     client (sent 9) --> hop A (9) --> hop B (new) --> hop C (7) --> client (has answers 1 to 7)
-#
-# A lacks nothing. B has nothing, so A replays ops 1 to 9 from its history. Ops 1 to 7 are silent: B computes them for
-# its caches only, and they end at C's first block, because C has them. B passes ops 8 and 9 on to C by itself, and C
-# answers them. So no hop computes an op twice, and the client gets no answer twice.
-
-
-def plan_replay(
-    links: list[HopLink],
-    index: int,
-    seq: int,
-    answered: int,
-    n_blocks: int,
-) -> ReplayGap | None:
-    """Say what hop ``index`` (past the last: the client) lacks of the one before; None if nothing is to be asked."""
-    sender = seq if index == 0 else links[index - 1].received
-    if sender is None:
-        return None  # a new hop passes on by itself what it is given
-    if index == len(links):
-        return ReplayGap(answered, 0, 0) if sender > answered else None
-    have = links[index].received
-    if have is not None:
-        return ReplayGap(have, 0, 0) if sender > have else None
-    next_survivor = next((link for link in links[index:] if link.received is not None), None)
-    if next_survivor is None:
-        return ReplayGap(None, answered, n_blocks)
-    return ReplayGap(None, next_survivor.received or 0, next_survivor.hop.span.start)
 
 
 @dataclass(slots=True)

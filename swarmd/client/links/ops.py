@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from swarmd.plan.chains.batching import tokens_of_op
 from swarmd.plan.chains.codec import choose_codec
 from swarmd.protocol.understanding import understanding_of
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import Op
+from swarmd.protocol.wire.messages import Edit, Op
 from swarmd.protocol.wire.tensors import CHANGES, CODECS, max_tokens_per_frame
 from swarmd.values import Decision, PeerId
 from swarmd.wire import top
@@ -24,6 +24,24 @@ from swarmd.wire.tensors import unpack_untrusted
 from swarmd.wire.top import Top
 
 MAX_OP_BYTES = 8 * 2**20  # half a frame: other sessions' frames come between
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What one step sends through a chain: tokens, after edits of the caches.
+
+    hidden: [b, t, d], positions and mask: [b, t]; no hidden states: edits only; no mask: no padding. With
+    ``record_past`` servers keep what a cache would forget, so that it can be cropped. Of each row the last ``want``
+    tokens are needed (None: all), and with a ``vocabulary`` their largest logits, too, where the last hop has a head.
+    """
+
+    hidden: torch.Tensor | None
+    positions: torch.Tensor | None
+    edits: tuple[Edit, ...] = ()
+    mask: torch.Tensor | None = None
+    record_past: bool = False
+    want: int | None = None
+    vocabulary: int = 0
 
 
 def codec_for(swarm: SessionServices, terms: SessionOptions, peers: list[PeerId]) -> Decision[str]:

@@ -10,6 +10,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,6 +85,34 @@ def is_plain(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class LogitsSource:
+    """What computes the logits of one text: a swarm head, else a trace of the client's part, else the family's forward.
+
+    A trace is of passes with few tokens. ``cache`` is the model's argument ``cache_name``.
+    """
+
+    model: Any
+    cache: Any
+    cache_name: str
+    traced: TracedPass | None
+    head: SwarmHead | None
+
+    def compute_logits(self, sent: torch.Tensor, n: int, is_prompt: bool) -> torch.Tensor:
+        """Compute logits of the tokens sent, or of the last ``n`` only."""
+        if self.head is not None:
+            return self.head.logits(sent, self.cache, n)
+        if self.traced is not None and not is_prompt:
+            positions, through_swarm = self.cache.prepare_append(sent.shape[1])
+            return self.traced.compute(sent, positions, through_swarm)
+        options = {self.cache_name: self.cache}
+        if _keeps_logits(self.model.__class__):
+            options["logits_to_keep"] = n
+        output = self.model(input_ids=sent.to(self.model.device), use_cache=True, **options)
+        logits: torch.Tensor = output.logits
+        return logits
+
+
 # One round of the loop. The last token that is known travels with draft tokens behind it, in one pass:
 #
 #     sent       t9 | d10 d11 d12           the cache holds t1 to t8
@@ -115,14 +144,14 @@ def make_loop(
         sent = input_ids
         draft_tokens: list[int] = []
         samples = bool(generation_config.do_sample)
-        swarm_head = head if is_enough(logits_processor, samples) else None
+        usable_head = head if is_enough(logits_processor, samples) else None
+        source = LogitsSource(model, cache, cache_name, traced, usable_head)
         speculation.begin(tokens)
         while True:
             started_at = time.perf_counter()
             is_prompt = ids is input_ids
             n_wanted = 1 + len(draft_tokens)
-            usable_trace = None if is_prompt else traced
-            out = _compute_logits(model, sent, n_wanted, cache_name, cache, usable_trace, swarm_head)
+            out = source.compute_logits(sent, n_wanted, is_prompt)
             if not is_prompt:
                 speculation.costs.measured(sent.shape[1], time.perf_counter() - started_at)
             logits = out[:, -n_wanted:].to(ids.device, torch.float32, copy=True)
@@ -142,34 +171,13 @@ def make_loop(
             speculation.learn(n_right)
             if is_done:
                 break
-            draft_tokens = speculation.ahead(tokens, generation_config.max_length - len(tokens) - 1)
+            draft_tokens = speculation.propose_tokens(tokens, generation_config.max_length - len(tokens) - 1)
             sent = torch.tensor([[tokens[-1], *draft_tokens]])
         if streamer is not None:
             streamer.end()
         return ids
 
     return decode
-
-
-def _compute_logits(
-    model: Any,
-    sent: torch.Tensor,
-    n: int,
-    name: str,
-    cache: Any,
-    traced: TracedPass | None,
-    head: SwarmHead | None,
-) -> torch.Tensor:
-    """Compute logits of the tokens sent, or of the last n, by what there is: a swarm head, a trace, the forward."""
-    if head is not None:
-        return head.logits(sent, cache, n)
-    if traced is not None:
-        positions, through_swarm = cache.prepare_append(sent.shape[1])
-        return traced.compute(sent, positions, through_swarm)
-    options = {"logits_to_keep": n} if _keeps_logits(model.__class__) else {}
-    output = model(input_ids=sent.to(model.device), use_cache=True, **{name: cache}, **options)
-    logits: torch.Tensor = output.logits
-    return logits
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import ServedLogits
+from swarmd.client.links.ops import StepInput
 from swarmd.compute.model import skeleton
 from swarmd.errors import CacheExhausted
 from swarmd.protocol.wire.messages import Edit
@@ -23,19 +24,10 @@ class Session(Protocol):
     @property
     def layer_arity(self) -> int: ...
 
-    def step(
-        self,
-        edits: tuple[Edit, ...],
-        hidden: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        record_past: bool,
-        want: int | None = None,
-        vocabulary: int = 0,
-    ) -> torch.Tensor | None: ...
+    def step(self, step: StepInput) -> torch.Tensor | None: ...
 
     @property
-    def given(self) -> ServedLogits | None: ...
+    def served_logits(self) -> ServedLogits | None: ...
 
     def reject_logits(self, logits: ServedLogits, reason: str) -> None: ...
 
@@ -132,7 +124,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Send hidden states through the remote layers: [b, t, d] -> [b, t, d], true for the last ``want`` tokens.
 
-        With a ``vocabulary`` the session may be ``given`` the largest logits of these, too.
+        With a ``vocabulary`` the session may have their largest logits (``served_logits``), too.
         """
         b, t, _ = hidden.shape
         if self.session is None and self.n_expected:
@@ -146,12 +138,17 @@ class RemoteCache(Cache):  # type: ignore[misc]
             self.session = self._open_session(b, self.max_tokens, tuned)
         chunk = None if mask is None else mask[:, -t:].to(torch.uint8)
         self._has_padding = self._has_padding or (chunk is not None and not bool(chunk.all()))
-        edits = tuple(self._edits)
+        step = StepInput(
+            hidden.to(self.dtype),
+            positions.to(torch.int32).expand(b, t),
+            edits=tuple(self._edits),
+            mask=chunk if self._has_padding else None,
+            record_past=self._records_past,
+            want=want,
+            vocabulary=vocabulary,
+        )
         self._edits = []
-        positions = positions.to(torch.int32).expand(b, t)
-        sent_mask = chunk if self._has_padding else None
-        sent = hidden.to(self.dtype)
-        out = self.session.step(edits, sent, positions, sent_mask, self._records_past, want, vocabulary)
+        out = self.session.step(step)
         assert out is not None
         self.n_tokens += t
         return out.to(hidden.dtype)

@@ -48,7 +48,7 @@ class Costs:
 # right ones. It takes one_s + n * each_s. The n with the best ratio of the two is tried, if it gains LEAST_GAIN at
 # least. Chances and times are measured as a text goes on. So tries have a budget (``_allowance_s``): what earlier tries
 # won, and a little beside. A text that never repeats itself loses no more than that.
-def tokens_ahead(chance: float, max_tokens: int, one_s: float, each_s: float) -> Decision[int]:
+def choose_draft_length(chance: float, max_tokens: int, one_s: float, each_s: float) -> Decision[int]:
     """Choose how many of ``max_tokens`` draft tokens to try; each is right with this chance if those before it are.
 
     A pass takes ``one_s``, each token tried ``each_s`` more. The most tokens in the time are what counts.
@@ -159,7 +159,7 @@ class Speculation:
         for record in self._sources:
             record.source.end()
 
-    def ahead(self, tokens: Sequence[int], room: int) -> list[int]:
+    def propose_tokens(self, tokens: Sequence[int], room: int) -> list[int]:
         """Propose tokens to send behind the last of these, at most ``room``; ``learn`` is told what became of them."""
         self._n_passes += 1
         one_s = self.costs.one_s
@@ -168,7 +168,7 @@ class Speculation:
             max_tokens = min(MOST_AHEAD, room)
             if each_s:
                 max_tokens = min(max_tokens, int(self._allowance_s() / each_s))
-            decision = tokens_ahead(record.chance, max_tokens, one_s, each_s)
+            decision = choose_draft_length(record.chance, max_tokens, one_s, each_s)
             self.reason = decision.reason
             if decision.action:
                 proposed, seconds = record.source.propose(tokens, decision.action, each_s / one_s)

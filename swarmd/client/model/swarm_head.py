@@ -81,17 +81,17 @@ class HeadChecks:
         self.n_taken = 0
         self.n_checked = 0
 
-    def is_due(self, served: ServedLogits) -> bool:
-        """Are these logits to be computed here, too? Until a server was right once, all are."""
+    def draw_check(self, served: ServedLogits) -> bool:
+        """Draw whether these logits are computed here, too, and count them. Until a server was right once, all are."""
         self.n_taken += 1
         is_due = served.giver not in self._right or self._rng.random() < self._share
         self.n_checked += is_due
         return is_due
 
-    def wrong(self, served: ServedLogits, expected: torch.Tensor, dtype: torch.dtype) -> str:
+    def find_error(self, served: ServedLogits, expected: torch.Tensor, dtype: torch.dtype) -> str:
         """Say what is wrong with logits, by float32 ones [n, vocabulary] computed here; "" if nothing is.
 
-        ``dtype`` is what the head is computed in.
+        ``dtype`` is what the head is computed in. A server that was right is checked less often from then on.
         """
         top = served.top
         expected_top = largest(expected, top.ids.shape[1])
@@ -145,14 +145,14 @@ class SwarmHead:
         hidden = through(self._enter(ids, positions))[:, -n:]
         session = cache.session
         assert session is not None
-        served = session.given
-        if served is not None and not self._checks.is_due(served):
+        served = session.served_logits
+        if served is not None and not self._checks.draw_check(served):
             return served.top.filled(self._vocabulary).unsqueeze(0)
         logits = self._traced.compute(ids[:, -n:], positions[:, -n:], lambda _: hidden)
         if served is not None:
-            wrong = self._checks.wrong(served, logits[0].float(), hidden.dtype)
-            if wrong:
-                session.reject_logits(served, wrong)
+            error = self._checks.find_error(served, logits[0].float(), hidden.dtype)
+            if error:
+                session.reject_logits(served, error)
         return logits
 
     def _fingerprint(self) -> list[tuple[int, int]]:

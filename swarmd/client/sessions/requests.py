@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from swarmd.client.links.link import HopLink, ReplayGap, SessionOptions, needs_of
+from swarmd.client.links.link import HopLink, needs_of
+from swarmd.client.sessions.chain import Chain
+from swarmd.client.sessions.repair_plan import ReplayGap
 from swarmd.protocol.wire.messages import HandOver, OpenSession, Replay, Reroute
 from swarmd.values import PeerId
 
 
 class Requests:
-    """Builds the requests of one session."""
+    """Builds the requests of one session, for its chain as it is."""
 
-    def __init__(
-        self,
-        session: bytes,
-        terms: SessionOptions,
-        addresses_of: Callable[[PeerId], tuple[str, ...]],
-        receipts: bool,
-    ) -> None:
-        self._session = session
-        self._terms = terms
+    def __init__(self, chain: Chain, addresses_of: Callable[[PeerId], tuple[str, ...]], receipts: bool) -> None:
+        self._chain = chain
         self._addresses_of = addresses_of
         self._receipts = receipts
 
-    def open(
-        self,
-        links: Sequence[HopLink],
-        index: int,
-        *,
-        epoch: int,
-        codec: str,
-        numerics: str,
-        inherit: str,
-    ) -> OpenSession:
+    def open(self, index: int, numerics: str, inherit: str) -> OpenSession:
         """Reserve hop ``index``; ``numerics`` binds it in the exact grade, ``inherit`` names who sends its caches."""
-        hop = links[index].hop
-        terms = self._terms
-        predecessor, successor = _neighbours_of(links, index)
+        span = self._chain.links[index].hop.span
+        terms = self._chain.terms
+        codec = self._chain.codec.action
+        predecessor, successor = self._neighbours_of(index)
         return OpenSession(
-            session=self._session,
+            session=self._chain.key,
             model=terms.model,
-            start=hop.span.start,
-            end=hop.span.end,
-            epoch=epoch,
+            start=span.start,
+            end=span.end,
+            epoch=self._chain.epoch,
             batch=terms.batch,
             max_tokens=terms.max_tokens,
             dtype=terms.dtype,
@@ -60,49 +47,43 @@ class Requests:
             needs=tuple(sorted(needs_of(terms, codec))),
         )
 
-    def reroute(
-        self,
-        links: Sequence[HopLink],
-        index: int,
-        epoch: int,
-        settled: int,
-    ) -> Reroute:
+    def reroute(self, index: int) -> Reroute:
         """Give a surviving hop its neighbours of a new epoch."""
-        predecessor, successor = _neighbours_of(links, index)
+        predecessor, successor = self._neighbours_of(index)
         return Reroute(
-            session=self._session,
-            start=links[index].hop.span.start,
-            epoch=epoch,
-            settled=settled,
+            session=self._chain.key,
+            start=self._chain.links[index].hop.span.start,
+            epoch=self._chain.epoch,
+            settled=self._chain.position.answered,
             predecessor=predecessor,
             successor=successor,
             successor_addresses=self._addresses_of(successor) if successor else (),
         )
 
-    def replay(self, link: HopLink, epoch: int, gap: ReplayGap) -> Replay:
+    def replay(self, link: HopLink, gap: ReplayGap) -> Replay:
         """Have a hop send its successor what that lacks."""
         return Replay(
-            session=self._session,
+            session=self._chain.key,
             start=link.hop.span.start,
-            epoch=epoch,
+            epoch=self._chain.epoch,
             have=gap.have,
             silent_through=gap.silent_through,
             replay_end=gap.end,
         )
 
-    def hand_over(self, link: HopLink, epoch: int, heir: PeerId) -> HandOver:
+    def hand_over(self, link: HopLink, heir: PeerId) -> HandOver:
         """Have a hop that stops serving send its caches to ``heir``."""
         return HandOver(
-            session=self._session,
+            session=self._chain.key,
             start=link.hop.span.start,
-            epoch=epoch,
+            epoch=self._chain.epoch,
             to=heir,
             addresses=self._addresses_of(heir),
         )
 
-
-def _neighbours_of(links: Sequence[HopLink], index: int) -> tuple[PeerId, PeerId]:
-    """The peers before and after hop ``index``; an empty one stands for the client."""
-    predecessor = links[index - 1].hop.peer if index else PeerId("")
-    successor = links[index + 1].hop.peer if index + 1 < len(links) else PeerId("")
-    return predecessor, successor
+    def _neighbours_of(self, index: int) -> tuple[PeerId, PeerId]:
+        """The peers before and after hop ``index``; an empty one stands for the client."""
+        links = self._chain.links
+        predecessor = links[index - 1].hop.peer if index else PeerId("")
+        successor = links[index + 1].hop.peer if index + 1 < len(links) else PeerId("")
+        return predecessor, successor

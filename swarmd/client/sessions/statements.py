@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from swarmd.client.links.link import Doubt, HopLink, SessionServices
@@ -115,7 +116,7 @@ class Statements:
 
     async def _target_account(self, link: HopLink) -> HopAccount:
         try:
-            return await self._hops.ask_receipt(link)
+            return await self._session.receipts.ask_receipt(link)
         except Refused as error:
             raise self._read_refusal(error) from None
         except (PeerTimeout, Unreachable) as error:
@@ -126,7 +127,7 @@ class Statements:
         if link is None:
             return None
         try:
-            return link, await self._hops.ask_receipt(link)
+            return link, await self._session.receipts.ask_receipt(link)
         except PeerError:
             return link, None
 
@@ -224,3 +225,8 @@ class Statements:
         hidden, positions = inputs
         meta, payload = pack(hidden, positions, None, self._session.codec.action)
         return unpack_untrusted(meta, memoryview(payload))[0], positions
+
+
+def to_floats(hidden: torch.Tensor) -> np.ndarray:
+    """Hidden states as numbers that are compared: float32."""
+    return np.asarray(hidden.detach().float().numpy())

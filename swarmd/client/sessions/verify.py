@@ -14,7 +14,7 @@ import torch
 import trio
 
 from swarmd.client.links.link import SessionOptions
-from swarmd.client.links.ops import count_tokens
+from swarmd.client.links.ops import StepInput, count_tokens
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import SwarmError, SwarmUnavailable, WrongAnswer
 from swarmd.plan.trust.equality import Bound, bound_of, is_equal, measure_errors, widen_bound
@@ -105,7 +105,8 @@ class VerifyingChain:
     async def _check_op(self, sent: SentOp, out: torch.Tensor) -> None:
         """Compute one op again. Raises WrongAnswer with the first token that differs."""
         second = await self._second_session()
-        recomputed = await second.step(sent.edits, sent.hidden, sent.positions, sent.mask, sent.record_past)
+        step = StepInput(sent.hidden, sent.positions, sent.edits, sent.mask, sent.record_past)
+        recomputed = await second.step(step)
         self._n_checked -= count_cropped(sent.edits)
         if recomputed is None or sent.hidden is None:
             return

@@ -22,6 +22,7 @@ from swarmd.client.tuning.lane_life import LaneLife
 from swarmd.client.tuning.lane_parameters import LaneParameters
 from swarmd.client.tuning.lane_pass import LaneAnswer, LanePasses, MicroBatch
 from swarmd.errors import Code, PeerError, RemoteProtocolError
+from swarmd.net.rpc import Channel
 from swarmd.plan.chains.routing import Hop
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Ping, Refusal
@@ -37,7 +38,7 @@ OPEN_TIMEOUT_S = 8.0  # a channel, and parameters to be loaded
 QUIET_S = 2.0  # without a word: then ask whether everybody is there
 PING_TIMEOUT_S = 3.0  # to a server that computes; it answers from another process
 SILENT_S = 20.0  # twenty signs of life that did not come
-FRAME_S = 3.0  # for the rest of a frame that was begun
+FRAME_S = 3.0  # for the rest of a frame that was begun, when its lane ends
 
 
 # A lane of two hops. Each hop sends to its neighbour, and the client gets what leaves the ends:
@@ -152,8 +153,8 @@ class Lane:
         await self._parameters.upload(batch.tuned)
         done = trio.Event()
         received_rows, sent_rows = self._changes or (None, None)
-        entered = self._passes.begin_forward(batch, done.set, received_rows)
-        _, seq = entered.key
+        lane_pass = self._passes.begin_forward(batch, done.set, received_rows)
+        _, seq = lane_pass.key
         first = self.hops[0]
         header = Forward(
             session=self.key,
@@ -168,10 +169,10 @@ class Lane:
         is_held = False
         try:
             await self._send_and_wait(first, frames, done)
-            out, _ = entered.answer()
+            out, _ = lane_pass.answer()
             is_held = batch.keep
         finally:
-            self._passes.leave(entered, is_held=is_held)
+            self._passes.leave(lane_pass, is_held=is_held)
         return seq, out
 
     async def backward(self, seq: int, gradient: torch.Tensor, tuned: TunedParameters) -> LaneAnswer:
@@ -179,12 +180,12 @@ class Lane:
         last = self.hops[-1]
         frames = backward_frames(self.key, last.span.end, seq, gradient, self.codec.action)
         done = trio.Event()
-        entered = self._passes.begin_backward(seq, gradient, tuned, done.set)
+        lane_pass = self._passes.begin_backward(seq, gradient, tuned, done.set)
         try:
             await self._send_and_wait(last, frames, done)
-            return entered.answer()
+            return lane_pass.answer()
         finally:
-            self._passes.leave(entered, is_held=False)
+            self._passes.leave(lane_pass, is_held=False)
 
     async def _send_and_wait(self, hop: Hop, frames: Iterator[bytes], done: trio.Event) -> None:
         """Send frames to a hop, and wait for what comes of them. Raises LaneFailed when the lane ends."""
@@ -193,8 +194,7 @@ class Lane:
             try:
                 channel = await self._swarm.rpc.channel(hop.peer, "training")
                 for frame in frames:
-                    with trio.CancelScope(deadline=trio.current_time() + FRAME_S, shield=True):  # half a frame would
-                        await channel.send_raw(frame)  # end the channel, and all lanes that use it
+                    await _send_whole(channel, frame)
                     self._life.hear()  # somebody reads
             except PeerError as error:
                 self.fail(failure_of(hop, error))
@@ -242,8 +242,8 @@ class Lane:
             self._sends_changes = False
         if failure.is_over:
             self.fail(failure)
-        for entered in refused:
-            entered.fail(failure)
+        for lane_pass in refused:
+            lane_pass.fail(failure)
 
     # --- time ------------------------------------------------------------------------------------------------
 
@@ -269,3 +269,30 @@ class Lane:
         async with trio.open_nursery() as nursery:
             for hop in self.hops:
                 nursery.start_soon(ping, hop)
+
+
+# Half a frame would end the channel, and all lanes that use it. So a frame that was begun is finished when its lane
+# ends meanwhile, but not for longer than FRAME_S: its receiver may have stopped reading. Until then it has the time
+# that a slow link takes for it.
+async def _send_whole(channel: Channel, frame: bytes) -> None:
+    """Send a frame; once cancelled, go on for FRAME_S at most. Raises PeerError."""
+    await trio.lowlevel.checkpoint_if_cancelled()  # then it is not begun
+    failure: PeerError | None = None
+    shield = trio.CancelScope(shield=True)
+
+    async def limit_after_cancel() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            shield.deadline = trio.current_time() + FRAME_S
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(limit_after_cancel)
+        with shield:
+            try:
+                await channel.send_raw(frame)
+            except PeerError as error:
+                failure = error
+        nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure

@@ -145,9 +145,9 @@ class LanePass:
         except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
             raise RemoteProtocolError(f"gradients do not parse: {error}") from None
         del self._awaited[message.start]
-        has_names = gradients.keys() == parameters.keys()
-        fits = has_names and all(gradients[name].shape == tensor.shape for name, tensor in parameters.items())
-        if not fits or not all(is_finite(gradient) for gradient in gradients.values()):
+        shapes = {name: gradient.shape for name, gradient in gradients.items()}
+        expected_shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        if shapes != expected_shapes or not all(map(is_finite, gradients.values())):
             raise RemoteProtocolError("gradients of other parameters than were given, or not finite")
         self.gradients |= {name: gradients[name].to(tensor.dtype) for name, tensor in parameters.items()}
         self._finish_if_complete()
@@ -187,32 +187,34 @@ class LanePasses:
         self._n_begun += 1
         if batch.keep:
             self.live.add(self._n_begun)
-        return self._enter(LanePass((Forward, self._n_begun), batch.hidden, self._hops[-1], on_done, changes))
+        key = (Forward, self._n_begun)
+        return self._enter(LanePass(key, batch.hidden, self._hops[-1], on_done, changes))
 
     def begin_backward(
         self, seq: int, gradient: torch.Tensor, tuned: TunedParameters, on_done: Callable[[], None]
     ) -> LanePass:
         """Enter the way back of a micro-batch."""
-        entered = LanePass((Backward, seq), gradient, self._hops[0], on_done)
+        lane_pass = LanePass((Backward, seq), gradient, self._hops[0], on_done)
         for hop in self._hops:
             parameters = {name: tuned.tensors[name] for name in tuned.names(hop.span)}
-            entered.await_gradients(hop.span.start, parameters)
-        return self._enter(entered)
+            lane_pass.await_gradients(hop.span.start, parameters)
+        return self._enter(lane_pass)
 
-    def _enter(self, entered: LanePass) -> LanePass:
-        self._passes[entered.key] = entered
-        return entered
+    def _enter(self, lane_pass: LanePass) -> LanePass:
+        self._passes[lane_pass.key] = lane_pass
+        return lane_pass
 
-    def leave(self, entered: LanePass, *, is_held: bool) -> None:
+    def leave(self, lane_pass: LanePass, *, is_held: bool) -> None:
         """Take out a pass that is over; ``is_held``: hops hold its micro-batch for the backward to come."""
-        del self._passes[entered.key]
+        del self._passes[lane_pass.key]
         if not is_held:
-            _, seq = entered.key
+            _, seq = lane_pass.key
             self.live.discard(seq)
 
     def of_batch(self, seq: int) -> list[LanePass]:
         """What is under way of a micro-batch, forward first."""
-        return [self._passes[kind, seq] for kind in (Forward, Backward) if (kind, seq) in self._passes]
+        found = [self._passes.get((kind, seq)) for kind in (Forward, Backward)]
+        return [lane_pass for lane_pass in found if lane_pass is not None]
 
     def receiver(self, message: Forward | Backward | Gradients) -> Hop | None:
         """The hop that a message is meant for, whose predecessor cannot reach it; None: the client itself.
@@ -222,7 +224,8 @@ class LanePasses:
         if isinstance(message, Gradients):
             return None
         is_forward = isinstance(message, Forward)
-        if message.start == (self._hops[-1].span.end if is_forward else self._hops[0].span.start):
+        clients_block = self._hops[-1].span.end if is_forward else self._hops[0].span.start
+        if message.start == clients_block:
             return None
         hop = next((hop for hop in self._hops if hop.span.start == message.start), None)
         if not is_forward or hop is None:
@@ -231,19 +234,19 @@ class LanePasses:
 
     def take(self, message: Forward | Backward | Gradients, payload: memoryview) -> None:
         """Take what came for the client. Raises RemoteProtocolError for what no honest hop sends."""
-        is_gradients = isinstance(message, Gradients)
-        entered = self._passes.get((Backward if is_gradients else type(message), message.seq))
-        if entered is None:
+        kind = Backward if isinstance(message, Gradients) else type(message)
+        lane_pass = self._passes.get((kind, message.seq))
+        if lane_pass is None:
             return
         if isinstance(message, Gradients):
-            entered.take_gradients(message, payload)
+            lane_pass.take_gradients(message, payload)
         else:
-            entered.take_values(message, payload)
+            lane_pass.take_values(message, payload)
 
     def fail_all(self, failure: LaneFailed) -> None:
         """The lane is over."""
-        for entered in self._passes.values():
-            entered.fail(failure)
+        for lane_pass in self._passes.values():
+            lane_pass.fail(failure)
 
 
 def is_finite(values: torch.Tensor) -> bool:

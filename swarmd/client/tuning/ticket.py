@@ -28,6 +28,15 @@ class DuplicateBatch:
     audited: tuple[Hop, ...]
 
 
+# Where a micro-batch is, as its ticket says:
+#
+#     forward --> held by its lane's hops (``seq``) --take_seq--> on its way back --> done
+#                    |                                                |
+#                    |  the lane is over                              |  failed
+#                    +-------------> forward again, elsewhere <-------+
+#
+# Invariant: a hop gives a gradient once, and each micro-batch's gradient counts once. So ``seq`` is given up before the
+# gradient is sent: whatever goes wrong then begins with another forward, whose number no older answer can have.
 @dataclass(slots=True)
 class ForwardTicket:
     """What left the last block [b, t, d], and where its backward should go, which calls it ``seq`` (0: nowhere).
@@ -45,3 +54,21 @@ class ForwardTicket:
 
     def __del__(self) -> None:
         self.lane.live.discard(self.seq)  # its backward will never come
+
+    @property
+    def is_held(self) -> bool:
+        """Do a lane's hops still hold what its backward needs?"""
+        return self.lane.is_open and self.seq > 0
+
+    def take_seq(self) -> int:
+        """Give its number up, for a gradient that is sent now."""
+        seq = self.seq
+        self.seq = 0
+        return seq
+
+    def move_to(self, resent: ForwardTicket) -> None:
+        """Let its backward go where the same micro-batch went forward again. Nobody has looked at that way yet."""
+        self.lane = resent.lane
+        self.seq = resent.take_seq()
+        self.duplicates = []
+        self.was_resent = True

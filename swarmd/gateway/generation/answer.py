@@ -55,7 +55,7 @@ class Answer:
     """The growing answer to one request. ``rejected`` of the tokens sent last are no part of it."""
 
     def __init__(self, options: AnswerOptions, tokens: TokenBytes, costs: Costs) -> None:
-        self._options = options
+        self.options = options
         drafters = [Lookup()] if options.looks_up and not options.grammar else []
         self.speculation = Speculation(costs, drafters)
         self._sampler = Sampler(options.sampling, options.prompt)
@@ -70,7 +70,7 @@ class Answer:
     @property
     def n_tokens(self) -> int:
         """Tokens of the answer so far, its end included."""
-        return len(self._tokens) - len(self._options.prompt)
+        return len(self._tokens) - len(self.options.prompt)
 
     @property
     def n_wanted(self) -> int:
@@ -100,8 +100,8 @@ class Answer:
         sent = [self._tokens[-1], *self._take_forced()]
         if self.finish:
             return []
-        n_more = self._options.max_tokens - self.n_tokens - 1
-        self._draft = self.speculation.ahead(self._tokens, n_more)
+        n_more = self.options.max_tokens - self.n_tokens - 1
+        self._draft = self.speculation.propose_tokens(self._tokens, n_more)
         return [*sent, *self._draft]
 
     def piece(self) -> AnswerDelta:
@@ -113,32 +113,32 @@ class Answer:
         return delta
 
     def _choose(self, logits: torch.Tensor) -> SampledToken:
-        grammar = self._options.grammar
+        grammar = self.options.grammar
         return self._sampler.choose(logits, grammar.allowed_tokens() if grammar else None)
 
     def _take(self, choice: SampledToken) -> None:
         self._tokens.append(choice.token)
-        if choice.token in self._options.eos:
+        if choice.token in self.options.eos:
             self.finish = "stop"
             return
         self._unsent.append(choice)
         self._sampler.count_token(choice.token)
         self._text += self._writer.add(choice.token)
-        grammar = self._options.grammar
+        grammar = self.options.grammar
         if grammar is not None:
             grammar.accept_token(choice.token)
         is_complete = grammar is not None and grammar.is_done
         if self._writer.stopped is not None or is_complete:
             self.finish = "stop"
-        elif self.n_tokens >= self._options.max_tokens:
+        elif self.n_tokens >= self.options.max_tokens:
             self.finish = "length"
 
     def _take_forced(self) -> list[int]:
         """Take the tokens that the grammar leaves no choice for: they travel with the last one, as one op."""
-        if self._options.grammar is None or self._options.sampling.wants_logprobs:
+        if self.options.grammar is None or self.options.sampling.wants_logprobs:
             return []
         tokens = []
-        for token in self._options.grammar.forced_tokens():
+        for token in self.options.grammar.forced_tokens():
             self._take(SampledToken(token))
             tokens.append(token)
             if self.finish:

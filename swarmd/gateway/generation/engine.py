@@ -19,7 +19,7 @@ from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.text.prompts import Prompts
 from swarmd.errors import SwarmError
 from swarmd.gateway.generation import kept_sessions as keeping
-from swarmd.gateway.generation.answer import AnswerDelta, AnswerOptions
+from swarmd.gateway.generation.answer import Answer, AnswerDelta, AnswerOptions
 from swarmd.gateway.generation.ending import read_end_tokens
 from swarmd.gateway.generation.head import HeadThread
 from swarmd.gateway.generation.kept_sessions import KeptSession
@@ -180,7 +180,8 @@ class GenerationEngine:
         self, session: ChainSession, room: int, options: AnswerOptions, tokens: tuple[int, ...] = ()
     ) -> GenerationRow:
         vocabulary = self.ends.vocabulary if self.head.checks is not None else 0
-        return GenerationRow(session, room, options, self.token_bytes, self._costs, tokens, vocabulary)
+        answer = Answer(options, self.token_bytes, self._costs)
+        return GenerationRow(session, room, answer, tokens, vocabulary)
 
     def _options_for(self, max_tokens: int) -> SessionOptions:
         kind = self._swarm.quantize(self._options.model, self._options.n_blocks)

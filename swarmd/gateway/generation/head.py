@@ -145,7 +145,7 @@ class HeadThread:
                 assert work.hidden is not None
                 row_logits = logits[start : start + len(work.hidden)]
                 if work.offer is not None and self.checks is not None:
-                    work.wrong = self.checks.wrong(work.offer.served, row_logits, work.hidden.dtype)
+                    work.wrong = self.checks.find_error(work.offer.served, row_logits, work.hidden.dtype)
                 _decide(work, row_logits)
                 start += len(work.hidden)
 

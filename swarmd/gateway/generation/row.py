@@ -8,12 +8,11 @@ import torch
 import trio
 
 from swarmd.client.links.link import Doubt
-from swarmd.client.model.speculation import Costs
+from swarmd.client.links.ops import StepInput
 from swarmd.client.model.swarm_head import HeadChecks, are_enough
 from swarmd.client.sessions.session import ChainSession
-from swarmd.gateway.generation.answer import Answer, AnswerOptions
+from swarmd.gateway.generation.answer import Answer
 from swarmd.gateway.generation.head import ServerLogits
-from swarmd.gateway.generation.token_bytes import TokenBytes
 from swarmd.protocol.wire.messages import Edit
 
 
@@ -46,9 +45,7 @@ class GenerationRow:
         self,
         session: ChainSession,
         max_tokens: int,
-        options: AnswerOptions,
-        token_bytes: TokenBytes,
-        costs: Costs,
+        answer: Answer,
         tokens: tuple[int, ...] = (),
         vocabulary: int = 0,
     ) -> None:
@@ -56,10 +53,10 @@ class GenerationRow:
         self.max_tokens = max_tokens
         self.tokens = list(tokens)
         self.crop = 0
-        self.answer = Answer(options, token_bytes, costs)
-        self._vocabulary = vocabulary if are_enough(options.n_needed) else 0
-        self.key = options.key
-        self._prompt = options.prompt
+        self.answer = answer
+        self.key = answer.options.key
+        self._vocabulary = vocabulary if are_enough(answer.options.n_needed) else 0
+        self._prompt = answer.options.prompt
         self._n_repairs = len(session.statistics.repairs)
         self._n_logits = session.statistics.n_logits
         self._n_doubts = len(session.statistics.doubts)
@@ -85,7 +82,8 @@ class GenerationRow:
         end = start + len(ids)
         positions = torch.arange(start, end, dtype=torch.int32).unsqueeze(0)
         began_at = trio.current_time()
-        outputs = await self.session.step(edits, embedded, positions, None, False, n_wanted, self._vocabulary)
+        step = StepInput(embedded, positions, edits, want=n_wanted, vocabulary=self._vocabulary)
+        outputs = await self.session.step(step)
         assert outputs is not None
         if len(ids) == n_wanted and self.answer.n_tokens:  # no prompt among them, and nothing that a grammar forced
             self.answer.speculation.costs.measured(n_wanted, trio.current_time() - began_at)
@@ -95,10 +93,10 @@ class GenerationRow:
 
     def offer(self, checks: HeadChecks | None) -> ServerLogits | None:
         """Return the logits that came with the last step, and whether they are checked; None without any."""
-        served = self.session.given
+        served = self.session.served_logits
         if served is None or checks is None:
             return None
-        return ServerLogits(self.session, served, checks.is_due(served))
+        return ServerLogits(self.session, served, checks.draw_check(served))
 
     def tell(self, report: RowReport) -> None:
         """Write into the report what has happened so far."""

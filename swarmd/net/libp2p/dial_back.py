@@ -7,18 +7,27 @@ keys, and ends it. So it cannot be made to knock elsewhere.
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Protocol
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Annotated
 
 import msgspec
 import trio
+from libp2p.abc import INetConn
+from libp2p.network.exceptions import SwarmException
+from libp2p.peer.id import ID
 
 from swarmd.errors import RemoteProtocolError, Unreachable
+from swarmd.net.interfaces import own_networks
+from swarmd.net.libp2p.connections import Host, end_unused, multiaddr_of, remote_of
 from swarmd.net.libp2p.prefixed_messages import read_message, write_message
 from swarmd.net.libp2p.stream import Libp2pStream
-from swarmd.plan.links.reachability import ReachabilityReport
+from swarmd.plan.links.reachability import ReachabilityReport, version_of
 from swarmd.protocol.fields import Text
 from swarmd.values import PeerId
 
+DIAL_BACK = "dial_back"  # a protocol
 MAX_PORTS = 4  # that a peer listens on, or has announced
 MAX_AT_ONCE = 16  # attempts for others
 ATTEMPT_TIMEOUT_S = 3.0  # TCP and Noise; a router that drops everything says nothing
@@ -41,13 +50,6 @@ class DialResult(msgspec.Struct, frozen=True, array_like=True):
     open_ports: Ports = ()
 
 
-class Dialler(Protocol):
-    """What this needs of the network that it belongs to."""
-
-    async def answers(self, host: str, port: int, peer: PeerId) -> bool:
-        """Does ``peer`` itself answer at an address, over a new connection?"""
-
-
 class DialBack:
     """Both sides of it."""
 
@@ -55,11 +57,42 @@ class DialBack:
     # nobody can have this peer knock at a third machine. The ports are the asker's choice, MAX_PORTS at most, and one
     # asker is served at a time.
 
-    def __init__(self, network: Dialler) -> None:
-        self._network = network
+    def __init__(self, host: Host) -> None:
+        self._host = host
         self._tried_for: set[PeerId] = set()
+        host.serve(DIAL_BACK, self._serve_request)
 
-    async def ask(self, stream: Libp2pStream, ports: tuple[int, ...]) -> ReachabilityReport:
+    async def ask(self, peer: PeerId, version: int) -> ReachabilityReport:
+        """Have a member try to connect to this peer over one version of IP, 4 or 6. Raises PeerError."""
+        own_addresses = self._host.own_addresses
+        router_ports = [own_addresses.router_port] if own_addresses.router_port else []
+        async with self._connection_over(peer, version) as connection:
+            remote = remote_of(connection)
+            stream = await self._host.open(peer, DIAL_BACK, connection)
+            ports = dict.fromkeys([*router_ports, *own_addresses.ports()])
+            report = await self._ask_over(stream, tuple(ports))
+        networks = own_networks()
+        is_neighbour = remote is not None and any(ipaddress.ip_address(remote[0]) in network for network in networks)
+        return replace(report, is_neighbour=is_neighbour)
+
+    @asynccontextmanager
+    async def _connection_over(self, peer: PeerId, version: int) -> AsyncIterator[INetConn]:
+        """One that there is, or that is made for this alone. Raises Unreachable."""
+        for connection in self._host.connections(peer):
+            remote = remote_of(connection)
+            if remote is not None and version_of(remote[0]) == version:
+                yield connection
+                return
+        try:
+            made = await self._host.swarm.dialler.dial_over(version, ID.from_base58(peer))
+        except SwarmException as error:
+            raise Unreachable(str(error)) from None
+        try:
+            yield made
+        finally:
+            await end_unused(made)
+
+    async def _ask_over(self, stream: Libp2pStream, ports: tuple[int, ...]) -> ReachabilityReport:
         """Ask over a stream, which ends with that. Raises PeerError when the other cannot say."""
         peer = stream.peer
         try:
@@ -81,7 +114,7 @@ class DialBack:
         open_ports = tuple(port for port in result.open_ports if port in ports)
         return ReachabilityReport(peer, result.host, open_ports)
 
-    async def serve_request(self, stream: Libp2pStream) -> None:
+    async def _serve_request(self, stream: Libp2pStream) -> None:
         """Somebody wants to be dialled."""
         with trio.fail_after(ANSWER_TIMEOUT_S):
             request = await read_message(stream, DialRequest)
@@ -95,7 +128,8 @@ class DialBack:
 
         async def attempt(port: int) -> None:
             with trio.move_on_after(ATTEMPT_TIMEOUT_S):
-                if await self._network.answers(remote[0], port, peer):
+                address = multiaddr_of(remote[0], port)
+                if await self._host.swarm.dialler.does_answer(address, ID.from_base58(peer)):
                     open_ports.append(port)
 
         self._tried_for.add(peer)

@@ -6,8 +6,10 @@ import errno
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import trio
 from libp2p.abc import INetConn, INetStream
@@ -32,14 +34,17 @@ from multiaddr import Multiaddr
 
 from swarmd.errors import ConfigError, PeerError, PeerTimeout, Unreachable
 from swarmd.net.api import PURPOSES, Purpose, StreamHandler, Way
-from swarmd.net.interfaces import expand_wildcards, has_ipv6, own_networks
+from swarmd.net.interfaces import has_ipv6, own_networks
+from swarmd.net.libp2p.addresses import OwnAddresses
+from swarmd.net.libp2p.connections import is_relayed, protocol_of, remote_of
+from swarmd.net.libp2p.dialler import HandshakeError
 from swarmd.net.libp2p.noise import BufferedNoise
 from swarmd.net.libp2p.stream import Libp2pStream
-from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, HandshakeError, OurMuxer, connection_config, retry_config
-from swarmd.net.libp2p.ways import Libp2pNatTraversal, is_relayed, remote_of
+from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, OurMuxer, connection_config, retry_config
+from swarmd.net.libp2p.ways import Libp2pNatTraversal
 from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.net.traffic import Traffic
-from swarmd.plan.links.dialing import IpAddress, host_of, is_circuit, is_private
+from swarmd.plan.links.dialing import is_circuit
 from swarmd.protocol.membership.identity import Identity
 from swarmd.values import PeerId
 
@@ -50,7 +55,6 @@ OPEN_TIMEOUT_S = 4.0  # negotiation of a stream, two round trips
 ADDRESS_TTL_S = 3_600  # records renew addresses far more often
 MAX_DIALS = 3  # of one wish to be connected: some other's may fail, or be ended, meanwhile
 EVERY_IPV6 = "/ip6/::/"  # left out where a machine has no IPv6, and something else to listen on
-MAX_OWN_ADDRESSES = 10  # of interfaces: relays' come after them, and a record holds 16
 OPEN_ERRORS = (
     UnicodeDecodeError,  # of what a peer calls its protocols (row 20)
     SwarmException,
@@ -68,46 +72,76 @@ class HandshakeFailed(Unreachable):
     """Something listens at the address but does not hold the swarm's key, or is not swarmd."""
 
 
-class _Dial:
-    """An attempt to connect that is under way."""
+class SharedAttempts:
+    """Attempts that are under way, one for each peer: tasks that want the same wait for it, and get its failure."""
 
     def __init__(self) -> None:
-        self.ended = trio.Event()
-        self.failure: PeerError | None = None
+        self._under_way: dict[PeerId, tuple[trio.Event, list[PeerError]]] = {}
+
+    def has(self, peer: PeerId) -> bool:
+        """Is one under way?"""
+        return peer in self._under_way
+
+    async def run(self, peer: PeerId, attempt: Callable[[], Awaitable[None]]) -> None:
+        """Make an attempt, or wait for the one that is under way. Raises the PeerError that it ended with."""
+        if peer in self._under_way:
+            ended, failures = self._under_way[peer]
+            await ended.wait()
+            if failures:
+                raise type(failures[0])(str(failures[0]))
+            return
+        ended = trio.Event()
+        failures = []
+        self._under_way[peer] = (ended, failures)
+        try:
+            await attempt()
+        except PeerError as error:
+            failures.append(error)
+            raise
+        finally:
+            del self._under_way[peer]
+            ended.set()
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """How a host appears to others, and whom it has to do with. ``certificate`` shows relays who it is.
+
+    It listens on ``listen`` and announces ``announce`` instead of what it listens on. ``traffic`` bounds and counts
+    what it exchanges beyond the home.
+    """
+
+    listen: tuple[str, ...] = ()
+    announce: tuple[str, ...] = ()
+    blocked: frozenset[PeerId] = frozenset()
+    certificate: tuple[bytes, ...] = ()
+    traffic: Traffic | None = None
 
 
 class Libp2pNetwork:
     """See ``net.api.Network``. Use ``running()`` as an async context manager."""
 
-    def __init__(
-        self,
-        identity: Identity,
-        psk: bytes | None,
-        listen: tuple[str, ...] = (),
-        announce: tuple[str, ...] = (),
-        blocked: frozenset[PeerId] = frozenset(),
-        certificate: tuple[bytes, ...] = (),
-        traffic: Traffic | None = None,
-    ) -> None:
+    def __init__(self, identity: Identity, psk: bytes | None, options: HostOptions = HostOptions()) -> None:
         self.peer_id = identity.peer_id
-        may_use_ipv6 = len(listen) == 1 or has_ipv6()
-        self._listen = tuple(address for address in listen if may_use_ipv6 or not address.startswith(EVERY_IPV6))
-        self._announce = announce
-        self._blocked = blocked
+        may_use_ipv6 = len(options.listen) == 1 or has_ipv6()
+        self._listen = tuple(a for a in options.listen if may_use_ipv6 or not a.startswith(EVERY_IPV6))
+        self._blocked = options.blocked
         self._handlers: dict[Purpose, StreamHandler] = {}
-        self._dials: dict[PeerId, _Dial] = {}
+        self._dials = SharedAttempts()
         private_key = Ed25519PrivateKey.from_bytes(identity.seed)
         keys = KeyPair(private_key, private_key.get_public_key())
-        self.swarm = _build_swarm(keys, psk, traffic)
+        self.swarm = _build_swarm(keys, psk, options.traffic)
         self.host = BasicHost(
-            self.swarm, disable_identify_address_discovery=True, announce_addrs=_without_peer_ids(announce) or None
+            self.swarm,
+            disable_identify_address_discovery=True,
+            announce_addrs=_without_peer_ids(options.announce) or None,
         )
+        self.own_addresses = OwnAddresses(self.peer_id, options.announce, self.host.get_transport_addrs)
         purposes: tuple[Purpose, ...] = (*PURPOSES, "ticket")
-        self._channels = frozenset(_protocol_id(purpose) for purpose in PURPOSES)
         for purpose in purposes:
-            self.host.set_stream_handler(_protocol_id(purpose), self._stream_acceptor(purpose))
-        self.ways = Libp2pNatTraversal(self, certificate)
-        self.swarm.dial_circuit = self.ways.dial_circuit
+            self.serve(purpose, partial(self._handle_stream, purpose))
+        self.ways = Libp2pNatTraversal(self, options.certificate)
+        self.swarm.dialler.dial_circuit = self.ways.circuits.dial_address
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -116,30 +150,12 @@ class Libp2pNetwork:
         async with self.host.run(listen_addrs=listen):
             if listen and not self.host.get_transport_addrs():
                 raise ConfigError(f"cannot listen on {', '.join(map(str, listen))}")
-            with self.swarm.own_port():
+            with self.swarm.dialler.own_port():
                 yield
 
     def addresses(self) -> tuple[str, ...]:
-        """See ``net.api.Network``: what its owner announces, or what leads here; then what relays add."""
-        suffix = f"/p2p/{self.peer_id}"
-        reachable = self._announce or self._reachable_addresses(self._listening_addresses())
-        own_addresses = dict.fromkeys(a.split("/p2p/")[0] + suffix for a in reachable)
-        return tuple(dict.fromkeys([*list(own_addresses)[:MAX_OWN_ADDRESSES], *self.ways.extra_addresses]))
-
-    def _listening_addresses(self) -> tuple[str, ...]:
-        return expand_wildcards(tuple(str(a) for a in self.host.get_transport_addrs()))
-
-    def _reachable_addresses(self, addresses: Iterable[str]) -> tuple[str, ...]:
-        """Those that may lead here, as others have tried."""
-        return tuple(address for address in addresses if self._may_lead_here(host_of(address)))
-
-    def _may_lead_here(self, host: IpAddress | None) -> bool:
-        return host is None or is_private(host) or host.version not in self.ways.hidden_versions
-
-    def own_hosts(self) -> tuple[str, ...]:
-        """The IP addresses that it listens on, and those that its owner announces."""
-        hosts = [host_of(address) for address in (*self._announce, *self._listening_addresses())]
-        return tuple(str(host) for host in hosts if host is not None)
+        """See ``net.api.Network``."""
+        return self.own_addresses.all()
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """See ``net.api.Network``; what is no peer id, or no address, is passed over."""
@@ -153,14 +169,9 @@ class Libp2pNetwork:
         if (parsed or circuits) and peer != self.peer_id:
             self.swarm.peerstore.clear_addrs(peer_id)
             self.swarm.peerstore.add_addrs(peer_id, parsed, ADDRESS_TTL_S)
-            self.swarm.circuits_of.pop(peer_id, None)
+            self.swarm.dialler.circuits_of.pop(peer_id, None)
             if circuits:
-                self.swarm.circuits_of[peer_id] = circuits
-
-    def announced_ports(self) -> tuple[int, ...]:
-        """The TCP ports at which others may find it."""
-        addresses = [*map(Multiaddr, self._announce), *self.host.get_transport_addrs()]
-        return tuple(dict.fromkeys(int(str(a.value_for_protocol("tcp"))) for a in addresses))
+                self.swarm.dialler.circuits_of[peer_id] = circuits
 
     def listen_hosts(self) -> tuple[str, ...]:
         """The IP addresses that it listens on; one that does not parse is refused by ``running``."""
@@ -171,7 +182,7 @@ class Libp2pNetwork:
         """Where a connected peer could be dialled again: not through a relay, nor behind a router that is not ours."""
         direct = [c for c in self.connections(peer) if not is_relayed(c)]
         remote = remote_of(direct[0]) if direct else None
-        if remote is None or not self.swarm.circuits_of.get(ID.from_base58(peer)):
+        if remote is None or not self.swarm.dialler.circuits_of.get(ID.from_base58(peer)):
             return remote[0] if remote else None
         host = ipaddress.ip_address(remote[0])
         return remote[0] if any(host in network for network in own_networks()) else None
@@ -179,10 +190,6 @@ class Libp2pNetwork:
     def connections(self, peer: PeerId) -> list[INetConn]:
         """Those that live."""
         return [c for c in self.swarm.get_connections(ID.from_base58(peer)) if not c.is_closed]
-
-    def is_used(self, connection: INetConn) -> bool:
-        """Does a channel of swarmd's go over it?"""
-        return any(stream.get_protocol() in self._channels for stream in connection.get_streams())
 
     def set_handler(self, purpose: Purpose, handler: StreamHandler) -> None:
         """See ``net.api.Network``."""
@@ -200,28 +207,14 @@ class Libp2pNetwork:
         try:
             with trio.fail_after(OPEN_TIMEOUT_S):
                 if connection is None:
-                    stream = await self.host.new_stream(ID.from_base58(peer), [_protocol_id(protocol)])
+                    stream = await self.host.new_stream(ID.from_base58(peer), [protocol_of(protocol)])
                 else:
-                    stream = await self._open_over(connection, _protocol_id(protocol))
+                    stream = await _open_over(self.host, connection, protocol_of(protocol))
         except trio.TooSlowError:
             raise PeerTimeout(f"{peer} did not open a stream within {OPEN_TIMEOUT_S} s") from None
         except OPEN_ERRORS as error:
             raise Unreachable(f"no stream to {peer}: {_describe_error(error)}") from None
         return Libp2pStream(peer, stream, protocol)
-
-    async def _open_over(self, connection: INetConn, protocol: TProtocol) -> INetStream:
-        """What the library's ``new_stream`` does, over this very connection."""
-        stream = await connection.new_stream()
-        is_agreed = False
-        try:
-            choose = self.host.multiselect_client.select_one_of
-            await choose([protocol], MultiselectCommunicator(stream), int(OPEN_TIMEOUT_S))
-            is_agreed = True
-        finally:
-            if not is_agreed:
-                with trio.CancelScope(shield=True), trio.move_on_after(1):
-                    await stream.reset()
-        return stream
 
     def way_to(self, peer: PeerId) -> Way | None:
         """See ``net.api.Network``."""
@@ -238,31 +231,17 @@ class Libp2pNetwork:
 
         Other tasks that want the same meanwhile wait for it, and get its failure.
         """
-        # One dial at a time for each peer: tasks that come meanwhile wait for its outcome. A connection may end between
-        # the moment it is made and the one in which a waiting task looks, so each task looks again, MAX_DIALS times.
+        # A connection may end between the moment it is made and the one in which a waiting task looks, so each task
+        # looks again, MAX_DIALS times.
         for _ in range(MAX_DIALS):
-            dial = self._dials.get(peer)
-            if dial is None and self.connections(peer):
+            if not self._dials.has(peer) and self.connections(peer):
                 return
-            if dial is None:
-                dial = _Dial()
-                self._dials[peer] = dial
-                try:
-                    await self._dial_peer(ID.from_base58(peer))
-                    await self.ways.make_direct(peer)
-                except PeerError as error:
-                    dial.failure = error
-                    raise
-                finally:
-                    del self._dials[peer]
-                    dial.ended.set()
-            await dial.ended.wait()
-            if dial.failure is not None:
-                raise type(dial.failure)(str(dial.failure))
+            await self._dials.run(peer, partial(self._dial_peer, peer))
         if not self.connections(peer):
             raise Unreachable(f"{peer} ended {MAX_DIALS} connections as soon as they were made")
 
-    async def _dial_peer(self, target: ID) -> None:
+    async def _dial_peer(self, peer: PeerId) -> None:
+        target = ID.from_base58(peer)
         try:
             with trio.fail_after(CONNECT_TIMEOUT_S):
                 await self.swarm.dial_peer(target)
@@ -272,13 +251,10 @@ class Libp2pNetwork:
             raise HandshakeFailed(str(error)) from None
         except SwarmException as error:
             raise Unreachable(str(error)) from None
+        await self.ways.punching.make_direct(peer)
 
-    def serve(
-        self,
-        protocol: str,
-        handler: Callable[[Libp2pStream], Awaitable[None]],
-    ) -> None:
-        """Answer a protocol that stays within this folder."""
+    def serve(self, protocol: str, handler: Callable[[Libp2pStream], Awaitable[None]]) -> None:
+        """Answer a protocol; who is blocked gets no answer."""
 
         async def handle(net_stream: INetStream) -> None:
             peer = PeerId(net_stream.muxed_conn.peer_id.to_base58())
@@ -287,18 +263,29 @@ class Libp2pNetwork:
             else:
                 await handler(Libp2pStream(peer, net_stream, protocol))
 
-        self.host.set_stream_handler(_protocol_id(protocol), handle)
+        self.host.set_stream_handler(protocol_of(protocol), handle)
 
-    def _stream_acceptor(self, purpose: Purpose):  # type: ignore[no-untyped-def]
-        async def handle(net_stream: INetStream) -> None:
-            peer = PeerId(net_stream.muxed_conn.peer_id.to_base58())
-            handler = self._handlers.get(purpose)
-            if handler is None or peer in self._blocked:
-                await net_stream.reset()
-                return
-            await handler(Libp2pStream(peer, net_stream, purpose))
+    async def _handle_stream(self, purpose: Purpose, stream: Libp2pStream) -> None:
+        handler = self._handlers.get(purpose)
+        if handler is None:
+            await stream.reset()
+        else:
+            await handler(stream)
 
-        return handle
+
+async def _open_over(host: BasicHost, connection: INetConn, protocol: TProtocol) -> INetStream:
+    """Do what the library's ``new_stream`` does, over this very connection."""
+    stream = await connection.new_stream()
+    is_agreed = False
+    try:
+        choose = host.multiselect_client.select_one_of
+        await choose([protocol], MultiselectCommunicator(stream), int(OPEN_TIMEOUT_S))
+        is_agreed = True
+    finally:
+        if not is_agreed:
+            with trio.CancelScope(shield=True), trio.move_on_after(1):
+                await stream.reset()
+    return stream
 
 
 def _build_swarm(keys: KeyPair, psk: bytes | None, traffic: Traffic | None) -> GuardedSwarm:
@@ -319,10 +306,6 @@ def _build_swarm(keys: KeyPair, psk: bytes | None, traffic: Traffic | None) -> G
     )
     swarm.traffic = traffic
     return swarm
-
-
-def _protocol_id(purpose: str) -> TProtocol:
-    return TProtocol(f"/swarmd/1/{purpose}")
 
 
 def _without_peer_ids(addresses: tuple[str, ...]) -> list[Multiaddr]:

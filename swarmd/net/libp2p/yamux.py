@@ -215,11 +215,6 @@ class YamuxConnection(IMuxedConn):
         return self.secured.is_initiator
 
     @property
-    def is_relayed(self) -> bool:
-        """Does it go through a third member?"""
-        return self.secured.get_connection_type() is ConnectionType.RELAYED
-
-    @property
     def is_closed(self) -> bool:
         """Has the connection ended, or failed?"""
         return self._closed

@@ -22,7 +22,7 @@ from swarmd.usage_ledger import Count, UsageKind
 from swarmd.values import ModelId, Span
 from swarmd.weights.donor import Donor, Find
 from swarmd.weights.library import Library
-from swarmd.weights.supply import Supply
+from swarmd.weights.supply import Supply, SupplyListener, SupplyRules
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,9 @@ class Store:
         download_pace = Pace(lambda: config.down_limit_mbit * MBIT or None)
         count_taken = partial(count, UsageKind.WEIGHTS_TAKEN)
         count_given = partial(count, UsageKind.WEIGHTS_GIVEN)
-        self.supply = Supply(library, rpc, view, download_pace, self._in_use, config.hub, changed, count_taken)
+        rules = SupplyRules(self._in_use, config.hub)
+        listener = SupplyListener(changed, count_taken)
+        self.supply = Supply(library, rpc, view, download_pace, rules, listener)
         self.donor = Donor(library.folders, Pace(self._up_bytes_per_s), count_given)
         self._config = config
         self._held: dict[int, tuple[ModelId, frozenset[int]]] = {}

@@ -11,7 +11,7 @@ import trio
 from swarmd.errors import Code, ConfigError, PeerError, Refused, SwarmUnavailable
 from swarmd.net.api import Purpose
 from swarmd.net.exchange import Exchange
-from swarmd.net.libp2p.host import HandshakeFailed, Libp2pNetwork
+from swarmd.net.libp2p.host import HandshakeFailed, HostOptions, Libp2pNetwork
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.invite import SwarmKeys
@@ -66,7 +66,7 @@ async def check_in(
 
     Raises ConfigError when the swarm says no (wrong key, revoked, expired), SwarmUnavailable when nobody answers.
     """
-    network = Libp2pNetwork(identity, keys.psk, certificate=certificate)
+    network = Libp2pNetwork(identity, keys.psk, HostOptions(certificate=certificate))
     exchange = Exchange(keys, time.time)
     rpc = Rpc(network, _Visitor(exchange, certificate))
     failures: list[str] = []

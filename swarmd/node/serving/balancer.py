@@ -85,6 +85,21 @@ class Turnover:
         return Risk(TARGET_REDUNDANCY, lowest, chance)
 
 
+@dataclass(frozen=True, slots=True)
+class BalancerServices:
+    """What a balancer uses of its daemon. It looks every ``interval_s``.
+
+    ``trials`` finds out who serves what it claims: a record alone, that others hold these blocks too, moves nobody.
+    """
+
+    view: Callable[[], SwarmView]
+    wall_clock: Callable[[], float]
+    rng: random.Random
+    interval_s: float
+    turnover: Turnover
+    trials: Trials
+
+
 # All members compute the same plan from records, and only the server that the plan names first moves. Three things
 # could still make servers move for nothing, so a move needs all of:
 #
@@ -96,30 +111,18 @@ class Turnover:
 # Peers could announce blocks that they never serve, to make honest servers leave them. Such a claim stops counting once
 # its trial sessions are refused (``trials``), and before a move each claim that matters is tried again.
 class Balancer:
-    """Decides when one server moves. ``on_move`` has it hold the target instead; False when that cannot be.
-
-    ``trials`` finds out who serves what it claims: a record alone, that others hold these blocks too, moves nobody.
-    """
+    """Decides when one server moves. ``on_move`` has it hold the target instead; False when that cannot be."""
 
     def __init__(
-        self,
-        view: Callable[[], SwarmView],
-        own_slot: Own,
-        *,
-        wall_clock: Callable[[], float],
-        rng: random.Random,
-        interval_s: float,
-        turnover: Turnover,
-        trials: Trials,
-        on_move: Callable[[Decision[Target]], Awaitable[bool]],
+        self, services: BalancerServices, own_slot: Own, on_move: Callable[[Decision[Target]], Awaitable[bool]]
     ) -> None:
-        self._view = view
+        self._view = services.view
+        self._wall_clock = services.wall_clock
+        self._rng = services.rng
+        self._interval_s = services.interval_s
+        self._turnover = services.turnover
+        self._trials = services.trials
         self._own_slot = own_slot
-        self._wall_clock = wall_clock
-        self._rng = rng
-        self._interval_s = interval_s
-        self._turnover = turnover
-        self._trials = trials
         self._on_move = on_move
         self._moved_at: list[float] = []
         self._last_move: str | None = None
@@ -157,10 +160,9 @@ class Balancer:
 
         And would it leave them if those alone counted who do?
         """
-        own_spans = self._own_spans(view)
-        if not own_spans:
+        own_span = self._own_span(view)
+        if own_span is None:
             return False
-        own_span = own_spans[0]
         of_model = view.serving(ModelId(own_span.model))
         overlapping = [s for s in of_model if s.start < own_span.end and s.end > own_span.start]
         near = [s for s in overlapping if s.peer != own_span.peer]
@@ -197,7 +199,7 @@ class Balancer:
 
     def choose_target(self, view: SwarmView) -> tuple[Decision[Target | None], int]:
         """Should this server hold something else now? And how many looks in a row must say so."""
-        own_span = next((span for span in self._own_spans(view) if span.state == "online"), None)
+        own_span = self._own_span(view)
         if own_span is None:
             return Decision(None, "nothing is served here yet that could move"), 0
         if not own_span.moves_left:
@@ -216,9 +218,10 @@ class Balancer:
                 return Decision(Target(rescue.model, None), reason), n_looks
         return self._look_within(view, own_span), LOOKS_THAT_AGREE
 
-    def _own_spans(self, view: SwarmView) -> list[SpanRecord]:
-        """This server's own records: two for a while, after it went from one model to another."""
-        return [span for span in view.spans if claimant_of(span) == self._own_slot]
+    def _own_span(self, view: SwarmView) -> SpanRecord | None:
+        """What this server serves now; another record of it is of the model that it left a while ago."""
+        own_spans = [span for span in view.spans if claimant_of(span) == self._own_slot]
+        return next((span for span in own_spans if span.state == "online"), None)
 
     def _look_within(self, view: SwarmView, own_span: SpanRecord) -> Decision[Target | None]:
         """Should it hold other blocks of the same model?"""

@@ -149,7 +149,7 @@ async def _believed_spans(services: HostingServices, model: ModelId, n_blocks: i
 
     spans = [s for s in services.directory.view().spans if s.model == model and s.end <= n_blocks]
     other_spans = [s for s in spans if s.state != "draining" and not is_own_worker(s)]
-    answering = await services.directory.find_answering({PeerId(s.peer) for s in other_spans})
+    answering = await services.directory.probes.find_answering({PeerId(s.peer) for s in other_spans})
     live_spans = [s for s in other_spans if s.peer in answering]
     claims = [s for s in live_spans if s.state == "online" and s.peer != me]
     serving = await services.trials.find_serving(claims)

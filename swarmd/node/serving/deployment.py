@@ -24,7 +24,7 @@ from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hops import Deliver
 from swarmd.node.serving.lanes import ServerLanes
 from swarmd.node.serving.served import ServedBlocks
-from swarmd.node.serving.server import Server
+from swarmd.node.serving.server import Server, ServerServices
 from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerLinkStatus, WorkerLost
 from swarmd.plan.chains.announcement import ServerLoad, is_news
 from swarmd.plan.chains.cache_admission import CacheLedger
@@ -78,12 +78,10 @@ class Deployment:
         self.placement = placement
         self.worker = WorkerLink(services.start_worker, request, services.presence.share)
         self.server = Server(
-            services.rpc,
-            services.exchange,
+            ServerServices(services.rpc, services.exchange, services.store.supply),
             served,
             self.worker,
-            ledger=CacheLedger(settings.cache_tokens),
-            supply=services.store.supply,
+            CacheLedger(settings.cache_tokens),
             changed=self._tell_news,
             deliver=events.deliver,
         )
@@ -96,7 +94,7 @@ class Deployment:
     async def run(self, nursery: trio.Nursery) -> None:
         """Start the server, the lanes and the worker in a nursery."""
         handlers: Handlers = {
-            **self.server.worker_handlers(),
+            **self.server.outputs.handlers(),
             **self.lanes.worker_handlers(),
             Refusal: self._on_worker_refusal,
         }
@@ -106,7 +104,7 @@ class Deployment:
 
     async def _on_worker_refusal(self, refusal: Refusal, frame: Frame, has_more: bool) -> None:
         if not self.lanes.take_worker_refusal(refusal, frame):
-            await self.server.on_worker_refusal(refusal)
+            self.server.outputs.take_refusal(refusal)
 
     async def leave(self, is_urgent: trio.Event) -> None:
         """Take no new work and give away what is here, within a bounded time.
@@ -119,7 +117,7 @@ class Deployment:
             nursery.cancel_scope.cancel()
         lanes_drain_s = 0.0 if is_urgent.is_set() else LANES_DRAIN_S
         await self.lanes.drain(lanes_drain_s)
-        n_left = len(self.server.sessions())
+        n_left = len(self.server.sessions.hops)
         logger.info("drained: %s", f"{n_left} hops were not taken over" if n_left else "no session left")
 
     # --- which messages are for it ---------------------------------------------------------------------------
@@ -136,11 +134,11 @@ class Deployment:
 
     def starts_at(self, session: bytes, block: int) -> bool:
         """Does a hop of this session, or lane, start here at a block?"""
-        return self.server.starts_at(session, block) or self.lanes.starts_at(session, block)
+        return (session, block) in self.server.sessions.hops or self.lanes.starts_at(session, block)
 
     def ends_at(self, session: bytes, block: int) -> bool:
         """Does a hop of this session, or lane, end here at a block?"""
-        return self.server.ends_at(session, block) or self.lanes.ends_at(session, block)
+        return self.server.sessions.hops.ends_at(session, block) or self.lanes.ends_at(session, block)
 
     async def handle(self, peer: PeerId, message: AnyMessage, frame: Frame, channel: Channel | None) -> bool:
         """Act on one message about sessions or fine-tuning; False when it is none. Raises Refused."""
@@ -165,7 +163,7 @@ class Deployment:
             reason = f"the worker of this hop ended: {worker.reason}"
             self.server.on_worker_lost(reason)
             self.lanes.on_worker_lost(reason)
-        self._announced = self._load()
+        self._announced = self.load
 
     def _tokens_that_fit(self, loaded: Loaded) -> int:
         """Cache tokens that may be promised: what the settings say, if half of the free memory can hold them."""
@@ -174,12 +172,14 @@ class Deployment:
         per_token = loaded.cache_bytes_per_token + ITEM_BYTES[self._settings.dtype] * loaded.hidden  # history too
         return min(self._settings.cache_tokens, free_bytes // 2 // max(1, per_token))
 
-    def _load(self) -> ServerLoad:
-        return ServerLoad(self.server.ledger.room_tokens, self.server.n_decoding())
+    @property
+    def load(self) -> ServerLoad:
+        """How full it is now."""
+        return ServerLoad(self.server.ledger.room_tokens, self.server.sessions.n_decoding(trio.current_time()))
 
     def _tell_news(self) -> None:
         """Room or load may be other than what was announced: tell when that is worth it."""
-        load = self._load()
+        load = self.load
         if is_news(self._announced, load, self.server.ledger.total_tokens):
             self._announced = load
             self._events.on_news()
@@ -189,6 +189,7 @@ class Deployment:
     def record_fields(self) -> dict[str, Any]:
         """Give the fields of its SpanRecord that it knows."""
         loaded = self.worker.loaded
+        load = self.load
         span = self.placement.span
         return {
             "model": self.placement.model,
@@ -200,8 +201,8 @@ class Deployment:
             "prefill_tokens_per_s": loaded.speed.prefill_tokens_per_s if loaded else None,
             "batch_tokens_per_s": loaded.speed.batch_tokens_per_s if loaded else {},
             "head": bool(loaded and loaded.has_head),
-            "n_decoding": self.server.n_decoding(),
-            "free_cache_tokens": self.server.ledger.room_tokens,
+            "n_decoding": load.n_decoding,
+            "free_cache_tokens": load.room_tokens,
         }
 
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 import logging
 
 from swarmd.net.rpc import Rpc
-from swarmd.node.serving.hops import Hops, Key, SessionHop
+from swarmd.node.serving.hops import Hops, Key
 from swarmd.node.serving.outbox import Outbox
-from swarmd.plan.chains.session import LEASE_S, PROGRESS_INTERVAL_S, SUSPECT_AFTER_S
-from swarmd.protocol.wire.messages import Progress, Suspect, encode_frame
+from swarmd.plan.chains.hop import SessionHop
+from swarmd.protocol.wire.messages import Progress, Refusal, Suspect, encode_frame
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
-
-ABANDONED_LEASE_S = 60.0  # of a session whose client has no channel here
-UNUSED_LEASE_S = 60.0  # of a session that took no op: room was promised and is not used
 
 
 # Who tells whom, in a chain client -> A -> B -> C -> client:
@@ -47,17 +44,13 @@ class Heartbeats:
         """Suspect silent successors and report to senders; returns the hops that nobody uses any more."""
         expired = []
         for key, hop in self._hops.items():
-            reason = hop.watch.suspicion(now, SUSPECT_AFTER_S) if hop.push else None
+            reason = hop.suspicion(now)
             if reason is not None:
                 self._suspect(key, hop, reason)
-            is_base_coming = hop.state.next_base_part > 0 and not hop.state.received
-            is_busy = hop.state.received > hop.state.finished or is_base_coming
-            has_news = is_busy or hop.told_finished < hop.state.finished
-            if has_news and now - hop.told_at >= PROGRESS_INTERVAL_S:
+            if hop.is_report_due(now):
                 self._report(key, hop, now)
-            unused_s = now - hop.used_at
-            if unused_s > self._lease_s(hop) and not is_busy:
-                logger.info("session %s expired: no op came for %.0f s", key[0].hex()[:8], unused_s)
+            if hop.is_expired(now, self._rpc.find_channel(hop.state.client) is not None):
+                logger.info("session %s expired: no op came for %.0f s", key[0].hex()[:8], now - hop.used_at)
                 expired.append(key)
         return expired
 
@@ -73,10 +66,13 @@ class Heartbeats:
             if hop.successor == peer and hop.watch.is_waiting():
                 self._suspect(key, hop, reason)
 
-    def _lease_s(self, hop: SessionHop) -> float:
-        if not hop.state.received:
-            return UNUSED_LEASE_S
-        return LEASE_S if self._rpc.find_channel(hop.state.client) else ABANDONED_LEASE_S
+    def on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
+        """A successor refused what this hop pushed: its client must know."""
+        hop = self._hops.ending_at(refusal.session or b"", refusal.start)
+        if hop is None or hop.successor != peer:
+            return
+        if refusal.epoch in (0, hop.state.epoch):
+            self._outbox.tell(hop.state.client, encode_frame(refusal))
 
     def _report(self, key: Key, hop: SessionHop, now: float) -> None:
         hop.told_at = now

@@ -1,87 +1,31 @@
-"""The hops of sessions that a server holds for others: their state, and how frames find them.
+"""The hops of sessions that a server holds for others: how frames find them, and what cache they are promised.
 
 A hop knows its client, its predecessor and its successor, and is found by the block where it starts or ends.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from typing import Protocol
 
 import trio
 
 from swarmd.errors import Code, Refused
-from swarmd.plan.chains import timing
-from swarmd.plan.chains.session import HopState, Watch
-from swarmd.protocol.accounts.receipt import Trail
-from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
+from swarmd.plan.chains.cache_admission import CacheLedger
+from swarmd.plan.chains.hop import SessionHop
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import Frame, FrameDecoder
 from swarmd.protocol.wire.messages import AnyMessage, Refusal
-from swarmd.status import HopTimes, SessionRow
+from swarmd.status import SessionRow
 from swarmd.values import PeerId, Span
 
-N_TIMED = 64  # passes that the times of a hop are medians of
+ACTIVE_S = 2.0  # a client that decodes takes a step more often than that
 
 Key = tuple[bytes, int]
 """A hop's session (or lane) and its first block."""
 Deliver = Callable[[PeerId, AnyMessage, Frame], Awaitable[None]]
 """Hands a frame to whichever hop of this peer it is for. Raises Refused."""
-
-
-@dataclass(slots=True)
-class SessionHop:
-    """One hop of one session on this server. ``successor`` is None when outputs go to the client.
-
-    ``trail``: what receipts are made of; None when the client wants none. ``bill``: the last that it has signed.
-    """
-
-    state: HopState
-    span: Span
-    successor: PeerId | None
-    push: bool = False
-    watch: Watch = field(default_factory=Watch)
-    told_finished: int = 0
-    told_at: float = 0.0
-    sender: PeerId | None = None
-    suspected: bool = False
-    used_at: float = 0.0
-    why: str = ""
-    inherit_from: PeerId | None = None
-    limit_bytes: int = 0
-    limit_edits: int = 0
-    trail: Trail | None = None
-    bill: tuple[UsageReceipt, SignedUsageReceipt] | None = None
-    unfinished: deque[tuple[int, int, int]] = field(default_factory=deque)
-    waiting_bytes: int = 0
-    waiting_edits: int = 0
-    passes: deque[timing.Times] = field(default_factory=lambda: deque(maxlen=N_TIMED))
-
-    def times(self) -> tuple[HopTimes, ...]:
-        """What passes take here and at the hops before, of those that went alike with the last one."""
-        alike = [passed for passed in self.passes if timing.is_same_path(passed, self.passes[-1])]
-        return tuple(
-            HopTimes(start=start, waiting_ms=1e3 * waiting_s, computing_ms=1e3 * computing_s)
-            for start, waiting_s, computing_s in timing.medians_s(alike)
-        )
-
-    def take_in(self, seq: int, n_bytes: int, n_edits: int) -> None:
-        """Count an op until it is finished. Raises Refused when more waits here than the session can ever need.
-
-        An edit is work, however few bytes it takes.
-        """
-        while self.unfinished and self.unfinished[0][0] <= self.state.finished:
-            _, n_bytes_done, n_edits_done = self.unfinished.popleft()
-            self.waiting_bytes -= n_bytes_done
-            self.waiting_edits -= n_edits_done
-        if self.waiting_bytes + n_bytes > self.limit_bytes:
-            raise Refused(Code.TOO_LONG, f"more than {self.limit_bytes} B of this session wait to be computed")
-        if self.waiting_edits + n_edits > self.limit_edits:
-            raise Refused(Code.TOO_LONG, f"more than {self.limit_edits} edits of this session wait to be computed")
-        self.unfinished.append((seq, n_bytes, n_edits))
-        self.waiting_bytes += n_bytes
-        self.waiting_edits += n_edits
 
 
 def session_lost(key: Key, reason: str) -> Refusal:
@@ -92,23 +36,6 @@ def session_lost(key: Key, reason: str) -> Refusal:
         message=reason[:500],
         session=session,
         start=start,
-    )
-
-
-def session_rows(hops: Hops) -> tuple[SessionRow, ...]:
-    """One row for each hop, for people."""
-    return tuple(
-        SessionRow(
-            session=key[0].hex()[:12],
-            client=hop.state.client,
-            blocks=(hop.span.start, hop.span.end),
-            received=hop.state.received,
-            finished=hop.state.finished,
-            epoch=hop.state.epoch,
-            why=hop.why,
-            times=hop.times(),
-        )
-        for key, hop in hops.items()
     )
 
 
@@ -177,6 +104,115 @@ class Hops:
     def ends_at(self, session: bytes, block: int) -> bool:
         """Does a hop of this session end at a block?"""
         return (session, block) in self._by_end
+
+
+class SessionTable:
+    """The session hops of one server, each with its promise of cache.
+
+    ``ledger`` promises; a hop that has ended gives its promise back.
+    """
+
+    def __init__(self, ledger: CacheLedger) -> None:
+        self.ledger = ledger
+        self.hops: Hops = Hops()
+        self.refused: Counter[str] = Counter()  # by code, for people
+        self._opening: Counter[Key] = Counter()  # of which the worker has not said yet that it is open
+
+    def find(self, key: Key) -> SessionHop:
+        """Find the hop of a session. Raises Refused where it is not here."""
+        hop = self.hops.get(key)
+        if hop is None:
+            raise Refused(Code.NO_SESSION, f"no session {key[0].hex()[:8]} starts at block {key[1]} here")
+        return hop
+
+    def find_heir(self, peer: PeerId, key: Key) -> SessionHop:
+        """Find the hop that waits for caches from a peer. Raises Refused."""
+        hop = self.hops.get(key)
+        if hop is None or hop.inherit_from != peer:
+            raise Refused(Code.STRANGER, "no session here waits for caches from this peer")
+        return hop
+
+    def find_own(self, peer: PeerId, key: Key) -> SessionHop:
+        """Find the hop of a session for its client. Raises Refused for anybody else."""
+        hop = self.find(key)
+        hop.require_client(peer)
+        return hop
+
+    def require_free(self, client: PeerId, session: bytes, span: Span) -> None:
+        """Refuse a hop that would stand in the way of another client's. Raises Refused."""
+        same_start = self.hops.get((session, span.start))
+        same_end = self.hops.ending_at(session, span.end)
+        for hop in (same_start, same_end):
+            if hop is not None and hop.state.client != client:
+                raise Refused(Code.STRANGER, "another client has a session of this name")
+
+    def clashing_key(self, key: Key, end: int) -> Key | None:
+        """Find a hop of the same session that begins elsewhere and ends at a block: what leaves could be of either."""
+        other = self.hops.ending_at(key[0], end)
+        return (key[0], other.span.start) if other is not None and other.span.start != key[1] else None
+
+    def open(self, key: Key, hop: SessionHop) -> None:
+        """Enter a hop, in place of one that has the same key."""
+        self.hops.put(key, hop)
+        self._opening[key] += 1
+
+    def note_opened(self, key: Key) -> None:
+        """Note that the worker has opened a hop: what it says from now on is of this one."""
+        self._opening -= Counter([key])
+
+    def is_opening(self, key: Key) -> bool:
+        """May what the worker says still be of a session of this name that was here before?"""
+        return self._opening[key] > 0
+
+    def close(self, key: Key) -> SessionHop | None:
+        """Remove a hop with its promise, and return it; None where there is none."""
+        hop = self.hops.pop(key)
+        if hop is not None:
+            self.ledger.release(key)
+        return hop
+
+    def close_all(self) -> list[tuple[Key, SessionHop]]:
+        """Remove all, for a worker that is gone, and return them."""
+        self._opening.clear()
+        closed = self.hops.items()
+        for key, _ in closed:
+            self.close(key)
+        return closed
+
+    def n_decoding(self, now: float) -> int:
+        """Count the sessions that took a step just now."""
+        used_at = [hop.used_at for hop in self.hops if hop.state.received]
+        return sum(now - at_s < ACTIVE_S for at_s in used_at)
+
+    def rows(self) -> tuple[SessionRow, ...]:
+        """One row for each hop, for people."""
+        return tuple(
+            SessionRow(
+                session=key[0].hex()[:12],
+                client=hop.state.client,
+                blocks=(hop.span.start, hop.span.end),
+                received=hop.state.received,
+                finished=hop.state.finished,
+                epoch=hop.state.epoch,
+                why=hop.why,
+                times=hop.times(),
+            )
+            for key, hop in self.hops.items()
+        )
+
+
+class AboutHop(Protocol):
+    """A message that names a session and the block where its hop starts."""
+
+    @property
+    def session(self) -> bytes: ...
+    @property
+    def start(self) -> int: ...
+
+
+def key_of(message: AboutHop) -> Key:
+    """The hop that a message is about."""
+    return message.session, message.start
 
 
 async def deliver_here(

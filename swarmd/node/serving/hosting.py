@@ -18,7 +18,7 @@ import swarmd.status as status
 from swarmd.config import Serve
 from swarmd.errors import SwarmError
 from swarmd.net.api import TaskStatus
-from swarmd.node.serving.balancer import Balancer
+from swarmd.node.serving.balancer import Balancer, BalancerServices
 from swarmd.node.serving.choosing import HostingServices, choose_blocks, fetch_blocks, wait_for_model
 from swarmd.node.serving.deployment import Deployment, DeploymentEvents, serving_status, worker_status
 from swarmd.node.serving.hops import Deliver
@@ -54,16 +54,15 @@ class Hosting:
         self._changed_mind = trio.Event()
         self._last_record: list[dict[str, Any]] = []
         self._may_move = services.config.balance and settings.span is None
-        self.balancer = Balancer(
-            services.directory.view,
-            (services.me, slot),
+        balancer_services = BalancerServices(
+            view=services.directory.view,
             wall_clock=services.wall_clock,
             rng=services.rng,
             interval_s=services.config.balance_interval_s,
             turnover=services.turnover,
             trials=services.trials,
-            on_move=self._move,
         )
+        self.balancer = Balancer(balancer_services, (services.me, slot), self._move)
 
     @property
     def server(self) -> Server | None:
@@ -83,7 +82,7 @@ class Hosting:
             self._changed_mind.set()
         if pause is ServingPause.POLICY:
             self._is_urgent.set()
-        return len(self.deployment.server.sessions()) if self.deployment else 0
+        return len(self.deployment.server.sessions.hops) if self.deployment else 0
 
     def resume(self, pause: ServingPause) -> None:
         """Serve again, unless something else is against it."""
@@ -97,7 +96,7 @@ class Hosting:
         deployment = self.deployment  # it may end, by another drain, while this one waits
         if deployment is None:
             return
-        self.lifecycle.drain(len(deployment.server.sessions()))
+        self.lifecycle.drain(len(deployment.server.sessions.hops))
         self._services.directory.announce_soon()  # as draining
         await deployment.leave(self._is_urgent)
 

@@ -103,7 +103,7 @@ class Hosts:
 
     def drain(self, model: str = "") -> int:
         """Stop serving a model ("": all) until ``resume``; returns how many sessions are to be taken over."""
-        chosen = [h for h in self._named(model) if not h.lifecycle.is_paused_by(ServingPause.DRAIN)]
+        chosen = [h for h in self._named(model) if ServingPause.DRAIN not in h.lifecycle.pauses]
         if not chosen:
             raise ConfigError("this daemon serves no blocks: there is nothing to drain")
         return sum(hosting.pause(ServingPause.DRAIN, PAUSED_BY_DRAIN) for hosting in chosen)

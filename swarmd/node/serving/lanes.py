@@ -95,7 +95,7 @@ class ServerLanes:
                         self._outbox.tell(lane.client, encode_frame(Progress(session=session, start=start)))
                     for key in unused:
                         self._table.close(key)
-                        await self._close_in_worker(key)
+                        await _close_in_worker(self._worker, key)
 
     # --- what peers send -------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class ServerLanes:
                 if lane is not None and lane.client == peer:
                     key = (message.session, message.start)
                     self._table.close(key)
-                    await self._close_in_worker(key)
+                    await _close_in_worker(self._worker, key)
             elif isinstance(message, PutTuned) and channel is not None:
                 await self._on_put(peer, message, frame)
             elif isinstance(message, Refusal) and message.session is not None:
@@ -201,7 +201,7 @@ class ServerLanes:
         if not self._tasks.is_open:
             return
         for key in self._table.close_all_of(peer):
-            self._tasks.start_soon(self._close_in_worker, key)
+            self._tasks.start_soon(_close_in_worker, self._worker, key)
         self._lose(peer, "its connection ended")
 
     def _lose(self, peer: PeerId, reason: str) -> None:
@@ -210,7 +210,7 @@ class ServerLanes:
             return
         lost = self._table.cut(peer)  # all of them before anybody is told, which may fail too
         for key, _ in lost:
-            self._tasks.start_soon(self._close_in_worker, key)
+            self._tasks.start_soon(_close_in_worker, self._worker, key)
         _tell_lost(self._outbox, lost, f"the link to {peer[-8:]} failed: {reason}")
 
     async def drain(self, timeout_s: float) -> None:
@@ -221,13 +221,6 @@ class ServerLanes:
         _tell_lost(self._outbox, self._table.end_all(), "this server stops serving these blocks")
         with trio.move_on_after(FAREWELL_S):
             await self._outbox.flush()
-
-    async def _close_in_worker(self, key: Key) -> None:
-        session, start = key
-        try:
-            await self._worker.send(encode_frame(CloseLane(session=session, start=start)))
-        except WorkerLost:
-            return
 
 
 class LaneRelay:
@@ -271,7 +264,9 @@ class LaneRelay:
     def take_neighbours_refusal(self, peer: PeerId, refusal: Refusal) -> bool:
         """A neighbour refused what was pushed to it: the client must know. False when it was about no lane here."""
         session = refusal.session or b""
-        for lane in (self._table.get(session, refusal.start), self._table.ending_at(session, refusal.start)):
+        starting = self._table.get(session, refusal.start)
+        ending = self._table.ending_at(session, refusal.start)
+        for lane in (starting, ending):
             if lane is not None and peer in (lane.predecessor, lane.successor):
                 self.outbox.tell(lane.client, encode_frame(refusal))
                 return True
@@ -281,3 +276,11 @@ class LaneRelay:
 def _tell_lost(outbox: Outbox, lost: Iterable[tuple[Key, LaneHop]], reason: str) -> None:
     for key, lane in lost:
         outbox.tell(lane.client, encode_frame(session_lost(key, reason)))
+
+
+async def _close_in_worker(worker: WorkerLink, key: Key) -> None:
+    session, start = key
+    try:
+        await worker.send(encode_frame(CloseLane(session=session, start=start)))
+    except WorkerLost:
+        return

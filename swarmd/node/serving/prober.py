@@ -29,6 +29,7 @@ from swarmd.node.serving.hosts import Hosts
 from swarmd.node.serving.server import Server
 from swarmd.node.serving.short_session import opening_of, short_session
 from swarmd.plan.trust.equality import bound_of, is_equal, measure_errors
+from swarmd.plan.trust.judge import judge_by_own_result
 from swarmd.plan.trust.reputation import (
     PROBE_LIFETIME_S,
     PROBES_OF_EACH,
@@ -38,7 +39,6 @@ from swarmd.plan.trust.reputation import (
     name_of,
     shared_blocks,
 )
-from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.accounts.evidence import CoherentEvidence, read_untrusted
 from swarmd.protocol.membership.records import PeerRecord, ProbeFinding, SpanRecord
 from swarmd.protocol.wire.arrays import Floats, pack_array, round_to_dtype, unpack_array_untrusted
@@ -77,7 +77,7 @@ MAX_FOUND = 32  # of a record: wrong ones first
 # one sponsor are one voice.
 #
 # A claim about a third server (``judge``) is work that another peer orders. So one is computed at a time, only from
-# evidence that the accused has signed, and a claim that is clearly false is held against its speaker.
+# evidence that the accused has signed; who is blamed then is ``plan.trust.judge.judge_by_own_result``'s.
 class Prober:
     """What this daemon has found of others, and goes on finding."""
 
@@ -185,15 +185,15 @@ class Prober:
             if (shown.receipt.numerics, shown.dtype) != (accused.numerics, accused.dtype):
                 raise Refused(Code.REFUSED, "the accused computes otherwise by now than it did then")
             decision, is_clear = await self._recompute(shown, accused, mine)
-        if decision.action and is_clear:
-            self._services.rpc.standing.fault(channel.peer, Fault.FALSE_ACCUSATION, decision.reason)
-        if not decision.action:
+        ruling = judge_by_own_result(PeerId(accused.peer), channel.peer, decision, is_clear=is_clear)
+        for charged, fault in ruling.faults.items():
+            self._services.rpc.standing.fault(charged, fault, ruling.reason)
+        if not ruling.is_cleared:
             self._judged[case] = None
             while len(self._judged) > MAX_REMEMBERED:
                 del self._judged[next(iter(self._judged))]
-            self._services.rpc.standing.fault(PeerId(accused.peer), Fault.WRONG_RESULTS, decision.reason)
             self._note(accused, decision)
-        answer = Believed(re=message.id, is_wrong=not decision.action, why=decision.reason)
+        answer = Believed(re=message.id, is_wrong=not ruling.is_cleared, why=ruling.reason)
         await channel.send(answer)
 
     async def _recompute(

@@ -9,10 +9,11 @@ from __future__ import annotations
 from swarmd.errors import Code, Forged, IntegrityError, Refused
 from swarmd.net.exchange import Exchange
 from swarmd.net.tasks import Tasks
-from swarmd.node.serving.hops import Key, SessionHop
+from swarmd.node.serving.hops import Key
 from swarmd.node.serving.outbox import Outbox
 from swarmd.node.serving.served import ServedBlocks
 from swarmd.node.worker.worker_link import WorkerLink, WorkerLost, WorkerReply
+from swarmd.plan.chains.hop import SessionHop
 from swarmd.protocol.accounts import receipt, usage_receipt
 from swarmd.protocol.accounts.receipt import Receipt, Trail
 from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt

@@ -1,15 +1,35 @@
-"""What a server answers its clients once it knows: whether a hop reaches its successor, and what the worker said."""
+"""What a server passes on: outputs of its worker to the next hop, and answers to its clients once it knows them."""
 
 from __future__ import annotations
 
-from swarmd.net.rpc import Channel
-from swarmd.node.serving.hops import SessionHop
+import trio
+
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.node.serving.hops import SessionTable, key_of
+from swarmd.node.serving.migration import Migrations
 from swarmd.node.serving.next_hop import NextHopDialer
 from swarmd.node.serving.outbox import Outbox
-from swarmd.node.worker.worker_link import WorkerLink, WorkerReply
+from swarmd.node.serving.receipts import Receipts
+from swarmd.node.serving.recompute import Recompute
+from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerReply
+from swarmd.plan.chains.hop import SessionHop
 from swarmd.plan.chains.lane_table import LaneHop
-from swarmd.protocol.wire.messages import Opened, OpenSession, Replay, Replayed, Reroute, Rerouted, encode_frame
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import (
+    CachePart,
+    Inherited,
+    Op,
+    Opened,
+    OpenSession,
+    Refusal,
+    Replay,
+    Replayed,
+    Reroute,
+    Rerouted,
+    encode_frame,
+)
 from swarmd.protocol.wire.tuning import OpenLane, TunedHeld
+from swarmd.protocol.wire.worker import Done
 from swarmd.values import PeerId
 
 
@@ -81,3 +101,96 @@ class Replies:
         if hop.successor == successor:
             hop.push = decision.action
             hop.why = decision.reason
+
+
+# A frame of the worker names the block where its hop ends (outputs), or starts (all else). What the worker says before
+# it has opened a hop is of a session of the same name that was here before. What it says of an earlier epoch was
+# computed for a chain that is no more; the client asks for it again. Sessions of this server itself (``recompute``)
+# have no hop.
+class WorkerOutputs:
+    """What one server's worker says by itself of sessions. ``outbox`` reaches other peers."""
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        sessions: SessionTable,
+        recompute: Recompute,
+        receipts: Receipts,
+        migrations: Migrations,
+        outbox: Outbox,
+    ) -> None:
+        self._rpc = rpc
+        self._sessions = sessions
+        self._recompute = recompute
+        self._receipts = receipts
+        self._migrations = migrations
+        self._outbox = outbox
+
+    def handlers(self) -> Handlers:
+        """Who takes what the worker says by itself, but for refusals, which may be of lanes as well.
+
+        With ``has_more``, outputs of one read leave in one write.
+        """
+        return {
+            Op: self._on_output,
+            Done: self._on_done,
+            CachePart: self._on_cache_part,
+            Inherited: self._on_inherited,
+        }
+
+    async def _on_output(self, op: Op, frame: Frame, has_more: bool) -> None:
+        hop = self._sessions.hops.ending_at(op.session, op.start)
+        if hop is None:
+            self._recompute.take(op, frame)
+            return
+        key = (op.session, hop.span.start)
+        if self._sessions.is_opening(key):
+            return
+        if op.base is None or op.base[0] + 1 == op.base[1]:
+            hop.finish(op.seq)
+        self._receipts.note_output(key, hop, op.seq, op.tensor, frame.payload)
+        if op.epoch != hop.state.epoch:
+            return
+        if op.times:
+            hop.passes.append(op.times)
+        receiver = hop.successor if hop.push else None
+        if receiver is not None:
+            hop.watch.on_sent(op.seq, trio.current_time())
+        elif self._rpc.find_channel(hop.state.client) is not None:
+            receiver = hop.state.client
+        if receiver is not None and has_more:
+            self._outbox.put(receiver, frame.raw)
+        elif receiver is not None:
+            await self._outbox.send(receiver, frame.raw)
+
+    async def _on_done(self, message: Done, frame: Frame, has_more: bool) -> None:
+        key = key_of(message)
+        if not message.seq:
+            self._sessions.note_opened(key)
+            return
+        hop = self._sessions.hops.get(key)
+        if hop is not None and not self._sessions.is_opening(key):
+            hop.finish(message.seq)
+            self._receipts.note_output(key, hop, message.seq, None, frame.payload)
+
+    async def _on_cache_part(self, message: CachePart, frame: Frame, has_more: bool) -> None:
+        self._migrations.put(key_of(message), frame.raw)
+
+    async def _on_inherited(self, message: Inherited, frame: Frame, has_more: bool) -> None:
+        hop = self._sessions.hops.get(key_of(message))
+        if hop is None or self._sessions.is_opening(key_of(message)):
+            return
+        if hop.inherit(message):
+            self._outbox.tell(hop.state.client, encode_frame(message))
+
+    def take_refusal(self, refusal: Refusal) -> None:
+        """The worker cannot do what a session asked for: its client must know."""
+        if self._recompute.take(refusal, None):
+            return
+        self._sessions.refused[refusal.code] += 1
+        key = (refusal.session or b"", refusal.start)
+        hop = self._sessions.hops.get(key)
+        if hop is not None:
+            if hop.trail is not None and refusal.seq and not self._sessions.is_opening(key):
+                hop.trail.refuse()
+            self._outbox.tell(hop.state.client, encode_frame(refusal))

@@ -26,7 +26,10 @@ import trio
 from swarmd.errors import Code, Refused, RemoteProtocolError, SwarmUnavailable
 from swarmd.net.api import TaskStatus
 from swarmd.node.worker.forkserver import VARIABLE, ForkedProcess
+from swarmd.node.worker.frame_queue import FrameQueue
+from swarmd.node.worker.loading import LoadingProgress
 from swarmd.node.worker.share import ComputeShare
+from swarmd.plan.owner.restarts import STEADY_S, RestartPolicy
 from swarmd.protocol.fields import Message, Request
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import Frame, FrameDecoder
@@ -50,10 +53,6 @@ STALL_S = 4.0  # a stopped worker is missed by its sessions for so long; one pas
 STALL_LOADING_S = 600.0  # reading and packing a large model from a slow disk
 TELL_INTERVAL_S = 5.0  # of loading, in the log: reading a large model takes minutes
 CHECK_INTERVAL_S = 0.5  # an eighth of STALL_S: found late by little
-FIRST_PAUSE_S = 0.5  # before a worker that ended is started again; doubled each time it ends soon
-LONGEST_PAUSE_S = 60.0  # what cannot load now may load in a minute, and costs little till then
-STEADY_S = 60.0  # a worker that ran for so long did not end because of how it starts
-MAX_WAITING_BYTES = 64 * 2**20  # of frames for the worker: beyond it senders wait
 _RECEIVE_BYTES = 4 * 2**20  # a whole activation of a prefill in one read
 
 
@@ -216,11 +215,8 @@ class WorkerLinkStatus:
 #            '-- pause, twice as long -'
 #
 # Three ways a worker fails, and how each is noticed: it dies (its socket closes), it says so (WorkerFailed), or it
-# makes no progress. For the third the link counts frames that it sent and frames that the worker has dealt with (its
-# ticks). Only while some are outstanding is silence suspicious, so an idle worker is never killed.
-#
-# Frames of one turn of the loop are written together (``_pass_on``): the worker computes what it reads at once as one
-# batch. Every failure loses all waiting answers with a reason, so nobody waits for a worker that is gone.
+# makes no progress with what it was given (``frame_queue``). Every failure loses all waiting answers with a reason, so
+# nobody waits for a worker that is gone.
 class WorkerLink:
     """Supervises one worker that serves one span."""
 
@@ -234,16 +230,9 @@ class WorkerLink:
         self._answers: dict[int, WorkerReply] = {}
         self._n_asked = 0
         self._process: WorkerProcess | None = None
-        self._waiting: list[bytes] = []
-        self._waiting_bytes = 0
-        self._wake = trio.Event()
-        self._drained = trio.Event()
-        self._busy = trio.Event()
-        self._n_sent = 0
-        self._n_handled = 0
+        self._queue: FrameQueue | None = None  # of the process that runs
         self.n_reused = 0
-        self._heard_at = 0.0
-        self._stage: tuple[str, int, float] | None = None  # of loading: its name, parts done when it began, when
+        self._loading = LoadingProgress()
         self._told_at = 0.0
         self._last_words = ""
         self._last_end = ""  # why the last worker did that ended by itself
@@ -276,19 +265,16 @@ class WorkerLink:
         )
 
     async def send(self, frame: bytes) -> None:
-        """Hand one frame to the worker. Raises WorkerLost."""
-        process = self._process
-        if process is None:
+        """Hand one frame to the worker, and wait while much is on its way to it. Raises WorkerLost."""
+        self.post(frame)
+        if self._queue is not None:
+            await self._queue.wait_for_room()
+
+    def post(self, frame: bytes) -> None:
+        """Hand one frame to the worker and wait for nothing: for small ones, in the order of all. Raises WorkerLost."""
+        if self._queue is None:
             raise WorkerLost("no worker is running")
-        if self._n_sent == self._n_handled:
-            self._heard_at = trio.current_time()
-            self._busy.set()
-        self._n_sent += 1
-        self._waiting.append(frame)
-        self._waiting_bytes += len(frame)
-        self._wake.set()
-        while self._waiting_bytes > MAX_WAITING_BYTES and self._process is process:
-            await self._drained.wait()
+        self._queue.put(frame)
 
     async def ask(self, request: Request, payload: bytes | memoryview = b"") -> WorkerReply:
         """Number a request and hand it to the worker, after all that was handed to it before. Raises WorkerLost."""
@@ -306,18 +292,6 @@ class WorkerLink:
         """Ask, and wait for the answer. Raises WorkerLost or Refused."""
         return await (await self.ask(request, payload)).wait()
 
-    async def _pass_on(self, process: WorkerProcess) -> None:
-        """Write what waits, all at once: what arrived together is computed together."""
-        while True:
-            await self._wake.wait()
-            self._wake = trio.Event()
-            data = b"".join(self._waiting)
-            self._waiting = []
-            await process.send(data)
-            self._waiting_bytes -= len(data)
-            self._drained.set()
-            self._drained = trio.Event()
-
     async def run(
         self,
         handlers: Handlers,
@@ -331,45 +305,38 @@ class WorkerLink:
         self._handlers = handlers
         self._on_change = on_change
         task_status.started()
-        pause_s = FIRST_PAUSE_S
-        n_soon = 0  # in a row: ends soon after a start
+        policy = RestartPolicy()
         while self._state != "failed":
             self._restarts += 1
             begun = trio.current_time()
             await self._run_once()
-            ended_soon = trio.current_time() - begun <= STEADY_S
-            pause_s = min(LONGEST_PAUSE_S, pause_s * 2) if ended_soon else FIRST_PAUSE_S
-            n_soon = n_soon + 1 if ended_soon else 0
-            if n_soon == 2 and self._request.compiled:
+            policy.note_end(trio.current_time() - begun)
+            if policy.n_soon == 2 and self._request.compiled:
                 self._do_without_compiled_code()
             if self._state != "failed":
-                await trio.sleep(pause_s)
+                await trio.sleep(policy.pause_s)
 
     async def _run_once(self) -> None:
         self._process = await self._start()
-        self._n_sent = 0
-        self._n_handled = 0
-        self._heard_at = trio.current_time()
-        self._waiting = []
-        self._waiting_bytes = 0
+        queue = self._queue = FrameQueue()
         self._last_words = ""
         self._set("loading", f"loading blocks [{self._request.start},{self._request.end})")
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch, nursery.cancel_scope)
-                nursery.start_soon(self._pass_on, self._process)
+                nursery.start_soon(self._watch, queue, nursery.cancel_scope)
+                nursery.start_soon(queue.pass_on, self._process)
                 await self.send(messages.encode_frame(self._request))
                 nursery.start_soon(self._follow_share)
-                await self._read(self._process)
+                await self._read(self._process, queue)
                 nursery.cancel_scope.cancel()
         except* (WorkerLost, RemoteProtocolError) as group:
             self._reason = str(group.exceptions[0])
         finally:
             self._process.kill()
             self._process = None
+            self._queue = None
             self._loaded = None
-            self._drained.set()
-            self._drained = trio.Event()
+            queue.close()
             if self._state != "failed":
                 self._set("down", self._why_down())
                 self._last_end = "" if self._reason == NOT_NEEDED else self._reason
@@ -379,17 +346,18 @@ class WorkerLink:
                 answer.lose(f"the worker of this hop ended: {self._reason}"[:500])
         await self._on_change()
 
-    async def _read(self, process: WorkerProcess) -> None:
+    async def _read(self, process: WorkerProcess, queue: FrameQueue) -> None:
         decoder = FrameDecoder()
         async for data in process.received():
-            self._heard_at = trio.current_time()
+            queue.heard_at = trio.current_time()
             decoded = [(worker.decode(frame.header), frame) for frame in decoder.feed_untrusted(data)]
             answers = [(message, frame) for message, frame in decoded if not isinstance(message, Tick)]
             for n, (message, frame) in enumerate(answers, 1):
                 await self._take(message, frame, n < len(answers))
+                queue.heard_at = trio.current_time()  # what delivering took is not the worker's silence
             for tick, _ in decoded:
                 if isinstance(tick, Tick):
-                    self._n_handled = tick.handled
+                    queue.n_handled = tick.handled
                     self.n_reused = tick.reused
 
     async def _take(self, message: WorkerMessage, frame: Frame, has_more: bool) -> None:
@@ -403,7 +371,8 @@ class WorkerLink:
             self._reason = self._serving(self._loaded)
             await self._on_change()
         elif isinstance(message, Loading):
-            self._reason = self._progress(message)
+            progress = self._loading.describe(message, trio.current_time())
+            self._reason = f"loading blocks [{self._request.start},{self._request.end}): {progress}"
             if trio.current_time() >= self._told_at + TELL_INTERVAL_S:
                 self._told_at = trio.current_time()
                 logger.info("worker %s: %s", self._state, self._reason)
@@ -427,22 +396,6 @@ class WorkerLink:
         handle = self._handlers.get(type(message))
         if handle is not None:
             await handle(message, frame, has_more)
-            self._heard_at = trio.current_time()  # what delivering took is not the worker's silence
-
-    def _progress(self, loading: Loading) -> str:
-        """What it does and how much is left, by the time that parts took since it first told of this stage."""
-        now = trio.current_time()
-        if self._stage is None or self._stage[0] != loading.stage:
-            self._stage = (loading.stage, loading.done, now)
-        _, first_done, since = self._stage
-        text = f"loading blocks [{self._request.start},{self._request.end}): {loading.stage}"
-        text += f", {loading.done} of {loading.total}"
-        n_done = loading.done - first_done
-        if n_done <= 0:
-            return text
-        n_remaining = loading.total - loading.done
-        remaining_s = (now - since) * n_remaining / n_done
-        return f"{text}, {remaining_s:.0f} s left"
 
     def _do_without_compiled_code(self) -> None:
         """Compiled code computes what peers send, by addresses: an end that comes again and again may be its fault."""
@@ -472,15 +425,13 @@ class WorkerLink:
                 await self.send(messages.encode_frame(SetComputeShare(share=self._share.value)))
                 await self._share.change()
 
-    async def _watch(self, scope: trio.CancelScope) -> None:
+    async def _watch(self, queue: FrameQueue, scope: trio.CancelScope) -> None:
         while True:
-            if self._n_sent == self._n_handled:
-                self._busy = trio.Event()
-                await self._busy.wait()
+            await queue.wait_until_busy()
             await trio.sleep(CHECK_INTERVAL_S)
-            silent_s = trio.current_time() - self._heard_at
+            silent_s = trio.current_time() - queue.heard_at
             limit_s = STALL_S if self.is_online else STALL_LOADING_S
-            if self._n_sent > self._n_handled and silent_s > limit_s:
+            if queue.is_outstanding and silent_s > limit_s:
                 self._reason = f"no progress for {silent_s:.1f} s"
                 scope.cancel()
 

@@ -70,7 +70,10 @@ WORKER_STATES = {"online": HostingState.ONLINE, "failed": HostingState.FAILED}
 
 
 class HostingLifecycle:
-    """One hosting's states. ``coming``: what is chosen and not served yet. ``max_blocks``: 0 is as many as fit."""
+    """One hosting's states, and what keeps it from serving (``pauses``, each with its reason).
+
+    ``coming``: what is chosen and not served yet. ``max_blocks``: 0 is as many as fit.
+    """
 
     def __init__(self) -> None:
         self.state = HostingState.CHOOSING
@@ -78,7 +81,7 @@ class HostingLifecycle:
         self.coming: Placement | None = None
         self.max_blocks = 0
         self._next: Placement | None = None
-        self._pauses: dict[ServingPause, str] = {}
+        self.pauses: dict[ServingPause, str] = {}
 
     def _enter(self, state: HostingState, why: str) -> None:
         assert self.state in ENTERED_FROM[state], f"a hosting went from {self.state} to {state}: {why}"
@@ -89,19 +92,15 @@ class HostingLifecycle:
 
     def pause(self, pause: ServingPause, reason: str, is_deployed: bool) -> bool:
         """Serve nothing until ``resume``."""
-        is_new = pause not in self._pauses
-        self._pauses[pause] = reason
+        is_new = pause not in self.pauses
+        self.pauses[pause] = reason
         if not is_deployed:
             self._enter(HostingState.PAUSED, reason)
         return is_new
 
     def resume(self, pause: ServingPause) -> bool:
         """Serve again, unless something else is against it."""
-        return self._pauses.pop(pause, None) is not None
-
-    def is_paused_by(self, pause: ServingPause) -> bool:
-        """Does this pause keep it from serving?"""
-        return pause in self._pauses
+        return self.pauses.pop(pause, None) is not None
 
     def move(self, placement: Placement) -> bool:
         """Serve other blocks in the next turn; they are on the disk by now."""
@@ -121,9 +120,9 @@ class HostingLifecycle:
 
     def begin_turn(self) -> bool:
         """Is something to be served now? Else it is paused."""
-        if self._pauses:
-            self._enter(HostingState.PAUSED, next(iter(self._pauses.values())))
-        return not self._pauses
+        if self.pauses:
+            self._enter(HostingState.PAUSED, next(iter(self.pauses.values())))
+        return not self.pauses
 
     def take_move(self) -> Placement | None:
         """Give what a move decided, once."""

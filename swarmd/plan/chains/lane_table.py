@@ -50,6 +50,9 @@ class LaneHop:
             self.waiting.pop((type(message), message.seq), None)
 
 
+EnteredLane = tuple[Key, LaneHop]
+
+
 def is_last_part(part: tuple[int, int]) -> bool:
     """Is this the last of a message's parts? ``part``: its number from 0, and how many there are."""
     number, n_parts = part
@@ -85,8 +88,10 @@ class LaneTable:
 
     def ending_at(self, session: bytes, end: int) -> LaneHop | None:
         """Find the lane that ends at a block; of two the one that was opened last."""
-        ending = (lane for key, lane in reversed(self._lanes.items()) if key[0] == session and lane.span.end == end)
-        return next(ending, None)
+        for (name, _), lane in reversed(self._lanes.items()):
+            if name == session and lane.span.end == end:
+                return lane
+        return None
 
     def admit(self, session: bytes, client: PeerId, principal: bytes) -> None:
         """May a client open one more lane of this name? Raises Refused."""
@@ -138,7 +143,7 @@ class LaneTable:
             lane.waiting.pop((refused, seq), None)
         return lane
 
-    def look(self, now: float, is_sending_to: Callable[[PeerId], bool]) -> tuple[list[tuple[Key, LaneHop]], list[Key]]:
+    def look(self, now: float, is_sending_to: Callable[[PeerId], bool]) -> tuple[list[EnteredLane], list[Key]]:
         """Say which lanes' clients should hear that work goes on, and which lanes nobody uses any more.
 
         ``is_sending_to``: are frames on their way to a peer?
@@ -165,15 +170,17 @@ class LaneTable:
             del self._lanes[key]
         return closed
 
-    def cut(self, peer: PeerId) -> list[tuple[Key, LaneHop]]:
+    def cut(self, peer: PeerId) -> list[EnteredLane]:
         """A peer cannot be reached; returns the lanes that are over for it, whose clients must hear so."""
-        lost = [(key, lane) for key, lane in self._lanes.items() if peer in (lane.predecessor, lane.successor)]
-        lost = [(key, lane) for key, lane in lost if lane.client != peer]
-        for key, _ in lost:
-            del self._lanes[key]
+        lost = []
+        for key, lane in list(self._lanes.items()):
+            is_neighbour = peer in (lane.predecessor, lane.successor)
+            if is_neighbour and lane.client != peer:
+                lost.append((key, lane))
+                del self._lanes[key]
         return lost
 
-    def end_all(self) -> list[tuple[Key, LaneHop]]:
+    def end_all(self) -> list[EnteredLane]:
         """Nothing is computed here any more; returns all lanes, whose clients must hear so."""
         lost = list(self._lanes.items())
         self._lanes.clear()

@@ -31,6 +31,9 @@ SQUARES_TOLERANCE = 0.01  # of a size that two computed in their own order
 # 2. A peer that two others contradict is at fault: two honest peers contradict nobody but a liar.
 # 3. Conservation: what flows into a member must flow out. A breach shows in its own words, and needs no witness.
 #
+# It is not ``plan.trust.judge``: nobody computes again, and who contradicts whom is what everybody said in any case. So
+# witnesses are counted over all pairs of a round, and not asked one after the other.
+#
 # Peers choose every number in a heartbeat. A lie about oneself breaks 3; a lie about another only makes a pair.
 # Sums along directions that follow from the average's hash stand for whole vectors, so that heartbeats stay small.
 

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 
 from swarmd.errors import IntegrityError
-from swarmd.plan.runs.contributions import LEAST_MEMBERS, WeighedContributions, clipping_radius
 from swarmd.protocol.runs.commit import Commit, CountedContribution, SealedCommit
 from swarmd.protocol.runs.recipe import Run
 
@@ -141,28 +140,3 @@ class Ledger:
         if len(recent) == LOSS_WINDOW and sum(recent) / LOSS_WINDOW <= stop.loss:
             return f"the mean loss of {LOSS_WINDOW} updates is at most {stop.loss}"
         return ""
-
-    @property
-    def is_clipped(self) -> bool:
-        """Are contributions clipped round the momentum?"""
-        return self.run.recipe.robust == "clip"
-
-    def radius(self, n_samples: int, update: int | None = None) -> float:
-        """Say how far the mean of so many samples may be from the momentum, in an update (None: the next)."""
-        if not self.is_clipped:
-            return math.inf
-        return clipping_radius(self._latest_contributions(LEAST_MEMBERS, update), n_samples)
-
-    def contributions(self, n: int) -> list[WeighedContributions]:
-        """Return the latest ones that were counted, as the outlier rule wants them."""
-        return self._latest_contributions(n)[:n]
-
-    def _latest_contributions(self, n: int, update: int | None = None) -> list[WeighedContributions]:
-        """Return those of the newest commits before ``update``, as many commits as it takes for ``n``."""
-        end = None if update is None else update - 1
-        latest: list[WeighedContributions] = []
-        for sealed in reversed(self.sealed[:end]):
-            latest += [WeighedContributions(c.n, c.norm) for c in sealed.commit.contributors]
-            if len(latest) >= n:
-                break
-        return latest

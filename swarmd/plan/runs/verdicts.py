@@ -1,6 +1,6 @@
 """What a round's leader concludes from the beats of its members: who is silent, what is missing, is the average whole.
 
-Pure: the leader (``train.rounds.leader``) keeps what it has seen and acts on these. Who is at fault:
+Pure: a round's group (``train.rounds.versions``) keeps what its leader has seen, and acts on these. Who is at fault:
 ``plan.runs.disputes``.
 """
 

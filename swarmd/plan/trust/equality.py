@@ -1,4 +1,4 @@
-"""When two machines' outputs for the same input count as equal: errors, bounds, and what follows from three answers.
+"""When two machines' outputs for the same input count as equal: errors and bounds.
 
 Machines differ in the last bits, so that bytes prove nothing; but the error of one token, relative to what the span
 itself added to it, lies far below that of other weights, skipped blocks or another context. What each bound sees and
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,25 +95,3 @@ def is_equal(token_errors: Floats, bound: Bound) -> Decision[bool]:
     if tenth > bound.typical:
         return Decision(False, f"a tenth of {n} tokens differ by {tenth:.2g} and more; bound {bound.typical:g}")
     return Decision(True, f"{n} tokens, the largest error {worst:.2g}; bound {bound.token:g}")
-
-
-class AuditVerdict(StrEnum):
-    """What three answers to one question say."""
-
-    RIGHT = "right"
-    WRONG = "wrong"
-    REFERENCE_WRONG = "reference wrong"
-    UNDECIDED = "undecided"
-
-
-def two_of_three(with_first: bool, with_second: bool | None, among_them: bool | None) -> AuditVerdict:
-    """Whether an answer equals a first and a second reference (None: there is none), and these each other."""
-    if with_first:
-        return AuditVerdict.RIGHT
-    if with_second is None or among_them is None:
-        return AuditVerdict.UNDECIDED
-    if with_second and not among_them:
-        return AuditVerdict.REFERENCE_WRONG
-    if among_them and not with_second:
-        return AuditVerdict.WRONG
-    return AuditVerdict.UNDECIDED

@@ -10,7 +10,9 @@ import trio
 from swarmd.errors import SwarmError
 from swarmd.plan.owner import duty
 from swarmd.plan.runs.arrivals import Arrivals
+from swarmd.plan.runs.history import contribution_radius
 from swarmd.plan.runs.ledger import MOST_TARGETS, Ledger
+from swarmd.plan.runs.workload import Workload, micro_batch_size
 from swarmd.protocol.runs.commit import Commit
 from swarmd.train.gradients.gradient_audits import GradientAudits
 from swarmd.train.gradients.source import ComputedGradients, GradientSource, InnerStep, SourceBroken
@@ -23,9 +25,6 @@ from swarmd.train.vectors.work import UncountedWork
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # what computes was lost, or nobody gives its data now
-MICRO_BATCH_S = 1.0  # what may be lost when the round begins meanwhile
-SMOOTHING = 0.3  # weight of the newest micro-batch in samples a second
-SPEED_CHANGE = 0.2  # of its last announced speed: a change that others should know
 
 
 class Computing:
@@ -36,7 +35,7 @@ class Computing:
     def __init__(self, services: TrainerServices, ledger: Ledger, news: Wakeups) -> None:
         self.trouble = ""
         self.broken = ""
-        self.samples_per_s = 0.0
+        self.workload = Workload()
         self._me = services.rpc.network.peer_id
         self._recipe = ledger.run.recipe
         self.work = UncountedWork(self._me, self._recipe.overlaps)
@@ -48,8 +47,6 @@ class Computing:
         self._batches = Arrivals(least_s=1.0, first_s=60.0)
         self._is_computing = False
         self._is_allowed = False
-        self._announced_rate = 0.0
-        self.audit_left = 0  # samples of others that are computed again before more of its own
 
     async def run(
         self, source: GradientSource, state: RunState, feedback: Feedback, memory: Memory | None, audits: GradientAudits
@@ -67,7 +64,8 @@ class Computing:
             if self.broken:
                 await self._news.wait()
                 continue
-            self._note_audits(audits.n_waiting)
+            if self.workload.note_audits(audits.n_waiting):
+                self._services.announce()
             has_none = self._is_allowed and not self.work.since.n
             if not has_none and await self._audit_some(audits):
                 continue
@@ -111,7 +109,7 @@ class Computing:
         """Compute some of what another gave, if that is to be looked at, and rest as this machine's owner asks."""
         started_at = trio.current_time()
         try:
-            n = await audits.advance(micro_batch_size(self._recipe.batch.micro, self.samples_per_s))
+            n = await audits.advance(micro_batch_size(self._recipe.batch.micro, self.workload.samples_per_s))
         except SwarmError as error:
             logger.warning("what another gave is not computed again: %s", error)
             await trio.sleep(RETRY_S)
@@ -121,13 +119,6 @@ class Computing:
         if rest_s:
             await trio.sleep(rest_s)
         return n > 0
-
-    def _note_audits(self, n_left: int) -> None:
-        """Remember how much is to be audited first, and tell others when that begins and ends."""
-        n_before = self.audit_left
-        self.audit_left = n_left
-        if n_left > n_before or (n_before and not n_left):
-            self._services.announce()
 
     async def _micro_batch(self, source: GradientSource, state: RunState) -> None:
         """Compute some samples, and rest as this machine's owner asks. Raises SwarmError."""
@@ -157,7 +148,8 @@ class Computing:
         took_s = max(trio.current_time() - started_at, 1e-6)
         rest_s = duty.rest_s(took_s, self._services.share())
         self._batches.add(took_s + rest_s)
-        self._note_speed(computed.n, took_s + rest_s)
+        if self.workload.note_speed(computed.n, took_s + rest_s):
+            self._services.announce()
         if rest_s:
             await trio.sleep(rest_s)
 
@@ -184,15 +176,7 @@ class Computing:
         """How many samples to compute at a time: few where they take long, for a round waits for the last of them."""
         if self._recipe.steps_inside:
             return self._recipe.diloco.batch
-        return micro_batch_size(self._recipe.batch.micro, self.samples_per_s)
-
-    def _note_speed(self, n: int, took_s: float) -> None:
-        """Remember how fast it goes, and tell others when that has changed."""
-        weight = SMOOTHING if self.samples_per_s else 1.0
-        self.samples_per_s += (n / took_s - self.samples_per_s) * weight
-        if abs(self.samples_per_s - self._announced_rate) > SPEED_CHANGE * self._announced_rate:
-            self._announced_rate = self.samples_per_s
-            self._services.announce()
+        return micro_batch_size(self._recipe.batch.micro, self.workload.samples_per_s)
 
     # --- what the trainer calls --------------------------------------------------------------------------------
 
@@ -230,7 +214,7 @@ class Computing:
             await self._services.off_loop(self.inner.follow, self.work, self._n_counted)
             await self._services.off_loop(self.work.offer, self.inner.contribution)
         if self._feedback is not None:
-            limit = self._ledger.radius(max(1, self.work.offered.n))
+            limit = contribution_radius(self._ledger, max(1, self.work.offered.n))
             try:
                 offered = self.work.offered
                 self.work.offered = await self._services.off_loop(self._feedback.code, offered, limit)
@@ -252,10 +236,3 @@ class Computing:
             self._feedback.settle(offered, is_counted)
         if self.inner is not None:
             self.inner.settle(offered.end, is_counted)
-
-
-def micro_batch_size(largest: int, samples_per_s: float) -> int:
-    """Choose the samples of a micro-batch: few where they take long, for nobody breaks one off."""
-    if not samples_per_s:
-        return largest
-    return max(1, min(largest, int(MICRO_BATCH_S * samples_per_s)))

@@ -16,7 +16,7 @@ from swarmd.errors import SwarmError
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.trust import gradient_audits
 from swarmd.plan.trust.gradient_audits import RecheckResult
-from swarmd.plan.trust.standing import Fault
+from swarmd.plan.trust.judge import AuditVerdict, judge_by_own_result
 from swarmd.protocol.runs import commit as commits
 from swarmd.protocol.runs.backing import BackedCommit, ContributionShare
 from swarmd.protocol.runs.commit import Commit
@@ -215,26 +215,27 @@ class GradientAudits:
         self.accusations.drop(case)
 
     async def _judge_case(self, case: Recheck) -> None:
-        """Compare what was computed with what its contributor signed, and act on it."""
+        """Compare what was computed with what its contributor signed, and do what follows (plan.trust.judge)."""
         recomputed, rounding = await self._services.off_loop(case.compute_result, self._ledger)
         share = case.share
         peer = case.peer[-8:]
         update = case.commit.epoch
         signed = RecheckResult(share.loss, math.sqrt(share.squares), share.sums)
-        decision = gradient_audits.is_same(signed, recomputed, rounding)
+        comparison = gradient_audits.is_same(signed, recomputed, rounding)
+        ruling = judge_by_own_result(case.peer, case.accuser, comparison)
         case.request = None
         self.counts.checked += 1
-        if decision.action is None:
-            logger.warning("what %s gave to update %d says nothing: %s", peer, update, decision.reason)
-        elif decision.action:
-            logger.info("what %s gave to update %d, computed again: %s", peer, update, decision.reason)
-            if case.accuser is not None:
-                why = f"{peer} gave to update {update} what comes of its draws"
-                self._standing.fault(case.accuser, Fault.FALSE_ACCUSATION, why)
+        why = f"{peer} gave to update {update} what comes of its draws"
+        if ruling.verdict is AuditVerdict.UNDECIDED:
+            logger.warning("what %s gave to update %d says nothing: %s", peer, update, ruling.reason)
+        elif ruling.is_cleared:
+            logger.info("what %s gave to update %d, computed again: %s", peer, update, ruling.reason)
         else:
-            logger.warning("what %s gave to update %d is wrong: %s", peer, update, decision.reason)
+            logger.warning("what %s gave to update %d is wrong: %s", peer, update, ruling.reason)
+            why = f"its gradients of update {update}"
             self.counts.wrong += 1
             self._wrong_at[case.peer] = self._ledger.n_contributions.get(case.peer, 0)
             if case.accuser is None:
                 await self.accusations.tell_members(case)
-            self._standing.fault(case.peer, Fault.WRONG_RESULTS, f"its gradients of update {update}")
+        for charged, fault in ruling.faults.items():
+            self._standing.fault(charged, fault, why)

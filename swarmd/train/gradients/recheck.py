@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from swarmd.plan.runs.history import contribution_radius
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.trust.gradient_audits import RecheckResult
 from swarmd.protocol.runs.backing import ContributionShare
@@ -14,7 +15,8 @@ from swarmd.train.gradients.source import GradientSource, RecheckRequest
 from swarmd.train.vectors.clipping import clip_total
 from swarmd.train.vectors.codecs import codec_of
 from swarmd.train.vectors.directions import directions_of
-from swarmd.train.vectors.state import Snapshot, Vector, centre_of
+from swarmd.train.vectors.optimizers import centre_of
+from swarmd.train.vectors.state import Snapshot, Vector
 from swarmd.train.vectors.sums import squares_of
 from swarmd.values import PeerId
 
@@ -82,11 +84,11 @@ class Recheck:
         n = self.share.n
         codec = codec_of(recipe)
         total = self.request.total
-        if ledger.is_clipped:
+        if recipe.robust == "clip":
             state = self.states[commit.state]
             moments = {name: _read_vector(state, name) for name in recipe.optimizer.moments}
             centre = centre_of(recipe, moments, ledger.steps_at(commit.epoch - 1))
-            total = clip_total(total, n, centre, ledger.radius(n, commit.epoch))
+            total = clip_total(total, n, centre, contribution_radius(ledger, n, commit.epoch))
         rounding = 0.0
         if not codec.is_plain:
             total = codec.code(total).values

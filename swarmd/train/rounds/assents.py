@@ -1,30 +1,43 @@
-"""Both sides of having a commit backed by the round that made it: what a leader collects, what a member checks."""
+"""Has a round's contributors stand for its average, before anchors are asked: what a leader collects. No I/O."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from swarmd.errors import IntegrityError
-from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.runs.verdicts import Seen
 from swarmd.protocol.fields import Message
-from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs import backing
 from swarmd.protocol.runs import commit as commits
 from swarmd.protocol.runs.backing import N_DIRECTIONS, TOLERANCE, BackedCommit, ContributionShare
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.wire.rounds import Check, Group, GroupMember, JoinRound
-from swarmd.train.rounds.accounts import ContributionProjection
 from swarmd.train.rounds.groups import counted_of
-from swarmd.train.rounds.round import Round
-from swarmd.train.vectors.work import GatheredWork
 from swarmd.values import PeerId, count
 
 logger = logging.getLogger(__name__)
 
-CLIP_TOLERANCE = 1e-3  # relative, of a norm that two machines computed
+
+@dataclass(frozen=True, slots=True)
+class SendToMembers:
+    """Bring a message, with a payload, to members of a round; one of them may be this peer."""
+
+    peers: tuple[PeerId, ...]
+    message: Message
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class BringToAnchors:
+    """Have the anchors sign this commit, for which most contributors stand."""
+
+    proposed: bytes
+
+
+GroupStep = SendToMembers | BringToAnchors
 
 
 class _Shares:
@@ -158,7 +171,6 @@ class Backing:
         state: bytes,
         average: bytes,
         make: Callable[[tuple[ContributionShare, ...], bytes], Commit],
-        tell_all: Callable[[Iterable[str], Message, bytes], Awaitable[None]],
         limit_s: float,
     ) -> None:
         self.waits_for = ""
@@ -167,7 +179,6 @@ class Backing:
         self._peers = [PeerId(m.peer) for m in counted_of(group)]
         self._places = {PeerId(m.peer): place for place, m in enumerate(group.members)}
         self._make = make
-        self._tell_all = tell_all
         self._limit_s = limit_s
         self._asked_at: float | None = None
         self._shares = _Shares(group, joined, state, average)
@@ -195,31 +206,38 @@ class Backing:
     # Most is enough for assents, since one that refuses must not stop the others. Shares must be there of all: an
     # average without one of them is another average.
 
-    async def advance(self, seen: Seen, now: float) -> bytes:
-        """Look at the latest beats; returns the commit with its backing once most of them stand for it, else b""."""
+    def advance(self, seen: Seen, now: float) -> tuple[GroupStep, ...]:
+        """Look at the latest beats; return what to tell, or the commit with its backing once most stand for it."""
+        steps: list[GroupStep] = []
         if self._asked_at is None:
             self._asked_at = now
-            lacking = [p for p in self._peers if not _has_average(p, seen)]
-            await self._tell_all(lacking, self._check(), b"")
-        shares = self._shares.check_shares(seen)
-        self.waits_for = f"{count(len(self.lacking()), 'member')} to say what they gave"
-        if shares is None:
-            return b""
+            lacking = tuple(p for p in self._peers if not _has_average(p, seen))
+            if lacking:
+                steps.append(SendToMembers(lacking, self._check()))
         if self._assents is None:
-            for peer, share in zip(self._peers, shares, strict=True):
-                if _contradicts_itself(share, peer, self._places[peer], seen):
-                    self._shares.faults[peer] = "it signs other sums than it tells"
+            shares = self._shares.check_shares(seen)
+            self.waits_for = f"{count(len(self.lacking()), 'member')} to say what they gave"
+            if shares is None:
+                return tuple(steps)
+            self._find_contradictions(shares, seen)
             if self._shares.faults:
-                return b""
+                return tuple(steps)
             body = commits.encode(self._make(shares, self._average))
             self._assents = _Assents(body, shares, self._peers)
             self._asked_at = now
             shown = backing.encode(BackedCommit(body, shares))
-            await self._tell_all(self._peers, self._check(), shown)
+            steps.append(SendToMembers(tuple(self._peers), self._check(), shown))
         n = self._assents.count_assents(seen)
         self.waits_for = f"{count(len(self._peers) - n, 'member')} to stand for the average"
         is_enough = self._assents.are_all or now - self._asked_at > self._limit_s
-        return self._assents.backed() if is_enough and 2 * n > len(self._peers) else b""
+        if is_enough and 2 * n > len(self._peers):
+            steps.append(BringToAnchors(self._assents.backed()))
+        return tuple(steps)
+
+    def _find_contradictions(self, shares: tuple[ContributionShare, ...], seen: Seen) -> None:
+        for peer, share in zip(self._peers, shares, strict=True):
+            if _contradicts_itself(share, peer, self._places[peer], seen):
+                self._shares.faults[peer] = "it signs other sums than it tells"
 
     def _check(self) -> Check:
         group = self._group
@@ -234,63 +252,3 @@ class Backing:
 def _has_average(peer: PeerId, seen: Seen) -> bool:
     beat = seen[peer].beat if peer in seen else None
     return beat is not None and bool(beat.result)
-
-
-class ContributingMember:
-    """What a member signs: its share of an average, and the commit that its leader shows it.
-
-    ``backed``: the commit that it stood for last, with all shares.
-    """
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        identity: Identity,
-        clip: Callable[[bytes], float],
-    ) -> None:
-        self.backed: BackedCommit | None = None
-        self._ledger = ledger
-        self._identity = identity
-        self._clip = clip
-
-    def share(
-        self, parent: bytes, state: bytes, offered: GatheredWork, average: bytes, projection: ContributionProjection
-    ) -> ContributionShare:
-        """Sign what this peer says that it gave to an average."""
-        share = ContributionShare(
-            first=offered.first,
-            n=offered.n,
-            loss=offered.loss,
-            squares=projection.squares,
-            sums=projection.sums,
-            signature=b"",
-            late=offered.late,
-            anew=offered.anew,
-        )
-        return backing.sign_share(share, parent, state, average, self._identity)
-
-    def assent_untrusted(
-        self,
-        payload: bytes,
-        current_round: Round,
-        generation: int,
-        state: bytes,
-    ) -> bytes:
-        """Sign a commit. Raises IntegrityError for one that this peer does not stand for.
-
-        Everything that it knows itself must be so, and all shares must add up to the average that it holds.
-        """
-        commit, backed = backing.read_untrusted(payload)
-        self._ledger.check_next(commit)
-        named = [(c.peer, c.first, c.n) for c in commit.contributors]
-        counted = [(m.peer, m.first, m.n) for m in counted_of(current_round.group)]
-        if current_round.account is None or commit.average != current_round.result or commit.state != state:
-            raise IntegrityError("a commit of another average or state than this peer has")
-        if named != counted or commit.generation != generation:
-            raise IntegrityError("a commit that counts others than the group's members")
-        if not math.isclose(commit.clip, self._clip(commit.average), rel_tol=CLIP_TOLERANCE):
-            raise IntegrityError(f"a commit that clips by {commit.clip}; expected {self._clip(commit.average)}")
-        if not backing.is_sum_right(backed.shares, current_round.account.average, current_round.account.rounding):
-            raise IntegrityError("the contributors' shares do not add up to the average")
-        self.backed = backed
-        return backing.sign_assent(backed.body, self._identity)

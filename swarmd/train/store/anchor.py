@@ -7,8 +7,7 @@ or the run's owner orders it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -16,6 +15,7 @@ from swarmd.errors import Code, ConfigError, IntegrityError, Refused
 from swarmd.plan.runs import quorum
 from swarmd.plan.runs.ballot import NO_BALLOT, Acceptor
 from swarmd.plan.runs.contributions import N_HISTORY, WeighedContributions
+from swarmd.plan.runs.history import contribution_radius, latest_contributions
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs import backing
@@ -25,6 +25,7 @@ from swarmd.protocol.runs.commit import Ballot, Commit
 from swarmd.protocol.runs.recipe import RunOrder
 from swarmd.protocol.wire.rounds import Accepted, Prepare, Promised, Propose
 from swarmd.train.store.disk import RunFolder
+from swarmd.train.store.presence import RunPresence
 from swarmd.train.store.services import OffLoop
 from swarmd.values import Decision, PeerId
 
@@ -32,21 +33,6 @@ MOST_ASKED = 10  # times for a promise, by one proposer within the next: a commi
 ASKED_WITHIN_S = 10.0  # s; what is longer ago is forgotten
 RETRY_AFTER_S = 1.0  # for a proposer whose commit is not backed: more members may stand for it by then
 MOST_AHEAD = 10_000  # of the highest ballot promised: nobody needs more, and nobody may use them up
-
-
-@dataclass(frozen=True, slots=True)
-class AnchorView:
-    """What an anchor sees of its run itself.
-
-    ``computing``: who computes on a commit; ``answers``: does any of these live; ``states``: of which updates members
-    have the state; ``known_for_s``: since when the newest commit is known here; ``intervals_s``: between the latest.
-    """
-
-    computing: Callable[[bytes], set[PeerId]]
-    answers: Callable[[set[PeerId]], Awaitable[bool]]
-    states: Callable[[], list[int]]
-    known_for_s: Callable[[], float]
-    intervals_s: Callable[[], Sequence[float]]
 
 
 # What an anchor must not do, no matter who asks, and what crashes in between:
@@ -70,7 +56,7 @@ class Anchor:
         acceptor: Acceptor | None,
         folder: RunFolder | None,
         off_loop: OffLoop[object],
-        view: AnchorView,
+        presence: RunPresence,
     ) -> None:
         self.order = RunOrder(ledger.run.id, 0)
         self._ledger = ledger
@@ -78,7 +64,7 @@ class Anchor:
         self._acceptor = acceptor or Acceptor(ledger.head)
         self._folder = folder
         self._off_loop = off_loop
-        self._view = view
+        self._presence = presence
         self._lock = trio.Lock()
         self._asked: dict[PeerId, list[float]] = {}
 
@@ -140,18 +126,19 @@ class Anchor:
         if commit.restores:
             ordered = (self.order.back_from, self.order.back_to)
             if ordered != (commit.parent, commit.restores):
-                known_for_s = self._view.known_for_s()
-                _require_decision(quorum.may_go_back(self._ledger.epoch, self._view.states(), known_for_s))
+                known_for_s = self._presence.known_for_s(trio.current_time())
+                _require_decision(quorum.may_go_back(self._ledger.epoch, self._presence.known_states(), known_for_s))
             return
         contributors = {}
         for counted in commit.contributors:
             contributors[PeerId(counted.peer)] = WeighedContributions(counted.n, counted.norm)
         assenting = {PeerId(commit.contributors[place].peer) for place, _ in backed.assents}
-        history = self._ledger.contributions(N_HISTORY)
-        _require_decision(quorum.may_count(contributors, assenting, history, self._ledger.radius))
-        other_members = self._view.computing(commit.parent) - contributors.keys()
-        if len(contributors) == 1 and other_members and await self._view.answers(other_members):
-            wait = quorum.may_be_alone(self._view.known_for_s(), self._view.intervals_s())
+        history = latest_contributions(self._ledger, N_HISTORY)
+        radius_of = partial(contribution_radius, self._ledger)
+        _require_decision(quorum.may_count(contributors, assenting, history, radius_of))
+        other_members = self._presence.computing_on(commit.parent) - contributors.keys()
+        if len(contributors) == 1 and other_members and await self._presence.does_any_answer(other_members):
+            wait = quorum.may_be_alone(self._presence.known_for_s(trio.current_time()), self._presence.intervals_s)
             if wait.action:
                 raise Refused(Code.REFUSED, wait.reason, wait.action)
 

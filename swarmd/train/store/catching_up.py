@@ -21,11 +21,8 @@ from swarmd.protocol.runs import commit as commits
 from swarmd.protocol.runs.backing import BackedCommit
 from swarmd.protocol.runs.commit import Commit
 from swarmd.train.store import recovery
-from swarmd.train.store.chronicle import Chronicle
-from swarmd.train.store.members import Members
+from swarmd.train.store.member_services import MemberServices
 from swarmd.train.store.recovery import Get, Vectors
-from swarmd.train.store.services import TrainerServices
-from swarmd.train.vectors.averages import Averages
 from swarmd.train.vectors.state import RunState, Vector
 from swarmd.values import PeerId
 
@@ -44,27 +41,25 @@ class CatchingUp:
 
     def __init__(
         self,
-        services: TrainerServices,
-        chronicle: Chronicle,
-        members: Members,
-        averages: Averages,
-        *,
-        end_round: Callable[[], None],
-        tasks: Tasks,
+        services: MemberServices,
         state: RunState,
         get: Get,
+        tasks: Tasks,
+        *,
+        end_round: Callable[[], None],
         settle: Callable[[Commit | None], None],
     ) -> None:
         self.why = ""
         self.n_times = 0
         self.n_snapshots = 0
         self.last_s: float | None = None
-        self._services = services
-        self._me = services.rpc.network.peer_id
-        self._chronicle = chronicle
-        self._ledger = chronicle.ledger
-        self._members = members
-        self._averages = averages
+        self._rpc = services.trainer.rpc
+        self._off_loop = services.trainer.off_loop
+        self._me = services.me
+        self._chronicle = services.chronicle
+        self._ledger = services.chronicle.ledger
+        self._members = services.members
+        self._averages = services.averages
         self._end_round = end_round
         self._tasks = tasks
         self._state = state
@@ -124,7 +119,7 @@ class CatchingUp:
         """Change the state in a thread; nobody takes a snapshot of it meanwhile."""
         self._state.is_changing = True
         try:
-            await self._services.off_loop(function, *arguments)
+            await self._off_loop(function, *arguments)
         finally:
             self._state.is_changing = False
 
@@ -175,7 +170,7 @@ class CatchingUp:
         """Have donors keep their states, and fetch the one that most name; False while they do not agree on any."""
         state = self._state
         newest = self._ledger.epoch
-        offers = await recovery.ask_states(self._services.rpc, donors, self._chronicle.run.id)
+        offers = await recovery.ask_states(self._rpc, donors, self._chronicle.run.id)
         self._leave_out_unreachable(donors)
         eligible = {p: o for p, o in offers.items() if o.epoch <= newest}
         chosen = choose_path(held_epoch, newest, eligible, average_bytes=1, state_bytes=0)
@@ -231,7 +226,7 @@ class CatchingUp:
 
     def _leave_out_unreachable(self, donors: Iterable[PeerId]) -> None:
         """Do without donors that were asked and are still not connected: their records outlive them."""
-        for peer in set(recovery.choose_donors(donors)) - self._services.rpc.peers():
+        for peer in set(recovery.choose_donors(donors)) - self._rpc.peers():
             self._members.suspect(peer, trio.current_time())
 
     async def _restore_if_lost(self) -> bool:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import trio
 
-from swarmd.errors import Code, ConfigError, IntegrityError, PeerError, Refused, RemoteProtocolError
+from swarmd.errors import Code, IntegrityError, PeerError, Refused, RemoteProtocolError
 from swarmd.net.tasks import Tasks
-from swarmd.plan.runs import quorum
 from swarmd.plan.runs.ballot import Acceptor
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.trust.standing import Fault
@@ -21,9 +19,10 @@ from swarmd.protocol.runs.commit import SealedCommit
 from swarmd.protocol.runs.recipe import Run, RunOrder, read_order_untrusted
 from swarmd.protocol.wire.rounds import Prepare, Propose
 from swarmd.train.store import recovery
-from swarmd.train.store.anchor import Anchor, AnchorView
+from swarmd.train.store.anchor import Anchor
 from swarmd.train.store.disk import RunFolder
 from swarmd.train.store.members import Members
+from swarmd.train.store.presence import OwnRecord, RunPresence
 from swarmd.train.store.proposer import Proposer
 from swarmd.train.store.services import TrainerServices, Wakeups, tell_peer
 from swarmd.values import PeerId
@@ -32,17 +31,11 @@ logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 4.0  # one commit to be signed or read
 MOST_ASKED = 4  # peers, for a commit that one of them has
-ANSWER_S = 2.0  # for a peer that lives to say so, while a proposer waits for its anchor
-SOON_S = 1.0  # until others whose speed is not known have computed something; looking again costs next to nothing
-N_INTERVALS = 8  # between the latest commits: what is usual
 N_COMPARED = 8  # of the newest commits: what many tell at once is verified once
-
-OwnRecord = Callable[[], Mapping[str, Any]]
-"""What this peer's own record says."""
 
 
 class Chronicle:
-    """See the module. ``order`` is the latest of the run's owner, ``own_record`` what this peer's record says."""
+    """See the module. ``order`` is the latest of the run's owner, ``presence`` who is there."""
 
     def __init__(
         self,
@@ -55,6 +48,7 @@ class Chronicle:
     ) -> None:
         self.run = run
         self.ledger = Ledger(run)
+        self.presence = RunPresence(services.rpc, self.ledger, members, own_record)
         self.order = RunOrder(run.id, 0)
         self.order_raw = b""
         self._services = services
@@ -64,9 +58,6 @@ class Chronicle:
         self._news = news
         self._anchor: Anchor | None = None
         self._acceptor: Acceptor | None = None
-        self._own_record = own_record
-        self._head_at = trio.current_time()
-        self._intervals_s: deque[float] = deque(maxlen=N_INTERVALS)
         self._is_ready = False
         self._writing = trio.Lock()
 
@@ -82,7 +73,7 @@ class Chronicle:
             if raw:
                 self.take_order_untrusted(raw)
             for raw in await self._services.off_loop(list, self._folder.commits()):
-                self.ledger.add(commits.read_untrusted(raw, self._anchor_sets()))
+                self.ledger.add(commits.read_untrusted(raw, self.order.sets_of(self.run.recipe)))
             self._acceptor = self._folder.acceptor()
         self._is_ready = True
         self._use_order()
@@ -98,7 +89,7 @@ class Chronicle:
                 if any(raw == known.raw for known in self.ledger.sealed[-N_COMPARED:]):
                     continue
                 await trio.lowlevel.checkpoint()
-                sealed = commits.read_untrusted(raw, self._anchor_sets())
+                sealed = commits.read_untrusted(raw, self.order.sets_of(self.run.recipe))
                 if sealed.commit.epoch > self.ledger.epoch + 1:
                     return False
                 if sealed.commit.epoch == self.ledger.epoch + 1:
@@ -112,8 +103,7 @@ class Chronicle:
     def _note_added(self, sealed: SealedCommit) -> None:
         """Tell the rest of this peer that the ledger has grown."""
         now = trio.current_time()
-        self._intervals_s.append(now - self._head_at)
-        self._head_at = now
+        self.presence.note_commit(now)
         contributors = frozenset(c.peer for c in sealed.commit.contributors)
         self._members.note_commit(self.ledger.epoch, sealed.digest, contributors, now)
         self._news.notify()
@@ -154,13 +144,6 @@ class Chronicle:
         """Bring commits to a peer; one that cannot be reached will ask."""
         await tell_peer(self._services.rpc, peer, lambda channel: recovery.send_commits(channel, self.run.id, raws))
 
-    def find_earlier_state(self) -> bytes:
-        """Find the newest commit before the last whose state somebody has. Raises ConfigError."""
-        earlier = [epoch for epoch in self._known_states() if epoch < self.ledger.epoch]
-        if not earlier:
-            raise ConfigError(f"nobody has an earlier state than that of update {self.ledger.epoch}")
-        return self.ledger.digest_at(max(earlier))
-
     # --- the owner's orders ------------------------------------------------------------------------------------
 
     def take_order_untrusted(self, raw: bytes) -> bool:
@@ -178,20 +161,13 @@ class Chronicle:
         """Be an anchor if the order says so, once what an earlier life promised is known."""
         if self._anchor is None and self._is_ready and self._me in self.anchors:
             services = self._services
-            view = AnchorView(
-                computing=self._computing_on,
-                answers=self._does_any_answer,
-                states=self._known_states,
-                known_for_s=lambda: trio.current_time() - self._head_at,
-                intervals_s=lambda: self._intervals_s,
-            )
             self._anchor = Anchor(
                 self.ledger,
                 services.identity,
                 self._acceptor,
                 self._folder,
                 services.off_loop,
-                view,
+                self.presence,
             )
         if self._anchor is not None:
             self._anchor.order = self.order
@@ -209,10 +185,6 @@ class Chronicle:
             await self._services.off_loop(self._folder.keep_order, self.order_raw)
         return is_newer
 
-    def _anchor_sets(self) -> dict[int, tuple[PeerId, ...]]:
-        """Return the anchors of each generation that is known."""
-        return self.order.sets_of(self.run.recipe)
-
     # --- anchors -----------------------------------------------------------------------------------------------
 
     async def be_anchor(
@@ -227,56 +199,6 @@ class Chronicle:
         if isinstance(message, Prepare):
             return await self._anchor.prepare(peer, message)
         return await self._anchor.propose(peer, message, body), b""
-
-    def _computing_on(self, head: bytes) -> set[PeerId]:
-        """Return who computes on a commit, this peer included."""
-        record = self._own_record()
-        computing = {self._me} if record["samples_per_s"] > 0 and record["head"] == head else set()
-        return computing | set(self._members.computing(head, trio.current_time()))
-
-    async def why_not_alone(self, contributor: PeerId) -> tuple[str, float]:
-        """Why anchors would not sign what one contributor stands for, as far as is seen from here; "" when they would.
-
-        Who is slow is no stranger to them, though it did not come in time here. With it the time until the first of
-        the others may have a sample to give.
-        """
-        now = trio.current_time()
-        speeds = {
-            p.peer: p.samples_per_s
-            for p in self._members.progress(now, with_suspects=True)
-            if p.head == self.ledger.head and p.samples_per_s and p.peer != contributor
-        }
-        wait = quorum.may_be_alone(now - self._head_at, self._intervals_s)
-        other_members = {*speeds, *self._computing_on(self.ledger.head)} - {contributor}
-        if not wait.action or not other_members or not await self._does_any_answer(other_members):
-            return "", 0.0
-        first_sample_s = [1 / speed for speed in speeds.values()]
-        return wait.reason, min([wait.action, SOON_S, *first_sample_s])
-
-    def _known_states(self) -> list[int]:
-        """List the updates of which somebody has the state."""
-        own_epoch = self._own_record()["state_epoch"]
-        states = list(self._members.states().values())
-        return states if own_epoch is None else [*states, own_epoch]
-
-    async def _does_any_answer(self, peers: set[PeerId]) -> bool:
-        """Does any of them answer now?"""
-        has_answered = self._me in peers
-
-        async def ask_peer(peer: PeerId, scope: trio.CancelScope) -> None:
-            nonlocal has_answered
-            try:
-                await recovery.fetch_commits(self._services.rpc, peer, self.run.id, self.ledger.epoch)
-            except PeerError:
-                return
-            has_answered = True
-            scope.cancel()
-
-        with trio.move_on_after(ANSWER_S):
-            async with trio.open_nursery() as nursery:
-                for peer in [] if has_answered else sorted(peers)[:MOST_ASKED]:
-                    nursery.start_soon(ask_peer, peer, nursery.cancel_scope)
-        return has_answered
 
     def proposer(self) -> Proposer:
         """Make a proposer of a commit after the ledger's head."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,14 +24,12 @@ from swarmd.protocol.models.manifest import model_id
 from swarmd.protocol.runs.commit import Ballot
 from swarmd.protocol.runs.recipe import Run, read_run_untrusted
 from swarmd.protocol.untrusted import decode
-from swarmd.train.vectors.inner_steps import Memory
 from swarmd.train.vectors.state import DTYPES, Snapshot, Vector
 from swarmd.values import RunId
 from swarmd.weights.folder import make_folder, write_file
 
 logger = logging.getLogger(__name__)
 
-_MOMENT = re.compile(r"(\d{1,18}) (\d{1,18}) (\w+)")
 _LENGTH = struct.Struct(">I")
 
 
@@ -182,53 +179,6 @@ class RunFolder:
             old.with_suffix(".json").unlink(missing_ok=True)
         return path
 
-    def keep_feedback(self, upto: int, residual: Vector) -> None:
-        """Write what contributions have left out until draw ``upto``. Raises ConfigError."""
-        entry = (f"{upto}", DTYPES[str(residual.dtype)], residual.shape)
-        header, _ = shards.make_header([entry])
-        write_file(self.folder / "feedback.safetensors", header, residual.view(np.uint8).data)
-
-    def feedback(self, dtype: str, n_elements: int) -> tuple[int, Vector] | None:
-        """Read what ``keep_feedback`` wrote, if anything. Raises ConfigError."""
-        path = self.folder / "feedback.safetensors"
-        if not path.is_file():
-            return None
-        vectors = _read_all(path, dtype, n_elements)
-        if len(vectors) != 1 or not all(name.isdecimal() for name in vectors):
-            raise ConfigError(f"{path} holds {', '.join(sorted(vectors)) or 'nothing'}; expected the number of a draw")
-        ((upto, residual),) = vectors.items()
-        return int(upto), residual
-
-    def keep_inner(self, memory: Memory) -> None:
-        """Write a peer's own optimizer after the draws that were counted last. Raises ConfigError."""
-        names = sorted(memory.moments)
-        vectors = [memory.moments[name] for name in names]
-        entries = [
-            (f"{memory.upto} {memory.steps} {name}", DTYPES[str(v.dtype)], v.shape)
-            for name, v in zip(names, vectors, strict=True)
-        ]
-        header, _ = shards.make_header(entries)
-        payloads = [v.view(np.uint8).data for v in vectors]
-        write_file(self.folder / "inner.safetensors", header, *payloads)
-
-    def inner(self, dtype: str, n_elements: int) -> Memory | None:
-        """Read what ``keep_inner`` wrote, if anything. Raises ConfigError."""
-        path = self.folder / "inner.safetensors"
-        if not path.is_file():
-            return None
-        positions = set[tuple[int, int]]()
-        moments = dict[str, Vector]()
-        for name, vector in _read_all(path, dtype, n_elements).items():
-            match = _MOMENT.fullmatch(name)
-            if match is None:
-                raise ConfigError(f"{path} holds {name!r}; expected the numbers of a draw and a step, and a moment")
-            positions.add((int(match[1]), int(match[2])))
-            moments[match[3]] = vector
-        if len(positions) != 1:
-            raise ConfigError(f"{path} holds the moments of {len(positions)} optimizers")
-        ((upto, steps),) = positions
-        return Memory(upto, steps, moments)
-
     def saved(self) -> list[SavedRun]:
         """Find the checkpoints here, the newest first."""
         checkpoints = []
@@ -258,14 +208,14 @@ def read_vectors(
     names: tuple[str, ...],
 ) -> dict[str, Vector]:
     """Read the vectors of a state or an average from safetensors. Raises ConfigError."""
-    vectors = _read_all(path, dtype, n_elements)
+    vectors = read_all_vectors(path, dtype, n_elements)
     if set(vectors) != set(names):
         present = ", ".join(sorted(vectors)) or "nothing"
         raise ConfigError(f"{path} holds {present}; expected {', '.join(sorted(names))}")
     return vectors
 
 
-def _read_all(path: Path, dtype: str, n_elements: int) -> dict[str, Vector]:
+def read_all_vectors(path: Path, dtype: str, n_elements: int) -> dict[str, Vector]:
     """Read vectors of one length, by their names. Raises ConfigError."""
     vectors: dict[str, Vector] = {}
     try:

@@ -13,8 +13,6 @@ from swarmd.protocol.membership.records import RECORD_LIFETIME_S, RunRecord
 from swarmd.values import PeerId, RunId
 
 SUSPECT_FOR_S = float(RECORD_LIFETIME_S)  # who did not answer, at most: by then the record from before has expired
-PASSED_OVER_S = 10.0  # as leader after one commit: a few rounds under others
-LEADS_FOR_S = 1.5  # after its last sign of life
 
 
 @dataclass(slots=True)
@@ -59,8 +57,6 @@ class Members:
     _last_news: dict[PeerId, _MemberNews] = field(default_factory=dict)
     _suspects: dict[PeerId, _Suspicion] = field(default_factory=dict)
     _distrusted: dict[PeerId, bytes] = field(default_factory=dict)
-    _leading: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
-    _passed_over: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)
     _last: _Commit = field(default_factory=_Commit)
 
     def look(self, now: float, with_suspects: bool = False) -> dict[PeerId, RunRecord]:
@@ -103,27 +99,6 @@ class Members:
         """Note that a peer has just said something: it lives."""
         self._suspects.pop(peer, None)
 
-    def pass_over(self, peer: PeerId, head: bytes, now: float) -> None:
-        """Let others lead for a while: rounds after ``head`` come to nothing under this peer, however lively it is.
-
-        Not for ever: two that pass each other over would each be alone until their commits count alone.
-        """
-        self._passed_over[peer] = head, now + PASSED_OVER_S
-
-    def _is_passed_over(self, peer: PeerId, head: bytes, now: float) -> bool:
-        parent, until = self._passed_over.get(peer, (b"", 0.0))
-        return parent == head and now < until
-
-    def note_leader(self, peer: PeerId, head: bytes, now: float) -> None:
-        """Note that a peer leads the round after ``head``, though its record may not say so yet."""
-        self._leading = {
-            leader: (parent, last_sign)
-            for leader, (parent, last_sign) in self._leading.items()
-            if now - last_sign < LEADS_FOR_S
-        }
-        if peer in self.look(now):
-            self._leading[peer] = head, now
-
     def record_faults(self, witnesses_by_peer: Mapping[PeerId, set[PeerId]]) -> None:
         """Note that others found fault with these peers' numbers, in a round that was led here."""
         for peer, witnesses in witnesses_by_peer.items():
@@ -151,7 +126,6 @@ class Members:
         """Give all another chance: nobody else is left."""
         self.look_again()
         self._distrusted.clear()
-        self._passed_over.clear()
 
     def note_commit(
         self,
@@ -201,28 +175,6 @@ class Members:
         records = self.look(now)
         reducing = [p for p, r in records.items() if r.role == "reduce" and r.head == head]
         return self.computing(head, now) + reducing
-
-    def possible_leaders(self, head: bytes, now: float) -> list[PeerId]:
-        """List who may lead that round: those who compute on it and can be dialled, and those who do lead it."""
-        records = self.look(now)
-        candidates = [
-            p
-            for p in self.computing(head, now)
-            if records[p].can_be_dialled
-            and records[p].state_epoch == records[p].epoch
-            and not self._is_passed_over(p, head, now)
-        ]
-        return candidates + [p for p in self.current_leaders(head, now) if p not in candidates]
-
-    def current_leaders(self, head: bytes, now: float) -> list[PeerId]:
-        """List members that lead that round, as their latest signs of life say."""
-        records = self.look(now)
-        recent = []
-        for peer, (parent, last_sign) in self._leading.items():
-            if parent == head and now - last_sign < LEADS_FOR_S:
-                recent.append(peer)
-        candidates = [p for p in recent if p in records and records[p].role == "train"]
-        return [p for p in candidates if not self._is_passed_over(p, head, now)]
 
     def computing(self, head: bytes, now: float) -> list[PeerId]:
         """List who computes on a commit."""

@@ -13,6 +13,7 @@ import trio
 from swarmd.errors import PeerError
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.chains.view import SwarmView
+from swarmd.protocol.fields import Message
 from swarmd.protocol.membership.identity import Identity
 from swarmd.values import PeerId
 
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 TELL_TIMEOUT_S = 3.0  # to one member: a round goes on without who does not take it
 T = TypeVar("T")
+Tell = Callable[[PeerId, Message, bytes], Awaitable[None]]
+"""Brings a message, with a payload, to one member, this peer included."""
 OffLoop = Callable[..., Awaitable[T]]
 """Runs a function outside the event loop: in a thread, or at once where time is virtual."""
 

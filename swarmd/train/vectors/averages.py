@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from swarmd.train.vectors.state import Vector, clip_factor
+import math
+
+import numpy as np
+
+from swarmd.train.vectors.state import Vector
 
 
 class Averages:
@@ -24,3 +28,9 @@ class Averages:
     def clip_factor(self, digest: bytes, limit: float) -> float:
         """Compute what clips an average to the norm ``limit`` (0: none); 1 for one that is not here."""
         return clip_factor(self._known[digest][1], limit) if digest in self._known else 1.0
+
+
+def clip_factor(average: Vector, limit: float) -> float:
+    """Compute what brings the norm of an average to ``limit``; 1.0 where it is not above, or there is none."""
+    norm = math.sqrt(float(np.dot(average, average))) if limit else 0.0
+    return min(1.0, limit / norm) if norm else 1.0

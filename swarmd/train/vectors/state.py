@@ -1,8 +1,7 @@
 """The state of a run on one peer: parameters, the optimizer's moments, and what others may fetch of them.
 
-Everything is plain IEEE arithmetic in numpy, elementwise and in one order, so that peers with different processors
-and devices come to the same bits; whatever is not (a norm, a schedule) travels in the commit. A *snapshot* stays as
-it is while updates go on: a chunk is copied just before it changes, and nobody waits for anybody.
+How an update changes it: train.vectors.optimizers. A *snapshot* stays as it is while updates go on: a chunk is copied
+just before it changes, and nobody waits for anybody.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import functools
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +21,8 @@ from swarmd.protocol.models import manifest as manifests
 from swarmd.protocol.models.configuration import STATE
 from swarmd.protocol.models.manifest import CHUNK_BYTES, Entry, Manifest
 from swarmd.protocol.runs.commit import Commit
-from swarmd.protocol.runs.recipe import Diloco, Optimizer, Recipe, Run
+from swarmd.protocol.runs.recipe import Recipe, Run
+from swarmd.train.vectors.optimizers import OuterOptimizer, centre_of, outer_moments
 from swarmd.values import RunId
 
 Vector = npt.NDArray[np.floating]
@@ -94,7 +94,7 @@ class RunState:
         self.run = run
         self.layout = layout
         self.parameters = parameters
-        self.moments = {name: np.zeros_like(parameters) for name in _outer_moments(run.recipe)}
+        self.moments = {name: np.zeros_like(parameters) for name in outer_moments(run.recipe)}
         self.version = Version(
             0,
             run.genesis,
@@ -107,8 +107,8 @@ class RunState:
         self.averages: dict[int, Average] = {}
         self._held: list[Snapshot] = []
         self._average_limit_bytes = average_limit_bytes
-        matrices = [place for place in layout.tensor_ranges() if len(place[1]) > 1]
-        self._decayed = [(start, end) for _, _, start, end in matrices]
+        matrices = [(start, end) for _, shape, start, end in layout.tensor_ranges() if len(shape) > 1]
+        self._optimizer = OuterOptimizer(run.recipe, parameters, self.moments, matrices)
 
     @property
     def vectors(self) -> dict[str, Vector]:
@@ -214,7 +214,7 @@ class RunState:
                 if self.run.recipe.robust == "clip":
                     gradient = gradient + centre_of(self.run.recipe, self.moments, steps - 1, block)
                 gradient = gradient * self.parameters.dtype.type(commit.clip)
-                self._update_block(block, gradient, commit.learning_rate, steps)
+                self._optimizer.step(block, gradient, commit.learning_rate, steps)
         for snapshot in live:
             snapshot.is_live = False
         self._keep_average(commit, average)
@@ -233,34 +233,6 @@ class RunState:
         self._held = []
         for name, vector in self.vectors.items():
             vector[:] = vectors[name]
-
-    def _update_block(
-        self,
-        block: slice,
-        gradient: Vector,
-        learning_rate: float,
-        steps: int,
-    ) -> None:
-        recipe = self.run.recipe
-        parameters = self.parameters[block]
-        moments = {name: vector[block] for name, vector in self.moments.items()}
-        if recipe.steps_inside:
-            _step_nesterov(recipe.diloco, parameters, gradient, moments)
-            return
-        self._decay_block(block, learning_rate)
-        update = _UPDATES[recipe.optimizer.kind]
-        update(recipe.optimizer, parameters, gradient, moments, learning_rate, steps)
-
-    def _decay_block(self, block: slice, learning_rate: float) -> None:
-        """Decay the weights of matrices, decoupled (Loshchilov & Hutter 2019, algorithm 2)."""
-        weight_decay = self.run.recipe.optimizer.weight_decay
-        if not weight_decay:
-            return
-        for start, end in self._decayed:
-            low = max(start, block.start)
-            high = min(end, block.stop)
-            if low < high:
-                self.parameters[low:high] *= 1 - learning_rate * weight_decay
 
     def _keep_average(self, commit: Commit, average: Vector) -> None:
         n_kept = max(1, self._average_limit_bytes // max(1, average.nbytes))
@@ -373,111 +345,7 @@ def fragment_of(recipe: Recipe, steps: int, n_elements: int) -> tuple[int, int]:
     return n_elements * turn // n, n_elements * (turn + 1) // n
 
 
-def _outer_moments(recipe: Recipe) -> tuple[str, ...]:
-    """Name the vectors that all members keep beside the parameters."""
-    if recipe.steps_inside:
-        return ("momentum",) if recipe.diloco.momentum else ()
-    return recipe.optimizer.moments
-
-
-def centre_of(
-    recipe: Recipe,
-    moments: Mapping[str, Vector],
-    steps: int,
-    block: slice = slice(None),
-) -> Vector:
-    """Compute what the gradients of ``steps`` updates so far have been, lately: the same bits everywhere."""
-    optimizer = recipe.optimizer
-    is_adamw = optimizer.kind == "adamw"
-    name = "moment1" if is_adamw else "momentum"
-    decay = optimizer.beta1 if is_adamw else optimizer.momentum
-    if name not in moments or not steps:
-        return np.zeros(1, recipe.precision)
-    weight = 1.0 if is_adamw else 1 - decay  # of each gradient: torch's momentum adds them up as they are
-    return moments[name][block] * (weight / (1 - power_by_squaring(decay, steps)))
-
-
-def clip_factor(average: Vector, limit: float) -> float:
-    """Compute what brings the norm of an average to ``limit``; 1.0 where it is not above, or there is none."""
-    norm = math.sqrt(float(np.dot(average, average))) if limit else 0.0
-    return min(1.0, limit / norm) if norm else 1.0
-
-
 def _hash_chunks(vector: Vector) -> tuple[bytes, ...]:
     data = vector.view(np.uint8).data
     starts = range(0, len(data), CHUNK_BYTES)
     return tuple(hashlib.sha256(data[start : start + CHUNK_BYTES]).digest() for start in starts)
-
-
-def _step_sgd(
-    optimizer: Optimizer,
-    parameters: Vector,
-    gradient: Vector,
-    moments: dict[str, Vector],
-    rate: float,
-    steps: int,
-) -> None:
-    """Step as torch.optim.SGD does without dampening."""
-    if optimizer.momentum:
-        moments["momentum"] *= optimizer.momentum
-        moments["momentum"] += gradient
-        gradient = moments["momentum"]
-    parameters -= gradient * rate
-
-
-def _step_nesterov(
-    outer: Diloco,
-    parameters: Vector,
-    gradient: Vector,
-    moments: dict[str, Vector],
-) -> None:
-    """Step as torch.optim.SGD does with nesterov=True."""
-    if outer.momentum:
-        momentum = moments["momentum"]
-        momentum *= outer.momentum
-        momentum += gradient
-        gradient += momentum * outer.momentum
-    gradient *= outer.learning_rate
-    parameters -= gradient
-
-
-def _step_adamw(
-    optimizer: Optimizer,
-    parameters: Vector,
-    gradient: Vector,
-    moments: dict[str, Vector],
-    rate: float,
-    steps: int,
-) -> None:
-    """Step by Kingma & Ba 2015, algorithm 1, with both corrections; powers by squaring, the same on every machine."""
-    first = moments["moment1"]
-    second = moments["moment2"]
-    # In place, and each operation over the whole block: no temporary as large as the model, and the same order of
-    # operations on every machine. ``gradient`` holds in turn its square, then the denominator, then the step.
-    first *= optimizer.beta1
-    first += gradient * (1 - optimizer.beta1)
-    second *= optimizer.beta2
-    gradient *= gradient
-    gradient *= 1 - optimizer.beta2
-    second += gradient
-    np.sqrt(second, out=gradient)
-    gradient /= math.sqrt(1 - power_by_squaring(optimizer.beta2, steps))
-    gradient += optimizer.epsilon
-    np.divide(first, gradient, out=gradient)
-    gradient *= rate / (1 - power_by_squaring(optimizer.beta1, steps))
-    parameters -= gradient
-
-
-def power_by_squaring(base: float, exponent: int) -> float:
-    """Compute ``base ** exponent`` by squaring: pow() of libm differs between machines in the last bit."""
-    result = 1.0
-    while exponent:
-        if exponent & 1:
-            result *= base
-        base *= base
-        exponent >>= 1
-    return result
-
-
-_Update = Callable[[Optimizer, Vector, Vector, dict[str, Vector], float, int], None]
-_UPDATES: dict[str, _Update] = {"sgd": _step_sgd, "adamw": _step_adamw}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from swarmd.client.links.ops import StepInput
 from swarmd.client.model.remote_model import remote_model
 from swarmd.client.model.traced_pass import TracedPass, trace_model
 from swarmd.compute.linear.quantize import relative_error
@@ -53,8 +54,9 @@ class HalvingChain:
     layer_arity = 0
     is_closed = False
 
-    def step(self, edits: Any, hidden: torch.Tensor, *options: Any) -> torch.Tensor:
-        return hidden / 2
+    def step(self, step: StepInput) -> torch.Tensor:
+        assert step.hidden is not None
+        return step.hidden / 2
 
     def finish(self) -> None: ...
 
@@ -153,17 +155,12 @@ class LocalChain(LocalSession):
     """Two spans in this process, with what ``generate`` asks of a session; refuses another dtype, as servers do."""
 
     n_open = 0
-    given = None
+    served_logits = None
 
-    def step(
-        self,
-        edits: Any,
-        hidden: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor | None:
-        assert hidden.dtype == torch.float32
-        return super().step(edits, hidden, *args, **kwargs)
+    def step(self, step: StepInput) -> torch.Tensor | None:
+        assert step.hidden is not None
+        assert step.hidden.dtype == torch.float32
+        return super().step(step)
 
     def finish(self) -> None: ...
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from swarmd.client.model.speculation import Costs, Lookup, Speculation, tokens_ahead
+from swarmd.client.model.speculation import Costs, Lookup, Speculation, choose_draft_length
 
 
 class TimedChain:
@@ -41,7 +41,7 @@ class TimedChain:
             n_left = len(self.text) - len(tokens)
             if n_left <= 0:
                 return (len(self.text) - n_prompt) * self.one_s / self.seconds
-            draft_tokens = speculation.ahead(tokens, n_left - 1)
+            draft_tokens = speculation.propose_tokens(tokens, n_left - 1)
 
 
 def erratic(n: int, seed: int) -> list[int]:
@@ -54,13 +54,13 @@ def erratic(n: int, seed: int) -> list[int]:
     ("chance", "each_s", "expected"), [(0.9, 0.0, 16), (0.9, 0.2, 7), (0.5, 0.2, 1), (0.1, 0.2, 0)]
 )
 def test_the_number_that_gives_most_tokens_in_the_time(chance: float, each_s: float, expected: int) -> None:
-    decision = tokens_ahead(chance, 16, 1.0, each_s)
+    decision = choose_draft_length(chance, 16, 1.0, each_s)
     assert decision.action == expected
     assert f"{100 * chance:.0f} % are right" in decision.reason
 
 
 def test_nothing_is_tried_before_a_pass_was_measured() -> None:
-    assert Speculation(Costs(), [Lookup()]).ahead([1, 2, 3, 4, 1, 2, 3], 16) == []
+    assert Speculation(Costs(), [Lookup()]).propose_tokens([1, 2, 3, 4, 1, 2, 3], 16) == []
 
 
 def test_lookup_proposes_what_followed_the_longest_run_last() -> None:

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from swarmd.client.links.link import HopLink, ServedLogits
+from swarmd.client.links.ops import StepInput
 from swarmd.client.model.remote_model import remote_model
 from swarmd.client.model.swarm_head import HeadChecks, is_enough
 from swarmd.compute.model.ends import Ends
@@ -72,25 +73,26 @@ class ChainWithHead:
     def __init__(self, head: LogitsHead | None, lie: float = 0.0) -> None:
         self.head = head
         self.lie = lie
-        self.given: ServedLogits | None = None
+        self.served_logits: ServedLogits | None = None
         self.refuted: list[str] = []
         self.n_tops = 0
 
-    def step(self, edits: Any, hidden: torch.Tensor, *options: Any) -> torch.Tensor:
-        *_, want, vocabulary = options
-        self.given = None
-        out = hidden / 2
-        if self.head is not None and vocabulary:
+    def step(self, step: StepInput) -> torch.Tensor:
+        self.served_logits = None
+        assert step.hidden is not None
+        out = step.hidden / 2
+        want = step.want or 0
+        if self.head is not None and step.vocabulary:
             (raw,) = self.head.largest([out[0, -want:]])
-            logits = top.unpack_untrusted(raw, want, vocabulary)
+            logits = top.unpack_untrusted(raw, want, step.vocabulary)
             if self.lie:
                 logits = Top(logits.values, logits.ids.roll(1, 1), logits.log_sum)
-            self.given = served(logits)
+            self.served_logits = served(logits)
             self.n_tops += 1
         return out
 
     def reject_logits(self, logits: ServedLogits, reason: str) -> None:
-        assert logits is self.given
+        assert logits is self.served_logits
         self.refuted.append(reason)
         self.head = None
 
@@ -171,17 +173,17 @@ OWN = 4 * torch.randn(2, 1_000, generator=torch.Generator().manual_seed(0))
 def test_all_are_checked_where_that_is_asked_for() -> None:
     checks = HeadChecks(1.0)
     right = served(top.largest(OWN, MOST_LOGITS))
-    assert not checks.wrong(right, OWN, torch.float32)
-    assert all(checks.is_due(right) for _ in range(99))
+    assert not checks.find_error(right, OWN, torch.float32)
+    assert all(checks.draw_check(right) for _ in range(99))
 
 
 def test_every_server_is_checked_until_it_was_right_and_then_now_and_then() -> None:
     checks = HeadChecks(rng=random.Random(1))
     for peer in ("one", "other"):
         right = served(top.largest(OWN, MOST_LOGITS), peer)
-        assert all(checks.is_due(right) for _ in range(9)), "nobody has looked yet"
-        assert not checks.wrong(right, OWN, torch.float32)
-        assert 2 < sum(checks.is_due(right) for _ in range(640)) < 30
+        assert all(checks.draw_check(right) for _ in range(9)), "nobody has looked yet"
+        assert not checks.find_error(right, OWN, torch.float32)
+        assert 2 < sum(checks.draw_check(right) for _ in range(640)) < 30
 
 
 @pytest.mark.parametrize("fault", ["right", "an id", "a value", "the sum", "one left out"])
@@ -197,7 +199,7 @@ def test_wrong_logits_differ_by_more_than_kernels_do(fault: str) -> None:
         without = OWN.clone()
         without[1, OWN[1].argmax()] = -100.0
         logits = top.largest(without, MOST_LOGITS)
-    assert bool(HeadChecks().wrong(served(logits), OWN, torch.float32)) == (fault != "right")
+    assert bool(HeadChecks().find_error(served(logits), OWN, torch.float32)) == (fault != "right")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -214,7 +216,7 @@ def test_what_a_codec_loses_is_no_lie(codec: str, dtype: torch.dtype) -> None:
     server_logits = torch.nn.functional.linear(sent[0], weight).float()
     client_logits = torch.nn.functional.linear(received[0], weight).float()
     largest = top.largest(server_logits, MOST_LOGITS)
-    assert not HeadChecks().wrong(served(largest, codec=codec), client_logits, dtype)
+    assert not HeadChecks().find_error(served(largest, codec=codec), client_logits, dtype)
 
 
 def test_the_ends_of_a_model_come_from_its_checkpoint(folder: Path) -> None:
@@ -223,4 +225,4 @@ def test_the_ends_of_a_model_come_from_its_checkpoint(folder: Path) -> None:
     parts = LogitsHead(folder, torch.float32, torch.device("cpu"), 0).largest([hidden[:1], hidden[1:]])
     logits = [top.unpack_untrusted(raw, n, expected.shape[1]) for raw, n in zip(parts, (1, 2), strict=True)]
     assert torch.equal(torch.cat([part.ids[:, 0] for part in logits]), expected.argmax(1))
-    assert not HeadChecks().wrong(served(logits[1]), expected[1:], torch.float32)
+    assert not HeadChecks().find_error(served(logits[1]), expected[1:], torch.float32)

@@ -14,7 +14,9 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.client.links.link import HopLink
+from swarmd.client.links.ops import StepInput
 from swarmd.client.sessions.accuse import evidence_of
+from swarmd.client.sessions.hop_audit import record_key
 from swarmd.client.sessions.receipts import HopAccount
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.sessions.verify import merge_cropped
@@ -75,7 +77,7 @@ class Chat:
             n_new = self._hidden.shape[1]
             positions = torch.arange(self._n, self._n + n_new, dtype=torch.int32).unsqueeze(0)
             self._n += n_new
-            out = await self.session.step((), self._hidden, positions, None, False)
+            out = await self.session.step(StepInput(self._hidden, positions))
             assert out is not None
             expected = self._reference.step(self._hidden)
             self.n_wrong += not torch.equal(out[:, -1:], expected[:, -1:])
@@ -161,13 +163,13 @@ async def test_a_hop_that_has_signed_nothing_yet_proves_nothing(virtual_time: Mo
     async with chat(*THREE) as run:
         await run.generate(3)
         hops = run.session.hops
-        ask_receipt = hops.ask_receipt
+        ask_receipt = run.session.receipts.ask_receipt
 
         async def of_an_heir(link: HopLink) -> HopAccount:
             account = await ask_receipt(link)
             return HopAccount(last=account.last) if link is hops.links[1] else account
 
-        hops.ask_receipt = of_an_heir  # type: ignore[method-assign]
+        run.session.receipts.ask_receipt = of_an_heir  # type: ignore[method-assign]
         await run.client.close_session(run.session)
         assert run.outcomes() == ["right", "inconclusive"]
         assert "signed nothing" in run.client.checks.findings[-1].reason
@@ -229,7 +231,7 @@ async def test_who_falls_silent_at_the_end_leaves_a_doubt(virtual_time: MockCloc
 
 async def test_who_was_right_for_long_may_die_without_a_doubt(virtual_time: MockClock) -> None:
     async with chat(*THREE) as run:
-        key = run.session.auditor._record_key(run.session.hops.links[0])  # type: ignore[union-attr]
+        key = record_key(run.session.terms, run.session.hops.links[0].hop)
         run.client.checks._records[key] = AuditRecord(1_000, 1_000, 0)
         run.client.checks._rng.random = lambda: 0.5  # type: ignore[method-assign]
         await silence_after(run, 4)
@@ -267,7 +269,7 @@ async def accuse_first_hop(
 ) -> None:
     """Accuse the first hop, which is honest, of its fourth token, at another holder of its blocks. Raises PeerError."""
     link = run.session.hops.links[0]
-    account = await run.session.hops.ask_receipt(link)
+    account = await run.session.receipts.ask_receipt(link)
     hidden, positions = run.session.history.placed(0, 4)
     request = WantTokens(session=run.session.key, first=3)
     shown, frame = await run.client.rpc.call(link.hop.peer, request)

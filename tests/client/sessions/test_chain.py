@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import trio
 from trio.testing import MockClock
 
 from swarmd.client.links.link import SessionOptions
+from swarmd.client.links.ops import StepInput
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import Code, ConfigError, PeerError, Refused, Unreachable
 from swarmd.net.standing import Standing
@@ -176,7 +178,7 @@ class PlayedSwarm:
 
 async def step(session: ChainSession) -> None:
     hidden = torch.ones(1, 1, 8)
-    await session.step((), hidden, torch.zeros(1, 1, dtype=torch.int32), None, record_past=False)
+    await session.step(StepInput(hidden, torch.zeros(1, 1, dtype=torch.int32)))
 
 
 async def test_a_new_hop_whose_replay_was_lost_is_opened_again(virtual_time: MockClock) -> None:
@@ -251,6 +253,22 @@ async def test_what_a_former_hop_refuses_costs_no_repair(virtual_time: MockClock
     assert not session.statistics.repairs
     await session.on_message(B, refusal, frame)
     assert session.hops.links[1].is_lost
+
+
+async def test_an_heir_is_known_by_its_worker(virtual_time: MockClock) -> None:
+    """Audits look up what a worker announces by peer and slot, and found nothing for a second worker's heir."""
+    second_worker = msgspec.structs.replace(serves(C, 4, 6), slot=1)
+    swarm = PlayedSwarm(serves(A, 0, 4), serves(B, 4, 6), second_worker)
+    chain = (Hop(A, Span(0, 4)), Hop(B, Span(4, 6)))
+    session = swarm.session = ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100, route=chain), Budget())
+    await session.open()
+    await step(session)
+    swarm.received = {A: 1, B: 1}
+    await swarm.hear(B, Leaving(session=session.key, start=4, epoch=session.hops.epoch))
+    await trio.sleep(1)
+    heir = session.hops.links[1]
+    assert heir.is_heir
+    assert heir.hop == Hop(C, Span(4, 6), slot=1)
 
 
 @pytest.mark.parametrize("ends_after_s", [0.0, 0.05, 0.2, 1.0])

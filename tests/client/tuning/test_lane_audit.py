@@ -216,6 +216,17 @@ async def test_where_formats_differ_nothing_counts_of_who_is_banned_either(virtu
     assert await lanes.audits.forward(lanes.ticket(batches(1)[0], (A, L, B)), 1.0) is None
 
 
+async def test_a_reference_that_lies_about_one_hop_is_banned_and_the_hop_is_right(virtual_time: MockClock) -> None:
+    """Two of three name it, as they name a hop."""
+    lanes = Chains(formats={"c": "int8"})
+    lanes.client.checks.shuffle = lambda spans: sorted(spans, key=lambda span: span.peer != "l")  # type: ignore
+    honest = (A, Hop(PeerId("c"), Span(1, 3)))
+    ticket = lanes.ticket(batches(1)[0], honest)
+    assert await lanes.audits.forward(ticket, 1.0) is ticket
+    assert lanes.standing.ban_left_s(PeerId("l"))
+    assert [finding.outcome for finding in lanes.client.checks.findings] == ["wrong", "right"]
+
+
 async def test_a_record_beside_the_one_that_serves_hides_nobody(virtual_time: MockClock) -> None:
     signed = {"sequence": 1, "issued_at": 0, "expires_at": 10, "certificate": (), "state": "online"}
     dummy = SpanRecord(peer="b", model=MODEL, start=0, end=2, slot=1, quantize="int8", **signed)  # type: ignore[arg-type]

@@ -60,24 +60,24 @@ def gradients(seq: int, start: int, **tensors: torch.Tensor) -> bytes:
 
 def test_an_output_ends_a_forward_and_what_comes_twice_is_nobodys() -> None:
     lane = Waiting()
-    entered = lane.forward()
+    lane_pass = lane.forward()
     lane.come(*output(1, 2 * HIDDEN))
     assert lane.n_done == 1
-    assert torch.equal(entered.answer()[0], 2 * HIDDEN)
-    lane.passes.leave(entered, is_held=True)
+    assert torch.equal(lane_pass.answer()[0], 2 * HIDDEN)
+    lane.passes.leave(lane_pass, is_held=True)
     lane.come(*output(1), *output(7))
     assert lane.n_done == 1
 
 
 def test_a_backward_waits_for_each_hops_gradients_in_any_order() -> None:
     lane = Waiting()
-    entered = lane.backward(1)
+    lane_pass = lane.backward(1)
     lane.come(gradients(1, 2, v=torch.ones(2)))
     lane.come(*backward_frames(KEY, 0, 1, 3 * HIDDEN, "raw"))
     assert lane.n_done == 0
     lane.come(gradients(1, 0, w=torch.ones(1)))
     assert lane.n_done == 1
-    values, by_name = entered.answer()
+    values, by_name = lane_pass.answer()
     assert torch.allclose(values, 3 * HIDDEN)
     assert by_name.keys() == {"w", "v"}
     lane.come(gradients(1, 0, w=torch.ones(1)))
@@ -107,11 +107,11 @@ def test_more_than_was_waited_for_is_refused_before_it_is_kept() -> None:
 
 def test_values_that_are_not_finite_fail_the_micro_batch_and_name_who_gave_them() -> None:
     lane = Waiting()
-    entered = lane.forward()
+    lane_pass = lane.forward()
     lane.come(*output(1, HIDDEN * float("nan")))
     assert lane.n_done == 1
     with pytest.raises(LaneFailed, match="not finite"):
-        entered.answer()
+        lane_pass.answer()
 
 
 def test_hops_may_forget_what_is_settled_and_nothing_that_may_come_back() -> None:
@@ -130,11 +130,11 @@ def test_hops_may_forget_what_is_settled_and_nothing_that_may_come_back() -> Non
 
 def test_a_lane_that_is_over_fails_all_with_the_first_reason() -> None:
     lane = Waiting()
-    entered = lane.forward()
+    lane_pass = lane.forward()
     lane.passes.fail_all(LaneFailed("first"))
     lane.passes.fail_all(LaneFailed("second"))
     with pytest.raises(LaneFailed, match="first"):
-        entered.answer()
+        lane_pass.answer()
 
 
 def test_what_a_hop_cannot_send_its_neighbour_goes_by_the_client() -> None:

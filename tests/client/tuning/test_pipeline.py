@@ -18,7 +18,7 @@ from trio.testing import MockClock
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import SessionOptions
 from swarmd.client.tuning.lane import Lane
-from swarmd.client.tuning.lane_audit import CheckHistory
+from swarmd.client.tuning.lane_holders import CheckHistory
 from swarmd.client.tuning.lane_pass import MicroBatch, is_finite
 from swarmd.client.tuning.pipeline import WRONG, Pipeline
 from swarmd.client.tuning.ticket import ForwardTicket
@@ -121,6 +121,8 @@ class World:
     standing: Standing = field(default_factory=Standing)
     formats: dict[str, str] = field(default_factory=dict)
     more: tuple[SpanRecord, ...] = ()
+    send_s: float = 0.0  # that a frame takes to leave
+    n_sent: int = 0
 
     # the rpc
     peer_id = PeerId("me")
@@ -195,6 +197,9 @@ class Channel:
 
     async def send_raw(self, raw: bytes) -> None:
         assert self.world.nursery is not None
+        if self.world.send_s:
+            await trio.sleep(self.world.send_s)
+        self.world.n_sent += 1
         self.world.nursery.start_soon(self._answer, raw)
 
     async def _answer(self, raw: bytes) -> None:
@@ -291,6 +296,25 @@ async def test_a_peer_that_answers_pings_but_nothing_else_is_left_out_longer_eac
             assert trio.current_time() - started_at < 24
             await trio.sleep(30)
         assert world.standing.strikes(PeerId("mute")) == 3, "it was tried in the first, the second and the fourth round"
+
+
+async def test_on_a_slow_link_a_frame_has_the_time_that_it_takes(virtual_time: MockClock) -> None:
+    world = World({"a": doubling}, send_s=5.0)
+    async with pipeline(world) as lanes:
+        await both_ways(lanes, batches(2))
+        assert not lanes.statistics.retries
+
+
+async def test_a_frame_that_was_begun_is_sent_whole_when_its_lane_ends_within_bounds(virtual_time: MockClock) -> None:
+    """Half a frame would end the channel, and all lanes that use it."""
+    for send_s, n_sent in ((2.0, 1), (60.0, 0)):
+        world = World({"a": doubling}, send_s=send_s)
+        async with pipeline(world) as lanes:
+            began_at = trio.current_time()
+            with trio.move_on_after(1):
+                await lanes.forward(batches(1))
+            assert trio.current_time() - began_at < 5
+            assert world.n_sent == n_sent
 
 
 async def test_an_unreachable_peer_costs_one_wait_not_one_for_each_micro_batch(virtual_time: MockClock) -> None:

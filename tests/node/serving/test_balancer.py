@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
-from swarmd.node.serving.balancer import Balancer, Turnover
+from swarmd.node.serving.balancer import Balancer, BalancerServices, Turnover
+from swarmd.plan.chains.placement import Target
 from swarmd.plan.chains.view import RecordBook, SwarmView
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Membership
@@ -25,20 +28,20 @@ class BalancerScene:
         self.now = 10_000.0
         self.spans: dict[str, tuple[Span, dict[str, Any]]] = {}
         self.up_since: dict[str, int] = {}
+        self.refusing: set[str] = set()  # peers that take no sessions
         self.turnover = Turnover(lambda: self.now)
-        self.balancer = Balancer(
-            self.view,
-            ("me", 0),
+        services = BalancerServices(
+            view=self.view,
             wall_clock=lambda: self.now,
             rng=random.Random(0),
             interval_s=60.0,
             turnover=self.turnover,
             trials=self,  # type: ignore[arg-type]
-            on_move=self._ignore,
         )
+        self.balancer = Balancer(services, ("me", 0), self._ignore)
 
     async def find_serving(self, spans: list[SpanRecord]) -> set[Any]:
-        return {(s.peer, s.slot) for s in spans}
+        return {(s.peer, s.slot) for s in spans if s.peer not in self.refusing}
 
     async def _ignore(self, _: object) -> bool:
         return True
@@ -127,3 +130,21 @@ def test_the_risk_follows_what_was_seen() -> None:
     assert 0 < chance < 1
     del stage.spans["a"]
     assert stage.turnover.risk(stage.view(), MODEL, N_BLOCKS).gap_chance_within_hour == 1
+
+
+@pytest.mark.parametrize("other_serves", [True, False])
+async def test_whether_it_is_spared_goes_by_what_it_serves_now_not_by_what_it_held_before(other_serves: bool) -> None:
+    """For a while after it went to another model it has two records in its slot."""
+    stage = BalancerScene()
+    stage.add("me", 3, 6)
+    stage.add("other", 3, 6, moves_left=0)
+    stage.refusing = set() if other_serves else {"other"}
+    view = stage.view()
+    me = next(span for span in view.spans if span.peer == "me")
+    before = msgspec.structs.replace(me, model="b" * 64, start=0, end=3, state="draining")
+    helper = msgspec.structs.replace(before, peer="helper", state="online")
+    held_before = (before,) if other_serves else (before, helper)  # what it left says nothing either way
+    view = replace(view, spans=(*held_before, *view.spans))
+    decision, _ = stage.balancer.choose_target(view)
+    assert decision.action == Target(MODEL, Span(0, 3))
+    assert await stage.balancer._is_spared(view, decision.action) is other_serves

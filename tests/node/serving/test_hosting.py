@@ -10,6 +10,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
+from swarmd.client.links.ops import StepInput
 from swarmd.config import Serve
 from swarmd.daemon import Daemon
 from swarmd.errors import ConfigError
@@ -163,7 +164,7 @@ async def test_two_workers_of_one_peer_are_two_hops_of_one_chain(
             hidden = torch.ones(1, 1, HIDDEN)
             token_ids = torch.zeros(1, 1, dtype=torch.int32)
             for _ in range(12):
-                output = await session.step((), hidden, token_ids, None, False)
+                output = await session.step(StepInput(hidden, token_ids))
                 assert output is not None
                 torch.testing.assert_close(output, reference.step(hidden))
             assert not session.statistics.repairs
@@ -171,7 +172,7 @@ async def test_two_workers_of_one_peer_are_two_hops_of_one_chain(
             assert first.deployment is not None
             assert first.deployment.worker._process is not None
             first.deployment.worker._process.kill()
-            output = await session.step((), hidden, token_ids, None, False)
+            output = await session.step(StepInput(hidden, token_ids))
             assert output is not None
             torch.testing.assert_close(output, reference.step(hidden))
             assert session.statistics.repairs, "the hop was lost, and its worker's successor took over"
@@ -191,7 +192,7 @@ async def test_an_opening_goes_to_the_worker_that_takes_it(virtual_time: MockClo
             client = await swarm.client()
             session = await client.open_session(swarm.terms(100))
             assert second.server is not None
-            assert len(second.server.sessions()) == len(session.hops.links) == 1
+            assert len(second.server.sessions.hops) == len(session.hops.links) == 1
             nursery.cancel_scope.cancel()
 
 

@@ -10,9 +10,9 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import PeerTimeout, RemoteProtocolError, Unreachable
-from swarmd.node.serving.hops import SessionHop
 from swarmd.node.serving.next_hop import AGAIN_AFTER_S, LOST_S, PUSH_TIMEOUT_S, NextHopDialer
 from swarmd.node.serving.replies import Replies
+from swarmd.plan.chains.hop import SessionHop, WaitingOps
 from swarmd.plan.chains.session import HopState
 from swarmd.protocol.wire.messages import OpenSession, Reroute
 from swarmd.values import PeerId, Span
@@ -142,7 +142,7 @@ async def test_what_comes_late_of_a_former_successor_says_nothing_of_the_present
     worker: Any = SimpleNamespace(loaded=None)
     outbox: Any = SimpleNamespace(tell=lambda _, frame: sent.append(frame))
     channel: Any = SimpleNamespace(peer=CLIENT)
-    hop = SessionHop(HopState(CLIENT, CLIENT), Span(0, 3), NEXT)
+    hop = SessionHop(HopState(CLIENT, CLIENT), Span(0, 3), NEXT, WaitingOps(0, 0))
     replies = Replies(world.onward, worker, outbox)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(replies.reply_opened, channel, OpenSession(id=1), hop)

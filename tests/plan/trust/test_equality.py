@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmd.plan.trust.audits import ALWAYS_BELOW, LEAST_RATE, AuditRecord, audit_rate, is_due, next_window
-from swarmd.plan.trust.equality import AuditVerdict, bound_of, is_equal, measure_errors, project_tokens, two_of_three
+from swarmd.plan.trust.equality import bound_of, is_equal, measure_errors, project_tokens
 from swarmd.plan.trust.reputation import (
     OTHERS_TURN_S,
     Trust,
@@ -70,21 +70,6 @@ def test_in_half_precision_single_tokens_may_go_another_way_and_a_tenth_may_not(
     found[:12] = 0.01
     found[50] = 0.6
     assert not is_equal(found, bound).action
-
-
-@pytest.mark.parametrize(
-    ("answers", "verdict"),
-    [
-        ((True, None, None), AuditVerdict.RIGHT),
-        ((False, None, None), AuditVerdict.UNDECIDED),
-        ((False, False, True), AuditVerdict.WRONG),
-        ((False, True, False), AuditVerdict.REFERENCE_WRONG),
-        ((False, False, False), AuditVerdict.UNDECIDED),
-        ((False, True, True), AuditVerdict.UNDECIDED),
-    ],
-)
-def test_two_against_one(answers: tuple[bool, bool | None, bool | None], verdict: AuditVerdict) -> None:
-    assert two_of_three(*answers) is verdict
 
 
 @given(st.integers(0, 10**6))

@@ -11,11 +11,12 @@ from trio.testing import MockClock
 
 from swarmd.errors import Code, Refused
 from swarmd.plan.runs.ledger import Ledger
+from swarmd.plan.runs.outcome import Timing
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs.recipe import Batch, Recipe, RunOrder, start_run
 from swarmd.protocol.wire.rounds import Beat, JoinRound, Prepare, Promised, Received
 from swarmd.train.rounds.leader import Leader, TooEarly
-from swarmd.train.rounds.outcome import Timing
+from swarmd.train.rounds.versions import RoundBasis
 from swarmd.train.store.proposer import Proposer, RoundFailed
 from swarmd.values import PeerId
 
@@ -46,15 +47,11 @@ def leader_among(
     ledger, order = Ledger(run), RunOrder(run.id, 0)
     proposer = Proposer(ME, ledger, order, random.Random(1), ask_anchor)
     return Leader(
-        ME,
-        ledger,
-        order,
-        Timing(),
-        tell,
-        lambda: expected,
+        RoundBasis(ME, ledger.head, ledger, order.generation, Timing(), lambda average: 1.0),
         proposer,
-        lambda average: 1.0,
-        why_not_alone or nothing_against,
+        tell=tell,
+        expected=lambda: expected,
+        why_not_alone=why_not_alone or nothing_against,
     )
 
 
@@ -81,7 +78,7 @@ async def test_leader_does_not_go_alone_while_others_are_expected(virtual_time: 
     leader.join(ME, joining(8))
     with pytest.raises(TooEarly, match="members late: 1"):
         await leader.lead()
-    assert leader.missing == [OTHER]
+    assert leader.gathering.missing == [OTHER]
 
 
 async def test_leader_goes_alone_when_nobody_is_expected(virtual_time: MockClock) -> None:
@@ -129,12 +126,12 @@ async def test_a_member_that_only_reduces_holds_no_average(virtual_time: MockClo
 async def test_leader_learns_how_late_others_are(virtual_time: MockClock) -> None:
     leader = leader_among(*(PeerId(f"p{i}") for i in range(5)))
     leader.join(ME, joining(8))
-    before = leader._timing.joins.limit_s()
+    before = leader._basis.timing.joins.limit_s()
     for i in range(5):
         await trio.sleep(3.0 if i else 0.0)
         leader.join(PeerId(f"p{i}"), joining(2))
     await begins(leader)
-    assert leader._timing.joins.limit_s() > before
+    assert leader._basis.timing.joins.limit_s() > before
 
 
 async def test_leader_that_cannot_take_part_gives_up_its_round(virtual_time: MockClock) -> None:
@@ -150,7 +147,8 @@ async def test_leader_that_cannot_take_part_gives_up_its_round(virtual_time: Moc
     async def beats() -> None:
         while True:
             await trio.sleep(0.5)
-            if group := leader._group:
+            if leader.versions is not None:
+                group = leader.versions.group
                 place = [m.peer for m in group.members].index(OTHER)
                 received = (Received(member=place, n_elements=8, squares=1.0),)
                 leader.take_beat(OTHER, Beat(group.run, group.round, group.version, received, result=b"r" * 32))

@@ -17,9 +17,11 @@ from swarmd.plan.runs.contributions import (
     clipping_radius,
     find_outliers,
 )
+from swarmd.plan.runs.history import contribution_radius
 from swarmd.protocol.runs.recipe import Optimizer, Parts
 from swarmd.train.vectors.clipping import clip_total
-from swarmd.train.vectors.state import Vector, centre_of
+from swarmd.train.vectors.optimizers import centre_of
+from swarmd.train.vectors.state import Vector
 from swarmd.values import PeerId
 from tests.train.replaying import counted_of
 from tests.train.world import N_ELEMENTS, TrainingWorld, gradient, torch_optimizer, training
@@ -73,7 +75,7 @@ def replay(world: TrainingWorld, epoch: int) -> Vector:
         total = np.zeros(N_ELEMENTS, np.float32)
         for c, _, _ in counted_of(sealed.commit):
             own = sum(gradient(now, recipe.seed, c.peer, draw)[1] for draw in range(c.first, c.first + c.n))
-            total += clip_total(np.asarray(own), c.n, centre, ledger.radius(c.n, sealed.commit.epoch))
+            total += clip_total(np.asarray(own), c.n, centre, contribution_radius(ledger, c.n, sealed.commit.epoch))
         mean = torch.as_tensor(total / sealed.commit.n_samples + centre)
         matrix.grad, bias.grad = mean[:36].reshape(6, 6).clone(), mean[36:].clone()
         optimizer.step()
@@ -123,7 +125,7 @@ async def test_nobody_moves_an_average_further_than_the_radius(virtual_time: Moc
 def check_norms(world: TrainingWorld) -> None:
     for sealed in world.ledger.sealed[1:]:
         for c in sealed.commit.contributors:
-            assert c.norm <= MOST_CLIPPED_RATIO * world.ledger.radius(c.n, sealed.commit.epoch)
+            assert c.norm <= MOST_CLIPPED_RATIO * contribution_radius(world.ledger, c.n, sealed.commit.epoch)
 
 
 async def test_who_does_not_clip_is_left_out(virtual_time: MockClock) -> None:

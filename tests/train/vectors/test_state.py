@@ -18,7 +18,8 @@ from swarmd.protocol.runs.commit import Commit, CountedContribution
 from swarmd.protocol.runs.recipe import Optimizer, Recipe, Run, start_run
 from swarmd.train.store.disk import RunFolder, read_vectors
 from swarmd.train.vectors import state as states
-from swarmd.train.vectors.state import RunState, VectorLayout, average_digest, clip_factor
+from swarmd.train.vectors.averages import clip_factor
+from swarmd.train.vectors.state import RunState, VectorLayout, average_digest
 from tests.train.world import torch_optimizer
 
 OWNER = Identity(b"o" * 32)

@@ -10,8 +10,8 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Unreachable
-from swarmd.node.members.directory import RENDEZVOUS_INTERVAL_S, SETTLED_RENDEZVOUS_S, Directory
-from swarmd.plan.trust.admission import AdmissionPass
+from swarmd.node.members.address_memory import AddressMemory
+from swarmd.node.members.rendezvous import RENDEZVOUS_INTERVAL_S, SETTLED_RENDEZVOUS_S, Rendezvous
 from swarmd.protocol.membership.identity import Identity
 from swarmd.values import PeerId
 
@@ -39,30 +39,17 @@ class Index:
     async def provide(self, key: str) -> None: ...
 
 
-def directory_in(index: Index) -> Directory:
+def rendezvous_in(index: Index) -> Rendezvous:
     me = Identity(bytes(32))
-    roster = SimpleNamespace(pass_of=lambda _: AdmissionPass(10**6))
-    exchange: Any = SimpleNamespace(view=lambda: index, keys=SimpleNamespace(swarm_id="s"), roster=roster)
-    rpc: Any = SimpleNamespace(peers=set)
-    network: Any = SimpleNamespace(peer_id=me.peer_id)
-    return Directory(
-        me,
-        (),
-        network,  # type: ignore[arg-type]
-        rpc,
-        index,
-        exchange,
-        wall_clock=lambda: 0.0,
-        rng=random.Random(0),
-        bootstrap={},
-        is_exchange_on=False,
-    )
+    exchange: Any = SimpleNamespace(view=lambda: index, keys=SimpleNamespace(swarm_id="s"))
+    rpc: Any = SimpleNamespace(peers=set, network=SimpleNamespace(peer_id=me.peer_id))
+    return Rendezvous(index, rpc, exchange, AddressMemory({}, None, me.peer_id), random.Random(0))
 
 
 async def test_the_index_is_entered_seldom_once_it_has_worked_and_others_are_known(virtual_time: MockClock) -> None:
     index = Index()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(directory_in(index)._rendezvous_loop)
+        nursery.start_soon(rendezvous_in(index).run, bytes, print)
         await trio.sleep(200)
         alone = len(index.entered_at)
         assert 6 <= alone <= 9, "nobody is known yet: it is looked for"

@@ -31,6 +31,17 @@ class RoundTimes:
 
 
 @dataclass(slots=True)
+class RoundCounters:
+    """What became of the rounds that this peer led, and the times of the last one."""
+
+    led: int = 0
+    failed: int = 0
+    last: RoundTimes | None = None
+    last_part_s: float | None = None
+    timing: Timing = field(default_factory=Timing)
+
+
+@dataclass(slots=True)
 class Outcome:
     """A commit that a majority of anchors has signed, and what the round was like."""
 

@@ -1,0 +1,65 @@
+"""Sends the ops of one session to its hops: each to the first one, and what a hop could not pass on to the next."""
+
+from __future__ import annotations
+
+import trio
+
+from swarmd.client.links.link import SessionServices
+from swarmd.client.sessions.chain import Chain
+from swarmd.client.sessions.reservations import OPEN_TIMEOUT_S
+from swarmd.client.sessions.step_state import OpInFlight, OpsInFlight
+from swarmd.errors import PeerError
+from swarmd.protocol.wire.messages import Op
+from swarmd.wire.history import History
+from swarmd.wire.ops import encode_op
+
+
+class OpSender:
+    """See the module. What is sent is kept in ``history``, for repairs."""
+
+    def __init__(self, swarm: SessionServices, chain: Chain, history: History, ops: OpsInFlight) -> None:
+        self._swarm = swarm
+        self._chain = chain
+        self._history = history
+        self._ops = ops
+
+    async def send_op(self, op: OpInFlight) -> None:
+        """Send an op to the first hop; while the chain is broken it waits in the history for the repair."""
+        chain = self._chain
+        sent = op.sent
+        self._ops.add(op, trio.current_time())
+        chain.position.seq = sent.seq
+        if self._swarm.audits:
+            chain.accounts.note_sent(sent)
+        chain.statistics.steps += 1
+        if chain.trouble is None:
+            await self.send_frame(0, sent.seq, self._encode(op))
+        self._history.settle(chain.position.answered)  # while the chain computes
+        self._history.add(sent)
+
+    def _encode(self, op: OpInFlight) -> bytes:
+        chain = self._chain
+        marks = Op(want=op.want, times=(), top=bool(op.vocabulary and op.want))
+        return encode_op(
+            chain.key,
+            chain.terms.start,
+            chain.epoch,
+            settled=chain.position.answered,
+            sent=op.sent,
+            marks=marks,
+            base=None,
+            codec=chain.codec.action,
+        )
+
+    async def send_frame(self, index: int, seq: int, frame: bytes) -> None:
+        """Send op ``seq`` to hop ``index``; that it cannot be reached is the chain's trouble."""
+        link = self._chain.links[index]
+        link.watch.on_sent(seq, trio.current_time())
+        if index == 0:
+            self._chain.statistics.frames_sent += 1
+        try:
+            channel = await self._swarm.rpc.channel(link.hop.peer)
+            with trio.fail_after(OPEN_TIMEOUT_S):
+                await channel.send_raw(frame)
+        except (PeerError, trio.TooSlowError) as error:
+            self._chain.note_trouble(f"{link.hop}: {error}")

@@ -1,0 +1,52 @@
+"""Addresses that have led to members, to begin with after a restart; a file keeps them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from swarmd.errors import ConfigError
+from swarmd.protocol.untrusted import read_json
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+MAX_REMEMBERED = 64  # addresses of peers to begin with after a restart
+
+Addresses = tuple[str, ...]
+
+
+class AddressMemory:
+    """See the module. Begins with ``bootstrap``; without a file nothing is kept."""
+
+    def __init__(self, bootstrap: Mapping[PeerId, Addresses], file: Path | None, me: PeerId) -> None:
+        self.known: dict[PeerId, Addresses] = dict(bootstrap)
+        self.known.pop(me, None)
+        self.known |= _read(file)
+        self._file = file
+
+    def remember(self, fresh: Mapping[PeerId, Addresses]) -> None:
+        """Note addresses of live members, before those that are older."""
+        if all(self.known.get(peer) == addresses for peer, addresses in fresh.items()):
+            return
+        older = {peer: addresses for peer, addresses in self.known.items() if peer not in fresh}
+        merged = {**fresh, **older}
+        self.known = dict(list(merged.items())[:MAX_REMEMBERED])
+        if self._file is None:
+            return
+        try:
+            self._file.write_text(json.dumps(self.known))
+        except OSError as error:
+            logger.warning("cannot remember addresses in %s: %s", self._file, error.strerror)
+
+
+def _read(file: Path | None) -> dict[PeerId, Addresses]:
+    if file is None or not file.is_file():
+        return {}
+    try:
+        return read_json(file, dict[PeerId, Addresses], "it is made anew")
+    except ConfigError as error:
+        logger.warning("%s", error)
+        return {}

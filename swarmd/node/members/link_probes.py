@@ -1,0 +1,131 @@
+"""Measures links to other members: round trips to a few of them now and then, and bandwidth each way to one."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import trio
+
+from swarmd.errors import PeerError
+from swarmd.net.rpc import Rpc
+from swarmd.protocol.wire.messages import Ping
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+PROBE_INTERVAL_S = 30.0  # of round trips and bandwidth to one peer: routes change slowly
+FIRST_PROBE_S = 1.5  # until something is known
+N_PROBED = 8  # likely neighbours at a time, and as many others
+PROBE_BYTES = 1 << 16  # of the first: half a second at 1 Mbit/s
+MOST_PROBE_BYTES = 4 << 20  # of the last: 0.3 s at 100 Mbit/s
+MUCH_FASTER = 1.25  # than the one before: windows still open
+PROBE_S = 0.5  # that the last may take: windows on the way have opened by then, and nobody feels it
+NEAR_S = 0.003  # of a round trip within one building; between homes of one town it takes 5 ms and more
+ANSWER_S = 5.0  # for a peer that is there to say so
+MOST_ASKED = 64  # at once, whether they are there
+
+
+@dataclass(slots=True)
+class Links:
+    """Measured links: round trips by peer, and bandwidth each way as the best probe saw it. None: not measured."""
+
+    round_trip_s: dict[PeerId, float]
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+
+    def near(self) -> frozenset[PeerId]:
+        """Who is at the same site, by its round trip."""
+        return frozenset(peer for peer, took_s in self.round_trip_s.items() if took_s < NEAR_S)
+
+
+class LinkProbes:
+    """See the module. ``addresses_of`` tells where a peer is dialled."""
+
+    def __init__(self, rpc: Rpc, rng: random.Random, addresses_of: Callable[[PeerId], tuple[str, ...]]) -> None:
+        self.links = Links({})
+        self._rpc = rpc
+        self._rng = rng
+        self._addresses_of = addresses_of
+
+    async def run(
+        self,
+        others: Callable[[], set[PeerId]],
+        likely_next: Callable[[], set[PeerId]],
+        on_change: Callable[[], None],
+    ) -> None:
+        """Probe some of ``others``, those of ``likely_next`` first, until cancelled; ``on_change`` hears of news."""
+        links = self.links
+        while True:
+            await trio.sleep(PROBE_INTERVAL_S if links.round_trip_s else FIRST_PROBE_S)
+            other_peers = sorted(others())
+            likely = sorted(likely_next().intersection(other_peers))
+            previous_links = (set(links.round_trip_s), links.up_bytes_per_s)
+            chosen = set(self._rng.sample(likely, min(N_PROBED, len(likely))))
+            chosen |= set(self._rng.sample(other_peers, min(N_PROBED, len(other_peers))))
+            for peer in sorted(chosen):
+                try:
+                    links.round_trip_s[peer] = await self.ping(peer)
+                except PeerError:
+                    links.round_trip_s.pop(peer, None)
+            if other_peers and links.up_bytes_per_s is None:
+                await self._probe_bandwidth(self._rng.choice(other_peers))
+            if previous_links != (set(links.round_trip_s), links.up_bytes_per_s):
+                on_change()  # else the next announcement says how they have changed
+
+    async def ping(self, peer: PeerId, timeout_s: float = 5.0) -> float:
+        """Measure one round trip in seconds. Raises PeerError."""
+        self._rpc.network.learn(peer, self._addresses_of(peer))
+        return await self._rpc.round_trip_s(peer, timeout_s)
+
+    async def find_answering(self, peers: set[PeerId]) -> set[PeerId]:
+        """Which of these peers answer now, this one included; of very many those that are asked."""
+        alive = peers & {self._rpc.network.peer_id}
+
+        async def ask(peer: PeerId) -> None:
+            with suppress(PeerError):
+                await self.ping(peer, ANSWER_S)
+                alive.add(peer)
+
+        candidates = sorted(peers - alive)
+        async with trio.open_nursery() as nursery:
+            for peer in self._rng.sample(candidates, min(MOST_ASKED, len(candidates))):
+                nursery.start_soon(ask, peer)
+        return alive
+
+    async def _probe_bandwidth(self, peer: PeerId) -> None:
+        try:
+            trip_s = await self.ping(peer)
+            up_bytes_per_s = await self._measure(peer, trip_s, is_up=True)
+            down_bytes_per_s = await self._measure(peer, trip_s, is_up=False)
+            self.links.up_bytes_per_s = up_bytes_per_s
+            self.links.down_bytes_per_s = down_bytes_per_s
+        except PeerError as error:
+            logger.debug("no bandwidth measured with %s: %s", peer, error)
+
+    async def _measure(self, peer: PeerId, trip_s: float, is_up: bool) -> float:
+        """Measure bytes/s to or from a peer, by more bytes each time, until windows no longer count.
+
+        A short probe measures how TCP's window opens, not the link. So the size grows until one probe fills PROBE_S and
+        is hardly faster than the one before. Raises PeerError.
+        """
+        n_bytes = PROBE_BYTES
+        previous_rate = 0.0
+        while True:
+            rate = await self._rate(peer, trip_s, n_bytes, is_up)
+            is_steady = n_bytes >= rate * PROBE_S and rate < MUCH_FASTER * previous_rate
+            if n_bytes == MOST_PROBE_BYTES or is_steady:
+                return max(rate, previous_rate)
+            n_bytes = min(MOST_PROBE_BYTES, max(2 * n_bytes, int(rate * PROBE_S)))
+            previous_rate = rate
+
+    async def _rate(self, peer: PeerId, trip_s: float, n_bytes: int, is_up: bool) -> float:
+        begun = trio.current_time()
+        sent = bytes(n_bytes if is_up else 0)
+        request = Ping(want_bytes=n_bytes - len(sent))
+        await self._rpc.call(peer, request, sent, 30.0, "bulk")
+        took_s = trio.current_time() - begun - trip_s
+        return n_bytes / max(took_s, 1e-6)

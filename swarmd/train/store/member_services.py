@@ -1,0 +1,38 @@
+"""What the parts of one member of a run share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swarmd.train.store.chronicle import Chronicle
+from swarmd.train.store.members import Members
+from swarmd.train.store.services import TrainerServices, Wakeups
+from swarmd.train.vectors.averages import Averages
+from swarmd.train.vectors.state import RunState
+from swarmd.train.vectors.work import GatheredWork
+from swarmd.values import PeerId
+
+Mine = Callable[[], tuple[RunState | None, GatheredWork]]
+"""This peer's state, if it has the model, and what it gives to the round after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberServices:
+    """The network, the ledger, who else is there, and what this member has; ``news`` wakes all of it that wait."""
+
+    trainer: TrainerServices
+    chronicle: Chronicle
+    members: Members
+    averages: Averages
+    news: Wakeups
+    mine: Mine
+
+    @property
+    def me(self) -> PeerId:
+        """This peer."""
+        return self.trainer.rpc.network.peer_id
+
+    def clip_factor(self, average: bytes) -> float:
+        """Return the clip factor of an average that this peer holds, by its hash."""
+        return self.averages.clip_factor(average, self.chronicle.run.recipe.clip_norm)

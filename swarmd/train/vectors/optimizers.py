@@ -1,0 +1,150 @@
+"""How an update changes the parameters: the recipe's (outer) optimizer, the same bits on every machine.
+
+Everything is plain IEEE arithmetic in numpy, elementwise and in one order, so that peers with different processors
+and devices come to the same bits; whatever is not (a norm, a schedule) travels in the commit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from swarmd.protocol.runs.recipe import Diloco, Optimizer, Recipe
+
+Vector = npt.NDArray[np.floating]
+
+
+class OuterOptimizer:
+    """Steps of all members alike on ``parameters``, with ``moments`` that all keep; ``matrices`` are what decays."""
+
+    def __init__(
+        self, recipe: Recipe, parameters: Vector, moments: Mapping[str, Vector], matrices: Sequence[tuple[int, int]]
+    ) -> None:
+        self._recipe = recipe
+        self._parameters = parameters
+        self._moments = moments
+        self._matrices = matrices
+
+    def step(self, block: slice, gradient: Vector, learning_rate: float, steps: int) -> None:
+        """Change one block of the parameters by its gradient, which is used up; ``steps`` counts this one."""
+        recipe = self._recipe
+        parameters = self._parameters[block]
+        moments = {name: vector[block] for name, vector in self._moments.items()}
+        if recipe.steps_inside:
+            _step_nesterov(recipe.diloco, parameters, gradient, moments)
+            return
+        self._decay_block(block, learning_rate)
+        update = _UPDATES[recipe.optimizer.kind]
+        update(recipe.optimizer, parameters, gradient, moments, learning_rate, steps)
+
+    def _decay_block(self, block: slice, learning_rate: float) -> None:
+        """Decay the weights of matrices, decoupled (Loshchilov & Hutter 2019, algorithm 2)."""
+        weight_decay = self._recipe.optimizer.weight_decay
+        if not weight_decay:
+            return
+        for start, end in self._matrices:
+            low = max(start, block.start)
+            high = min(end, block.stop)
+            if low < high:
+                self._parameters[low:high] *= 1 - learning_rate * weight_decay
+
+
+def outer_moments(recipe: Recipe) -> tuple[str, ...]:
+    """Name the vectors that all members keep beside the parameters."""
+    if recipe.steps_inside:
+        return ("momentum",) if recipe.diloco.momentum else ()
+    return recipe.optimizer.moments
+
+
+def centre_of(
+    recipe: Recipe,
+    moments: Mapping[str, Vector],
+    steps: int,
+    block: slice = slice(None),
+) -> Vector:
+    """Compute what the gradients of ``steps`` updates so far have been, lately: the same bits everywhere."""
+    optimizer = recipe.optimizer
+    is_adamw = optimizer.kind == "adamw"
+    name = "moment1" if is_adamw else "momentum"
+    decay = optimizer.beta1 if is_adamw else optimizer.momentum
+    if name not in moments or not steps:
+        return np.zeros(1, recipe.precision)
+    weight = 1.0 if is_adamw else 1 - decay  # of each gradient: torch's momentum adds them up as they are
+    return moments[name][block] * (weight / (1 - power_by_squaring(decay, steps)))
+
+
+def _step_sgd(
+    optimizer: Optimizer,
+    parameters: Vector,
+    gradient: Vector,
+    moments: dict[str, Vector],
+    rate: float,
+    steps: int,
+) -> None:
+    """Step as torch.optim.SGD does without dampening."""
+    if optimizer.momentum:
+        moments["momentum"] *= optimizer.momentum
+        moments["momentum"] += gradient
+        gradient = moments["momentum"]
+    parameters -= gradient * rate
+
+
+def _step_nesterov(
+    outer: Diloco,
+    parameters: Vector,
+    gradient: Vector,
+    moments: dict[str, Vector],
+) -> None:
+    """Step as torch.optim.SGD does with nesterov=True."""
+    if outer.momentum:
+        momentum = moments["momentum"]
+        momentum *= outer.momentum
+        momentum += gradient
+        gradient += momentum * outer.momentum
+    gradient *= outer.learning_rate
+    parameters -= gradient
+
+
+def _step_adamw(
+    optimizer: Optimizer,
+    parameters: Vector,
+    gradient: Vector,
+    moments: dict[str, Vector],
+    rate: float,
+    steps: int,
+) -> None:
+    """Step by Kingma & Ba 2015, algorithm 1, with both corrections; powers by squaring, the same on every machine."""
+    first = moments["moment1"]
+    second = moments["moment2"]
+    # In place, and each operation over the whole block: no temporary as large as the model, and the same order of
+    # operations on every machine. ``gradient`` holds in turn its square, then the denominator, then the step.
+    first *= optimizer.beta1
+    first += gradient * (1 - optimizer.beta1)
+    second *= optimizer.beta2
+    gradient *= gradient
+    gradient *= 1 - optimizer.beta2
+    second += gradient
+    np.sqrt(second, out=gradient)
+    gradient /= math.sqrt(1 - power_by_squaring(optimizer.beta2, steps))
+    gradient += optimizer.epsilon
+    np.divide(first, gradient, out=gradient)
+    gradient *= rate / (1 - power_by_squaring(optimizer.beta1, steps))
+    parameters -= gradient
+
+
+def power_by_squaring(base: float, exponent: int) -> float:
+    """Compute ``base ** exponent`` by squaring: pow() of libm differs between machines in the last bit."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+_Update = Callable[[Optimizer, Vector, Vector, dict[str, Vector], float, int], None]
+_UPDATES: dict[str, _Update] = {"sgd": _step_sgd, "adamw": _step_adamw}

@@ -1,0 +1,41 @@
+"""Addresses to begin with after a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarmd.node.members.address_memory import MAX_REMEMBERED, AddressMemory
+from swarmd.values import PeerId
+
+ME = PeerId("me")
+
+
+def test_what_was_met_comes_before_what_is_older_and_is_there_after_a_restart(tmp_path: Path) -> None:
+    file = tmp_path / "peers.json"
+    memory = AddressMemory({ME: ("here",), PeerId("old"): ("a",)}, file, ME)
+    assert list(memory.known) == ["old"], "nobody dials himself"
+    memory.remember({PeerId("new"): ("b",)})
+    assert list(memory.known) == ["new", "old"]
+    assert AddressMemory({PeerId("old"): ("of the invite",)}, file, ME).known == {"old": ("a",), "new": ("b",)}
+
+
+def test_it_remembers_so_many_the_newest(tmp_path: Path) -> None:
+    memory = AddressMemory({PeerId("old"): ("a",)}, None, ME)
+    memory.remember({PeerId(f"p{i}"): ("b",) for i in range(MAX_REMEMBERED)})
+    assert len(memory.known) == MAX_REMEMBERED
+    assert "old" not in memory.known
+
+
+def test_a_file_that_cannot_be_read_or_written_costs_nothing_but_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "peers.json"
+    file.write_text("[5")
+    memory = AddressMemory({PeerId("old"): ("a",)}, file, ME)
+    assert list(memory.known) == ["old"]
+    assert "it is made anew" in caplog.text
+    memory = AddressMemory({}, tmp_path / "nowhere" / "peers.json", ME)
+    memory.remember({PeerId("new"): ("b",)})
+    assert "cannot remember addresses" in caplog.text
