@@ -15,7 +15,7 @@ self-test and are served one session at a time. docs/performance.md compares thi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,8 +28,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swarmd.compute.cache import shared_prefix
-from swarmd.compute.cache.kvcache import SlabLayer, SpanCache
-from swarmd.compute.cache.pieces import SessionTokens, in_one_row, of_each
+from swarmd.compute.cache.kvcache import SlabLayer
+from swarmd.compute.cache.pieces import SessionTokens, join_rows, split_row
+from swarmd.compute.cache.span_cache import SpanCache
 from swarmd.compute.model.skeleton import text_config
 from swarmd.compute.passes import traced
 from swarmd.compute.passes.traced import Pass
@@ -54,7 +55,7 @@ class RaggedAttention:
         self.cache = Cache(layers=[_PassThrough() for _ in range(self._config.num_hidden_layers)])
         ALL_ATTENTION_FUNCTIONS.register(self._name, self._attend)
 
-    def run(self, pieces: list[SessionTokens], forward: Pass) -> list[torch.Tensor]:
+    def run(self, pieces: Sequence[SessionTokens], forward: Pass) -> list[torch.Tensor]:
         """Call ``forward(hidden [1, n, d], positions [1, n])`` with all pieces in one row; returns a part for each."""
         hidden, positions = self._lay_out(pieces)
         self._config._attn_implementation = self._name
@@ -63,16 +64,16 @@ class RaggedAttention:
         finally:
             self._config._attn_implementation = self._original
             self._forget_pieces()
-        return of_each(out[0], pieces)
+        return split_row(out[0], pieces)
 
-    def run_captured(self, pieces: list[SessionTokens], captured: Pass) -> list[torch.Tensor]:
-        """Do the same by a captured pass."""
+    def run_traced(self, pieces: Sequence[SessionTokens], traced_pass: Pass) -> list[torch.Tensor]:
+        """Do the same by a traced pass."""
         hidden, positions = self._lay_out(pieces)
         try:
-            out = captured(hidden, positions)
+            out = traced_pass(hidden, positions)
         finally:
             self._forget_pieces()
-        return of_each(out[0], pieces)
+        return split_row(out[0], pieces)
 
     @property
     def is_plain(self) -> bool:
@@ -92,20 +93,20 @@ class RaggedAttention:
 
     @contextmanager
     def attending_by(self, attend: traced.Attend) -> Iterator[None]:
-        """Within, captured passes attend by another function."""
+        """Within, traced passes attend by another function."""
         self._attend_by = attend
         try:
             yield
         finally:
             self._attend_by = self._attend_sessions
 
-    def capture(self, two: list[SessionTokens], three: list[SessionTokens], forward: Pass) -> Pass:
+    def trace(self, two: list[SessionTokens], three: list[SessionTokens], forward: Pass) -> Pass:
         """Trace passes over 2 and 3 tokens, for any number. Raises RuntimeError and others where it cannot."""
-        graph_of_two = self._trace(two, forward)
-        graph_of_three = self._trace(three, forward)
+        graph_of_two = self._record(two, forward)
+        graph_of_three = self._record(three, forward)
         return traced.capture(graph_of_two, graph_of_three, {traced.ATTEND: self._attend_layer})
 
-    def _trace(self, pieces: list[SessionTokens], forward: Pass) -> fx.GraphModule:
+    def _record(self, pieces: list[SessionTokens], forward: Pass) -> fx.GraphModule:
         hidden, positions = self._lay_out(pieces)
         self._config._attn_implementation = self._name
         self._is_capturing = True
@@ -116,14 +117,14 @@ class RaggedAttention:
             self._config._attn_implementation = self._original
             self._forget_pieces()
 
-    def _lay_out(self, pieces: list[SessionTokens]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _lay_out(self, pieces: Sequence[SessionTokens]) -> tuple[torch.Tensor, torch.Tensor]:
         """Put all tokens in one row: hidden [1, n, d], positions [1, n]; remembers where each session's are."""
         begin = 0
         for piece in pieces:
             end = begin + piece.n_tokens
             self._cuts.append((piece, slice(begin, end)))
             begin = end
-        return in_one_row(pieces)
+        return join_rows(pieces)
 
     def _forget_pieces(self) -> None:
         self._cuts = []
@@ -271,7 +272,7 @@ def _pays_in_parts(cache_layer: SlabLayer, query: torch.Tensor, key: torch.Tenso
     """Is the past of all new tokens long, or shared with other sessions? A layer with slabs has no window."""
     if query.device.type != "cpu" or key.shape[3] != value.shape[3]:
         return False
-    if cache_layer.beginning is not None:
+    if cache_layer.prefix is not None:
         return True
     return query.shape[2] > 1 and cache_layer.get_seq_length() >= LONG_PAST
 

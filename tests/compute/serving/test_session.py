@@ -27,7 +27,7 @@ def test_ops_that_are_never_settled_do_not_pile_up(tmp_path: Path) -> None:
         for seq in range(1, 100):
             edits = (Edit(crop=16),) if seq > 1 else ()
             session.begin(Op(session=b"s" * 16, seq=seq, edits=edits, tensor=meta), memoryview(payload))
-            session.compute(16)
+            session.put(span.run([session.piece(16)])[0])
             session.answer()
             session.keep()
 
