@@ -24,7 +24,10 @@ import trio
 
 from swarmd.config import Config, split
 from swarmd.errors import Refused, SwarmError
-from swarmd.home import Home, by_peer
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles, by_peer
+from swarmd.home.models import ModelFolders
+from swarmd.home.paths import Home
 from swarmd.net.api import NatTraversal, Network, Purpose, RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
@@ -294,25 +297,28 @@ class Daemon:
 
     def _admit(self, arrivals: dict[bytes, AdmittedMember], previous: Catalog) -> bytes | None:
         """Enter newcomers into the catalog, where a founder's key is here."""
-        if self._home is None or not self._home.is_founder:
+        founder = Founder(self._home) if self._home is not None else None
+        if founder is None or not founder.is_here:
             return None
-        self._home.admit(arrivals, previous)
-        return self._home.catalog_raw()
+        founder.admit(arrivals, previous)
+        return founder.membership.catalog_raw()
 
     def _save_catalog(self) -> None:
         if self._home is not None and self.exchange.book.catalog_raw is not None:
             try:
-                self._home.save_catalog(self.exchange.book.catalog_raw)
+                MembershipFiles(self._home).save_catalog(self.exchange.book.catalog_raw)
             except SwarmError as error:
                 logger.warning("the new catalog is used but not kept: %s", error)
 
     # --- what this peer says of itself -----------------------------------------------------------------------
 
     def _uplink(self) -> tuple[float | None, bool]:
-        return self.directory.links.up_bytes_per_s, self.hosts.n_decoding() > 0
+        is_decoding = any(deployment.server.n_decoding() for deployment in self.hosts.deployments())
+        return self.directory.links.up_bytes_per_s, is_decoding
 
     def _describe(self) -> list[dict[str, Any]]:
-        devices = [h.device for h in self.hosts if h.device is not None]
+        loaded = [deployment.worker.loaded for deployment in self.hosts.deployments()]
+        devices = [device for device in loaded if device is not None]
         links = self.directory.links
         self.health.note_clone(self.directory.view())
         peer = {
@@ -339,11 +345,12 @@ class Daemon:
 
 async def main(home: Home, config: Config, ready: Callable[[Daemon], None], worker: str = WORKER) -> None:
     """Run the real daemon in the foreground until it is told to stop; ``worker`` is its module. Raises SwarmError."""
-    swarm = home.swarm()
+    membership = MembershipFiles(home)
+    swarm = membership.swarm()
     manager = ServiceManager()
     may_work = partial(verdict_now, config.policy, home.pause_file)
     with (
-        home.locked(),
+        home.lock_for_daemon(),
         closing(Traffic(limits_of(config.policy), home.traffic_file)) as traffic,
         closing(Prestarted(config.serve and may_work(traffic).may_work, worker)) as workers,
     ):
@@ -352,8 +359,8 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
         from swarmd.net.libp2p.kademlia import KademliaStore
 
         exchange = Exchange(swarm.keys, time.time)
-        identity = home.identity()
-        catalog_raw = home.catalog_raw()
+        identity = membership.identity()
+        catalog_raw = membership.catalog_raw()
         if catalog_raw is not None:
             exchange.merge_catalog_untrusted(catalog_raw)
         libp2p = Libp2pNetwork(
@@ -372,7 +379,7 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
             identity,
             swarm.certificate,
             weights=home.weights,
-            folders=home.folders(),
+            folders=ModelFolders(home).read(),
             bootstrap=by_peer(swarm.bootstrap),
             home=home,
         )

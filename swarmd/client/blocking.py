@@ -24,7 +24,8 @@ from swarmd.client.model.remote_model import remote_model
 from swarmd.client.model.swarm_head import HeadChecks, head_called
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm, ClientMembership, join_swarm
-from swarmd.client.tuning.lane import Lane, LaneAnswer, MicroBatch
+from swarmd.client.tuning.lane import Lane
+from swarmd.client.tuning.lane_pass import LaneAnswer, MicroBatch
 from swarmd.client.tuning.pipeline import Pipeline, PipelineStatistics
 from swarmd.client.tuning.ticket import ForwardTicket
 from swarmd.config import DTYPES, FORMATS, HEADS

@@ -27,7 +27,7 @@ from swarmd.gateway.listening import is_loopback, open_listener, url_of
 from swarmd.gateway.models import ServedModels
 from swarmd.gateway.news import Machine
 from swarmd.gateway.page import Page
-from swarmd.home import CLIENT_LIFETIME_S
+from swarmd.home.membership import CLIENT_LIFETIME_S
 from swarmd.net.api import TaskStatus
 from swarmd.net.http import serve_http
 

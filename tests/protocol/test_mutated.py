@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from swarmd.errors import IntegrityError, Refused, RemoteProtocolError
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from swarmd.net.libp2p.yamux_core import YamuxCore, YamuxError
 from swarmd.protocol.fields import Message, TensorMeta
 from swarmd.protocol.membership import records

@@ -39,7 +39,8 @@ from transformers import AutoModelForCausalLM
 import swarmd
 from swarmd.client.swarm import AsyncSwarm, ClientMembership, join_swarm
 from swarmd.errors import SwarmError
-from swarmd.home import bundled_folder, by_peer
+from swarmd.home.membership import MembershipFiles, by_peer
+from swarmd.home.models import bundled_folder
 from swarmd.net.api import PURPOSES
 from swarmd.net.rpc import MAX_CHANNELS
 from swarmd.plan.trust.reputation import make_finding
@@ -330,7 +331,9 @@ class Siege:
 def attackers(siege: Siege) -> list[multiprocessing.Process]:
     spawn = multiprocessing.get_context("spawn")
     peers = [str(v.peer) for v in siege.volunteers]
-    model, run = siege.volunteers[0].home.catalog().models["demo"][0], run_of(siege.volunteers[0])["run"]
+    catalog = MembershipFiles(siege.volunteers[0].home).catalog()
+    model = catalog.models["demo"][0]
+    run = run_of(siege.volunteers[0])["run"]
     ports = [p for v in siege.volunteers for p in _ports(v)]
     started = [
         spawn.Process(target=members, args=(siege.swarm.invite(), peers, model, run, seeds), daemon=True)

@@ -22,7 +22,8 @@ import trio
 
 from swarmd.client.links.checks import CheckFinding, Checks
 from swarmd.client.links.link import SessionOptions, SessionServices
-from swarmd.client.tuning.lane import Lane, LaneAnswer, MicroBatch
+from swarmd.client.tuning.lane import Lane
+from swarmd.client.tuning.lane_pass import LaneAnswer, MicroBatch
 from swarmd.client.tuning.ticket import DuplicateBatch, ForwardTicket
 from swarmd.errors import NoRoute, SwarmError
 from swarmd.plan.chains.routing import Hop

@@ -27,9 +27,10 @@ from swarmd.client.links.link import (
     is_compatible,
     is_suitable,
 )
-from swarmd.client.tuning.lane import Lane, LaneAnswer, MicroBatch
+from swarmd.client.tuning.lane import Lane
 from swarmd.client.tuning.lane_audit import CheckHistory, LaneAudits
 from swarmd.client.tuning.lane_failure import LaneFailed
+from swarmd.client.tuning.lane_pass import LaneAnswer, MicroBatch
 from swarmd.client.tuning.ticket import ForwardTicket, OtherHolders
 from swarmd.config import KV_CACHE, format_of
 from swarmd.errors import ConfigError, NoRoute, PeerError, SwarmError, SwarmUnavailable

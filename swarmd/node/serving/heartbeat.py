@@ -32,7 +32,7 @@ UNUSED_LEASE_S = 60.0  # of a session that took no op: room was promised and is 
 class Heartbeats:
     """See the module. Acts on the hops that its server holds."""
 
-    def __init__(self, rpc: Rpc, hops: Hops[SessionHop], outbox: Outbox) -> None:
+    def __init__(self, rpc: Rpc, hops: Hops, outbox: Outbox) -> None:
         self._rpc = rpc
         self._hops = hops
         self._outbox = outbox

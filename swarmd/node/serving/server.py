@@ -102,7 +102,7 @@ class Server:
         self._worker = worker
         self._on_change = changed
         self._tasks = Tasks()
-        self._hops: Hops[SessionHop] = Hops()
+        self._hops = Hops()
         self._opening: Counter[Key] = Counter()  # of which the worker has not said yet that it is open
         to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, on_refusal=self._on_refusal)
         self._outbox = Outbox(rpc, self._push_failed, to_self)

@@ -16,8 +16,8 @@ from trio.testing import MockClock
 from swarmd.client.links.checks import Checks
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import SessionOptions
-from swarmd.client.tuning.lane import MicroBatch
 from swarmd.client.tuning.lane_audit import LaneAudits, compare_answers
+from swarmd.client.tuning.lane_pass import MicroBatch
 from swarmd.client.tuning.ticket import ForwardTicket, OtherHolders
 from swarmd.errors import Code, NoRoute
 from swarmd.net.standing import Standing

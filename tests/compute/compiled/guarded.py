@@ -9,6 +9,7 @@ this as a process of its own.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import mmap
 import tempfile
@@ -33,7 +34,7 @@ N_OUT = 2 * ROWS
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Guarded:
+class GuardedMemory:
     """Hands out arrays at the end, or the beginning, of pages that lie between two forbidden ones."""
 
     def __init__(self, at_the_end: bool) -> None:
@@ -65,8 +66,8 @@ def multiply(at_the_end: bool) -> int:
         n = 0
         for stored in (layout.FLOAT32, layout.BFLOAT16, layout.FLOAT16, layout.INT8, layout.INT4):
             for width, n_tokens in itertools.product(WIDTHS.get(stored, OTHER_WIDTHS), TOKENS):
-                guarded = Guarded(at_the_end)
-                weight, scales = weight_of(stored, width)
+                guarded = GuardedMemory(at_the_end)
+                weight, scales = weight_of(stored, width, N_OUT)
                 places = [guarded.array(weight), guarded.array(scales)]
                 inputs = guarded.array(np.random.default_rng(n).standard_normal((n_tokens, width), np.float32))
                 outputs = guarded.array(np.zeros((n_tokens, N_OUT), np.float32))
@@ -78,10 +79,12 @@ def multiply(at_the_end: bool) -> int:
     return n
 
 
-def weight_of(stored: int, width: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """A weight [N_OUT, width] as it lies in memory, and its scales."""
+@functools.cache
+def weight_of(stored: int, width: int, n_out: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """A weight [n_out, width] as it lies in memory, and its scales."""
+    torch.set_num_threads(1)
     torch.manual_seed(width)
-    linear = nn.Linear(width, N_OUT, bias=False)
+    linear = nn.Linear(width, n_out, bias=False)
     if stored in (layout.INT8, layout.INT4):
         layer = QuantisedLinear(linear, INT8 if stored == layout.INT8 else INT4)
         scales = layer.stored_scales.contiguous().view(torch.uint8).numpy()  # of int4 in bfloat16

@@ -1,13 +1,16 @@
-"""Compiled code stays within its buffers: products of every format on memory between forbidden pages."""
+"""Compiled code stays within its buffers: products and whole steps, on memory between forbidden pages."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
 
-def test_products_touch_nothing_beside_their_buffers() -> None:
-    command = [sys.executable, "-m", "tests.compute.compiled.guarded"]
+
+@pytest.mark.parametrize(("module", "n_tried"), [("guarded", 400), ("guarded_steps", 500)])
+def test_compiled_code_touches_nothing_beside_its_buffers(module: str, n_tried: int) -> None:
+    command = [sys.executable, "-m", f"tests.compute.compiled.{module}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"a page beside a buffer was touched, or a product is wrong: {done.stderr[-2000:]}"
-    assert int(done.stdout) > 400
+    assert done.returncode == 0, f"a page beside a buffer was touched, or a result is wrong: {done.stderr[-2000:]}"
+    assert int(done.stdout) > n_tried

@@ -260,7 +260,7 @@ def test_what_cannot_be_used_is_refused_with_its_reason(span: LoadedSpan) -> Non
     bench.run()
     bench.backward(2, torch.randn(1, 3, 64))
     assert refused(bench.run()) is Code.BAD_SHAPE
-    bench.training._max_tokens = 3
+    bench.training._reader.max_tokens = 3
     bench.forward(3, hidden)
     assert refused(bench.run()) is Code.TOO_LONG
 
