@@ -11,7 +11,8 @@ import torch
 
 from swarmd.compute.cache.handover import pack_state
 from swarmd.compute.passes.span import LoadedSpan, LoadOptions
-from swarmd.compute.serving.session import KEPT_TIMES, LEAST_KEPT_EDITS, PART_BYTES, HopSession
+from swarmd.compute.serving.incoming_state import KEPT_TIMES, PART_BYTES, IncomingState
+from swarmd.compute.serving.session import LEAST_KEPT_EDITS, HopSession
 from swarmd.compute.serving.worker import Worker
 from swarmd.errors import Refused
 from swarmd.plan.chains.client_turns import MOST_IMMEDIATE_S
@@ -216,9 +217,9 @@ def test_caches_that_come_are_bounded_though_a_state_is_large(tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["mamba", "lfm2", "llama"])
 def test_all_that_a_session_can_have_fits_that_bound(family: str, tmp_path: Path) -> None:
-    span, session = heir(family, tmp_path, 200)
+    span, _ = heir(family, tmp_path, 200)
     cache = span.new_cache(span.span)
     cache.record_past()
     span.forward(*span.family.example(200), None, cache, 0)
     raw = pack_state(cache, History(False, Budget()), None, 200)
-    assert len(raw) <= session._limit_of_caches(span.example_cache(span.span)) - PART_BYTES
+    assert len(raw) <= IncomingState(span, span.span, 1, 200).limit_bytes - PART_BYTES

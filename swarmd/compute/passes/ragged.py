@@ -48,7 +48,7 @@ class RaggedAttention:
         self._name = f"swarmd_ragged_{id(self)}"
         self._cuts: list[tuple[SessionTokens, slice]] = []
         self._on_layer = on_layer
-        self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
+        self._masks = _PassMasks(self._original == "eager")
         self._sites: dict[int, tuple[Any, Callable[..., Any], dict[str, Any]]] = {}
         self._is_capturing = False
         self._attend_by: traced.Attend = self._attend_sessions
@@ -128,7 +128,7 @@ class RaggedAttention:
 
     def _forget_pieces(self) -> None:
         self._cuts = []
-        self._masks = {}
+        self._masks = _PassMasks(self._original == "eager")
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
@@ -182,12 +182,12 @@ class RaggedAttention:
             is_slab = function is _attend_packed and isinstance(cache_layer, SlabLayer)
             if is_slab and _pays_in_parts(cache_layer, queries, new_keys, new_values):
                 prefix, own_part = cache_layer.append_behind(new_keys, new_values)
-                mask = self._mask(piece, own_part[0].shape[2], None)
+                mask = self._masks.find(piece, own_part[0].shape[2], None)
                 in_parts[len(outs)] = shared_prefix.AttentionRow(queries, prefix, own_part, mask)
                 outs.append(queries)  # its place; replaced below
                 continue
             keys, values = cache_layer.update(new_keys, new_values)
-            mask = self._mask(piece, keys.shape[2], getattr(cache_layer, "sliding_window", None))
+            mask = self._masks.find(piece, keys.shape[2], getattr(cache_layer, "sliding_window", None))
             out, _ = function(module, queries, keys, values, mask, **kwargs)
             if len(out) > 1:  # several rows of a session become one
                 out = out.reshape(1, cut.stop - cut.start, *out.shape[2:])
@@ -204,7 +204,15 @@ class RaggedAttention:
         function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self._original, eager)
         return function
 
-    def _mask(self, piece: SessionTokens, n_keys: int, window: int | None) -> torch.Tensor | None:
+
+class _PassMasks:
+    """The causal masks of one pass: most layers and sessions take the same ones."""
+
+    def __init__(self, is_eager: bool) -> None:
+        self._is_eager = is_eager
+        self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
+
+    def find(self, piece: SessionTokens, n_keys: int, window: int | None) -> torch.Tensor | None:
         """Tell which of the last ``n_keys`` keys each new token may see: [1, 1, t, n_keys], or None for all."""
         t = piece.hidden.shape[1]
         if t == 1:
@@ -218,7 +226,7 @@ class RaggedAttention:
             allowed = keys <= queries
             if window is not None:
                 allowed &= keys > queries - window
-            if self._original == "eager":
+            if self._is_eager:
                 lowest = torch.finfo(piece.hidden.dtype).min
                 allowed = torch.zeros_like(allowed, dtype=piece.hidden.dtype).masked_fill(~allowed, lowest)
             self._masks[key] = allowed[None, None]

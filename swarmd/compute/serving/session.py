@@ -16,9 +16,9 @@ import torch
 
 from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_untrusted
 from swarmd.compute.cache.pieces import SessionTokens
-from swarmd.compute.cache.session_cache import SessionCache
 from swarmd.compute.serving.client_parameters import NOTHING, ClientParameters
 from swarmd.compute.serving.engine import Engine
+from swarmd.compute.serving.incoming_state import KEPT_TIMES, PART_BYTES, IncomingState
 from swarmd.errors import Code, Refused
 from swarmd.plan.chains.batching import MAX_TOKENS_PER_PASS
 from swarmd.plan.chains.prefixes import BLOCK_TOKENS, Prefix, PrefixExtension
@@ -47,8 +47,6 @@ from swarmd.wire.tensors import pack, unpack_untrusted
 from swarmd.wire.top import MOST_WITH_LOGITS
 
 POSITION_BYTES = 5  # of a token: where it is, and whether it is padding
-PART_BYTES = 1 << 20  # so much of the history at a time, that decode steps come between
-KEPT_TIMES = 4  # ops that are cropped again are kept too: in the exact grade all of them
 LEAST_KEPT_EDITS = 64  # of a session, however short: each takes what a token of each row does
 
 
@@ -98,10 +96,8 @@ class HopSession:
         self._n_tokens = tuned.n_prefix
         self._begun: _OpInProgress | None = None
         self._reached = 0  # the last op that is part of the caches
-        self._parts: list[bytes] = []
         self._epoch = request.epoch
-        self._example: SessionCache | None = None
-        self._most_inherited_bytes = 0
+        self._incoming: IncomingState | None = None
         hop_name = repr(self.hop).encode()
         identity = (request.client, hop_name, request.adapter.encode())
         can_reuse = engine.can_batch and self._cache.is_plain and request.batch == 1
@@ -341,24 +337,13 @@ class HopSession:
 
     def inherit(self, part: CachePart, payload: memoryview) -> Iterator[bytes]:
         """Take one part; with the last one, check the whole and put it in place. Raises Refused."""
-        if self._reached or part.part != len(self._parts) or part.part >= part.n_parts:
-            text = f"part {part.part} of caches; expected {len(self._parts)} of a new session"
-            raise Refused(Code.SESSION_LOST, text)
-        if self._example is None:
-            self._example = self._engine.example_cache(self.hop)
-            self._most_inherited_bytes = self._limit_of_caches(self._example)
-        example, limit = self._example, self._most_inherited_bytes
-        if (part.n_parts - 1) * PART_BYTES > limit or len(payload) > PART_BYTES:
-            raise Refused(Code.TOO_LONG, f"caches of {part.n_parts} parts; this session has room for {limit} B")
-        self._parts.append(bytes(payload))
-        if len(self._parts) < part.n_parts:
+        if self._reached:
+            raise Refused(Code.SESSION_LOST, f"part {part.part} of caches; expected 0 of a new session")
+        if self._incoming is None:
+            self._incoming = IncomingState(self._engine, self.hop, self.n_rows, self._max_tokens)
+        raw = self._incoming.take_part(part, payload)
+        if raw is None:
             return
-        raw = b"".join(self._parts)
-        self._parts = []
-        self._engine.on_block()  # this takes a while, and is progress
-        if hashlib.sha256(raw).digest() != part.digest:
-            raise Refused(Code.SESSION_LOST, "the caches do not have the digest that was announced")
-        self._engine.on_block()
         shape = StateShape(
             n_rows=self.n_rows,
             max_tokens=self._max_tokens,
@@ -370,9 +355,10 @@ class HopSession:
             raw,
             self._cache,
             self.history,
-            example,
+            self._incoming.example,
             shape,
         )
+        self._incoming = None
         self._mask = None if mask is None else mask.to(self._engine.device)
         self._reached = part.seq
         n_kept = self.history.n_kept
@@ -384,16 +370,6 @@ class HopSession:
             tokens=n_kept,
         )
         yield messages.encode_frame(done)
-
-    def _limit_of_caches(self, example: SessionCache) -> int:
-        """Return how many bytes caches and history of this session can have: states do not grow with it."""
-        bytes_of_one = example.n_bytes()
-        bytes_of_two = self._engine.example_cache(self.hop, 2).n_bytes()
-        token_bytes = max(0, bytes_of_two - bytes_of_one) + example.recorded_bytes() + self._history_bytes_per_token()
-        return self.n_rows * (bytes_of_one + self._max_tokens * token_bytes) + PART_BYTES
-
-    def _history_bytes_per_token(self) -> int:
-        return (KEPT_TIMES + 1) * (self._engine.hidden_size * self._engine.dtype.itemsize + 64)
 
     def close(self) -> None:
         """Give back what the history takes."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from swarmd.compute.passes.span import LoadedSpan
-from swarmd.compute.serving.session import KEPT_TIMES, HopSession
+from swarmd.compute.serving.incoming_state import KEPT_TIMES
+from swarmd.compute.serving.session import HopSession
 from swarmd.errors import Refused
 from swarmd.protocol.wire.messages import Edit, Op, OpenSession
 from swarmd.values import Span
