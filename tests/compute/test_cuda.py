@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes import graphs, traced
 from swarmd.compute.passes.backend import TracedBackend
 from swarmd.compute.passes.backend_selection import begin_selection, select_backends
+from swarmd.compute.passes.backend_trial import Trial
+from swarmd.compute.passes.candidates import GraphCandidate
 from swarmd.compute.passes.quantisation_error import quantization_error
 from swarmd.compute.passes.rewrite import rewrite
 from swarmd.compute.passes.simplify import simplify
@@ -171,6 +174,32 @@ def test_a_recorded_pass_gives_what_the_pass_gives(
     assert relative_error(got, expected) < 1e-4
     assert by.error(recorded.run, hop, 0, (3,)) < 1e-4
     assert by.error(recorded.run, hop, 300, (3,)) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.skipif(ON_CARD, reason="a span does this by itself: see below")
+def test_a_recorded_pass_becomes_the_first_row_where_it_is_faster_than_a_traced_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "SIZES", (8,))
+    monkeypatch.setattr(attention, "SPLITS", 2)
+    monkeypatch.setattr(traced, "simplify", lambda module: (rewrite(module), simplify(module)))
+    monkeypatch.setattr(GraphCandidate, "is_wanted", lambda candidate, table: True)
+    monkeypatch.setattr("swarmd.compute.passes.candidates.trouble", lambda device: "")
+    monkeypatch.setattr(Trial, "pass_seconds", lambda trial, hop, n_tokens: 1.0)
+
+    def seconds(trial: Trial, run: Any, hop: Span, n_tokens: int) -> float:
+        return 0.2 if isinstance(run.__self__, graphs.GraphedPass) else 0.4
+
+    monkeypatch.setattr(Trial, "seconds", seconds)
+    span = LoadedSpan(checkpoints.make("llama", tmp_path), Span(1, 3), torch.float32)
+    span.self_test()
+    span.layers = replace(span.layers, shape=None)
+    select_backends(span)
+    table = span.table(Span(1, 3))
+    assert [type(row.backend) for row in table.rows] == [graphs.GraphedPass, TracedBackend]
+    assert table.reason == "time of one call against operators: 0.20 for 8 (0.50 of a straight line)"
+    assert span.explain_kernels().action.endswith("up to 8 tokens by one call")
 
 
 class TestOnCuda:
