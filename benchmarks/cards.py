@@ -24,8 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.hardware.device import finish
-from swarmd.compute.passes.rates import decode_rates, last
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.passes.backend import TracedBackend
+from swarmd.compute.passes.backend_selection import select_backends
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions
+from swarmd.compute.serving.rates import decode_rates, last
 from swarmd.values import Span
 
 SHAPES: dict[str, tuple[int, dict[str, int]]] = {
@@ -81,7 +83,7 @@ def step_ms(span: LoadedSpan, n_past: int) -> float:
 
     def once() -> None:
         piece = SessionTokens(hidden.to(span.device), (positions + at[0]).to(span.device), cache, at[0])
-        span.forward_ragged([piece])[0].cpu()
+        span.run([piece])[0].cpu()
         at[0] += 1
 
     return timed(span.device, once, N_STEPS)
@@ -95,19 +97,21 @@ def prefill(span: LoadedSpan, n: int) -> None:
 
 def measure(name: str, folder: Path, blocks: Span, kind: str, device: str) -> None:
     begun = time.perf_counter()
-    span = LoadedSpan(folder, blocks, torch.bfloat16, device, kind)
+    span = LoadedSpan(folder, blocks, torch.bfloat16, LoadOptions(device, kind))
     span.self_test()
-    span.quicken()
+    select_backends(span)
     found = span.explain_kernels()
     print(f"{name}, {kind}: ready after {time.perf_counter() - begun:.1f} s; {found.action}: {found.reason}")
     rates = {n: round(last(decode_rates(span, n, BUDGET_S))) for n in STREAMS}
     steps = {n: round(step_ms(span, n), 3) for n in PASTS}
     prompts = {n: round(timed(span.device, partial(prefill, span, n), 5), 2) for n in PROMPTS}
     print(f"  tokens/s by streams {rates}; ms of a step by context {steps}; of a prompt {prompts}")
-    quick, span._quick = span._quick, None
+    table = span.table(span.span)
+    traced = [row for row in table.rows if isinstance(row.backend, TracedBackend)]
+    table.rows = []
     print(f"  by the family's own pass {round(last(decode_rates(span, 1, BUDGET_S)))}")
-    if quick is not None:
-        span._quick, quick.fused, quick.n_fused = quick, None, 0
+    table.rows = traced
+    if traced:
         print(f"  by a straight line of launches {round(last(decode_rates(span, 1, BUDGET_S)))}", flush=True)
 
 

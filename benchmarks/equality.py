@@ -23,8 +23,9 @@ import torch
 from transformers import AutoTokenizer
 
 from swarmd.compute.model.ends import Ends
-from swarmd.compute.passes.span import LoadedSpan
-from swarmd.compute.serving.engine import Engine
+from swarmd.compute.passes.backend_selection import select_backends
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions
+from swarmd.compute.serving.scheduler import Scheduler
 from swarmd.plan.trust.equality import BOUNDS, measure_errors, project_tokens
 from swarmd.protocol.wire import worker
 from swarmd.protocol.wire.frames import FrameDecoder
@@ -43,7 +44,7 @@ class Sessions:
     """Sessions in a worker's engine, without the worker."""
 
     def __init__(self, span: LoadedSpan) -> None:
-        self._engine = Engine(span, Budget())
+        self._scheduler = Scheduler(span, Budget())
         self._span = span
         self._seq = 0
 
@@ -62,8 +63,8 @@ class Sessions:
             key = bytes([number]) * 16
             self._take(encode_op(key, self._span.span.start, 1, self._seq - 1, sent, Op(), None, "raw"))
         outs: dict[int, list[torch.Tensor]] = {number: [] for number in given}
-        while self._engine.has_work:
-            for raw in [*self._engine.run_pass(), *self._engine.settle()]:
+        while self._scheduler.has_work:
+            for raw in [*self._scheduler.run_pass(), *self._scheduler.settle()]:
                 (frame,) = FrameDecoder().feed_untrusted(raw)
                 op = worker.decode(frame.header)
                 assert isinstance(op, Op), op
@@ -73,7 +74,7 @@ class Sessions:
 
     def _take(self, raw: bytes) -> None:
         (frame,) = FrameDecoder().feed_untrusted(raw)
-        assert not list(self._engine.take(worker.decode(frame.header), frame))
+        assert not list(self._scheduler.take(worker.decode(frame.header), frame))
 
 
 def prefill(span: LoadedSpan, entered: torch.Tensor) -> torch.Tensor:
@@ -129,7 +130,7 @@ def cheats(
     kind, s, e = getattr(torch, dtype), span.start, span.end
     honest = LoadedSpan(folder, span, kind)
     for name, other in (("int8 weights", "int8"), ("int4 weights", "int4")):
-        yield name, prefill(LoadedSpan(folder, span, kind, quantize=other), entered)
+        yield name, prefill(LoadedSpan(folder, span, kind, LoadOptions(quantize=other)), entered)
     if dtype == "float32":
         other_dtype = LoadedSpan(folder, span, torch.bfloat16)
         yield "bfloat16", prefill(other_dtype, entered.bfloat16()).float()
@@ -172,14 +173,14 @@ def main() -> None:
                 entered = entered32.to(getattr(torch, dtype))
                 loaded = LoadedSpan(folder, span, getattr(torch, dtype))
                 loaded.self_test()
-                loaded.quicken()
+                select_backends(loaded)
                 again = prefill(loaded, entered)
                 lefts = [(f"honest, one by one, {n} at once", one_by_one(loaded, entered, n)) for n in (1, 4)]
                 if dtype == "float32":
                     for kind in ("int8", "int4"):
-                        rounded = LoadedSpan(folder, span, torch.float32, quantize=kind)
+                        rounded = LoadedSpan(folder, span, torch.float32, LoadOptions(quantize=kind))
                         rounded.self_test()
-                        rounded.quicken()
+                        select_backends(rounded)
                         base, steps = prefill(rounded, entered), one_by_one(rounded, entered, 1)
                         note(found, f"honest, one by one, both {kind}", entered, steps, base)
                 for name, left in [*lefts, *cheats(folder, noise, span, dtype, entered)]:

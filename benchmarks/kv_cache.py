@@ -13,9 +13,10 @@ import time
 
 import torch
 
-from swarmd.compute.cache.kvcache import SpanCache
 from swarmd.compute.cache.pieces import SessionTokens
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.cache.span_cache import SpanCache
+from swarmd.compute.passes.backend_selection import select_backends
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions, cache_bytes_per_token
 from swarmd.values import Span
 from tests.real.smollm2 import smollm2
 
@@ -26,9 +27,9 @@ KINDS = ("none", "int8")
 
 
 def load(kv_cache: str) -> LoadedSpan:
-    span = LoadedSpan(smollm2(), BLOCKS, torch.float32, kv_cache=kv_cache)
+    span = LoadedSpan(smollm2(), BLOCKS, torch.float32, LoadOptions(kv_cache=kv_cache))
     span.self_test()
-    span.quicken()
+    select_backends(span)
     return span
 
 
@@ -45,20 +46,20 @@ def main() -> None:
     torch.set_num_threads(1)
     spans = {kind: load(kind) for kind in KINDS}
     for kind, span in spans.items():
-        print(f"{kind}: {span.cache_bytes_per_token()} B a token; {span.explain_kernels().action}")
+        print(f"{kind}: {cache_bytes_per_token(span)} B a token; {span.explain_kernels().action}")
     print("\n| tokens | MB | MB in 8 bits | ms a step | ms in 8 bits |\n|---|---|---|---|---|")
     caches = {kind: span.new_cache() for kind, span in spans.items()}
     n = 0
     for size in sizes:
         for at in range(n, size, CHUNK):
             for kind, span in spans.items():
-                span.forward_ragged([new(span, at, min(CHUNK, size - at), caches[kind])])
+                span.run([new(span, at, min(CHUNK, size - at), caches[kind])])
         n, taken = size, {kind: list[float]() for kind in KINDS}
         for _ in range(N_STEPS):
             for kind, span in spans.items():
                 piece = new(span, n, 1, caches[kind])
                 begun = time.perf_counter()
-                span.forward_ragged([piece])
+                span.run([piece])
                 taken[kind].append(1000 * (time.perf_counter() - begun))
             n += 1
         megabytes = [caches[kind].n_bytes() / 1e6 for kind in KINDS]

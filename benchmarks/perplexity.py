@@ -26,8 +26,9 @@ from swarmd.compute.linear.compiled_layers import Int8Head
 from swarmd.compute.linear.layers import FrozenLinear
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.ends import Ends
-from swarmd.compute.passes.rates import decode_rates, last, prefill_rates
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.passes.backend_selection import select_backends
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions
+from swarmd.compute.serving.rates import decode_rates, last, prefill_rates
 from swarmd.values import Span
 from tests.real.smollm2 import smollm2
 
@@ -87,14 +88,14 @@ def main() -> None:
     print(f"{len(ids)} windows of {WINDOW} tokens\n")
     first = 0.0
     for dtype, quantize, kv_cache in KINDS:
-        span = LoadedSpan(folder, Span(0, 30), getattr(torch, dtype), quantize=quantize, kv_cache=kv_cache)
+        span = LoadedSpan(folder, Span(0, 30), getattr(torch, dtype), LoadOptions(quantize=quantize, kv_cache=kv_cache))
         span.self_test()
         found = perplexity(span, ends, ids, partial(ends.logits, arity=span.layer_arity))
         if not first:
             first, eight = found, perplexity(span, ends, ids, in_8_bits(folder))
             print(f"with the head in 8 bits {eight:.3f}, {eight / first:.4f} of float32's\n\n{HEADER}")
         n_bytes = sum(_weight_bytes(module) for module in span.model.modules())
-        span.quicken()
+        select_backends(span)
         speeds = [last(decode_rates(span, n, MEASURE_S)) for n in (1, 4)] + [last(prefill_rates(span, MEASURE_S))]
         told = " | ".join(f"{speed:.1f}" for speed in speeds)
         kind, kept = (dtype if asked == "none" else asked for asked in (quantize, kv_cache))

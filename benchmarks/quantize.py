@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from swarmd.client.model.remote_model import remote_model
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes.quantisation_error import quantization_error
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions
 from swarmd.values import Span
 from tests.families import LocalSession
 
@@ -89,7 +89,7 @@ def main() -> None:
         )
         print("|---|---|---|---|---|---|---|")
         for dtype, kind in KINDS:
-            span = LoadedSpan(folder, Span(0, options.layers), getattr(torch, dtype), quantize=kind)
+            span = LoadedSpan(folder, Span(0, options.layers), getattr(torch, dtype), LoadOptions(quantize=kind))
             span.self_test()
             lanes: Any = None
             model = remote_model(folder, partial(open_session, span), lanes, span.dtype)

@@ -23,8 +23,9 @@ import torch
 
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.hardware.thread_pool import ThreadPool
+from swarmd.compute.passes.backend import RaggedBackend
 from swarmd.compute.passes.fused import fuse
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions
 from swarmd.values import Span
 from tests.real.smollm2 import smollm2
 
@@ -53,22 +54,17 @@ def median_ms(call: Callable[[], object], n: int = N_TIMED) -> float:
 
 def measure(kind: str, threads: list[int]) -> None:
     torch.set_num_threads(1)
-    span = LoadedSpan(smollm2(), BLOCKS, torch.float32, quantize=kind)
+    span = LoadedSpan(smollm2(), BLOCKS, torch.float32, LoadOptions(quantize=kind))
     span.self_test()
-    ragged, decoder = span._ragged, span.model.get_decoder()
-    assert ragged is not None
-    blocks = [decoder.layers[block] for block in span.span.blocks()]
-    fused = fuse(decoder, blocks, span.dtype, Path(tempfile.gettempdir()))
-
-    def plain(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return span._decode(hidden, positions, None, ragged.cache, span.span)
-
+    assert span.ragged is not None
+    ragged = RaggedBackend(span.family, span.ragged, span.span)
+    fused = fuse(span.model.get_decoder(), span.blocks, span.dtype, Path(tempfile.gettempdir()))
     pools = {n: replace(fused, pool=ThreadPool(n)) for n in threads}
     for n_sessions in (1, 4, 8):
         pieces = sessions(span, n_sessions)
         told = [f"{n}: {median_ms(partial(by.run, pieces)):6.2f}" for n, by in pools.items()]
         torch.set_num_threads(max(threads))
-        by_torch = median_ms(partial(ragged.run, pieces, plain), 11)
+        by_torch = median_ms(partial(ragged.run, pieces), 11)
         torch.set_num_threads(1)
         print(f"{kind:5} {n_sessions} sessions, threads {', '.join(told)}; torch {by_torch:6.2f}", flush=True)
 

@@ -19,12 +19,12 @@ from swarmd.client.links.ops import StepInput
 from swarmd.client.model.remote_model import remote_model
 from swarmd.compute.cache.adapters import LoraUpdates
 from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_untrusted
-from swarmd.compute.cache.kvcache import SpanCache
+from swarmd.compute.cache.span_cache import SpanCache
 from swarmd.compute.checkpoints.check import check_folder
 from swarmd.compute.model import skeleton
-from swarmd.compute.passes.rates import first_rates
 from swarmd.compute.passes.span import LoadedSpan
-from swarmd.compute.serving.worker import describe
+from swarmd.compute.serving.rates import first_rates
+from swarmd.compute.serving.torch_engine import describe
 from swarmd.protocol.models import manifest
 from swarmd.protocol.wire.worker import Measured
 from swarmd.values import Span
@@ -223,7 +223,7 @@ def prove(folder: Path) -> Proof:
     spans = [LoadedSpan(folder, Span(0, CUT), torch.float32), LoadedSpan(folder, Span(CUT, n), torch.float32)]
     for span in spans:  # as a worker does
         span.self_test()
-        first_rates(span, 0.01)
+        first_rates(span, span.sample, 0.01)
         assert describe(span, "m", Measured()).cache_bytes_per_token > 0
     lanes: Any = None  # nothing is trained through this client
     model = remote_model(folder, lambda batch, tokens, own: LocalSession(spans, tokens), lanes, torch.float32)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +21,14 @@ from swarmd.compute.linear.four_bits import quantise_to_4_bits
 from swarmd.compute.linear.layers import QuantisedLinear
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes import graphs, traced
+from swarmd.compute.passes.backend import TracedBackend
+from swarmd.compute.passes.backend_selection import begin_selection, select_backends
+from swarmd.compute.passes.backend_trial import Trial
+from swarmd.compute.passes.candidates import GraphCandidate
 from swarmd.compute.passes.quantisation_error import quantization_error
 from swarmd.compute.passes.rewrite import rewrite
 from swarmd.compute.passes.simplify import simplify
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions, numerics
 from swarmd.values import Span
 from tests import checkpoints
 
@@ -149,25 +155,51 @@ def test_a_recorded_pass_gives_what_the_pass_gives(
     monkeypatch.setattr(traced, "simplify", as_on_a_card)
     span = LoadedSpan(checkpoints.make(family, tmp_path), Span(1, 3), torch.float32)
     span.self_test()
-    span._fused_shape = None  # on CPUs one call is another one
-    quickening, ragged = span.quickening(), span._ragged
-    assert quickening is not None
+    span.layers = replace(span.layers, shape=None)  # on CPUs one call is another one
+    selection, ragged = begin_selection(span), span.ragged
+    assert selection is not None
     assert ragged is not None
-    while quickening.has_steps:
-        quickening.step()
-    line, by, hop = quickening.quick.captured, quickening._trial, span.span
-    assert line is not None
+    while selection.has_steps:
+        selection.step()
+    (row,), by, hop = selection.table.rows, selection._trial, span.span
+    assert isinstance(row.backend, TracedBackend)
     if family == "llama":  # of two blocks
         launches = {"swarmd_cuda.norm.default": 4, "swarmd_cuda.rotate.default": 4, "swarmd_cuda.gate.default": 2}
         assert lines[0] & Counter(launches) == launches
         assert lines[0]["aten.mm.default"] == 8
-    recorded = graphs.GraphedPass(ragged, line, by.examples(1, 0, hop)[0])
+    recorded = graphs.GraphedPass(ragged, row.backend.traced, by.examples(1, 0, hop)[0])
     with torch.inference_mode():
         alike = [rows_of_two(span) for _ in range(2)]
-        got, expected = recorded.run([alike[0]])[0], by.run_pass([alike[1]], hop)[0]
+        got, expected = recorded.run([alike[0]])[0], by.reference(hop).run([alike[1]])[0]
     assert relative_error(got, expected) < 1e-4
     assert by.error(recorded.run, hop, 0, (3,)) < 1e-4
     assert by.error(recorded.run, hop, 300, (3,)) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.skipif(ON_CARD, reason="a span does this by itself: see below")
+def test_a_recorded_pass_becomes_the_first_row_where_it_is_faster_than_a_traced_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "SIZES", (8,))
+    monkeypatch.setattr(attention, "SPLITS", 2)
+    monkeypatch.setattr(traced, "simplify", lambda module: (rewrite(module), simplify(module)))
+    monkeypatch.setattr(GraphCandidate, "is_wanted", lambda candidate, table: True)
+    monkeypatch.setattr("swarmd.compute.passes.candidates.trouble", lambda device: "")
+    monkeypatch.setattr(Trial, "pass_seconds", lambda trial, hop, n_tokens: 1.0)
+
+    def seconds(trial: Trial, run: Any, hop: Span, n_tokens: int) -> float:
+        return 0.2 if isinstance(run.__self__, graphs.GraphedPass) else 0.4
+
+    monkeypatch.setattr(Trial, "seconds", seconds)
+    span = LoadedSpan(checkpoints.make("llama", tmp_path), Span(1, 3), torch.float32)
+    span.self_test()
+    span.layers = replace(span.layers, shape=None)
+    select_backends(span)
+    table = span.table(Span(1, 3))
+    assert [type(row.backend) for row in table.rows] == [graphs.GraphedPass, TracedBackend]
+    assert table.reason == "time of one call against operators: 0.20 for 8 (0.50 of a straight line)"
+    assert span.explain_kernels().action.endswith("up to 8 tokens by one call")
 
 
 class TestOnCuda:
@@ -176,35 +208,37 @@ class TestOnCuda:
     @pytest.mark.parametrize("family", sorted(checkpoints.FAMILIES))
     def test_a_span_equals_the_cpu(self, family: str, tmp_path: Path) -> None:
         folder = checkpoints.make(family, tmp_path)
-        here, there = (LoadedSpan(folder, Span(1, 5), torch.float32, device) for device in ("cpu", "cuda"))
+        here, there = (LoadedSpan(folder, Span(1, 5), torch.float32, LoadOptions(device)) for device in ("cpu", "cuda"))
         there.self_test()
-        there.quicken()
+        select_backends(there)
         rng = torch.Generator().manual_seed(0)
         hidden, positions = torch.randn(1, 20, 64, generator=rng), torch.arange(20).unsqueeze(0)
         expected = here.forward(hidden, positions)
         assert relative_error(there.forward(hidden.cuda(), positions.cuda()).cpu(), expected) < 1e-4
-        assert here.numerics("m") != there.numerics("m")
+        assert numerics(here, "m") != numerics(there, "m")
 
     @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_a_few_tokens_take_one_call(self, dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
-        span = LoadedSpan(checkpoints.make("llama", tmp_path), Span(1, 5), dtype, "cuda", kind)
+        span = LoadedSpan(checkpoints.make("llama", tmp_path), Span(1, 5), dtype, LoadOptions("cuda", kind))
         span.self_test()
-        span.quicken()
+        select_backends(span)
         assert "by one call" in span.explain_kernels().action, span.explain_kernels()
 
     @pytest.mark.parametrize("kind", ["int8", "int4"])
     def test_few_bits_lose_what_they_lose_on_a_cpu(self, kind: str, tmp_path: Path) -> None:
         folder = checkpoints.make("llama", tmp_path)
-        spans = [LoadedSpan(folder, Span(1, 5), torch.float32, device, kind) for device in ("cpu", "cuda")]
+        spans = [LoadedSpan(folder, Span(1, 5), torch.float32, LoadOptions(device, kind)) for device in ("cpu", "cuda")]
         losses = [quantization_error(span, folder) for span in spans]
         assert losses[0] is not None
         assert losses[1] == pytest.approx(losses[0], rel=0.2)
 
     def test_caches_in_8_bits(self, tmp_path: Path) -> None:
-        span = LoadedSpan(checkpoints.make("llama", tmp_path), Span(1, 5), torch.float32, "cuda", kv_cache="int8")
+        span = LoadedSpan(
+            checkpoints.make("llama", tmp_path), Span(1, 5), torch.float32, LoadOptions("cuda", kv_cache="int8")
+        )
         span.self_test()
-        span.quicken()
+        select_backends(span)
         loss = quantization_error(span, tmp_path)
         assert loss is not None
         assert 0 < loss < 0.05
@@ -213,7 +247,7 @@ class TestOnCuda:
         folder = checkpoints.make("llama", tmp_path)
         gradients = []
         for device in ("cpu", "cuda"):
-            span = LoadedSpan(folder, Span(1, 5), torch.float32, device)
+            span = LoadedSpan(folder, Span(1, 5), torch.float32, LoadOptions(device))
             hidden = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
             out = span.forward_with_grad(hidden, torch.arange(8, device=device).unsqueeze(0))
             out.square().sum().backward()

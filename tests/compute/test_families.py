@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions
 from swarmd.errors import ConfigError
 from swarmd.values import Span
 from tests.families import CUT, FAMILIES, REFUSED, TOLERANCE, Proof, make, operations_error, prove
@@ -49,7 +49,9 @@ def test_spans_compute_what_the_whole_model_computes(family: str, tmp_path: Path
 def test_a_card_computes_a_sessions_operations(
     family: str, dtype: torch.dtype, tolerance: float, tmp_path: Path
 ) -> None:
-    span = LoadedSpan(make(family, tmp_path, FAMILIES[family]), Span(0, CUT), dtype, "cuda", is_quick=False)
+    span = LoadedSpan(
+        make(family, tmp_path, FAMILIES[family]), Span(0, CUT), dtype, LoadOptions("cuda", has_plain_layers=True)
+    )
     span.self_test()
     assert operations_error(span)[0] <= tolerance
 

@@ -11,9 +11,10 @@ from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_u
 from swarmd.compute.cache.kvcache import EightBitLayer
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.linear.quantize import relative_error
+from swarmd.compute.passes.backend_selection import select_backends
 from swarmd.compute.passes.fused import fuse
 from swarmd.compute.passes.quantisation_error import quantization_error
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions, numerics
 from swarmd.errors import ConfigError, Refused
 from swarmd.values import Span
 from swarmd.wire.history import Budget, History
@@ -29,7 +30,7 @@ def one_thread() -> None:
 
 
 def load(folder: Path, family: str = "llama", kv_cache: str = "int8", dtype: torch.dtype = torch.float32) -> LoadedSpan:
-    span = LoadedSpan(make(family, folder, FAMILIES[family]), BLOCKS, dtype, kv_cache=kv_cache)
+    span = LoadedSpan(make(family, folder, FAMILIES[family]), BLOCKS, dtype, LoadOptions(kv_cache=kv_cache))
     span.self_test()
     return span
 
@@ -62,7 +63,7 @@ def test_every_way_to_compute_is_a_little_off_what_whole_caches_give(
     """gemma2 has windows beside: these layers keep their few tokens as they are."""
     plain = load(tmp_path, family, "none", dtype)
     rounded = load(tmp_path, family, "int8", dtype)
-    rounded.quicken()
+    select_backends(rounded)
     rng = torch.Generator().manual_seed(3)
     hidden = torch.randn(1, 70, plain.hidden_size, generator=rng).to(dtype)
     positions = torch.arange(70).unsqueeze(0)
@@ -75,7 +76,7 @@ def test_every_way_to_compute_is_a_little_off_what_whole_caches_give(
         place = positions[:, n_past : n_past + 1]
         expected = plain.forward(new, place, None, caches[0], n_past)
         alone = rounded.forward(new, place, None, caches[1], n_past)
-        [quick] = rounded.forward_ragged([SessionTokens(new, place, caches[2], n_past)])
+        [quick] = rounded.run([SessionTokens(new, place, caches[2], n_past)])
         for actual in (alone, quick):
             assert 0 < relative_error(actual, expected) < ERROR
 
@@ -92,7 +93,7 @@ def test_one_call_reads_and_writes_them(tmp_path: Path) -> None:
     theirs = span.new_cache()
     for cache in (ours, theirs):
         span.forward(hidden[:, :4], positions[:, :4], None, cache, 0)
-    assert fused.takes([ours])
+    assert fused.supports([ours])
     for start, end in ((4, 5), (5, 8), (8, 9)):
         piece = SessionTokens(hidden[:, start:end], positions[:, start:end], ours, start)
         expected = span.forward(hidden[:, start:end], positions[:, start:end], None, theirs, start)
@@ -131,7 +132,7 @@ def test_their_error_is_measured_and_their_format_is_part_of_what_must_be_equal(
     error = quantization_error(span, tmp_path)
     assert error is not None
     assert 0 < error < ERROR
-    assert span.numerics("m") != unrounded.numerics("m")
+    assert numerics(span, "m") != numerics(unrounded, "m")
 
 
 @pytest.mark.parametrize("family", ["mamba2"])

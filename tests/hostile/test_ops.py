@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from swarmd.compute.cache.handover import pack_state
-from swarmd.compute.passes.span import LoadedSpan
-from swarmd.compute.serving.engine import MOST_IMMEDIATE_S
-from swarmd.compute.serving.session import KEPT_TIMES, LEAST_KEPT_EDITS, PART_BYTES, HopSession
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions
+from swarmd.compute.serving.incoming_state import KEPT_TIMES, PART_BYTES, IncomingState
+from swarmd.compute.serving.session import LEAST_KEPT_EDITS, HopSession
 from swarmd.compute.serving.worker import Worker
 from swarmd.errors import Refused
+from swarmd.plan.chains.client_turns import MOST_IMMEDIATE_S
 from swarmd.protocol.wire import frames, messages
 from swarmd.protocol.wire import worker as worker_link
 from swarmd.protocol.wire.frames import MAX_PAYLOAD_BYTES, FrameDecoder
@@ -24,7 +25,7 @@ from swarmd.values import Span
 from swarmd.wire.history import Budget, History, SentOp
 from swarmd.wire.ops import encode_op
 from tests import checkpoints
-from tests.compute.serving.test_engine import BLOCKS, Bench
+from tests.compute.serving.test_scheduler import BLOCKS, Bench
 from tests.families import FAMILIES, make
 
 HOSTILE, HONEST = b"x" * 16, b"y" * 16
@@ -78,11 +79,11 @@ def test_an_op_without_an_answer_ends_its_session_and_nothing_else(
     def answer() -> bytes:
         raise ValueError("frame too large")
 
-    monkeypatch.setattr(bench.engine._sessions[HOSTILE, 0], "answer", answer)
+    monkeypatch.setattr(bench.scheduler._sessions[HOSTILE, 0], "answer", answer)
     bench.put(HOSTILE, torch.randn(ROWS, 1, 64), 0)
     assert still_serves(bench)
     assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["session_lost"]
-    assert bench.engine.handled == 4, "two openings and two ops"
+    assert bench.scheduler.handled == 4, "two openings and two ops"
     assert "an op has no answer" in nothing_breaks_behind_a_guard.pop().getMessage()
 
 
@@ -113,7 +114,7 @@ def reordering(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch, *, settles: bo
     def reorder(rows: torch.Tensor) -> None:
         bench.now += REORDER_S
 
-    monkeypatch.setattr(bench.engine._sessions[HOSTILE, 0]._cache, "reorder", reorder)
+    monkeypatch.setattr(bench.scheduler._sessions[HOSTILE, 0]._cache, "reorder", reorder)
     monkeypatch.setattr(span, "on_block", lambda: signs.append(bench.now))
     for _ in range(20):
         bench.seq[HOSTILE] += 1
@@ -129,18 +130,18 @@ def test_edits_are_work_others_get_their_turn_between_and_there_are_signs_of_lif
     span: LoadedSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, signs = reordering(span, monkeypatch, settles=True)
-    assert bench.engine.has_work, "the rest waits its turn"
+    assert bench.scheduler.has_work, "the rest waits its turn"
     assert bench.now <= MOST_IMMEDIATE_S + REORDER_S
     bench.put(HONEST, torch.randn(1, 4, 64), 0)
     bench.step()
     assert len(bench.outputs[HONEST]) == 1
     assert bench.now <= 2 * (MOST_IMMEDIATE_S + REORDER_S)
     bench.run()
-    assert bench.engine.handled == 23, "two openings and 21 ops"
+    assert bench.scheduler.handled == 23, "two openings and 21 ops"
     assert bench.now == pytest.approx(20 * REORDER_S)
     gaps = [after - before for before, after in zip([0.0, *signs], signs, strict=False)]
     assert max(gaps) <= REORDER_S + 1e-9
-    assert bench.engine._served[HOSTILE] > bench.engine._served[HONEST]
+    assert bench.scheduler._turns.served[HOSTILE] > bench.scheduler._turns.served[HONEST]
 
 
 def test_ops_that_are_refused_are_work_as_well(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,10 +163,10 @@ def test_ops_that_are_refused_are_work_as_well(span: LoadedSpan, monkeypatch: py
     assert len(bench.others) <= 1 + MOST_IMMEDIATE_S / REORDER_S, "the rest waits its turn"
     bench.run()
     assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["not_finite"] * 20
-    assert bench.engine.handled == 23, "two openings and 21 ops"
+    assert bench.scheduler.handled == 23, "two openings and 21 ops"
     gaps = [after - before for before, after in zip([0.0, *signs], signs, strict=False)]
     assert max(gaps) <= REORDER_S + 1e-9
-    assert bench.engine._served[HOSTILE] > 20 * REORDER_S
+    assert bench.scheduler._turns.served[HOSTILE] > 20 * REORDER_S
 
 
 def test_edits_that_are_kept_for_replay_are_bounded(span: LoadedSpan) -> None:
@@ -196,7 +197,9 @@ def test_replays_give_signs_of_life_between_frames(span: LoadedSpan, monkeypatch
 
 def heir(family: str, folder: Path, n_tokens: int) -> tuple[LoadedSpan, HopSession]:
     """A session of so many tokens that waits for its caches."""
-    span = LoadedSpan(make(family, folder, FAMILIES[family]), Span(0, 2), torch.float32, is_quick=False)
+    span = LoadedSpan(
+        make(family, folder, FAMILIES[family]), Span(0, 2), torch.float32, LoadOptions(has_plain_layers=True)
+    )
     opening = OpenSession(session=HONEST, start=0, end=2, max_tokens=n_tokens, inherit="giver", epoch=1)
     return span, HopSession(span, opening, Budget())
 
@@ -214,9 +217,9 @@ def test_caches_that_come_are_bounded_though_a_state_is_large(tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["mamba", "lfm2", "llama"])
 def test_all_that_a_session_can_have_fits_that_bound(family: str, tmp_path: Path) -> None:
-    span, session = heir(family, tmp_path, 200)
+    span, _ = heir(family, tmp_path, 200)
     cache = span.new_cache(span.span)
     cache.record_past()
-    span.forward(*span.example(200), None, cache, 0)
+    span.forward(*span.family.example(200), None, cache, 0)
     raw = pack_state(cache, History(False, Budget()), None, 200)
-    assert len(raw) <= session._limit_of_caches(span.example_cache(span.span)) - PART_BYTES
+    assert len(raw) <= IncomingState(span, span.span, 1, 200).limit_bytes - PART_BYTES

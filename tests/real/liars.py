@@ -9,20 +9,25 @@ import os
 import random
 import socket
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.serving.engine import LoadedEngine, LoadSignals
+from swarmd.compute.serving.engines import EngineKind
+from swarmd.compute.serving.torch_engine import load_span, load_torch_engine
 from swarmd.compute.serving.worker import Worker
-from swarmd.protocol.fields import Message
 from swarmd.protocol.wire import worker
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import HandOver
 from swarmd.protocol.wire.worker import LoadSpan
 from swarmd.values import Span
-from swarmd.wire.tensors import DTYPES
 
 VARIABLE = "SWARMD_TEST_LIE"
 LIES = {
@@ -50,13 +55,14 @@ class LyingSpan(LoadedSpan):
 
     def begin(self, lie: str) -> None:
         """From now on; every session is computed alone, by the family's own forward."""
-        self.lie, self._ragged = lie, None
+        self.lie, self.ragged = lie, None
+        self.forget_backends()
         self._seen: dict[int, torch.Tensor] = {}
         self._rng = random.Random(1)
         if lie == "a skipped block":
-            self._layers[self.span.start + 1].register_forward_hook(lambda module, given, out: _like(out, given[0]))
+            self.blocks[1].register_forward_hook(lambda module, given, out: _like(out, given[0]))
         if lie == "swapped blocks":
-            one, other = (self._layers[self.span.start + i] for i in (0, 1))
+            one, other = self.blocks[:2]
             one.mlp, other.mlp = other.mlp, one.mlp
         if lie == "other weights":
             for module in self.model.modules():
@@ -64,12 +70,17 @@ class LyingSpan(LoadedSpan):
                     weight.data *= 1 + NOISE * torch.randn(weight.shape).to(weight.dtype)
 
     @torch.inference_mode()
-    def forward(self, hidden: Any, positions: Any, mask: Any = None, cache: Any = None, n_past: int = 0, hop: Any = None, lora: Any = None) -> torch.Tensor:  # fmt: skip # noqa: E501
+    def run(self, pieces: Sequence[SessionTokens], hop: Span | None = None) -> list[torch.Tensor]:
+        return [self._tell(piece, hop) for piece in pieces]
+
+    def _tell(self, piece: SessionTokens, hop: Span | None) -> torch.Tensor:
+        hidden, n_past = piece.hidden, piece.n_past
         n_new = hidden.shape[1]
-        if self.lie == "a short context" and cache is not None and n_past > CONTEXT:
+        if self.lie == "a short context" and n_past > CONTEXT:
             mask = torch.ones(hidden.shape[0], n_past + n_new, dtype=torch.long)
             mask[:, : n_past - CONTEXT] = 0
-        out = super().forward(hidden, positions, mask, cache, n_past, hop, lora)
+            piece = replace(piece, mask=mask)
+        [out] = super().run([piece], hop)
         if self.lie == "input handed back":
             return hidden.clone()
         if self.lie == "garbage now and then" and self._rng.random() < GARBAGE_SHARE:
@@ -97,29 +108,28 @@ class LyingWorker(Worker):
     """A worker with such a span."""
 
     def __init__(self, connection: socket.socket, lie: str) -> None:
-        super().__init__(connection)
+        super().__init__(connection, [EngineKind("lying", lambda request: True, self._load_liar)])
         self._lie = lie
 
-    def _load_span(self, request: LoadSpan) -> LoadedSpan:
-        rounded = {"int8 as float32": "int8", "int4 as float32": "int4"}.get(self._lie, request.quantize)
-        blocks = Span(request.start, request.end)
-        span = LyingSpan(Path(request.path), blocks, DTYPES[request.dtype], "cpu", rounded, self._tick_if_due)
-        span.self_test()
-        span.begin(self._lie)
-        return span
-
-    def _load_model(self, request: LoadSpan) -> Message:
-        loaded = super()._load_model(request)
-        if self._lie == HEAD_LIE and self._engine is not None and (head := self._engine._head) is not None:
+    def _load_liar(self, request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
+        loaded = load_torch_engine(request, signals, self._load_span)
+        if self._lie == HEAD_LIE and (head := loaded.head) is not None:
             honest = head.largest
             head.largest = lambda rows, *how: honest([-row for row in rows], *how)  # type: ignore[method-assign]
         return loaded
 
+    def _load_span(self, request: LoadSpan, signals: LoadSignals) -> LoadedSpan:
+        rounded = {"int8 as float32": "int8", "int4 as float32": "int4"}.get(self._lie, request.quantize)
+        span = load_span(msgspec.structs.replace(request, device="cpu", quantize=rounded), signals, LyingSpan)
+        assert isinstance(span, LyingSpan)
+        span.begin(self._lie)
+        return span
+
     def _take_frame(self, frame: Frame) -> list[bytes]:
         message = worker.decode(frame.header)
         if isinstance(message, HandOver) and self._lie == "a wrong cache migration":
-            assert self._engine is not None
-            cache = self._engine._sessions[message.session, message.start]._cache.cache
+            assert self._scheduler is not None
+            cache = self._scheduler._sessions[message.session, message.start]._cache.cache
             for layer in cache.layers:
                 if getattr(layer, "values", None) is not None:
                     layer.values = layer.values * 1.5

@@ -8,16 +8,16 @@ import json
 import random
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import trio
 
 from swarmd.client.links.link import SessionOptions
 from swarmd.client.swarm import AsyncSwarm, ClientMembership
-from swarmd.compute.serving.engine import Engine
+from swarmd.compute.cache.pieces import SessionTokens
+from swarmd.compute.serving.scheduler import Scheduler
 from swarmd.config import Config, Serve
 from swarmd.daemon import Daemon, DaemonServices, LocalMember
 from swarmd.net.exchange import Exchange
@@ -54,6 +54,8 @@ def toy_checkpoint(n_blocks: int) -> tuple[Path, ModelId]:
 class ToyCache:
     """What a block remembers: the sum of all it has seen, so that any loss of state shows in every later output."""
 
+    is_plain = False
+
     def __init__(self, hop: Span) -> None:
         self.sums = {block: torch.zeros(HIDDEN) for block in range(hop.start, hop.end)}
 
@@ -68,8 +70,9 @@ class ToyCache:
 class ToySpan:
     """A model of one line: every block adds a share of its memory to each token, one token after the other."""
 
-    hidden_size, dtype, device, layer_arity = HIDDEN, torch.float32, torch.device("cpu"), 0
-    can_batch = False
+    hidden_size, dtype, device = HIDDEN, torch.float32, torch.device("cpu")
+    can_batch = shares_prefixes = False
+    interleaved_tokens = 0
 
     def on_block(self) -> None: ...
 
@@ -79,19 +82,21 @@ class ToySpan:
         self.span = span
         self.lie = lie
 
-    def new_cache(self, hop: Span | None = None, max_tokens: int = 0) -> ToyCache:
-        return ToyCache(hop or self.span)
+    def new_cache(self, hop: Span, max_tokens: int = 0) -> ToyCache:
+        return ToyCache(hop)
 
     example_cache = new_cache
 
-    def forward(
-        self, hidden: torch.Tensor, positions: Any, mask: Any, cache: Any, n_past: int, hop: Span, lora: Any = None
-    ) -> Any:
-        out = hidden.clone()
-        for token in range(hidden.shape[1]):
+    def run(self, pieces: Sequence[SessionTokens], hop: Span) -> list[torch.Tensor]:
+        return [self._run(piece, hop) for piece in pieces]
+
+    def _run(self, piece: SessionTokens, hop: Span) -> torch.Tensor:
+        out = piece.hidden.clone()
+        for token in range(out.shape[1]):
             for block in range(hop.start, hop.end):
-                cache.sums[block] = cache.sums[block] + out[0, token]
-                out[0, token] = torch.tanh(out[0, token] + 0.3 * cache.sums[block] + 0.01 * block)
+                sums = piece.cache.sums
+                sums[block] = sums[block] + out[0, token]
+                out[0, token] = torch.tanh(out[0, token] + 0.3 * sums[block] + 0.01 * block)
         return self.lie(out)
 
 
@@ -100,7 +105,7 @@ class SimWorker:
 
     def __init__(self, step_s: float, load_s: float) -> None:
         self.pid = 0
-        self._engine: Engine | None = None
+        self._scheduler: Scheduler | None = None
         self._decoder = frames.FrameDecoder()
         self._inbox: deque[frames.Frame] = deque()
         self._changed = trio.Event()
@@ -123,7 +128,7 @@ class SimWorker:
 
     async def _received(self) -> AsyncIterator[bytes]:
         while not self._is_dead:
-            if self._is_stopped or (not self._inbox and not (self._engine and self._engine.has_work)):
+            if self._is_stopped or (not self._inbox and not (self._scheduler and self._scheduler.has_work)):
                 await self._changed.wait()
                 continue
             while self._inbox:
@@ -132,7 +137,7 @@ class SimWorker:
                 if isinstance(message, LoadSpan):
                     await trio.sleep(self._load_s)
                     span = ToySpan(Span(message.start, message.end), lambda out: self.lie(out))
-                    self._engine = Engine(span, Budget(), trio.current_time)  # type: ignore[arg-type]
+                    self._scheduler = Scheduler(span, Budget(), trio.current_time)  # type: ignore[arg-type]
                     yield messages.encode_frame(
                         Loaded(
                             device="toy",
@@ -142,14 +147,14 @@ class SimWorker:
                         )
                     )
                     continue
-                assert self._engine is not None
-                for answer in self._engine.take(message, frame):
+                assert self._scheduler is not None
+                for answer in self._scheduler.take(message, frame):
                     yield answer
-            if self._engine is not None and self._engine.has_work:
+            if self._scheduler is not None and self._scheduler.has_work:
                 await trio.sleep(self._step_s)
-                for answer in (*self._engine.run_pass(), *self._engine.settle()):
+                for answer in (*self._scheduler.run_pass(), *self._scheduler.settle()):
                     yield answer
-            yield messages.encode_frame(Tick(handled=1 + (self._engine.handled if self._engine else 0)))
+            yield messages.encode_frame(Tick(handled=1 + (self._scheduler.handled if self._scheduler else 0)))
 
     def kill(self) -> None:
         self._is_dead = True
@@ -274,7 +279,7 @@ class Reference:
     def __init__(self, n_blocks: int) -> None:
         self._span = Span(0, n_blocks)
         self._toy = ToySpan(self._span)
-        self._cache = self._toy.new_cache()
+        self._cache = self._toy.new_cache(self._span)
 
     def step(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(self._toy.forward(hidden, None, None, self._cache, 0, self._span))
+        return self._toy.run([SessionTokens(hidden, torch.zeros(1, 1), self._cache, 0)], self._span)[0]

@@ -7,6 +7,7 @@ recurrence). A kind that is not known here is not guessed at: its sessions are r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from swarmd.compute.cache.kvcache import SlabLayer, SpanCache, stored
+from swarmd.compute.cache.kvcache import SlabLayer, stored
+from swarmd.compute.cache.session_cache import Tensors
 from swarmd.errors import Code, Refused, RemoteProtocolError
 
-Tensors = dict[str, torch.Tensor]
 KNOWN_LAYERS = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -36,9 +37,9 @@ KNOWN_LAYERS = (
 )
 
 
-def is_known(cache: SpanCache) -> bool:
-    """Can all that this cache keeps be written down?"""
-    return all(isinstance(layer, SlabLayer) or type(layer) in KNOWN_LAYERS for layer in cache.owned)
+def is_known(layers: Sequence[Any]) -> bool:
+    """Can all that these layers keep be written down?"""
+    return all(isinstance(layer, SlabLayer) or type(layer) in KNOWN_LAYERS for layer in layers)
 
 
 def layer_state(layer: Any) -> Tensors:

@@ -7,15 +7,14 @@ opened for it before anything of it is used.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from swarmd.compute.cache.cache_state import Tensors, is_known, layer_state, restore_layer_untrusted, whole_numbers
-from swarmd.compute.cache.kvcache import SpanCache
+from swarmd.compute.cache.cache_state import whole_numbers
+from swarmd.compute.cache.session_cache import SessionCache, Tensors
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire.messages import Edit
@@ -28,7 +27,7 @@ UNREADABLE = (SafetensorError, RemoteProtocolError, LookupError, ValueError, Typ
 # What is in the bytes, by the names of the tensors:
 #
 #     n_tokens, mask                     how far the session is; padding, where there is any
-#     layer.I.NAME                       what layer I of the hop keeps (cache_state)
+#     layer.I.NAME, or others            what the cache exports (``SessionCache.export_state``)
 #     base.{hidden, positions, mask}     the merged history, and base.reached: its last op
 #     recent.N.{hidden, ..., seq, edits} the ops after it, one by one
 #
@@ -37,20 +36,15 @@ UNREADABLE = (SafetensorError, RemoteProtocolError, LookupError, ValueError, Typ
 # here, and a history without gaps that ends at the op which the caches reach. A session that was half filled when a
 # check fails is dropped by its owner.
 def pack_state(
-    cache: SpanCache,
+    cache: SessionCache,
     history: History,
     mask: torch.Tensor | None,
     n_tokens: int,
 ) -> bytes:
-    """Encode one session's state. Raises Refused for layers of a kind that is not known."""
-    if not is_known(cache):
-        raise Refused(Code.UNSUPPORTED, "this family's caches cannot be handed over")
-    tensors: Tensors = {"n_tokens": torch.tensor(n_tokens)}
+    """Encode one session's state. Raises Refused for caches that cannot be handed over."""
+    tensors: Tensors = {"n_tokens": torch.tensor(n_tokens), **cache.export_state()}
     if mask is not None:
         tensors["mask"] = mask.cpu().to(torch.uint8).contiguous()
-    for index, layer in enumerate(cache.owned):
-        for name, tensor in layer_state(layer).items():
-            tensors[f"layer.{index}.{name}"] = tensor
     merged = next(iter(history.base(1 << 62)), None)
     if merged is not None:
         _put_op(tensors, "base", merged[2])
@@ -79,7 +73,7 @@ class StateShape:
 
 
 def unpack_state_untrusted(
-    raw: bytes, cache: SpanCache, history: History, example: SpanCache, shape: StateShape
+    raw: bytes, cache: SessionCache, history: History, example: SessionCache, shape: StateShape
 ) -> tuple[int, torch.Tensor | None]:
     """Put encoded state in place; returns (tokens, mask). ``example`` is a cache of the same hop with one token in it.
 
@@ -90,15 +84,7 @@ def unpack_state_untrusted(
         n_tokens = whole_numbers(tensors["n_tokens"], 1)[0]
         if not 0 <= n_tokens <= shape.max_tokens:
             raise Refused(Code.TOO_LONG, f"caches of {n_tokens} tokens, this session reserved {shape.max_tokens}")
-        for index, layer in enumerate(cache.owned):
-            _restore_layer(
-                layer,
-                example.owned[index],
-                tensors,
-                index,
-                shape.n_rows,
-                n_tokens,
-            )
+        cache.restore_untrusted(tensors, example, shape.n_rows, n_tokens)
         _restore_history(tensors, history, shape)
         mask = tensors.get("mask")
         if mask is None:
@@ -138,25 +124,6 @@ def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> N
         history.add(sent)
     if reached != shape.seq:
         raise Refused(Code.MALFORMED, f"a history up to op {reached}, for op {shape.seq}")
-
-
-def _restore_layer(
-    layer: Any,
-    example: Any,
-    tensors: Tensors,
-    index: int,
-    n_rows: int,
-    n_tokens: int,
-) -> None:
-    prefix = f"layer.{index}."
-    names = [name for name in tensors if name.startswith(prefix)]
-    state = {name.removeprefix(prefix): tensors[name] for name in names}
-    try:
-        restore_layer_untrusted(layer, example, state, n_rows, n_tokens)
-    except Refused as error:
-        raise Refused(error.code, f"layer {index}: {error}") from None
-    except RemoteProtocolError as error:
-        raise Refused(Code.MALFORMED, f"layer {index} of the caches {error}") from None
 
 
 def _put_op(tensors: Tensors, name: str, sent: SentOp) -> None:

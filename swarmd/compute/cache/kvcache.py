@@ -1,4 +1,4 @@
-"""A session's key/value cache on a server: the family's own cache layers for the span, placeholders elsewhere.
+"""The layers of a session's key/value cache that are not the library's own.
 
 Full-attention layers write into slabs that are there before the tokens are: the library's own layer copies the whole
 cache for every token. What several sessions begin with can lie in memory once for all of them, and where the server
@@ -7,47 +7,33 @@ says so, keys and values lie there in 8 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import DynamicLayer
 
-from swarmd.compute.cache.shared_prefix import Kept
+from swarmd.compute.cache.shared_prefix import KeysAndValues
 from swarmd.compute.compiled.layout import LEVELS, SCALE_BYTES, TINIEST
-from swarmd.compute.model.skeleton import text_config
-from swarmd.values import Span
 
 _FIRST_TOKENS = 64  # room at first; doubled when it is full
-SHARED_TOKENS = 256  # a shorter beginning is copied: attention in two parts takes longer than it saves
-N_PLACES = 7  # numbers that say where one layer of a cache lies: see ``SpanCache.places``
-UNBOUNDED = 1 << 62  # tokens: more than any session has
+SHARED_TOKENS = 256  # a shorter prefix is copied: attention in two parts takes longer than it saves
 
 
 # How one layer's keys lie in memory (values likewise), for a session whose first tokens several sessions share:
 #
-#     beginning  [b, h, n_shared, d]      slabs  [b, h, capacity, d]
+#     prefix     [b, h, n_shared, d]      slabs  [b, h, capacity, d]
 #     +------------------------------+    +-----------+--------------+
 #     | read by all, written by none |    | n_behind  |  free        |
 #     +------------------------------+    +-----------+--------------+
 #
-# Invariant: the tokens of a session are those of ``beginning``, then ``n_behind`` of the slabs, in their order.
+# Invariant: the tokens of a session are those of ``prefix``, then ``n_behind`` of the slabs, in their order.
 # ``_keys`` and ``_values`` are views of the slabs' filled part. A reorder of rows, or another batch size, makes them
 # tensors of their own; ``_reserve_room`` copies these into slabs again. Compiled code writes behind ``n_behind`` and
 # only counts (``added``): views are made anew when somebody looks (``_catch_up``).
 class SlabLayer(DynamicLayer):  # type: ignore[misc]
     """The library's full-attention layer over preallocated slabs [b, h, capacity, d] that double when they are full.
 
-    ``beginning`` is what it shares with other sessions: keys and values that nobody writes to. The slabs then hold what
+    ``prefix`` is what it shares with other sessions: keys and values that nobody writes to. The slabs then hold what
     is behind it. Reading ``keys`` or ``values`` gives all of them, and from then on the layer has its own.
     All of this is as it lies in memory, which ``_store`` makes and ``read`` turns back.
     """
@@ -56,8 +42,8 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self._n_added = 0  # tokens that ``added`` counted and ``_keys`` does not show yet
         super().__init__()
         self._max_tokens = max_tokens
-        self._slabs: Kept | None = None
-        self.beginning: Kept | None = None
+        self._slabs: KeysAndValues | None = None
+        self.prefix: KeysAndValues | None = None
 
     @property
     def keys(self) -> Any:
@@ -78,7 +64,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self._values = self._store(values)
 
     @property
-    def stored(self) -> Kept:
+    def stored(self) -> KeysAndValues:
         """All keys and values as they lie in memory."""
         self._own_all()
         return self._keys, self._values
@@ -98,8 +84,8 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def n_shared(self) -> int:
-        """Tokens of the shared beginning."""
-        return 0 if self.beginning is None else self.beginning[0].shape[2]
+        """Tokens of the shared prefix."""
+        return 0 if self.prefix is None else self.prefix[0].shape[2]
 
     @property
     def n_behind(self) -> int:
@@ -116,7 +102,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
     @property
     def has_shape(self) -> bool:
         """Is it known how many heads there are, and how wide?"""
-        return self.beginning is not None or (self.is_initialized and self._keys.ndim == 4)
+        return self.prefix is not None or (self.is_initialized and self._keys.ndim == 4)
 
     def get_seq_length(self) -> int:
         """Return how many tokens it has; the library asks for it by this name."""
@@ -133,11 +119,11 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self,
         keys: torch.Tensor,
         values: torch.Tensor,
-    ) -> tuple[Kept, Kept]:
+    ) -> tuple[KeysAndValues, KeysAndValues]:
         """Add new tokens; returns what was there before them, or of that what is shared, and all behind it."""
         new_keys = self._store(keys)
         new_values = self._store(values)
-        shared = self.beginning
+        shared = self.prefix
         n_past = self.get_seq_length()
         stored_keys, stored_values = self._append_tokens(new_keys, new_values)
         all_keys = self.read(stored_keys)
@@ -150,7 +136,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         suffix = all_keys[:, :, n_past:], all_values[:, :, n_past:]
         return past, suffix
 
-    def room_for(self, n_tokens: int) -> Kept:
+    def room_for(self, n_tokens: int) -> KeysAndValues:
         """Return the slabs, with room behind ``n_behind`` for so many tokens that others write; ``added`` follows."""
         slabs = self._slabs
         n_past = self.n_behind
@@ -160,7 +146,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
             if has_room and is_in_slabs:
                 return slabs
         self._catch_up()
-        keys, values = self.beginning or (self._keys, self._values)
+        keys, values = self.prefix or (self._keys, self._values)
         no_keys = keys[:, :, :0]
         no_values = values[:, :, :0]
         slabs = self._reserve_room(n_past, n_past + n_tokens, no_keys, no_values)
@@ -180,15 +166,15 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
     ) -> None:
         """Take tokens [start, end) from another session's layer; what is before them is the same in both.
 
-        A long beginning is shared: both layers then look at the same memory, and write to slabs of their own. A short
+        A long prefix is shared: both layers then look at the same memory, and write to slabs of their own. A short
         one is copied, and so is one in memory that holds more tokens than this session has reserved.
         """
         if not other.is_initialized:
             return
         if may_share and end >= SHARED_TOKENS and other.n_shared < end:
             other._share_all()
-        if other.beginning and end <= other.n_shared:
-            keys, values = other.beginning
+        if other.prefix and end <= other.n_shared:
+            keys, values = other.prefix
         else:
             keys, values = other.stored
         if not may_share or end < SHARED_TOKENS or _n_held(keys) > self._max_tokens:
@@ -198,7 +184,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
             return
         self.lazy_initialization(keys, values)
         self._slabs = None
-        self.beginning = (keys[:, :, :end], values[:, :, :end])
+        self.prefix = (keys[:, :, :end], values[:, :, :end])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens; the library passes their number as a negative one."""
@@ -206,13 +192,13 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
             return
         self._catch_up()
         n_remaining = self.n_behind + tokens_to_remove
-        if self.beginning is None or n_remaining >= 0:
+        if self.prefix is None or n_remaining >= 0:
             self._show_stored((self._keys, self._values), n_remaining)
             return
         n_remaining += self.n_shared
-        keys, values = (part[:, :, :n_remaining] for part in self.beginning)
+        keys, values = (part[:, :, :n_remaining] for part in self.prefix)
         is_most = 2 * n_remaining >= _n_held(keys)  # else a few tokens would keep many in memory
-        self.beginning = (keys, values) if is_most else (_copy_dense(keys), _copy_dense(values))
+        self.prefix = (keys, values) if is_most else (_copy_dense(keys), _copy_dense(values))
         self.lazy_initialization(keys, values)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -223,7 +209,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
             self._keys = keys.index_select(0, rows)
             self._values = values.index_select(0, rows)
 
-    def _append_tokens(self, key: torch.Tensor, value: torch.Tensor) -> Kept:
+    def _append_tokens(self, key: torch.Tensor, value: torch.Tensor) -> KeysAndValues:
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         self._catch_up()
@@ -235,7 +221,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self._show_stored((keys, values), n_tokens)
         return self._keys, self._values
 
-    def _show_stored(self, stored: Kept, n_tokens: int) -> None:
+    def _show_stored(self, stored: KeysAndValues, n_tokens: int) -> None:
         """Have ``_keys`` and ``_values`` be views of the first tokens of what is stored."""
         keys, values = stored
         self._keys = keys[:, :, :n_tokens]
@@ -248,7 +234,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
             keys = _copy_dense(keys)
             values = _copy_dense(values)
         self._slabs = None
-        self.beginning = (keys, values)
+        self.prefix = (keys, values)
         self.lazy_initialization(keys, values)
 
     def _catch_up(self) -> None:
@@ -261,12 +247,12 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
     def _own_all(self) -> None:
         """Copy what is shared, for callers that do not know that it can be."""
         self._catch_up()
-        if self.beginning is None:
+        if self.prefix is None:
             return
-        shared_keys, shared_values = self.beginning
+        shared_keys, shared_values = self.prefix
         keys = self._keys
         values = self._values
-        self.beginning = None
+        self.prefix = None
         self._slabs = None
         self.lazy_initialization(shared_keys, shared_values)
         self._append_tokens(shared_keys, shared_values)
@@ -279,7 +265,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         n_tokens: int,
         key: torch.Tensor,
         value: torch.Tensor,
-    ) -> Kept:
+    ) -> KeysAndValues:
         """Find room for ``n_tokens``; what a reorder or a batch of another size left outside the slabs is copied in."""
         slabs = self._slabs
         if slabs is not None:
@@ -349,220 +335,6 @@ def _n_held(keys: torch.Tensor) -> int:
     b, h, _, d = keys.shape
     token_bytes = b * h * d * keys.element_size()
     return int(keys.untyped_storage().nbytes() // token_bytes)
-
-
-def _address(part: torch.Tensor) -> int:
-    """Return the address of keys or values whose tokens lie one after the other. Raises ValueError for others."""
-    if part.stride()[2:] != (part.shape[3], 1):
-        raise ValueError(f"keys or values with strides {part.stride()}")
-    return part.data_ptr()
-
-
-class PlaceholderLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer that is not here: it only knows how many tokens the session has, which masks look at."""
-
-    def __init__(self, is_sliding: bool) -> None:
-        super().__init__()
-        self.is_sliding = is_sliding
-        self.n_tokens = 0
-
-    def get_seq_length(self) -> int:
-        """Return how many tokens the session has; the library's name."""
-        return self.n_tokens
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys a mask is for, and where the first one is; the library's name."""
-        return self.n_tokens + query_length, 0
-
-
-class SpanCache:
-    """One session's cache. Layers outside the span are aliases of an owned one of their type, else placeholders.
-
-    Masks and positions are derived from layers that may lie outside the span; without this a span that lacks
-    layer 0 would silently decode at position 0. ``rounded``: keep plain keys and values of this type in 8 bits.
-    """
-
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        span: Span | None,
-        max_tokens: int = UNBOUNDED,
-        rounded: torch.dtype | None = None,
-    ) -> None:
-        self.cache = DynamicCache(config=config)
-        layers: list[Any] = self.cache.layers
-        n = text_config(config).num_hidden_layers
-        while len(layers) < n:
-            layers.append(DynamicLayer())
-        by_type: dict[type, Any] = {}  # as the library has it: the first that is owned
-        for index in range(span.start, span.end) if span else ():
-            kind = type(layers[index])
-            if kind is DynamicLayer:
-                layers[index] = EightBitLayer(max_tokens, rounded) if rounded else SlabLayer(max_tokens)
-            by_type.setdefault(kind, layers[index])
-        self.cache.layer_class_to_replicate = None
-        self.owned = layers[span.start : span.end] if span else []
-        self._placed: list[tuple[Kept, Kept | None] | None] = [None] * len(self.owned)
-        self._places = np.zeros((len(self.owned), N_PLACES), np.int64)
-        self.placeholders: list[PlaceholderLayer] = []
-        for index, layer in enumerate(layers):
-            if span and span.start <= index < span.end:
-                continue
-            substitute = by_type.get(type(layer))
-            if substitute is not None:
-                layers[index] = substitute
-            elif isinstance(layer, CacheLayerMixin):
-                layers[index] = PlaceholderLayer(getattr(layer, "is_sliding", False))
-                self.placeholders.append(layers[index])
-
-    def see(self, n_tokens: int) -> None:
-        """Tell the placeholders how many tokens the session has."""
-        for placeholder in self.placeholders:
-            placeholder.n_tokens = n_tokens
-
-    def record_past(self) -> None:
-        """Have layers that forget keep what a later crop needs."""
-        for layer in self.owned:
-            if hasattr(layer, "activate_past_recording"):
-                layer.activate_past_recording()
-
-    @property
-    def is_plain(self) -> bool:
-        """Does it hold every token's keys and values, each in its place?"""
-        return all(isinstance(layer, SlabLayer) for layer in self.owned)
-
-    @property
-    def keeps_tokens_only(self) -> bool:
-        """Does it hold keys and values and nothing else, of every token or of a window's?"""
-        return all(isinstance(layer, SlabLayer) or type(layer) is DynamicSlidingWindowLayer for layer in self.owned)
-
-    @property
-    def is_rounded(self) -> bool:
-        """Does it hold keys and values in 8 bits?"""
-        return any(type(layer) is EightBitLayer for layer in self.owned)
-
-    @property
-    def is_shared(self) -> bool:
-        """Does it begin with what lies in memory once for several sessions?"""
-        return self.is_plain and any(layer.beginning is not None for layer in self.owned)
-
-    def take_over(
-        self,
-        other: SpanCache,
-        start: int,
-        end: int,
-        may_share: bool,
-    ) -> None:
-        """Have tokens [start, end) of another plain cache of these blocks; what is before them is the same in both."""
-        for layer, other_layer in zip(self.owned, other.owned, strict=True):
-            layer.take_over(other_layer, start, end, may_share)
-
-    def places(self, n_tokens: int) -> npt.NDArray[np.int64]:
-        """Return where each layer's keys and values lie, with room for so many more: [layers, N_PLACES].
-
-        Addresses of the shared ones, and how many numbers a head's begin after those before it; then the same for its
-        own; and how many bytes its own ones of a row take. Only for layers that are all slabs and ``has_shape``.
-        """
-        # Kept from call to call: slabs move only when they grow, and a step asks for this in each layer.
-        for index, layer in enumerate(self.owned):
-            slabs = layer.room_for(n_tokens)
-            beginning = layer.beginning
-            known = self._placed[index]
-            if known is not None and known[0] is slabs and known[1] is beginning:
-                continue
-            shared = (0, 0, 0) if beginning is None else _address_and_step(beginning)
-            row_bytes = slabs[0].stride(0) * slabs[0].element_size()
-            self._places[index] = (*shared, *_address_and_step(slabs), row_bytes)
-            self._placed[index] = slabs, beginning
-        return self._places
-
-    def refuses_crop(self, n_tokens: int) -> str:
-        """Return why the last ``n_tokens`` cannot be taken back; empty if they can.
-
-        The library's layers each refuse for themselves, when others are cropped already, and some take back a part of
-        what they keep only: a recurrence's sum stays, and what is no longer recorded is missing.
-        """
-        if not n_tokens:
-            return ""
-        reasons = (_refuses_crop(layer, n_tokens) for layer in self.owned)
-        return next(filter(None, reasons), "")
-
-    def crop(self, n_tokens: int) -> None:
-        """Take back the last ``n_tokens``, which ``refuses_crop`` must allow; 0: keep as little past as is needed."""
-        for layer in self.owned:
-            if n_tokens or getattr(layer, "record_past", False):
-                layer.crop(-n_tokens)
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Have row i of each layer be what row ``rows[i]`` was."""
-        for layer in self.owned:
-            layer.reorder_cache(rows)
-
-    def change_states(self, added: float) -> bool:
-        """Add a number to all recurrent states, to see whether they matter; False where there are none."""
-        states = [
-            state
-            for layer in self.owned
-            if isinstance(layer, LinearAttentionCacheLayerMixin)
-            for number, state in layer.recurrent_states.items()
-            if layer.is_recurrent_states_initialized[number]
-        ]
-        for state in states:
-            state.add_(added)
-        return bool(states)
-
-    def recorded_bytes(self) -> int:
-        """Of the inputs of one token that convolutions keep where the past is recorded."""
-        states = [
-            state
-            for layer in self.owned
-            if isinstance(layer, LinearAttentionCacheLayerMixin)
-            for state in layer.conv_states.values()
-            if state is not None and state.ndim
-        ]
-        return sum(state.numel() * state.element_size() // max(1, state.shape[-1]) for state in states)
-
-    def n_bytes(self) -> int:
-        """Return the bytes of all that its layers keep: keys and values, and whatever a family keeps beside them."""
-        tensors = (tensor for layer in self.owned for tensor in _tensors_of(layer))
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _address_and_step(part: Kept) -> tuple[int, int, int]:
-    """Return the addresses of keys and of values, and how many numbers lie between two heads."""
-    keys, values = part
-    return _address(keys), _address(values), keys.stride(1)
-
-
-def _refuses_crop(layer: Any, n_tokens: int) -> str:
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        if any(layer.is_recurrent_states_initialized.values()):
-            return "its blocks keep the sum of all tokens, from which none can be taken away"
-        if not layer.record_past:
-            return "the past was not recorded"
-        for number, states in layer.conv_states.items():
-            if states is not None and states.shape[-1] - n_tokens < layer.conv_kernel_size[number]:
-                return f"the past is recorded for fewer than {n_tokens} tokens"
-    if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
-        n_needed = min(layer.cumulative_length - n_tokens, layer.sliding_window - 1)
-        if layer.keys.shape[-2] - n_tokens < n_needed:
-            return f"a window has passed, and the past is recorded for fewer than {n_tokens} tokens"
-    is_known = isinstance(layer, LinearAttentionCacheLayerMixin | DynamicLayer | DummyLayer)
-    return "" if is_known else f"its blocks keep a {type(layer).__name__}"
-
-
-def _tensors_of(layer: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors that a layer keeps, as they lie in memory."""
-    if isinstance(layer, SlabLayer):
-        yield from filter(torch.is_tensor, layer.stored)
-        return
-    for value in vars(layer).values():
-        if isinstance(value, dict):
-            yield from filter(torch.is_tensor, value.values())
-        elif isinstance(value, list | tuple):
-            yield from filter(torch.is_tensor, value)
-        elif torch.is_tensor(value):
-            yield value
 
 
 def stored(layer: Any) -> tuple[Any, Any]:

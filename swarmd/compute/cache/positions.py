@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from swarmd.compute.cache.kvcache import N_PLACES
 from swarmd.compute.cache.pieces import SessionTokens
+from swarmd.compute.cache.span_cache import N_PLACES
 
 Numbers = npt.NDArray[Any]
 
@@ -17,8 +17,8 @@ Numbers = npt.NDArray[Any]
 def make_room(pieces: Sequence[SessionTokens]) -> tuple[Numbers, Numbers]:
     """Make room for the pieces' tokens, one after another; returns addresses [layers, n, 6] and counts [n, 2].
 
-    ``addresses`` is as ``SpanCache.places`` has it, of the row that a token is in. ``counts`` says how many keys are
-    shared, and how many of its own are before each token. ``keep`` follows when keys and values are written.
+    ``addresses`` is as ``LayerPlaces.reserve`` has it, of the row that a token is in. ``counts`` says how many keys are
+    shared, and how many of its own are before each token. ``count_written`` follows when keys and values are written.
     """
     n = sum(piece.n_tokens for piece in pieces)
     n_layers = len(pieces[0].cache.owned)
@@ -27,7 +27,7 @@ def make_room(pieces: Sequence[SessionTokens]) -> tuple[Numbers, Numbers]:
     first = 0
     for piece in pieces:
         b, t, _ = piece.hidden.shape
-        places = piece.cache.places(t)
+        places = piece.cache.places.reserve(t)
         layer = piece.cache.owned[0]
         for row in range(b):
             tokens = slice(first, first + t)
@@ -41,7 +41,7 @@ def make_room(pieces: Sequence[SessionTokens]) -> tuple[Numbers, Numbers]:
     return addresses, counts
 
 
-def keep(pieces: Sequence[SessionTokens]) -> None:
+def count_written(pieces: Sequence[SessionTokens]) -> None:
     """Count the pieces' keys and values, which were written where ``make_room`` said."""
     for piece in pieces:
         for layer in piece.cache.owned:

@@ -1,7 +1,7 @@
-"""Attention in two parts: over a beginning that all queries see whole, and over what is behind it.
+"""Attention in two parts: over a prefix that all queries see whole, and over what is behind it.
 
 Both are merged by their log-sums (Hydragen, Juravsky et al. 2024, section 3.2; the merge is that of FlashAttention). A
-beginning that several sessions share is read once for all of them, and no mask is made for it: for long prompts, most
+prefix that several sessions share is read once for all of them, and no mask is made for it: for long prompts, most
 of whose keys every new token sees, that is half of the time.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-Kept = tuple[torch.Tensor, torch.Tensor]
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 """Keys and values [b, heads, n, d]."""
 
 
@@ -26,11 +26,11 @@ Kept = tuple[torch.Tensor, torch.Tensor]
 # it. So the queries of all sessions that begin alike are put together as if they were rows of one, and the prefix is
 # read from memory once for all of them, which is what attention of single tokens takes its time for.
 class AttentionRow(NamedTuple):
-    """One session: queries [b, h, t, d], the beginning, what is behind it, and a mask [1, 1, t, n] for that or None."""
+    """One session: queries [b, h, t, d], the prefix, what is behind it, and a mask [1, 1, t, n] for that or None."""
 
     query: torch.Tensor
-    beginning: Kept
-    suffix: Kept
+    prefix: KeysAndValues
+    suffix: KeysAndValues
     mask: torch.Tensor | None
 
 
@@ -38,7 +38,7 @@ def attend(rows: list[AttentionRow], scale: float | None) -> list[torch.Tensor]:
     """Compute attention of each session, [b, t, h, d]. Only on CPUs, whose kernel tells the log-sums at any batch."""
     by_prefix: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        keys = row.beginning[0]
+        keys = row.prefix[0]
         by_prefix[keys.data_ptr(), keys.shape[2]].append(index)
     packed = [_pack_heads(row) for row in rows]
     outs: list[torch.Tensor] = [torch.empty(0)] * len(rows)
@@ -48,7 +48,7 @@ def attend(rows: list[AttentionRow], scale: float | None) -> list[torch.Tensor]:
             queries = torch.cat([packed[i] for i in indices], 2)
         first, first_log = _attend(
             queries,
-            rows[indices[0]].beginning,
+            rows[indices[0]].prefix,
             None,
             scale,
         )
@@ -82,7 +82,7 @@ def _merge(
     first_log: torch.Tensor,
     scale: float | None,
 ) -> torch.Tensor:
-    """Compute attention over the suffix and merge it with ``first``, that over the beginning: [b, t, h, d]."""
+    """Compute attention over the suffix and merge it with ``first``, that over the prefix: [b, t, h, d]."""
     mask = None
     if row.mask is not None:
         groups = packed.shape[2] // row.query.shape[2]
@@ -101,7 +101,7 @@ def _merge(
 
 def _attend(
     query: torch.Tensor,
-    keys_and_values: Kept,
+    keys_and_values: KeysAndValues,
     mask: torch.Tensor | None,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:

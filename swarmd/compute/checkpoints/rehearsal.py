@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from swarmd.compute.model import skeleton
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions
 from swarmd.errors import ConfigError
 from swarmd.values import Span
 
@@ -53,6 +53,7 @@ DIVISORS = (16, 8, 4, 2, 1)  # of a head's width: the narrowest model that works
 LEAST_WIDTH = 8  # of a head: families cut it in halves and quarters
 MOST_PARAMETERS = 64_000_000  # of a small model: a quarter of a GiB, and a second or two
 N_TRIALS = 2  # so many small models have to fail before a family is refused: one may be unlucky
+PLAIN = LoadOptions(has_plain_layers=True)  # few passes: the search for fast kernels would take longer
 TOLERANCE = 1e-3  # between blocks one by one and all of them, relative to the largest number
 
 
@@ -153,7 +154,7 @@ def _compare_blocks(folder: Path, trace: BlockTrace) -> None:
     Raises ConfigError, or what a family raises.
     """
     every = Span(0, len(trace))
-    span = LoadedSpan(folder, every, torch.float32, is_quick=False)
+    span = LoadedSpan(folder, every, torch.float32, PLAIN)
     span.self_test()
     hidden = trace[0][0]["hidden_states"]
     expected = trace[-1][1]
@@ -166,7 +167,7 @@ def _compare_blocks(folder: Path, trace: BlockTrace) -> None:
         raise ConfigError(f"one by one and all at once they differ by {error:.2g}")
     if len(every) > 1:
         second_half = Span(len(every) // 2, len(every))
-        LoadedSpan(folder, second_half, torch.float32, is_quick=False).self_test()
+        LoadedSpan(folder, second_half, torch.float32, PLAIN).self_test()
 
 
 def _needed_inputs(model: PreTrainedModel, trace: BlockTrace) -> list[str]:

@@ -1,10 +1,11 @@
 """Choose the backends of a span that serves already, in small steps that its worker makes while nobody waits.
 
-A span is online as soon as the family's own pass gives right results. What is faster comes afterwards:
+A span is online as soon as the family's own pass gives right results. What is faster comes afterwards, one candidate
+after the other (``candidates``), each by the same steps:
 
-    compiled code is there -> the fused kernel is right, on one block of each kind -> it is timed on a part of the span
-      -> a traced pass is tried where the fused kernel is not much faster -> the other blocks are laid out, one by one
-      -> the whole is compared once with the family's own pass -> sessions use it from their next step on
+    prepare -> compared with the family's own pass, on parts of the span -> timed there, size after size -> chosen
+      -> the other blocks are built, one by one -> the whole is compared once -> a row of the table: sessions use it
+      from their next step on
 
 The worker may break a step off (``Preempted``, raised from within a pass) and repeat it later: a step changes nothing
 before its end. Timings are remembered for this machine, and not taken again; right results are verified at each start.
@@ -14,330 +15,278 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
-from torch import nn
 
-from swarmd.compute.compiled.build import NotFused, compiled_folder
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.hardware.measurements import Measurements
-from swarmd.compute.passes import precompile
-from swarmd.compute.passes.backend import MAX_CAPTURED, Backends, FusedBackend
+from swarmd.compute.model.skeleton import text_config
+from swarmd.compute.passes.backend import MAX_TRACED_TOKENS, BackendTable, RaggedBackend, TableRow
 from swarmd.compute.passes.backend_trial import Trial
-from swarmd.compute.passes.fused import (
-    TIMED,
-    BlockLayout,
-    FusedPass,
-    FusedShape,
-    assemble,
-    common_format,
-    format_of,
-    lay_out,
+from swarmd.compute.passes.candidates import (
+    MORE_IS_KEPT,
+    BackendCheck,
+    Candidate,
+    TrialPlan,
+    TrialSubject,
+    all_candidates,
 )
-from swarmd.compute.passes.ragged import RaggedAttention
-from swarmd.compute.passes.traced import Pass
+from swarmd.compute.passes.span import SELF_TEST_TOLERANCE, LoadedSpan
 from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
 
-MUCH = 0.6  # of the time of the pass itself: a traced pass takes two thirds of it or more
 WORTH = 0.9  # of the time of other backends: servers on equal machines should choose alike
-BETWEEN = 3  # tokens of a pass for which nothing was recorded: it takes what was for more
-TRACER_ERRORS = (Exception,)  # a tracer, a recorder and a compiler fail in many ways, and all of them mean the same
-FUSED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.01}  # with 30 blocks half of it is seen
 
 
-class Preempted(BaseException):
-    """Raised by ``on_block`` in the midst of a step: somebody waits. No Exception, which tracers catch."""
+class CandidateRejected(Exception):
+    """Why a candidate is not taken: it gives something else, or takes longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrialSubject:
-    """What is to become fast: the blocks of a span, hops of one block of each kind, and a part that no cache holds."""
+class CandidateTrial:
+    """The steps by which one candidate becomes a row of the table, or is rejected. Each has a name in words.
 
-    span: Span
-    blocks: list[nn.Module]
-    kinds: list[Span]
-    sample: Span
-    shape: FusedShape | None  # if a fused kernel may compute these blocks
-    compute_dtype: torch.dtype
-    tolerance: float  # relative, of a traced pass
-    timing_key: tuple[object, ...]  # all that timings depend on, beside the machine
-    on_block: Callable[[], None]
-    record: Callable[[Pass], FusedBackend] | None = None  # on a card: a graph made of a traced pass
-    trouble: str = ""  # why that cannot be
-
-
-class BackendSelection:
-    """The steps to faster backends: ``step()`` while ``has_steps``. Each has a name that says in words what it does."""
+    A rejection is raised: CandidateRejected, or one of the candidate's ``errors``.
+    """
 
     def __init__(
-        self, subject: TrialSubject, ragged: RaggedAttention, trial: Trial, cache_folder: Path, remembered: Measurements
+        self,
+        candidate: Candidate,
+        trial: Trial,
+        table: BackendTable,
+        remembered: Measurements,
     ) -> None:
-        self.quick = Backends(ragged)
-        self._subject = subject
-        self._ragged = ragged
+        self.candidate = candidate
+        self.steps: deque[tuple[str, Callable[[], None]]] = deque([(candidate.stage, self._prepare)])
         self._trial = trial
-        self._cache_folder = cache_folder
+        self._table = table
         self._remembered = remembered
-        self._timing_key = (subject.timing_key, compiled_folder(cache_folder).name)
-        self._steps: deque[tuple[str, Callable[[], None]]] = deque()
-        self._layouts: dict[int, BlockLayout] = {}
-        self._stored_in: torch.dtype | None = None
+        self._plan: TrialPlan
+        self._most_tokens = 0
         self._findings: list[str] = []
-        self._n_fused = 0
-        self._may_fuse = True
-        self._traced_sample: Pass | None = None
-        if subject.shape is not None:
-            self._add_step("looking at the weights", self._find_format)
-        else:
-            self._add_step("writing down a pass", self._capture_span)
+        self._reason = ""
 
-    @property
-    def has_steps(self) -> bool:
-        """Is there anything left to try?"""
-        return bool(self._steps)
+    def make_step(self) -> None:
+        """Make the next step; if it raises, it is still the next one."""
+        _, make = self.steps[0]
+        make()
+        self.steps.popleft()
 
-    @property
-    def needs_compiled(self) -> bool:
-        """Has the next step to wait for compiled code?"""
-        is_for_fused = self._subject.shape is not None and self._may_fuse
-        return is_for_fused and self.has_steps and not precompile.is_compiled(self._cache_folder)
-
-    def step(self) -> None:
-        """Make the next step; if it raises Preempted, it is still the next one."""
-        _, make = self._steps[0]
-        try:
-            make()
-        except NotFused as error:
-            self._steps.clear()
-            self._give_up_fused(f"not one call: {error}")
-        else:
-            self._steps.popleft()
-
-    def do_without_call(self, why: str) -> None:
-        """Look for other backends, since nothing can be compiled here."""
-        self._steps.clear()
-        self._give_up_fused(f"not one call: {why}")
-
-    def _add_step(self, stage: str, make: Callable[[], None]) -> None:
-        self._steps.append((stage, make))
-
-    def _give_up_fused(self, why: str) -> None:
-        self._layouts.clear()
-        self._n_fused = 0
-        self._may_fuse = False
-        self.quick.why = why
-        if self.quick.captured is None:
-            self._add_step("writing down a pass", self._capture_span)
-
-    # --- a fused kernel ----------------------------------------------------------------------------------------------
-
-    def _find_format(self) -> None:
-        formats = []
-        for block in self._subject.blocks:
-            formats.append(format_of(block))
-            self._subject.on_block()
-        self._stored_in = common_format(formats)
-        known = self._remembered.find("quick", self._timing_key)
+    def _prepare(self) -> None:
+        plan = self.candidate.prepare(self._table)
+        key = plan.remembered_as
+        known = self._remembered.find("backend", self.candidate.name, key) if key is not None else None
         if known is not None:
-            self._n_fused = int(known.get("n_fused", 0))
-            self._findings = [str(known.get("why", ""))]
-            if not self._n_fused:
-                self._give_up_fused(f"{self._findings[0]} (remembered)")
-                return
-        for hop in self._subject.kinds:
-            stage = f"comparing one call with the family's own pass in block {hop.start}"
-            self._add_step(stage, partial(self._verify, hop))
-            self._add_step(f"comparing one call far away in block {hop.start}", partial(self._verify_far, hop))
-        if known is None:
-            for n_tokens in TIMED:
-                self._add_step(f"timing one call, {n_tokens} tokens", partial(self._time, n_tokens))
-            self._add_step("choosing", self._choose)
+            self._most_tokens = int(known.get("most_tokens", 0))
+            self._reason = str(known.get("reason", ""))
+            if not self._most_tokens:
+                raise CandidateRejected(f"{self._reason} (remembered)")
+        self._plan = plan
+        for check in plan.checks:
+            self.steps.append((check.stage, partial(self._check, check)))
+        if known is None and plan.timed_hop is not None:
+            for n_tokens in plan.sizes:
+                stage = f"timing {self.candidate.name}, {n_tokens} tokens"
+                self.steps.append((stage, partial(self._time, plan.timed_hop, n_tokens)))
+            self.steps.append(("choosing", self._choose))
         else:
-            self._add_last_steps(needs_traced=self._n_fused < MAX_CAPTURED)
+            self._most_tokens = self._most_tokens or plan.sizes[-1]
+            self._add_last_steps()
 
-    def _fused_pass(self, hop: Span) -> FusedPass:
-        """Make the fused kernel of some blocks."""
-        shape = self._subject.shape
-        stored_in = self._stored_in
-        assert shape is not None
-        assert stored_in is not None
-        for block in hop.blocks():
-            if block not in self._layouts:
-                self._layouts[block] = lay_out(self._module(block), shape, stored_in)
-        layouts = [self._layouts[block] for block in hop.blocks()]
-        return assemble(shape, stored_in, layouts, self._cache_folder, self._subject.on_block)
+    def _check(self, check: BackendCheck) -> None:
+        """Compare with the family's own pass."""
+        backend = self.candidate.build(check.hop)
+        if not backend.supports([self._trial.examples(1, 0, check.hop)[0].cache]):
+            raise CandidateRejected(f"not {self.candidate.name}: {MORE_IS_KEPT}")
+        position = self._trial.far if check.is_far else 0
+        error = self._trial.error(backend.run, check.hop, position, check.sizes)
+        if not error <= self._plan.tolerance:
+            raise CandidateRejected(f"not {self.candidate.name}: it differs by {error:.2g}")
 
-    def _module(self, block: int) -> nn.Module:
-        return self._subject.blocks[block - self._subject.span.start]
-
-    def _verify(self, hop: Span) -> None:
-        fused = self._fused_pass(hop)
-        cache = self._trial.examples(1, 0, hop)[0].cache
-        trouble = self._attention_trouble(fused.takes([cache]))
-        if trouble:
-            raise NotFused(trouble)
-        self._refuse_wrong(self._trial.error(fused.run, hop))
-
-    def _verify_far(self, hop: Span) -> None:
-        fused = self._fused_pass(hop)
-        self._refuse_wrong(self._trial.error(fused.run, hop, self._trial.far, (BETWEEN,)))
-
-    def _refuse_wrong(self, error: float) -> None:
-        if not error <= self._fused_tolerance:
-            raise NotFused(f"it differs by {error:.2g}")
-
-    @property
-    def _fused_tolerance(self) -> float:
-        return FUSED_TOLERANCE[self._subject.compute_dtype]
-
-    def _attention_trouble(self, has_plain_caches: bool) -> str:
-        """Say why these layers cannot be fused; empty where they can be."""
-        if not has_plain_caches:
-            return "its layers keep more than plain keys and values"
-        return "" if self._ragged.is_plain else "its layers attend in a way of their own"
-
-    def _time(self, n_tokens: int) -> None:
-        """Take the fused kernel for so many tokens too, if it is worth it, and was for fewer."""
-        index = TIMED.index(n_tokens)
-        if index and self._n_fused < TIMED[index - 1]:
+    def _time(self, hop: Span, n_tokens: int) -> None:
+        """Take the candidate for so many tokens too, if it is worth it, and was for fewer."""
+        sizes = self._plan.sizes
+        index = sizes.index(n_tokens)
+        if index and self._most_tokens < sizes[index - 1]:
             return
-        hop = self._subject.sample
-        fused = self._fused_pass(hop)
-        ratio = self._trial.seconds(fused.run, hop, n_tokens) / self._trial.pass_seconds(hop, n_tokens)
+        trial = self._trial
+        backend = self.candidate.build(hop)
+        ratio = trial.seconds(backend.run, hop, n_tokens) / trial.pass_seconds(hop, n_tokens)
         finding = f"{ratio:.2f} for {n_tokens}"
-        if MUCH < ratio <= WORTH and n_tokens <= MAX_CAPTURED:
-            ratio = self._trial.seconds(fused.run, hop, n_tokens) / self._traced_seconds(hop, n_tokens)
+        if self._plan.rival is not None and self._plan.rival_from < ratio <= WORTH and n_tokens <= MAX_TRACED_TOKENS:
+            ratio = trial.seconds(backend.run, hop, n_tokens) / self._rival_seconds(hop, n_tokens)
             finding = f"{finding} ({ratio:.2f} of a straight line)"
         self._findings.append(finding)
         if not ratio <= WORTH:
             return
-        # The steps before compared passes of up to MAX_CAPTURED tokens; longer ones are compared here.
-        if n_tokens > MAX_CAPTURED:
-            error = self._trial.error_of_several(fused.run, hop, n_tokens)
-            if not error <= self._fused_tolerance:
+        # The steps before compared passes of up to MAX_TRACED_TOKENS tokens; longer ones are compared here.
+        if n_tokens > MAX_TRACED_TOKENS:
+            error = trial.error_of_several(backend.run, hop, n_tokens)
+            if not error <= self._plan.tolerance:
                 self._findings.append(f"for {n_tokens} it gives something else")
                 return
-        self._n_fused = n_tokens
+        self._most_tokens = n_tokens
 
-    def _traced_seconds(self, hop: Span, n_tokens: int) -> float:
-        """Measure the time of a traced pass through the sample; of the pass itself where it cannot be traced."""
-        if self._traced_sample is None:
-            try:
-                self._traced_sample = self._capture(hop)
-            except TRACER_ERRORS as failure:
-                logger.info("passes are not captured: %s", failure)
-                return self._trial.pass_seconds(hop, n_tokens)
-        traced = self._traced_sample
-        return self._trial.seconds(lambda pieces: self._ragged.run_captured(pieces, traced), hop, n_tokens)
+    def _rival_seconds(self, hop: Span, n_tokens: int) -> float:
+        """Measure the time of a traced pass through the same blocks; of the pass itself where it cannot be traced."""
+        rival = self._plan.rival
+        assert rival is not None
+        try:
+            backend = rival.build(hop)
+        except rival.errors as failure:
+            logger.info("%s cannot be timed: %s", rival.name, failure)
+            return self._trial.pass_seconds(hop, n_tokens)
+        return self._trial.seconds(backend.run, hop, n_tokens)
 
     def _choose(self) -> None:
-        why = f"time of one call against operators: {', '.join(self._findings)}"
-        self._findings = [why]
-        self._remembered.keep({"n_fused": self._n_fused, "why": why}, "quick", self._timing_key)
-        if self._n_fused:
-            self._add_last_steps(needs_traced=self._n_fused < MAX_CAPTURED)
+        self._reason = f"time of {self.candidate.name} against operators: {', '.join(self._findings)}"
+        if self._plan.remembered_as is not None:
+            result = {"most_tokens": self._most_tokens, "reason": self._reason}
+            self._remembered.keep(result, "backend", self.candidate.name, self._plan.remembered_as)
+        if not self._most_tokens:
+            raise CandidateRejected(self._reason)
+        self._add_last_steps()
+
+    def _add_last_steps(self) -> None:
+        hop = self._table.hop
+        for part in self._plan.parts:
+            stage = f"laying out block {part.start} of {hop}"
+            self.steps.append((stage, partial(self._build, part)))
+        self.steps.append(("comparing a whole pass", self._take))
+
+    def _build(self, hop: Span) -> None:
+        self.candidate.build(hop)
+
+    def _take(self) -> None:
+        """Have sessions computed by it, if a pass through the whole gives the same."""
+        hop = self._table.hop
+        if self._plan.final_sizes:
+            self._check(BackendCheck("", hop, self._plan.final_sizes))
+        backend = self.candidate.build(hop)
+        name = self.candidate.name if self.candidate.is_told else ""
+        row = TableRow(self._most_tokens, backend, name)
+        if self._plan.timed_hop == hop:  # it was timed beside what the table has
+            self._table.rows.insert(0, row)
         else:
-            self._give_up_fused(why)
+            self._table.rows.append(row)
+        self._tell(self._reason)
 
-    def _add_last_steps(self, *, needs_traced: bool) -> None:
-        for block in self._subject.span.blocks():
-            stage = f"laying out block {block} of [{self._subject.span.start},{self._subject.span.end})"
-            self._add_step(stage, partial(self._lay_out, block))
-        self._add_step("comparing a whole pass", self._use_fused)
-        if needs_traced:
-            self._add_step("writing down a pass", self._capture_span)
+    def reject(self, reason: str) -> None:
+        """Note why it is not taken."""
+        logger.info("%s is not taken: %s", self.candidate.name, reason)
+        self._tell(reason)
 
-    def _lay_out(self, block: int) -> None:
-        self._fused_pass(Span(block, block + 1))
+    def _tell(self, reason: str) -> None:
+        if self.candidate.is_told:
+            self._table.reason = reason
 
-    def _use_fused(self) -> None:
-        """Have sessions computed by the fused kernel, if a pass through the span gives the same."""
-        span = self._subject.span
-        fused = self._fused_pass(span)
-        self._refuse_wrong(self._trial.error(fused.run, span, checked=(1,)))
-        self.quick.fused = fused
-        self.quick.n_fused = self._n_fused
-        self.quick.why = self._findings[0]
-        self._layouts.clear()  # the pass has them
 
-    # --- a traced pass -----------------------------------------------------------------------------------------------
+class BackendSelection:
+    """The steps to faster backends: ``step()`` while ``has_steps``. They fill ``table``."""
 
-    def _capture(self, hop: Span) -> Pass:
-        """Trace a pass. Raises what a tracer does where it cannot."""
-        two = self._trial.examples(2, 0, hop)
-        three = self._trial.examples(3, 0, hop)
-        return self._ragged.capture(two, three, lambda hidden, positions: self._trial.forward(hidden, positions, hop))
+    def __init__(
+        self, candidates: Sequence[Candidate], trial: Trial, table: BackendTable, remembered: Measurements
+    ) -> None:
+        self.table = table
+        self._trial = trial
+        self._remembered = remembered
+        self._waiting = deque(candidates)
+        self._current: CandidateTrial | None = None
+        self._begin_next()
 
-    def _capture_span(self) -> None:
-        """Have sessions computed by a traced pass, if that gives what the pass itself gives."""
-        span = self._subject.span
+    @property
+    def has_steps(self) -> bool:
+        """Is there anything left to try?"""
+        return self._current is not None
+
+    @property
+    def stage(self) -> str:
+        """What the next step does."""
+        return self._current.steps[0][0] if self._current is not None else ""
+
+    @property
+    def needs_compiled(self) -> bool:
+        """Has the next step to wait for compiled code?"""
+        return self._current is not None and not self._current.candidate.is_compiled
+
+    def step(self) -> None:
+        """Make the next step; if it raises Preempted, it is still the next one."""
+        current = self._current
+        assert current is not None
         try:
-            captured = self._capture(span)
-            error = self._trial.error(lambda pieces: self._ragged.run_captured(pieces, captured), span, 0, (1, BETWEEN))
-        except TRACER_ERRORS as failure:
-            logger.info("passes are not captured: %s", failure)
-        else:
-            if error <= self._subject.tolerance:
-                self.quick.captured = captured
-            else:
-                logger.info("passes are not captured: a captured pass differs by %.2g", error)
-        if self._subject.record is not None:
-            self._add_step("recording a pass", self._record)
-
-    # --- on a card ---------------------------------------------------------------------------------------------------
-
-    def _record(self) -> None:
-        """Record the traced pass as a graph, where there is one and nothing is known that prevents it."""
-        quick = self.quick
-        trial = self._trial
-        span = self._subject.span
-        cache = trial.examples(1, 0, span)[0].cache
-        trouble = self._subject.trouble or self._attention_trouble(cache.is_plain and not cache.is_rounded)
-        if trouble or quick.captured is None:
-            quick.why = f"no one call: {trouble or 'passes are not captured'}"
-            return
-        assert self._subject.record is not None
-        try:
-            graph = self._subject.record(quick.captured)
-            checked = (*graph.timed, BETWEEN)
-            near_error = trial.error(graph.run, span, 0, checked)
-            error = max(near_error, trial.error(graph.run, span, trial.far))
-            if error <= self._fused_tolerance:
-                self._take_recorded(graph)
-            else:
-                quick.why = f"one call: it differs by {error:.2g}"
+            current.make_step()
         except torch.AcceleratorError:
             raise  # nothing will be computed by this process any more
-        except TRACER_ERRORS as failure:
-            logger.info("passes are not recorded: %s", failure)
-            quick.why = f"no one call: {str(failure)[:200]}"
+        except CandidateRejected as rejection:
+            self._reject(str(rejection))
+        except current.candidate.errors as failure:
+            self._reject(f"not {current.candidate.name}: {str(failure)[:200]}")
+        else:
+            if not current.steps:
+                self._begin_next()
 
-    def _take_recorded(self, graph: FusedBackend) -> None:
-        """Take what was recorded for as many tokens as it is worth."""
-        span = self._subject.span
-        traced = self.quick.captured
-        assert traced is not None
-        for n_tokens in graph.timed:
-            if n_tokens <= MAX_CAPTURED:
-                next_best_s = self._trial.seconds(
-                    lambda pieces: self._ragged.run_captured(pieces, traced), span, n_tokens
-                )
-            else:
-                next_best_s = self._trial.pass_seconds(span, n_tokens)
-            ratio = self._trial.seconds(graph.run, span, n_tokens) / next_best_s
-            self._findings.append(f"{ratio:.2f} for {n_tokens}")
-            if ratio > WORTH:
-                break
-            if n_tokens > MAX_CAPTURED:
-                error = self._trial.error_of_several(graph.run, span, n_tokens)
-                if not error <= self._fused_tolerance:
-                    self._findings.append(f"for {n_tokens} it gives something else")
-                    break
-            self.quick.fused = graph
-            self.quick.n_fused = n_tokens
-        self.quick.why = f"time of one call against operators: {', '.join(self._findings)}"
+    def go_without_compiled(self, why: str) -> None:
+        """Look for other backends, since nothing can be compiled here."""
+        if self._current is not None:
+            self._reject(f"not {self._current.candidate.name}: {why}")
+
+    def _reject(self, reason: str) -> None:
+        assert self._current is not None
+        self._current.reject(reason)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Go on with the next candidate that can be of use; what the one before has laid out is given back."""
+        self._current = None
+        while self._waiting and self._current is None:
+            candidate = self._waiting.popleft()
+            if candidate.is_wanted(self.table):
+                self._current = CandidateTrial(candidate, self._trial, self.table, self._remembered)
+
+
+def begin_selection(span: LoadedSpan) -> BackendSelection | None:
+    """Choose backends for passes through a whole span, from the beginning; None where sessions are computed alone."""
+    ragged = span.ragged
+    if ragged is None:
+        return None
+    span.forget_backends()
+    compute_dtype = torch.bfloat16 if span.options.is_rounded else span.dtype
+    subject = TrialSubject(
+        span=span.span,
+        blocks=span.blocks,
+        kinds=span.family.kinds,
+        sample=span.sample,
+        ragged=ragged,
+        shape=span.layers.shape,
+        device=span.device,
+        compute_dtype=compute_dtype,
+        traced_tolerance=SELF_TEST_TOLERANCE[compute_dtype],
+        timing_key=(*span.timing_key, span.layers.kernels.action, len(span.sample)),
+        cache_folder=span.options.cache_folder,
+        on_block=lambda: span.on_block(),  # looked up each time, so that it can be replaced
+    )
+    n_positions = getattr(text_config(span.model.config), "max_position_embeddings", None)
+    trial = Trial(partial(RaggedBackend, span.family, ragged), partial(_example_sessions, span), n_positions)
+    return BackendSelection(all_candidates(subject, trial), trial, span.table(span.span), span.options.remembered)
+
+
+def select_backends(span: LoadedSpan) -> None:
+    """Choose backends now, step after step."""
+    selection = begin_selection(span)
+    while selection is not None and selection.has_steps:
+        selection.step()
+
+
+def _example_sessions(span: LoadedSpan, n_sessions: int, position: int, hop: Span) -> list[SessionTokens]:
+    """Make sessions with 2, 3, ... past tokens from a position on, and a new token each; the same each time."""
+    rng = torch.Generator().manual_seed(0)
+    examples = []
+    for n_past in range(2, 2 + n_sessions):
+        hidden = span.family.random_hidden(1, n_past + 1, rng)
+        positions = position + torch.arange(n_past + 1, device=span.device).unsqueeze(0)
+        cache = span.new_cache(hop)
+        span.forward(hidden[:, :-1], positions[:, :-1], None, cache, 0, hop)
+        examples.append(SessionTokens(hidden[:, -1:], positions[:, -1:], cache, n_past))
+    return examples

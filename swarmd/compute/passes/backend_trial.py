@@ -15,34 +15,26 @@ from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.hardware.device import finish
 from swarmd.compute.linear.kernels import TIMED_BYTES
 from swarmd.compute.linear.quantize import relative_error
-from swarmd.compute.passes.backend import MAX_CAPTURED
-from swarmd.compute.passes.ragged import RaggedAttention
+from swarmd.compute.passes.backend import MAX_TRACED_TOKENS, RaggedBackend
 from swarmd.values import Span
 
-CHECKED = (1, 4, MAX_CAPTURED)  # tokens of passes that have to give the same
+CHECKED = (1, 4, MAX_TRACED_TOKENS)  # tokens of passes that have to give the same
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
 FAR = 4_096  # a position, where a model does not say how far it goes
 FROM_THE_END = 32  # positions that examples take
-Run = Callable[[list[SessionTokens]], list[torch.Tensor]]
+Run = Callable[[Sequence[SessionTokens]], list[torch.Tensor]]
 """Compute new tokens by some backend, and keep their keys and values."""
 Examples = Callable[[int, int, Span], list[SessionTokens]]
 """From n, position and hop: n sessions with some past and a new token each, the same ones each time."""
-Forward = Callable[[torch.Tensor, torch.Tensor, Span], torch.Tensor]
-"""The family's own pass: hidden [1, n, d], positions [1, n], hop to [1, n, d]."""
+Reference = Callable[[Span], RaggedBackend]
+"""From a hop: the family's own forward over several sessions in one row."""
 
 
 class Trial:
     """Compares backends on hops of one span with the family's own pass, which it times once for each size."""
 
-    def __init__(
-        self,
-        ragged: RaggedAttention,
-        forward: Forward,
-        examples: Examples,
-        n_positions: int | None,
-    ) -> None:
-        self._ragged = ragged
-        self.forward = forward
+    def __init__(self, reference: Reference, examples: Examples, n_positions: int | None) -> None:
+        self.reference = reference
         self.examples = examples
         self.far = max(0, (n_positions or FAR) - FROM_THE_END)
         self._pass_s: dict[tuple[int, Span], float] = {}
@@ -79,7 +71,7 @@ class Trial:
         reference: list[SessionTokens],
         hop: Span,
     ) -> list[float]:
-        pairs = zip(run(pieces), self.run_pass(reference, hop), strict=True)
+        pairs = zip(run(pieces), self.reference(hop).run(reference), strict=True)
         return [relative_error(out, expected) for out, expected in pairs]
 
     @torch.inference_mode()
@@ -98,12 +90,8 @@ class Trial:
         """Return the time of the family's own pass, measured once."""
         key = n_tokens, hop
         if key not in self._pass_s:
-            self._pass_s[key] = self.seconds(lambda pieces: self.run_pass(pieces, hop), hop, n_tokens)
+            self._pass_s[key] = self.seconds(self.reference(hop).run, hop, n_tokens)
         return self._pass_s[key]
-
-    def run_pass(self, pieces: list[SessionTokens], hop: Span) -> list[torch.Tensor]:
-        """Run the family's own pass."""
-        return self._ragged.run(pieces, lambda hidden, positions: self.forward(hidden, positions, hop))
 
 
 def _continue(pieces: Sequence[SessionTokens]) -> list[SessionTokens]:

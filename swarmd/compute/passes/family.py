@@ -1,11 +1,31 @@
-"""What a family's code says of itself: which arguments its decoder takes, and which of its blocks are made alike."""
+"""The family's own forward for any part of a span: hidden states in, hidden states out.
+
+Every owned block has a gate in front: the wire tensor enters at the first block of the hop and leaves after its
+last, and blocks outside the hop pass their input on. So a hop can be any part of the span, and what the family does
+around its layers does not matter here.
+
+    the family's forward     embed | layer 0 | ... | layer 4 | layer 5 | layer 6 | layer 7 | ... | norm
+    this span, [4, 8)        any     placeholders    gate      gate      gate      gate      placeholders
+    a hop, [5, 7)                                    passes on input -> ... -> output  passes on
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
+from swarmd.compute.cache.span_cache import SpanCache
+from swarmd.compute.model import skeleton
+from swarmd.errors import ConfigError
+from swarmd.values import Span
+
+PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)  # of families on probes
+MOST_ARITY = 3  # values that a block of any known family returns
 NUMBERS_OF_BLOCKS = ("layer_idx", "layer_id", "layer_index", "block_idx", "layer_number")
 
 
@@ -30,3 +50,157 @@ def kind_of(layer: Any) -> object:
         shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
         modules.append((name, type(module).__name__, sorted(settings.items(), key=str), shapes))
     return repr(modules)
+
+
+@dataclass(frozen=True, slots=True)
+class PassInputs:
+    """What a family's forward takes beside its hop: hidden [b, t, d], positions [b, t], mask [b, n_past + t]."""
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor | None = None
+    cache: Any = None
+    """The library's own, of all layers."""
+
+
+class FamilyForward:
+    """The forward of one hollow model, in whose blocks it sets gates. ``on_block`` is called after each block."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        span: Span,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_block: Callable[[], None],
+    ) -> None:
+        self.config = model.config
+        self.span = span
+        self.dtype = dtype
+        self.device = device
+        self.hidden_size = int(skeleton.text_config(self.config).hidden_size)
+        self.layer_arity = 0  # how many values a block of this family returns; 0 is a bare tensor
+        self.can_append_chunks = True  # may a session that has tokens get several more in one pass?
+        self._on_block = on_block
+        self._decoder = model.get_decoder()
+        self._layers = skeleton.decoder_layers(model)
+        self._arguments = accepted_arguments(self._decoder.forward)
+        self._hop = span
+        self._input: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
+        self._extra_outputs: tuple[Any, ...] = ()  # what the hop's last block returned beside hidden states
+        for block in span.blocks():
+            layer = self._layers[block]
+            layer.forward = self._gate(block, layer.forward)
+        self._find_arity()
+
+    @property
+    def kinds(self) -> list[Span]:
+        """Hops of one block of each kind: a test of it holds for all blocks that are made alike."""
+        first_of_kind: dict[object, Span] = {}
+        for block in self.span.blocks():
+            first_of_kind.setdefault(kind_of(self._layers[block]), Span(block, block + 1))
+        return list(first_of_kind.values())
+
+    def compute(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: SpanCache | None,
+        n_past: int,
+        hop: Span,
+    ) -> torch.Tensor:
+        """Compute tokens behind the ``n_past`` of a cache: hidden [b, t, d], mask [b, n_past + t] -> [b, t, d]."""
+        n_tokens = hidden.shape[1]
+        if cache is not None and n_past and n_tokens > 1 and not self.can_append_chunks:
+            outs = []
+            for n in range(n_tokens):
+                token = slice(n, n + 1)
+                token_mask = None if mask is None else mask[:, : n_past + n + 1]
+                outs.append(self.compute(hidden[:, token], positions[:, token], token_mask, cache, n_past + n, hop))
+            return torch.cat(outs, 1)
+        if cache is not None:
+            cache.see(n_past)
+        return self.run(PassInputs(hidden, positions, mask, cache.cache if cache else None), hop)
+
+    def run(self, inputs: PassInputs, hop: Span, embedded: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the family's own forward; ``embedded`` is what it takes for the embedding, and must not matter."""
+        self._input = inputs.hidden
+        self._hop = hop
+        arguments = {
+            "inputs_embeds": inputs.hidden if embedded is None else embedded,
+            "attention_mask": inputs.mask,
+            "position_ids": inputs.positions,
+            "past_key_values": inputs.cache,
+            "cache_params": inputs.cache,
+            "use_cache": inputs.cache is not None,
+        }
+        self._decoder(**{k: v for k, v in arguments.items() if k in self._arguments})
+        out = self._output
+        self._input = None
+        self._output = None
+        assert out is not None
+        return out
+
+    def run_after_another_block(self, inputs: PassInputs) -> torch.Tensor:
+        """Compute the only block, and have the one before it hand on other numbers than None beside hidden states."""
+        previous_block: Any = self._layers[self.span.start - 1]
+        previous_block.beside = tuple(
+            torch.randn_like(value) if torch.is_tensor(value) and value.is_floating_point() else value
+            for value in self._extra_outputs
+        )
+        out = self.run(inputs, self.span)
+        previous_block.beside = ()
+        return out
+
+    def example(self, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make hidden states [1, t, d] of zeros and positions [1, t]."""
+        hidden = torch.zeros(1, n_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+        return hidden, torch.arange(n_tokens, device=self.device).unsqueeze(0)
+
+    def random_hidden(self, b: int, t: int, rng: torch.Generator) -> torch.Tensor:
+        """Make hidden states [b, t, d], the same for equal generators."""
+        hidden = torch.randn(b, t, self.hidden_size, generator=rng)
+        return hidden.to(self.dtype).to(self.device)
+
+    def _gate(self, block: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a block's forward: it takes the hop's input where the hop begins, and keeps its output at the end."""
+
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            if not self._hop.start <= block < self._hop.end:
+                return self._pass_on(args[0] if args else kwargs["hidden_states"])
+            if block == self._hop.start and args:
+                args = (self._input, *args[1:])
+            elif block == self._hop.start:
+                kwargs["hidden_states"] = self._input
+            out = forward(*args, **kwargs)
+            if block == self._hop.end - 1:
+                self._output = out[0] if isinstance(out, tuple) else out
+                self._extra_outputs = out[1:] if isinstance(out, tuple) else ()
+            self.layer_arity = len(out) if isinstance(out, tuple) else 0
+            self._on_block()
+            return out
+
+        return gated
+
+    def _pass_on(self, hidden: torch.Tensor) -> Any:
+        return (hidden, *(None,) * (self.layer_arity - 1)) if self.layer_arity else hidden
+
+    @torch.inference_mode()
+    def _find_arity(self) -> None:
+        """Learn by probing whether this family's layers return a tensor or a tuple, and of how many."""
+        failure: Exception | None = None
+        for arity in range(MOST_ARITY + 1):
+            for layer in self._layers:
+                if isinstance(layer, skeleton.Stub):
+                    layer.returns_tuple = arity
+            try:
+                self.run(PassInputs(*self.example(2)), self.span)
+            except PROBE_ERRORS as error:
+                failure = failure or error
+                continue
+            if self.layer_arity == arity:
+                return
+        family = type(self.config).__name__
+        raise ConfigError(f"{family}: its blocks fail on hidden states alone ({failure}): unsupported family")

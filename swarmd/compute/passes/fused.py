@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from swarmd.compute.cache.kvcache import SpanCache
-from swarmd.compute.cache.pieces import SessionTokens, in_one_row, of_each
-from swarmd.compute.cache.positions import Numbers, keep, make_room
+from swarmd.compute.cache.pieces import SessionTokens, join_rows, split_row
+from swarmd.compute.cache.positions import Numbers, count_written, make_room
+from swarmd.compute.cache.span_cache import SpanCache
 from swarmd.compute.compiled import layout
 from swarmd.compute.compiled.build import NotFused, compiling
 from swarmd.compute.hardware.device import free_memory_bytes
@@ -74,16 +74,16 @@ class FusedPass:
     pool: ThreadPool
 
     @property
-    def timed(self) -> Sequence[int]:
-        """Tokens of passes that are worth timing, as many as it may be taken for."""
-        return TIMED
-
-    @property
     def longest(self) -> int:
         """New tokens of one session that it is worth taking for."""
         return LONGEST
 
-    def takes(self, caches: Sequence[SpanCache]) -> bool:
+    @property
+    def is_reentrant(self) -> bool:
+        """It shares nothing with other passes, so that it may run in their midst."""
+        return True
+
+    def supports(self, caches: Sequence[SpanCache]) -> bool:
         """Do all sessions keep plain keys and values as this reads them, and have some?"""
         dtype = torch.int8 if self.shape[layout.KEPT] == layout.INT8 else self.dtype
         layers = [layer for cache in caches for layer in cache.owned]
@@ -93,7 +93,7 @@ class FusedPass:
 
     def run(self, pieces: Sequence[SessionTokens]) -> list[torch.Tensor]:
         """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
-        hidden, positions = in_one_row(pieces)
+        hidden, positions = join_rows(pieces)
         x = hidden[0].float()
         kv_places, counts = make_room(pieces)
         room = torch.empty(len(x) * layout.n_shared(self.shape)).numpy()
@@ -105,9 +105,9 @@ class FusedPass:
             self.run_blocks(self.shape, self.floats, self.table, self.frequencies, x.numpy(), of_pass, share)
 
         self.pool.run(len(x), run_share)
-        keep(pieces)
+        count_written(pieces)
         self.on_pass()
-        return of_each(x.to(self.dtype), pieces)
+        return split_row(x.to(self.dtype), pieces)
 
 
 @dataclass(frozen=True, slots=True)

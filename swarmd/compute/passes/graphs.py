@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from swarmd.compute.cache.kvcache import SlabLayer, SpanCache
-from swarmd.compute.cache.pieces import SessionTokens, in_one_row, of_each
-from swarmd.compute.cache.positions import keep, make_room
+from swarmd.compute.cache.kvcache import SlabLayer
+from swarmd.compute.cache.pieces import SessionTokens, join_rows, split_row
+from swarmd.compute.cache.positions import count_written, make_room
+from swarmd.compute.cache.span_cache import SpanCache
 from swarmd.compute.cuda.attention import Attention
 from swarmd.compute.passes.ragged import RaggedAttention
 from swarmd.compute.passes.traced import Pass
@@ -75,8 +76,8 @@ class GraphedPass:
         self._recorded = {n: self._record(n) for n in SIZES}
 
     @property
-    def timed(self) -> Sequence[int]:
-        """Tokens of passes that are worth timing, as many as it may be taken for."""
+    def sizes(self) -> Sequence[int]:
+        """New tokens of the passes that are recorded."""
         return SIZES
 
     @property
@@ -84,18 +85,23 @@ class GraphedPass:
         """New tokens of one session that it is worth taking for."""
         return SIZES[-1]
 
-    def takes(self, caches: Sequence[SpanCache]) -> bool:
+    @property
+    def is_reentrant(self) -> bool:
+        """Graphs write to memory of their own, one at a time."""
+        return False
+
+    def supports(self, caches: Sequence[SpanCache]) -> bool:
         """Do all sessions keep plain keys and values, and have some, on their own?"""
         return all(self._can_read(layer) for cache in caches for layer in cache.owned)
 
     def _can_read(self, layer: object) -> bool:
-        if type(layer) is not SlabLayer or layer.beginning is not None:
+        if type(layer) is not SlabLayer or layer.prefix is not None:
             return False
         return layer.has_shape and layer.dtype == self._sample.dtype
 
     def run(self, pieces: Sequence[SessionTokens]) -> list[torch.Tensor]:
         """Compute the new tokens of all pieces, each [b, t, d], and keep their keys and values."""
-        hidden, positions = in_one_row(pieces)
+        hidden, positions = join_rows(pieces)
         n = hidden.shape[1]
         size = next(size for size in SIZES if size >= n)
         recorded = self._recorded[size]
@@ -108,9 +114,9 @@ class GraphedPass:
         recorded.positions[:, :n] = positions
         recorded.replay()
         out = recorded.out[0, :n].clone()
-        keep(pieces)
+        count_written(pieces)
         self._on_pass()
-        return of_each(out, pieces)
+        return split_row(out, pieces)
 
     def _record(self, n: int) -> _RecordedGraph:
         """Record a pass over n tokens.

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from subprocess import Popen
 
-from swarmd.compute.passes.backend_selection import Preempted
+from swarmd.compute.hardware.preemption import Preempted
+from swarmd.compute.passes.backend_selection import begin_selection
 from swarmd.compute.passes.quantisation_error import measure_quantization
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.protocol.wire.worker import Improved
@@ -26,11 +27,11 @@ class Improvements:
     def __init__(self, span: LoadedSpan, folder: Path, compiler: Popen[bytes] | None) -> None:
         self.news: list[Improved] = []
         self._span = span
-        self._selection = span.quickening()
+        self._selection = begin_selection(span)
         self._compiler = compiler
         self._folder = folder
         self._measurement: Iterator[float | None] | None = None
-        if span.is_rounded:
+        if span.options.is_rounded:
             self._measurement = measure_quantization(span, folder)
         self._error: float | None = None
 
@@ -77,7 +78,7 @@ class Improvements:
             return False
         if self._compiler is not None and self._compiler.poll() is None:
             return True
-        self._selection.do_without_call("nothing can be compiled here: docs/operating.md")
+        self._selection.go_without_compiled("nothing can be compiled here: docs/operating.md")
         return False
 
     def _report(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from swarmd.compute.linear.quantize import relative_error
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions
 from swarmd.errors import ConfigError
 from swarmd.values import Span
 
@@ -32,7 +32,7 @@ def measure_quantization(span: LoadedSpan, folder: Path) -> Iterator[float | Non
     Ends with None when not even one block fits into memory unquantised.
     """
     rng = torch.Generator().manual_seed(2)
-    zeros, positions = span.example(16)
+    zeros, positions = span.family.example(16)
     hidden = torch.randn(zeros.shape, generator=rng).to(zeros)
     cache = span.new_cache()
     half = hidden.shape[1] // 2
@@ -42,10 +42,11 @@ def measure_quantization(span: LoadedSpan, folder: Path) -> Iterator[float | Non
     expected = hidden
     # The probe passes through one unquantised block after the other; each is freed before the next is loaded, since
     # the whole span unquantised may not fit into memory.
+    options = LoadOptions(device=str(span.device), has_plain_layers=True)
     for block in span.span.blocks():
         yield None
         try:
-            unquantised = LoadedSpan(folder, Span(block, block + 1), span.dtype, str(span.device), is_quick=False)
+            unquantised = LoadedSpan(folder, Span(block, block + 1), span.dtype, options)
         except ConfigError as error:
             logger.info("the loss of quantising is not measured: %s", error)
             yield None

@@ -15,7 +15,7 @@ self-test and are served one session at a time. docs/performance.md compares thi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,8 +28,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swarmd.compute.cache import shared_prefix
-from swarmd.compute.cache.kvcache import SlabLayer, SpanCache
-from swarmd.compute.cache.pieces import SessionTokens, in_one_row, of_each
+from swarmd.compute.cache.kvcache import SlabLayer
+from swarmd.compute.cache.pieces import SessionTokens, join_rows, split_row
+from swarmd.compute.cache.span_cache import SpanCache
 from swarmd.compute.model.skeleton import text_config
 from swarmd.compute.passes import traced
 from swarmd.compute.passes.traced import Pass
@@ -47,14 +48,14 @@ class RaggedAttention:
         self._name = f"swarmd_ragged_{id(self)}"
         self._cuts: list[tuple[SessionTokens, slice]] = []
         self._on_layer = on_layer
-        self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
+        self._masks = _PassMasks(self._original == "eager")
         self._sites: dict[int, tuple[Any, Callable[..., Any], dict[str, Any]]] = {}
         self._is_capturing = False
         self._attend_by: traced.Attend = self._attend_sessions
         self.cache = Cache(layers=[_PassThrough() for _ in range(self._config.num_hidden_layers)])
         ALL_ATTENTION_FUNCTIONS.register(self._name, self._attend)
 
-    def run(self, pieces: list[SessionTokens], forward: Pass) -> list[torch.Tensor]:
+    def run(self, pieces: Sequence[SessionTokens], forward: Pass) -> list[torch.Tensor]:
         """Call ``forward(hidden [1, n, d], positions [1, n])`` with all pieces in one row; returns a part for each."""
         hidden, positions = self._lay_out(pieces)
         self._config._attn_implementation = self._name
@@ -63,16 +64,16 @@ class RaggedAttention:
         finally:
             self._config._attn_implementation = self._original
             self._forget_pieces()
-        return of_each(out[0], pieces)
+        return split_row(out[0], pieces)
 
-    def run_captured(self, pieces: list[SessionTokens], captured: Pass) -> list[torch.Tensor]:
-        """Do the same by a captured pass."""
+    def run_traced(self, pieces: Sequence[SessionTokens], traced_pass: Pass) -> list[torch.Tensor]:
+        """Do the same by a traced pass."""
         hidden, positions = self._lay_out(pieces)
         try:
-            out = captured(hidden, positions)
+            out = traced_pass(hidden, positions)
         finally:
             self._forget_pieces()
-        return of_each(out[0], pieces)
+        return split_row(out[0], pieces)
 
     @property
     def is_plain(self) -> bool:
@@ -92,20 +93,20 @@ class RaggedAttention:
 
     @contextmanager
     def attending_by(self, attend: traced.Attend) -> Iterator[None]:
-        """Within, captured passes attend by another function."""
+        """Within, traced passes attend by another function."""
         self._attend_by = attend
         try:
             yield
         finally:
             self._attend_by = self._attend_sessions
 
-    def capture(self, two: list[SessionTokens], three: list[SessionTokens], forward: Pass) -> Pass:
+    def trace(self, two: list[SessionTokens], three: list[SessionTokens], forward: Pass) -> Pass:
         """Trace passes over 2 and 3 tokens, for any number. Raises RuntimeError and others where it cannot."""
-        graph_of_two = self._trace(two, forward)
-        graph_of_three = self._trace(three, forward)
+        graph_of_two = self._record(two, forward)
+        graph_of_three = self._record(three, forward)
         return traced.capture(graph_of_two, graph_of_three, {traced.ATTEND: self._attend_layer})
 
-    def _trace(self, pieces: list[SessionTokens], forward: Pass) -> fx.GraphModule:
+    def _record(self, pieces: list[SessionTokens], forward: Pass) -> fx.GraphModule:
         hidden, positions = self._lay_out(pieces)
         self._config._attn_implementation = self._name
         self._is_capturing = True
@@ -116,18 +117,18 @@ class RaggedAttention:
             self._config._attn_implementation = self._original
             self._forget_pieces()
 
-    def _lay_out(self, pieces: list[SessionTokens]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _lay_out(self, pieces: Sequence[SessionTokens]) -> tuple[torch.Tensor, torch.Tensor]:
         """Put all tokens in one row: hidden [1, n, d], positions [1, n]; remembers where each session's are."""
         begin = 0
         for piece in pieces:
             end = begin + piece.n_tokens
             self._cuts.append((piece, slice(begin, end)))
             begin = end
-        return in_one_row(pieces)
+        return join_rows(pieces)
 
     def _forget_pieces(self) -> None:
         self._cuts = []
-        self._masks = {}
+        self._masks = _PassMasks(self._original == "eager")
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
@@ -181,12 +182,12 @@ class RaggedAttention:
             is_slab = function is _attend_packed and isinstance(cache_layer, SlabLayer)
             if is_slab and _pays_in_parts(cache_layer, queries, new_keys, new_values):
                 prefix, own_part = cache_layer.append_behind(new_keys, new_values)
-                mask = self._mask(piece, own_part[0].shape[2], None)
+                mask = self._masks.find(piece, own_part[0].shape[2], None)
                 in_parts[len(outs)] = shared_prefix.AttentionRow(queries, prefix, own_part, mask)
                 outs.append(queries)  # its place; replaced below
                 continue
             keys, values = cache_layer.update(new_keys, new_values)
-            mask = self._mask(piece, keys.shape[2], getattr(cache_layer, "sliding_window", None))
+            mask = self._masks.find(piece, keys.shape[2], getattr(cache_layer, "sliding_window", None))
             out, _ = function(module, queries, keys, values, mask, **kwargs)
             if len(out) > 1:  # several rows of a session become one
                 out = out.reshape(1, cut.stop - cut.start, *out.shape[2:])
@@ -203,7 +204,15 @@ class RaggedAttention:
         function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self._original, eager)
         return function
 
-    def _mask(self, piece: SessionTokens, n_keys: int, window: int | None) -> torch.Tensor | None:
+
+class _PassMasks:
+    """The causal masks of one pass: most layers and sessions take the same ones."""
+
+    def __init__(self, is_eager: bool) -> None:
+        self._is_eager = is_eager
+        self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
+
+    def find(self, piece: SessionTokens, n_keys: int, window: int | None) -> torch.Tensor | None:
         """Tell which of the last ``n_keys`` keys each new token may see: [1, 1, t, n_keys], or None for all."""
         t = piece.hidden.shape[1]
         if t == 1:
@@ -217,7 +226,7 @@ class RaggedAttention:
             allowed = keys <= queries
             if window is not None:
                 allowed &= keys > queries - window
-            if self._original == "eager":
+            if self._is_eager:
                 lowest = torch.finfo(piece.hidden.dtype).min
                 allowed = torch.zeros_like(allowed, dtype=piece.hidden.dtype).masked_fill(~allowed, lowest)
             self._masks[key] = allowed[None, None]
@@ -271,7 +280,7 @@ def _pays_in_parts(cache_layer: SlabLayer, query: torch.Tensor, key: torch.Tenso
     """Is the past of all new tokens long, or shared with other sessions? A layer with slabs has no window."""
     if query.device.type != "cpu" or key.shape[3] != value.shape[3]:
         return False
-    if cache_layer.beginning is not None:
+    if cache_layer.prefix is not None:
         return True
     return query.shape[2] > 1 and cache_layer.get_seq_length() >= LONG_PAST
 

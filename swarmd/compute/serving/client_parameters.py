@@ -12,13 +12,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
 from swarmd.compute.cache.adapters import DTYPES, LoraUpdates
-from swarmd.compute.cache.kvcache import SpanCache
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.errors import Code, ConfigError, Refused
 from swarmd.values import Span
@@ -42,7 +42,7 @@ class ClientParameters:
         """Return a block's leaves by name; a block may have none."""
         return self.leaves.get(block, {})
 
-    def fill(self, cache: SpanCache, blocks: range, n_rows: int) -> None:
+    def fill(self, cache: Any, blocks: range, n_rows: int) -> None:
         """Put the prefix in front of an empty cache of ``blocks``."""
         if not self.n_prefix:
             return

@@ -1,507 +1,156 @@
-"""All sessions of one worker: ops wait in a queue for each session, passes take from all of them.
+"""The face of an engine: what computes the blocks of a span in a worker, whichever library it is.
 
-Frames go in by ``take``, ``run_pass`` computes one pass (``plan.chains.batching`` says of what), and ``settle`` keeps
-what it gave while that is on its way; each gives the frames to send. With ``can_interleave`` the listener of
-``on_block`` may call ``run_interleaved``: steps of others need not wait for the end of a prompt's pass. No sockets and
-no clock but the one that passes are timed with, so that simulated workers run it too.
+The scheduler and its sessions know nothing else of it: no modules, no families, no kernels. An engine is loaded by
+``engines.load_engine``. What not every engine can (fine-tuning, a head, faster backends later) is beside it in a
+``LoadedEngine``.
+
+    frames -> Worker -> Scheduler -> HopSession           which ops are computed together, and what is answered
+                            |            |
+                          run(pieces)  SessionCache       how: torch (``passes.span.LoadedSpan``), or another library
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from swarmd.compute.hardware.device import finish
-from swarmd.compute.model.head import LogitsHead
-from swarmd.compute.passes.span import LoadedSpan
-from swarmd.compute.serving.client_parameters import NOTHING, ClientParameters
-from swarmd.compute.serving.session import HopSession
-from swarmd.errors import Code, Refused, RemoteProtocolError
-from swarmd.plan.chains.batching import (
-    ACTIVE_PASSES,
-    MIN_ACTIVE_S,
-    PassShare,
-    ReadyOp,
-    Speed,
-    can_admit_steps,
-    choose_pass,
-    choose_steps,
-    patience_s,
-)
-from swarmd.plan.chains.prefixes import Prefixes
-from swarmd.protocol.wire import messages
+from swarmd.compute.cache.pieces import SessionTokens
+from swarmd.compute.cache.session_cache import SessionCache
+from swarmd.compute.serving.client_parameters import ClientParameters
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import (
-    CachePart,
-    CloseSession,
-    HandOver,
-    Op,
-    OpenSession,
-    Replay,
-    Replayed,
-    WantTokens,
-)
-from swarmd.protocol.wire.worker import Done, WorkerMessage
+from swarmd.protocol.wire.worker import Improved, Loaded, WorkerMessage
 from swarmd.values import Span
-from swarmd.wire.history import Budget
 
-logger = logging.getLogger(__name__)
-
-MOST_IMMEDIATE_S = 0.05  # of work without tokens (edits, replays) for one client between two passes; the rest waits
-_SMOOTHING = 0.2  # weight of the newest pass in what a pass is expected to take
 PASS_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError)  # torch's own, out of memory too
-Key = tuple[bytes, int]
-FindTuned = Callable[[bytes, bytes, Span], ClientParameters]  # by client, version and hop; raises Refused
 
 
-def _none_held(client: bytes, version: bytes, hop: Span) -> ClientParameters:
-    return NOTHING
+class Adapters(Protocol):
+    """The LoRA adapters that are loaded beside an engine's blocks."""
+
+    def __contains__(self, adapter: str) -> bool: ...
+
+    def get(self, adapter: str) -> Any:
+        """Return what passes of sessions with this adapter are given (``SessionTokens.lora``); None if not loaded."""
+
+    def load(self, adapter: str, shards: Sequence[Path], raw_config: bytes) -> None:
+        """Load an adapter. Raises ConfigError for one that cannot be used here."""
 
 
-@dataclass(slots=True)
-class _WaitingOp:
-    """A message that waits for its turn; ``order`` is a running number, ``came_at`` a time of the engine's clock."""
+class Engine(Protocol):
+    """Blocks of one model, loaded. Hidden states are tensors [b, t, d] of ``dtype`` on ``device``."""
 
-    message: Op | Replay | HandOver | CachePart | WantTokens
-    payload: memoryview
-    order: int
-    came_at: float
+    on_block: Callable[[], None]
+    """Called whenever a part of a pass is done: the worker gives signs of life, and lets other sessions in."""
+
+    @property
+    def span(self) -> Span:
+        """The blocks that are here; a hop is any part of them."""
+
+    @property
+    def n_layers(self) -> int:
+        """Blocks of the whole model."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The d of hidden states."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of hidden states."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where hidden states are taken and given."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters that sessions may name."""
+
+    @property
+    def can_batch(self) -> bool:
+        """May several sessions be computed in one pass?"""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """May sessions have a common prefix in memory once?"""
+
+    @property
+    def interleaved_tokens(self) -> int:
+        """New tokens that can be computed in the midst of another pass; 0 where none can."""
+
+    def can_interleave(self, n_tokens: int, hop: Span, cache: Any) -> bool:
+        """Can so many new tokens with this cache be computed in the midst of another pass?"""
+
+    def new_cache(self, hop: Span, max_tokens: int) -> SessionCache:
+        """Make an empty cache for a session that reserves so many tokens."""
+
+    def example_cache(self, hop: Span, n_tokens: int = 1) -> SessionCache:
+        """Make a cache with some tokens in it, to compare with what other workers hand over."""
+
+    def run(self, pieces: Sequence[SessionTokens], hop: Span) -> list[torch.Tensor]:
+        """Compute the new tokens of some sessions; returns [b, t, d] for each. Raises one of PASS_ERRORS.
+
+        Where ``SessionTokens.is_alone`` is set the same tokens give the same bits whenever they are computed.
+        """
 
 
-# The life of an op in here:
-#
-#     take --> queue of its session --> begin (edits at once) --> pass, pass, ... --> answer --> settle
-#                                       ^                         a share of its tokens each     |
-#                                       +---------------- the session's next op <----------------+
-#
-# Invariants: at most one op of a session is begun, the first of its queue. ``_served`` counts the tokens of each
-# client, divided by its weight, and the client with the fewest comes first; who was idle is set to the least of those
-# that were not, so that nobody saves up a claim. An error of a pass ends the sessions in it, and no others.
-#
-# While a long prompt is computed, others wait only for a block: ``on_block`` lets their steps in (``run_interleaved``),
-# as long as one fused kernel computes them. ``_passing`` holds the sessions of the interrupted pass, which nothing in
-# between may touch.
-class Engine:
-    """See the module. ``handled`` counts the frames whose work is done."""
+class Head(Protocol):
+    """Norm and head behind the last block."""
 
-    def __init__(
-        self,
-        span: LoadedSpan,
-        budget: Budget,
-        clock: Callable[[], float] = time.perf_counter,
-        can_interleave: bool = False,
-        head: LogitsHead | None = None,
-    ) -> None:
-        self.span = span
-        self._head = head
-        self._may_interleave = can_interleave
-        self._passing: set[Key] = set()
-        self._passing_since = 0.0
-        self._interleaved_s = 0.0
-        self.handled = 0
-        self._budget = budget
-        self._clock = clock
-        self._sessions: dict[Key, HopSession] = {}
-        self._queues: dict[Key, list[_WaitingOp]] = {}
-        self._served: dict[bytes, float] = {}
-        self._immediate_s: dict[bytes, float] = {}  # since the last pass, by client
-        self._weights: dict[bytes, float] = {}
-        self._speed = Speed(0.01, 0.001)
-        self._n_taken = 0
-        self._answered: list[Key] = []
-        self._stepped_at: dict[Key, float] = {}
-        self._idle_since: float | None = None
-        self._prefixes: Prefixes[Key] = Prefixes()
-        self.n_reused = 0
+    def largest(self, rows: Sequence[torch.Tensor]) -> list[bytes]:
+        """Turn what the last block gave, [t, d] each, into the largest logits of each token, packed (wire.top)."""
+
+
+class FineTuning(Protocol):
+    """Forward and backward of clients' micro-batches. ``handled`` counts the frames whose work is done."""
+
+    handled: int
 
     @property
     def has_work(self) -> bool:
-        """Does anything wait to be computed?"""
-        return bool(self._queues)
+        """Does any pass wait?"""
 
-    def take(
-        self,
-        message: WorkerMessage,
-        frame: Frame,
-        tuned: FindTuned = _none_held,
-    ) -> Iterator[bytes]:
-        """Take one frame in: queue work, do at once what is none. Yields answers.
+    def take(self, message: WorkerMessage, frame: Frame) -> Iterator[bytes] | None:
+        """Take one frame in and give the answers to send; None when it is not about fine-tuning."""
 
-        ``tuned`` finds a client's own parameters, for sessions that use them.
-        """
-        if isinstance(message, Op | Replay | HandOver | CachePart | WantTokens):
-            yield from self._enqueue_op(message, frame.payload)
-            return
-        if isinstance(message, OpenSession):
-            self._drop_session((message.session, message.start))
-            yield messages.encode_frame(Done(session=message.session, start=message.start))  # what comes is of this one
-            try:
-                self._open_session(message, tuned)
-            except (Refused, *PASS_ERRORS, LookupError) as error:
-                yield self._refuse_message(message, Refused(Code.SESSION_LOST, str(error)[:500]))
-                return
-        elif isinstance(message, CloseSession):
-            self._drop_session((message.session, message.start))
-        self.handled += 1
+    def tuned(self, client: bytes, version: bytes, hop: Span) -> ClientParameters:
+        """Return a client's own parameters for a hop. Raises Refused where they are not held."""
 
-    def _enqueue_op(
-        self, message: Op | Replay | HandOver | CachePart | WantTokens, payload: memoryview
-    ) -> Iterator[bytes]:
-        """Put work into its session's queue, and begin it if nothing else of the session is computed."""
-        key = (message.session, message.start)
-        if key not in self._sessions:
-            text = f"no session {message.session.hex()[:8]} at block {message.start} in this worker"
-            yield self._refuse_message(message, Refused(Code.NO_SESSION, text))
-            return
-        self._n_taken += 1
-        if key not in self._queues:  # who was idle has no claim on what others were given meanwhile
-            client = self._sessions[key].client
-            active = [self._served[self._sessions[k].client] for k in self._queues]
-            self._served[client] = max(self._served[client], min(active, default=0.0))
-        waiting = _WaitingOp(message, payload, self._n_taken, self._clock())
-        self._queues.setdefault(key, []).append(waiting)
-        if not self._sessions[key].is_computing:
-            yield from self._begin_waiting(key)
+    def run_slice(self) -> Iterator[bytes]:
+        """Compute a short while."""
 
-    def _open_session(self, message: OpenSession, tuned: FindTuned) -> None:
-        """Open a session. Raises Refused, or what a span raises."""
-        key = (message.session, message.start)
-        if message.adapter and message.adapter not in self.span.adapters:
-            raise Refused(Code.SESSION_LOST, f"the adapter {message.adapter[:12]} is not loaded")
-        parameters = tuned(message.client, message.tuned, Span(message.start, message.end))
-        if parameters.n_prefix >= message.max_tokens:
-            text = f"a prefix of {parameters.n_prefix} in a session of {message.max_tokens}"
-            raise Refused(Code.TOO_LONG, text)
-        self._sessions[key] = HopSession(self.span, message, self._budget, parameters)
-        self._served.setdefault(message.client, min(self._served.values(), default=0.0))
-        self._weights[message.client] = message.weight
 
-    def patience_s(self) -> float:
-        """Return how long to wait for more work before the next pass."""
-        now = self._clock()
-        self._idle_since = now if self._idle_since is None else self._idle_since
-        ready = [self._describe_next(key) for key in self._queues]
-        if any(not r.is_decode or not r.can_share for r in ready):
-            return 0.0
-        idle_s = now - self._idle_since
-        return patience_s(len(ready), self._n_active(now), idle_s, self._speed)
+class BackgroundWork(Protocol):
+    """What an engine does for itself while nobody waits, in short steps: it becomes faster, or measures."""
 
-    def _n_active(self, now: float) -> int:
-        """Return how many sessions decode: they made a step a short time ago."""
-        recent = now - max(MIN_ACTIVE_S, ACTIVE_PASSES * self._speed.decode_pass_s)
-        return sum(stepped_at > recent for stepped_at in self._stepped_at.values())
-
-    def run_pass(self) -> Iterator[bytes]:
-        """Compute one pass over what is ready."""
-        self._immediate_s.clear()
-        yield from self._reuse_prefixes()
-        ready = [self._describe_next(key) for key in self._queues if self._sessions[key].tokens_left]
-        n_active = self._n_active(self._clock())
-        steps = {r.key: r.b * r.t for r in ready if r.is_decode}
-        has_prompts = len(steps) < len(ready)
-        can_let_in = has_prompts and self._can_interleave and sum(steps.values()) <= self.span.n_by_one_call
-        can_let_in = can_let_in and all(map(self._is_interleavable, steps))
-        shares = choose_pass(ready, self._served, self._speed, n_active, can_let_in).action
-        computed = {share.key for share in shares}
-        has_prompt = bool(computed - steps.keys())
-        self._idle_since = None
-        self._interleaved_s = 0.0
-        self._passing = computed if has_prompt else set()
-        self._passing_since = self._clock()
-        try:
-            yield from self._run_shares(ready, shares)
-        finally:
-            self._passing = set()
+    news: list[Improved]
 
     @property
-    def is_open_to_steps(self) -> bool:
-        """Is it in the midst of a pass over a prompt, that steps of others can come in?"""
-        return bool(self._passing) and self._can_interleave
+    def is_done(self) -> bool:
+        """Is nothing left to do?"""
 
-    @property
-    def _can_interleave(self) -> bool:
-        return self._may_interleave and self.span.n_by_one_call > 0
-
-    def run_interleaved(self) -> Iterator[bytes]:
-        """Compute the steps that are ready, in the midst of a pass over a prompt, by one call. ``settle`` follows."""
-        now = self._clock()
-        if not can_admit_steps(self._interleaved_s, now - self._passing_since - self._interleaved_s):
-            return
-        waiting_keys = self._queues.keys() - self._passing
-        candidates = [self._describe_next(key) for key in waiting_keys if self._sessions[key].tokens_left]
-        steps = [r for r in candidates if r.is_decode and self._is_interleavable(r.key)]
-        if not steps:
-            return
-        waited_s = now - min(self._queues[step.key][0].came_at for step in steps)
-        if patience_s(len(steps), self._n_active(now), waited_s, self._speed):
-            return
-        passing = self._passing
-        self._passing = set()
-        try:
-            yield from self._run_shares(steps, choose_steps(steps, self.span.n_by_one_call))
-        finally:
-            self._passing = passing
-            self._interleaved_s += self._clock() - now
-
-    def _is_interleavable(self, key: Key) -> bool:
-        """Can its step be computed in the midst of a pass, and is there nothing but steps behind it?"""
-        if not self._sessions[key].is_interleavable:
-            return False
-        return all(isinstance(waiting.message, Op) for waiting in self._queues[key])
-
-    def _run_shares(
-        self,
-        ready: list[ReadyOp],
-        shares: tuple[PassShare, ...],
-    ) -> Iterator[bytes]:
-        """Compute these shares; yields the answers of ops that they complete."""
-        begun = self._clock()
-        interleaved_s = self._interleaved_s
-        n_tokens = {}
-        for share in shares:
-            n_tokens[share.key] = share.t * self._sessions[share.key].n_rows
-        try:
-            if shares:
-                self._compute_pass(shares)
-                finish(self.span.device)
-        except torch.AcceleratorError:  # nothing is computed by this process any more: the daemon starts another
-            raise
-        except PASS_ERRORS as error:  # one session's state must not end the others'
-            logger.exception("a pass over %d sessions failed", len(shares))
-            for share in shares:  # half changed, all of them
-                yield from self._fail_session(share.key, f"a pass failed: {error}")
-            return
-        took_s = self._clock() - begun - (self._interleaved_s - interleaved_s)
-        if shares:
-            self._learn_speed(ready, shares, n_tokens, took_s)
-        for share in shares:
-            self._sessions[share.key].add_time(took_s)
-        self._answered = [key for key in self._queues if self._sessions[key].is_complete]
-        logits = self._compute_logits(self._answered)
-        for key in self._answered:
-            try:
-                answer = self._sessions[key].answer(self._clock(), logits.get(key, b""))
-            except PASS_ERRORS as error:
-                logger.exception("an op has no answer")
-                yield from self._fail_session(key, f"an op has no answer: {error}")
-                continue
-            self.handled += 1
-            yield answer
-
-    def _compute_logits(self, answered: list[Key]) -> dict[Key, bytes]:
-        """Compute the largest logits of all whose clients ask for them, where a head is here; others have their own."""
-        if self._head is None:
-            return {}
-        rows_by_key = {}
-        for key in answered:
-            rows = self._sessions[key].head_input()
-            if rows is not None:
-                rows_by_key[key] = rows
-        if not rows_by_key:
-            return {}
-        begun = self._clock()
-        try:
-            packed = self._head.largest(list(rows_by_key.values()))
-        except torch.AcceleratorError:
-            raise
-        except PASS_ERRORS:
-            logger.exception("a head failed")
-            return {}
-        for key in rows_by_key:
-            self._sessions[key].add_time(self._clock() - begun)
-        return dict(zip(rows_by_key, packed, strict=True))
-
-    def settle(self) -> Iterator[bytes]:
-        """Add what the last pass gave to the histories, and begin the next ops. Call it after each pass."""
-        answered = self._answered
-        self._answered = []
-        for key in answered:
-            if key not in self._sessions:
-                continue
-            try:
-                self._sessions[key].keep()
-            except PASS_ERRORS as error:
-                logger.exception("an op could not be kept")
-                self.handled -= 1  # it was counted with its answer
-                yield from self._fail_session(key, f"an op could not be kept: {error}")
-                continue
-            self._prefixes.set(key, self._sessions[key].marks)
-            self._finish_op(key)
-            yield from self._begin_waiting(key)
-        for key in [key for key in self._queues if not self._sessions[key].is_computing]:
-            yield from self._begin_waiting(key)
-
-    def _reuse_prefixes(self) -> Iterator[bytes]:
-        """Let sessions take over what another one of their client has computed, where they begin alike."""
-        for key in list(self._queues):
-            session = self._sessions[key]
-            match = self._prefixes.longest(session.wanted_marks)
-            if match is None:
-                continue
-            source_key, n_tokens = match
-            n_left = session.tokens_left
-            try:
-                session.reuse(self._sessions[source_key], n_tokens)
-            except PASS_ERRORS as error:
-                logger.exception("a beginning could not be taken over")
-                yield from self._fail_session(key, f"an op failed: {error}")
-                continue
-            self.n_reused += n_left - session.tokens_left
-
-    def _compute_pass(self, shares: tuple[PassShare, ...]) -> None:
-        """Run one pass: by the family's own way where one session is alone, else over all in one row."""
-        sessions = [self._sessions[share.key] for share in shares]
-        n_tokens = sum(self._sessions[share.key].n_rows * share.t for share in shares)
-        can_share = self.span.can_batch and all(session.can_share for session in sessions)
-        longest = max(share.t for share in shares)
-        is_quick = can_share and self.span.is_quick(n_tokens, longest, sessions[0].hop)
-        if len(sessions) == 1 and not is_quick and not (can_share and sessions[0].is_long):
-            sessions[0].compute(shares[0].t)
-            return
-        pieces = [self._sessions[share.key].piece(share.t) for share in shares]
-        outs = self.span.forward_ragged(pieces, sessions[0].hop)
-        for session, out in zip(sessions, outs, strict=True):
-            session.put(out)
-
-    def _describe_next(self, key: Key) -> ReadyOp:
-        """Describe a session's first op, for the choice of a pass."""
-        session = self._sessions[key]
-        return ReadyOp(
-            key,
-            client=session.client,
-            b=session.n_rows,
-            t=session.tokens_left,
-            order=self._queues[key][0].order,
-            can_share=self.span.can_batch and session.can_share,
-            group=session.hop,
-            is_begun=session.is_begun,
-        )
-
-    def _begin_waiting(self, key: Key) -> Iterator[bytes]:
-        """Begin the next op of a session; what has no tokens to compute is done at once.
-
-        That is work, too: of one client's so much is done between two passes, and it counts as tokens do. A client
-        could have nothing but edits computed, or ops looked at that are refused, and nobody else anything.
-        """
-        while (queue := self._queues.get(key)) and not self._sessions[key].is_computing:
-            waiting = queue[0]
-            client = self._sessions[key].client
-            if self._immediate_s.get(client, 0.0) > MOST_IMMEDIATE_S:
-                return
-            begun = self._clock()
-            try:
-                yield from self._begin_op(self._sessions[key], waiting)
-                if self._sessions[key].is_computing:
-                    self._charge_time(client, self._clock() - begun)
-                    return
-                self.handled += 1
-            except Refused as error:
-                is_part = isinstance(waiting.message, CachePart)  # what is half in place is worth nothing
-                refusal = Refused(Code.SESSION_LOST, str(error)) if is_part else error
-                yield self._refuse_message(waiting.message, refusal)
-            except RemoteProtocolError as error:
-                yield self._refuse_message(waiting.message, Refused(Code.MALFORMED, str(error)))
-            except PASS_ERRORS as error:
-                logger.exception("an op could not be begun")
-                yield from self._fail_session(key, f"an op failed: {error}")
-                return
-            self._charge_time(client, self._clock() - begun)
-            self.span.on_block()  # a sign of life: many such ops may follow
-            self._finish_op(key)
-
-    def _begin_op(self, session: HopSession, waiting: _WaitingOp) -> Iterator[bytes]:
-        """Do what a message asks for, but for computing tokens; yields answers. Raises what the session raises."""
-        if isinstance(waiting.message, Replay):
-            yield from self._send_replay(session, waiting.message)
-        elif isinstance(waiting.message, WantTokens):
-            yield session.show_tokens(waiting.message)
-        elif isinstance(waiting.message, HandOver):
-            yield from session.hand_over(waiting.message)
-        elif isinstance(waiting.message, CachePart):
-            yield from session.inherit(waiting.message, waiting.payload)
-        else:
-            session.begin(waiting.message, waiting.payload, waiting.came_at)
-            self._prefixes.set((session.session, session.hop.start), session.marks)
-            if not session.is_computing:
-                yield session.answer(self._clock())
-                session.keep()
-
-    def _charge_time(self, client: bytes, seconds: float) -> None:
-        """Count work beside passes, by the tokens that a pass would have computed meanwhile."""
-        self._immediate_s[client] = self._immediate_s.get(client, 0.0) + seconds
-        n_tokens = seconds / max(self._speed.prefill_token_s, 1e-9)
-        self._account_tokens(client, n_tokens)
-
-    def _account_tokens(self, client: bytes, n_tokens: float) -> None:
-        """Count tokens that a client was given; one of a larger weight may have more of them."""
-        weight = self._weights.get(client, 1.0)
-        self._served[client] = self._served.get(client, 0.0) + n_tokens / weight
-
-    def _send_replay(self, session: HopSession, request: Replay) -> Iterator[bytes]:
-        n_ops = 0
-        for frame in session.replay(request):
-            n_ops += 1
-            self.span.on_block()  # a long history takes a while, and is progress
-            yield frame
-        replayed = Replayed(re=request.id, ops=n_ops, tokens=session.history.n_tokens)
-        yield messages.encode_frame(replayed)
-
-    def _finish_op(self, key: Key) -> None:
-        """Take the first op off a session's queue."""
-        queue = self._queues[key]
-        queue.pop(0)
-        if not queue:
-            del self._queues[key]
-
-    def _drop_session(self, key: Key) -> None:
-        """Forget a session with all that waits for it."""
-        self.handled += len(self._queues.pop(key, ()))
-        self._stepped_at.pop(key, None)
-        session = self._sessions.pop(key, None)
-        if session is not None:
-            session.close()
-            self._prefixes.set(key, ())
-            if all(s.client != session.client for s in self._sessions.values()):
-                self._served.pop(session.client, None)
-                self._weights.pop(session.client, None)
-
-    def _fail_session(self, key: Key, reason: str) -> Iterator[bytes]:
-        """End a session; yields a refusal for each op that waits for it."""
-        error = Refused(Code.SESSION_LOST, reason[:500])
-        for waiting in self._queues.get(key, ()):
-            yield messages.encode_frame(messages.refusal_for(waiting.message, error))
-        self._drop_session(key)
-
-    def _refuse_message(self, message: WorkerMessage, error: Refused) -> bytes:
-        self.handled += 1
-        return messages.encode_frame(messages.refusal_for(message, error))
-
-    def _learn_speed(
-        self,
-        ready: list[ReadyOp],
-        shares: tuple[PassShare, ...],
-        n_tokens: dict[Key, int],
-        took_s: float,
-    ) -> None:
-        """Account tokens to clients, and follow what passes and prefill tokens take."""
-        by_key = {r.key: r for r in ready}
-        now = self._clock()
-        self._stepped_at.update({key: now for key in n_tokens if by_key[key].is_decode})
-        for key, n in n_tokens.items():
-            self._account_tokens(by_key[key].client, n)
-        prefill = sum(n for key, n in n_tokens.items() if not by_key[key].is_decode)
-        speed = self._speed
-        if not prefill:
-            self._speed = Speed(_follow_value(speed.decode_pass_s, took_s), speed.prefill_token_s)
-        else:
-            base = speed.decode_pass_s if len(shares) > 1 else 0.0
-            token_s = max(took_s - base, took_s / 4) / prefill
-            self._speed = Speed(speed.decode_pass_s, _follow_value(speed.prefill_token_s, token_s))
+    def step(self) -> bool:
+        """Do a little; False where all that is left waits for something. Raises Preempted, where ``on_block`` does."""
 
 
-def _follow_value(old: float, new: float) -> float:
-    return old + _SMOOTHING * (new - old)
+@dataclass(frozen=True, slots=True)
+class LoadSignals:
+    """Whom a load tells what: ``on_block`` as the engine's, ``on_part`` with a stage, what is done, and of how much."""
+
+    on_block: Callable[[], None]
+    on_part: Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine that is ready for work, what the daemon is told of it, and what it can beside computing sessions."""
+
+    engine: Engine
+    description: Loaded
+    fine_tuning: FineTuning
+    head: Head | None = None
+    background: BackgroundWork | None = None

@@ -1,8 +1,8 @@
 """One session at one hop, inside a worker: apply ops to its cache, padding and history, in order.
 
 Which ops may come, from whom and in what order is decided in the daemon (``plan.chains.session``); when an op is
-computed, and with which others, is the engine's. Here an op is begun, computed in one or several shares, answered and
-kept.
+computed, and with which others, is the scheduler's. Here an op is begun, computed in one or several shares, answered
+and kept.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import msgspec
 import torch
 
 from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_untrusted
-from swarmd.compute.cache.kvcache import SpanCache
 from swarmd.compute.cache.pieces import SessionTokens
-from swarmd.compute.passes.ragged import LONG_PAST
-from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.serving.client_parameters import NOTHING, ClientParameters
+from swarmd.compute.serving.engine import Engine
+from swarmd.compute.serving.incoming_state import KEPT_TIMES, PART_BYTES, IncomingState
 from swarmd.errors import Code, Refused
 from swarmd.plan.chains.batching import MAX_TOKENS_PER_PASS
 from swarmd.plan.chains.prefixes import BLOCK_TOKENS, Prefix, PrefixExtension
@@ -48,8 +47,6 @@ from swarmd.wire.tensors import pack, unpack_untrusted
 from swarmd.wire.top import MOST_WITH_LOGITS
 
 POSITION_BYTES = 5  # of a token: where it is, and whether it is padding
-PART_BYTES = 1 << 20  # so much of the history at a time, that decode steps come between
-KEPT_TIMES = 4  # ops that are cropped again are kept too: in the exact grade all of them
 LEAST_KEPT_EDITS = 64  # of a session, however short: each takes what a token of each row does
 
 
@@ -64,7 +61,7 @@ class _OpInProgress:
     mask: torch.Tensor | None = None
     n_done: int = 0
     computed_s: float = 0.0
-    extension: PrefixExtension | None = None  # the session's beginning with these tokens
+    extension: PrefixExtension | None = None  # the session's prefix with these tokens
     outs: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -78,22 +75,20 @@ class _OpInProgress:
 # history, from which a successor would be rebuilt, gets an op after its answer was sent, so that nobody waits for the
 # copy. Until then the session counts as computing: no replay and no hand-over sees caches that the history lacks.
 class HopSession:
-    """Caches of one session for one hop of the loaded span."""
+    """One session at one hop of an engine's blocks."""
 
-    def __init__(
-        self, span: LoadedSpan, request: OpenSession, budget: Budget, tuned: ClientParameters = NOTHING
-    ) -> None:
+    def __init__(self, engine: Engine, request: OpenSession, budget: Budget, tuned: ClientParameters = NOTHING) -> None:
         self.hop = Span(request.start, request.end)
         self.session = request.session
         self.client = request.client
         self.n_rows = request.batch
         self.history = History(request.grade == "exact", budget)
-        self._span = span
+        self._engine = engine
         self._max_tokens = request.max_tokens
         self._codec = request.codec
-        adapter = span.adapters.get(request.adapter) if request.adapter else None
+        adapter = engine.adapters.get(request.adapter) if request.adapter else None
         self._lora = tuned.lora if tuned.lora.updates else adapter
-        self._cache = span.new_cache(self.hop, request.max_tokens)
+        self._cache = engine.new_cache(self.hop, request.max_tokens)
         if not request.inherit:  # else it comes with the caches
             with torch.inference_mode():
                 tuned.fill(self._cache, self.hop.blocks(), request.batch)
@@ -101,13 +96,11 @@ class HopSession:
         self._n_tokens = tuned.n_prefix
         self._begun: _OpInProgress | None = None
         self._reached = 0  # the last op that is part of the caches
-        self._parts: list[bytes] = []
         self._epoch = request.epoch
-        self._example: SpanCache | None = None
-        self._most_inherited_bytes = 0
+        self._incoming: IncomingState | None = None
         hop_name = repr(self.hop).encode()
         identity = (request.client, hop_name, request.adapter.encode())
-        can_reuse = span.can_batch and self._cache.is_plain and request.batch == 1
+        can_reuse = engine.can_batch and self._cache.is_plain and request.batch == 1
         is_private = self.history.is_exact or request.inherit or request.tuned
         self._prefix = Prefix(identity) if can_reuse and not is_private else None
 
@@ -145,12 +138,7 @@ class HopSession:
         if not self.can_share or self._lora is not None:
             return False
         n_tokens = self.n_rows * self.tokens_left
-        return self._span.is_by_one_call(n_tokens, self.hop, self._cache)
-
-    @property
-    def is_long(self) -> bool:
-        """Does attention in two parts pay? The plain pass knows none, and would copy what is shared."""
-        return self._n_tokens >= LONG_PAST or self._cache.is_shared
+        return self._engine.can_interleave(n_tokens, self.hop, self._cache)
 
     @property
     def marks(self) -> tuple[bytes, ...]:
@@ -169,8 +157,8 @@ class HopSession:
         """Take another session's cache and answers for the first ``n_tokens``, which are the same in both."""
         start = self._n_tokens
         if n_tokens > start:
-            self._cache.take_over(other._cache, start, n_tokens, self._span.shares_beginnings)
-            self.put(other.history.tokens(start, n_tokens).to(self._span.device))
+            self._cache.take_over(other._cache, start, n_tokens, self._engine.shares_prefixes)
+            self.put(other.history.tokens(start, n_tokens).to(self._engine.device))
 
     def begin(
         self,
@@ -196,10 +184,19 @@ class HopSession:
         assert self._begun.hidden is not None
         assert self._begun.positions is not None
         window = slice(self._begun.n_done, self._begun.n_done + n_tokens)
-        device = self._span.device
+        device = self._engine.device
         hidden = self._begun.hidden[:, window].to(device)
         positions = self._begun.positions[:, window].long().to(device)
-        return SessionTokens(hidden, positions, self._cache, self._n_tokens, self._lora)
+        mask = None if self._mask is None else self._mask[:, : self._n_tokens + hidden.shape[1]]
+        return SessionTokens(
+            hidden,
+            positions,
+            self._cache,
+            self._n_tokens,
+            self._lora,
+            mask,
+            self.history.is_exact,
+        )
 
     def put(self, out: torch.Tensor) -> None:
         """Take what a pass gave for ``piece``."""
@@ -213,25 +210,11 @@ class HopSession:
         assert self._begun is not None
         self._begun.computed_s += seconds
 
-    def compute(self, n_tokens: int) -> None:
-        """Compute ``n_tokens`` of each row alone, by the family's own way of masking; the exact grade, a whole op."""
-        n_left = self.tokens_left if self.history.is_exact else n_tokens
-        while n_left:
-            piece = self.piece(min(n_left, MAX_TOKENS_PER_PASS))
-            n_new = piece.hidden.shape[1]
-            n_past = self._n_tokens
-            mask = None if self._mask is None else self._mask[:, : n_past + n_new]
-            out = self._span.forward(
-                piece.hidden,
-                piece.positions,
-                mask,
-                self._cache,
-                n_past,
-                self.hop,
-                self._lora,
-            )
+    def compute_whole_op(self) -> None:
+        """Compute all that is left of the op, in passes of a fixed size: the exact grade repeats them to the bit."""
+        while n_left := self.tokens_left:
+            (out,) = self._engine.run([self.piece(min(n_left, MAX_TOKENS_PER_PASS))], self.hop)
             self.put(out)
-            n_left -= n_new
 
     def head_input(self) -> torch.Tensor | None:
         """Return what left of the tokens [t, d] of a complete op whose largest logits its client asks for, if any."""
@@ -239,7 +222,7 @@ class HopSession:
         assert begun is not None
         op = begun.op
         n = op.want or 0
-        is_last = self.hop.end == self._span.n_layers and op.seq > op.silent_through
+        is_last = self.hop.end == self._engine.n_layers and op.seq > op.silent_through
         if not (op.top and is_last and begun.outs and 0 < self.n_rows * n <= MOST_WITH_LOGITS):
             return None
         hidden = self._sent_op(begun).last(n).hidden
@@ -254,7 +237,7 @@ class HopSession:
             done = Done(session=self.session, start=self.hop.start, seq=op.seq)
             return messages.encode_frame(done)
         sent = self._sent_op(begun)
-        if op.want is not None and self.hop.end == self._span.n_layers:
+        if op.want is not None and self.hop.end == self._engine.n_layers:
             sent = sent.last(op.want)
         if op.times is not None and len(op.times) < MOST_HOPS_TIMED:
             computed_us = int(1e6 * begun.computed_s)
@@ -320,9 +303,9 @@ class HopSession:
 
     def show_tokens(self, request: WantTokens) -> bytes:
         """Return a frame with what left this hop of some tokens, and their positions. Raises Refused."""
-        d = self._span.hidden_size
+        d = self._engine.hidden_size
         b = self.n_rows
-        dtype = str(self._span.dtype).removeprefix("torch.")
+        dtype = str(self._engine.dtype).removeprefix("torch.")
         if request.n > max_tokens_per_frame(b, d, dtype, PART_BYTES * 4):
             raise Refused(Code.TOO_LONG, f"{request.n} tokens do not fit one answer")
         try:
@@ -335,7 +318,7 @@ class HopSession:
     def hand_over(self, request: HandOver) -> Iterator[bytes]:
         """Yield the caches and the history as parts, for a worker that holds the same blocks. Raises Refused."""
         raw = pack_state(self._cache, self.history, self._mask, self._n_tokens)
-        self._span.on_block()  # this takes a while, and is progress
+        self._engine.on_block()  # this takes a while, and is progress
         digest = hashlib.sha256(raw).digest()
         n_parts = -(-len(raw) // PART_BYTES)
         for part in range(n_parts):
@@ -354,39 +337,29 @@ class HopSession:
 
     def inherit(self, part: CachePart, payload: memoryview) -> Iterator[bytes]:
         """Take one part; with the last one, check the whole and put it in place. Raises Refused."""
-        if self._reached or part.part != len(self._parts) or part.part >= part.n_parts:
-            text = f"part {part.part} of caches; expected {len(self._parts)} of a new session"
-            raise Refused(Code.SESSION_LOST, text)
-        if self._example is None:
-            self._example = self._span.example_cache(self.hop)
-            self._most_inherited_bytes = self._limit_of_caches(self._example)
-        example, limit = self._example, self._most_inherited_bytes
-        if (part.n_parts - 1) * PART_BYTES > limit or len(payload) > PART_BYTES:
-            raise Refused(Code.TOO_LONG, f"caches of {part.n_parts} parts; this session has room for {limit} B")
-        self._parts.append(bytes(payload))
-        if len(self._parts) < part.n_parts:
+        if self._reached:
+            raise Refused(Code.SESSION_LOST, f"part {part.part} of caches; expected 0 of a new session")
+        if self._incoming is None:
+            self._incoming = IncomingState(self._engine, self.hop, self.n_rows, self._max_tokens)
+        raw = self._incoming.take_part(part, payload)
+        if raw is None:
             return
-        raw = b"".join(self._parts)
-        self._parts = []
-        self._span.on_block()  # this takes a while, and is progress
-        if hashlib.sha256(raw).digest() != part.digest:
-            raise Refused(Code.SESSION_LOST, "the caches do not have the digest that was announced")
-        self._span.on_block()
         shape = StateShape(
             n_rows=self.n_rows,
             max_tokens=self._max_tokens,
-            hidden=self._span.hidden_size,
-            dtype=self._span.dtype,
+            hidden=self._engine.hidden_size,
+            dtype=self._engine.dtype,
             seq=part.seq,
         )
         self._n_tokens, mask = unpack_state_untrusted(
             raw,
             self._cache,
             self.history,
-            example,
+            self._incoming.example,
             shape,
         )
-        self._mask = None if mask is None else mask.to(self._span.device)
+        self._incoming = None
+        self._mask = None if mask is None else mask.to(self._engine.device)
         self._reached = part.seq
         n_kept = self.history.n_kept
         done = Inherited(
@@ -397,16 +370,6 @@ class HopSession:
             tokens=n_kept,
         )
         yield messages.encode_frame(done)
-
-    def _limit_of_caches(self, example: SpanCache) -> int:
-        """Return how many bytes caches and history of this session can have: states do not grow with it."""
-        bytes_of_one = example.n_bytes()
-        bytes_of_two = self._span.example_cache(self.hop, 2).n_bytes()
-        token_bytes = max(0, bytes_of_two - bytes_of_one) + example.recorded_bytes() + self._history_bytes_per_token()
-        return self.n_rows * (bytes_of_one + self._max_tokens * token_bytes) + PART_BYTES
-
-    def _history_bytes_per_token(self) -> int:
-        return (KEPT_TIMES + 1) * (self._span.hidden_size * self._span.dtype.itemsize + 64)
 
     def close(self) -> None:
         """Give back what the history takes."""
@@ -440,11 +403,11 @@ class HopSession:
         if op.tensor is None:
             return None
         shape = (op.tensor.b, op.tensor.d, op.tensor.dtype)
-        dtype_name = str(self._span.dtype).removeprefix("torch.")
-        expected = (self.n_rows, self._span.hidden_size, dtype_name)
+        dtype_name = str(self._engine.dtype).removeprefix("torch.")
+        expected = (self.n_rows, self._engine.hidden_size, dtype_name)
         if shape != expected:
             raise Refused(Code.BAD_SHAPE, f"expected (batch, hidden, dtype) {expected}, got {shape}")
-        token_bytes = op.tensor.d * self._span.dtype.itemsize + POSITION_BYTES
+        token_bytes = op.tensor.d * self._engine.dtype.itemsize + POSITION_BYTES
         n_bytes = op.tensor.b * op.tensor.t * token_bytes
         if n_bytes > MAX_PAYLOAD_BYTES:  # however small it came: its answer may not be coded
             raise Refused(Code.BAD_SHAPE, f"an op of {n_bytes} B when it is not coded; at most {MAX_PAYLOAD_BYTES}")
@@ -496,9 +459,9 @@ class HopSession:
         for edit in edits:
             order = [order[row] for row in edit.rows] if edit.rows is not None else order
         if any(edit.rows is not None for edit in edits):
-            rows = torch.tensor(order, device=self._span.device)
+            rows = torch.tensor(order, device=self._engine.device)
             self._cache.reorder(rows)
-            self._span.on_block()  # of a large cache it takes a while, and is progress
+            self._engine.on_block()  # of a large cache it takes a while, and is progress
             if self._mask is not None:
                 self._mask = self._mask[rows]
 
@@ -506,7 +469,7 @@ class HopSession:
         """Have the mask cover new tokens; there is none until something is padded."""
         if mask is None and self._mask is None:
             return
-        device = self._span.device
+        device = self._engine.device
         past = self._mask
         if past is None:
             past = torch.ones(self.n_rows, self._n_tokens, device=device)

@@ -9,7 +9,7 @@ failed).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarmd.plan.chains.prefixes import BLOCK_TOKENS
@@ -58,7 +58,7 @@ class PassShare:
 
 def choose_pass(
     ready: Sequence[ReadyOp],
-    served: dict[bytes, float],
+    served: Mapping[bytes, float],
     speed: Speed,
     n_active: int = 0,
     admits_steps: bool = False,

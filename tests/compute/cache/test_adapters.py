@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmd.compute.cache.pieces import SessionTokens
+from swarmd.compute.passes.backend_selection import select_backends
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.errors import ConfigError
 from swarmd.protocol.models import adapter
@@ -53,12 +54,12 @@ def test_two_adapters_and_the_base_in_one_pass_equal_peft(family: str, tmp_path:
         with torch.no_grad():
             inputs, outputs = blocks_of(model, ids)
         positions = torch.arange(ids.shape[1])[None]
-        alone = span.forward(inputs, positions, None, span.new_cache(), 0, lora=lora)
+        [alone] = span.run([SessionTokens(inputs, positions, span.new_cache(), 0, lora, is_exact=True)])
         torch.testing.assert_close(alone, outputs, rtol=1e-4, atol=1e-4)
         pieces.append(SessionTokens(inputs, positions, span.new_cache(), 0, lora))
         expected.append(outputs)
     assert not torch.allclose(span.forward(pieces[0].hidden, pieces[0].positions), expected[0], atol=1e-2)
-    for actual, reference in zip(span.forward_ragged(pieces), expected, strict=True):
+    for actual, reference in zip(span.run(pieces), expected, strict=True):
         torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-4)
 
 
@@ -70,13 +71,13 @@ def test_an_adapter_and_captured_passes_do_not_mix(tmp_path: Path) -> None:
     span = LoadedSpan(base, Span(0, 3), torch.float32)
     span.self_test()
     lora = load(span, "one", tmp_path / "one")
-    span.quicken()
-    assert span.is_quick(1, 1, Span(0, 3))
+    select_backends(span)
+    assert span.table(Span(0, 3)).rows
     hidden = torch.randn(1, 1, 64)
     positions = torch.zeros(1, 1, dtype=torch.long)
     for used in (lora, None):
-        alone = span.forward(hidden, positions, None, span.new_cache(), 0, lora=used)
-        (actual,) = span.forward_ragged([SessionTokens(hidden, positions, span.new_cache(), 0, used)])
+        [alone] = span.run([SessionTokens(hidden, positions, span.new_cache(), 0, used, is_exact=True)])
+        (actual,) = span.run([SessionTokens(hidden, positions, span.new_cache(), 0, used)])
         torch.testing.assert_close(actual, alone, rtol=1e-4, atol=1e-4)
 
 

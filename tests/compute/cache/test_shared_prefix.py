@@ -73,13 +73,13 @@ def test_it_lies_in_memory_once_and_reads_as_before(make: Make) -> None:
     second = make(4 * N)
     first.take_over(donor, 0, N - 10, True)
     second.take_over(donor, 0, N - 20, True)
-    assert first.beginning is not None
-    assert second.beginning is not None
-    assert donor.beginning is not None
-    assert len({layer.beginning[0].data_ptr() for layer in (donor, first, second) if layer.beginning}) == 1
+    assert first.prefix is not None
+    assert second.prefix is not None
+    assert donor.prefix is not None
+    assert len({layer.prefix[0].data_ptr() for layer in (donor, first, second) if layer.prefix}) == 1
     assert (donor.get_seq_length(), first.get_seq_length(), second.get_seq_length()) == (N, N - 10, N - 20)
     assert torch.equal(first.keys, keys[:, :, : N - 10])
-    assert first.beginning is None, "whoever looks at all of it has it for itself"
+    assert first.prefix is None, "whoever looks at all of it has it for itself"
     assert torch.equal(donor.keys, keys)
     assert torch.equal(donor.values, values)
     assert torch.equal(second.values, values[:, :, : N - 20])
@@ -114,10 +114,10 @@ def test_a_longer_beginning_is_shared_anew_and_a_short_one_copied(make: Make) ->
     first.take_over(donor, 0, N - 10, True)
     first.append_behind(some(40), some(40))
     second.take_over(first, 0, N + 20, True)
-    assert second.beginning is not None
+    assert second.prefix is not None
     assert torch.equal(second.keys, first.keys[:, :, : N + 20])
     third.take_over(donor, 0, SHARED_TOKENS - 1, True)
-    assert third.beginning is None
+    assert third.prefix is None
     assert torch.equal(third.keys, donor.keys[:, :, : SHARED_TOKENS - 1])
 
 
@@ -136,12 +136,12 @@ def test_a_short_session_keeps_no_long_one_in_memory(make: Make) -> None:
     short = make(N - 20)
     long = make(4 * N)
     short.take_over(donor, 0, SHARED_TOKENS, True)
-    assert short.beginning is None, "it did not reserve so much"
+    assert short.prefix is None, "it did not reserve so much"
     assert torch.equal(short.keys, donor.keys[:, :, :SHARED_TOKENS])
     long.take_over(donor, 0, N, True)
     long.crop(-N + 10)
-    assert long.beginning is not None
-    assert long.beginning[0].untyped_storage().nbytes() == 10 * long.stored[0][0, :, 0].nbytes
+    assert long.prefix is not None
+    assert long.prefix[0].untyped_storage().nbytes() == 10 * long.stored[0][0, :, 0].nbytes
 
 
 def test_layers_that_may_not_share_copy(make: Make) -> None:

@@ -12,7 +12,7 @@ from swarmd.compute.hardware.device import OwnerReserve, free_memory_bytes
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.model import skeleton
 from swarmd.compute.passes.quantisation_error import quantization_error
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions, numerics
 from swarmd.errors import ConfigError
 from swarmd.values import Span
 from tests import checkpoints
@@ -34,17 +34,17 @@ def test_quantised_blocks_are_small_and_their_error_is_measured(
     folder: Path, kind: str, share: float, error: float
 ) -> None:
     whole = LoadedSpan(folder, Span(0, 2), torch.float32)
-    span = LoadedSpan(folder, Span(0, 2), torch.float32, quantize=kind)
+    span = LoadedSpan(folder, Span(0, 2), torch.float32, LoadOptions(quantize=kind))
     span.self_test()
     assert weights_bytes(span) < share * weights_bytes(whole)
     assert 0 < quantization_error(span, folder) < error
-    assert span.numerics("m") != whole.numerics("m"), "the exact grade must not mix them"
+    assert numerics(span, "m") != numerics(whole, "m"), "the exact grade must not mix them"
     hidden = torch.randn(2, 1, 1, 256)
     positions = torch.zeros(1, 1, dtype=torch.long)
     alone = [span.forward(h, positions, None, span.new_cache(), 0) for h in hidden]
     assert span.can_batch, span.batching
     pieces = [SessionTokens(h, positions, span.new_cache(), 0) for h in hidden]
-    for got, expected in zip(span.forward_ragged(pieces), alone, strict=True):
+    for got, expected in zip(span.run(pieces), alone, strict=True):
         assert relative_error(got, expected) < error
 
 

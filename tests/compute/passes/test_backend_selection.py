@@ -11,13 +11,15 @@ import torch
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.hardware import measurements
 from swarmd.compute.hardware.measurements import FILE, Measurements
+from swarmd.compute.hardware.preemption import Preempted
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.passes import precompile
-from swarmd.compute.passes.backend_selection import BackendSelection, Preempted
+from swarmd.compute.passes.backend import TracedBackend
+from swarmd.compute.passes.backend_selection import BackendSelection, begin_selection, select_backends
 from swarmd.compute.passes.backend_trial import Trial
 from swarmd.compute.passes.fused import TIMED
 from swarmd.compute.passes.improvements import Improvements
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions, numerics
 from swarmd.values import Span
 from tests.checkpoints import make
 
@@ -31,57 +33,57 @@ def folder(tmp_path: Path) -> Path:
 
 def load(folder: Path, known: Measurements) -> LoadedSpan:
     torch.set_num_threads(1)
-    span = LoadedSpan(folder, BLOCKS, torch.float32, remembered=known)
+    span = LoadedSpan(folder, BLOCKS, torch.float32, LoadOptions(remembered=known))
     span.self_test()
     return span
 
 
-def quickening_of(span: LoadedSpan) -> BackendSelection:
-    quickening = span.quickening()
-    assert quickening is not None
-    return quickening
+def selection_of(span: LoadedSpan) -> BackendSelection:
+    selection = begin_selection(span)
+    assert selection is not None
+    return selection
 
 
 def test_the_same_is_given_before_and_after_each_step(folder: Path) -> None:
     span = load(folder, Measurements(None))
-    quickening, rng = quickening_of(span), torch.Generator().manual_seed(0)
+    selection, rng = selection_of(span), torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 40, span.hidden_size, generator=rng)
     positions, caches = torch.arange(40).unsqueeze(0), (span.new_cache(), span.new_cache())
     for at in range(40):
         new, where = hidden[:, at : at + 1], positions[:, at : at + 1]
         expected = span.forward(new, where, None, caches[0], at)
-        [got] = span.forward_ragged([SessionTokens(new, where, caches[1], at)])
+        [got] = span.run([SessionTokens(new, where, caches[1], at)])
         assert relative_error(got, expected) < 1e-5
-        if quickening.has_steps:
-            quickening.step()
-    assert not quickening.has_steps
-    assert span.n_by_one_call or span.is_quick(1, 1, BLOCKS)
+        if selection.has_steps:
+            selection.step()
+    assert not selection.has_steps
+    assert span.table(BLOCKS).rows
 
 
 def test_a_step_that_gives_way_is_made_again(folder: Path) -> None:
     span = load(folder, Measurements(None))
-    quickening, disturbed, is_disturbing = quickening_of(span), set[str](), True
+    selection, disturbed, is_disturbing = selection_of(span), set[str](), True
 
     def disturb() -> None:
         if is_disturbing:
             raise Preempted
 
     span.on_block = disturb
-    while quickening.has_steps:
-        stage = quickening._steps[0][0]
+    while selection.has_steps:
+        stage = selection.stage
         is_disturbing = stage not in disturbed
         try:
-            quickening.step()
+            selection.step()
         except Preempted:
             disturbed.add(stage)
-            assert quickening._steps[0][0] == stage
+            assert selection.stage == stage
     assert "comparing a whole pass" in disturbed or "writing down a pass" in disturbed
-    assert quickening.quick.n_fused or quickening.quick.captured
+    assert selection.table.rows
 
 
 def test_what_few_bits_cost_is_told_though_its_measurement_gave_way(folder: Path) -> None:
     torch.set_num_threads(1)
-    span = LoadedSpan(folder, BLOCKS, torch.float32, quantize="int8")
+    span = LoadedSpan(folder, BLOCKS, torch.float32, LoadOptions(quantize="int8"))
     span.self_test()
     improving, is_disturbed = Improvements(span, folder, None), False
 
@@ -105,8 +107,8 @@ def test_what_was_timed_is_not_timed_again(folder: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(Trial, "seconds", lambda trial, way, hop, n_tokens: 0.1)
     monkeypatch.setattr(Trial, "pass_seconds", lambda trial, hop, n_tokens: 1.0)
     first = load(folder, Measurements(tmp_path))
-    first.quicken()
-    assert first.n_by_one_call == TIMED[-1]
+    select_backends(first)
+    assert first.interleaved_tokens == TIMED[-1]
 
     def never(*_: object) -> float:
         raise AssertionError("timed again")
@@ -114,8 +116,8 @@ def test_what_was_timed_is_not_timed_again(folder: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(Trial, "seconds", never)
     monkeypatch.setattr(Trial, "pass_seconds", never)
     second = load(folder, Measurements(tmp_path))
-    second.quicken()
-    assert second.n_by_one_call == TIMED[-1]
+    select_backends(second)
+    assert second.interleaved_tokens == TIMED[-1]
     assert second.explain_kernels().action == first.explain_kernels().action
 
 
@@ -124,32 +126,32 @@ def test_without_compiled_code_a_span_is_loaded_at_once_and_says_so(
 ) -> None:
     monkeypatch.setattr(precompile, "is_compiled", lambda folder: False)
     span = load(folder, Measurements(None))
-    assert "what is compiled was not there yet" in span.kernels.reason
-    quickening = quickening_of(span)
-    assert quickening.needs_compiled
-    quickening.do_without_call("no compiler")
-    assert not quickening.needs_compiled
-    while quickening.has_steps:
-        quickening.step()
-    assert quickening.quick.captured is not None
+    assert "what is compiled was not there yet" in span.layers.kernels.reason
+    selection = selection_of(span)
+    assert selection.needs_compiled
+    selection.go_without_compiled("no compiler")
+    assert not selection.needs_compiled
+    while selection.has_steps:
+        selection.step()
+    assert [type(row.backend) for row in selection.table.rows] == [TracedBackend]
     assert "not one call: no compiler" in span.explain_kernels().reason
 
 
 def test_a_span_that_may_not_compile_is_computed_by_the_librarys_kernels_and_says_so(folder: Path) -> None:
     torch.set_num_threads(1)
-    span = LoadedSpan(folder, BLOCKS, torch.float32, is_compiled=False)
+    span = LoadedSpan(folder, BLOCKS, torch.float32, LoadOptions(is_compiled=False))
     span.self_test()
-    span.quicken()
-    assert span.kernels.reason.endswith("compiled code is off")
-    assert not span.n_by_one_call
-    assert span.numerics("m") != load(folder, Measurements(None)).numerics("m")
+    select_backends(span)
+    assert span.layers.kernels.reason.endswith("compiled code is off")
+    assert not span.interleaved_tokens
+    assert numerics(span, "m") != numerics(load(folder, Measurements(None)), "m")
 
 
 def test_a_wrong_block_of_another_kind_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     span = load(folder, Measurements(None))
-    assert span.kinds == [Span(1, 2)], "all of its blocks are made alike"
-    span._layers[3].extra = "otherwise"
-    assert span.kinds == [Span(1, 2), Span(3, 4)]
+    assert span.family.kinds == [Span(1, 2)], "all of its blocks are made alike"
+    span.blocks[2].extra = "otherwise"
+    assert span.family.kinds == [Span(1, 2), Span(3, 4)]
 
 
 class TestRemembered:

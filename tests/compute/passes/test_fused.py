@@ -19,11 +19,12 @@ from swarmd.compute.hardware.matrix_unit import has_matrix_unit
 from swarmd.compute.hardware.thread_pool import PoolTiming, ThreadPool
 from swarmd.compute.linear.formats import STORED
 from swarmd.compute.linear.quantize import relative_error
-from swarmd.compute.passes.backend import MAX_CAPTURED
-from swarmd.compute.passes.backend_selection import FUSED_TOLERANCE, BackendSelection
+from swarmd.compute.passes.backend import MAX_TRACED_TOKENS
+from swarmd.compute.passes.backend_selection import select_backends
 from swarmd.compute.passes.backend_trial import Trial
+from swarmd.compute.passes.candidates import FUSED_TOLERANCE, FusedCandidate
 from swarmd.compute.passes.fused import LONGEST, TIMED, FusedPass, fuse
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions
 from swarmd.values import Span
 from tests.families import FAMILIES, make
 
@@ -45,7 +46,7 @@ def one_thread() -> None:
 def load(
     family: str, folder: Path, dtype: torch.dtype = torch.float32, quantize: str = "none", **changes: int
 ) -> LoadedSpan:
-    span = LoadedSpan(make(family, folder, FAMILIES[family] | changes), BLOCKS, dtype, quantize=quantize)
+    span = LoadedSpan(make(family, folder, FAMILIES[family] | changes), BLOCKS, dtype, LoadOptions(quantize=quantize))
     span.self_test()
     return span
 
@@ -54,7 +55,7 @@ def fused_of(span: LoadedSpan) -> FusedPass:
     """One call for all of its blocks, whether it is faster here or not."""
     folder, decoder = Path(tempfile.gettempdir()), span.model.get_decoder()
     blocks = [decoder.layers[i] for i in span.span.blocks()]
-    return fuse(decoder, blocks, span.dtype, folder, span.on_block, span.kv_cache != "none")
+    return fuse(decoder, blocks, span.dtype, folder, span.on_block, span.options.kv_cache != "none")
 
 
 class Session:
@@ -235,7 +236,7 @@ def test_a_beginning_that_is_shared_is_read_where_it_lies(tmp_path: Path) -> Non
 @pytest.mark.parametrize("family", OF_OTHERS)
 def test_blocks_of_other_kinds_are_left_alone(family: str, tmp_path: Path) -> None:
     span = load(family, tmp_path)
-    span.quicken()
+    select_backends(span)
     assert "not one call: " in span.explain_kernels().reason
     assert "one call" not in span.explain_kernels().action
 
@@ -245,14 +246,14 @@ def test_blocks_of_other_kinds_are_left_alone(family: str, tmp_path: Path) -> No
 def test_the_same_parts_in_another_way_are_found_out(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     span = load(family, tmp_path, dtype)
     fused_of(span)
-    span.quicken()
+    select_backends(span)
     assert "one call: it differs by" in span.explain_kernels().reason
     assert "one call" not in span.explain_kernels().action
 
 
 def test_windows_are_left_alone(tmp_path: Path) -> None:
     span = load("mistral", tmp_path)
-    span.quicken()
+    select_backends(span)
     assert "one call: its layers keep more than plain keys and values" in span.explain_kernels().reason
 
 
@@ -293,23 +294,21 @@ def test_one_call_is_taken_for_as_many_tokens_as_it_is_right_for(
     monkeypatch.setattr(Trial, "seconds", lambda trial, way, hop, n_tokens: 0.1)
     monkeypatch.setattr(Trial, "pass_seconds", lambda trial, hop, n_tokens: 1.0)
     span = load("llama", tmp_path)
-    span.quicken()
-    known = span._quick
-    assert known is not None
-    assert known.n_fused == TIMED[-1]
-    assert known.knows(TIMED[-1], LONGEST)
-    assert not known.knows(TIMED[-1], LONGEST + 1), "a prompt's pass lets steps of others in"
-    right = BackendSelection._fused_pass
+    select_backends(span)
+    row = span.table(BLOCKS).rows[0]
+    assert row.most_tokens == TIMED[-1]
+    assert row.backend.longest == LONGEST, "a prompt's pass lets steps of others in"
+    right = FusedCandidate.build
 
-    def wrong(quickening: BackendSelection, hop: Span) -> FusedPass:
-        fused = right(quickening, hop)
+    def wrong(candidate: FusedCandidate, hop: Span) -> FusedPass:
+        fused = right(candidate, hop)
         return WrongForSeveral(*(getattr(fused, field.name) for field in fields(fused)))
 
-    monkeypatch.setattr(BackendSelection, "_fused_pass", wrong)
-    span.quicken()
-    assert span._quick is not None
-    assert span._quick.n_fused == MAX_CAPTURED
-    assert "for 16 it gives something else" in span._quick.why
+    monkeypatch.setattr(FusedCandidate, "build", wrong)
+    select_backends(span)
+    table = span.table(BLOCKS)
+    assert table.rows[0].most_tokens == MAX_TRACED_TOKENS
+    assert "for 16 it gives something else" in table.reason
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 5, 16, mixing.ROWS_AT_ONCE + 3])

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions
 from swarmd.compute.serving.fine_tuning import Training
 from swarmd.errors import Code
 from swarmd.protocol.fields import TensorMeta
@@ -28,7 +28,7 @@ ROOM = 1 << 30
 def load(folder: Path, kv_cache: str = "none") -> LoadedSpan:
     torch.set_num_threads(1)
     checkpoint = checkpoints.make("llama", folder, n_layers=4)
-    loaded = LoadedSpan(checkpoint, Span(0, 4), torch.float32, kv_cache=kv_cache)
+    loaded = LoadedSpan(checkpoint, Span(0, 4), torch.float32, LoadOptions(kv_cache=kv_cache))
     loaded.self_test()
     return loaded
 

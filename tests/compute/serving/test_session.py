@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from swarmd.compute.passes.span import LoadedSpan
-from swarmd.compute.serving.session import KEPT_TIMES, HopSession
+from swarmd.compute.serving.incoming_state import KEPT_TIMES
+from swarmd.compute.serving.session import HopSession
 from swarmd.errors import Refused
 from swarmd.protocol.wire.messages import Edit, Op, OpenSession
 from swarmd.values import Span
@@ -27,7 +28,7 @@ def test_ops_that_are_never_settled_do_not_pile_up(tmp_path: Path) -> None:
         for seq in range(1, 100):
             edits = (Edit(crop=16),) if seq > 1 else ()
             session.begin(Op(session=b"s" * 16, seq=seq, edits=edits, tensor=meta), memoryview(payload))
-            session.compute(16)
+            session.put(span.run([session.piece(16)])[0])
             session.answer()
             session.keep()
 

@@ -19,7 +19,7 @@ from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import CloseSession, Op
 
 
-class PlayedEngine:
+class PlayedScheduler:
     """In the midst of a pass all the time."""
 
     is_open_to_steps = True
@@ -50,8 +50,8 @@ def test_in_the_midst_of_a_prompt_it_takes_steps_and_nothing_that_comes_behind_w
     ours, theirs = socket.socketpair()
     with ours, theirs:
         worker = Worker(theirs)
-        engine = PlayedEngine(worker)
-        worker._engine = engine  # type: ignore[assignment]
+        scheduler = PlayedScheduler(worker)
+        worker._scheduler = scheduler  # type: ignore[assignment]
         worker._training = SimpleNamespace(take=lambda *_: None, tuned=None, handled=0)  # type: ignore[assignment]
         step = Op(session=b"a" * 16, seq=1)
         close = CloseSession(session=b"b" * 16)
@@ -59,9 +59,9 @@ def test_in_the_midst_of_a_prompt_it_takes_steps_and_nothing_that_comes_behind_w
             ours.sendall(messages.encode_frame(message))
         with torch.inference_mode():
             worker._on_block()
-        assert [m.seq for m in engine.taken] == [1]
+        assert [m.seq for m in scheduler.taken] == [1]
         assert len(worker._deferred) == 2
-        assert engine.n_aside == 1, "and not within itself"
+        assert scheduler.n_aside == 1, "and not within itself"
         answers = list(FrameDecoder().feed_untrusted(ours.recv(1 << 16)))
         assert any(b"seq" in answer.header for answer in answers), "what it gave is on its way at once"
         ours.sendall(messages.encode_frame(step))
@@ -119,6 +119,6 @@ def test_becoming_quicker_takes_no_more_than_the_owners_share(monkeypatch: pytes
 
         worker._woke_at = clock.now
         worker._duty = Duty(share=0.1)
-        worker._improvements = SimpleNamespace(step=step, news=[], is_done=False)  # type: ignore[assignment]
+        worker._background = SimpleNamespace(step=step, news=[], is_done=False)  # type: ignore[assignment]
         worker._measure_while_idle()
         assert len(made_at) == 10, "a tenth of ten seconds"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -14,8 +15,9 @@ from safetensors.torch import load, save
 
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.model.head import LogitsHead
+from swarmd.compute.passes.backend_selection import select_backends
 from swarmd.compute.passes.span import LoadedSpan
-from swarmd.compute.serving.engine import Engine
+from swarmd.compute.serving.scheduler import Scheduler
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import CachePart, CloseSession, Edit, HandOver, Inherited, Op, OpenSession, Refusal
@@ -51,7 +53,7 @@ class Bench:
         """Where steps come aside, a second passes when the test says so: how long they take decides what gets in."""
         self.now = 0.0
         clock = (lambda: self.now) if can_interleave else time.perf_counter
-        self.engine = Engine(span, Budget(), clock, can_interleave, head)
+        self.scheduler = Scheduler(span, Budget(), clock, can_interleave, head)
         self.outputs: dict[bytes, list[torch.Tensor]] = {}
         self.logits: dict[bytes, list[bytes]] = {}
         self.others: list[messages.AnyMessage] = []
@@ -75,20 +77,20 @@ class Bench:
 
     def feed(self, raw: bytes) -> None:
         for frame in FrameDecoder().feed_untrusted(raw):
-            for answer in self.engine.take(worker.decode(frame.header), frame):
+            for answer in self.scheduler.take(worker.decode(frame.header), frame):
                 self._note(answer)
 
     def run(self) -> None:
-        while self.engine.has_work:
+        while self.scheduler.has_work:
             self.step()
 
     def step(self) -> None:
         self.n_passes += 1
-        for answer in (*self.engine.run_pass(), *self.engine.settle()):
+        for answer in (*self.scheduler.run_pass(), *self.scheduler.settle()):
             self._note(answer)
 
     def step_aside(self) -> None:
-        for answer in (*self.engine.run_interleaved(), *self.engine.settle()):
+        for answer in (*self.scheduler.run_interleaved(), *self.scheduler.settle()):
             self._note(answer)
 
     def _note(self, raw: bytes) -> None:
@@ -172,11 +174,11 @@ def test_a_quick_pass_gives_the_same(span: LoadedSpan, way: str, monkeypatch: py
     positions = torch.arange(12).unsqueeze(0)
     cache = span.new_cache()
     plain = [span.forward(hidden[:, i : i + 1], positions[:, i : i + 1], None, cache, i) for i in range(12)]
-    monkeypatch.setattr(span, "_quick", None)  # both are put back
-    monkeypatch.setattr(span, "_fused_shape", span._fused_shape if way == "one call" else None)
-    span.quicken()
+    monkeypatch.setattr(span, "_tables", {})  # both are put back
+    monkeypatch.setattr(span, "layers", replace(span.layers, shape=span.layers.shape if way == "one call" else None))
+    select_backends(span)
     assert ("one call" in span.explain_kernels().action) == (way == "one call")
-    assert span.is_quick(1, 1, BLOCKS)
+    assert span.table(BLOCKS).rows
     bench.open(key)
     for i in range(12):
         bench.put(key, hidden[:, i : i + 1], i)
@@ -187,10 +189,10 @@ def test_a_quick_pass_gives_the_same(span: LoadedSpan, way: str, monkeypatch: py
 @pytest.fixture
 def by_one_call(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch) -> LoadedSpan:
     """The span, with one call as the quick way."""
-    monkeypatch.setattr(span, "_quick", None)  # these are put back
+    monkeypatch.setattr(span, "_tables", {})  # these are put back
     monkeypatch.setattr(span, "on_block", span.on_block)
-    span.quicken()
-    assert span.n_by_one_call
+    select_backends(span)
+    assert span.interleaved_tokens
     return span
 
 
@@ -206,7 +208,7 @@ def test_steps_get_in_between_the_blocks_of_a_prompt(by_one_call: LoadedSpan) ->
     def on_block() -> None:
         nonlocal n_steps
         bench.now += 1.0
-        if bench.engine.is_open_to_steps:
+        if bench.scheduler.is_open_to_steps:
             bench.put(decoding, hidden[:, n_steps : n_steps + 1], n_steps)
             bench.step_aside()
             n_steps += 1
@@ -241,10 +243,10 @@ def test_a_step_that_fails_in_the_midst_of_a_prompt_ends_its_own_session_only(
 
     def on_block() -> None:
         bench.now += 1.0
-        if bench.engine.is_open_to_steps and not bench.others:
+        if bench.scheduler.is_open_to_steps and not bench.others:
             bench.put(failing, prompt[:, :1], 1)
             with monkeypatch.context() as broken:
-                broken.setattr(by_one_call, "forward_ragged", lambda *_: torch.ones(2) @ torch.ones(3))
+                broken.setattr(by_one_call, "run", lambda *_: torch.ones(2) @ torch.ones(3))
                 bench.step_aside()
 
     by_one_call.on_block = on_block
@@ -353,12 +355,12 @@ def test_a_pass_that_fails_ends_its_sessions_and_not_the_worker(
     for key in (b"x" * 16, b"y" * 16):
         bench.open(key)
         bench.put(key, torch.randn(1, 20, 64), 0)
-    broken = bench.engine._sessions[b"x" * 16, 0]
-    monkeypatch.setattr(broken, "compute", lambda _: [][1])
+    broken = bench.scheduler._sessions[b"x" * 16, 0]
+    monkeypatch.setattr(broken, "piece", lambda _: [][1])
     bench.run()
     assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["session_lost"]
     assert len(bench.outputs[b"y" * 16]) == 1
-    assert bench.engine.handled == 4
+    assert bench.scheduler.handled == 4
     assert nothing_breaks_behind_a_guard.pop().levelno == logging.ERROR
 
 
@@ -373,7 +375,7 @@ def test_a_card_that_computes_nothing_any_more_ends_the_worker(
     def compute(_: int) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(bench.engine._sessions[key, 0], "compute", compute)
+    monkeypatch.setattr(bench.scheduler._sessions[key, 0], "piece", compute)
     with pytest.raises(torch.AcceleratorError):
         bench.run()
 
@@ -387,12 +389,12 @@ def test_every_frame_is_counted_once_it_is_dealt_with(span: LoadedSpan) -> None:
     bench.put(key, torch.full((1, 1, 64), float("nan")), 5)
     bench.put(key, torch.randn(1, 1, 64), 5)
     bench.run()
-    assert bench.engine.handled == 5
+    assert bench.scheduler.handled == 5
     assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["not_finite"]
     bench.put(key, torch.randn(1, 1, 64), 6)
     bench.feed(messages.encode_frame(CloseSession(session=key)))
-    assert bench.engine.handled == 7
-    assert not bench.engine.has_work
+    assert bench.scheduler.handled == 7
+    assert not bench.scheduler.has_work
 
 
 class TestSharedBeginnings:
@@ -408,14 +410,14 @@ class TestSharedBeginnings:
 
     def answers(self, bench: Bench, key: bytes, hidden: torch.Tensor, client: bytes) -> int:
         """Open a session and send it all, in ops of 48 tokens; how many were taken over."""
-        n_before = bench.engine.n_reused
+        n_before = bench.scheduler.n_reused
         bench.open(key, client=client)
         for start in range(0, hidden.shape[1], 48):
             bench.put(key, hidden[:, start : start + 48], start)
         bench.run()
         actual = torch.cat(bench.outputs[key], 1)
-        alike(actual, whole(bench.engine.span, hidden))
-        return bench.engine.n_reused - n_before
+        alike(actual, whole(bench.scheduler.engine, hidden))
+        return bench.scheduler.n_reused - n_before
 
     def test_the_second_takes_over_what_the_first_computed(self, bench: Bench) -> None:
         system = self.text(120, 1)
@@ -428,7 +430,7 @@ class TestSharedBeginnings:
             extra = self.text(1, key[0])
             bench.put(key, extra, 150)
             bench.run()
-            right = whole(bench.engine.span, torch.cat([text, extra], 1))[:, -1:]
+            right = whole(bench.scheduler.engine, torch.cat([text, extra], 1))[:, -1:]
             alike(bench.outputs[key][-1], right)
 
     def test_those_that_come_together_wait_for_the_first(self, bench: Bench) -> None:
@@ -438,9 +440,9 @@ class TestSharedBeginnings:
             bench.open(key, client=b"client")
             bench.put(key, text, 0)
         bench.run()
-        assert bench.engine.n_reused == 3 * 96
+        assert bench.scheduler.n_reused == 3 * 96
         for key in keys:
-            alike(bench.outputs[key][0], whole(bench.engine.span, text))
+            alike(bench.outputs[key][0], whole(bench.scheduler.engine, text))
 
     def test_a_long_beginning_lies_in_memory_once(self, bench: Bench) -> None:
         system = self.text(320, 1)
@@ -449,9 +451,9 @@ class TestSharedBeginnings:
         texts = {key: torch.cat([system, self.text(20, key[0] + 5)], 1) for key in keys}
         for key in keys:
             self.answers(bench, key, texts[key], client)
-        layers = [bench.engine._sessions[key, 0]._cache.owned[0] for key in keys]
+        layers = [bench.scheduler._sessions[key, 0]._cache.owned[0] for key in keys]
         assert [layer.n_shared for layer in layers] == [340, 320, 320, 320], "the first gave all that it had"
-        assert len({layer.beginning[0].data_ptr() for layer in layers}) == 1
+        assert len({layer.prefix[0].data_ptr() for layer in layers}) == 1
         for n in range(2):  # all of them in one pass, and one that goes back behind what it shares
             for key in keys:
                 bench.put(key, self.text(1, key[0] + n), 340 + n)
@@ -460,10 +462,10 @@ class TestSharedBeginnings:
         bench.run()
         for key in keys:
             extra = [self.text(1, key[0]), self.text(1, key[0] + 1)]
-            right = whole(bench.engine.span, torch.cat([texts[key], *extra], 1))[:, -2:]
+            right = whole(bench.scheduler.engine, torch.cat([texts[key], *extra], 1))[:, -2:]
             actual = torch.cat(bench.outputs[key], 1)[:, 340:342]
             alike(actual, right)
-        right = whole(bench.engine.span, torch.cat([texts[keys[2]][:, :300], self.text(3, 1)], 1))[:, -3:]
+        right = whole(bench.scheduler.engine, torch.cat([texts[keys[2]][:, :300], self.text(3, 1)], 1))[:, -3:]
         alike(bench.outputs[keys[2]][-1], right)
 
     def test_only_the_same_client_is_given_it(self, bench: Bench) -> None:
@@ -488,8 +490,8 @@ class TestSharedBeginnings:
         self.answers(bench, b"a" * 16, text, client)
         self.answers(bench, b"b" * 16, text, client)
         bench.feed(messages.encode_frame(CloseSession(session=b"a" * 16, start=0)))
-        session = bench.engine._sessions[b"b" * 16, 0]
-        alike(session.history.tokens(0, 96), whole(bench.engine.span, text))
+        session = bench.scheduler._sessions[b"b" * 16, 0]
+        alike(session.history.tokens(0, 96), whole(bench.scheduler.engine, text))
 
     def test_batches_and_the_exact_grade_compute_for_themselves(self, bench: Bench) -> None:
         text = self.text(64, 1).expand(2, -1, -1)
@@ -497,7 +499,7 @@ class TestSharedBeginnings:
             bench.open(key, batch=2, client=b"client")
             bench.put(key, text, 0)
             bench.run()
-        assert bench.engine.n_reused == 0
+        assert bench.scheduler.n_reused == 0
 
 
 class TestHead:
@@ -516,7 +518,7 @@ class TestHead:
             bench.open(key)
             bench.put(key, torch.randn(1, 9, 64), 0, marks=Op(want=want, top=True))
         bench.run()
-        head = bench.engine._head
+        head = bench.scheduler._head
         assert head is not None
         for key, want in asking.items():
             if not want:
@@ -526,7 +528,7 @@ class TestHead:
             (raw,) = bench.logits[key]
             assert out.shape == (1, want, 64)
             sent = top.unpack_untrusted(raw, want, 320)
-            expected = head._ends.logits(out[0], bench.engine.span.layer_arity)
+            expected = head._ends.logits(out[0], bench.scheduler.engine.layer_arity)
             torch.testing.assert_close(sent.filled(320).gather(1, sent.ids), expected.gather(1, sent.ids))
             assert torch.equal(sent.ids[:, 0], expected.argmax(1))
 
@@ -537,15 +539,15 @@ class TestHead:
         assert bench.logits[b"a" * 16] == [b""]
 
     def test_an_op_that_only_rebuilds_state_gets_none(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert bench.engine._head is not None
-        monkeypatch.setattr(bench.engine._head, "largest", lambda rows: pytest.fail("nobody sees these"))
+        assert bench.scheduler._head is not None
+        monkeypatch.setattr(bench.scheduler._head, "largest", lambda rows: pytest.fail("nobody sees these"))
         bench.open(b"a" * 16)
         bench.put(b"a" * 16, torch.randn(1, 3, 64), 0, marks=Op(want=1, top=True, silent_through=1, replay_end=3))
         bench.run()
         assert b"a" * 16 not in bench.logits
 
     def test_many_rows_are_computed_some_at_a_time(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        head = bench.engine._head
+        head = bench.scheduler._head
         sizes = list[int]()
         assert head is not None
         joint = head._ends.logits
@@ -569,8 +571,8 @@ class TestHead:
         def fail(*fields: object) -> list[bytes]:
             raise RuntimeError("no memory")
 
-        assert bench.engine._head is not None
-        monkeypatch.setattr(bench.engine._head, "largest", fail)
+        assert bench.scheduler._head is not None
+        monkeypatch.setattr(bench.scheduler._head, "largest", fail)
         bench.open(b"a" * 16)
         bench.put(b"a" * 16, torch.randn(1, 3, 64), 0, marks=Op(want=1, top=True))
         bench.run()

@@ -1,0 +1,111 @@
+"""The engine that every worker has: a family's own code in torch, with the backends of ``passes``.
+
+It loads what the daemon asks for, finds out how fast that is, and begins the search for faster backends.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from swarmd.compute.hardware.device import device_description, pick_device
+from swarmd.compute.hardware.measurements import Measurements
+from swarmd.compute.model.head import LogitsHead
+from swarmd.compute.passes import precompile
+from swarmd.compute.passes.improvements import MOST_TEXT, Improvements
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions, cache_bytes_per_token, numerics
+from swarmd.compute.serving.engine import LoadedEngine, LoadSignals
+from swarmd.compute.serving.fine_tuning import Training
+from swarmd.compute.serving.rates import first_rates
+from swarmd.protocol.wire.worker import Loaded, LoadSpan, Measured
+from swarmd.values import Span
+from swarmd.wire.tensors import DTYPES
+
+QUICK_S = 0.05  # for a first speed to announce: the worker is online so much sooner
+BLOCK_S = 1.0  # what a forward of one block may take: decoding waits for it, and the daemon for a sign of life
+MIN_MICRO_BATCH_TOKENS = 64  # fewer waste the matrix units of any CPU
+
+
+def load_span(request: LoadSpan, signals: LoadSignals, kind: type[LoadedSpan] = LoadedSpan) -> LoadedSpan:
+    """Load blocks, and find out what they can do. Raises ConfigError."""
+    options = LoadOptions(
+        device=pick_device(request.device),
+        quantize=request.quantize,
+        kv_cache=request.kv_cache,
+        is_compiled=request.compiled,
+        cache_folder=spill_folder(request),
+        remembered=Measurements(Path(request.spill_folder) if request.spill_folder else None),
+    )
+    span = kind(
+        Path(request.path),
+        Span(request.start, request.end),
+        DTYPES[request.dtype],
+        options,
+        signals.on_block,
+        signals.on_part,
+    )
+    span.self_test()
+    return span
+
+
+def load_torch_engine(
+    request: LoadSpan,
+    signals: LoadSignals,
+    load: Callable[[LoadSpan, LoadSignals], LoadedSpan] = load_span,
+) -> LoadedEngine:
+    """Load a span with all that torch can. Raises ConfigError, or torch.OutOfMemoryError."""
+    folder = spill_folder(request)
+    compiles = request.compiled and pick_device(request.device) == "cpu"
+    compiler = precompile.start(folder) if compiles and not precompile.is_compiled(folder) else None
+    span = load(request, signals)
+    head = _load_head(request, span) if request.head else None
+    decode, prefill = first_rates(span, span.sample, QUICK_S)
+    speed = Measured(decode_tokens_per_s=decode, prefill_tokens_per_s=prefill)
+    improvements = Improvements(span, Path(request.path), compiler)
+    block_tokens_per_s = len(span.span) * prefill
+    max_tokens = max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * block_tokens_per_s))
+    description = msgspec.structs.replace(
+        describe(span, request.model, speed), kernels=improvements.kernels, has_head=head is not None
+    )
+    return LoadedEngine(
+        engine=span,
+        description=description,
+        fine_tuning=Training(span, request.tuning_bytes, max_tokens),
+        head=head,
+        background=improvements,
+    )
+
+
+def _load_head(request: LoadSpan, span: LoadedSpan) -> LogitsHead | None:
+    """Load norm and head, where the span ends the model. Raises ConfigError."""
+    if span.span.end < span.n_layers:
+        return None
+    return LogitsHead(
+        Path(request.path),
+        span.dtype,
+        span.device,
+        span.layer_arity,
+    )
+
+
+def describe(span: LoadedSpan, model: str, speed: Measured) -> Loaded:
+    """Return what is told of a span that is loaded."""
+    name, memory_bytes = device_description(str(span.device))
+    return Loaded(
+        device=name,
+        device_memory_bytes=memory_bytes,
+        numerics=numerics(span, model),
+        hidden=span.hidden_size,
+        layer_arity=span.layer_arity,
+        cache_bytes_per_token=cache_bytes_per_token(span),
+        batching=span.batching[:MOST_TEXT],
+        speed=speed,
+    )
+
+
+def spill_folder(request: LoadSpan) -> Path:
+    """Where a worker keeps what does not fit its memory."""
+    return Path(request.spill_folder or tempfile.gettempdir())
