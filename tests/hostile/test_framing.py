@@ -18,6 +18,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.client.sessions.receipts import HopAccount, HopAccounts
+from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.errors import IntegrityError, RemoteProtocolError
 from swarmd.protocol.accounts import evidence, receipt
 from swarmd.protocol.accounts.evidence import Evidence
@@ -295,7 +296,9 @@ async def put(attacker: Attacker, server: PeerId, start: int, values: Floats) ->
 def toy(values: Floats, start: int) -> bytes:
     """The digests of what the blocks from ``start`` on make of tokens."""
     hop = Span(start, 4)
-    out = ToySpan(hop).forward(torch.from_numpy(values), None, None, ToyCache(hop), 0, hop)
+    n_tokens = values.shape[1]
+    piece = SessionTokens(torch.from_numpy(values), torch.arange(n_tokens)[None], ToyCache(hop), 0)
+    (out,) = ToySpan(hop).run([piece], hop)
     return receipt.digests_of(*pack_array(out.numpy(), "float32"))
 
 
