@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from swarmd.compute.runs.gradients import TrainedModel, build
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.runs.recipe import LOCAL, Batch, Diloco, Optimizer, Parts, Recipe, start_run

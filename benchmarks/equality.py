@@ -4,8 +4,8 @@ python -m benchmarks.equality [--tokens 200]
 
 SmolLM2-135M-Instruct on a text, three spans of ten blocks. *Honest* is what the worker's own engine gives when tokens
 come one by one, alone or beside three other sessions, against one prefill of the same inputs. A cheat is held against
-the honest prefill. Errors are each token's, relative to what the span added (plan.trust.equality.errors), and the same
-of 16 numbers of a seeded projection.
+the honest prefill. Errors are each token's, relative to what the span added (plan.trust.equality.measure_errors), and
+the same of 16 numbers of a seeded projection.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from transformers import AutoTokenizer
 from swarmd.compute.model.ends import Ends
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.serving.engine import Engine
-from swarmd.plan.trust.equality import BOUNDS, errors, project_tokens
+from swarmd.plan.trust.equality import BOUNDS, measure_errors, project_tokens
 from swarmd.protocol.wire import worker
 from swarmd.protocol.wire.frames import FrameDecoder
-from swarmd.protocol.wire.messages import Op, OpenSession, framed
+from swarmd.protocol.wire.messages import Op, OpenSession, encode_frame
 from swarmd.values import Span
 from swarmd.wire.history import Budget, SentOp
 from swarmd.wire.ops import encode_op
@@ -51,7 +51,7 @@ class Sessions:
         opening = OpenSession(
             session=bytes([number]) * 16, start=self._span.span.start, end=self._span.span.end, max_tokens=1024
         )
-        self._take(framed(opening))
+        self._take(encode_frame(opening))
 
     def step(self, given: dict[int, torch.Tensor], at: int) -> dict[int, torch.Tensor]:
         """One op [1, t, d] for each of some sessions, computed together; their tokens are at ``at``."""
@@ -199,8 +199,8 @@ def note(
 ) -> None:
     bound = BOUNDS["float32"]
     before, after, recomputed = (t.float().numpy() for t in (entered, left, again))
-    exact = errors(before, after, recomputed, bound)
-    small = errors(project_tokens(before, 7), project_tokens(after, 7), project_tokens(recomputed, 7), bound)
+    exact = measure_errors(before, after, recomputed, bound)
+    small = measure_errors(project_tokens(before, 7), project_tokens(after, 7), project_tokens(recomputed, 7), bound)
     found.setdefault(name, []).append((exact, small))
 
 

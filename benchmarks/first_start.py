@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import swarmd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.smollm2 import smollm2
 

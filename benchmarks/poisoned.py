@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 from trio.testing import MockClock
 
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from swarmd.plan.runs.samples import row_of
 from swarmd.protocol.runs.recipe import Batch, Optimizer
 from swarmd.train.gradients.source import ComputedGradients, InnerStep, RecheckRequest

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.training import check_ledgers, check_states, command, ledger_of, run_of, wait_know, wait_update
 

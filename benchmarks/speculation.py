@@ -27,7 +27,7 @@ import trio
 import swarmd
 from benchmarks.long_context import Watch
 from benchmarks.wan_chain import told_by_client
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from tests.real.smollm2 import smollm2
 
 ROOT = Path(__file__).parent.parent

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 import swarmd
 from swarmd.client.entry import membership
 from swarmd.client.links.link import SessionOptions
-from swarmd.client.swarm import AsyncSwarm, joined
+from swarmd.client.swarm import AsyncSwarm, join_swarm
 from swarmd.plan.chains.routing import Hop
 from swarmd.values import ModelId, PeerId, Span
 
@@ -171,7 +171,7 @@ def positions(start: int, n: int) -> torch.Tensor:
 
 def in_swarm(setting: Setting, work: Callable[[Load], Awaitable[str]]) -> str:
     async def main() -> str:
-        async with joined(membership(None, setting.home)) as swarm:
+        async with join_swarm(membership(None, setting.home)) as swarm:
             return await work(Load(swarm, setting))
 
     return trio.run(main)

@@ -86,12 +86,12 @@ class Swarm:
             if verdict is AuditVerdict.RIGHT:
                 self.records[client, peer] = known.after(is_right=True)
             elif verdict is AuditVerdict.WRONG:
-                self.convict(peer)
+                self.ban(peer)
             elif verdict is AuditVerdict.REFERENCE_WRONG:
-                self.convict(others[0])
+                self.ban(others[0])
         return is_wrong, n_checks, n_again
 
-    def convict(self, peer: str) -> None:
+    def ban(self, peer: str) -> None:
         self.n_accused += peer not in self.liars
         target = next(s for s in self.spans if s.peer == peer)
         for judge in ("h0", "h1", "h2"):  # those who computed it too

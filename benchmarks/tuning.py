@@ -82,7 +82,7 @@ def curves(n_steps: int = 60) -> None:
     from swarmd.client.tuning.dataset import Encoding, read_dataset
     from swarmd.client.tuning.fine_tuning import Tuner, with_peft
     from swarmd.client.tuning.tuning_recipe import TuningRecipe
-    from swarmd.home import bundled_folder
+    from swarmd.home.models import bundled_folder
 
     tokenizer = AutoTokenizer.from_pretrained(bundled_folder())
     encoding = Encoding(lambda text: tokenizer(text).input_ids, (), (), len(tokenizer), 256)

@@ -58,6 +58,6 @@ def connect(invite: str | None = None, *, home: str | Path | None = None) -> Swa
 def aconnect(invite: str | None = None, *, home: str | Path | None = None) -> AbstractAsyncContextManager[AsyncSwarm]:
     """The same for trio programs: ``async with swarmd.aconnect(invite) as swarm``."""
     from swarmd.client.entry import membership
-    from swarmd.client.swarm import joined
+    from swarmd.client.swarm import join_swarm
 
-    return joined(membership(invite, home))
+    return join_swarm(membership(invite, home))

@@ -24,7 +24,10 @@ import trio
 
 from swarmd.config import Config, split
 from swarmd.errors import Refused, SwarmError
-from swarmd.home import Home, by_peer
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles, by_peer
+from swarmd.home.models import ModelFolders
+from swarmd.home.paths import Home
 from swarmd.net.api import NatTraversal, Network, Purpose, RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Channel, Rpc
@@ -105,7 +108,7 @@ class Daemon:
         self.network = network
         self.exchange = exchange
         standing = Standing(services.wall_clock, home.standing_file if home else None)
-        self.rpc = Rpc(network, self, standing, exchange.principal)
+        self.rpc = Rpc(network, self, standing, exchange.roster.principal)
         self.directory = _directory_of(member, services, exchange, self.rpc, config)
         library = Library(member.weights, member.folders, int(config.disk_limit_gib * 2**30))
         self.books = UsageLedger(home.books_file if home else None)
@@ -229,7 +232,7 @@ class Daemon:
     def _rest(self, reason: str) -> None:
         """Work for nobody, for a reason of the owner's policy; "" goes on with what this membership is for."""
         self._policy = reason
-        rights = self.exchange.pass_of(self._certificate).may
+        rights = self.exchange.roster.pass_of(self._certificate).may
         not_invited = f"this machine's invite is for: {', '.join(rights)}"
         self.hosts.rest(reason or ("" if "serve" in rights else not_invited))
         self.runs.rest(reason or ("" if "train" in rights else not_invited))
@@ -247,17 +250,17 @@ class Daemon:
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """Check a peer's certificate. Raises Refused."""
         self.health.note_hello(peer, hello)  # first: with a wrong clock here, no certificate may count
-        self.exchange.admit(peer, hello)
+        self.exchange.roster.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
         """Give a member's message to the service that it is for; False when it is for none. Raises Refused."""
-        self.exchange.require_member(channel.peer)
+        self.exchange.roster.require_member(channel.peer)
         if self.prober.take(channel.peer, message, frame):
             return True
         if await self.hosts.handle(channel.peer, message, frame, channel):
             return True
         if getattr(message, "run", ""):
-            self.exchange.require_member(channel.peer, "train")
+            self.exchange.roster.require_member(channel.peer, "train")
         if await self.store.handle(channel, message):
             return True
         if await self.runs.handle(channel, message, frame):
@@ -287,32 +290,35 @@ class Daemon:
             self._rest(self._policy)
             for peer in self.rpc.peers():
                 try:
-                    self.exchange.require_member(peer)
+                    self.exchange.roster.require_member(peer)
                 except Refused as error:
                     logger.info("disconnecting %s: %s", peer, error)
                     await self.network.disconnect(peer)
 
     def _admit(self, arrivals: dict[bytes, AdmittedMember], previous: Catalog) -> bytes | None:
         """Enter newcomers into the catalog, where a founder's key is here."""
-        if self._home is None or not self._home.is_founder:
+        founder = Founder(self._home) if self._home is not None else None
+        if founder is None or not founder.is_here:
             return None
-        self._home.admit(arrivals, previous)
-        return self._home.catalog_raw()
+        founder.admit(arrivals, previous)
+        return founder.membership.catalog_raw()
 
     def _save_catalog(self) -> None:
         if self._home is not None and self.exchange.book.catalog_raw is not None:
             try:
-                self._home.save_catalog(self.exchange.book.catalog_raw)
+                MembershipFiles(self._home).save_catalog(self.exchange.book.catalog_raw)
             except SwarmError as error:
                 logger.warning("the new catalog is used but not kept: %s", error)
 
     # --- what this peer says of itself -----------------------------------------------------------------------
 
     def _uplink(self) -> tuple[float | None, bool]:
-        return self.directory.links.up_bytes_per_s, self.hosts.n_decoding() > 0
+        is_decoding = any(deployment.server.n_decoding() for deployment in self.hosts.deployments())
+        return self.directory.links.up_bytes_per_s, is_decoding
 
     def _describe(self) -> list[dict[str, Any]]:
-        devices = [h.device for h in self.hosts if h.device is not None]
+        loaded = [deployment.worker.loaded for deployment in self.hosts.deployments()]
+        devices = [device for device in loaded if device is not None]
         links = self.directory.links
         self.health.note_clone(self.directory.view())
         peer = {
@@ -339,11 +345,12 @@ class Daemon:
 
 async def main(home: Home, config: Config, ready: Callable[[Daemon], None], worker: str = WORKER) -> None:
     """Run the real daemon in the foreground until it is told to stop; ``worker`` is its module. Raises SwarmError."""
-    swarm = home.swarm()
+    membership = MembershipFiles(home)
+    swarm = membership.swarm()
     manager = ServiceManager()
     may_work = partial(verdict_now, config.policy, home.pause_file)
     with (
-        home.locked(),
+        home.lock_for_daemon(),
         closing(Traffic(limits_of(config.policy), home.traffic_file)) as traffic,
         closing(Prestarted(config.serve and may_work(traffic).may_work, worker)) as workers,
     ):
@@ -352,8 +359,8 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
         from swarmd.net.libp2p.kademlia import KademliaStore
 
         exchange = Exchange(swarm.keys, time.time)
-        identity = home.identity()
-        catalog_raw = home.catalog_raw()
+        identity = membership.identity()
+        catalog_raw = membership.catalog_raw()
         if catalog_raw is not None:
             exchange.merge_catalog_untrusted(catalog_raw)
         libp2p = Libp2pNetwork(
@@ -372,7 +379,7 @@ async def main(home: Home, config: Config, ready: Callable[[Daemon], None], work
             identity,
             swarm.certificate,
             weights=home.weights,
-            folders=home.folders(),
+            folders=ModelFolders(home).read(),
             bootstrap=by_peer(swarm.bootstrap),
             home=home,
         )

@@ -16,7 +16,9 @@ import trio
 import swarmd.status as answers
 from swarmd.config import LONGEST_PAUSE_S, load, parse_span
 from swarmd.errors import ConfigError, NoRoute, PeerError
-from swarmd.home import Home
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.models import ModelFolders
+from swarmd.home.paths import Home
 from swarmd.member_status import PeerRow, PeersAnswer, SpanRow, WaitingRow
 from swarmd.node.machine.gateway_process import GatewayProcess
 from swarmd.node.machine.health import Health
@@ -27,6 +29,7 @@ from swarmd.node.serving.prober import Prober
 from swarmd.plan.chains.placement import find_rescues
 from swarmd.plan.chains.routing import Route, best_alternative, best_route, gather_trips
 from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.owner.health import WorkerLife
 from swarmd.status import ChainRow
 from swarmd.train.runs import Runs
 from swarmd.values import ModelId, PeerId, Span
@@ -92,12 +95,16 @@ class Owner:
             health=self._health_rows(view),
         )
 
+    def _sessions(self) -> tuple[answers.SessionRow, ...]:
+        """One row for each hop that is served here."""
+        return tuple(row for deployment in self._hosts.deployments() for row in deployment.server.sessions())
+
     def _health_rows(self, view: SwarmView) -> tuple[answers.HealthRow, ...]:
         if self._health is None:
             return ()
-        devices = [hosting.device.device for hosting in self._hosts if hosting.device is not None]
-        lives = [hosting.worker_life for hosting in self._hosts]
-        workers = [life for life in lives if life is not None]
+        links = [deployment.worker.snapshot() for deployment in self._hosts.deployments()]
+        devices = [link.loaded.device for link in links if link.loaded is not None]
+        workers = [WorkerLife(link.state == "online", link.restarts, link.last_end) for link in links]
         free_bytes = psutil.disk_usage(str(self._home.folder)).free if self._home else None
         return self._health.snapshot(view, self._directory.snapshot(), free_bytes, devices, workers)
 
@@ -111,7 +118,7 @@ class Owner:
         rows = []
         for peer, record in sorted(view.peers.items()):
             balance = self._services.order.balance(peer)
-            peer_pass = self._services.exchange.pass_of(record.certificate)
+            peer_pass = self._services.exchange.roster.pass_of(record.certificate)
             rows.append(
                 PeerRow(
                     peer=peer,
@@ -132,7 +139,7 @@ class Owner:
                     reach=record.reach or "unknown",
                     way=self._services.rpc.network.way_to(peer),
                     standing=self._services.rpc.standing.row(peer),
-                    voucher=self._services.exchange.invite_of(peer).hex(),
+                    voucher=self._services.exchange.roster.invite_of(peer).hex(),
                     may=peer_pass.may,
                     ends_at=peer_pass.ends_at,
                     gave=balance.gave_us,
@@ -144,13 +151,13 @@ class Owner:
         now = self._services.wall_clock()
         waiting = tuple(
             WaitingRow(peer=peer, voucher=invite.hex(), knocked_s=round(now - knocked_at, 1))
-            for peer, (invite, knocked_at) in self._services.exchange.doors.waiting.items()
+            for peer, (invite, knocked_at) in self._services.exchange.roster.admission.waiting.items()
         )
         return PeersAnswer(peers=tuple(rows), waiting=waiting)
 
     def sessions(self) -> answers.SessionsAnswer:
         """One row for each hop that is served here."""
-        return answers.SessionsAnswer(sessions=self._hosts.sessions())
+        return answers.SessionsAnswer(sessions=self._sessions())
 
     def models(self) -> answers.ModelsAnswer:
         """One row for each model of the catalog: who serves its blocks, how safe they are, what could be done."""
@@ -184,7 +191,7 @@ class Owner:
         ``model`` may be the beginning of a session's id as well: then only that is explained.
         """
         hosting = self._hosts.snapshot()
-        sessions = self._hosts.sessions()
+        sessions = self._sessions()
         is_session = bool(model) and self._directory.view().model_named(model) is None
         named = tuple(row for row in sessions if is_session and row.session.startswith(model))
         first = hosting[0] if hosting else None
@@ -268,8 +275,8 @@ class Owner:
     async def reload(self) -> answers.ReloadAnswer:
         """Take over a catalog, models and rules that the command line changed. Raises ConfigError."""
         if self._home is not None:
-            self._store.library.look(self._home.folders())
-            raw = self._home.catalog_raw()
+            self._store.library.look(ModelFolders(self._home).read())
+            raw = MembershipFiles(self._home).catalog_raw()
             if raw is not None:
                 self._services.exchange.merge_catalog_untrusted(raw)
             self._directory.announce_soon()
@@ -283,7 +290,7 @@ class Owner:
     def pause(self, seconds: str) -> answers.PauseAnswer:
         """Stop at once, for so long ("": until ``resume``). Raises ConfigError."""
         presence = self._presence
-        n_sessions = len(self._hosts.sessions())
+        n_sessions = len(self._sessions())
         if seconds and not (seconds.isdecimal() and 0 < int(seconds) <= LONGEST_PAUSE_S):
             raise ConfigError(f"a pause takes 1 to {LONGEST_PAUSE_S} seconds, not {seconds!r}")
         presence.pause(int(seconds) if seconds else None)

@@ -15,6 +15,7 @@ from swarmd_cli.main import INTERRUPTED, app
 from swarmd import errors
 from swarmd.config import TABLES, Config, PolicyConfig
 from tools import performance
+from tools.reading import reading_minutes
 
 ROOT = Path(__file__).parent.parent
 OPERATING = (ROOT / "docs" / "operating.md").read_text()
@@ -95,3 +96,12 @@ def test_modules_that_a_page_names_exist(page: Path) -> None:
     rooms = "client|compute|gateway|net|node|plan|protocol|train|weights|wire"
     named = set(re.findall(rf"`((?:{rooms})/[\w/]+\.py)`", page.read_text()))
     assert not [module for module in sorted(named) if not (ROOT / "swarmd" / module).exists()]
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_each_page_says_how_long_it_takes_to_read(page: Path) -> None:
+    text = page.read_text().split("<!-- made by python -m tools.glossary")[0]  # classes are looked up, not read
+    said = re.search(r"(\d+) minutes? to read", text)
+    assert said, "say so in its first sentence"
+    minutes = reading_minutes(text)
+    assert abs(int(said[1]) - minutes) <= max(1, minutes // 5), f"{minutes} by now"

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from swarmd.config import load
-from swarmd.home import Home
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.paths import Home
 from swarmd.net.exchange import Exchange
 from swarmd.protocol.membership.identity import verify_certificate_untrusted
 from swarmd.values import PeerId
@@ -25,14 +27,14 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Home:
 
 
 def test_keys_membership_and_catalog_are_still_read(home: Home) -> None:
-    swarm = home.swarm()
-    identity = home.identity()
+    swarm = MembershipFiles(home).swarm()
+    identity = MembershipFiles(home).identity()
     assert swarm.keys.name == "ours"
     assert home.has_joined
-    assert identity.peer_id == MEMBER or home.is_founder
+    assert identity.peer_id == MEMBER or Founder(home).is_here
     verify_certificate_untrusted(swarm.certificate, swarm.keys.founder_key, identity.peer_id, THEN)
     exchange = Exchange(swarm.keys, lambda: float(THEN))
-    raw = home.catalog_raw()
+    raw = MembershipFiles(home).catalog_raw()
     assert raw is not None
     assert exchange.merge_catalog_untrusted(raw)
     assert list(exchange.view().catalog.models) == ["demo"]
@@ -41,9 +43,9 @@ def test_keys_membership_and_catalog_are_still_read(home: Home) -> None:
 def test_a_founder_still_lets_others_in_and_changes_the_catalog(tmp_path: Path) -> None:
     shutil.copytree(HOMES / "founder", tmp_path / "home")
     home = Home(tmp_path / "home")
-    assert home.invite(("/ip4/192.0.2.7/tcp/4117",), 3_600)
-    home.change_catalog(lambda catalog: catalog)
-    assert home.catalog().version > 0
+    assert Founder(home).invite(("/ip4/192.0.2.7/tcp/4117",), 3_600)
+    Founder(home).change_catalog(lambda catalog: catalog)
+    assert MembershipFiles(home).catalog().version > 0
 
 
 def test_settings_by_their_old_names_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

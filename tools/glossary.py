@@ -1,4 +1,6 @@
-"""The second half of docs/glossary.md: every public class with the first sentence of its docstring, or its module's.
+"""The second half of docs/glossary.md: what follows from blame, and every public class with its first sentence.
+
+A class is told by the first sentence of its docstring, or of its module's.
 
     python -m tools.glossary      writes it anew; tests/test_glossary.py holds the page to the source
 
@@ -12,6 +14,8 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+
+from swarmd.plan.trust.blame import CONSEQUENCES
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "glossary.md"
@@ -59,10 +63,32 @@ def doubled_names() -> dict[str, list[str]]:
     return {name: homes for name, homes in modules.items() if len(homes) > 1}
 
 
+def blame_table() -> list[str]:
+    """What follows from which blame: ``plan.trust.blame``."""
+    lines = [
+        "## Blame",
+        'How much is held against a peer, from nothing to a ban. Its faults: docs/protocol.md, "Standing".',
+        "",
+        "| blame | for what | what follows |",
+        "|---|---|---|",
+    ]
+    for blame, consequence in CONSEQUENCES.items():
+        lines.append(f"| {blame} | {consequence.occasion} | {consequence.effect} |")
+    return lines
+
+
 def page() -> str:
     """The whole page: what people wrote, then the classes, wing by wing."""
     written = PAGE.read_text().partition(BEGIN)[0].rstrip()
-    lines = [written, "", BEGIN, "## Classes", "One name, one thing, in the words of its docstring."]
+    lines = [
+        written,
+        "",
+        BEGIN,
+        *blame_table(),
+        "",
+        "## Classes",
+        "One name, one thing, in the words of its docstring.",
+    ]
     wing = None
     for entry in entries():
         home = entry.module.rpartition("/")[0] or "top"

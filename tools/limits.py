@@ -75,8 +75,8 @@ SEEN: dict[str, dict[str, str]] = {
     "By operators": {
         "node.worker.worker_link.STALL_S": "a worker that says nothing for longer is ended and started again",
         "node.worker.worker_link.STALL_LOADING_S": "the same while it loads",
-        "node.serving.leaving.DRAIN_S": "`down` and `drain` wait no longer for sessions to move",
-        "node.serving.leaving.GRACE_S": "`pause` waits no longer for caches to be handed over",
+        "node.serving.deployment.DRAIN_S": "`down` and `drain` wait no longer for sessions to move",
+        "node.serving.deployment.GRACE_S": "`pause` waits no longer for caches to be handed over",
         "plan.owner.health.CLOCK_S": "`doctor` says that the clock is wrong beyond it",
         "plan.owner.health.LEAST_DISK_BYTES": "`doctor` says that the disk is full below it",
         "plan.chains.placement.MAX_MOVES_PER_DAY": "a server that chooses its blocks moves no oftener",

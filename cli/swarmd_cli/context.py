@@ -7,15 +7,23 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from swarmd.folders import SOCKET, default_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from swarmd.home import Home
+    from swarmd.home.founder import Founder
+    from swarmd.home.membership import MembershipFiles
+    from swarmd.home.models import ModelFolders
+    from swarmd.home.paths import Home
+    from swarmd.member_status import PeersAnswer
+    from swarmd.status import Status
 
+Answer = TypeVar("Answer", bound="Status")
 JsonObject = dict[str, Any]
 
 INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
@@ -40,20 +48,65 @@ def _folder() -> Path:
 
 def home() -> Home:
     """Open the chosen home."""
-    from swarmd.home import Home
+    from swarmd.home.paths import Home
 
     return Home(_folder())
 
 
-def ask(verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> JsonObject:
+def membership() -> MembershipFiles:
+    """Open what the chosen home knows as a member."""
+    from swarmd.home.membership import MembershipFiles
+
+    return MembershipFiles(home())
+
+
+def founder() -> Founder:
+    """Open what the chosen home may do as a founder, or as its delegate."""
+    from swarmd.home.founder import Founder
+
+    return Founder(home())
+
+
+def model_folders() -> ModelFolders:
+    """Open the list of models that the chosen home has in folders of the user's."""
+    from swarmd.home.models import ModelFolders
+
+    return ModelFolders(home())
+
+
+# What the daemon answers is decoded into the very structs that it fills in (swarmd.status and its neighbours), so that
+# mypy knows each field that a verb prints. What --json prints is the daemon's own answer, whatever is in it:
+#
+#     ask_json -- a dict --> print_json         read_answer -- a Status --> tables
+#
+# A daemon of a newer version may say more, which is passed over; one that says less is told of in read_answer.
+
+
+def ask(answer: type[Answer], verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> Answer:
     """Call the daemon's control API. Raises DaemonNotRunning, or what the daemon refused with."""
+    return read_answer(answer, ask_json(verb, method, timeout_s, **query))
+
+
+def read_answer(answer: type[Answer], body: JsonObject) -> Answer:
+    """Decode what a daemon answered. Raises SwarmError when a daemon of another version says something else."""
+    try:
+        return msgspec.convert(body, answer)
+    except msgspec.ValidationError as error:
+        from swarmd.errors import SwarmError
+
+        text = "the daemon is of another version than this command, and its answer differs"
+        raise SwarmError(f"{text}: {error}: start it anew (swarmd down, then swarmd up)") from None
+
+
+def ask_json(verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> JsonObject:
+    """Call the daemon's control API, and return its answer as it came. Raises as ``ask``."""
     from swarmd import errors
     from swarmd.net import local
 
     try:
         return local.ask_daemon(_folder() / SOCKET, verb, query, method, timeout_s)
     except errors.DaemonNotRunning:
-        home().swarm()  # not joined is the better answer when it is the case
+        membership().swarm()  # not joined is the better answer when it is the case
         raise
 
 
@@ -62,16 +115,23 @@ def is_running() -> bool:
     from swarmd.errors import SwarmError
 
     try:
-        ask("status", timeout_s=3.0)
+        ask_json("status", timeout_s=3.0)
     except SwarmError:
         return False
     return True
 
 
+def find_peers() -> PeersAnswer:
+    """Ask the daemon whom it knows; nobody where it does not run."""
+    from swarmd.member_status import PeersAnswer
+
+    return ask(PeersAnswer, "peers") if is_running() else PeersAnswer(peers=())
+
+
 def reload_daemon() -> None:
     """Have the daemon, if it runs, take over what was changed here: catalog, models, rules."""
     if is_running():
-        ask("reload", "POST")
+        ask_json("reload", "POST")
 
 
 def wait_until(is_done: Callable[[], bool]) -> bool:

@@ -9,11 +9,73 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from swarmd_cli.context import JsonObject, home
 
+T = TypeVar("T")
 TAKEN_WITHIN_S = 10.0  # a connection, and what is asked; an answer may need a model that is read first
+
+
+class ModelPresence(msgspec.Struct, frozen=True):
+    """What the swarm has of a model: the blocks that nobody serves, and whether it can chat (None: not known)."""
+
+    missing: tuple[Any, ...]
+    chats: bool | None
+
+
+class ModelEntry(msgspec.Struct, frozen=True):
+    """A model as GET /v1/models lists it."""
+
+    id: str
+    swarmd: ModelPresence
+
+
+class AnswerDoubt(msgspec.Struct, frozen=True):
+    """From this token on an answer may be wrong: which hop, and why."""
+
+    token: int
+    hop: str
+    reason: str
+
+
+class AnswerDetails(msgspec.Struct, frozen=True):
+    """What a gateway tells about an answer beside its text."""
+
+    chain: tuple[str, ...] = ()
+    repairs: tuple[str, ...] = ()
+    longest_stall_s: float = 0.0
+    doubts: tuple[AnswerDoubt, ...] = ()
+
+
+class AnswerUsage(msgspec.Struct, frozen=True):
+    """How many tokens an answer has."""
+
+    completion_tokens: int
+
+
+class TextDelta(msgspec.Struct, frozen=True):
+    """What a chat's answer has grown by."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class StreamChoice(msgspec.Struct, frozen=True):
+    """What an answer has grown by: ``delta`` of a chat, ``text`` of a completion."""
+
+    delta: TextDelta | None = None
+    text: str | None = None
+
+
+class StreamEvent(msgspec.Struct, frozen=True):
+    """One event of an answer that is streamed; ``usage`` comes with the last."""
+
+    choices: tuple[StreamChoice, ...] = ()
+    usage: AnswerUsage | None = None
+    swarmd: AnswerDetails = AnswerDetails()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +85,7 @@ class GatewayClient:
     url: str
     token: str
 
-    def models(self) -> list[JsonObject]:
+    def models(self) -> list[ModelEntry]:
         """List the models of the swarm, as GET /v1/models has them. Raises SwarmError."""
         import httpx
 
@@ -32,9 +94,9 @@ class GatewayClient:
         except httpx.TransportError as error:
             raise _connection_lost(error) from None
         _require_ok(answer)
-        return list(answer.json()["data"])
+        return _convert(answer.json()["data"], list[ModelEntry])
 
-    def stream(self, path: str, body: JsonObject) -> Generator[JsonObject]:
+    def stream(self, path: str, body: JsonObject) -> Generator[StreamEvent]:
         """Yield the events of an answer, the usage with the last. Raises SwarmError: refused, or broken off."""
         import httpx
 
@@ -49,7 +111,7 @@ class GatewayClient:
                         event = json.loads(line[6:])
                         if "error" in event:
                             raise _error_of_refusal(event["error"])
-                        yield event
+                        yield _convert(event, StreamEvent)
         except httpx.TransportError as error:
             raise _connection_lost(error) from None
 
@@ -110,27 +172,36 @@ def open_gateway() -> Iterator[GatewayClient]:
         child.wait()
 
 
-def require_listed(name: str, listed: list[JsonObject]) -> None:
+def require_listed(name: str, listed: list[ModelEntry]) -> None:
     """Refuse a name that is none of the models listed, and no hash. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd.names import is_model_hash
 
-    names = [entry["id"] for entry in listed]
+    names = [entry.id for entry in listed]
     if name not in names and not is_model_hash(name):
         raise ConfigError(f"the swarm has no model {name!r}; it has: {', '.join(names) or 'none yet'}")
 
 
-def describe_answer(details: JsonObject) -> list[str]:
+def describe_answer(details: AnswerDetails) -> list[str]:
     """Write for a user what a gateway tells about an answer: repairs, and from where on it may be wrong."""
-    repairs = [f"repaired meanwhile ({details['longest_stall_s']:.2f} s): {reason}" for reason in details["repairs"]]
-    first_doubts = details["doubts"][:1]
-    doubts = [describe_doubt(doubt["token"], doubt["hop"], doubt["reason"]) for doubt in first_doubts]
+    repairs = [f"repaired meanwhile ({details.longest_stall_s:.2f} s): {reason}" for reason in details.repairs]
+    doubts = [describe_doubt(doubt.token, doubt.hop, doubt.reason) for doubt in details.doubts[:1]]
     return repairs + doubts
 
 
 def describe_doubt(token: int, hop: str, reason: str) -> str:
     """Tell a user that the tokens of an answer from ``token`` on (the first is 0) are in doubt."""
     return f"from token {token + 1} of the answer on the text may be wrong: {hop}: {reason}"
+
+
+def _convert(value: Any, kind: type[T]) -> T:
+    """Decode what a gateway sent. Raises SwarmError when one of another version says something else."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        from swarmd.errors import SwarmError
+
+        raise SwarmError(f"the gateway is of another version than this command: {error}: start it anew") from None
 
 
 def _does_answer(url: str) -> bool:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterable
 
-from swarmd_cli.context import home, is_running
+from swarmd_cli.context import is_running, membership
 
 DIAL_S = 2.0  # for one of the swarm's members to take a connection, while this machine's daemon is down
 MAX_DIALLED = 16  # that one of so many answers is enough to know
@@ -31,12 +31,12 @@ def require_answers(*models: str, adapter: str = "") -> None:
     #     daemon runs       its catalog is today's: a name that it lacks is none
     #     down, others up   the catalog here may be old: the members that are asked know better
     #     down, nobody up   the catalog here is all that there is, and the wait would be in vain
-    member_home = home()
-    member_home.swarm()
+    member = membership()
+    member.swarm()
     has_daemon = is_running()
     addresses: list[str] = []
     if not has_daemon:
-        for peer_addresses in member_home.bootstrap().values():
+        for peer_addresses in member.bootstrap().values():
             addresses += peer_addresses
     do_others_answer = bool(addresses) and _does_any_listen(addresses)
     if has_daemon:
@@ -45,7 +45,7 @@ def require_answers(*models: str, adapter: str = "") -> None:
         _require_names([name for name in models if name], adapter)
     if has_daemon:
         return
-    if not do_others_answer and not member_home.catalog().version:
+    if not do_others_answer and not member.catalog().version:
         raise DaemonNotRunning(f"your daemon is down: swarmd up; as far as is known here {explain_waiting()}")
     if not do_others_answer:
         raise DaemonNotRunning("your daemon is down, and no other member of the swarm is known to answer: swarmd up")
@@ -54,10 +54,10 @@ def require_answers(*models: str, adapter: str = "") -> None:
 
 def explain_waiting() -> str:
     """Tell what a machine waits for whose join was not approved yet, as far as is known here; "" for any other."""
-    state = home()
-    if state.catalog().version:  # which nobody is given before
+    member = membership()
+    if member.catalog().version:  # which nobody is given before
         return ""
-    return f"you wait for a founder, who lets this machine in with: swarmd members approve {state.identity().peer_id}"
+    return f"you wait for a founder, who lets this machine in with: swarmd members approve {member.identity().peer_id}"
 
 
 def require_approved() -> None:
@@ -72,7 +72,7 @@ def _require_names(models: Iterable[str], adapter: str) -> None:
     from swarmd.errors import ConfigError
     from swarmd.names import is_model_hash
 
-    catalog = home().catalog()
+    catalog = membership().catalog()
     if not catalog.version:
         return
 

@@ -3,112 +3,117 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from swarmd.values import count
-from swarmd_cli.context import JsonObject, format_duration, format_number, format_rate, format_size, print_table
+from swarmd_cli.context import format_duration, format_number, format_rate, format_size, print_table
+
+if TYPE_CHECKING:
+    from swarmd.run_status import PlanAnswer, PlanSettingRow, RoundRow, RunRow
 
 TOPOLOGIES = ("parts", "server", "sites", "grid", "ring")
 
 
-def show_plan(body: JsonObject) -> None:
+def show_plan(plan: PlanAnswer) -> None:
     """Print the next round, and what each synchronisation, codec and topology would come to."""
     rows = []
-    for member in body["members"]:
-        computes = "yes" if member["computes"] else "no"
-        share = f"{100 * member['reduces']:.0f} %"
-        up = format_rate(member["up_bytes_per_s"])
-        down = format_rate(member["down_bytes_per_s"])
-        rows.append([member["peer"][-8:], computes, share, up, down])
-    print_table(f"The next round of {body['run'][:12]}", ["peer", "computes", "reduces", "up", "down"], rows)
-    print(f"{format_size(body['bytes'])} to average in about {body['expected_s']:.2f} s ({body['why']})")
-    print(f"with equal parts it would be {body['equal_parts_s']:.2f} s")
-    rows = [_setting_row(setting, body["setting"]) for setting in _choose_settings(body)]
+    for member in plan.members:
+        computes = "yes" if member.computes else "no"
+        share = f"{100 * member.reduces:.0f} %"
+        up = format_rate(member.up_bytes_per_s)
+        down = format_rate(member.down_bytes_per_s)
+        rows.append([member.peer[-8:], computes, share, up, down])
+    print_table(f"The next round of {plan.run[:12]}", ["peer", "computes", "reduces", "up", "down"], rows)
+    print(f"{format_size(plan.bytes)} to average in about {plan.expected_s:.2f} s ({plan.why})")
+    print(f"with equal parts it would be {plan.equal_parts_s:.2f} s")
+    rows = [_setting_row(setting, plan.setting) for setting in _choose_settings(plan)]
     if rows:
         columns = ["setting (* this run's)", "an update", "computes", "too large", "samples/s", "sent a sample"]
         print_table("Synchronisation, codec and topology, predicted", columns, rows)
-        print(f"best: {body['recommended']}: {body['recommended_why']}")
+        print(f"best: {plan.recommended}: {plan.recommended_why}")
     else:
-        print(f"no other setting is predicted: {body['recommended_why']}")
+        print(f"no other setting is predicted: {plan.recommended_why}")
 
 
-def _setting_row(setting: JsonObject, own_setting: str) -> list[str]:
-    name = setting["setting"]
+def _setting_row(setting: PlanSettingRow, own_setting: str) -> list[str]:
+    name = setting.setting
     mark = "* " if name == own_setting else ""
     return [
         mark + name,
-        f"{setting['update_s']:.1f} s",
-        f"{100 * setting['utilisation']:.0f} %",
-        f"{setting['excess']:.1f} x" if setting["excess"] > 1 else "",
-        format_number(setting["samples_per_s"]),
-        format_size(round(setting["bytes_per_sample"])),
+        f"{setting.update_s:.1f} s",
+        f"{100 * setting.utilisation:.0f} %",
+        f"{setting.excess:.1f} x" if setting.excess > 1 else "",
+        format_number(setting.samples_per_s),
+        format_size(round(setting.bytes_per_sample)),
     ]
 
 
-def _choose_settings(body: JsonObject) -> list[JsonObject]:
+def _choose_settings(plan: PlanAnswer) -> list[PlanSettingRow]:
     """Choose the settings that are worth showing.
 
     They are: each synchronisation without a codec and with the best one, this run's setting by each topology, and the
     recommended one. A setting's name is "SYNCHRONISATION, CODEC", or "SYNCHRONISATION, TOPOLOGY".
     """
-    best: dict[str, JsonObject] = {}
-    topologies = [row for row in body["settings"] if row["setting"].rpartition(", ")[2] in TOPOLOGIES]
-    rows = [row for row in body["settings"] if row not in topologies]
-    for row in sorted(rows, key=lambda row: (-row["samples_per_s"], row["excess"])):
-        best.setdefault(row["setting"].rpartition(", ")[0], row)
-    shown_names = {body["setting"], body["recommended"], *(f"{kind}, none" for kind in best)}
-    return [row for row in rows if row["setting"] in shown_names or row in best.values()] + topologies
+    best: dict[str, PlanSettingRow] = {}
+    topologies = [row for row in plan.settings if row.setting.rpartition(", ")[2] in TOPOLOGIES]
+    rows = [row for row in plan.settings if row not in topologies]
+    for row in sorted(rows, key=lambda row: (-row.samples_per_s, row.excess)):
+        best.setdefault(row.setting.rpartition(", ")[0], row)
+    shown_names = {plan.setting, plan.recommended, *(f"{kind}, none" for kind in best)}
+    return [row for row in rows if row.setting in shown_names or row in best.values()] + topologies
 
 
-def show_run(row: JsonObject) -> None:
+def show_run(row: RunRow) -> None:
     """Print how a run goes, here and elsewhere."""
     from swarmd_cli.curve import terminal_curve
 
-    print(f"{row['name']} ({row['run'][:12]}): {row['state']}; {row['role']} here: {row['why']}")
-    if row["failure"]:
-        print(f"  the last failure: {row['failure']}")
-    print(f"  update {row['update']} of {row['updates']}, {count(row['samples'], 'sample')} counted")
-    if row["finished"]:
-        name = shlex.quote(row["name"])
-        print(f"  done: {row['finished']}; swarmd train export {name} --out FOLDER writes the model")
+    print(f"{row.name} ({row.run[:12]}): {row.state}; {row.role} here: {row.why}")
+    if row.failure:
+        print(f"  the last failure: {row.failure}")
+    print(f"  update {row.update} of {row.updates}, {count(row.samples, 'sample')} counted")
+    if row.finished:
+        name = shlex.quote(row.name)
+        print(f"  done: {row.finished}; swarmd train export {name} --out FOLDER writes the model")
     else:
-        remaining = "unknown" if row["left_s"] is None else format_duration(row["left_s"])
-        print(f"  next round: {row['gathered']} of {row['target']} samples, {remaining} to go")
-    if row["last_round"] is not None:
-        _print_last_round(row["last_round"])
+        remaining = "unknown" if row.left_s is None else format_duration(row.left_s)
+        print(f"  next round: {row.gathered} of {row.target} samples, {remaining} to go")
+    if row.last_round is not None:
+        _print_last_round(row.last_round)
     print(
-        f"  here: {format_number(row['samples_per_s'])} samples/s, {row['samples_counted']} counted, "
-        f"{row['samples_wasted']} not counted, {row['catch_ups']} times caught up"
+        f"  here: {format_number(row.samples_per_s)} samples/s, {row.samples_counted} counted, "
+        f"{row.samples_wasted} not counted, {row.catch_ups} times caught up"
     )
-    if row["state_bytes"]:
-        print(f"  who joins now fetches {format_size(row['state_bytes'])}: parameters, and the moments that all share")
-    if row["measured_samples_per_s"] and row["predicted_samples_per_s"]:
-        _print_prediction(row["measured_samples_per_s"], row["predicted_samples_per_s"])
+    if row.state_bytes:
+        print(f"  who joins now fetches {format_size(row.state_bytes)}: parameters, and the moments that all share")
+    if row.measured_samples_per_s and row.predicted_samples_per_s:
+        _print_prediction(row.measured_samples_per_s, row.predicted_samples_per_s)
     rows = []
-    for peer in row["peers"]:
-        name = peer["peer"][-8:]
-        speed = format_number(peer["samples_per_s"])
-        rows.append([name, peer["role"], str(peer["update"]), speed, peer["status"]])
+    for peer in row.peers:
+        name = peer.peer[-8:]
+        speed = format_number(peer.samples_per_s)
+        rows.append([name, peer.role, str(peer.update), speed, peer.status])
     print_table("Others", ["peer", "role", "update", "samples/s", "doing"], rows)
-    audits = row["audits"]
-    if not audits["why_not"]:
-        verdict = f"{audits['wrong']} of them wrong" if audits["wrong"] else "all of them right"
-        print(f"  computed again here: {count(audits['checked'], 'contribution')} of others, {verdict}")
-    if audits["trouble"]:
-        print(f"  {audits['trouble']}")
-    if row["shunned"]:
-        print(f"  done without, for faulty numbers: {', '.join(peer[-8:] for peer in row['shunned'])}")
-    if len(row["losses"]) > 1:
-        print("\n".join(terminal_curve(row["losses"])))
+    audits = row.audits
+    if not audits.why_not:
+        verdict = f"{audits.wrong} of them wrong" if audits.wrong else "all of them right"
+        print(f"  computed again here: {count(audits.checked, 'contribution')} of others, {verdict}")
+    if audits.trouble:
+        print(f"  {audits.trouble}")
+    if row.shunned:
+        print(f"  done without, for faulty numbers: {', '.join(peer[-8:] for peer in row.shunned)}")
+    if len(row.losses) > 1:
+        print("\n".join(terminal_curve(row.losses)))
 
 
-def _print_last_round(last_round: JsonObject) -> None:
-    left_out = ", ".join(last_round["left_out"])
+def _print_last_round(last_round: RoundRow) -> None:
+    left_out = ", ".join(last_round.left_out)
     print(
-        f"  last round led here: {count(last_round['n_members'], 'member')}, "
-        f"gathered in {last_round['gather_s']:.2f} s, "
-        f"averaged in {last_round['average_s']:.2f} s (expected {last_round['expected_s']:.2f}), "
-        f"committed in {last_round['commit_s']:.2f} s" + (f"; left out: {left_out}" if left_out else "")
+        f"  last round led here: {count(last_round.n_members, 'member')}, "
+        f"gathered in {last_round.gather_s:.2f} s, "
+        f"averaged in {last_round.average_s:.2f} s (expected {last_round.expected_s:.2f}), "
+        f"committed in {last_round.commit_s:.2f} s" + (f"; left out: {left_out}" if left_out else "")
     )
 
 
@@ -119,11 +124,11 @@ def _print_prediction(measured: float, predicted: float) -> None:
     print(f"  all together: {format_number(measured)} samples/s; {format_number(predicted)} were predicted ({wrong})")
 
 
-def write_plot(rows: list[JsonObject], path: Path) -> None:
+def write_plot(rows: Sequence[RunRow], path: Path) -> None:
     """Draw the loss curve of the one run that was named. Raises ConfigError."""
     from swarmd.errors import ConfigError
     from swarmd_cli.curve import save_png
 
-    if len(rows) != 1 or not rows[0]["losses"]:
+    if len(rows) != 1 or not rows[0].losses:
         raise ConfigError("--plot draws one run that has come to an update: name it")
-    save_png(rows[0]["losses"], path, f"{rows[0]['name']}, {rows[0]['samples']} samples")
+    save_png(rows[0].losses, path, f"{rows[0].name}, {rows[0].samples} samples")

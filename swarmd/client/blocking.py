@@ -23,8 +23,9 @@ from swarmd.client.model.draft import DraftModel
 from swarmd.client.model.remote_model import remote_model
 from swarmd.client.model.swarm_head import HeadChecks, head_called
 from swarmd.client.sessions.session import ChainSession
-from swarmd.client.swarm import AsyncSwarm, ClientMembership, joined
-from swarmd.client.tuning.lane import Lane, LaneAnswer, MicroBatch
+from swarmd.client.swarm import AsyncSwarm, ClientMembership, join_swarm
+from swarmd.client.tuning.lane import Lane
+from swarmd.client.tuning.lane_pass import LaneAnswer, MicroBatch
 from swarmd.client.tuning.pipeline import Pipeline, PipelineStatistics
 from swarmd.client.tuning.ticket import ForwardTicket
 from swarmd.config import DTYPES, FORMATS, HEADS
@@ -89,9 +90,9 @@ class BlockingSession:
         """See ChainSession."""
         return self.chain_session.given
 
-    def refute(self, logits: ServedLogits, reason: str) -> None:
+    def reject_logits(self, logits: ServedLogits, reason: str) -> None:
         """See ChainSession."""
-        self._thread.call(self.chain_session.refute, logits, reason)
+        self._thread.call(self.chain_session.reject_logits, logits, reason)
 
     def close(self) -> None:
         """End the session; ``wait_closed`` waits until its hops are given back."""
@@ -232,7 +233,7 @@ class Swarm:
 
     def __init__(self, membership: ClientMembership) -> None:
         self._thread = TrioThread()
-        self._swarm: AsyncSwarm = self._thread.start(lambda: joined(membership))
+        self._swarm: AsyncSwarm = self._thread.start(lambda: join_swarm(membership))
 
     @property
     def within(self) -> AsyncSwarm:

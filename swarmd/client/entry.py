@@ -10,7 +10,9 @@ import msgspec
 
 from swarmd.client.swarm import ClientMembership
 from swarmd.errors import ConfigError, SwarmError
-from swarmd.home import CLIENT_LIFETIME_S, Home, by_peer
+from swarmd.home.membership import CLIENT_LIFETIME_S, MembershipFiles, by_peer
+from swarmd.home.models import ModelFolders
+from swarmd.home.paths import Home
 from swarmd.net.local import ask_daemon
 from swarmd.protocol.membership import invite as invites
 from swarmd.protocol.membership.identity import Identity
@@ -31,17 +33,18 @@ def membership(invite: str | None, home: str | Path | None) -> ClientMembership:
             identity=identity,
             certificate=certificate,
             bootstrap=by_peer(ticket.addresses),
-            folders=state.folders(),
+            folders=ModelFolders(state).read(),
             weights=state.weights,
         )
-    swarm = state.swarm()
-    certificate = state.client_certificate(identity.public_key)
+    member = MembershipFiles(state)
+    swarm = member.swarm()
+    certificate = member.client_certificate(identity.public_key)
     return ClientMembership(
-        keys=msgspec.structs.replace(swarm.keys, charters=state.charters()),
+        keys=msgspec.structs.replace(swarm.keys, charters=member.charters()),
         identity=identity,
         certificate=certificate,
         bootstrap=_members_near(state),
-        folders=state.folders(),
+        folders=ModelFolders(state).read(),
         weights=state.weights,
         checks=state.checks_file,
         books=state.books_file,
@@ -54,4 +57,4 @@ def _members_near(state: Home) -> dict[PeerId, tuple[str, ...]]:
         with suppress(SwarmError):
             addresses = ask_daemon(state.socket, "addresses", timeout_s=5.0)["addresses"]
             return {PeerId(peer): tuple(known) for peer, known in addresses.items() if known}
-    return state.bootstrap()
+    return MembershipFiles(state).bootstrap()

@@ -100,7 +100,7 @@ class RunGuest(Protocol):
 # Sessions are audited by sessions: an audit opens one through other servers, which see it as a session like any other.
 # Such a session is not audited itself (``is_audited=False``).
 class AsyncSwarm:
-    """A swarm inside a trio program. Made by ``joined``."""
+    """A swarm inside a trio program. Made by ``join_swarm``."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class AsyncSwarm:
     ) -> None:
         self.wall_clock = wall_clock
         self.exchange = Exchange(membership.keys, wall_clock)
-        self.rpc = Rpc(network, self, Standing(wall_clock), self.exchange.principal)
+        self.rpc = Rpc(network, self, Standing(wall_clock), self.exchange.roster.principal)
         self.budget = Budget()
         library = Library(membership.weights, membership.folders)
         self.supply = Supply(library, self.rpc, self.view, Pace(lambda: None), None)
@@ -154,7 +154,7 @@ class AsyncSwarm:
 
     def voucher_of(self, peer: PeerId) -> bytes:
         """Return the key that brought a member in."""
-        return self.exchange.voucher_of(peer)
+        return self.exchange.roster.voucher_of(peer)
 
     def way_to(self, peer: PeerId) -> Way | None:
         """How this client is connected with a member: direct, reversed, punched or relayed; None when it is not."""
@@ -332,7 +332,7 @@ class AsyncSwarm:
         return Hello(certificate=self._membership.certificate, agent="swarmd client")
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
-        self.exchange.admit(peer, hello)
+        self.exchange.roster.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
         """Give a message to the session, lane or run that it is for; False for one that nothing here takes."""
@@ -362,7 +362,7 @@ class AsyncSwarm:
 
 
 @asynccontextmanager
-async def joined(membership: ClientMembership) -> AsyncIterator[AsyncSwarm]:
+async def join_swarm(membership: ClientMembership) -> AsyncIterator[AsyncSwarm]:
     """Join over libp2p; leaves on the way out. Raises SwarmError."""
     libp2p = Libp2pNetwork(membership.identity, membership.keys.psk, certificate=membership.certificate)
     network = DirectNetwork(libp2p)

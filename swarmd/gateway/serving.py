@@ -15,7 +15,7 @@ import trio
 from hypercorn.config import Config as HypercornConfig
 
 from swarmd.client.entry import membership
-from swarmd.client.swarm import joined
+from swarmd.client.swarm import join_swarm
 from swarmd.config import SUPERVISED, GatewayConfig, split
 from swarmd.folders import write_file
 from swarmd.gateway.address import ADDRESS_FILE, TOKEN_FILE
@@ -27,7 +27,7 @@ from swarmd.gateway.listening import is_loopback, open_listener, url_of
 from swarmd.gateway.models import ServedModels
 from swarmd.gateway.news import Machine
 from swarmd.gateway.page import Page
-from swarmd.home import CLIENT_LIFETIME_S
+from swarmd.home.membership import CLIENT_LIFETIME_S
 from swarmd.net.api import TaskStatus
 from swarmd.net.http import serve_http
 
@@ -51,7 +51,7 @@ async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], No
     guard = Guard(keys, split(settings.hosts), origins, token, is_local)
     n_of_key = max(1, settings.waiting // 2) if keys.all() else settings.waiting
     turns = Turns(settings.running, settings.waiting, n_of_key)
-    async with joined(membership(None, folder)) as swarm, trio.open_nursery() as nursery:
+    async with join_swarm(membership(None, folder)) as swarm, trio.open_nursery() as nursery:
         machine = Machine(folder)
         nursery.start_soon(machine.run)
         models = ServedModels(swarm, turns, nursery, settings.head)

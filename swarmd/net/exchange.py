@@ -1,4 +1,4 @@
-"""Records between peers: who may connect, and how views become equal.
+"""Records between peers: how their views of the swarm become equal.
 
 Each side of an exchange sends what the other lacks, so any one reply can reveal the whole swarm. Used by daemons
 (which also announce) and by clients (which only listen). What arrives is verified here and nowhere else.
@@ -14,23 +14,22 @@ from contextlib import suppress
 import msgspec
 import trio
 
-from swarmd.errors import Code, Forged, IntegrityError, PeerError, Refused, RemoteProtocolError
+from swarmd.errors import Forged, IntegrityError, PeerError, Refused, RemoteProtocolError
 from swarmd.net.interfaces import own_networks
+from swarmd.net.roster import MAX_REMEMBERED_MEMBERS, Roster
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.chains.view import MAX_RECORDS, RecordBook, SwarmView, short_name
-from swarmd.plan.trust.admission import Admission, AdmissionPass
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Count, Text
 from swarmd.protocol.membership import records
 from swarmd.protocol.membership.catalog import MAX_AHEAD_S, Right, read_catalog_untrusted
-from swarmd.protocol.membership.charter import founders_untrusted
-from swarmd.protocol.membership.identity import Membership, follow_untrusted, peer_id_of, read_links_untrusted
+from swarmd.protocol.membership.identity import Membership, read_links_untrusted
 from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.membership.records import ExchangeBody, PeerRecord
 from swarmd.protocol.understanding import CHARTERS, SHORT_DIGESTS
 from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import ExchangeDigest, ExchangeReply, Hello, Records
+from swarmd.protocol.wire.messages import ExchangeDigest, ExchangeReply, Records
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,6 @@ EXCHANGE_TIMEOUT_S = 8.0  # a digest of 20,000 records on a slow link
 PUSH_TIMEOUT_S = 2.0  # to one peer: the others wait for it
 N_AT_ONCE = 16  # records to check before others work: 5 ms of signatures
 LEAST_INTERVAL_S = 0.1  # between two records of one key: news waits half of it longer than it would
-MAX_REMEMBERED_MEMBERS = 20_000  # whose certificates were verified: as many as a view has records
 MAX_DIGEST_BYTES = 4 * 2**20  # 20,000 records of about 100 bytes, twice
 Digest = dict[Text, Count]
 
@@ -50,101 +48,29 @@ class Exchange:
     def __init__(self, keys: SwarmKeys, wall_clock: Callable[[], float]) -> None:
         self.book = RecordBook()
         self.keys = keys
-        self.members: dict[PeerId, Membership] = {}
-        self._seen: dict[PeerId, Membership] = {}  # of whose records were verified, those that have left, too
+        self.roster = Roster(keys, wall_clock)
         self._catalog_news = trio.Event()
         self._wall_clock = wall_clock
-        self.book.talked_with = self.members
+        self.book.talked_with = self.roster.met
         self._view: SwarmView | None = None
         self._merging = trio.Lock()
         self._taken_at: dict[str, float] = {}
         self._told_charters: dict[PeerId, int] = {}
-        self.doors = Admission(founders_untrusted(keys.founder_key, keys.charters))
 
     def view(self) -> SwarmView:
         """The current picture; made anew only after something changed."""
         if self.book.expire(self._wall_clock()) or self._view is None:
-            self._view = self.book.view(own_networks, self._rights_of if self.doors.are_limited else None)
+            rights_of = self._rights_of if self.roster.admission.are_limited else None
+            self._view = self.book.view(own_networks, rights_of)
         return self._view
 
-    def admit(self, peer: PeerId, hello: Hello) -> None:
-        """Check the certificate of the peer at the other end of a stream. Raises Refused or IntegrityError."""
-        membership = self.check(peer, hello.certificate)
-        if len(self.members) >= MAX_REMEMBERED_MEMBERS:
-            del self.members[next(iter(self.members))]  # the one admitted first
-        self.members[peer] = membership
-
-    def check(self, peer: PeerId, certificate: tuple[bytes, ...]) -> Membership:
-        """Is it a member's certificate, now? Raises Refused or IntegrityError."""
-        membership = follow_untrusted(certificate, self.doors.founders.ever, peer)
-        self.doors.require(membership, self._wall_clock())
-        return membership
-
-    def require_member(self, peer: PeerId, right: Right | None = None) -> None:
-        """Refuse a peer whose membership ended after its stream was opened, or that may not do something."""
-        membership = self.members.get(peer)
-        if membership is None:
-            raise Refused(Code.NOT_A_MEMBER, "the membership has expired")
-        may = self.doors.require(membership, self._wall_clock()).may
-        if right is not None and right not in may:
-            text = f"the invite of this member is for: {', '.join(may) or 'nothing'}; not to {right}"
-            raise Refused(Code.NOT_ALLOWED, text)
-
-    def pass_of(self, certificate: tuple[bytes, ...]) -> AdmissionPass:
-        """What a verified certificate is worth, one's own too; until it counts, what it says itself."""
-        key = read_links_untrusted(certificate)[-1].key if certificate else self.keys.founder_key
-        membership = follow_untrusted(certificate, self.doors.founders.ever, peer_id_of(key))
-        return self._admission_of(membership) or AdmissionPass(membership.expires_at)
-
-    def _admission_of(self, membership: Membership) -> AdmissionPass | None:
-        try:
-            return self.doors.require(membership, self._wall_clock())
-        except Refused:
-            return None
-
     def _rights_of(self, membership: Membership) -> tuple[Right, ...]:
-        admission = self._admission_of(membership)
-        return () if admission is None else admission.may
+        admission_pass = self.roster.find_pass(membership)
+        return () if admission_pass is None else admission_pass.may
 
     def now(self) -> float:
         """Unix seconds."""
         return self._wall_clock()
-
-    def voucher_of(self, peer: PeerId) -> bytes:
-        """The key that brought a member in: its invite's, or its own when the founder certified it himself."""
-        membership = self._membership_of(peer)
-        if membership is None:
-            return peer.encode()
-        return membership.keys[1] if len(membership.keys) > 1 else membership.keys[0]
-
-    def invite_of(self, peer: PeerId) -> bytes:
-        """The key of the invite that brought a member in; b"" where there was none, or nothing is known."""
-        membership = self._membership_of(peer)
-        return membership.vouchers[0] if membership is not None and membership.vouchers else b""
-
-    def _membership_of(self, peer: PeerId) -> Membership | None:
-        return self.members.get(peer) or self._seen.get(peer)
-
-    def principal(self, peer: PeerId) -> bytes:
-        """The key that answers for a peer: its own, or for a throw-away client the one that certified it."""
-        membership = self.members.get(peer)
-        if membership is None:
-            return peer.encode()
-        return membership.keys[-2] if membership.role == "client" else membership.keys[-1]
-
-    def sponsor_of(self, membership: Membership) -> bytes:
-        """The key that answers for all members that it brought in: the invite's, or the member's own once admitted."""
-        is_admitted = membership.member in self.book.catalog.admitted
-        return (b"" if is_admitted else membership.invite) or membership.member or membership.keys[-1]
-
-    def n_sharing(self, peer: PeerId) -> int:
-        """How many machines share one voucher with a peer, itself among them; who was admitted for good has his own."""
-        membership = self.members.get(peer)
-        admitted = self.book.catalog.admitted
-        if membership is None or not membership.invite or membership.member in admitted:
-            return 1
-        sharing_members = {m.member for m in self.members.values() if m.invite == membership.invite}
-        return max(1, len(sharing_members - admitted.keys() - {b""}))
 
     def merge_untrusted(self, raw: bytes, is_own: bool = False) -> bool:
         """Take one record if it counts. Raises IntegrityError for a forged one; returns whether it was news.
@@ -164,17 +90,14 @@ class Exchange:
             logger.debug("no record of %s: %s", claim.peer, decision.reason)
             return False
         try:
-            verified = records.read_untrusted(raw, self.doors.founders.ever, self._wall_clock())
-            membership_ends_at = self.doors.require(verified.membership, self._wall_clock()).ends_at
+            verified = records.read_untrusted(raw, self.roster.admission.founders.ever, self._wall_clock())
+            membership_ends_at = self.roster.require_pass(verified.membership).ends_at
         except Refused:
             return False
         if verified.record.expires_at > membership_ends_at:
             return False  # it outlives its certificate
         is_news = self.book.add(verified).action
-        self._seen.pop(PeerId(claim.peer), None)
-        self._seen[PeerId(claim.peer)] = verified.membership
-        if len(self._seen) > MAX_REMEMBERED_MEMBERS:
-            del self._seen[next(iter(self._seen))]
+        self.roster.note_record(PeerId(claim.peer), verified.membership)
         if is_news:
             self._view = None
             self._note_taken(verified.key, now)
@@ -204,8 +127,8 @@ class Exchange:
         is_news = self.book.add_catalog(catalog, raw).action
         if is_news:
             self._view = None
-            self.doors.follow(catalog, catalog.founders(self.keys.founder_key))
-            self.book.keep_members(lambda membership: self._admission_of(membership) is not None)
+            self.roster.follow(catalog)
+            self.book.keep_members(lambda membership: self.roster.find_pass(membership) is not None)
             self._catalog_news.set()
         return is_news
 
@@ -276,7 +199,7 @@ class Exchange:
             msgspec.msgpack.encode(ExchangeBody(envelopes=raws, catalog=self.book.catalog_raw)) if catalog else plain
         )
         for peer in peers:
-            channel = rpc.existing(peer, "bulk")
+            channel = rpc.find_channel(peer, "bulk")
             if channel is not None:
                 with suppress(PeerError), trio.move_on_after(PUSH_TIMEOUT_S):
                     await channel.send(Records(), with_catalog if self._reads_charters(peer) else plain)

@@ -2,7 +2,7 @@
 
 A peer that asks and does not read makes this side keep the answer. Channels and identities cost it nothing: a member
 certifies as many clients as it likes. So bytes are counted for the *sponsor*, the key that answers for a peer
-(net.exchange.principal). A sponsor whose share is full gets its next answer once it has read. When all together have
+(net.roster `principal`). A sponsor whose share is full gets its next answer once it has read. When all together have
 too much, the sponsor that has most loses its newest channel.
 
 Only answers count. What this side sends by itself is bounded where it is made, and to wait for those who read it

@@ -102,11 +102,11 @@ class Channel:
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         """Send a message that nobody asked for, or that is small. Raises Unreachable."""
-        await self.send_raw(messages.framed(message, payload))
+        await self.send_raw(messages.encode_frame(message, payload))
 
     async def answer(self, message: Message, payload: bytes | memoryview = b"") -> None:
         """Send what the other side asked for; one that asks for much and reads none of it waits. Raises Unreachable."""
-        frame = messages.framed(message, payload)
+        frame = messages.encode_frame(message, payload)
         del payload  # one copy is enough while it waits to be read
         async with self._answers.holding(self, len(frame)):
             await self.send_raw(frame)
@@ -114,7 +114,7 @@ class Channel:
     async def answer_zeros(self, message: Message, n_bytes: int) -> None:
         """Send a frame with so many zeros, which take no memory however slowly they are read. Raises Unreachable."""
         if n_bytes:
-            await self.send_in_slices(messages.framed_zeros(message, n_bytes))
+            await self.send_in_slices(messages.encode_zeros_frame(message, n_bytes))
         else:
             await self.send(message)
 
@@ -246,7 +246,7 @@ class Rpc:
             while True:
                 await self.network.disconnect(await self.standing.next_banned())
 
-    def existing(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel | None:
+    def find_channel(self, peer: PeerId, purpose: Purpose = "interactive") -> Channel | None:
         """The newest live channel: its opener may have given up those before, which look alive for a while."""
         channels = self._channels.get((peer, purpose), ())
         return next((channel for channel in reversed(channels) if channel.is_open), None)
@@ -307,8 +307,8 @@ class Rpc:
             times.append(trio.current_time() - begun)
         return min(times)
 
-    def doubt(self, peer: PeerId) -> bool:
-        """A peer gives no sign of life: is a relay between, which may be to blame? Then the next call tries another."""
+    def leave_relay(self, peer: PeerId) -> bool:
+        """Close relayed connections to a silent peer: the next call tries another way. Tells whether there were any."""
         is_relayed = self.network.way_to(peer) == "relayed"
         if is_relayed and self._nursery is not None:
             for purpose in PURPOSES:

@@ -65,13 +65,13 @@ class Standing:
         why: str,
         for_s: float = LEFT_OUT_S,
         longest_s: float = LONGEST_LEFT_OUT_S,
-        is_way_to_blame: bool = False,
+        is_relayed: bool = False,
     ) -> None:
         """A peer gives no sign of life, or fails: do without it, longer each time until ``did_well``."""
         history = self._history_of(peer)
         now = self._clock()
         record_fault(history, Fault.SILENT, why, now)
-        until = leave_out(history, now, for_s, longest_s, is_way_to_blame)
+        until = leave_out(history, now, for_s, longest_s, is_relayed)
         logger.info("leaving out %s for %.0f s: %s", peer, until - now, why)
 
     def did_well(self, peer: PeerId) -> None:

@@ -210,7 +210,7 @@ class Collaboration:
         now = int(time.time())
         fields = self._trainer.record()
         del fields["kind"]
-        certificate_ends_at = self._swarm.exchange.pass_of(self._swarm.certificate).ends_at
+        certificate_ends_at = self._swarm.exchange.roster.pass_of(self._swarm.certificate).ends_at
         record = RunRecord(
             peer=self._swarm.identity.peer_id,
             sequence=int(time.time() * 1000),

@@ -15,7 +15,7 @@ from swarmd.net.rpc import Channel
 from swarmd.plan.links.download import PIECE_BYTES, Ref
 from swarmd.protocol.models import manifest as manifests
 from swarmd.protocol.models.manifest import Manifest
-from swarmd.protocol.wire.messages import ChunksAre, ManifestIs, WantChunks, WantManifest, framed
+from swarmd.protocol.wire.messages import ChunksAre, ManifestIs, WantChunks, WantManifest, encode_frame
 from swarmd.values import ModelId, PeerId, ranges
 from swarmd.weights.folder import ModelFolder
 
@@ -96,7 +96,7 @@ class Donor:
         """Read chunks and send them, slice by slice, as the pace allows. Raises Refused."""
         async with self._reads:
             payload = await trio.to_thread.run_sync(read_piece, folder, message.refs)
-        frame = framed(ChunksAre(re=message.id), payload)
+        frame = encode_frame(ChunksAre(re=message.id), payload)
         n_bytes = len(payload)
         del payload  # one copy is enough while it waits to be read
         with trio.move_on_after(SEND_TIMEOUT_S) as sending:

@@ -55,7 +55,7 @@ def forward_frames(
             message.settled,
             () if part else rows,
         )
-        frame = messages.framed(header, payload)
+        frame = messages.encode_frame(header, payload)
         if base is None:
             yield frame
             continue
@@ -78,7 +78,7 @@ def backward_frames(
     for part, n_parts, window in _windows(gradient):
         meta, payload, scale = pack_gradient(gradient[:, window], codec)
         header = Backward(session, start, seq, (part, n_parts), meta, scale)
-        yield messages.framed(header, payload)
+        yield messages.encode_frame(header, payload)
 
 
 def pieces(raw: bytes) -> Iterator[tuple[int, int, bytes]]:

@@ -84,4 +84,4 @@ def encode_op(
         top=marks.top,
         logits=marks.logits,
     )
-    return messages.framed(header, payload)
+    return messages.encode_frame(header, payload)

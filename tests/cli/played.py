@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from swarmd_cli.gateway_client import GatewayClient
+import msgspec
+from swarmd_cli.gateway_client import GatewayClient, ModelEntry, ModelPresence, StreamEvent
 
 
 class PlayedGateway(GatewayClient):
@@ -15,13 +16,13 @@ class PlayedGateway(GatewayClient):
         super().__init__("http://nowhere", "")
         object.__setattr__(self, "played", (chats, events))
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self) -> list[ModelEntry]:
         chats, _ = self.played  # type: ignore[attr-defined]
-        return [{"id": name, "swarmd": {"missing": [], "chats": can}} for name, can in chats.items()]
+        return [ModelEntry(name, ModelPresence((), can)) for name, can in chats.items()]
 
-    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[StreamEvent]:
         _, events = self.played  # type: ignore[attr-defined]
         for event in events:
             if isinstance(event, Exception):
                 raise event
-            yield event
+            yield msgspec.convert(event, StreamEvent)

@@ -12,7 +12,10 @@ from swarmd_cli import source
 from swarmd_cli.context import set_home
 
 from swarmd.errors import ConfigError
-from swarmd.home import Home, bundled_folder
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.models import bundled_folder
+from swarmd.home.paths import Home
 from tests import checkpoints
 from tests.cli.typed import swarmd
 
@@ -20,7 +23,7 @@ from tests.cli.typed import swarmd
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Home]:
     state = Home(tmp_path / "home")
-    state.found("ours")
+    Founder(state).found("ours")
     yield state
     set_home(None)
 
@@ -64,7 +67,7 @@ def test_what_is_no_checkpoint_is_called_what_it_is(
     with pytest.raises(ConfigError, match=message) as refused:
         add(home, folder, *words)
     assert "\n" not in str(refused.value)
-    assert "new" not in home.catalog().names
+    assert "new" not in MembershipFiles(home).catalog().names
 
 
 def test_a_repository_of_the_hub_with_other_formats_is_called_what_it_is(
@@ -94,7 +97,7 @@ def cached(root: Path, *commits: str, main: str = "") -> Path:
 
 def test_a_folder_of_the_hubs_cache_means_its_snapshot(home: Home, tmp_path: Path) -> None:
     assert "new:" in add(home, cached(tmp_path / "models--org--one", "abc"))
-    assert not home.catalog().sources, "nobody said that the hub has it"
+    assert not MembershipFiles(home).catalog().sources, "nobody said that the hub has it"
     two = cached(tmp_path / "models--org--two", "abc", "def")
     with pytest.raises(ConfigError, match=r"which snapshot \(one of abc, def\)"):
         add(home, two)
@@ -119,7 +122,7 @@ def test_an_adapter_is_compared_with_its_base_before_it_is_published(home: Home,
     checkpoints.make_adapter(other_base, tmp_path / "lora", ["q_proj"], 1)
     with pytest.raises(ConfigError, match=r"the adapter's matrices for model\.layers\.0"):
         add(home, tmp_path / "lora", "--base", "demo")
-    assert "new" not in home.catalog().names
+    assert "new" not in MembershipFiles(home).catalog().names
     checkpoints.make_adapter(bundled_folder(), tmp_path / "fits", ["q_proj"], 1)
     assert "new:" in add(home, tmp_path / "fits", "--base", "demo")
     with pytest.raises(ConfigError, match="--base new is an adapter itself"):

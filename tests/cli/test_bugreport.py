@@ -10,7 +10,9 @@ from pathlib import Path
 
 from swarmd_cli.redact import make_redactor, read_secrets
 
-from swarmd.home import Home
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.paths import Home
 from swarmd.protocol.membership import invite as invites
 
 PROGRAM = [sys.executable, "-m", "swarmd_cli.main"]
@@ -24,13 +26,13 @@ def contents(path: Path) -> dict[str, str]:
 
 def test_planted_secrets_are_taken_out(tmp_path: Path) -> None:
     state = Home(tmp_path / "home")
-    state.found("ours")
-    invite = invites.encode(state.invite(("/ip4/127.0.0.1/tcp/4117",), 600))
+    Founder(state).found("ours")
+    invite = invites.encode(Founder(state).invite(("/ip4/127.0.0.1/tcp/4117",), 600))
     keys = [(state.folder / name).read_text().strip() for name in ("node.key", "founder.key")]
     token = "t0ken-of-the-gateway-0123456789"
     key = "sk-swarmd-abcdefghijklmnop"
     (state.folder / "gateway.token").write_text(token)
-    psk = state.swarm().keys.psk
+    psk = MembershipFiles(state).swarm().keys.psk
     planted = [invite, *keys, token, key, "hunter2hunter2", psk.hex(), "93.184.216.34", "2606:2800:220:1::1"]
     lines = [f"2026-11-23 INFO it says {secret} and goes on" for secret in planted if secret != "hunter2hunter2"]
     (state.folder / "gateway.log").write_text("\n".join([*lines, "from 192.168.1.7 to 93.184.216.34"]))

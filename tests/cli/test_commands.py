@@ -20,7 +20,10 @@ from swarmd_cli.main import app
 from typer.testing import CliRunner
 
 from swarmd.errors import ConfigError
-from swarmd.home import Home, bundled_folder
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.models import bundled_folder
+from swarmd.home.paths import Home
 from swarmd.protocol.membership import invite as invites
 from swarmd.protocol.membership.catalog import AdmittedMember
 from swarmd.protocol.membership.identity import Identity
@@ -181,11 +184,11 @@ def test_founding_and_a_daemon_that_is_not_running(tmp_path: Path) -> None:
 def test_a_member_that_is_away_is_found_by_the_end_of_its_id(tmp_path: Path) -> None:
     home = Home(tmp_path)
     away = Identity.generate()
-    home.found("ours")
-    home.admit({away.public_key: AdmittedMember(int(time.time()) + 600, b"", ("use",))})
+    Founder(home).found("ours")
+    Founder(home).admit({away.public_key: AdmittedMember(int(time.time()) + 600, b"", ("use",))})
     done = swarmd("members", "favour", away.peer_id[-8:], "4", home=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert list(home.catalog().favours) == [away.public_key]
+    assert list(MembershipFiles(home).catalog().favours) == [away.public_key]
     fails(swarmd("members", "favour", "nobody", "4", home=tmp_path), 2, "0 members, or who wait", "swarmd members ls")
 
 
@@ -247,7 +250,7 @@ def check_running(swarm: LocalSwarm, tmp_path: Path) -> None:
     fails(swarmd("up", home=home), 2, "another daemon runs on")
     port = founder.ask("status")["addresses"][0].split("/")[4]
     other_home = Home(tmp_path / "other")
-    other_home.found("other")
+    Founder(other_home).found("other")
     fails(
         swarmd("up", "--listen", f"/ip4/127.0.0.1/tcp/{port}", home=other_home.folder), 2, "in use by another program"
     )
@@ -295,5 +298,5 @@ def test_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ConfigError, match=r"cannot write .*No space left on device"):
-        Home(tmp_path / "home").found("x")
+        Founder(Home(tmp_path / "home")).found("x")
     assert not list((tmp_path / "home").glob(".*.new")), "nothing half-written stays behind"

@@ -14,8 +14,13 @@ from swarmd_cli.verbs.look import merge_names
 from typer.testing import CliRunner
 
 from swarmd.errors import ConfigError
-from swarmd.home import Home, bundled_folder
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.models import ModelFolders, bundled_folder
+from swarmd.home.paths import Home
 from swarmd.protocol.membership.identity import Identity, certify
+from swarmd.status import ModelRow
+from tests.cli.answers import filled
 from tests.cli.typed import swarmd
 
 MODEL = "b" * 64
@@ -25,9 +30,9 @@ MODEL = "b" * 64
 def home(tmp_path: Path) -> Iterator[Home]:
     """A founder's home, with one model under two names, from the hub."""
     state = Home(tmp_path)
-    state.found("ours")
+    Founder(state).found("ours")
     entry = (MODEL, 4)
-    state.change_catalog(
+    Founder(state).change_catalog(
         lambda c: msgspec.structs.replace(
             c, models={**c.models, "smol": entry, "my smol": entry}, sources={MODEL: "org/smol@main"}
         )
@@ -55,44 +60,46 @@ def test_names_that_nobody_can_read_or_that_mean_something_else_are_refused(
 def as_mere_member(home: Home) -> None:
     """Make the home one of a member that did not found the swarm."""
     identity = Identity.generate()
-    founder = home.founder()
+    founder = Founder(home).key()
     swarm = msgspec.structs.replace(
-        home.swarm(), certificate=(certify(founder, identity.public_key, "member", int(time.time()) + 600),)
+        MembershipFiles(home).swarm(),
+        certificate=(certify(founder, identity.public_key, "member", int(time.time()) + 600),),
     )
-    home._write("node.key", identity.seed.hex(), secret=True)
-    home._save(swarm)
+    MembershipFiles(home).write_key(identity)
+    MembershipFiles(home).write_swarm(swarm)
     (home.folder / "founder.key").unlink()
 
 
 def test_weights_that_another_name_needs_are_not_removed(home: Home, tmp_path: Path) -> None:
-    home.add_folder(MODEL, tmp_path)  # type: ignore[arg-type]
+    ModelFolders(home).add(MODEL, tmp_path)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"'smol' needs the same weights.*unpublish 'my smol'"):
         swarmd(home, "models", "rm", "my smol")
-    assert MODEL in home.folders()
+    assert MODEL in ModelFolders(home).read()
     assert "no longer offers it" in swarmd(home, "models", "rm", MODEL), "the hash means the weights"
-    assert MODEL not in home.folders()
+    assert MODEL not in ModelFolders(home).read()
 
 
 def test_a_name_is_taken_back_and_the_last_one_with_where_the_hub_has_it(home: Home) -> None:
     assert "still called smol" in swarmd(home, "models", "unpublish", "my smol")
-    assert sorted(home.catalog().models) == ["demo", "smol"]
-    assert home.catalog().sources
+    assert sorted(MembershipFiles(home).catalog().models) == ["demo", "smol"]
+    assert MembershipFiles(home).catalog().sources
     assert f"swarmd models rm {MODEL}" in swarmd(home, "models", "unpublish", "smol")
-    assert sorted(home.catalog().models) == ["demo"]
-    assert not home.catalog().sources
+    assert sorted(MembershipFiles(home).catalog().models) == ["demo"]
+    assert not MembershipFiles(home).catalog().sources
     with pytest.raises(ConfigError, match="no name 'smol'; it has: demo"):
         swarmd(home, "models", "unpublish", "smol")
 
 
 def test_who_may_not_publish_learns_how_he_may(home: Home) -> None:
     as_mere_member(home)
-    with pytest.raises(ConfigError, match=f"swarmd models delegate {home.identity().peer_id}"):
+    with pytest.raises(ConfigError, match=f"swarmd models delegate {MembershipFiles(home).identity().peer_id}"):
         swarmd(home, "models", "unpublish", "smol")
 
 
 def test_a_model_of_two_names_is_one_row(home: Home) -> None:
     assert "my smol, smol" in swarmd(home, "models", "ls")
-    assert [row["name"] for row in merge_names([{"name": n, "model": MODEL} for n in "ab"])] == ["a, b"]
+    rows = [filled(ModelRow, name=name, model=MODEL) for name in "ab"]
+    assert [row.name for row in merge_names(rows)] == ["a, b"]
 
 
 def test_who_may_not_publish_is_told_before_anything_is_read_or_converted(home: Home, tmp_path: Path) -> None:
@@ -100,7 +107,7 @@ def test_who_may_not_publish_is_told_before_anything_is_read_or_converted(home: 
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF, and nothing that could be converted")
     for words in (["--name", "new"], ["--name", "smol", "--replace"]):
-        with pytest.raises(ConfigError, match=f"swarmd models delegate {home.identity().peer_id}"):
+        with pytest.raises(ConfigError, match=f"swarmd models delegate {MembershipFiles(home).identity().peer_id}"):
             swarmd(home, "models", "add", str(file), *words)
     with pytest.raises(ConfigError, match="says 'smol' is bbbbbbbbbbbb: a founder adds it, or says swarmd models"):
         swarmd(home, "models", "add", str(bundled_folder()), "--name", "smol")

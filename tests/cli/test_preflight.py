@@ -15,7 +15,10 @@ from swarmd_cli.verbs import chat
 from swarmd_cli.verbs.train import _require_data
 
 from swarmd.errors import ConfigError, DaemonNotRunning, SwarmUnavailable
-from swarmd.home import Home, bundled_folder
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.models import bundled_folder
+from swarmd.home.paths import Home
 from swarmd.protocol.membership.identity import Identity
 from tests.cli.played import PlayedGateway
 
@@ -46,7 +49,7 @@ WRONG = (
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("founded")
-    Home(folder).found("ours")
+    Founder(Home(folder)).found("ours")
     return folder
 
 
@@ -72,7 +75,7 @@ def test_members_that_listen_are_asked_while_the_own_daemon_is_down(
 ) -> None:
     """Their catalog may be newer than the one on this disk: an unknown name is theirs to refuse."""
     home = Home(tmp_path)
-    home.found("ours")
+    Founder(home).found("ours")
     set_home(tmp_path)
     try:
         with socket.socket() as member:
@@ -88,14 +91,14 @@ def test_members_that_listen_are_asked_while_the_own_daemon_is_down(
 
 def test_who_waits_for_a_founder_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = Home(tmp_path)
-    home.found("ours")
+    Founder(home).found("ours")
     (home.folder / "catalog.bin").unlink()  # as a join leaves it that has to be approved
     set_home(tmp_path)
     try:
         with pytest.raises(DaemonNotRunning, match="swarmd up; as far as is known here you wait for a founder"):
             require_answers("demo")
         monkeypatch.setattr(preflight, "is_running", lambda: True)
-        with pytest.raises(SwarmUnavailable, match=f"members approve {home.identity().peer_id}"):
+        with pytest.raises(SwarmUnavailable, match=f"members approve {MembershipFiles(home).identity().peer_id}"):
             require_answers("demo")
     finally:
         set_home(None)

@@ -2,53 +2,72 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import pty
-from typing import Any
 
+from msgspec.structs import replace
 from rich.console import Console, Group
 from swarmd_cli.verbs.top import add_footer, draw_screen, handle_key, open_keyboard
 
 from swarmd.errors import DaemonNotRunning
+from swarmd.member_status import PeerRow
+from swarmd.status import (
+    DaemonStatus,
+    HealthRow,
+    HostingStatus,
+    PolicyStatus,
+    ReachStatus,
+    ResumeAnswer,
+    ServerStatus,
+    ServingStatus,
+    Status,
+    TuningStatus,
+    WorkerStatus,
+)
+from tests.cli.answers import filled
 
-STATUS: dict[str, Any] = {
-    "swarm": "ours",
-    "members": 3,
-    "uptime_s": 7_200.0,
-    "memory_mib": 125.4,
-    "version": "0.1.0",
-    "policy": {"why": "may serve until 08:00", "month_bytes": 1_000_000},
-    "reach": {"state": "open", "why": "2 of 2 could connect", "relaying": 0, "mapped": ""},
-    "health": [
-        {"kind": "clock", "is_fine": False, "text": "95 s behind 2 of 2 other members", "remedy": "set it"},
-        {"kind": "disk", "is_fine": True, "text": "72 GiB free", "remedy": ""},
-        {"kind": "device", "is_fine": None, "text": "no worker yet", "remedy": ""},
-    ],
-    "downloads": [],
-    "hosting": [
-        {
-            "serving": {"name": "demo", "blocks": [0, 6], "why": "", "model": ""},
-            "server": {"sessions": 2, "tokens_served": 100, "free_cache_tokens": 75, "total_cache_tokens": 100},
-            "tuning": {"tokens_trained": 0},
-            "state": "online",
-            "why": "",
-            "wanted": "demo",
-        },
-        {"serving": None, "server": None, "tuning": None, "state": "paused", "why": "its hours", "wanted": "other"},
-    ],
-}
+HOSTING = filled(
+    HostingStatus,
+    serving=filled(ServingStatus, name="demo", blocks=(0, 6)),
+    worker=filled(WorkerStatus),
+    server=filled(ServerStatus, sessions=2, tokens_served=100, free_cache_tokens=75, total_cache_tokens=100),
+    tuning=filled(TuningStatus),
+    state="online",
+    wanted="demo",
+)
+RESTING = filled(HostingStatus, state="paused", why="its hours", wanted="other")
+POLICY = filled(PolicyStatus, why="may serve until 08:00", month_bytes=1_000_000)
+STATUS = filled(
+    DaemonStatus,
+    swarm="ours",
+    members=3,
+    uptime_s=7_200.0,
+    memory_mib=125.4,
+    version="0.1.0",
+    policy=POLICY,
+    reach=filled(ReachStatus, state="open", why="2 of 2 could connect"),
+    health=(
+        HealthRow(kind="clock", is_fine=False, text="95 s behind 2 of 2 other members", remedy="set it"),
+        HealthRow(kind="disk", is_fine=True, text="72 GiB free"),
+        HealthRow(kind="device", is_fine=None, text="no worker yet"),
+    ),
+    hosting=(HOSTING, RESTING),
+)
 
 
-def peer(name: str, round_trip_ms: float | None) -> dict[str, Any]:
-    rest = {"is_self": False, "way": None, "spans": [], "memory_bytes": None}
-    return {"peer": f"12D3KooW{name}", "round_trip_ms": round_trip_ms, **rest}
+def peer(name: str, round_trip_ms: float | None) -> PeerRow:
+    return filled(PeerRow, peer=f"12D3KooW{name}", round_trip_ms=round_trip_ms)
+
+
+def with_first(hosting: HostingStatus) -> DaemonStatus:
+    return replace(STATUS, hosting=(hosting, RESTING))
 
 
 def test_rates_are_those_between_two_looks_and_the_nearest_come_first() -> None:
-    later = copy.deepcopy(STATUS)
-    later["policy"]["month_bytes"] += 500_000
-    later["hosting"][0]["server"]["tokens_served"] += 84
+    server = HOSTING.server
+    assert server is not None
+    later = with_first(replace(HOSTING, server=replace(server, tokens_served=server.tokens_served + 84)))
+    later = replace(later, policy=replace(POLICY, month_bytes=POLICY.month_bytes + 500_000))
     console = Console(width=120, record=True, force_terminal=False)
     peers = [peer("unknown1", None), peer("far-away", 80.0), peer("unknown2", None), peer("next-one", 0.5)]
     console.print(draw_screen(STATUS, later, peers, 2.0))
@@ -63,8 +82,7 @@ def test_rates_are_those_between_two_looks_and_the_nearest_come_first() -> None:
 
 
 def test_a_daemon_that_began_to_serve_between_two_looks() -> None:
-    earlier = copy.deepcopy(STATUS)
-    earlier["hosting"][0] |= {"serving": None, "server": None, "tuning": None}
+    earlier = with_first(replace(HOSTING, serving=None, worker=None, server=None, tuning=None))
     console = Console(width=120, record=True, force_terminal=False)
     console.print(draw_screen(earlier, STATUS, [], 2.0))
     assert "unknown" in console.export_text()
@@ -73,11 +91,12 @@ def test_a_daemon_that_began_to_serve_between_two_looks() -> None:
 def test_keys_pause_and_resume_and_say_what_came_of_it() -> None:
     verbs: list[str] = []
 
-    def ask(verb: str, method: str, **query: str) -> dict[str, Any]:
+    def ask(answer: type[Status], verb: str, method: str, **query: str) -> Status:
         verbs.append(verb)
-        return {"serving": True, "policy": {"why": "paused by its owner"}}
+        policy = filled(PolicyStatus, why="paused by its owner")
+        return filled(answer, policy=policy, **({"serving": True} if answer is ResumeAnswer else {}))
 
-    def refuse(*words: str, **query: str) -> dict[str, Any]:
+    def refuse(*words: object, **query: str) -> Status:
         raise DaemonNotRunning("no daemon answers")
 
     assert (handle_key("p", ask), handle_key("r", ask), handle_key("x", ask)) == (

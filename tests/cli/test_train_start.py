@@ -15,6 +15,7 @@ from swarmd_cli.verbs.train import _initialise, _tokenise
 from tokenizers import Tokenizer
 
 from swarmd.errors import ConfigError
+from swarmd.home.membership import MembershipFiles
 from swarmd.protocol.models import manifest
 from swarmd.protocol.runs.recipe import Recipe
 from swarmd.train.store.data import highest_token, pack_texts, require_known_token
@@ -68,8 +69,11 @@ def test_a_model_of_the_catalog_keeps_its_hash_however_its_files_lie_here(
 ) -> None:
     """A folder that swarmd filled has a file for each block."""
     catalog = SimpleNamespace(hash_of=lambda name: "a" * 64)
-    monkeypatch.setattr(train, "ask", lambda verb, **query: {"here": True, "folder": str(tmp_path / query["model"])})
-    state: Any = SimpleNamespace(catalog=lambda: catalog)
+    monkeypatch.setattr(
+        train, "ask_json", lambda verb, **query: {"here": True, "folder": str(tmp_path / query["model"])}
+    )
+    monkeypatch.setattr(MembershipFiles, "catalog", lambda self: catalog)
+    state: Any = None
     of_catalog = train._find_source(state, structs.replace(RECIPE, model="demo"), tmp_path)
     assert of_catalog == ("a" * 64, tmp_path / ("a" * 64))
     local = tiny_model(tmp_path / "beside")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from swarmd_cli.main import app
 from typer.testing import CliRunner
 
-from swarmd.home import Home
+from swarmd.home.paths import Home
 
 
 def swarmd(home: Home, *words: str) -> str:

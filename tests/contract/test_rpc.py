@@ -59,7 +59,7 @@ async def test_what_is_sent_goes_over_the_channel_that_was_opened_last(pair: Pai
         assert second is not first
         reply, _ = await second.call(Ping())
         assert isinstance(reply, Pong)
-        back = answering.existing(networks[0].peer_id)
+        back = answering.find_channel(networks[0].peer_id)
         assert back is not None
         with trio.fail_after(5):
             reply, _ = await back.call(Ping())

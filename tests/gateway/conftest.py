@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer
 
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from swarmd.gateway.guard import Guard
 from swarmd.gateway.keys import Keys
 from swarmd.gateway.models import ListedModel
 from swarmd.gateway.page import Page
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from swarmd.values import ModelId
 
 MODEL = "played"

@@ -14,7 +14,7 @@ from swarmd.errors import ConfigError, SwarmUnavailable
 from swarmd.gateway.apis.refusals import ApiError
 from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.models import ServedModels
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from swarmd.plan.chains.view import SwarmView
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.records import SpanRecord

@@ -48,7 +48,7 @@ class Attacker:
         return Hello(certificate=self.certificate)
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
-        self.exchange.admit(peer, hello)
+        self.exchange.roster.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
         if isinstance(message, Refusal):

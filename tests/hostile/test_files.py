@@ -12,7 +12,7 @@ import pytest
 from swarmd.client.text import tokenizer_trial
 from swarmd.client.text.tokenizer_trial import try_out
 from swarmd.errors import ConfigError
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from swarmd.protocol.models.shards import read_header
 
 

@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 
 from swarmd import config
 from swarmd.errors import ConfigError, SwarmError
-from swarmd.home import Home
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.models import ModelFolders
+from swarmd.home.paths import Home
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs.recipe import read_toml
 from tests.real import forks
@@ -38,8 +41,8 @@ DAMAGES = {
 def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home") / "home"
     home = Home(folder)
-    home.found("ours")
-    home.add_folder(home.catalog().models["demo"][0], folder)
+    Founder(home).found("ours")
+    ModelFolders(home).add(MembershipFiles(home).catalog().models["demo"][0], folder)
     for name in ("peers.json", "standing.json"):
         (folder / name).write_text("{}")
     return folder
@@ -76,12 +79,12 @@ def test_founding_that_was_killed_is_mended_by_trying_again(
 ) -> None:
     """Before each of the four files that it writes; an older founder's key and catalog lie there too."""
     old, home = Home(tmp_path / "old"), Home(tmp_path / "new")
-    old.found("theirs")
+    Founder(old).found("theirs")
     for name in ("founder.key", "catalog.bin"):
         (tmp_path / "new").mkdir(exist_ok=True)
         shutil.copy(tmp_path / "old" / name, tmp_path / "new" / name)
     written: list[str] = []
-    write = Home._write
+    write = Home.write
 
     def killed(self: Home, name: str, content: str | bytes, secret: bool = False) -> None:
         written.append(name)
@@ -90,27 +93,27 @@ def test_founding_that_was_killed_is_mended_by_trying_again(
         write(self, name, content, secret)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Home, "_write", killed)
+        patch.setattr(Home, "write", killed)
         with pytest.raises(KeyboardInterrupt):
-            home.found("ours")
+            Founder(home).found("ours")
     assert not home.has_joined
-    keys = home.found("ours")
-    assert "demo" in home.catalog().models
-    assert home.is_founder
-    assert home.founder().public_key == keys.founder_key
+    keys = Founder(home).found("ours")
+    assert "demo" in MembershipFiles(home).catalog().models
+    assert Founder(home).is_here
+    assert Founder(home).key().public_key == keys.founder_key
 
 
 def test_the_key_of_another_swarm_makes_nobody_its_founder(tmp_path: Path) -> None:
     old, home, mine = Home(tmp_path / "old"), Home(tmp_path / "new"), Home(tmp_path / "mine")
-    old.found("theirs")
-    mine.found("ours")
+    Founder(old).found("theirs")
+    Founder(mine).found("ours")
     shutil.copytree(tmp_path / "old", tmp_path / "new")
     (tmp_path / "new" / "swarm.json").unlink()  # left, and killed in the middle
-    home.enter(mine.invite((), 60), Identity.generate(), None)
-    assert not home.is_founder
-    assert not home.catalog().models
+    MembershipFiles(home).enter(Founder(mine).invite((), 60), Identity.generate(), None)
+    assert not Founder(home).is_here
+    assert not MembershipFiles(home).catalog().models
     with pytest.raises(SwarmError, match="only a founder of the swarm"):
-        home.founder()
+        Founder(home).key()
 
 
 def mode_of(path: Path) -> int:
@@ -123,12 +126,12 @@ def test_a_folder_that_was_made_before_is_closed_to_other_users_aloud(
     folder = tmp_path / "home"
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
-    with caplog.at_level(logging.WARNING), Home(folder).locked():
+    with caplog.at_level(logging.WARNING), Home(folder).lock_for_daemon():
         assert mode_of(folder) == 0o700
         assert mode_of(folder / "lock") == 0o600
     assert f"could open {folder} (mode 755): it is its owner's alone now" in caplog.text
     caplog.clear()
-    with Home(folder).locked():
+    with Home(folder).lock_for_daemon():
         assert not caplog.text, "said once"
 
 
@@ -140,7 +143,7 @@ def test_a_lock_that_another_user_holds_keeps_no_daemon_from_starting(tmp_path: 
         with (tmp_path / name).open() as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             home = Home(tmp_path)
-            with home.locked() if name == "lock" else home._held(name):
+            with home.lock_for_daemon() if name == "lock" else home.lock_catalog():
                 assert mode_of(tmp_path / name) == 0o600
 
 
@@ -152,7 +155,11 @@ def test_a_daemon_of_an_older_version_that_runs_keeps_its_lock(tmp_path: Path) -
         fcntl.flock(held, fcntl.LOCK_EX)
         control.bind(str(Home(tmp_path).socket))
         control.listen()
-        with pytest.raises(ConfigError, match="another daemon runs"), Home(tmp_path).locked():
+        with pytest.raises(ConfigError, match="another daemon runs"), Home(tmp_path).lock_for_daemon():
             pass
-    with Home(tmp_path).locked(), pytest.raises(ConfigError, match="another daemon runs"), Home(tmp_path).locked():
+    with (
+        Home(tmp_path).lock_for_daemon(),
+        pytest.raises(ConfigError, match="another daemon runs"),
+        Home(tmp_path).lock_for_daemon(),
+    ):
         pass

@@ -37,7 +37,7 @@ UNREAD_MIB = 80  # of 240 MiB that were asked for, and a copy of each
 
 async def flood(swarm: AsyncSwarm, peer: PeerId) -> None:
     """On every channel giant frames one after the other, or one that lacks its end, by turns."""
-    frame = messages.framed(Ping(id=1), bytes(GIANT))
+    frame = messages.encode_frame(Ping(id=1), bytes(GIANT))
     for purpose in PURPOSES:
         for n in range(MAX_CHANNELS):
             swarm.start_soon(partial(_flood_one, swarm, peer, purpose, frame, n % 2 == 0))
@@ -47,7 +47,7 @@ async def flood(swarm: AsyncSwarm, peer: PeerId) -> None:
 async def _flood_one(swarm: AsyncSwarm, peer: PeerId, purpose: str, frame: bytes, is_whole: bool) -> None:
     try:
         stream = await swarm.rpc.network.open_stream(peer, purpose)  # type: ignore[arg-type]
-        await stream.send(messages.framed(swarm.hello()))
+        await stream.send(messages.encode_frame(swarm.hello()))
         while True:
             for at in range(0, len(frame) - (not is_whole) * len(PIECE), len(PIECE)):
                 await stream.send(frame[at : at + len(PIECE)])
@@ -62,8 +62,8 @@ async def ask_and_read_nothing(swarm: AsyncSwarm, peer: PeerId) -> None:
     for purpose in PURPOSES:
         for _ in range(MAX_CHANNELS):
             stream = await swarm.rpc.network.open_stream(peer, purpose)
-            await stream.send(messages.framed(swarm.hello()))
-            await stream.send(messages.framed(Ping(id=1, want_bytes=PING_BYTES)))
+            await stream.send(messages.encode_frame(swarm.hello()))
+            await stream.send(messages.encode_frame(Ping(id=1, want_bytes=PING_BYTES)))
 
 
 async def attack(

@@ -44,7 +44,7 @@ def opened(span: LoadedSpan, codec: str = "raw") -> Bench:
     opening = OpenSession(
         session=HOSTILE, start=0, end=3, max_tokens=400, client=HOSTILE, batch=ROWS, epoch=1, codec=codec
     )
-    bench.feed(messages.framed(opening))
+    bench.feed(messages.encode_frame(opening))
     bench.seq[HOSTILE], bench.outputs[HOSTILE] = 0, []
     bench.open(HONEST)
     return bench
@@ -106,7 +106,7 @@ def reordering(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch, *, settles: bo
     """A hostile member's session whose edits take ``REORDER_S`` each, twenty of its ops, and signs of life."""
     bench, signs = Bench(span, can_interleave=True), list[float]()
     opening = OpenSession(session=HOSTILE, start=0, end=3, max_tokens=400, client=HOSTILE, batch=ROWS, epoch=1)
-    bench.feed(messages.framed(opening))
+    bench.feed(messages.encode_frame(opening))
     bench.seq[HOSTILE], bench.outputs[HOSTILE] = 0, []
     bench.open(HONEST)
 
@@ -119,7 +119,9 @@ def reordering(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch, *, settles: bo
         bench.seq[HOSTILE] += 1
         seq = bench.seq[HOSTILE]
         edits = (Edit(rows=SHIFTED),)
-        bench.feed(messages.framed(Op(session=HOSTILE, epoch=1, seq=seq, settled=settles * (seq - 1), edits=edits)))
+        bench.feed(
+            messages.encode_frame(Op(session=HOSTILE, epoch=1, seq=seq, settled=settles * (seq - 1), edits=edits))
+        )
     return bench, signs
 
 
@@ -170,7 +172,7 @@ def test_edits_that_are_kept_for_replay_are_bounded(span: LoadedSpan) -> None:
     bench = opened(span)
     limit = LEAST_KEPT_EDITS + KEPT_TIMES * 400
     for seq in range(1, limit // 9 + 2):
-        raw = messages.framed(Op(session=HOSTILE, epoch=1, seq=seq, edits=(Edit(crop=0),) * 8))
+        raw = messages.encode_frame(Op(session=HOSTILE, epoch=1, seq=seq, edits=(Edit(crop=0),) * 8))
         bench.feed(raw)
         bench.run()
     refusals = [m for m in bench.others if isinstance(m, Refusal)]
@@ -188,7 +190,7 @@ def test_replays_give_signs_of_life_between_frames(span: LoadedSpan, monkeypatch
         bench.feed(encode_op(HONEST, 0, 1, 0, sent, Op(), None, "raw"))
         bench.run()
     monkeypatch.setattr(span, "on_block", lambda: signs.append(1))
-    bench.feed(messages.framed(messages.Replay(id=9, session=HONEST, epoch=1, have=None)))
+    bench.feed(messages.encode_frame(messages.Replay(id=9, session=HONEST, epoch=1, have=None)))
     assert len(signs) >= 5
 
 

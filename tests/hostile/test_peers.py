@@ -229,7 +229,7 @@ async def test_a_revoked_member_is_turned_out(virtual_time: trio.testing.MockClo
         daemon = s.swarm.daemons[s.server][0]
         daemon.exchange.merge_catalog_untrusted(sign_catalog(catalog, s.swarm._founder))
         await trio.sleep(1)
-        assert daemon.rpc.existing(s.attacker.identity.peer_id) is None
+        assert daemon.rpc.find_channel(s.attacker.identity.peer_id) is None
         with pytest.raises(PeerError):
             await s.attacker.open(s.server)
 

@@ -46,7 +46,7 @@ def test_a_worker_imports_nothing_from_where_it_was_started(
     async def ask() -> object:
         worker, decoder = worker_link.SubprocessWorker(), FrameDecoder()
         try:
-            await worker.send(messages.framed(LoadSpan(path=str(tmp_path), model="m", start=0, end=1)))
+            await worker.send(messages.encode_frame(LoadSpan(path=str(tmp_path), model="m", start=0, end=1)))
             async with aclosing(worker.received()) as received:  # type: ignore[type-var]
                 async for data in received:
                     for frame in decoder.feed_untrusted(data):

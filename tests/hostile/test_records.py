@@ -72,7 +72,7 @@ async def test_a_record_that_outlives_its_certificate_does_not_count(virtual_tim
 
 def test_who_is_certified_for_a_while_announces_no_longer() -> None:
     _, certificate = Invite(FOUNDER, until=EPOCH_S + 6).member()
-    until = some_exchange().pass_of(certificate).ends_at
+    until = some_exchange().roster.pass_of(certificate).ends_at
     assert records.expiry_of(EPOCH_S, until) == EPOCH_S + 6
     assert records.expiry_of(EPOCH_S, EPOCH_S + 10**6) == EPOCH_S + records.RECORD_LIFETIME_S
 
@@ -224,7 +224,7 @@ def test_whoever_came_by_one_invite_has_one_sponsor_until_the_founder_enters_it(
     exchange, leaked = some_exchange(), Invite(FOUNDER)
     members = [leaked.member() for _ in range(3)]
     clients = [leaked.client_of(*members[0]) for _ in range(3)]
-    sponsors = {exchange.sponsor_of(exchange.check(i.peer_id, c)) for i, c in (*members, *clients)}
+    sponsors = {exchange.roster.sponsor_of(exchange.roster.check(i.peer_id, c)) for i, c in (*members, *clients)}
     assert sponsors == {leaked.key.public_key}
     own, certificate = direct(1)
-    assert exchange.sponsor_of(exchange.check(own.peer_id, certificate)) == own.public_key
+    assert exchange.roster.sponsor_of(exchange.roster.check(own.peer_id, certificate)) == own.public_key

@@ -13,7 +13,7 @@ from swarmd.errors import SwarmError
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.wire import worker
 from swarmd.protocol.wire.frames import FrameDecoder
-from swarmd.protocol.wire.messages import Op, framed
+from swarmd.protocol.wire.messages import Op, encode_frame
 from swarmd.wire.tensors import pack, unpack_untrusted
 from tests.sim.chain import generation
 
@@ -46,10 +46,10 @@ def lying(name: str) -> Callable[[bytes], list[bytes]]:
         hidden, positions, _ = unpack_untrusted(op.tensor, frame.payload)
         lie = LIES[name](hidden)
         if lie is None:
-            return [] if name == NOTHING else [framed(msgspec.structs.replace(op, tensor=None))]
+            return [] if name == NOTHING else [encode_frame(msgspec.structs.replace(op, tensor=None))]
         b, t, _ = lie.shape
         tensor, payload = pack(lie, positions[:1, :1].expand(b, t), None)
-        return [framed(msgspec.structs.replace(op, tensor=tensor, logits=LOGITS.get(name, b"")), payload)]
+        return [encode_frame(msgspec.structs.replace(op, tensor=tensor, logits=LOGITS.get(name, b"")), payload)]
 
     return spoil
 

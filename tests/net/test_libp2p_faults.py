@@ -10,6 +10,8 @@ import libp2p.network.swarm
 import pytest
 import trio
 import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
 from libp2p.abc import IRawConnection
 from libp2p.peer.id import ID
 from libp2p.security.noise.io import MAX_PLAINTEXT_LENGTH
@@ -22,14 +24,17 @@ from swarmd.net.libp2p.noise import BufferedConnection
 from swarmd.net.libp2p.swarm import MAX_PENDING_PER_ADDRESS
 from swarmd.net.libp2p.yamux import AGREEMENT_S, EARLY_BYTES, MOST_READ_BYTES, YamuxConnection
 from swarmd.net.libp2p.yamux_core import (
+    ALL_WINDOWS_BYTES,
     DATA,
     GO_AWAY,
     HEADER,
     INITIAL_WINDOW,
+    MAX_GROWTH,
     MAX_STREAMS,
+    MAX_WINDOW,
     SYN,
     WINDOW,
-    Windows,
+    WindowBudget,
     YamuxCore,
     YamuxError,
 )
@@ -263,10 +268,10 @@ async def test_a_reset_is_not_lost_while_somebody_else_writes() -> None:
         (connection,) = a.swarm.get_connections(ID.from_base58(b.peer_id))
         muxed = connection.muxed_conn
         assert isinstance(muxed, YamuxConnection)
-        await muxed._lock.acquire(is_bulk=True)
+        await muxed.writer._lock.acquire(is_bulk=True)
         with trio.move_on_after(0):
             await stream.reset()
-        muxed._lock.release()
+        muxed.writer._lock.release()
         with trio.fail_after(5):
             await ended.wait()
 
@@ -377,7 +382,7 @@ async def test_something_else_that_listens_is_a_clear_error_within_seconds() -> 
 
 def test_yamux_window_grows_while_the_reader_keeps_up() -> None:
     ours, theirs = YamuxCore(True), YamuxCore(False)
-    ours.round_trip_s = 0.1
+    ours.pings.round_trip_s = 0.1
     stream, opening = theirs.open()
     ours.receive_untrusted(opening, 0.0)
     state, now = ours.streams[stream.id], 0.0
@@ -476,28 +481,55 @@ async def test_row_24_what_a_length_announces_is_not_waited_for(is_agreed: bool,
 
 
 def test_what_is_read_after_a_connection_has_ended_takes_nothing_of_others_windows() -> None:
-    windows = Windows()
-    core, whole = YamuxCore(False, windows=windows), windows.spare
+    budget = WindowBudget()
+    core, whole = YamuxCore(False, budget), budget.spare
     core.receive_untrusted(HEADER.pack(0, WINDOW, SYN, 1, 0), 0.0)
-    core.round_trip_s = 0.05
+    core.pings.round_trip_s = 0.05
     stream = core.streams[1]
     core.receive_untrusted(HEADER.pack(0, DATA, 0, 1, INITIAL_WINDOW) + bytes(INITIAL_WINDOW), 0.01)
     core.end()
     assert core.take(stream, INITIAL_WINDOW, 0.02) == (bytes(INITIAL_WINDOW), b"")
-    assert windows.spare == whole
+    assert budget.spare == whole
+
+
+def grow_window(core: YamuxCore, n_bytes: int) -> int:
+    """Have a peer send that much over one stream, all of it read at once; returns by how much its window grew."""
+    core.pings.round_trip_s = 1.0
+    stream, _ = core.open()
+    for _ in range(0, n_bytes, 65_536):
+        core.receive_untrusted(HEADER.pack(0, DATA, 0, stream.id, 65_536) + bytes(65_536), 0.0)
+        core.take(stream, 65_536, 0.0)
+    return stream.receive_window - INITIAL_WINDOW
 
 
 def test_windows_of_all_connections_grow_within_one_budget() -> None:
-    windows = Windows(3 * INITIAL_WINDOW)
-    cores = [YamuxCore(True, windows=windows) for _ in range(4)]
-    for core in cores:
-        core.round_trip_s = 1.0
-        state, _ = core.open()
-        for _ in range(4):
-            core.receive_untrusted(HEADER.pack(0, DATA, 0, state.id, 65_536) + bytes(65_536), 0.0)
-            core.take(state, 65_536, 0.0)
-    assert sum(s.receive_window - INITIAL_WINDOW for core in cores for s in core.streams.values()) == 3 * INITIAL_WINDOW
-    assert windows.spare == 0
+    whole = 3 * INITIAL_WINDOW
+    budget = WindowBudget(whole)
+    cores = [YamuxCore(True, budget) for _ in range(4)]
+    growths = [grow_window(core, INITIAL_WINDOW) for core in cores]
+    assert all(growths)
+    assert sum(growths) + budget.spare == whole
     for core in cores:
         core.end()
-    assert windows.spare == 3 * INITIAL_WINDOW
+    assert budget.spare == whole
+
+
+def test_a_member_with_four_connections_does_not_hold_the_windows_of_all_others() -> None:
+    budget = WindowBudget()
+    hoarders = [YamuxCore(False, budget) for _ in range(4)]
+    held = [grow_window(core, 2 * ALL_WINDOWS_BYTES) for core in hoarders]
+    assert held[0] == MAX_WINDOW - INITIAL_WINDOW, "one alone grows as far as a window may"
+    assert budget.spare >= ALL_WINDOWS_BYTES // 8, "what is left for others"
+    assert grow_window(YamuxCore(False, budget), 2 * ALL_WINDOWS_BYTES) > 4 * INITIAL_WINDOW
+
+
+@given(st.lists(st.integers(0, 20), max_size=60))
+def test_a_newcomer_may_always_grow_and_none_holds_more_than_its_share(turns: list[int]) -> None:
+    budget = WindowBudget()
+    held = [0] * 21
+    for turn in turns:
+        growth = budget.growth_allowed(held[turn])
+        held[turn] += growth
+        budget.spare -= growth
+        assert growth == 0 or held[turn] <= min(budget.spare, MAX_GROWTH)
+    assert budget.growth_allowed(0) > 0

@@ -62,9 +62,9 @@ class Scene:
         network = self.world.join(PeerId(peer))
         await self._nursery.start(network.run)
         stream = await network.open_stream(SERVER, "weights")
-        await stream.send(messages.framed(Hello()))
+        await stream.send(messages.encode_frame(Hello()))
         for _ in range(n_times):
-            await stream.send(messages.framed(message))
+            await stream.send(messages.encode_frame(message))
 
     async def honest(self) -> Rpc:
         network = self.world.join(PeerId("honest/0"))
@@ -105,9 +105,9 @@ async def test_who_reads_again_is_answered_on(virtual_time: MockClock) -> None:
             network = s.world.join(PeerId(f"slow/{number}"))
             await s._nursery.start(network.run)
             streams.append(await network.open_stream(SERVER, "weights"))
-            await streams[-1].send(messages.framed(Hello()))
+            await streams[-1].send(messages.encode_frame(Hello()))
             for _ in range(3):
-                await streams[-1].send(messages.framed(WantChunks(id=1)))
+                await streams[-1].send(messages.encode_frame(WantChunks(id=1)))
         await trio.sleep(10)
         assert s.guest.n_answered < 60
         for stream in streams:
@@ -138,8 +138,8 @@ async def test_zeros_that_nobody_reads_are_not_held(virtual_time: MockClock) -> 
 
 @pytest.mark.parametrize("n_bytes", [1, messages.PIECE_BYTES, messages.PIECE_BYTES + 1, 4 * MIB])
 def test_zeros_in_pieces_are_one_frame(n_bytes: int) -> None:
-    raw = b"".join(messages.framed_zeros(Pong(re=7), n_bytes))
-    assert raw == messages.framed(Pong(re=7), bytes(n_bytes))
+    raw = b"".join(messages.encode_zeros_frame(Pong(re=7), n_bytes))
+    assert raw == messages.encode_frame(Pong(re=7), bytes(n_bytes))
     (frame,) = FrameDecoder().feed_untrusted(raw)
     assert len(frame.payload) == n_bytes
 

@@ -48,7 +48,7 @@ async def test_who_stops_opening_a_channel_closes_it(virtual_time: MockClock) ->
             await rpcs[A].channel(B)
         assert scope.cancelled_caught
         await trio.sleep(1)
-        assert rpcs[B].existing(A) is None
+        assert rpcs[B].find_channel(A) is None
         assert (await rpcs[A].channel(B)).is_open
         nursery.cancel_scope.cancel()
 
@@ -94,8 +94,8 @@ async def test_many_who_ask_at_once_share_one_channel(virtual_time: MockClock) -
             for _ in range(20):
                 nursery.start_soon(ask)
         assert len(set(map(id, found))) == 1
-        assert rpcs[A].existing(B) is found[0]
-        assert rpcs[A].existing(B, "bulk") is None
+        assert rpcs[A].find_channel(B) is found[0]
+        assert rpcs[A].find_channel(B, "bulk") is None
         with pytest.raises(Unreachable, match="does not dial itself"):
             await rpcs[A].channel(A)
 

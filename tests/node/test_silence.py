@@ -100,7 +100,7 @@ async def test_malformed_bytes_again_and_again_get_a_ban_that_grows_and_ends(vir
             await trio.sleep(0.5)
         left_s = standing.ban_left_s(attacker)
         assert 50 < left_s <= 60
-        assert s.swarm.daemons[s.server][0].rpc.existing(attacker) is None, "connections of who is banned end"
+        assert s.swarm.daemons[s.server][0].rpc.find_channel(attacker) is None, "connections of who is banned end"
         with pytest.raises(Refused, match="is banned for") as caught:
             await s.attacker.rpc.channel(s.server)
         assert caught.value.code is Code.BANNED

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from swarmd.errors import IntegrityError, Refused, RemoteProtocolError
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from swarmd.net.libp2p.yamux_core import YamuxCore, YamuxError
 from swarmd.protocol.fields import Message, TensorMeta
 from swarmd.protocol.membership import records
@@ -268,7 +268,7 @@ def test_streams_of_frames_changed_a_little_give_frames_or_end() -> None:
     rng, depth = random.Random(7), Counter[str]()
     for _ in range(N_CASES // 3):
         chosen = [full(rng.choice(KINDS)) for _ in range(rng.randint(1, 6))]
-        stream = b"".join(messages.framed(message, bytes(rng.randrange(400))) for message in chosen)
+        stream = b"".join(messages.encode_frame(message, bytes(rng.randrange(400))) for message in chosen)
         mutant, decoder, at = flipped(stream, rng), FrameDecoder(), 0
         try:
             while at < len(mutant):

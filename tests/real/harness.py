@@ -19,7 +19,10 @@ from typing import Any
 
 import httpx
 
-from swarmd.home import Home
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.models import ModelFolders
+from swarmd.home.paths import Home
 from swarmd.node.worker.forkserver import VARIABLE, ForkedProcess
 from swarmd.plan.chains.routing import Hop
 from swarmd.protocol.membership import invite as invites
@@ -45,7 +48,7 @@ class Volunteer:
 
     @property
     def peer(self) -> PeerId:
-        return self.home.identity().peer_id
+        return MembershipFiles(self.home).identity().peer_id
 
     @property
     def worker_pid(self) -> int:
@@ -136,7 +139,7 @@ class LocalSwarm:
         """Make a volunteer's home; it is not started."""
         home = Home(self.folder / f"peer{len(self.volunteers)}")
         if not self.volunteers:
-            home.found("test")
+            Founder(home).found("test")
         else:
             self.join(home)
         for name, model_folder in (models or {}).items():
@@ -149,11 +152,11 @@ class LocalSwarm:
         founder = self.volunteers[0]
         from swarmd.protocol.membership.identity import Identity
 
-        ticket = founder.home.invite(self.addresses(), INVITED_FOR_S)
-        home.enter(ticket, Identity.generate(), founder.home.catalog_raw())
+        ticket = Founder(founder.home).invite(self.addresses(), INVITED_FOR_S)
+        MembershipFiles(home).enter(ticket, Identity.generate(), MembershipFiles(founder.home).catalog_raw())
 
     def invite(self) -> str:
-        return invites.encode(self.volunteers[0].home.invite(self.addresses(), INVITED_FOR_S))
+        return invites.encode(Founder(self.volunteers[0].home).invite(self.addresses(), INVITED_FOR_S))
 
     def addresses(self) -> tuple[str, ...]:
         found = []
@@ -249,11 +252,12 @@ def add_model(home: Home, name: str, folder: Path) -> None:
     from swarmd.protocol.models import adapter, manifest
     from swarmd.weights.library import Library
 
-    kind, base = ("adapters", home.catalog().models["m"][0]) if adapter.is_adapter(folder) else ("models", None)
+    catalog = MembershipFiles(home).catalog()
+    kind, base = ("adapters", catalog.models["m"][0]) if adapter.is_adapter(folder) else ("models", None)
     read = adapter.read_folder(folder, ModelId(base)) if base else manifest.read_folder(folder)
     model = manifest.model_id(read)
     Library(home.weights, {}).keep_manifest(read, folder)
-    home.add_folder(model, folder)
-    if home.is_founder:
+    ModelFolders(home).add(model, folder)
+    if Founder(home).is_here:
         entry = (model, base or read.n_blocks)
-        home.change_catalog(lambda c: msgspec.structs.replace(c, **{kind: {**getattr(c, kind), name: entry}}))
+        Founder(home).change_catalog(lambda c: msgspec.structs.replace(c, **{kind: {**getattr(c, kind), name: entry}}))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import swarmd
 from swarmd.errors import ConfigError
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from tests import checkpoints, families
 from tests.real.faults import MODES, inputs_for
 from tests.real.harness import Volunteer, local_swarm

@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM
 import swarmd
 from swarmd.config import load
 from swarmd.errors import SwarmError
-from swarmd.home import Home
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.paths import Home
 from swarmd.plan.chains.routing import Hop
 from swarmd.protocol.membership.identity import Identity
 from swarmd.values import Span
@@ -103,7 +104,7 @@ class Life:
     def starts_again(self, identity: Identity) -> None:
         home = self.victim.home
         load(home.folder, {})
-        assert home.identity().peer_id == identity.peer_id
+        assert MembershipFiles(home).identity().peer_id == identity.peer_id
         self.victim.start()
         self.swarm.wait(self.answers, "its control socket", self.victim)
         assert self.victim.ask("status")["peer"] == identity.peer_id
@@ -194,8 +195,8 @@ class Life:
         was_in, again = Home(home).has_joined, self.cli("join", self.invite, home=home)
         said, _ = again.communicate(timeout=60)
         assert ("is a member of" in said) if was_in else ("Joined the swarm" in said), said
-        assert Home(home).swarm().keys.name == "test"
-        Home(home).identity()
+        assert MembershipFiles(Home(home)).swarm().keys.name == "test"
+        MembershipFiles(Home(home)).identity()
         self.kill()
 
 
@@ -212,7 +213,7 @@ def test_a_daemon_survives_kill_9_at_any_moment(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(forks, "IS_ON", True)
         swarm.prepare()  # the client's home
         life = Life(swarm, victim, expected, swarm.invite(), tmp_path)
-        identity = victim.home.identity()
+        identity = MembershipFiles(victim.home).identity()
         stages: tuple[Callable[[], None], ...] = (
             life.start,
             life.serving,

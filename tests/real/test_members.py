@@ -15,7 +15,8 @@ import torch
 
 import swarmd
 from swarmd.errors import SwarmError
-from swarmd.home import Home
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.paths import Home
 from tests.real.forks import Command
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 
@@ -62,7 +63,7 @@ def test_an_invite_is_for_one_machine_which_stays_when_it_has_ended(swarm: Local
     guest = joined(swarm, invite)
     swarm.wait(lambda: guest.peer in members(founder), "the founder to know it")
     swarm.wait(lambda: int(str(members(founder)[guest.peer]["ends_at"])) > time.time() + A_YEAR_S / 2, "its admission")
-    swarm.wait(lambda: guest.home.catalog().admitted, "the catalog at the guest's")
+    swarm.wait(lambda: MembershipFiles(guest.home).catalog().admitted, "the catalog at the guest's")
     said = says(Home(swarm.folder / "second"), "join", invite, code=2)
     assert "for once, and others came first" in said
     with pytest.raises(SwarmError, match="others came first"), swarmd.connect(invite) as client:
@@ -113,8 +114,8 @@ def test_the_order_of_what_is_short_is_the_founders_to_say_and_reaches_all(swarm
     says(founder.home, "members", "order", "by age", code=2)
     assert "once the order is by key" in says(founder.home, "members", "favour", guest.peer[-8:], "4")
     says(founder.home, "members", "order", "key")
-    swarm.wait(lambda: guest.home.catalog().order == "key", "the order")
-    assert list(guest.home.catalog().favours.values()) == [4]
+    swarm.wait(lambda: MembershipFiles(guest.home).catalog().order == "key", "the order")
+    assert list(MembershipFiles(guest.home).catalog().favours.values()) == [4]
     assert says(guest.home, "run", "demo", "def", "--max-tokens", "4", "--raw")
     swarm.wait(lambda: says(guest.home, "credit", "--json"), "the books")
 
@@ -122,13 +123,14 @@ def test_the_order_of_what_is_short_is_the_founders_to_say_and_reaches_all(swarm
 def test_a_founder_that_is_lost_is_followed_by_the_two_others(swarm: LocalSwarm) -> None:
     first = swarm.volunteers[0]
     second, third, guest = (joined(swarm, invited(swarm)) for _ in range(3))
-    swarm.wait(lambda: len(guest.home.catalog().admitted) == 3, "all to be admitted")
+    swarm.wait(lambda: len(MembershipFiles(guest.home).catalog().admitted) == 3, "all to be admitted")
     key = {v.peer: says(v.home, "founders", "key").strip() for v in (second, third)}
     assert "leaves nobody" in says(first.home, "founders", "add", key[second.peer], "--needed", "2", code=2)
     says(first.home, "founders", "add", "abc", code=2)
     says(first.home, "founders", "add", key[second.peer])
     assert "It counts from now on" in says(first.home, "founders", "add", key[third.peer], "--needed", "2")
-    swarm.wait(lambda: all(len(v.home.catalog().charters) == 2 for v in (second, third, guest)), "the charters")
+    others = [MembershipFiles(v.home) for v in (second, third, guest)]
+    swarm.wait(lambda: all(len(other.catalog().charters) == 2 for other in others), "the charters")
     lost = json.loads(says(second.home, "founders", "ls", "--json"))["founders"][0]
     first.stop()
     shutil.rmtree(first.home.folder)
@@ -136,6 +138,6 @@ def test_a_founder_that_is_lost_is_followed_by_the_two_others(swarm: LocalSwarm)
     (line,) = re.findall(r"charter1-\S+", said)
     assert len(json.loads(says(guest.home, "founders", "ls", "--json"))["founders"]) == 3, "one alone changes nothing"
     assert "It counts from now on" in says(third.home, "founders", "sign", line)
-    swarm.wait(lambda: len(guest.home.catalog().charters) == 3, "the last charter")
+    swarm.wait(lambda: len(MembershipFiles(guest.home).catalog().charters) == 3, "the last charter")
     newcomer = joined(swarm, invited(swarm, by=1))
     swarm.wait(lambda: {newcomer.peer, third.peer} <= set(members(guest)), "a newcomer by the second founder's invite")

@@ -74,7 +74,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalSwarm
 
 
 def chatty(folder: Path) -> Path:
-    from swarmd.home import bundled_folder
+    from swarmd.home.models import bundled_folder
 
     for path in bundled_folder().iterdir():
         shutil.copy(path, folder / path.name)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import swarmd
 from swarmd.client.model.draft import Draft, DraftModel
 from swarmd.client.model.speculation import Costs
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from tests import checkpoints
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 

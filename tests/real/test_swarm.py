@@ -12,7 +12,9 @@ import torch
 import trio
 
 import swarmd
-from swarmd.home import Home
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.paths import Home
 from tests.real.faults import generate, inputs_for
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 
@@ -57,9 +59,9 @@ def test_newcomer_finds_through_the_dht_what_its_invite_does_not_name(tmp_path: 
         home = Home(tmp_path / "newcomer")
         from swarmd.protocol.membership.identity import Identity
 
-        ticket = founder.home.invite(tuple(founder.ask("status")["addresses"]), 3_600)
-        home.enter(ticket, Identity.generate(), founder.home.catalog_raw())
-        assert server.peer not in home.bootstrap()
+        ticket = Founder(founder.home).invite(tuple(founder.ask("status")["addresses"]), 3_600)
+        MembershipFiles(home).enter(ticket, Identity.generate(), MembershipFiles(founder.home).catalog_raw())
+        assert server.peer not in MembershipFiles(home).bootstrap()
         newcomer = Volunteer(home, ("--listen", "/ip4/127.0.0.1/tcp/0", "--no-serve"), {"SWARMD_EXCHANGE": "0"})
         swarm.volunteers.append(newcomer)
         newcomer.start()
@@ -74,13 +76,13 @@ def test_the_bootstrap_peer_may_die(tmp_path: Path) -> None:
         founder, second, third = (swarm.add("--no-serve") for _ in range(3))
         everybody = {founder.peer, second.peer, third.peer}
         swarm.wait(lambda: all(members_seen_by(v) == everybody for v in (second, third)), "complete views")
-        invite = founder.home.invite(swarm.addresses(), 3_600)
+        invite = Founder(founder.home).invite(swarm.addresses(), 3_600)
         founder.signal(signal.SIGKILL)
         founder.stop()
         from swarmd.protocol.membership.identity import Identity
 
         home = Home(tmp_path / "late")
-        home.enter(invite, Identity.generate(), None)
+        MembershipFiles(home).enter(invite, Identity.generate(), None)
         late = Volunteer(home, ("--listen", "/ip4/127.0.0.1/tcp/0", "--no-serve"))
         swarm.volunteers.append(late)
         late.start()
@@ -178,7 +180,7 @@ def test_a_range_of_one_dead_hop_is_recovered_on_two(tmp_path: Path) -> None:
 def test_a_draft_model_speculates_and_the_chain_verifies(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from swarmd.home import bundled_folder
+    from swarmd.home.models import bundled_folder
 
     torch.set_num_threads(1)
     with local_swarm(tmp_path) as swarm:

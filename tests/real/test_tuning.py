@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import swarmd
 from swarmd.client.tuning import lane_audit
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from tests.real.faults import revive
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.liars import TUNING_LIES

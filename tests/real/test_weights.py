@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import swarmd
+from swarmd.home.membership import MembershipFiles
 from tests import checkpoints
 from tests.real.harness import LocalSwarm, Volunteer, add_model, local_swarm
 
@@ -92,7 +93,7 @@ def test_a_model_added_on_one_peer_is_used_by_name_and_by_hash_from_another(tmp_
         swarm.wait(lambda: serves(early), "the model that was added meanwhile to be served")
         guest = swarm.prepare()
         generates_as_local(swarm, guest.home.folder, "late", checkpoint)
-        model, _ = founder.home.catalog().models["late"]
+        model, _ = MembershipFiles(founder.home).catalog().models["late"]
         generates_as_local(swarm, swarm.prepare().home.folder, model, checkpoint)
 
 

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from swarmd.compute.runs.inner_steps import take_step
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.runs.samples import row_of, shard_of
 from swarmd.protocol.models import manifest

@@ -133,7 +133,7 @@ class SimWorker:
                     await trio.sleep(self._load_s)
                     span = ToySpan(Span(message.start, message.end), lambda out: self.lie(out))
                     self._engine = Engine(span, Budget(), trio.current_time)  # type: ignore[arg-type]
-                    yield messages.framed(
+                    yield messages.encode_frame(
                         Loaded(
                             device="toy",
                             hidden=HIDDEN,
@@ -149,7 +149,7 @@ class SimWorker:
                 await trio.sleep(self._step_s)
                 for answer in (*self._engine.run_pass(), *self._engine.settle()):
                     yield answer
-            yield messages.framed(Tick(handled=1 + (self._engine.handled if self._engine else 0)))
+            yield messages.encode_frame(Tick(handled=1 + (self._engine.handled if self._engine else 0)))
 
     def kill(self) -> None:
         self._is_dead = True

@@ -70,7 +70,7 @@ class World:
             assert self.spans[peer].covers(Span(opening.start, opening.end))
 
         network = SimpleNamespace(peer_id=me, learn=lambda *_: None)
-        rpc: Any = SimpleNamespace(network=network, call=call, existing=lambda *_: None)
+        rpc: Any = SimpleNamespace(network=network, call=call, find_channel=lambda *_: None)
         return Trials(rpc, SimpleNamespace(addresses_of=lambda _: ()), self.rng)  # type: ignore[arg-type]
 
     async def serve(self, me: str, trials: Any) -> None:

@@ -171,7 +171,7 @@ async def test_what_a_broken_channel_carried_is_sent_again(virtual_time: MockClo
             member = await world.in_a_round("member")
             await trio.sleep(0.35)
             for other in world.trainers():
-                if (channel := member.rpc.existing(other.peer, "averaging")) is not None:
+                if (channel := member.rpc.find_channel(other.peer, "averaging")) is not None:
                     await channel.close()
             broken_at = trio.current_time()
             assert await world.until(broken) - broken_at < usual_s + 2.0

@@ -42,13 +42,13 @@ class Process:
         for frame in self._decoder.feed_untrusted(data):
             message = worker.decode(frame.header)
             if isinstance(message, LoadRun):
-                await self._send.send(messages.framed(RunLoaded(), msgspec.msgpack.encode([("w", (4,))])))
+                await self._send.send(messages.encode_frame(RunLoaded(), msgspec.msgpack.encode([("w", (4,))])))
             elif isinstance(message, MapRun):
-                await self._send.send(messages.framed(RunMapped()))
+                await self._send.send(messages.encode_frame(RunMapped()))
             elif isinstance(message, Compute):
                 answer = self._compute(message)
                 if answer is not None:
-                    await self._send.send(messages.framed(answer))
+                    await self._send.send(messages.encode_frame(answer))
                 if not isinstance(answer, ComputedRows):
                     self._send.close()
 

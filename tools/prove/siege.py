@@ -37,9 +37,10 @@ import trio
 from transformers import AutoModelForCausalLM
 
 import swarmd
-from swarmd.client.swarm import AsyncSwarm, ClientMembership, joined
+from swarmd.client.swarm import AsyncSwarm, ClientMembership, join_swarm
 from swarmd.errors import SwarmError
-from swarmd.home import bundled_folder, by_peer
+from swarmd.home.membership import MembershipFiles, by_peer
+from swarmd.home.models import bundled_folder
 from swarmd.net.api import PURPOSES
 from swarmd.net.rpc import MAX_CHANNELS
 from swarmd.plan.trust.reputation import make_finding
@@ -96,7 +97,7 @@ async def _attack(invite: str, peers: list[PeerId], model: str, run: str, rng: r
     certificate = ticket.admit(identity.public_key, "member", int(time.time()) + 3_600)
     bootstrap = by_peer(ticket.addresses)
     nowhere = Path(tempfile.gettempdir()) / "nowhere"
-    async with joined(ClientMembership(ticket.swarm, identity, certificate, bootstrap, {}, nowhere)) as swarm:
+    async with join_swarm(ClientMembership(ticket.swarm, identity, certificate, bootstrap, {}, nowhere)) as swarm:
         while True:
             peer = rng.choice(peers)
             attack = rng.choice(ATTACKS)
@@ -133,11 +134,11 @@ async def _mutated(enemy: Enemy) -> None:
 
 
 async def _giant(enemy: Enemy) -> None:
-    frame, piece = messages.framed(Ping(id=1), bytes(frames.MAX_PAYLOAD_BYTES)), 1 << 16
+    frame, piece = messages.encode_frame(Ping(id=1), bytes(frames.MAX_PAYLOAD_BYTES)), 1 << 16
 
     async def one(purpose: str) -> None:
         stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, purpose)  # type: ignore[arg-type]
-        await stream.send(messages.framed(enemy.swarm.hello()))
+        await stream.send(messages.encode_frame(enemy.swarm.hello()))
         for at in range(0, len(frame), piece):
             await stream.send(frame[at : at + piece])
             await trio.sleep(0.002)
@@ -191,7 +192,7 @@ async def _hoard(enemy: Enemy) -> None:
 async def _cut_off(enemy: Enemy) -> None:
     while True:
         stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, enemy.rng.choice(PURPOSES))
-        whole = messages.framed(enemy.swarm.hello()) + messages.framed(
+        whole = messages.encode_frame(enemy.swarm.hello()) + messages.encode_frame(
             Ping(id=1), bytes(enemy.rng.randrange(1, 100_000))
         )
         await stream.send(whole[: enemy.rng.randrange(1, len(whole))])
@@ -203,8 +204,8 @@ async def _unread(enemy: Enemy) -> None:
     for purpose in PURPOSES:
         for _ in range(MAX_CHANNELS):
             stream = await enemy.swarm.rpc.network.open_stream(enemy.peer, purpose)
-            await stream.send(messages.framed(enemy.swarm.hello()))
-            await stream.send(messages.framed(Ping(id=1, want_bytes=4 * 2**20)))
+            await stream.send(messages.encode_frame(enemy.swarm.hello()))
+            await stream.send(messages.encode_frame(Ping(id=1, want_bytes=4 * 2**20)))
     await trio.sleep_forever()
 
 
@@ -330,7 +331,9 @@ class Siege:
 def attackers(siege: Siege) -> list[multiprocessing.Process]:
     spawn = multiprocessing.get_context("spawn")
     peers = [str(v.peer) for v in siege.volunteers]
-    model, run = siege.volunteers[0].home.catalog().models["demo"][0], run_of(siege.volunteers[0])["run"]
+    catalog = MembershipFiles(siege.volunteers[0].home).catalog()
+    model = catalog.models["demo"][0]
+    run = run_of(siege.volunteers[0])["run"]
     ports = [p for v in siege.volunteers for p in _ports(v)]
     started = [
         spawn.Process(target=members, args=(siege.swarm.invite(), peers, model, run, seeds), daemon=True)

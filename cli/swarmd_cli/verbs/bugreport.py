@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from swarmd_cli.context import ask, home
+from swarmd_cli.context import ask_json, home
 
 VERBS = ("status", "peers", "sessions", "models", "downloads", "why", "train")
 LOG_LINES = 2_000  # of each log: some hours of a busy day
@@ -74,7 +74,7 @@ def _gather_texts(folder: Path) -> dict[str, str]:
 
 
 def _ask_as_text(verb: str) -> str:
-    return json.dumps(ask(verb), indent=1)
+    return json.dumps(ask_json(verb), indent=1)
 
 
 def _text_or_error(text: Callable[[], str]) -> str:

@@ -8,14 +8,24 @@ import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import JsonObject, ask, format_number, home
-from swarmd_cli.gateway_client import GatewayClient, describe_answer, open_gateway, require_listed
+from swarmd_cli.context import JsonObject, ask, format_number, home, membership
+from swarmd_cli.gateway_client import (
+    GatewayClient,
+    ModelEntry,
+    StreamEvent,
+    describe_answer,
+    open_gateway,
+    require_listed,
+)
 from swarmd_cli.preflight import require_answers
+
+if TYPE_CHECKING:
+    from swarmd.status import ChainRow
 
 HELP = """\
 /system TEXT   say how to answer; without TEXT, no longer
@@ -39,7 +49,7 @@ def chat(
     """
     from swarmd.gateway.address import read_url
 
-    home().swarm()
+    membership().swarm()
     if read_url(home().folder) is None:  # one that runs knows the names, and who is there
         require_answers(model)
     settings = {"temperature": temperature, "max_tokens": max_tokens}
@@ -91,19 +101,18 @@ class Conversation:
         require_listed(self.model, listed)
         return self.model
 
-    def _only_complete(self, listed: list[JsonObject]) -> str:
+    def _only_complete(self, listed: list[ModelEntry]) -> str:
         from swarmd.errors import ConfigError, NoRoute
 
         complete = []
         for entry in listed:
-            details = entry["swarmd"]
-            if not details["missing"] and details["chats"] is not False:
-                complete.append(entry["id"])
+            if not entry.swarmd.missing and entry.swarmd.chats is not False:
+                complete.append(entry.id)
         if len(complete) == 1:
-            return str(complete[0])
+            return complete[0]
         if complete:
             raise ConfigError(f"say which model: {', '.join(complete)}")
-        names = ", ".join(entry["id"] for entry in listed)
+        names = ", ".join(entry.id for entry in listed)
         raise NoRoute(
             f"no model that can chat is whole now (the swarm knows {names or 'none'}): swarmd models ls says what lacks"
         )
@@ -154,11 +163,12 @@ class Conversation:
 
     def _print_why(self) -> None:
         from swarmd.errors import SwarmError
+        from swarmd.status import WhyAnswer
 
         print("\n".join(self.chain) or "(nothing was answered yet)")
         with suppress(SwarmError):
-            for chain in ask("why", model=self.model)["chains"].values():
-                print(chain["error"] or _describe_chain(chain))
+            for chain in ask(WhyAnswer, "why", model=self.model).chains.values():
+                print(chain.error or _describe_chain(chain))
 
     def _messages(self) -> list[dict[str, str]]:
         if not self.system:
@@ -177,13 +187,13 @@ class Conversation:
         text = ""
         began_at = time.monotonic()
         first_s = 0.0
-        last_event: JsonObject = {}
+        last_event: StreamEvent | None = None
         try:
             with closing(self.gateway.stream("/v1/chat/completions", body)) as events:
                 for event in events:
-                    last_event = event if event.get("usage") else last_event
-                    for choice in event["choices"]:
-                        part = choice["delta"].get("content") or ""
+                    last_event = event if event.usage else last_event
+                    for choice in event.choices:
+                        part = (choice.delta and choice.delta.content) or ""
                         first_s = first_s or (time.monotonic() - began_at if part else 0.0)
                         text += part
                         print(part, end="", flush=True)
@@ -196,21 +206,20 @@ class Conversation:
         self.turns.append({"role": "assistant", "content": text})
         self._print_summary(last_event, first_s, time.monotonic() - began_at)
 
-    def _print_summary(self, last_event: JsonObject, first_s: float, seconds: float) -> None:
+    def _print_summary(self, last_event: StreamEvent | None, first_s: float, seconds: float) -> None:
         """Print the numbers under an answer, dim where the terminal can."""
-        if not last_event:
+        if last_event is None or last_event.usage is None:
             return
-        n_tokens = last_event["usage"]["completion_tokens"]
-        details = last_event["swarmd"]
-        self.chain = details["chain"]
+        n_tokens = last_event.usage.completion_tokens
+        self.chain = list(last_event.swarmd.chain)
         speed = ""
         if n_tokens > 1 and seconds > first_s:
             speed = f", {(n_tokens - 1) / (seconds - first_s):.1f} tokens/s"
         hops = count(len(self.chain), "hop")
         summary = f"{count(n_tokens, 'token')}{speed}, the first after {first_s:.2f} s, through {hops}"
-        summary = "\n".join([summary, *describe_answer(details)])
+        summary = "\n".join([summary, *describe_answer(last_event.swarmd)])
         print(f"\033[2m{summary}\033[0m" if sys.stdout.isatty() else summary, file=sys.stderr)
 
 
-def _describe_chain(chain: JsonObject) -> str:
-    return f"the cheapest chain now, {format_number(chain['cost_ms'], ' ms')} a token: {', '.join(chain['hops'])}"
+def _describe_chain(chain: ChainRow) -> str:
+    return f"the cheapest chain now, {format_number(chain.cost_ms, ' ms')} a token: {', '.join(chain.hops)}"

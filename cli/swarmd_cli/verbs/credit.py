@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import format_size, home, print_json, print_table
+from swarmd_cli.context import format_size, home, membership, print_json, print_table
 from swarmd_cli.curve import EIGHTHS
 from swarmd_cli.verbs.look import Json
 
@@ -32,9 +32,10 @@ def credit(
     from swarmd.usage_ledger import DAY_S, UsageLedger
 
     state = home()
-    own_voucher = read_links_untrusted(state.swarm().certificate)[0].key
+    member = membership()
+    own_voucher = read_links_untrusted(member.swarm().certificate)[0].key
     ledger = UsageLedger(state.books_file)
-    own_peer = state.identity().peer_id
+    own_peer = member.identity().peer_id
     now_s = int(time.time())
     since = now_s - days * DAY_S
     n_checked = ledger.check() if check else None

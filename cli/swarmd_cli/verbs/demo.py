@@ -21,9 +21,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from swarmd.errors import SwarmUnavailable
-from swarmd.home import Home
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.paths import Home
 from swarmd.importing import importing
+from swarmd.member_status import PeersAnswer
 from swarmd.protocol.membership.identity import Identity
+from swarmd.status import DaemonStatus
+from swarmd_cli.context import Answer, read_answer
 from swarmd_cli.gateway_client import open_gateway
 
 SPANS = ((0, 4), (1, 5), (2, 6))
@@ -71,11 +76,11 @@ class Volunteers:
             )
         self.processes.append(process)
 
-    def ask(self, index: int, path: str) -> dict[str, Any]:
+    def ask(self, index: int, answer: type[Answer], verb: str) -> Answer:
         """Call a volunteer's control API."""
         unencrypted = httpx.HTTPTransport(uds=str(self.homes[index].socket), verify=False)
         with httpx.Client(transport=unencrypted, timeout=10) as http:
-            return dict(http.get(f"http://swarmd/v1/{path}").json())
+            return read_answer(answer, http.get(f"http://swarmd/v1/{verb}").json())
 
     def wait_for(self, condition: Any, missing: str, on_stage: Callable[[str], None]) -> None:
         """Wait as long as anything changes in what the daemons say; ``on_stage`` gets it. Raises SwarmUnavailable."""
@@ -103,12 +108,12 @@ class Volunteers:
         for index, name in enumerate(NAMES[: len(self.processes)]):
             try:
                 has_socket = self.homes[index].socket.exists()
-                hosting = self.ask(index, "status")["hosting"] if has_socket else []
+                hosting = self.ask(index, DaemonStatus, "status").hosting if has_socket else ()
             except httpx.TransportError:  # a moment before it takes connections
-                hosting = []
+                hosting = ()
             stage = "online" if hosting else "starting its daemon"
-            if hosting and hosting[0]["state"] != "online" and hosting[0]["why"]:
-                stage = hosting[0]["why"]
+            if hosting and hosting[0].state != "online" and hosting[0].why:
+                stage = hosting[0].why
             stages.append(f"{name}: {stage}")
         return "\n  ".join(stages)
 
@@ -119,7 +124,7 @@ def run_demo(max_tokens: int, seed: int) -> int:
     console.print("[bold]A private swarm of three volunteers on this machine[/bold]")
     with tempfile.TemporaryDirectory(prefix="swarmd-demo-") as folder, Volunteers(Path(folder)) as volunteers:
         with console.status("starting three daemons and their workers ...") as status:
-            volunteers.homes[0].found("demo")
+            Founder(volunteers.homes[0]).found("demo")
             _assemble(volunteers, lambda stage: status.update(f"getting ready\n  {stage}"))
         for name, (start, end), process in zip(NAMES, SPANS, volunteers.processes, strict=True):
             served = f"serves {_draw_span(start, end)}  blocks [{start},{end})"
@@ -135,12 +140,12 @@ def run_chat(source: Path) -> int:
 
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="swarmd-chat-") as folder:
-        founder = Home(Path(folder) / NAMES[0].lower())
-        founder.found("chat")
-        _keep_conversions(founder)
-        set_home(founder.folder)
+        home = Home(Path(folder) / NAMES[0].lower())
+        Founder(home).found("chat")
+        _keep_conversions(home)
+        set_home(home.folder)
         console.print(models.add_source(str(source), "chat"))
-        n = founder.catalog().models["chat"][1]
+        n = MembershipFiles(home).catalog().models["chat"][1]
         # Two thirds of the model for each. The first and the last together hold all of it: the middle one may die.
         first = (0, max(1, 2 * n // 3))
         middle = (n // 6, max(1, 5 * n // 6))
@@ -166,17 +171,18 @@ def _keep_conversions(founder: Home) -> None:
 
 
 def _assemble(volunteers: Volunteers, on_stage: Callable[[str], None]) -> None:
-    founder = volunteers.homes[0]
+    home = volunteers.homes[0]
     volunteers.start(0)
-    volunteers.wait_for(founder.socket.exists, "founder's control socket", on_stage)
-    invite = founder.invite(tuple(volunteers.ask(0, "status")["addresses"]), 3_600)
+    volunteers.wait_for(home.socket.exists, "founder's control socket", on_stage)
+    invite = Founder(home).invite(volunteers.ask(0, DaemonStatus, "status").addresses, 3_600)
     for index in (1, 2):
-        volunteers.homes[index].enter(invite, Identity.generate(), founder.catalog_raw())
+        guest = MembershipFiles(volunteers.homes[index])
+        guest.enter(invite, Identity.generate(), MembershipFiles(home).catalog_raw())
         volunteers.start(index)
 
     def is_complete() -> bool:
-        peers: list[dict[str, Any]] = volunteers.ask(0, "peers")["peers"]
-        online = [span for peer in peers for span in peer["spans"] if span["state"] == "online"]
+        peers = volunteers.ask(0, PeersAnswer, "peers").peers
+        online = [span for peer in peers for span in peer.spans if span.state == "online"]
         return len(online) == len(NAMES)
 
     volunteers.wait_for(is_complete, "complete set of blocks", on_stage)
@@ -191,7 +197,7 @@ def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: i
         import swarmd.client.blocking
         from swarmd.compute.model.skeleton import quiet
 
-    from swarmd.home import bundled_folder
+    from swarmd.home.models import bundled_folder
     from swarmd.plan.chains.routing import Hop
     from swarmd.values import Span
 
@@ -199,7 +205,7 @@ def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: i
     # the middle, must be those of an uninterrupted local run, one by one.
     quiet()
     torch.set_num_threads(1)
-    peers = [home.identity().peer_id for home in volunteers.homes]
+    peers = [MembershipFiles(home).identity().peer_id for home in volunteers.homes]
     hops = [Hop(peers[index], Span(start, end)) for index, start, end in CHAIN]
     short_ids = [peer[-8:] for peer in peers]
     names = dict(zip(short_ids, NAMES, strict=True))

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import home, print_json, print_table, reload_daemon
+from swarmd_cli.context import founder, membership, print_json, print_table, reload_daemon
 from swarmd_cli.verbs.look import Json
 
 app = typer.Typer(
@@ -27,9 +27,9 @@ def ls(as_json: Json = False) -> None:
 
     Example: swarmd founders ls
     """
-    state = home()
-    charter = state.founders().charter
-    own_key = state.founder_key().public_key if state.is_founder else b""
+    charter = membership().founders().charter
+    own_founder = founder()
+    own_key = own_founder.ensure_key().public_key if own_founder.is_here else b""
     if as_json:
         keys = [key.hex() for key in charter.keys]
         honoured = [key.hex() for key in charter.honoured]
@@ -51,9 +51,8 @@ def key() -> None:
     """
     from swarmd.protocol.membership import charter
 
-    state = home()
-    state.swarm()
-    print(charter.encode_key(state.founder_key()))
+    membership().swarm()
+    print(charter.encode_key(founder().ensure_key()))
 
 
 @app.command("add")
@@ -69,7 +68,7 @@ def add(
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership import charter
 
-    current = home().founders().charter
+    current = membership().founders().charter
     keys = (*current.keys, charter.decode_key_untrusted(founder))
     needed = needed or current.needed
     if needed == len(keys) and not yes:
@@ -91,7 +90,7 @@ def rm(
 
     Example: swarmd founders rm 5f0c... --stolen
     """
-    current = home().founders().charter
+    current = membership().founders().charter
     removed_key = _read_key(founder)
     keys = tuple(key for key in current.keys if key != removed_key)
     # Honoured keys are founders no more, but the certificates that they signed count on. A stolen key is not honoured:
@@ -124,18 +123,17 @@ def sign(line: Annotated[str, typer.Argument(metavar="LINE", help="What founders
 def _change(keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...]) -> None:
     from swarmd.protocol.membership import charter
 
-    state = home()
-    state.founder()
-    _sign_draft(charter.draft_charter(state.founders().charter, keys, needed, honoured))
+    founder().key()
+    _sign_draft(charter.draft_charter(membership().founders().charter, keys, needed, honoured))
 
 
 def _sign_draft(draft: Any) -> None:
     from swarmd.protocol.membership import charter
 
-    state = home()
-    previous = state.founders().charter
-    signed = state.found_on(draft)
-    if state.founders().charter == signed.charter:
+    member = membership()
+    previous = member.founders().charter
+    signed = founder().sign_charter(draft)
+    if member.founders().charter == signed.charter:
         reload_daemon()
         _print_charter(signed.charter)
         print("It counts from now on.")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from swarmd.importing import importing
-from swarmd_cli.context import home, print_json, print_table
+from swarmd_cli.context import home, membership, print_json, print_table
 from swarmd_cli.preflight import require_answers
 from swarmd_cli.verbs.look import Json
 
@@ -39,7 +39,7 @@ def gateway(
     from swarmd.gateway.keys import Keys
     from swarmd.gateway.listening import open_listener
 
-    home().swarm()
+    membership().swarm()
     settings = config.load(home().folder).check().gateway
     chosen_settings = replace(settings, listen=listen or settings.listen)
     # A listener that cannot be is refused before torch is imported.

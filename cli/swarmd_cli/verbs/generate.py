@@ -15,9 +15,11 @@ import typer
 
 from swarmd.importing import importing
 from swarmd.values import count
-from swarmd_cli.context import home, print_json
+from swarmd_cli.context import home, membership, print_json
 from swarmd_cli.gateway_client import (
     GatewayClient,
+    StreamEvent,
+    TextDelta,
     describe_answer,
     describe_doubt,
     find_gateway,
@@ -69,7 +71,7 @@ def run(
 
     Example: swarmd run demo "The function returns" --max-tokens 60
     """
-    home().swarm()  # not joined is said before anything is read
+    membership().swarm()  # not joined is said before anything is read
     text = prompt or _read_stdin()
     if not text.strip():
         raise typer.BadParameter("an empty prompt: give a text to continue")
@@ -115,10 +117,10 @@ def _choose_path(gateway: GatewayClient, name: str, raw: bool) -> str | None:
     """Choose where a gateway answers for this model; None where only its files tell. Raises ConfigError."""
     listed = gateway.models()
     require_listed(name, listed)
-    by_name = {entry["id"]: entry["swarmd"] for entry in listed}
+    by_name = {entry.id: entry.swarmd for entry in listed}
     if name not in by_name:  # by its hash
         return None
-    chats = by_name[name]["chats"]
+    chats = by_name[name].chats
     if raw or chats is False:
         return COMPLETIONS
     return None if chats is None else CHAT
@@ -129,17 +131,17 @@ def _ask_gateway(gateway: GatewayClient, path: str, name: str, text: str, sampli
     from swarmd.errors import NoRoute, SwarmError, SwarmUnavailable
 
     began_at = time.monotonic()
-    last_event: dict[str, Any] = {}
+    last_event: StreamEvent | None = None
     has_begun = False
     prompt: dict[str, Any] = {"prompt": text, "echo": True}
     if path == CHAT:
         prompt = {"messages": [{"role": "user", "content": text}]}
     try:
         for event in gateway.stream(path, {"model": name, **prompt, **sampling}):
-            last_event = event if event.get("usage") else last_event
-            for choice in event["choices"]:
-                delta = choice.get("delta") or {"content": choice.get("text")}
-                part = delta.get("content") or delta.get("reasoning_content") or ""
+            last_event = event if event.usage else last_event
+            for choice in event.choices:
+                delta = choice.delta or TextDelta(choice.text)
+                part = delta.content or delta.reasoning_content or ""
                 print(part, end="", flush=True)
                 has_begun = has_begun or bool(part)
     except SwarmError as error:
@@ -149,10 +151,10 @@ def _ask_gateway(gateway: GatewayClient, path: str, name: str, text: str, sampli
             raise SwarmUnavailable(str(error)) from None
         raise
     print()
-    details = last_event["swarmd"]
-    n_tokens = last_event["usage"]["completion_tokens"]
-    _print_summary(n_tokens, time.monotonic() - began_at, details["chain"])
-    for line in describe_answer(details):
+    if last_event is None or last_event.usage is None:
+        return
+    _print_summary(last_event.usage.completion_tokens, time.monotonic() - began_at, last_event.swarmd.chain)
+    for line in describe_answer(last_event.swarmd):
         print(line, file=sys.stderr)
 
 

@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import INTERRUPTED, ask, home, is_running, reload_daemon, wait_until
+from swarmd_cli.context import (
+    INTERRUPTED,
+    ask,
+    ask_json,
+    find_peers,
+    founder,
+    home,
+    is_running,
+    membership,
+    reload_daemon,
+    wait_until,
+)
 from swarmd_cli.preflight import explain_waiting
 
 if TYPE_CHECKING:
@@ -33,7 +44,7 @@ def init(
 
     require_name("a swarm", name)
     state = home()
-    state.found(name)
+    founder().found(name)
     print(f"Founded the swarm {name!r} in {state.folder}.", file=sys.stderr)
     print("Start this machine's daemon with: swarmd up", file=sys.stderr)
     print("One other machine joins with this invite (within 7 days; swarmd invite makes more):", file=sys.stderr)
@@ -98,7 +109,7 @@ def join(
     import trio
 
     from swarmd.errors import ConfigError
-    from swarmd.home import by_peer
+    from swarmd.home.membership import by_peer
     from swarmd.node.members.checkin import check_in
     from swarmd.protocol.membership import invite as invites
     from swarmd.protocol.membership.catalog import MEMBERSHIP_LIFETIME_S
@@ -109,11 +120,12 @@ def join(
     state = home()
     ticket = invites.decode_untrusted(_read_invite() if text == "-" else text, time.time())
     if state.has_joined:
-        raise ConfigError(f"{state.folder} is a member of {state.swarm().keys.name!r} already: swarmd leave first")
+        name = membership().swarm().keys.name
+        raise ConfigError(f"{state.folder} is a member of {name!r} already: swarmd leave first")
     identity = Identity.generate()
     certificate = ticket.admit(identity.public_key, "member", int(time.time()) + MEMBERSHIP_LIFETIME_S)
     answer = trio.run(check_in, ticket.swarm, identity, certificate, by_peer(ticket.addresses))
-    state.enter(ticket, identity, answer.catalog)
+    membership().enter(ticket, identity, answer.catalog)
     if answer.waits:
         print(f"Asked to join the swarm {ticket.swarm.name!r} as {identity.peer_id}.")
         print(f"A founder lets this machine in with: swarmd members approve {identity.peer_id[-8:]}")
@@ -147,12 +159,13 @@ def leave(
     from swarmd.errors import ConfigError
 
     state = home()
-    name = state.swarm().keys.name
+    member = membership()
+    name = member.swarm().keys.name
     if is_running():
         raise ConfigError("the daemon is running: swarmd down first")
-    if state.is_founder and not yes:
+    if founder().is_here and not yes:
         _confirm_loss_of_founder_key(name, state.folder / "founder.key")
-    state.leave()
+    member.leave()
     print(f"Left the swarm {name!r}. Settings and added models are still in {state.folder}.")
 
 
@@ -197,7 +210,7 @@ def up(
         announce=announce,
         serve=False if no_serve else None,
     )
-    state.swarm()
+    membership().swarm()
     logs.configure(settings.log_format, verbose)
 
     def ready(running: daemon.Daemon) -> None:
@@ -226,17 +239,19 @@ def drain(model: Served = "") -> None:
 
     Example: swarmd drain
     """
-    answer = ask("drain", "POST", model=model)
-    print(f"draining: {count(answer['sessions'], 'session')} to be taken over", flush=True)
+    from swarmd.status import DaemonStatus, DrainAnswer
+
+    answer = ask(DrainAnswer, "drain", "POST", model=model)
+    print(f"draining: {count(answer.sessions, 'session')} to be taken over", flush=True)
 
     def is_drained() -> bool:
-        daemon_status = ask("status")
-        serving = [hosting["serving"] for hosting in daemon_status["hosting"] if hosting["serving"]]
+        daemon_status = ask(DaemonStatus, "status")
+        serving = [hosting.serving for hosting in daemon_status.hosting if hosting.serving]
         if not model:
             return not serving
-        hash_of_name = {row["name"]: row["model"] for row in daemon_status["models"]}
+        hash_of_name = {row.name: row.model for row in daemon_status.models}
         model_hash = hash_of_name.get(model, model)
-        return all(model_hash != served["model"] and model != served["name"] for served in serving)
+        return all(model_hash != served.model and model != served.name for served in serving)
 
     is_done = wait_until(is_drained)
     print("drained; swarmd resume serves again" if is_done else "the daemon is still at it: swarmd status")
@@ -247,8 +262,11 @@ def resume(model: Served = "") -> None:
 
     Example: swarmd resume
     """
-    answer = ask("resume", "POST", model=model)
-    print("serving again: swarmd status" if answer["serving"] else f"not yet: {answer['policy']['why']}")
+    from swarmd.status import ResumeAnswer
+
+    answer = ask(ResumeAnswer, "resume", "POST", model=model)
+    why_not = answer.policy.why if answer.policy else ""
+    print("serving again: swarmd status" if answer.serving else f"not yet: {why_not}")
 
 
 def down() -> None:
@@ -256,7 +274,7 @@ def down() -> None:
 
     Example: swarmd down
     """
-    ask("down", "POST")
+    ask_json("down", "POST")
     is_done = wait_until(lambda: not home().socket.exists())
     print("stopped" if is_done else "the daemon was told to stop and is still at it")
 
@@ -271,7 +289,7 @@ def _new_invite(days: float, uses: int, waits: bool = False, may: tuple[Any, ...
     if uses > MAX_USES:
         raise ConfigError(f"--uses takes 1 to {MAX_USES}, or 0 for any number, not {uses}")
     lifetime_s = int(days * 86_400)
-    new_invite = home().invite(_invite_addresses(), lifetime_s, uses, waits, may or RIGHTS)
+    new_invite = founder().invite(_invite_addresses(), lifetime_s, uses, waits, may or RIGHTS)
     reload_daemon()
     return invites.encode(new_invite)
 
@@ -280,17 +298,18 @@ def _invite_addresses() -> tuple[str, ...]:
     """Choose the addresses of an invite: the daemon's and those of other live members, else a guess."""
     from swarmd import config
     from swarmd.errors import DaemonNotRunning
+    from swarmd.status import AddressesAnswer
 
     state = home()
     try:
-        by_peer = ask("addresses")["addresses"]
+        by_peer = ask(AddressesAnswer, "addresses").addresses
         return tuple(address for addresses in by_peer.values() for address in addresses[:2])[:8]
     except DaemonNotRunning:
         from swarmd.net.interfaces import expand_wildcards
 
         settings = config.load(state.folder)
         chosen = config.split(settings.announce) or expand_wildcards(config.split(settings.listen))
-        own_peer = state.identity().peer_id
+        own_peer = membership().identity().peer_id
         return tuple(f"{address.split('/p2p/')[0]}/p2p/{own_peer}" for address in chosen)
 
 
@@ -302,7 +321,7 @@ def _revoke(text: str) -> None:
     def revoke(catalog: Catalog) -> Catalog:
         return msgspec.structs.replace(catalog, revoked=tuple({*catalog.revoked, key}))
 
-    home().change_catalog(revoke)
+    founder().change_catalog(revoke)
     reload_daemon()
     print("Revoked the invite and every membership that came from it.")
 
@@ -312,15 +331,14 @@ def _invite_key(text: str) -> bytes:
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership import invite as invites
 
-    state = home()
-    state.founder()
+    founder().key()
     if not re.fullmatch(r"[0-9a-f]{4,64}", text):
         return invites.decode_untrusted(text, 0.0).identity.public_key
     # An id may stand in the catalog, in the record of a member that it admitted, or in the certificate of a peer that
     # is here: an invite can be revoked though the catalog never listed it.
-    catalog = state.catalog()
-    answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
-    seen_sponsors = {row["voucher"] for row in (*answer["peers"], *answer["waiting"])}
+    catalog = membership().catalog()
+    answer = find_peers()
+    seen_sponsors = {peer.voucher for peer in answer.peers} | {guest.voucher for guest in answer.waiting}
     admitted = {entry.invite.hex() for entry in catalog.admitted.values()}
     invited = {key.hex() for key in catalog.invites}
     known = sorted((invited | admitted | seen_sponsors) - {""})

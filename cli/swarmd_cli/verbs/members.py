@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from swarmd_cli.context import JsonObject, ask, home, is_running, print_json, print_table, reload_daemon
+from swarmd_cli.context import find_peers, founder, membership, print_json, print_table, reload_daemon
 from swarmd_cli.verbs.look import Json, span_text
+
+if TYPE_CHECKING:
+    from swarmd.member_status import PeerRow, SpanRow
+    from swarmd.protocol.membership.catalog import Catalog
 
 _FOREVER_S = 2**40  # seconds: no end
 
@@ -30,94 +35,129 @@ def ls(as_json: Json = False) -> None:
 
     Example: swarmd members ls
     """
-    answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
-    catalog = home().catalog()
-    present = [{**peer, "is_here": True} for peer in answer["peers"]]
-    members = present + _absent_rows(catalog, present)
-    members.sort(key=lambda row: (row["voucher"], row["peer"]))
+    answer = find_peers()
+    catalog = membership().catalog()
+    members = [_describe_present(peer) for peer in answer.peers] + _absent_members(catalog, answer.peers)
+    members.sort(key=lambda member: (member.voucher, member.peer))
     invites = _open_invites(catalog)
     if as_json:
         keys = ("peer", "is_self", "is_here", "voucher", "may", "ends_at", "found_right", "found_wrong")
-        rows = [{key: row[key] for key in keys} for row in members]
-        print_json({"members": rows, "waiting": answer["waiting"], "invites": invites})
+        rows = [{key: getattr(member, key) for key in keys} for member in members]
+        waiting_here = msgspec.to_builtins(answer.waiting)
+        print_json({"members": rows, "waiting": waiting_here, "invites": [asdict(invite) for invite in invites]})
         return
     columns = ["member", "brought in by", "may", "until", "serves", "its blocks were found"]
     print_table("Members", columns, [_member_row(row) for row in members])
     if invites:
-        invites.sort(key=lambda row: row["ends_at"])
+        invites.sort(key=lambda invite: invite.ends_at)
         print_table("Open invites", ["invite", "used", "for", "until"], [_invite_row(row) for row in invites])
-    if answer["waiting"]:
-        waiting = sorted(answer["waiting"], key=lambda row: -row["knocked_s"])
+    if answer.waiting:
+        waiting = sorted(answer.waiting, key=lambda guest: -guest.knocked_s)
         waiting_rows = [
-            [row["peer"][-8:], _sponsor_text(row["voucher"]), f"{row['knocked_s']:.0f} s ago"] for row in waiting
+            [guest.peer[-8:], _sponsor_text(guest.voucher), f"{guest.knocked_s:.0f} s ago"] for guest in waiting
         ]
         print_table("Waiting: swarmd members approve PEER", ["who", "brought in by", "knocked"], waiting_rows)
 
 
-def _open_invites(catalog: Any) -> list[JsonObject]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedMember:
+    """A member as ``members ls`` lists it, here or away."""
+
+    peer: str
+    is_self: bool
+    is_here: bool
+    voucher: str
+    may: tuple[str, ...]
+    ends_at: int
+    found_right: int = 0
+    found_wrong: int = 0
+    spans: tuple[SpanRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedInvite:
+    """An invite that still lets somebody in, and how many have used it."""
+
+    voucher: str
+    uses: int
+    waits: bool
+    may: tuple[str, ...]
+    ends_at: int
+    used: int
+
+
+def _open_invites(catalog: Catalog) -> list[ListedInvite]:
     """List the invites that still let somebody in."""
-    invites: list[JsonObject] = []
+    invites = []
     for key, terms in catalog.invites.items():
         if terms.ends_at <= time.time() or key in catalog.revoked:
             continue
         invites.append(
-            {
-                "voucher": key.hex(),
-                "uses": terms.uses,
-                "waits": terms.waits,
-                "may": list(terms.may),
-                "ends_at": terms.ends_at,
-                "used": sum(entry.invite == key for entry in catalog.admitted.values()),
-            }
+            ListedInvite(
+                voucher=key.hex(),
+                uses=terms.uses,
+                waits=terms.waits,
+                may=terms.may,
+                ends_at=terms.ends_at,
+                used=sum(entry.invite == key for entry in catalog.admitted.values()),
+            )
         )
     return invites
 
 
-def _absent_rows(catalog: Any, rows_here: list[JsonObject]) -> list[JsonObject]:
+def _describe_present(peer: PeerRow) -> ListedMember:
+    return ListedMember(
+        peer=peer.peer,
+        is_self=peer.is_self,
+        is_here=True,
+        voucher=peer.voucher,
+        may=peer.may,
+        ends_at=peer.ends_at,
+        found_right=peer.found_right,
+        found_wrong=peer.found_wrong,
+        spans=peer.spans,
+    )
+
+
+def _absent_members(catalog: Catalog, peers_here: Iterable[PeerRow]) -> list[ListedMember]:
     """List the members that were admitted and are not here now."""
     from swarmd.protocol.membership.identity import peer_id_of
 
-    present = {row["peer"] for row in rows_here}
-    absent = {"is_self": False, "is_here": False, "spans": [], "found_right": 0, "found_wrong": 0}
-    rows = []
+    present = {peer.peer for peer in peers_here}
+    absent = []
     for key, entry in catalog.admitted.items():
         if key in catalog.revoked:
             continue
         peer = str(peer_id_of(key))
         if peer in present:
             continue
-        rows.append(
-            {
-                "peer": peer,
-                "voucher": entry.invite.hex(),
-                "may": list(entry.may),
-                "ends_at": entry.ends_at,
-                **absent,
-            }
+        voucher = entry.invite.hex()
+        absent.append(
+            ListedMember(peer=peer, is_self=False, is_here=False, voucher=voucher, may=entry.may, ends_at=entry.ends_at)
         )
-    return rows
+    return absent
 
 
-def _member_row(row: JsonObject) -> list[str]:
-    serves = ", ".join(f"{span['model']} {span_text(span['blocks'])}" for span in row["spans"]) or "nothing"
+def _member_row(member: ListedMember) -> list[str]:
+    serves = ", ".join(f"{span.model} {span_text(span.blocks)}" for span in member.spans) or "nothing"
     return [
-        row["peer"][-8:] + (" (this one)" if row["is_self"] else ""),
-        _sponsor_text(row["voucher"]),
-        ", ".join(row["may"]),
-        _until_text(row["ends_at"]),
-        serves if row["is_here"] else "not here",
-        _findings_text(row),
+        member.peer[-8:] + (" (this one)" if member.is_self else ""),
+        _sponsor_text(member.voucher),
+        ", ".join(member.may),
+        _until_text(member.ends_at),
+        serves if member.is_here else "not here",
+        _findings_text(member),
     ]
 
 
-def _invite_row(row: JsonObject) -> list[str]:
-    may = ", ".join(row["may"])
-    return [row["voucher"][:8], _uses_text(row), may, _until_text(row["ends_at"])]
+def _invite_row(invite: ListedInvite) -> list[str]:
+    may = ", ".join(invite.may)
+    return [invite.voucher[:8], _uses_text(invite), may, _until_text(invite.ends_at)]
 
 
-def _uses_text(row: JsonObject) -> str:
-    uses = f"{row['used']} of {row['uses']}" if row["uses"] else f"{row['used']}, any number"
-    return uses + (", each waits" if row["waits"] else "")
+def _uses_text(invite: ListedInvite) -> str:
+    uses = f"{invite.used} of {invite.uses}" if invite.uses else f"{invite.used}, any number"
+    return uses + (", each waits" if invite.waits else "")
 
 
 def _sponsor_text(voucher: str) -> str:
@@ -146,18 +186,18 @@ def approve(
     from swarmd_cli.verbs.member import parse_rights
 
     # What the member may do: as the words say, else as it was admitted before, else as its invite says.
-    state = home()
-    state.founder()
+    founder().key()
     peer_id, voucher = _find_member(peer)
     key = public_key_of_untrusted(peer_id)
-    known = state.catalog().admitted.get(key)
+    catalog = membership().catalog()
+    known = catalog.admitted.get(key)
     invite = known.invite if known is not None else bytes.fromhex(voucher)
-    template = known or state.catalog().invites.get(invite)
+    template = known or catalog.invites.get(invite)
     if not may and template is None and not voucher:
         raise ConfigError("it is not known here what it was invited for: say so with --may use,serve,train,give")
     granted = parse_rights(may) if may or template is None else template.may
     ends_at = int(time.time()) + days * 86_400
-    state.admit({key: AdmittedMember(ends_at, invite, granted)})
+    founder().admit({key: AdmittedMember(ends_at, invite, granted)})
     reload_daemon()
     print(f"{peer_id} is a member for {days} days, and may {', '.join(granted)}.")
 
@@ -176,9 +216,8 @@ def order(
     from swarmd.errors import ConfigError
     from swarmd.plan.trust.order import ORDERS
 
-    state = home()
     if not rule:
-        catalog = state.catalog()
+        catalog = membership().catalog()
         print(catalog.order)
         for key, times in catalog.favours.items():
             print(f"  {key.hex()}  {times}")
@@ -201,19 +240,18 @@ def favour(
     """
     peer_id, voucher = _find_member(peer)
     key = _key_to_change(peer_id, voucher, guests)
-    favours = dict(home().catalog().favours)
+    favours = dict(membership().catalog().favours)
     favours.pop(key, None)
     if times > 1:
         favours[key] = times
     _change_catalog(lambda catalog: msgspec.structs.replace(catalog, favours=favours))
-    if home().catalog().order != "key":
+    if membership().catalog().order != "key":
         print("It counts once the order is by key: swarmd members order key")
 
 
 def _change_catalog(change: Callable[[Any], Any]) -> None:
-    state = home()
-    state.founder()
-    state.change_catalog(change)
+    founder().key()
+    founder().change_catalog(change)
     reload_daemon()
 
 
@@ -232,10 +270,11 @@ def _find_member(ending: str) -> tuple[str, str]:
     from swarmd.errors import ConfigError, IntegrityError
     from swarmd.protocol.membership.identity import public_key_of_untrusted
 
-    answer = ask("peers") if is_running() else {"peers": [], "waiting": []}
-    away = _absent_rows(home().catalog(), answer["peers"])
-    rows = [*answer["peers"], *away, *answer["waiting"]]
-    known = {row["peer"]: row["voucher"] for row in rows}
+    answer = find_peers()
+    away = _absent_members(membership().catalog(), answer.peers)
+    known = {known_peer.peer: known_peer.voucher for known_peer in answer.peers}
+    known |= {member.peer: member.voucher for member in away}
+    known |= {guest.peer: guest.voucher for guest in answer.waiting}
     matches = [peer for peer in known if ending and peer.endswith(ending)]
     if len(matches) == 1:
         return matches[0], known[matches[0]]
@@ -247,10 +286,10 @@ def _find_member(ending: str) -> tuple[str, str]:
     return ending, ""
 
 
-def _findings_text(peer: JsonObject) -> str:
-    if not peer["found_right"] and not peer["found_wrong"]:
+def _findings_text(member: ListedMember) -> str:
+    if not member.found_right and not member.found_wrong:
         return "not probed"
-    findings = {"right": peer["found_right"], "WRONG": peer["found_wrong"]}
+    findings = {"right": member.found_right, "WRONG": member.found_wrong}
     return ", ".join(f"{n} x {word}" for word, n in findings.items() if n)
 
 
@@ -267,9 +306,9 @@ def revoke(
     """
     from swarmd.errors import ConfigError
 
-    home().founder()
+    founder().key()
     peer_id, voucher = _find_member(peer)
-    if peer_id == home().identity().peer_id:
+    if peer_id == membership().identity().peer_id:
         raise ConfigError("this machine itself: swarmd leave takes it out of the swarm")
     key = _key_to_change(peer_id, voucher, guests)
 

@@ -12,7 +12,21 @@ import typer
 
 from swarmd.names import require_name
 from swarmd.values import count, some_of
-from swarmd_cli.context import JsonObject, ask, format_size, home, is_running, print_json, print_table, reload_daemon
+from swarmd_cli.context import (
+    JsonObject,
+    ask,
+    ask_json,
+    format_size,
+    founder,
+    home,
+    is_running,
+    membership,
+    model_folders,
+    print_json,
+    print_table,
+    read_answer,
+    reload_daemon,
+)
 from swarmd_cli.convert import delete_converted
 from swarmd_cli.source import HUB_ID, check_tokenizer, find_folder
 from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
@@ -20,6 +34,7 @@ from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
 if TYPE_CHECKING:
     from swarmd.protocol.membership.catalog import Catalog
     from swarmd.protocol.models.manifest import Manifest
+    from swarmd.status import DownloadRow, ModelRow
 
 LOOK_INTERVAL_S = 0.5  # between two questions to the daemon how far it is
 
@@ -35,22 +50,25 @@ def ls(as_json: Json = False) -> None:
 
     Example: swarmd models ls
     """
-    listed = ask("models")["models"] if is_running() else _offline_models()
-    catalog = home().catalog()
+    from swarmd.status import ModelsAnswer
+
+    body = ask_json("models") if is_running() else None
+    catalog = membership().catalog()
     names = {model: name for name, (model, _) in catalog.models.items()}
     adapters = [
         {"name": name, "adapter": hash_, "model": base, "for": names.get(base)}
         for name, (hash_, base) in sorted(catalog.adapters.items())
     ]
     if as_json:
-        print_json({"models": listed, "adapters": adapters})
+        models = _offline_rows() if body is None else body["models"]
+        print_json({"models": models, "adapters": adapters})
         return
-    listed = merge_names(listed)
+    listed = merge_names(_offline_models() if body is None else read_answer(ModelsAnswer, body).models)
     columns = ["name", "hash", "blocks", "blocks here", "blocks missing in the swarm"]
     print_table("Models", columns, [_model_row(row) for row in listed])
     for row in listed:
-        if row["help"]:
-            print(f"{row['name']}: {row['help']}")
+        if row.help:
+            print(f"{row.name}: {row.help}")
     if adapters:
         adapter_rows = []
         for adapter in adapters:
@@ -60,13 +78,12 @@ def ls(as_json: Json = False) -> None:
         print_table("Adapters", ["name", "hash", "for"], adapter_rows)
 
 
-def _model_row(row: JsonObject) -> list[str]:
-    blocks_here = ", ".join(map(span_text, row["blocks_here"])) or "no"
-    if row["here"]:
+def _model_row(row: ModelRow) -> list[str]:
+    blocks_here = ", ".join(map(span_text, row.blocks_here)) or "no"
+    if row.here:
         blocks_here = "all"
-    missing = ", ".join(map(span_text, row["missing"])) or "none"
-    model = row["model"][:12]
-    return [row["name"], model, str(row["blocks"]), blocks_here, missing]
+    missing = ", ".join(map(span_text, row.missing)) or "none"
+    return [row.name, row.model[:12], str(row.blocks), blocks_here, missing]
 
 
 @app.command("add")
@@ -101,25 +118,26 @@ def add_source(source: str, name: str, base: str = "", replace: bool = False, dt
     # once the weights are held here. A name that this machine may not publish is let through as long as it may turn
     # out to mean these very bytes: then adding them publishes nothing.
     state = home()
-    state.swarm()
+    member = membership()
+    member.swarm()
     require_name("a model", name)
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"--dtype is one of auto, {', '.join(DTYPES)}, not {dtype!r}")
     if base:
-        state.catalog().hash_of(base)
-    if replace or name not in state.catalog().names:  # else it may be what the name means, which the hash says
+        member.catalog().hash_of(base)
+    if replace or name not in member.catalog().names:  # else it may be what the name means, which the hash says
         require_publisher()
     folder = find_folder(source, dtype)
     source_manifest, kind = _read_manifest(folder, base)
     model = manifest.model_id(source_manifest)
-    entry = (model, home().catalog().hash_of(base) if base else source_manifest.n_blocks)
-    catalog: JsonObject = getattr(state.catalog(), kind)
+    entry = (model, member.catalog().hash_of(base) if base else source_manifest.n_blocks)
+    catalog: JsonObject = getattr(member.catalog(), kind)
     known = catalog.get(name)
     is_new = known is None or known[0] != model
     if is_new:
         _require_name_is_free(name, model, known[0] if known else "", replace)
     Library(state.weights, {}).keep_manifest(source_manifest, folder)
-    state.add_folder(model, folder)
+    model_folders().add(model, folder)
     if is_new:
         is_hub_id = HUB_ID.fullmatch(source) and not Path(source).exists()
         is_of_hub = is_hub_id and folder.parent.name == "snapshots"
@@ -130,7 +148,7 @@ def add_source(source: str, name: str, base: str = "", replace: bool = False, dt
             entries = {**getattr(draft, kind), name: entry}
             return msgspec.structs.replace(draft, sources=sources, **{kind: entries})
 
-        state.change_catalog(publish)
+        founder().change_catalog(publish)
     reload_daemon()
     names = {alias for alias, (model_hash, _) in catalog.items() if model_hash == model}
     aliases = sorted(names - {name})
@@ -156,7 +174,7 @@ def _require_name_is_free(name: str, model: str, known: str, replace: bool) -> N
     """Raise ConfigError if this machine may not let ``name`` mean ``model``, which it does not yet."""
     from swarmd.errors import ConfigError
 
-    if not home().may_publish:
+    if not founder().may_publish:
         catalog_entry = f"says {name!r} is {known[:12]}" if known else "has no model of that name"
         raise ConfigError(f"this folder is {model[:12]}, and the swarm's catalog {catalog_entry}: {_how_to_publish()}")
     if known and not replace:
@@ -174,7 +192,7 @@ def _read_manifest(folder: Path, base: str) -> tuple[Manifest, str]:
     if adapter.is_adapter(folder):
         if not base:
             raise ConfigError(f"{folder} is an adapter: say --base MODEL, the name of the model that it adapts")
-        read = adapter.read_folder(folder, home().catalog().hash_of(base))
+        read = adapter.read_folder(folder, membership().catalog().hash_of(base))
         _check_adapter(folder, read, base)
         return read, "adapters"
     if base:
@@ -193,10 +211,11 @@ def _check_adapter(folder: Path, read: Manifest, base: str) -> None:
     from swarmd.weights.library import Library
 
     state = home()
-    if base in state.catalog().adapters:
+    catalog = membership().catalog()
+    if base in catalog.adapters:
         raise ConfigError(f"--base {base} is an adapter itself: say the model that {folder} was made for")
-    base_hash = state.catalog().hash_of(base)
-    of_base = Library(state.weights, state.folders()).folders.get(base_hash)
+    base_hash = catalog.hash_of(base)
+    of_base = Library(state.weights, model_folders().read()).folders.get(base_hash)
     if of_base is None:
         print(f"nothing of {base} is on this machine: whether the adapter fits it was not looked at", file=sys.stderr)
         return
@@ -215,12 +234,14 @@ def pull(
 
     Example: swarmd models pull llama --blocks 0:16
     """
-    model_id = ask("pull", "POST", model=model, blocks=blocks)["model"]
-    row = _follow_download(model_id, quiet=as_json)
+    from swarmd.status import HereAnswer, PullAnswer
+
+    model_id = ask(PullAnswer, "pull", "POST", model=model, blocks=blocks).model
+    body = _follow_download(model_id, quiet=as_json)
     if as_json:
-        print_json(row)
+        print_json(body)
     else:
-        print(f"{model}: here, in {row['folder']}")
+        print(f"{model}: here, in {read_answer(HereAnswer, body).folder}")
 
 
 @app.command("rm")
@@ -230,11 +251,12 @@ def rm(model: Model) -> None:
     Example: swarmd models rm llama
     """
     from swarmd.errors import ConfigError
-    from swarmd.home import bundled_model
+    from swarmd.home.models import bundled_model
+    from swarmd.status import RemoveAnswer
     from swarmd.weights.library import Library
 
     state = home()
-    catalog = state.catalog()
+    catalog = membership().catalog()
     model_id = catalog.hash_of(model)
     if model_id == bundled_model()[0]:
         raise ConfigError("the bundled model is a part of swarmd: it cannot be removed")
@@ -245,17 +267,17 @@ def rm(model: Model) -> None:
             f"{shlex.quote(model)} takes back the name alone, swarmd models rm {model_id} deletes the weights of all "
             "names"
         )
-    folder = state.folders().get(model_id)
+    folder = model_folders().read().get(model_id)
     if folder is not None:
-        state.forget_folder(model_id)
+        model_folders().forget(model_id)
         reload_daemon()
         fate = "what was made of its file is deleted" if delete_converted(folder) else "its folder is untouched"
         print(f"{model}: this machine no longer offers it; {fate}")
         return
     if is_running():
-        n_bytes = ask("rm", "POST", model=model_id)["freed_bytes"]
+        n_bytes = ask(RemoveAnswer, "rm", "POST", model=model_id).freed_bytes
     else:
-        n_bytes = Library(state.weights, state.folders()).remove(model_id)
+        n_bytes = Library(state.weights, model_folders().read()).remove(model_id)
     print(f"{model}: deleted, {format_size(n_bytes)} freed")
 
 
@@ -269,10 +291,9 @@ def unpublish(name: Annotated[str, typer.Argument(help="A name of the swarm's ca
 
     from swarmd.errors import ConfigError
 
-    state = home()
-    state.swarm()
+    membership().swarm()
     require_publisher()
-    catalog = state.catalog()
+    catalog = membership().catalog()
     kind = "models" if name in catalog.models else "adapters"
     if name not in getattr(catalog, kind):
         known = ", ".join(sorted(catalog.names)) or "none yet"
@@ -288,7 +309,7 @@ def unpublish(name: Annotated[str, typer.Argument(help="A name of the swarm's ca
             sources.pop(model, None)
         return msgspec.structs.replace(draft, sources=sources, **{kind: entries})
 
-    changed = state.change_catalog(take_back)
+    changed = founder().change_catalog(take_back)
     reload_daemon()
     other_names = changed.names_of(model)
     next_step = f"to delete them: swarmd models rm {model}"
@@ -301,12 +322,12 @@ def require_publisher() -> None:
     """Raise ConfigError if this machine may not change the catalog's names."""
     from swarmd.errors import ConfigError
 
-    if not home().may_publish:
+    if not founder().may_publish:
         raise ConfigError(f"only a founder of the swarm, or a delegate, publishes names: {_how_to_publish()}")
 
 
 def _how_to_publish() -> str:
-    return f"a founder adds it, or says swarmd models delegate {home().identity().peer_id}"
+    return f"a founder adds it, or says swarmd models delegate {membership().identity().peer_id}"
 
 
 @app.command("verify")
@@ -319,8 +340,8 @@ def verify(model: Model, as_json: Json = False) -> None:
     from swarmd.weights.library import Library
 
     state = home()
-    model_id = home().catalog().hash_of(model)
-    folder = Library(state.weights, state.folders()).folders.get(model_id)
+    model_id = membership().catalog().hash_of(model)
+    folder = Library(state.weights, model_folders().read()).folders.get(model_id)
     if folder is None:
         raise ConfigError(f"nothing of {model} is on this machine")
     damaged = folder.damaged()
@@ -349,41 +370,45 @@ def delegate(
     from swarmd.errors import ConfigError, IntegrityError
     from swarmd.protocol.membership.identity import public_key_of_untrusted
 
-    state = home()
-    state.founder()
+    founder().key()
     try:
         key = public_key_of_untrusted(peer)
     except IntegrityError as error:
         raise ConfigError(f"{peer!r} is no peer id: {error}") from None
-    delegates = tuple(delegate for delegate in state.catalog().delegates if delegate != key)
+    delegates = tuple(delegate for delegate in membership().catalog().delegates if delegate != key)
     if not revoke:
         delegates = (*delegates, key)
-    state.change_catalog(lambda catalog: msgspec.structs.replace(catalog, delegates=delegates))
+    founder().change_catalog(lambda catalog: msgspec.structs.replace(catalog, delegates=delegates))
     reload_daemon()
     print(f"{peer} {'may no longer' if revoke else 'may now'} publish models")
 
 
 def _follow_download(model: str, quiet: bool) -> JsonObject:
-    """Show a download until it ends: a bar on a terminal, else a line now and then. Raises what it ended with."""
+    """Show a download until it ends: a bar on a terminal, else a line now and then. Raises what it ended with.
+
+    Returns what the daemon says of the model then.
+    """
     from swarmd.errors import SwarmError
+    from swarmd.status import DownloadsAnswer, HereAnswer
 
     progress: type[_NoProgress] = _NoProgress
     if not quiet:
         progress = _ProgressBar if sys.stderr.isatty() else _ProgressLines
     with progress() as update:
         while True:
-            row: JsonObject = ask("here", model=model)
-            if not row["pulling"]:
+            body = ask_json("here", model=model)
+            here = read_answer(HereAnswer, body)
+            if not here.pulling:
                 break
-            for download in ask("downloads")["downloads"]:
-                if download["model"] == model:
+            for download in ask(DownloadsAnswer, "downloads").downloads:
+                if download.model == model:
                     update(download)
             time.sleep(LOOK_INTERVAL_S)
-    if row["failure"]:
-        error = SwarmError(row["failure"])
-        error.exit_code = row["exit_code"]
+    if here.failure:
+        error = SwarmError(here.failure)
+        error.exit_code = here.exit_code
         raise error
-    return row
+    return body
 
 
 class _NoProgress:
@@ -401,9 +426,9 @@ class _ProgressLines(_NoProgress):
     def __enter__(self) -> Any:
         shown_tenths = -1
 
-        def update(download: JsonObject) -> None:
+        def update(download: DownloadRow) -> None:
             nonlocal shown_tenths
-            tenths = 10 * download["done_bytes"] // max(1, download["total_bytes"])
+            tenths = 10 * download.done_bytes // max(1, download.total_bytes)
             if tenths != shown_tenths:
                 shown_tenths = tenths
                 print(download_line(download), file=sys.stderr, flush=True)
@@ -427,10 +452,10 @@ class _ProgressBar(_NoProgress):
         self._progress.start()
         task = self._progress.add_task("", total=None, note="")
 
-        def update(download: JsonObject) -> None:
+        def update(download: DownloadRow) -> None:
             note = download_line(download).split(", ", 1)[1]
-            total = download["total_bytes"]
-            self._progress.update(task, total=total, completed=download["done_bytes"], note=note)
+            total = download.total_bytes
+            self._progress.update(task, total=total, completed=download.done_bytes, note=note)
 
         return update
 
@@ -438,17 +463,41 @@ class _ProgressBar(_NoProgress):
         self._progress.stop()
 
 
-def _offline_models() -> list[JsonObject]:
+def _offline_rows() -> list[JsonObject]:
+    """What is known without a daemon, for programs."""
+    keys = ("name", "model", "blocks", "coverage", "missing", "help", "here", "blocks_here")
+    return [{key: getattr(row, key) for key in keys} for row in _offline_models()]
+
+
+def _offline_models() -> list[ModelRow]:
+    """List what the catalog and this machine's folders say; of the swarm nothing is known."""
+    from swarmd.status import ModelRow
     from swarmd.weights.library import Library
 
     state = home()
-    state.swarm()
-    folders = Library(state.weights, state.folders()).folders
+    member = membership()
+    member.swarm()
+    folders = Library(state.weights, model_folders().read()).folders
     rows = []
-    for name, (model, n_blocks) in sorted(state.catalog().models.items()):
+    for name, (model, n_blocks) in sorted(member.catalog().models.items()):
         folder = folders.get(model)  # type: ignore[call-overload]
-        blocks = [[span.start, span.end] for span in folder.blocks_held] if folder else []
-        presence = {"here": folder is not None and folder.is_whole, "blocks_here": blocks}
-        absence = {"coverage": [0] * n_blocks, "missing": [[0, n_blocks]], "help": ""}
-        rows.append({"name": name, "model": model, "blocks": n_blocks, **absence, **presence})
+        rows.append(
+            ModelRow(
+                name=name,
+                model=model,
+                blocks=n_blocks,
+                coverage=(0,) * n_blocks,
+                missing=((0, n_blocks),),
+                help="",
+                target=0,
+                lowest=0,
+                gap_chance_within_hour=None,
+                here=folder is not None and folder.is_whole,
+                blocks_here=tuple((span.start, span.end) for span in folder.blocks_held) if folder else (),
+                folder=None,
+                pulling=False,
+                failure=None,
+                exit_code=0,
+            )
+        )
     return rows

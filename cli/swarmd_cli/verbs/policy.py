@@ -24,9 +24,11 @@ def pause(
 
     Example: swarmd pause --for 2h
     """
+    from swarmd.status import PauseAnswer
+
     seconds = str(parse_duration(for_)) if for_ else ""
-    answer = ask("pause", "POST", seconds=seconds)
-    print(f"{answer['policy']['why']}; {count(answer['sessions'], 'session')} to go on elsewhere", flush=True)
+    answer = ask(PauseAnswer, "pause", "POST", seconds=seconds)
+    print(f"{answer.policy.why}; {count(answer.sessions, 'session')} to go on elsewhere", flush=True)
     if wait_until(_is_nothing_served):
         print("nothing is served here any more; swarmd resume works again")
     else:
@@ -34,7 +36,9 @@ def pause(
 
 
 def _is_nothing_served() -> bool:
-    return all(hosting["serving"] is None for hosting in ask("status")["hosting"])
+    from swarmd.status import DaemonStatus
+
+    return all(hosting.serving is None for hosting in ask(DaemonStatus, "status").hosting)
 
 
 @app.command()
@@ -82,10 +86,13 @@ def explain() -> None:
     Example: swarmd policy explain
     """
     from swarmd.errors import DaemonNotRunning, NotJoined
+    from swarmd.status import DaemonStatus
 
     try:
-        print(ask("status")["policy"]["why"])
-        return
+        daemon_status = ask(DaemonStatus, "status")
+        if daemon_status.policy is not None:
+            print(daemon_status.policy.why)
+            return
     except (DaemonNotRunning, NotJoined):
         pass
     from swarmd import config

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmd_cli.context import home, is_running, print_json, set_home, was_home_named
+from swarmd_cli.context import home, is_running, membership, print_json, set_home, was_home_named
 
 if TYPE_CHECKING:
     from swarmd_cli.managers import Manager
@@ -37,7 +37,7 @@ def install(dry_run: DryRun = False, system: System = False) -> None:
         print(f"# {manager.path}\n{text}", end="")
         return
     manager.require()
-    home().swarm()
+    membership().swarm()
     if is_running() and manager.state().state != "active":
         raise ConfigError("the daemon is running already, started by hand: swarmd down first")
     # A unit that does not start is taken away again: else it would fail at every boot, without anybody looking.

@@ -11,13 +11,13 @@ import typer
 
 from swarmd.importing import importing
 from swarmd.values import count
-from swarmd_cli.context import ask, home, print_json, print_table
+from swarmd_cli.context import ask, ask_json, home, print_json, print_table, read_answer
 from swarmd_cli.train_show import show_plan, show_run, write_plot
 from swarmd_cli.verbs.look import Json
 
 if TYPE_CHECKING:
     from swarmd.compute.runs.outline import Outline
-    from swarmd.home import Home
+    from swarmd.home.paths import Home
     from swarmd.protocol.runs.recipe import Recipe
     from swarmd.values import ModelId
 
@@ -52,15 +52,17 @@ def start(
     import msgspec
 
     from swarmd.errors import ConfigError
+    from swarmd.home.membership import MembershipFiles
     from swarmd.protocol.runs.recipe import read_toml, start_run
     from swarmd.train.runs import ROLES
     from swarmd.train.store.disk import RunFolder
 
     state = home()
-    state.swarm()
+    member = MembershipFiles(state)
+    member.swarm()
     if role not in ROLES:
         raise ConfigError(f"--role is one of {', '.join(ROLES)}, not {role!r}")
-    known = ask("train")
+    known = ask_json("train")
     if known["training"] == "off":
         raise ConfigError('this machine takes no part in training: its setting "training_runs" is "off"')
     draft = read_toml(recipe)
@@ -82,14 +84,14 @@ def start(
     if not model:
         model, folder = _provide_model(state, draft, folder)
     data, n_rows = _provide_data(state, draft, recipe.parent, folder, outline.vocabulary)
-    anchors = draft.anchors or (state.identity().peer_id,)
-    if role == "anchor" and state.identity().peer_id not in anchors:
+    anchors = draft.anchors or (member.identity().peer_id,)
+    if role == "anchor" and member.identity().peer_id not in anchors:
         raise ConfigError("anchors does not name this peer: add it, or take another role")
     resolved = msgspec.structs.replace(draft, model=model, data=data, anchors=anchors)
-    run = start_run(resolved, state.identity(), int(time.time()))
+    run = start_run(resolved, member.identity(), int(time.time()))
     RunFolder(state.runs / run.id).keep_run(run, role)
-    ask("reload", "POST")
-    ask("train/join", "POST", name=run.id, role=role)
+    ask_json("reload", "POST")
+    ask_json("train/join", "POST", name=run.id, role=role)
     print(f"{resolved.name}: run {run.id}")
     rows = f"{count(n_rows, 'row')} of {resolved.batch.tokens} tokens"
     print(f"model {model[:12]}, {rows}, {count(len(anchors), 'anchor')}")
@@ -102,8 +104,10 @@ def join(run: RunName = "", role: Role = "train") -> None:
 
     Example: swarmd train join demo-run
     """
-    joined = ask("train/join", "POST", timeout_s=60.0, name=run, role=role)
-    print(f"takes part in {joined['name']} ({joined['run'][:12]}) as {role}: swarmd train status shows how it goes")
+    from swarmd.run_status import JoinRunAnswer
+
+    part = ask(JoinRunAnswer, "train/join", "POST", timeout_s=60.0, name=run, role=role)
+    print(f"takes part in {part.name} ({part.run[:12]}) as {role}: swarmd train status shows how it goes")
 
 
 @app.command("stop")
@@ -115,12 +119,14 @@ def stop(
 
     Example: swarmd train stop demo-run
     """
+    from swarmd.run_status import LeaveRunAnswer, OrderAnswer
+
     if everywhere:
-        stopped = ask("train/order", "POST", name=run, state="stopped")
-        print(f"{stopped['run'][:12]} is stopped for everybody: swarmd train resume --all lets it go on")
+        stopped = ask(OrderAnswer, "train/order", "POST", name=run, state="stopped")
+        print(f"{stopped.run[:12]} is stopped for everybody: swarmd train resume --all lets it go on")
         return
-    answer = ask("train/leave", "POST", timeout_s=120.0, name=run)
-    print(f"left {answer['run'][:12]}; its state stays on this disk: swarmd train join takes part again")
+    answer = ask(LeaveRunAnswer, "train/leave", "POST", timeout_s=120.0, name=run)
+    print(f"left {answer.run[:12]}; its state stays on this disk: swarmd train join takes part again")
 
 
 @app.command("pause")
@@ -129,7 +135,10 @@ def pause(run: RunName = "") -> None:
 
     Example: swarmd train pause demo-run
     """
-    print(f"{ask('train/pause', 'POST', name=run)['run'][:12]} is paused here")
+    from swarmd.run_status import PauseRunAnswer
+
+    answer = ask(PauseRunAnswer, "train/pause", "POST", name=run)
+    print(f"{answer.run[:12]} is paused here")
 
 
 @app.command("resume")
@@ -141,10 +150,14 @@ def resume(
 
     Example: swarmd train resume demo-run
     """
+    from swarmd.run_status import OrderAnswer, PauseRunAnswer
+
     if everywhere:
-        print(f"{ask('train/order', 'POST', name=run, state='running')['run'][:12]} goes on for everybody")
+        order = ask(OrderAnswer, "train/order", "POST", name=run, state="running")
+        print(f"{order.run[:12]} goes on for everybody")
         return
-    print(f"{ask('train/unpause', 'POST', name=run)['run'][:12]} goes on here")
+    answer = ask(PauseRunAnswer, "train/unpause", "POST", name=run)
+    print(f"{answer.run[:12]} goes on here")
 
 
 @app.command("back")
@@ -155,8 +168,10 @@ def back(run: RunName) -> None:
 
     Example: swarmd train back demo-run
     """
-    run_id = ask("train/order", "POST", name=run, state="back")["run"]
-    print(f"{run_id[:12]} goes back once a peer that has the state hears of it: swarmd train status shows it")
+    from swarmd.run_status import OrderAnswer
+
+    order = ask(OrderAnswer, "train/order", "POST", name=run, state="back")
+    print(f"{order.run[:12]} goes back once a peer that has the state hears of it: swarmd train status shows it")
 
 
 @app.command("anchors")
@@ -170,8 +185,10 @@ def anchors(
 
     Example: swarmd train anchors demo-run 12D3KooW… 12D3KooW…
     """
-    named = ask("train/order", "POST", name=run, state="running", anchors=",".join(peers))
-    print(f"{named['run'][:12]} has {count(len(named['anchors']), 'anchor')} from now on")
+    from swarmd.run_status import OrderAnswer
+
+    order = ask(OrderAnswer, "train/order", "POST", name=run, state="running", anchors=",".join(peers))
+    print(f"{order.run[:12]} has {count(len(order.anchors), 'anchor')} from now on")
 
 
 @app.command("status")
@@ -185,26 +202,27 @@ def status(
     Example: swarmd train status --plot loss.png
     """
     from swarmd.errors import ConfigError
+    from swarmd.run_status import RunsAnswer
 
-    body = ask("train")
-    chosen = [row for row in body["runs"] if run == row["name"] or row["run"].startswith(run)]
-    if run and not chosen:
-        known_names = ", ".join(row["name"] for row in body["runs"]) or "none"
+    body = ask_json("train")
+    known_names = ", ".join(row["name"] for row in body["runs"]) or "none"
+    body["runs"] = [row for row in body["runs"] if run == row["name"] or row["run"].startswith(run)]
+    if run and not body["runs"]:
         raise ConfigError(f"this machine takes part in no run called {run!r}; it is in: {known_names}")
     if plot is not None:
-        write_plot(chosen, plot)
+        write_plot(read_answer(RunsAnswer, body).runs, plot)
     if as_json:
-        print_json({**body, "runs": chosen})
+        print_json(body)
         return
-    for row in chosen:
+    answer = read_answer(RunsAnswer, body)
+    for row in answer.runs:
         show_run(row)
     other_runs = []
-    for row in body["others"]:
-        run_id = row["run"][:12]
-        other_runs.append([row["name"], run_id, str(row["peers"]), str(row["update"])])
+    for other in answer.others:
+        other_runs.append([other.name, other.run[:12], str(other.peers), str(other.update)])
     if other_runs:
         print_table("Runs of the swarm that this peer is not in", ["name", "run", "peers", "updates"], other_runs)
-    elif not chosen:
+    elif not answer.runs:
         print("no training run is known here: swarmd train start RECIPE starts one")
 
 
@@ -217,11 +235,13 @@ def plan(run: RunName = "", as_json: Json = False) -> None:
 
     Example: swarmd train plan demo-run
     """
-    body = ask("train/plan", name=run)
+    from swarmd.run_status import PlanAnswer
+
+    body = ask_json("train/plan", name=run)
     if as_json:
         print_json(body)
         return
-    show_plan(body)
+    show_plan(read_answer(PlanAnswer, body))
 
 
 @app.command("export")
@@ -238,10 +258,10 @@ def export(
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already, and is not overwritten: choose another --out, or remove it first")
-    body = ask("train/checkpoint", "POST", timeout_s=600.0, name=run)
+    body = ask_json("train/checkpoint", "POST", timeout_s=600.0, name=run)
     path = Path(body["path"])
     recipe = RunFolder(path.parent).run().recipe
-    folder = ask("here", model=recipe.model)["folder"]
+    folder = ask_json("here", model=recipe.model)["folder"]
     _save_model(Path(folder), recipe, path, body["layout"], out)
     print(f"update {body['update']} of {recipe.name}: {out}")
     if recipe.train == "all":
@@ -262,12 +282,13 @@ def _find_source(state: Home, recipe: Recipe, recipe_folder: Path) -> tuple[Mode
     Such a folder holds a checkpoint, or only a configuration. Raises ConfigError.
     """
     from swarmd.errors import ConfigError
+    from swarmd.home.membership import MembershipFiles
 
     folder = recipe_folder / recipe.model
     if folder.is_dir():
         return None, folder
-    model = state.catalog().hash_of(recipe.model)
-    presence = ask("here", model=model)
+    model = MembershipFiles(state).catalog().hash_of(recipe.model)
+    presence = ask_json("here", model=model)
     if not presence["here"]:
         raise ConfigError(f"{recipe.model} is not whole on this machine: swarmd models pull {recipe.model}")
     return model, Path(presence["folder"])
@@ -347,7 +368,7 @@ def _provide_data(state: Home, recipe: Recipe, recipe_folder: Path, model: Path,
     tokens = recipe.batch.tokens
     source = recipe_folder / recipe.data
     if not source.is_file():
-        presence = ask("here", model=recipe.data) if is_model_hash(recipe.data) else {"folder": None}
+        presence = ask_json("here", model=recipe.data) if is_model_hash(recipe.data) else {"folder": None}
         if presence["folder"] is None:
             raise ConfigError(f"data: {source} is no file, and no hash of data that is on this machine")
         folder = Path(presence["folder"])
@@ -363,13 +384,14 @@ def _provide_data(state: Home, recipe: Recipe, recipe_folder: Path, model: Path,
 
 def _adopt_folder(state: Home, folder: Path) -> ModelId:
     """Hash a folder, and have this machine's daemon hold it for others. Raises ConfigError."""
+    from swarmd.home.models import ModelFolders
     from swarmd.protocol.models import manifest
     from swarmd.weights.library import Library
 
     read = manifest.read_folder(folder)
     Library(state.weights, {}).keep_manifest(read, folder)
     model = manifest.model_id(read)
-    state.add_folder(model, folder)
+    ModelFolders(state).add(model, folder)
     return model
 
 

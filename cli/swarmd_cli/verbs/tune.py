@@ -11,7 +11,7 @@ import typer
 
 from swarmd.importing import importing
 from swarmd.values import count
-from swarmd_cli.context import format_duration, home, print_json
+from swarmd_cli.context import format_duration, home, membership, print_json
 from swarmd_cli.preflight import require_answers
 from swarmd_cli.verbs.look import Json
 
@@ -51,7 +51,7 @@ def tune(
 
     Example: swarmd tune demo --data examples/caesar.jsonl --method lora --steps 60
     """
-    home().swarm()
+    membership().swarm()
     from swarmd.client.tuning.tuning_recipe import TuningRecipe, checkpoints
     from swarmd.errors import ConfigError
 

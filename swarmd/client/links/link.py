@@ -230,9 +230,12 @@ def plan_replay(
 
 
 @dataclass(slots=True)
-class DeclinedServers:
-    """Servers that told one session no: for a while, or (UNSUPPORTED) for as long as it lives. Nothing is held
-    against them; where nobody else is left, who said it for a while is soon asked again."""
+class Backoff:
+    """Servers that one session or pipeline does not ask for a while, or (UNSUPPORTED) for as long as it lives.
+
+    Nothing is held against them (Blame.UNAVAILABLE, AMBIGUOUS). Where nobody else is left, those of a while are soon
+    asked again.
+    """
 
     _times: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
     _strikes: Counter[PeerId] = field(default_factory=Counter)
@@ -252,18 +255,18 @@ class DeclinedServers:
         self._times[peer] = now, now + pause_s
 
     def forgive(self, peer: PeerId) -> None:
-        """Forget how often a peer declined: the next time is the first."""
+        """Forget how often a peer was added: the next time is the first."""
         self._strikes.pop(peer, None)
 
     def is_allowed(self, peer: PeerId, now: float, is_last_resort: bool) -> bool:
-        """May a peer be asked now? With ``is_last_resort`` it may be sooner, unless it declined for good."""
+        """May a peer be asked now? With ``is_last_resort`` it may be sooner, unless that is for good."""
         since, until = self._times.get(peer, (0.0, 0.0))
         if is_last_resort and until < math.inf:
             return now >= min(until, since + SECOND_CHANCE_S)
         return now >= until
 
     def is_final(self, peer: PeerId) -> bool:
-        """Did a peer decline for as long as the session lives?"""
+        """Is a peer not asked for as long as the session lives?"""
         _, until = self._times.get(peer, (0.0, 0.0))
         return until == math.inf
 

@@ -152,7 +152,7 @@ class SwarmHead:
         if served is not None:
             wrong = self._checks.wrong(served, logits[0].float(), hidden.dtype)
             if wrong:
-                session.refute(served, wrong)
+                session.reject_logits(served, wrong)
         return logits
 
     def _fingerprint(self) -> list[tuple[int, int]]:

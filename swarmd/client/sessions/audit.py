@@ -25,7 +25,7 @@ from swarmd.client.sessions.session import ChainSession
 from swarmd.client.sessions.statements import ExcusedHop, NoConclusion, SilentHop, Statement, Statements, TokensNotShown
 from swarmd.errors import NoRoute, PeerError, SwarmError
 from swarmd.plan.trust.audits import next_window
-from swarmd.plan.trust.equality import AuditVerdict, bound_of, errors, is_equal, two_of_three
+from swarmd.plan.trust.equality import AuditVerdict, bound_of, is_equal, measure_errors, two_of_three
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.accounts.receipt import DIGEST_BYTES
 from swarmd.protocol.membership.records import SpanRecord
@@ -148,7 +148,7 @@ class Auditor:
 
     async def _collect_bill(self, link: HopLink) -> None:
         """Ask a hop that is connected for its last bill."""
-        if self._gives_receipts(link) and self._swarm.rpc.existing(link.hop.peer) is not None:
+        if self._gives_receipts(link) and self._swarm.rpc.find_channel(link.hop.peer) is not None:
             with suppress(PeerError):
                 await self._session.hops.ask_receipt(link)
 
@@ -220,7 +220,7 @@ class Auditor:
         inputs = _floats(statement.inputs[0])[:, statement.window]
         expected = recomputed.outputs[:, statement.window]
         bound = bound_of(self._session.terms.dtype, record.quantize)
-        deviations = errors(inputs, _floats(statement.outputs), expected, bound)
+        deviations = measure_errors(inputs, _floats(statement.outputs), expected, bound)
         comparison = is_equal(deviations, bound)
         verdict = AuditVerdict.RIGHT
         reason = comparison.reason
@@ -253,16 +253,16 @@ class Auditor:
             hops.statistics.doubts.append(doubt)
             if successors and not self._has_moved:  # once: the other one may be wrong
                 self._has_moved = True
-                hops.dispute(successors, f"{link.hop} and another disagree")
+                hops.exclude_all(successors, f"{link.hop} and another disagree")
             return
         checks.note(self._record_key(link), is_right=False)
         if not link.is_heir:
-            hops.convict(link, doubt)
+            hops.reject_hop(link, doubt)
             return
         # either the heir is wrong, or the server that gave it its caches, which does not serve any more
         hops.statistics.doubts.append(doubt)
         if successors:
-            hops.dispute(successors, doubt.reason)
+            hops.exclude_all(successors, doubt.reason)
 
     async def _accuse_hop(
         self,
@@ -304,8 +304,8 @@ class Auditor:
         window = statement.window
         inputs = _floats(statement.inputs[0])[:, window]
         third_outputs = third.outputs[:, window]
-        audited_agrees = is_equal(errors(inputs, _floats(statement.outputs), third_outputs, bound), bound)
-        reference_agrees = is_equal(errors(inputs, recomputed.outputs[:, window], third_outputs, bound), bound)
+        audited_agrees = is_equal(measure_errors(inputs, _floats(statement.outputs), third_outputs, bound), bound)
+        reference_agrees = is_equal(measure_errors(inputs, recomputed.outputs[:, window], third_outputs, bound), bound)
         verdict = two_of_three(False, audited_agrees.action, reference_agrees.action)
         names = ", ".join(sorted(peer[-8:] for peer in third.peers))
         return verdict, f"{names} is asked too: {verdict} ({audited_agrees.reason})"

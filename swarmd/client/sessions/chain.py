@@ -18,7 +18,7 @@ import trio
 
 from swarmd.client.links.client_parameters import upload_parameters
 from swarmd.client.links.link import (
-    DeclinedServers,
+    Backoff,
     Doubt,
     HopLink,
     SessionOptions,
@@ -43,6 +43,7 @@ from swarmd.errors import (
     SwarmError,
 )
 from swarmd.plan.chains.routing import Hop, Route, best_route
+from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.reputation import Trust
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.membership.records import SpanRecord
@@ -57,7 +58,7 @@ PATIENCE_S = 60.0  # for somebody to serve what is missing
 PINNED_PATIENCE_S = 12.0  # where the user named the chain: nobody else can come
 REFRESH_TIMEOUT_S = 0.5  # the member that is asked may be the one that is gone; the client goes on asking by itself
 RETRY_PAUSE_S = 0.5  # views change within an exchange
-DOUBTED_FOR_S = 60.0  # one of a chain is wrong: the session does without all of it while others are there
+AMBIGUOUS_FOR_S = 60.0  # one of a chain is wrong: the session does without all of it while others are there
 LEAVING_FOR_S = 20.0  # a server that stops serving is not asked for so long
 BUSY_FOR_S = 2.0  # after a refusal that names no time
 RECEIPT_TIMEOUT_S = 5.0  # for a hop to sign what has passed
@@ -91,7 +92,7 @@ class Chain:
         self.layer_arity = 0
         self.codec = Decision("raw", "not opened yet")
         self.requests = Requests(self.key, terms, swarm.addresses_of, swarm.audits)
-        self._declined = DeclinedServers()
+        self._backoff = Backoff()
         self._opened: set[tuple[PeerId, int]] = set()
         self._numerics = ""
 
@@ -137,11 +138,11 @@ class Chain:
                 self.raise_if_hopeless(failures)
                 reason = next(iter(failures.values()))
                 for index, error in failures.items():
-                    self.drop(self.links[index], error)
+                    self.fail_hop(self.links[index], error)
                 if self.terms.route and all(is_final(error) for error in failures.values()):
                     raise reason
             except NoRoute as error:
-                if reason is not None and self._is_declined_for_good():
+                if reason is not None and self._is_refused_for_good():
                     raise reason from None
                 reason = reason or error  # what a server said is worth more than that it is left out meanwhile
             if trio.current_time() > deadline:
@@ -204,7 +205,7 @@ class Chain:
     #   1. servers that probes have proven, the last with a head where the session wants logits;
     #   2. servers that are proven;
     #   3. servers that nobody has probed yet;
-    #   4. all that may be asked at all: doubted ones, and those that declined a while ago.
+    #   4. all that may be asked at all: doubted ones, and those that refused a while ago.
     # So a peer with a fresh key cannot draw sessions from proven servers by announcing more speed. Where no member has
     # published findings yet, ``trust`` names nobody, and the first stages hold nobody back.
     def route(
@@ -231,7 +232,7 @@ class Chain:
             if trust.get((span.peer, span.slot), min_trust) < min_trust:
                 return False
             peer = PeerId(span.peer)
-            is_allowed = self._declined.is_allowed(peer, now, is_last_resort) and standing.allows(peer, is_last_resort)
+            is_allowed = self._backoff.is_allowed(peer, now, is_last_resort) and standing.allows(peer, is_last_resort)
             return (
                 is_allowed and is_suitable(span, self.terms, self._numerics) and is_compatible(view, span, self.terms)
             )
@@ -264,48 +265,50 @@ class Chain:
                 f"{error}; {n_older} that serve it do not announce what this session needs", error.missing
             ) from None
 
-    def _is_declined_for_good(self) -> bool:
+    def _is_refused_for_good(self) -> bool:
         """Would the blocks be served if those who said that they cannot (UNSUPPORTED) could?"""
         spans = self.swarm.view().serving(self.terms.model)
 
         def able(span: SpanRecord) -> bool:
-            has_declined = self._declined.is_final(PeerId(span.peer))
-            return not has_declined and is_suitable(span, self.terms, self._numerics)
+            has_refused = self._backoff.is_final(PeerId(span.peer))
+            return not has_refused and is_suitable(span, self.terms, self._numerics)
 
         client = self.swarm.rpc.network.peer_id
         try:
             best_route(spans, self.terms.blocks, client, {}, able)
         except NoRoute:
-            return any(self._declined.is_final(PeerId(s.peer)) for s in spans)
+            return any(self._backoff.is_final(PeerId(s.peer)) for s in spans)
         return False
 
     # --- what is wrong with hops -----------------------------------------------------------------------------
 
-    def lose(self, link: HopLink, reason: str, is_silent: bool = True) -> None:
-        """Do without a hop. One that speaks, and is wrong, does so over a connection that works."""
+    def exclude(self, link: HopLink, blame: Blame, reason: str, for_s: float = AMBIGUOUS_FOR_S) -> None:
+        """Do without a hop from now on; ``blame`` says what follows for its server, for ``for_s`` if not remembered."""
         link.is_lost = True
-        self.statistics.blamed.append((link.hop.peer, reason))
         self.note_trouble(f"{link.hop}: {reason}")
-        is_relayed = is_silent and self.swarm.rpc.doubt(link.hop.peer)
-        self.swarm.rpc.standing.leave_out(link.hop.peer, reason, is_way_to_blame=is_relayed)
+        peer = link.hop.peer
+        if not blame.is_remembered:
+            self.back_off(peer, for_s)
+            return
+        self.statistics.blamed.append((peer, reason))
+        is_relayed = blame is Blame.SILENT and self.swarm.rpc.leave_relay(peer)
+        self.swarm.rpc.standing.leave_out(peer, reason, is_relayed=is_relayed)
 
-    def drop(self, link: HopLink, error: PeerError) -> None:
-        """A hop failed a request: a silent peer is blamed, one that says why it cannot is only left out for a while."""
+    def fail_hop(self, link: HopLink, error: PeerError) -> None:
+        """A hop failed a request: it is silent, or says why it cannot."""
         if not isinstance(error, Refused):
-            self.lose(link, str(error))
+            self.exclude(link, Blame.SILENT, str(error))
             return
         link.is_lost = True
-        if error.code is not Code.STALE_EPOCH:
-            for_s = error.retry_after_s or BUSY_FOR_S
-            if is_final(error):
-                for_s = math.inf
-            logger.info("not asking %s for %.0f s: %s", link.hop.peer, for_s, error)
-            self.decline(link.hop.peer, for_s)
         self.note_trouble(f"{link.hop}: {error}")
+        if error.code is not Code.STALE_EPOCH:
+            for_s = math.inf if is_final(error) else error.retry_after_s or BUSY_FOR_S
+            logger.info("not asking %s for %.0f s: %s", link.hop.peer, for_s, error)
+            self.exclude(link, Blame.UNAVAILABLE, str(error), for_s)
 
-    def decline(self, peer: PeerId, for_s: float) -> None:
-        """Do not ask a peer again for so long, because of what it said itself; nothing is held against it."""
-        self._declined.add(peer, trio.current_time(), for_s)
+    def back_off(self, peer: PeerId, for_s: float) -> None:
+        """Do not ask a peer again for so long in this session; nothing is held against it."""
+        self._backoff.add(peer, trio.current_time(), for_s)
 
     def note_trouble(self, reason: str) -> None:
         """Note that the chain needs a repair, and why; the first reason counts."""
@@ -349,13 +352,13 @@ class Chain:
             taken = self.accounts.take_bill_untrusted(place, end, message.bill, message.given, self.swarm.identity)
         except IntegrityError as error:
             raise Forged(str(error)) from None
-        channel = self.swarm.rpc.existing(hop.peer)
+        channel = self.swarm.rpc.find_channel(hop.peer)
         if channel is not None and taken is not None:
             signed = Taken(session=self.key, start=hop.span.start, taken=taken)
             await channel.send(signed, message.bill)
         return account
 
-    def convict(self, link: HopLink, doubt: Doubt, kind: Fault = Fault.WRONG_RESULTS) -> None:
+    def reject_hop(self, link: HopLink, doubt: Doubt, kind: Fault = Fault.WRONG_RESULTS) -> None:
         """A hop computed wrongly: it is done without, and all behind it begin anew from what is right."""
         self.statistics.doubts.append(doubt)
         self.swarm.rpc.standing.fault(link.hop.peer, kind, doubt.reason)
@@ -363,14 +366,13 @@ class Chain:
         for lost in affected:
             lost.is_lost = True
         if affected:
-            self.lose(link, doubt.reason, is_silent=False)
+            self.exclude(link, Blame.FAILING, doubt.reason)
 
-    def dispute(self, links: list[HopLink], reason: str) -> None:
+    def exclude_all(self, links: list[HopLink], reason: str) -> None:
         """Of these one lies, and nobody knows which: others take over."""
-        for link in links:
-            link.is_lost = True
-            self.decline(link.hop.peer, DOUBTED_FOR_S)
         self.note_trouble(reason)
+        for link in links:
+            self.exclude(link, Blame.AMBIGUOUS, reason)
 
     # --- giving back -----------------------------------------------------------------------------------------
 
@@ -393,7 +395,7 @@ class Chain:
             self.swarm.start_soon(partial(self._tell_closed, peer, start))
 
     async def _tell_closed(self, peer: PeerId, start: int) -> None:
-        channel = self.swarm.rpc.existing(peer)
+        channel = self.swarm.rpc.find_channel(peer)
         if channel is not None:
             with suppress(PeerError):
                 await channel.send(CloseSession(session=self.key, start=start))

@@ -17,6 +17,7 @@ from swarmd.client.sessions.chain import PATIENCE_S, Chain
 from swarmd.errors import NoRoute, PeerError, PeerTimeout, SwarmUnavailable
 from swarmd.plan.chains.routing import Hop
 from swarmd.plan.chains.session import Watch
+from swarmd.plan.trust.blame import Blame
 from swarmd.protocol.fields import Request
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Inherited, Op, Replayed, Rerouted
@@ -90,7 +91,7 @@ class Repairs:
             is_told = await self._tell_neighbours()
             if is_told and is_stuck:
                 is_stuck = is_told = False
-                self._lose_stuck_hop()
+                self._exclude_stuck_hop()
             if is_told and await self._catch_up():
                 break
             if trio.current_time() - started_at > PATIENCE_S:
@@ -112,11 +113,11 @@ class Repairs:
         await chain.give_back_strays()
         logger.info("chain repaired in %.2f s: %s -> %s (%s)", repair.stall_s, names_before, chain, reason)
 
-    def _lose_stuck_hop(self) -> None:
+    def _exclude_stuck_hop(self) -> None:
         """Lose the last hop that says it has everything: the next one has not, or it is the one that should answer."""
         got_all = [link for link in self._chain.links if link.received == self._position.seq]
         link = got_all[-1] if got_all else self._chain.links[0]
-        self._chain.lose(link, "it goes on and on, and gives nothing", is_silent=False)
+        self._chain.exclude(link, Blame.FAILING, "it goes on and on, and gives nothing")
 
     def _replace_lost(self) -> None:
         """Put the cheapest live hops where lost ones were; neighbouring lost hops are replaced together."""
@@ -186,7 +187,7 @@ class Repairs:
         of_new = {index: error for index, error in failures.items() if index in fresh}
         self._chain.raise_if_hopeless(of_new)
         for index, error in failures.items():
-            self._chain.drop(self._chain.links[index], error)
+            self._chain.fail_hop(self._chain.links[index], error)
         return not failures
 
     async def _reroute_hop(self, index: int, failures: dict[int, PeerError]) -> None:
@@ -222,7 +223,7 @@ class Repairs:
                     ops, tokens = await self._ask_replay(index - 1, plan)
             except PeerError as error:
                 if self._chain.trouble is None:
-                    self._chain.drop(self._chain.links[max(0, index - 1)], error)
+                    self._chain.fail_hop(self._chain.links[max(0, index - 1)], error)
                 return False
             self._n_ops += ops
             self._n_tokens += tokens if plan.have is None else 0

@@ -27,6 +27,7 @@ from swarmd.errors import (
     SwarmError,
     SwarmUnavailable,
 )
+from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import HopTimes
 from swarmd.protocol.wire.frames import Frame
@@ -255,11 +256,11 @@ class ChainSession:
             await self._wait_for_news()
         return self._answers.pop(seq)
 
-    async def refute(self, logits: ServedLogits, reason: str) -> None:
+    async def reject_logits(self, logits: ServedLogits, reason: str) -> None:
         """Do without the server that gave these logits: they are wrong."""
         last_token = max(0, self.hops.accounts.n_tokens - 1)
         doubt = Doubt(last_token, str(logits.link.hop), reason)
-        self.hops.convict(logits.link, doubt)
+        self.hops.reject_hop(logits.link, doubt)
 
     async def close(self) -> None:
         """End the session and give its hops back; a repair that is under way is ended first."""
@@ -298,7 +299,7 @@ class ChainSession:
         if link is None or link.hop.peer != peer or link.is_leaving:
             return
         link.is_leaving = True
-        self.hops.decline(peer, LEAVING_FOR_S)
+        self.hops.back_off(peer, LEAVING_FOR_S)
         self.hops.note_trouble(f"{link.hop} stops serving")
         if not self._is_busy and not self._is_closed:
             self._swarm.start_soon(self._repair_in_background)
@@ -349,7 +350,7 @@ class ChainSession:
             if self._swarm.audits:
                 self.hops.accounts.note_answered(sent, op.tensor, frame.payload)
         except WrongCount as error:
-            self._dispute_all(str(error))
+            self._exclude_all(str(error))
             return
         except RemoteProtocolError as error:
             self._faulty.append((peer, str(error)))
@@ -386,7 +387,7 @@ class ChainSession:
         if not index or self.hops.links[index - 1].hop.peer != peer:
             return  # who says it is no neighbour
         if message.epoch == self.hops.epoch and message.seq > self._position.answered:
-            self.hops.lose(self.hops.links[index], f"{peer[-8:]} says: {message.reason}")
+            self.hops.exclude(self.hops.links[index], Blame.SILENT, f"{peer[-8:]} says: {message.reason}")
 
     def _on_refusal(self, peer: PeerId, refusal: Refusal) -> None:
         code = Code(refusal.code)
@@ -430,12 +431,12 @@ class ChainSession:
     def _reject_answer(self, link: HopLink, reason: str) -> None:
         """A hop gave what cannot be right: it is as good as dead."""
         self._count_wrong(reason)
-        self.hops.lose(link, reason, is_silent=False)
+        self.hops.exclude(link, Blame.FAILING, reason)
 
-    def _dispute_all(self, reason: str) -> None:
+    def _exclude_all(self, reason: str) -> None:
         """Some hop lost or added tokens, and all behind it have computed that: others take over, nobody is blamed."""
         self._count_wrong(reason)
-        self.hops.dispute(self.hops.links, reason)
+        self.hops.exclude_all(self.hops.links, reason)
 
     def _count_wrong(self, reason: str) -> None:
         """When chain after chain is wrong, the model or the input is to blame."""
@@ -469,7 +470,7 @@ class ChainSession:
             for link in self.hops.links:
                 reason = link.watch.suspicion(trio.current_time())
                 if reason is not None:
-                    self.hops.lose(link, reason)
+                    self.hops.exclude(link, Blame.SILENT, reason)
 
     def _longest_s(self) -> float:
         """How long the chain may be busy without an answer, by what its servers say of their speed; LONGEST_S at least.

@@ -109,7 +109,7 @@ class Statements:
         window = slice(seen[0], seen[-1] + 1)
         if not self._matches_digests(outputs, account.outputs[window.start * DIGEST_BYTES :]):
             doubt = Doubt(window.start, str(link.hop), "it shows other numbers than it signed")
-            self._hops.convict(link, doubt, Fault.UNACCOUNTED)
+            self._hops.reject_hop(link, doubt, Fault.UNACCOUNTED)
             raise NoConclusion(doubt.reason)
         return Statement(self._as_received(inputs), outputs[0], window, account.signed)
 
@@ -142,31 +142,31 @@ class Statements:
         behind_it: Neighbour | None,
         end: int,
     ) -> None:
-        """Dispute the hops at both ends of a link that signed different numbers. Raises NoConclusion then."""
+        """Exclude the hops at both ends of a link that signed different numbers. Raises NoConclusion then."""
         link, account = audited
         if before_it is not None:
             giver, giver_account = before_it
             if giver_account is not None:
                 token = first_disagreement(giver_account.outputs, account.inputs, end, giver.n_tokens_at_open)
-                self._dispute_from(token, [giver, link])
+                self._exclude_from(token, [giver, link])
         if behind_it is None:
             answers = self._hops.accounts.answers
             token = first_disagreement(account.outputs, answers, end, link.n_tokens_at_open, is_picky=True)
-            self._dispute_from(token, [link])
+            self._exclude_from(token, [link])
             return
         taker, taker_account = behind_it
         if taker_account is not None:
             token = first_disagreement(account.outputs, taker_account.inputs, end, link.n_tokens_at_open)
-            self._dispute_from(token, [link, taker])
+            self._exclude_from(token, [link, taker])
 
-    def _dispute_from(self, token: int | None, links: list[HopLink]) -> None:
+    def _exclude_from(self, token: int | None, links: list[HopLink]) -> None:
         if token is None:
             return
         names = " and ".join(str(link.hop) for link in links)
         reason = f"{names} signed different numbers of token {token + 1}"
         doubt = Doubt(token, str(links[0].hop), reason)
         self._session.statistics.doubts.append(doubt)
-        self._hops.dispute(links, reason)
+        self._hops.exclude_all(links, reason)
         raise NoConclusion(reason)
 
     async def _fetch_inputs(self, predecessor: HopLink | None, end: int) -> Placed:

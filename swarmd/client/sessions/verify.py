@@ -17,7 +17,7 @@ from swarmd.client.links.link import SessionOptions
 from swarmd.client.links.ops import count_tokens
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import SwarmError, SwarmUnavailable, WrongAnswer
-from swarmd.plan.trust.equality import Bound, bound_of, errors, is_equal, widen_bound
+from swarmd.plan.trust.equality import Bound, bound_of, is_equal, measure_errors, widen_bound
 from swarmd.protocol.wire.messages import count_cropped
 from swarmd.wire.history import SentOp
 
@@ -111,7 +111,7 @@ class VerifyingChain:
             return
         inputs, outputs, expected = (t.detach().float().numpy() for t in (sent.hidden, out, recomputed))
         bound = self._total_bound()
-        deviations = errors(inputs, outputs, expected, bound)
+        deviations = measure_errors(inputs, outputs, expected, bound)
         deviations[np.isnan(outputs).all(axis=(0, 2))] = 0.0  # what the client did not want did not come
         comparison = is_equal(deviations, bound)
         if not comparison.action:

@@ -22,7 +22,8 @@ import trio
 
 from swarmd.client.links.checks import CheckFinding, Checks
 from swarmd.client.links.link import SessionOptions, SessionServices
-from swarmd.client.tuning.lane import Lane, LaneAnswer, MicroBatch
+from swarmd.client.tuning.lane import Lane
+from swarmd.client.tuning.lane_pass import LaneAnswer, MicroBatch
 from swarmd.client.tuning.ticket import DuplicateBatch, ForwardTicket
 from swarmd.errors import NoRoute, SwarmError
 from swarmd.plan.chains.routing import Hop
@@ -31,8 +32,8 @@ from swarmd.plan.trust.equality import (
     AuditVerdict,
     Bound,
     bound_of,
-    errors,
     is_equal,
+    measure_errors,
     two_of_three,
     widen_bound,
 )
@@ -73,7 +74,7 @@ class AuditLanes(Protocol):
     ) -> list[LaneAnswer]:
         """Have one server compute a micro-batch for these blocks, there and back, in a lane of its own."""
 
-    def decline(self, peers: Iterable[PeerId]) -> None:
+    def back_off(self, peers: Iterable[PeerId]) -> None:
         """Do without some peers for a while."""
 
 
@@ -219,7 +220,7 @@ class LaneAudits:
                 return await self.lanes.send_back(duplicate.ticket, gradient)
         except trio.TooSlowError:
             self._record_finding(duplicate.audited, "inconclusive", "others did not answer in time")
-            self.lanes.decline(_peers_of(duplicate.ticket.lane))
+            self.lanes.back_off(_peers_of(duplicate.ticket.lane))
         except SwarmError as error:
             self._record_no_conclusion(duplicate.audited, error)
         return None
@@ -260,7 +261,7 @@ class LaneAudits:
         )
         if ticket.lane.hops not in self.undecided:  # once: the other one may be wrong
             self.undecided.add(ticket.lane.hops)
-            self.lanes.decline(_peers_of(ticket.lane))
+            self.lanes.back_off(_peers_of(ticket.lane))
         return AuditVerdict.UNDECIDED, None
 
     async def _find_wrong_hop(self, lane: Lane, batch: MicroBatch) -> Hop | None:
@@ -351,7 +352,7 @@ class LaneAudits:
             self.history.checks.note(self._record_key(hop), is_right=False)
         self._record_finding(hops, str(AuditVerdict.WRONG), reason)
         self.doubts.append(f"{_names_of(hops)} computed wrongly in fine-tuning, and is left out: {reason}")
-        self.lanes.decline(hop.peer for hop in hops)
+        self.lanes.back_off(hop.peer for hop in hops)
 
     # --- what is compared, and with whom ------------------------------------------------------------------------
 
@@ -416,7 +417,7 @@ def compare_answers(
     """Are two answers to one micro-batch the same? ``inputs`` went into the blocks from their side."""
     out, gradients = audited
     expected_out, expected_gradients = reference
-    deviations = errors(_floats(inputs), _floats(out), _floats(expected_out), bound)
+    deviations = measure_errors(_floats(inputs), _floats(out), _floats(expected_out), bound)
     comparison = is_equal(deviations, bound)
     if not comparison.action or not expected_gradients:
         return comparison

@@ -20,21 +20,23 @@ import torch
 import trio
 
 from swarmd.client.links.link import (
-    DeclinedServers,
+    Backoff,
     Listeners,
     SessionOptions,
     SessionServices,
     is_compatible,
     is_suitable,
 )
-from swarmd.client.tuning.lane import Lane, LaneAnswer, MicroBatch
+from swarmd.client.tuning.lane import Lane
 from swarmd.client.tuning.lane_audit import CheckHistory, LaneAudits
 from swarmd.client.tuning.lane_failure import LaneFailed
+from swarmd.client.tuning.lane_pass import LaneAnswer, MicroBatch
 from swarmd.client.tuning.ticket import ForwardTicket, OtherHolders
 from swarmd.config import KV_CACHE, format_of
 from swarmd.errors import ConfigError, NoRoute, PeerError, SwarmError, SwarmUnavailable
 from swarmd.plan.chains.fine_tuning import Window
 from swarmd.plan.chains.routing import Hop, least_loaded_route
+from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.reputation import Trust
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.protocol.wire.messages import Ping
@@ -48,7 +50,7 @@ RETRY_PAUSE_S = 0.3  # news of who died is on its way
 REFRESH_S = 1.0  # one member is asked, who may be the one that is gone
 PROBE_TIMEOUT_S = 3.0  # for a ping to a peer that was blamed
 AGAIN_AFTER_S = 20.0  # until a server that does not answer is asked once more
-LONGEST_DECLINED_S = 600.0  # a server without room is asked again at least so often
+LONGEST_BACKOFF_S = 600.0  # a server without room is asked again at least so often
 ALONE_TIMEOUT_S = 10.0  # for one micro-batch, there and back, through one server
 MAX_FINAL = 3  # servers that said what any other would say
 WRONG = "somebody who computed it is banned now"  # why a micro-batch is sent again
@@ -89,7 +91,7 @@ class Pipeline:
         self._terms = terms
         self._lanes: dict[tuple[Hop, ...], Lane] = {}
         self._opening = trio.Lock()
-        self._declined = DeclinedServers()
+        self._backoff = Backoff()
         self._suspects: set[PeerId] = set()  # were blamed, and have not shown since that they are there
         self._in_flight: dict[bool, int] = {False: 0, True: 0}
         self._windows = {False: Window(), True: Window()}
@@ -180,7 +182,7 @@ class Pipeline:
                     seq, out = await self._await_lane(lane, lane.forward(batch))
         except trio.TooSlowError:
             hops = lane.hops if lane is not None else ()
-            self.decline(hop.peer for hop in hops)
+            self.back_off(hop.peer for hop in hops)
             names = ", ".join(map(str, hops)) or "others"
             raise LaneFailed(f"{names} did not compute it again within {limit_s:.1f} s") from None
         self.statistics.forwards += not holders.without
@@ -207,10 +209,10 @@ class Pipeline:
             result = await work
             for hop in lane.hops:
                 self._swarm.rpc.standing.did_well(hop.peer)
-                self._declined.forgive(hop.peer)
+                self._backoff.forgive(hop.peer)
             return result
         except LaneFailed as error:
-            self._leave_out_blamed(error)
+            self._apply_blame(error)
             raise
         finally:
             if not lane.is_open:
@@ -281,11 +283,11 @@ class Pipeline:
             with trio.CancelScope(shield=True):
                 await self._drop_lane(lane)
 
-    def decline(self, peers: Iterable[PeerId]) -> None:
+    def back_off(self, peers: Iterable[PeerId]) -> None:
         """Do without some peers for a while: lanes through them take nothing more."""
         gone = set(peers)
         for peer in gone:
-            self._declined.add(peer, trio.current_time(), AGAIN_AFTER_S, LONGEST_DECLINED_S)
+            self._backoff.add(peer, trio.current_time(), AGAIN_AFTER_S, LONGEST_BACKOFF_S)
         for lane in self._lanes.values():
             lane.is_leaving = lane.is_leaving or any(hop.peer in gone for hop in lane.hops)
 
@@ -307,7 +309,7 @@ class Pipeline:
                 await lane.open()
             except BaseException as error:
                 if isinstance(error, LaneFailed):
-                    self._leave_out_blamed(error)
+                    self._apply_blame(error)
                 with trio.CancelScope(shield=True):
                     await self._drop_lane(lane)
                 raise
@@ -346,7 +348,7 @@ class Pipeline:
             peer = PeerId(span.peer)
             if peer in self._suspects and not is_last_resort:
                 return False
-            if not self._declined.is_allowed(peer, now, is_last_resort) or not standing.allows(peer, is_last_resort):
+            if not self._backoff.is_allowed(peer, now, is_last_resort) or not standing.allows(peer, is_last_resort):
                 return False
             return is_suitable(span, terms, "") and is_compatible(view, span, terms)
 
@@ -383,23 +385,23 @@ class Pipeline:
         try:
             await self._swarm.rpc.call(peer, Ping(), timeout_s=PROBE_TIMEOUT_S)
             self._suspects.discard(peer)
-            self._declined.forgive(peer)
+            self._backoff.forgive(peer)
         except PeerError:
             self._swarm.rpc.standing.leave_out(peer, "it does not answer a ping", AGAIN_AFTER_S, AGAIN_AFTER_S)
 
     # Two measures, because blame may be wrong. A server that said no itself, or one of several that may be at fault, is
-    # declined: only this pipeline does without it. One that failed alone is left out by everything in this client.
+    # backed off from: only this pipeline does without it. One that failed alone is left out by all of this client.
     # Suspects get a micro-batch only as a last resort, until they have answered a ping (``_probe_peer``).
-    def _leave_out_blamed(self, failure: LaneFailed) -> None:
-        """Leave out the peers to blame, longer each time until they have done something right."""
-        blame = failure.blame
-        failure.blame = ()  # once, however many micro-batches it cost
-        for peer in blame:
-            if failure.has_declined or len(blame) > 1:  # of several nobody knows which one it was
-                self._declined.add(peer, trio.current_time(), failure.for_s, LONGEST_DECLINED_S)
-            else:
+    def _apply_blame(self, failure: LaneFailed) -> None:
+        """Do without the peers of a failure, longer each time until they have done something right."""
+        peers = failure.peers
+        failure.peers = ()  # once, however many micro-batches it cost
+        for peer in peers:
+            if failure.blame.is_remembered:
                 self._swarm.rpc.standing.leave_out(peer, str(failure), failure.for_s)
-            if not failure.has_declined:
+            else:
+                self._backoff.add(peer, trio.current_time(), failure.for_s, LONGEST_BACKOFF_S)
+            if failure.blame is not Blame.UNAVAILABLE:
                 self._suspects.add(peer)
 
     async def _drop_lane(self, lane: Lane) -> None:

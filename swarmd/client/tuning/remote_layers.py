@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from swarmd.client.links.client_parameters import BlockTensors, gather
-from swarmd.client.tuning.lane import LaneAnswer, MicroBatch
+from swarmd.client.tuning.lane_pass import LaneAnswer, MicroBatch
 from swarmd.client.tuning.ticket import ForwardTicket
 from swarmd.errors import ConfigError
 from swarmd.plan.chains.fine_tuning import micro_batches

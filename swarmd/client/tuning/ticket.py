@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarmd.client.tuning.lane import Lane, MicroBatch
+from swarmd.client.tuning.lane import Lane
+from swarmd.client.tuning.lane_pass import MicroBatch
 from swarmd.plan.chains.routing import Hop
 from swarmd.values import PeerId
 

@@ -8,14 +8,10 @@ killed, what it had finished before is whole. Where the recipe has steps inside 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
-import logging
 import math
 import mmap
-import os
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +23,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from swarmd.compute.hardware.device import device_description, pick_device
-from swarmd.compute.hardware.exit_reason import last_words
+from swarmd.compute.hardware.worker_process import serve_daemon
 from swarmd.compute.model import skeleton
 from swarmd.compute.runs.expert_balance import balance_factor
 from swarmd.compute.runs.inner_steps import take_step
@@ -311,10 +307,10 @@ class GradientWorker:
             try:
                 return self._load_run(message, bytes(frame.payload))
             except (ConfigError, torch.OutOfMemoryError) as error:
-                return messages.framed(WorkerFailed(message=str(error)[:4000]))
+                return messages.encode_frame(WorkerFailed(message=str(error)[:4000]))
         if isinstance(message, MapRun):
             self._trained.map(Path(message.path), message.init)
-            return messages.framed(RunMapped())
+            return messages.encode_frame(RunMapped())
         assert isinstance(message, Compute | ComputeAgain), "the daemon sends nothing else"
         ids = torch.frombuffer(bytearray(frame.payload), dtype=torch.int32)
         rows = ids.long().view(message.n, -1)
@@ -322,7 +318,7 @@ class GradientWorker:
             try:
                 loss = self._trained.compute_again(rows, message.seed, Path(message.path))
             except torch.OutOfMemoryError as error:  # it takes the parameters twice
-                return messages.framed(WorkerFailed(message=str(error)[:4000]))
+                return messages.encode_frame(WorkerFailed(message=str(error)[:4000]))
         elif message.step:
             loss = self._trained.step(
                 rows,
@@ -337,7 +333,7 @@ class GradientWorker:
                 message.into,
                 message.is_fresh,
             )
-        return messages.framed(ComputedRows(loss=loss))
+        return messages.encode_frame(ComputedRows(loss=loss))
 
     def _load_run(self, message: LoadRun, raw: bytes) -> bytes:
         if message.threads:
@@ -352,16 +348,12 @@ class GradientWorker:
             vocabulary=vocabulary,
             is_repeatable=self._trained.is_repeatable(vocabulary),
         )
-        return messages.framed(loaded, msgspec.msgpack.encode(self._trained.layout))
+        return messages.encode_frame(loaded, msgspec.msgpack.encode(self._trained.layout))
 
 
 def main() -> None:
-    gc.freeze()
-    gc.enable()
-    logging.basicConfig(level=logging.WARNING, format="training worker %(process)d: %(message)s")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    with socket.socket(fileno=int(sys.argv[1])) as connection, last_words(connection):
-        GradientWorker(connection).run()
+    """Serve the socket whose number is the first argument."""
+    serve_daemon("training worker", lambda connection: GradientWorker(connection).run())
 
 
 if __name__ == "__main__":

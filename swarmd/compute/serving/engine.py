@@ -138,7 +138,7 @@ class Engine:
             return
         if isinstance(message, OpenSession):
             self._drop_session((message.session, message.start))
-            yield messages.framed(Done(session=message.session, start=message.start))  # what comes is of this one
+            yield messages.encode_frame(Done(session=message.session, start=message.start))  # what comes is of this one
             try:
                 self._open_session(message, tuned)
             except (Refused, *PASS_ERRORS, LookupError) as error:
@@ -448,7 +448,7 @@ class Engine:
             self.span.on_block()  # a long history takes a while, and is progress
             yield frame
         replayed = Replayed(re=request.id, ops=n_ops, tokens=session.history.n_tokens)
-        yield messages.framed(replayed)
+        yield messages.encode_frame(replayed)
 
     def _finish_op(self, key: Key) -> None:
         """Take the first op off a session's queue."""
@@ -473,12 +473,12 @@ class Engine:
         """End a session; yields a refusal for each op that waits for it."""
         error = Refused(Code.SESSION_LOST, reason[:500])
         for waiting in self._queues.get(key, ()):
-            yield messages.framed(messages.refusal_for(waiting.message, error))
+            yield messages.encode_frame(messages.refusal_for(waiting.message, error))
         self._drop_session(key)
 
     def _refuse_message(self, message: WorkerMessage, error: Refused) -> bytes:
         self.handled += 1
-        return messages.framed(messages.refusal_for(message, error))
+        return messages.encode_frame(messages.refusal_for(message, error))
 
     def _learn_speed(
         self,

@@ -10,18 +10,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import safetensors.torch
 import torch
 
 from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.serving.block_passes import BlockPasses
 from swarmd.compute.serving.client_parameters import ClientParameters, ClientParameterStore
 from swarmd.compute.serving.engine import PASS_ERRORS
-from swarmd.compute.serving.micro_batch import KeptBatch
-from swarmd.errors import Code, Refused, RemoteProtocolError
-from swarmd.plan.chains.fine_tuning import HeldBatch, Key, TuningPass, choose_work, make_room
+from swarmd.compute.serving.micro_batch import CollectedParts, KeptBatch, MicroBatchReader, PartCollector
+from swarmd.errors import Code, Refused
+from swarmd.plan.chains.fine_tuning import TuningPass, TuningQueue
+from swarmd.plan.chains.tuning_memory import BatchBook, Key
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.tuning import Backward, CloseLane, Forward, Gradients, OpenLane, PutTuned, TunedHeld
@@ -29,13 +30,10 @@ from swarmd.protocol.wire.worker import WorkerMessage
 from swarmd.values import Span
 from swarmd.wire.changes import MOST_BYTES, Changes
 from swarmd.wire.micro_batches import backward_frames, forward_frames, pieces
-from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
 
 logger = logging.getLogger(__name__)
 
 SLICE_S = 0.02  # of fine-tuning, between two looks for decode steps that wait
-MAX_PARTS = 4_096  # of one micro-batch: 4 GiB in parts of 1 MiB
-MAX_POSITION = 1 << 24  # tokens; rotary tables grow with the largest
 MAX_MICRO_BATCH_TOKENS = 65_536  # a graph of more does not fit anywhere
 WORK_ERRORS = (*PASS_ERRORS, LookupError, AttributeError)
 Steps = Generator[list[bytes], None, None]
@@ -43,45 +41,36 @@ Steps = Generator[list[bytes], None, None]
 
 @dataclass(slots=True)
 class _Lane:
-    """A chain's hop for micro-batches; ``parts`` and ``payloads`` are those of micro-batches that are not whole yet."""
+    """A chain's hop for micro-batches; ``changes``: what it remembers of rows that come, and of rows that go."""
 
+    key: Key
     hop: Span
     client: bytes
     codec: str
-    changes: tuple[Changes, Changes] | None = None  # of what comes, and of what goes
-    weight: float = 1.0
-    batches: dict[int, KeptBatch] = field(default_factory=dict)
-    parts: dict[tuple[type, int], list[Forward | Backward]] = field(default_factory=dict)
-    payloads: dict[tuple[type, int], list[memoryview]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _WaitingPass:
-    """A forward or backward pass; ``steps`` computes a block each time it is asked, and gives frames at the end."""
-
-    key: Key
-    message: Forward | Backward
-    work: TuningPass
-    steps: Steps
     weight: float
+    changes: tuple[Changes, Changes] | None
+    batches: dict[int, KeptBatch] = field(default_factory=dict)
+    parts: PartCollector = field(default_factory=PartCollector)
 
 
 @dataclass(frozen=True, slots=True)
-class _CollectedParts:
-    """All parts of one forward or backward message, in order, with their payloads."""
+class _WaitingPass:
+    """A forward or backward pass; ``steps`` computes a block each time it is asked, and gives frames at the end."""
 
-    messages: list[Forward | Backward]
-    payloads: list[memoryview]
+    lane: _Lane
+    message: Forward | Backward
+    steps: Steps
 
 
-# What is kept of a micro-batch between its forward and its backward, from the most to the least:
+# A frame's way through here. Whose pass is next, and what is kept of a micro-batch, is decided without tensors:
 #
-#     graphs of all blocks  ->  graphs given up: the hop's input only  ->  nothing
-#     backward as it is         backward computes the forward again        backward is refused, NOT_HELD
+#     take --parts--> PartCollector --whole--> TuningQueue --its turn--> run_slice --block by block--> frames
+#                                             (plan: whose turn)            |
+#                                               MicroBatchReader checks, BlockPasses compute,
+#                                               BatchBook (plan: what is kept for the backward)
 #
-# Room is made in this order: graphs before inputs, and of the batches those first that are needed last. A backward
-# consumes its graphs from the last block to the first, so its memory shrinks with every step. Both passes are
-# generators that stop after each block: decoding, which has the right of way, waits for one block and no more.
+# A backward consumes its graphs from the last block to the first, so its memory shrinks with every step. Both passes
+# are generators that stop after each block: decoding, which has the right of way, waits for one block and no more.
 class Training:
     """All lanes of one worker. ``handled`` counts the frames whose work is done."""
 
@@ -94,21 +83,19 @@ class Training:
     ) -> None:
         self.handled = 0
         self._span = span
-        self._limit_bytes = limit_bytes
         self._clock = clock
         self._lanes: dict[Key, _Lane] = {}
-        self._waiting: list[_WaitingPass] = []
-        self._served: dict[bytes, float] = {}
-        self._max_tokens = max_tokens
-        self._current: _WaitingPass | None = None
+        self._queue = TuningQueue()
+        self._waiting: dict[TuningPass, _WaitingPass] = {}
         self._tuned = ClientParameterStore(span, limit_bytes)
-        self._n_taken = 0
-        self._parameters = {p.untyped_storage().data_ptr() for p in span.model.parameters()}
+        self._reader = MicroBatchReader(span, self._tuned, max_tokens)
+        self._blocks = BlockPasses(span)
+        self._book = BatchBook(limit_bytes)
 
     @property
     def has_work(self) -> bool:
         """Does any pass wait?"""
-        return bool(self._waiting)
+        return self._queue.has_work
 
     def take(
         self,
@@ -121,19 +108,7 @@ class Training:
         if isinstance(message, PutTuned):
             return self._take_tuned(message, frame.payload)
         if isinstance(message, OpenLane):
-            key = (message.session, message.start)
-            self._drop_lane(key)
-            changes = (Changes(), Changes()) if message.changes and self._may_remember() else None
-            hop = Span(message.start, message.end)
-            lane = _Lane(
-                hop,
-                message.client,
-                message.codec,
-                changes=changes,
-                weight=message.weight,
-            )
-            self._lanes[key] = lane
-            self._served.setdefault(lane.client, min(self._served.values(), default=0.0))
+            self._open_lane(message)
         elif isinstance(message, CloseLane):
             self._drop_lane((message.session, message.start))
         else:
@@ -146,16 +121,14 @@ class Training:
         return self._tuned.find(client, version, hop)
 
     def run_slice(self) -> Iterator[bytes]:
-        """Compute for about SLICE_S, and one block at least. A pass that was begun is finished before another one."""
+        """Compute for about SLICE_S, and one block at least."""
         begun = self._clock()
-        while self._waiting and self._clock() - begun < SLICE_S:
-            if self._current not in self._waiting:
-                works = [waiting.work for waiting in self._waiting]
-                self._current = self._waiting[choose_work(works, self._served).action]
-            chosen = self._current
+        while self._queue.has_work and self._clock() - begun < SLICE_S:
+            work = self._queue.choose()
+            waiting = self._waiting[work]
             started = self._clock()
             try:
-                frames = next(chosen.steps, None)
+                frames = next(waiting.steps, None)
             except torch.AcceleratorError:
                 raise  # a card that is lost: see Engine
             except (Refused, *WORK_ERRORS) as error:
@@ -163,17 +136,46 @@ class Training:
                 if not isinstance(error, Refused):
                     logger.exception("a pass of fine-tuning failed")
                     error = Refused(Code.SESSION_LOST, f"a pass failed: {error}"[:500])
-                yield messages.framed(messages.refusal_for(chosen.message, error))
-            client = chosen.work.client
-            spent_s = self._clock() - started
-            self._served[client] = self._served.get(client, 0.0) + spent_s / chosen.weight
+                yield messages.encode_frame(messages.refusal_for(waiting.message, error))
+            self._queue.spend(work, self._clock() - started)
             if frames is None:
-                self._waiting.remove(chosen)
-                self.handled += 1
+                self._finish(work)
             else:
                 yield from frames
 
+    def _finish(self, work: TuningPass) -> None:
+        """A pass is done, or needed no more."""
+        self._queue.remove(work)
+        del self._waiting[work]
+        self.handled += 1
+
     # --- what comes in ---------------------------------------------------------------------------------------
+
+    def _open_lane(self, message: OpenLane) -> None:
+        key = (message.session, message.start)
+        self._drop_lane(key)
+        n_remembering = 1 + sum(lane.changes is not None for lane in self._lanes.values())
+        may_remember = self._book.may_remember(n_remembering, 2 * MOST_BYTES)
+        self._lanes[key] = _Lane(
+            key=key,
+            hop=Span(message.start, message.end),
+            client=message.client,
+            codec=message.codec,
+            weight=message.weight,
+            changes=(Changes(), Changes()) if message.changes and may_remember else None,
+        )
+        self._queue.enter(message.client)
+
+    def _drop_lane(self, key: Key) -> None:
+        """Close a lane, with all that waits for it."""
+        lane = self._lanes.pop(key, None)
+        if lane is None:
+            return
+        for work in [work for work, waiting in self._waiting.items() if waiting.lane is lane]:
+            self._finish(work)
+        self._book.forget_lane(key)
+        if all(other_lane.client != lane.client for other_lane in self._lanes.values()):
+            self._queue.leave(lane.client)
 
     def _take_work(
         self,
@@ -181,359 +183,131 @@ class Training:
         payload: memoryview,
     ) -> Iterator[bytes]:
         """Queue a pass once all its parts are there; yields a refusal where it cannot be."""
-        key, lane = self._find_lane(message)
+        lane = self._find_lane(message)
         try:
             if lane is None:
                 raise Refused(Code.NO_SESSION, f"no lane {message.session.hex()[:8]} at block {message.start} here")
-            collected = self._collect_parts(lane, message, payload)
+            collected = lane.parts.add(message, payload)
         except Refused as error:
-            yield self._refuse_message(message, error)
+            self.handled += 1
+            yield messages.encode_frame(messages.refusal_for(message, error))
             return
         if collected is None:
             self.handled += 1
             return
-        self._n_taken += 1
-        if all(w.work.client != lane.client for w in self._waiting):  # who was idle has no claim on what others got
-            active = [self._served.get(w.work.client, 0.0) for w in self._waiting]
-            served = self._served.get(lane.client, 0.0)
-            self._served[lane.client] = max(served, min(active, default=0.0))
         is_backward = isinstance(message, Backward)
-        steps = self._run_backward(lane, collected) if is_backward else self._run_forward(key, lane, collected)
-        work = TuningPass(lane.client, is_backward, self._n_taken)
-        self._waiting.append(
-            _WaitingPass(
-                key,
-                message,
-                work,
-                steps,
-                lane.weight,
-            )
-        )
+        steps = self._run_backward(lane, collected) if is_backward else self._run_forward(lane, collected)
+        work = self._queue.put(lane.client, is_backward, lane.weight)
+        self._waiting[work] = _WaitingPass(lane, message, steps)
 
-    def _find_lane(self, message: Forward | Backward) -> tuple[Key, _Lane | None]:
+    def _find_lane(self, message: Forward | Backward) -> _Lane | None:
         """Find the lane of a message: a forward names the lane's first block, a backward the one behind its last."""
         if isinstance(message, Forward):
-            key = (message.session, message.start)
-            return key, self._lanes.get(key)
-        for key, lane in self._lanes.items():
-            if key[0] == message.session and lane.hop.end == message.start:
-                return key, lane
-        return (message.session, message.start), None
-
-    @staticmethod
-    def _collect_parts(
-        lane: _Lane,
-        message: Forward | Backward,
-        payload: memoryview,
-    ) -> _CollectedParts | None:
-        """Put parts together; None while some are missing. Raises Refused."""
-        number, n_parts = message.part
-        kind = (type(message), message.seq)
-        received = lane.parts.get(kind, [])
-        if number == 0:
-            received = []
-        if number != len(received) or number >= n_parts or n_parts > MAX_PARTS:
-            lane.parts.pop(kind, None)
-            lane.payloads.pop(kind, None)
-            raise Refused(Code.OP_GAP, f"part {number} of {n_parts} came after {len(received)}")
-        payloads = [*lane.payloads.pop(kind, []), payload] if number else [payload]
-        lane.parts.pop(kind, None)
-        if number + 1 == n_parts:
-            return _CollectedParts([*received, message], payloads)
-        lane.parts[kind] = [*received, message]
-        lane.payloads[kind] = payloads
-        return None
+            return self._lanes.get((message.session, message.start))
+        lanes = (lane for (session, _), lane in self._lanes.items() if session == message.session)
+        return next((lane for lane in lanes if lane.hop.end == message.start), None)
 
     def _take_tuned(self, message: PutTuned, payload: memoryview) -> Iterator[bytes]:
         self.handled += 1
         key = (message.client, message.version, Span(message.start, message.end))
         try:
             if self._tuned.put(key, message.part, bytes(payload)):
-                yield messages.framed(TunedHeld(re=message.id))
+                yield messages.encode_frame(TunedHeld(re=message.id))
         except Refused as error:
             if message.id:
-                yield messages.framed(messages.refusal_for(message, error))
+                yield messages.encode_frame(messages.refusal_for(message, error))
 
     # --- passes ----------------------------------------------------------------------------------------------
 
-    def _run_forward(self, key: Key, lane: _Lane, collected: _CollectedParts) -> Steps:
+    def _run_forward(self, lane: _Lane, collected: CollectedParts) -> Steps:
         """Compute the blocks of a hop one after the other, and keep what the backward needs while there is room."""
         message = collected.messages[0]
         assert isinstance(message, Forward)
-        batch = self._read_batch(lane, message, collected)
-        for seq in [seq for seq in lane.batches if seq <= message.settled]:
+        key = (lane.key, message.seq)
+        changes = lane.changes[0] if lane.changes is not None else None
+        batch = self._reader.read_batch_untrusted(collected, lane.client, lane.hop, changes)
+        for seq in self._book.settle(lane.key, message.settled):
             del lane.batches[seq]
-        is_kept = message.keep and self._keep_batch(key, message.seq, lane, batch)
+        is_kept = message.keep and self._keep_batch(lane, message.seq, batch)
         wants_graph = is_kept
         hidden = batch.hidden
         for block in lane.hop.blocks():
-            inputs, outputs = self._run_block(batch, block, hidden, wants_graph)
+            graph = self._blocks.forward(batch, block, hidden, wants_graph)
+            hidden = graph.outputs.detach()
             if wants_graph:
-                batch.graphs.append((inputs, outputs))
-            n_blocks_left = lane.hop.end - block - 1
-            needed_bytes = n_blocks_left * batch.graph_bytes // len(batch.graphs) if wants_graph else 0
-            if wants_graph and not self._has_room_for(needed_bytes):
-                batch.drop_graphs()
-                wants_graph = False
-            hidden = outputs.detach()
+                batch.graphs.append(graph)
+                self._book.add_graph(key, graph.n_bytes)
+                n_blocks_left = lane.hop.end - block - 1
+                needed_bytes = n_blocks_left * self._book.graph_bytes(key) // len(batch.graphs)
+                wants_graph = self._book.has_room_for(needed_bytes, self._remembered_bytes())
+                if not wants_graph:
+                    batch.drop_graphs()
+                    self._book.give_up_graphs(key)
             yield []
         if is_kept:
             batch.is_whole = wants_graph
-        yield list(self._forward_frames(message, lane, batch, hidden))
+        is_last = lane.hop.end == self._span.n_layers
+        yield list(_output_frames(message, lane, batch, hidden, is_last))
 
-    def _run_backward(self, lane: _Lane, collected: _CollectedParts) -> Steps:
+    def _run_backward(self, lane: _Lane, collected: CollectedParts) -> Steps:
         """Compute gradients from the last block of a hop to its first, after its graphs where these were given up."""
         message = collected.messages[0]
         assert isinstance(message, Backward)
+        key = (lane.key, message.seq)
         batch = lane.batches.get(message.seq)
         if batch is None:
             raise Refused(Code.NOT_HELD, f"the input of micro-batch {message.seq} is not held any more")
-        gradient = self._read_gradient(message, collected, batch)
+        gradient = self._reader.read_gradient_untrusted(collected, batch)
         try:
             if not batch.is_whole:
                 batch.drop_graphs()
+                self._book.give_up_graphs(key)
                 hidden = batch.hidden
                 for block in lane.hop.blocks():
-                    batch.graphs.append(self._run_block(batch, block, hidden, True))
-                    hidden = batch.graphs[-1][1].detach()
+                    graph = self._blocks.forward(batch, block, hidden, True)
+                    batch.graphs.append(graph)
+                    self._book.add_graph(key, graph.n_bytes)
+                    hidden = graph.outputs.detach()
                     yield []
             gradients: dict[str, torch.Tensor] = {}
             for block in reversed(lane.hop.blocks()):
-                inputs, outputs = batch.graphs.pop()
                 leaves = batch.tuned.of_block(block)
-                sources = [inputs, *leaves.values()]
-                gradient, *leaf_gradients = torch.autograd.grad(
-                    outputs,
-                    sources,
-                    gradient,
-                    allow_unused=True,
-                )
-                for (name, leaf), value in zip(leaves.items(), leaf_gradients, strict=True):
-                    gradients[name] = torch.zeros_like(leaf) if value is None else value
-                self._span.on_block()
+                gradient, of_leaves = self._blocks.backward(batch.graphs.pop(), leaves, gradient)
+                gradients |= of_leaves
                 yield []
         finally:
             lane.batches.pop(message.seq, None)  # counted until here
+            self._book.forget(key)
         yield list(_gradient_frames(message, lane, gradient, gradients))
 
-    def _read_batch(self, lane: _Lane, message: Forward, collected: _CollectedParts) -> KeptBatch:
-        """Check a micro-batch. Raises Refused."""
-        hiddens = []
-        position_parts = []
-        masks = []
-        n_rows = collected.messages[0].tensor.b
-        try:
-            for part, payload in zip(collected.messages, collected.payloads, strict=True):
-                self._check_shape(part, n_rows)
-                part_hidden, part_positions, part_mask = unpack_untrusted(part.tensor, payload)
-                hiddens.append(part_hidden)
-                position_parts.append(part_positions)
-                masks.append(part_mask)
-        except RemoteProtocolError as error:
-            raise Refused(Code.MALFORMED, str(error)) from None
-        hidden = torch.cat(hiddens, 1)
-        positions = torch.cat(position_parts, 1)
-        if not torch.isfinite(hidden).all():
-            raise Refused(Code.NOT_FINITE, f"micro-batch {message.seq} holds values that are not finite")
-        if positions.min() < 0 or positions.max() > MAX_POSITION:
-            raise Refused(Code.BAD_SHAPE, f"positions outside 0 to {MAX_POSITION}")
-        n_tokens = hidden.shape[0] * hidden.shape[1]
-        if n_tokens > self._max_tokens:
-            text = f"a micro-batch of {n_tokens} tokens, at most {self._max_tokens} are taken by a server of this speed"
-            raise Refused(Code.TOO_LONG, f"{text}: use shorter rows, or fewer rows in a micro-batch")
-        tuned = self.tuned(lane.client, message.tuned, lane.hop)
-        mask = _join_masks(masks, n_rows=hidden.shape[0], n_prefix=tuned.n_prefix)
-        if message.rows:
-            changes = lane.changes[0] if lane.changes is not None else Changes()
-            hidden = changes.take(message.rows, hidden)
-            if not torch.isfinite(hidden).all():
-                raise Refused(Code.NOT_FINITE, f"micro-batch {message.seq} comes to values that are not finite")
-        device = self._span.device
-        mask = None if mask is None else mask.to(device)
-        return KeptBatch(
-            hidden.to(device),
-            positions.to(device),
-            mask,
-            tuned,
-        )
-
-    def _read_gradient(
-        self,
-        message: Backward,
-        collected: _CollectedParts,
-        batch: KeptBatch,
-    ) -> torch.Tensor:
-        """Check the gradient by what left a hop: [b, t, d]. Raises Refused."""
-        values = []
-        try:
-            for part, payload in zip(collected.messages, collected.payloads, strict=True):
-                assert isinstance(part, Backward)
-                self._check_shape(part, batch.hidden.shape[0])
-                values.append(unpack_values_untrusted(part.tensor, payload) / part.scale)
-        except RemoteProtocolError as error:
-            raise Refused(Code.MALFORMED, str(error)) from None
-        gradient = torch.cat(values, 1)
-        if gradient.shape != batch.hidden.shape:
-            raise Refused(
-                Code.BAD_SHAPE, f"a gradient {tuple(gradient.shape)} for hidden states {tuple(batch.hidden.shape)}"
-            )
-        if not torch.isfinite(gradient).all():
-            raise Refused(Code.NOT_FINITE, f"the gradient of micro-batch {message.seq} is not finite")
-        return gradient.to(self._span.device)
-
-    def _check_shape(self, part: Forward | Backward, n_rows: int) -> None:
-        received = (part.tensor.b, part.tensor.d, part.tensor.dtype)
-        expected = (n_rows, self._span.hidden_size, str(self._span.dtype).removeprefix("torch."))
-        if received != expected:
-            raise Refused(Code.BAD_SHAPE, f"expected (batch, hidden, dtype) {expected}, got {received}")
-
-    def _run_block(
-        self, batch: KeptBatch, block: int, hidden: torch.Tensor, with_graph: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute one block; returns what entered, as a leaf, and what left it."""
-        hop = Span(block, block + 1)
-        inputs = hidden.detach().requires_grad_(with_graph)
-        with torch.set_grad_enabled(with_graph), self._count_graph_bytes(batch):
-            cache = self._span.new_cache(hop, with_gradients=True) if batch.tuned.n_prefix else None
-            if cache is not None:
-                batch.tuned.fill(cache, hop.blocks(), hidden.shape[0])
-            lora = batch.tuned.lora if batch.tuned.lora.updates else None
-            return inputs, self._span.forward_with_grad(
-                inputs,
-                batch.positions,
-                batch.mask,
-                hop,
-                lora,
-                cache,
-            )
-
-    @contextmanager
-    def _count_graph_bytes(self, batch: KeptBatch) -> Iterator[None]:
-        """Count what a block's graph keeps, and have its backward show signs of life."""
-        seen = set(self._parameters)
-        n_bytes = 0
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal n_bytes
-            self._span.on_block()
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                n_bytes += storage.nbytes()
-            return tensor
-
-        def use(tensor: torch.Tensor) -> torch.Tensor:
-            self._span.on_block()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, use):
-            yield
-        batch.graph_bytes += n_bytes
-
-    # --- memory ----------------------------------------------------------------------------------------------
-
-    def _held_batches(self) -> list[HeldBatch]:
-        return [
-            HeldBatch((key, seq), lane.client, batch.n_bytes, batch.order)
-            for key, lane in self._lanes.items()
-            for seq, batch in lane.batches.items()
-        ]
-
-    def _has_room_for(self, n_bytes: int) -> bool:
-        """Do so many bytes fit beside all that is kept for clients?"""
-        changes = (change for lane in self._lanes.values() for change in lane.changes or ())
-        remembered = sum(change.n_bytes for change in changes)
-        held_bytes = sum(batch.n_bytes for batch in self._held_batches())
-        return held_bytes + remembered + n_bytes <= self._limit_bytes
-
-    def _may_remember(self) -> bool:
-        """Is there room for what one lane more may remember of rows? Half of the memory is for that."""
-        n = 1 + sum(lane.changes is not None for lane in self._lanes.values())
-        return n * 2 * MOST_BYTES <= self._limit_bytes // 2
-
-    def _keep_batch(
-        self,
-        key: Key,
-        seq: int,
-        lane: _Lane,
-        batch: KeptBatch,
-    ) -> bool:
+    def _keep_batch(self, lane: _Lane, seq: int, batch: KeptBatch) -> bool:
         """Keep a micro-batch for its backward if there is, or can be made, room for its input."""
-        batches = [known for other_lane in self._lanes.values() for known in other_lane.batches.values()]
-        with_graphs = [known for known in batches if known.graph_bytes]
-        with_graphs.sort(key=lambda known: -known.order)  # those that are needed last go first
-        for candidate in with_graphs:
-            if self._has_room_for(batch.n_bytes):
-                break
-            candidate.drop_graphs()
-        evicted = make_room(
-            self._held_batches(),
-            lane.client,
-            batch.n_bytes,
-            self._limit_bytes,
-        ).action
-        if evicted is None:
-            return False
-        for lane_key, number in evicted:
+        key = (lane.key, seq)
+        room = self._book.keep(key, lane.client, batch.input_bytes, self._remembered_bytes()).action
+        for lane_key, number in room.without_graphs:
+            self._lanes[lane_key].batches[number].drop_graphs()
+        for lane_key, number in room.forgotten:
             del self._lanes[lane_key].batches[number]
-        batch.order = self._n_taken
-        lane.batches[seq] = batch
-        return True
+        if room.is_kept:
+            lane.batches[seq] = batch
+        return room.is_kept
 
-    def _drop_lane(self, key: Key) -> None:
-        """Close a lane, with all that waits for it."""
-        lane = self._lanes.pop(key, None)
-        if lane is None:
-            return
-        for waiting in [w for w in self._waiting if w.key == key]:
-            self._waiting.remove(waiting)
-            self.handled += 1
-        if all(other_lane.client != lane.client for other_lane in self._lanes.values()):
-            self._served.pop(lane.client, None)
-
-    def _refuse_message(self, message: WorkerMessage, error: Refused) -> bytes:
-        self.handled += 1
-        return messages.framed(messages.refusal_for(message, error))
-
-    # --- what goes out ---------------------------------------------------------------------------------------
-
-    def _forward_frames(
-        self,
-        message: Forward,
-        lane: _Lane,
-        batch: KeptBatch,
-        hidden: torch.Tensor,
-    ) -> Iterator[bytes]:
-        is_last = lane.hop.end == self._span.n_layers
-        mask = batch.mask
-        if mask is not None:
-            mask = mask[:, batch.tuned.n_prefix :].to(torch.uint8)
-        positions = batch.positions.to(torch.int32)
-        changes = None if lane.changes is None else lane.changes[1]
-        places = None if is_last else (positions, mask)
-        yield from forward_frames(
-            message,
-            lane.hop.end,
-            hidden,
-            places,
-            lane.codec,
-            changes,
-        )
+    def _remembered_bytes(self) -> int:
+        """What all lanes remember of rows."""
+        return sum(change.n_bytes for lane in self._lanes.values() for change in lane.changes or ())
 
 
-def _join_masks(
-    masks: list[torch.Tensor | None],
-    n_rows: int,
-    n_prefix: int,
-) -> torch.Tensor | None:
-    """Put the parts' masks together behind one for the client's prefix: [b, n_prefix + t]. Raises Refused."""
-    present = [mask for mask in masks if mask is not None]
-    if not present:
-        return None
-    if len(present) < len(masks):
-        raise Refused(Code.MALFORMED, "some parts have a mask and some have none")
-    prefix = torch.ones(n_rows, n_prefix, dtype=torch.uint8)
-    return torch.cat([prefix, *present], 1).long()
+def _output_frames(
+    message: Forward, lane: _Lane, batch: KeptBatch, hidden: torch.Tensor, is_last: bool
+) -> Iterator[bytes]:
+    """Frame what left a hop: for the next one with positions and mask, from the model's last hop without them."""
+    mask = batch.mask
+    if mask is not None:
+        mask = mask[:, batch.tuned.n_prefix :].to(torch.uint8)
+    positions = batch.positions.to(torch.int32)
+    changes = None if lane.changes is None else lane.changes[1]
+    places = None if is_last else (positions, mask)
+    return forward_frames(message, lane.hop.end, hidden, places, lane.codec, changes)
 
 
 def _gradient_frames(
@@ -547,17 +321,6 @@ def _gradient_frames(
         tensors = {name: gradient.contiguous().cpu() for name, gradient in gradients.items()}
         raw = safetensors.torch.save(tensors)
         for number, n, piece in pieces(raw):
-            header = Gradients(
-                message.session,
-                lane.hop.start,
-                message.seq,
-                (number, n),
-            )
-            yield messages.framed(header, piece)
-    yield from backward_frames(
-        message.session,
-        lane.hop.start,
-        message.seq,
-        gradient,
-        lane.codec,
-    )
+            header = Gradients(message.session, lane.hop.start, message.seq, (number, n))
+            yield messages.encode_frame(header, piece)
+    yield from backward_frames(message.session, lane.hop.start, message.seq, gradient, lane.codec)

@@ -252,7 +252,7 @@ class HopSession:
         op = begun.op
         if op.seq <= op.silent_through and self.hop.end >= op.replay_end:
             done = Done(session=self.session, start=self.hop.start, seq=op.seq)
-            return messages.framed(done)
+            return messages.encode_frame(done)
         sent = self._sent_op(begun)
         if op.want is not None and self.hop.end == self._span.n_layers:
             sent = sent.last(op.want)
@@ -330,7 +330,7 @@ class HopSession:
         except LookupError as error:
             raise Refused(Code.NOT_HELD, str(error)) from None
         meta, payload = pack(hidden, positions, None)
-        return messages.framed(TokensAre(re=request.id, tensor=meta), payload)
+        return messages.encode_frame(TokensAre(re=request.id, tensor=meta), payload)
 
     def hand_over(self, request: HandOver) -> Iterator[bytes]:
         """Yield the caches and the history as parts, for a worker that holds the same blocks. Raises Refused."""
@@ -349,8 +349,8 @@ class HopSession:
                 digest=digest,
             )
             piece = memoryview(raw)[part * PART_BYTES : (part + 1) * PART_BYTES]
-            yield messages.framed(header, piece)
-        yield messages.framed(HandedOver(re=request.id, n_bytes=len(raw)))
+            yield messages.encode_frame(header, piece)
+        yield messages.encode_frame(HandedOver(re=request.id, n_bytes=len(raw)))
 
     def inherit(self, part: CachePart, payload: memoryview) -> Iterator[bytes]:
         """Take one part; with the last one, check the whole and put it in place. Raises Refused."""
@@ -396,7 +396,7 @@ class HopSession:
             seq=part.seq,
             tokens=n_kept,
         )
-        yield messages.framed(done)
+        yield messages.encode_frame(done)
 
     def _limit_of_caches(self, example: SpanCache) -> int:
         """Return how many bytes caches and history of this session can have: states do not grow with it."""

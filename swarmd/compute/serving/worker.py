@@ -6,12 +6,9 @@ socket does. What goes wrong with an op is answered with a refusal; what goes wr
 
 from __future__ import annotations
 
-import gc
 import logging
-import os
 import select
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -21,8 +18,8 @@ import msgspec
 import torch
 
 from swarmd.compute.hardware.device import OwnerReserve, device_description, pick_device
-from swarmd.compute.hardware.exit_reason import last_words
 from swarmd.compute.hardware.measurements import Measurements
+from swarmd.compute.hardware.worker_process import serve_daemon
 from swarmd.compute.model.head import LogitsHead
 from swarmd.compute.passes import precompile
 from swarmd.compute.passes.backend_selection import Preempted
@@ -195,7 +192,7 @@ class Worker:
             self._count_work()  # its owner's share is for all that is computed
             self._improved_at = time.monotonic()
         if is_made and self._improvements.news:
-            self._send_frames([messages.framed(self._improvements.news.pop())])
+            self._send_frames([messages.encode_frame(self._improvements.news.pop())])
         if self._improvements.is_done:
             self._improvements = None
         return is_made
@@ -234,7 +231,7 @@ class Worker:
         else:
             batches = {**self._speed.batch_tokens_per_s, n_streams: rate}
             self._speed = msgspec.structs.replace(self._speed, batch_tokens_per_s=batches)
-        self._send_frames([messages.framed(self._speed)])
+        self._send_frames([messages.encode_frame(self._speed)])
         return True
 
     def _last_undisturbed(self, rates: Iterable[float]) -> float:
@@ -274,7 +271,7 @@ class Worker:
             return []
         if isinstance(message, LoadSpan):
             self._n_handled += 1
-            return [messages.framed(self._load_model(message))]
+            return [messages.encode_frame(self._load_model(message))]
         if isinstance(message, Rest):
             self._n_handled += 1
             self._is_resting = True
@@ -288,7 +285,7 @@ class Worker:
         if isinstance(message, LoadAdapter):
             self._n_handled += 1
             loaded = self._load_adapter(self._engine.span, message, bytes(frame.payload))
-            return [messages.framed(loaded)]
+            return [messages.encode_frame(loaded)]
         trained = self._training.take(message, frame)
         if trained is not None:
             return list(trained)
@@ -301,7 +298,7 @@ class Worker:
         if self._engine is not None:
             handled += self._engine.handled + self._training.handled
             n_reused = self._engine.n_reused
-        tick = messages.framed(Tick(handled=handled, reused=n_reused))
+        tick = messages.encode_frame(Tick(handled=handled, reused=n_reused))
         self._connection.sendall(b"".join((*answers, tick)))
         self._ticked_at = time.monotonic()
 
@@ -369,7 +366,7 @@ class Worker:
         """Tell what is done while it loads, as often as ticks are sent."""
         if time.monotonic() - self._ticked_at >= TICK_INTERVAL_S:
             loading = Loading(stage=stage, done=done, total=total)
-            self._send_frames([messages.framed(loading)])
+            self._send_frames([messages.encode_frame(loading)])
 
     def _on_block(self) -> None:
         """Give a sign of life in the midst of a pass, and let in steps of others, which are short.
@@ -444,12 +441,7 @@ def describe(span: LoadedSpan, model: str, speed: Measured) -> Loaded:
 
 def main() -> None:
     """Serve the socket whose number is the first argument."""
-    gc.freeze()  # what importing made stays, and need not be looked at again
-    gc.enable()
-    logging.basicConfig(level=logging.WARNING, format="worker %(process)d: %(message)s")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    with socket.socket(fileno=int(sys.argv[1])) as connection, last_words(connection):
-        Worker(connection).run()
+    serve_daemon("worker", lambda connection: Worker(connection).run())
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class HeadThread:
                 await trio.to_thread.run_sync(self._compute, batch)
                 for work in batch:
                     if work.offer is not None and work.wrong:  # whatever became of the request
-                        await work.offer.session.refute(work.offer.served, work.wrong)
+                        await work.offer.session.reject_logits(work.offer.served, work.wrong)
                     work.done.set()
 
     def _next_batch(self) -> list[HeadWork]:

@@ -15,7 +15,7 @@ from swarmd.values import PeerId
 
 
 class Libp2pStream:
-    """A framed-to-be byte stream over one yamux stream; keeps to the contract of ``net.api.Stream``."""
+    """A byte stream over one yamux stream, by the contract of ``net.api.Stream``."""
 
     def __init__(self, peer: PeerId, net_stream: INetStream, purpose: str) -> None:
         self.peer = peer

@@ -40,7 +40,7 @@ from swarmd.net.libp2p.metered import MeteredConnection, traffic_of
 from swarmd.net.libp2p.noise import remote_of
 from swarmd.net.libp2p.own_port import connect_from, reserve_port
 from swarmd.net.libp2p.yamux import YamuxConnection, YamuxStream
-from swarmd.net.libp2p.yamux_core import Windows
+from swarmd.net.libp2p.yamux_core import WindowBudget
 from swarmd.net.traffic import Traffic, UsedUpError
 from swarmd.plan.links.dial_budget import DialBudget
 from swarmd.plan.links.dialing import Attempt, is_circuit, order_attempts, origin_of
@@ -94,14 +94,14 @@ class OurMuxer(MuxerMultistream):
 
     def __init__(self, traffic: Traffic | None) -> None:
         self._traffic = traffic
-        self._windows = Windows()
+        self._window_budget = WindowBudget()
         options: TMuxerOptions = {YAMUX: YamuxConnection}
         super().__init__(options, int(UPGRADE_TIMEOUT_S))
 
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
         """Negotiate a muxer over an encrypted connection, and build it."""
         protocol, _ = await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
-        muxed = YamuxConnection(conn, peer_id, traffic_of(conn, self._traffic), self._windows)
+        muxed = YamuxConnection(conn, peer_id, traffic_of(conn, self._traffic), self._window_budget)
         return self._annotate_connection(muxed, conn, protocol)
 
 

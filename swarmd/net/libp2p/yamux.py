@@ -1,9 +1,8 @@
 """The trio shell round ``yamux_core``: a muxed connection and its streams as py-libp2p expects them.
 
-Handles rows 2 (a cancelled write never leaves half a record), 4 (a slow reader makes the writer wait, not fail),
-10 (a silent peer is noticed by unanswered pings), 11 (a reset is told apart from an end) and 24 (what is read before a
-protocol is agreed, or as a length prefix says, is bounded) of the table of faults, and lets interactive streams write
-before bulk ones.
+Handles rows 4 (a slow reader makes the writer wait, not fail), 10 (a silent peer is noticed by unanswered pings), 11 (a
+reset is told apart from an end) and 24 (what is read before a protocol is agreed, or as a length prefix says, is
+bounded) of the table of faults.
 """
 
 from __future__ import annotations
@@ -17,15 +16,13 @@ from typing import Any
 import trio
 from libp2p.abc import IMuxedConn, IMuxedStream, ISecureConn
 from libp2p.connection_types import ConnectionType
-from libp2p.io.exceptions import IOException
-from libp2p.network.connection.exceptions import RawConnError
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 from multiaddr import Multiaddr
 
-from swarmd.net.libp2p.yamux_core import MAX_DATA_BYTES, StreamState, Windows, YamuxCore, YamuxError
+from swarmd.net.libp2p.yamux_core import HEADER, MAX_DATA_BYTES, StreamState, WindowBudget, YamuxCore, YamuxError
+from swarmd.net.libp2p.yamux_writer import CONNECTION_ERRORS, FrameWriter
 from swarmd.net.traffic import Traffic
-from swarmd.net.write_lock import WriteLock
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +30,9 @@ READ_BYTES = 256 * 1024  # one window in one read
 PING_INTERVAL_S = 2.0  # with four unanswered, a dead peer is known 8 s after the first of them
 QUIET_INTERVAL_S = 8.0  # between two looks where nobody wants anything: an idle machine is to sleep
 MAX_UNANSWERED_PINGS = 4  # fewer would end links that are only full
-MAX_OWED_BYTES = 64 * 1024  # 5,000 answers to pings
 EARLY_BYTES = 64 * 1024  # of a stream before its protocol is agreed: the names of protocols are much shorter
 AGREEMENT_S = 0.25  # for this side to have noticed that it is agreed: the other side may send at once
 MOST_READ_BYTES = 4 * 2**20  # that somebody asks for in one read: the DHT's largest message
-WRITE_TIMEOUT_S = 10.0  # a peer that reads nothing for so long is gone
-CONNECTION_ERRORS = (IOException, RawConnError, trio.BrokenResourceError, trio.ClosedResourceError, OSError, ValueError)
 
 
 class YamuxStream(IMuxedStream):
@@ -70,6 +64,20 @@ class YamuxStream(IMuxedStream):
     def is_too_early(self) -> bool:
         """Has more come than anybody needs to agree on a protocol?"""
         return self.state.received > EARLY_BYTES and not self.is_agreed
+
+    async def wait_agreed(self) -> None:
+        """End the stream if it has too much for one whose protocol is not agreed, and is not in a moment.
+
+        The reader of the connection waits here, so that no more comes meanwhile.
+        """
+        if not self.is_too_early:
+            return
+        with trio.move_on_after(AGREEMENT_S):
+            while not self.is_agreed and not self.connection.is_closed:
+                await trio.sleep(AGREEMENT_S / 16)
+        if not self.is_agreed:
+            logger.warning("ending a stream of %s: much came before it said what it is for", self.connection.peer_id)
+            await self.reset()
 
     def wake(self) -> None:
         """Let everybody who waits for the stream look again."""
@@ -108,12 +116,12 @@ class YamuxStream(IMuxedStream):
                 raise MuxedStreamEOF
             await self.changed.wait()
         data, credit = self.connection.core.take(self.state, limit, trio.current_time())
-        self.connection.owe(credit)
+        self.connection.writer.owe(credit)
         return data
 
     def can_write(self, n_bytes: int) -> bool:
         """Is there credit for ``n_bytes`` in one frame, and nobody else writing?"""
-        if self.connection.is_writing or n_bytes > min(self.state.send_window, MAX_DATA_BYTES):
+        if self.connection.writer.is_writing or n_bytes > min(self.state.send_window, MAX_DATA_BYTES):
             return False
         traffic = self.connection.traffic
         return traffic is None or traffic.up.is_free(is_urgent=not self.is_bulk)
@@ -139,13 +147,13 @@ class YamuxStream(IMuxedStream):
     async def close(self) -> None:
         """Say that this side sends no more."""
         if not (self.state.local_closed or self.state.reset or self.connection.is_closed):
-            self.connection.owe(self.connection.core.close(self.state))
+            self.connection.writer.owe(self.connection.core.close(self.state))
             self.connection.forget_if_done(self.state.id)
 
     async def reset(self) -> None:
         """End the stream both ways at once."""
         if not (self.state.reset or self.connection.is_closed):
-            self.connection.owe(self.connection.core.reset(self.state))
+            self.connection.writer.owe(self.connection.core.reset(self.state))
             self.connection.forget_if_done(self.state.id)
             self.wake()
 
@@ -167,7 +175,7 @@ class YamuxStream(IMuxedStream):
 # Three tasks for each connection, and one lock:
 #
 #     _read_frames:  socket -> core.receive_untrusted -> events -> streams wake; replies are owed
-#     _send_owed:    owed small frames -> lock -> socket
+#     writer.run:    owed small frames -> lock -> socket
 #     _ping_peer:    a ping when the peer is silent; too many unanswered ones end the connection
 #     other tasks:   lock -> what is owed, and one data frame -> socket
 #
@@ -179,9 +187,6 @@ class YamuxConnection(IMuxedConn):
     """One connection: reads in ``start``, writes one frame at a time, pings while idle.
 
     ``traffic`` bounds what its streams carry; its own small frames never wait, and count below (swarm.py).
-
-    What is *owed* (pings, credit, the beginnings and ends of streams) leaves with the next write or soon by itself.
-    Nobody waits for that: reading would wait for the other side to read, and who is cancelled would lose it.
     """
 
     def __init__(
@@ -189,19 +194,17 @@ class YamuxConnection(IMuxedConn):
         secured: ISecureConn,
         peer_id: ID,
         traffic: Traffic | None = None,
-        windows: Windows | None = None,
+        window_budget: WindowBudget | None = None,
         **_: Any,
     ) -> None:
         self.secured = secured
         self.traffic = traffic
         self.peer_id = peer_id
-        self.core = YamuxCore(secured.is_initiator, windows=windows)
+        self.core = YamuxCore(secured.is_initiator, window_budget)
+        self.writer = FrameWriter(secured, peer_id, self._mark_dead)
         self.event_started = trio.Event()
         self.streams: dict[int, YamuxStream] = {}
         self._accept_send, self._accept_receive = trio.open_memory_channel[YamuxStream](256)
-        self._lock = WriteLock()
-        self._owed = bytearray()
-        self._owing = trio.Event()
         self._heard_at = 0.0
         self._used = trio.Event()
         self._closed = False
@@ -222,11 +225,6 @@ class YamuxConnection(IMuxedConn):
         return self._closed
 
     @property
-    def is_writing(self) -> bool:
-        """Is somebody in the midst of a frame?"""
-        return self._lock.is_held
-
-    @property
     def is_established(self) -> bool:
         return self.event_started.is_set() and not self._closed
 
@@ -237,7 +235,7 @@ class YamuxConnection(IMuxedConn):
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._ping_peer)
-                    nursery.start_soon(self._send_owed)
+                    nursery.start_soon(self.writer.run)
                     await self._read_frames()
                     nursery.cancel_scope.cancel()
         finally:
@@ -254,7 +252,7 @@ class YamuxConnection(IMuxedConn):
             raise MuxedConnUnavailable(str(error)) from None
         stream = YamuxStream(self, state)
         self.streams[state.id] = stream
-        self.owe(frame)
+        self.writer.owe(frame)
         return stream
 
     async def accept_stream(self) -> YamuxStream:
@@ -264,54 +262,17 @@ class YamuxConnection(IMuxedConn):
         except trio.EndOfChannel:
             raise MuxedConnUnavailable("the connection is closed") from None
 
-    def owe(self, frames: bytes) -> None:
-        """Have small frames sent soon. A peer that asks for more than it reads loses the connection."""
-        if not frames or self._closed:
-            return
-        self._owed += frames
-        self._owing.set()
-        if len(self._owed) > MAX_OWED_BYTES:
-            logger.warning("closing the connection to %s: it asks for more answers than it reads", self.peer_id)
-            self._mark_dead()
-
-    async def _send_owed(self) -> None:
-        with contextlib.suppress(MuxedStreamReset):
-            while True:
-                await self._owing.wait()
-                await self._lock.acquire(is_bulk=False)
-                await self._write_and_release(b"")
-
     async def send_data(self, stream: YamuxStream, rest: memoryview) -> int:
         """Write one data frame from the front of ``rest``; returns how much of it went."""
-        await self._lock.acquire(stream.is_bulk)
-        if not stream.state.send_window or stream.state.reset:
-            self._lock.release()
-            return 0
-        self._used.set()
-        frame = self.core.data(stream.state, rest)
-        await self._write_and_release(frame)
-        return len(frame) - 12
 
-    async def _write_and_release(self, frame: bytes) -> None:
-        """Write whole frames; once begun they are finished even if the caller is cancelled (row 2)."""
-        try:
-            if self._closed:
-                raise MuxedStreamReset
-            if self._owed:
-                frame = bytes(self._owed) + frame
-                self._owed.clear()
-                self._owing = trio.Event()
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + WRITE_TIMEOUT_S) as scope:
-                await self.secured.write(frame)
-            if scope.cancelled_caught:
-                self._mark_dead()
-                raise MuxedStreamReset
-        except CONNECTION_ERRORS as error:
-            logger.debug("write to %s failed: %s", self.peer_id, error)
-            self._mark_dead()
-            raise MuxedStreamReset from error
-        finally:
-            self._lock.release()
+        def next_frame() -> bytes:  # credit, or the stream, may be gone by the time the turn comes
+            if not stream.state.send_window or stream.state.reset:
+                return b""
+            self._used.set()
+            return self.core.data(stream.state, rest)
+
+        n_written = await self.writer.send(next_frame, stream.is_bulk)
+        return max(0, n_written - HEADER.size)
 
     async def _read_frames(self) -> None:
         while not self._closed:
@@ -331,22 +292,11 @@ class YamuxConnection(IMuxedConn):
                 if self._closed:
                     return
                 self._apply_event(event.kind, event.stream)
-            self.owe(replies)
+            self.writer.owe(replies)
             for event in events:
-                if event.kind == "readable":
-                    await self._bound_early(event.stream)
-
-    async def _bound_early(self, stream_id: int) -> None:
-        """Read no more while a stream has too much for one whose protocol is not agreed; then that stream ends."""
-        stream = self.streams.get(stream_id)
-        if stream is None or not stream.is_too_early:
-            return
-        with trio.move_on_after(AGREEMENT_S):
-            while not stream.is_agreed and not self._closed:
-                await trio.sleep(AGREEMENT_S / 16)
-        if not stream.is_agreed:
-            logger.warning("ending a stream of %s: much came before it said what it is for", self.peer_id)
-            await stream.reset()
+                early = self.streams.get(event.stream) if event.kind == "readable" else None
+                if early is not None:
+                    await early.wait_agreed()
 
     def _apply_event(self, kind: str, stream_id: int) -> None:
         state = self.core.streams.get(stream_id)
@@ -366,16 +316,16 @@ class YamuxConnection(IMuxedConn):
 
     async def _ping_peer(self) -> None:
         """Ask a silent peer for a sign of life: soon while this side sends something, seldom while it does not."""
-        self.owe(self.core.ping(trio.current_time()))
+        self.writer.owe(self.core.ping(trio.current_time()))
         while True:
             self._used = trio.Event()
             heard_at = self._heard_at
             await trio.sleep(PING_INTERVAL_S)
-            if self.core.unanswered_pings >= MAX_UNANSWERED_PINGS:
+            if self.core.pings.n_unanswered >= MAX_UNANSWERED_PINGS:
                 break
             if self._heard_at == heard_at:
-                self.owe(self.core.ping(trio.current_time()))
-            elif not self._used.is_set() and not self.core.unanswered_pings:
+                self.writer.owe(self.core.ping(trio.current_time()))
+            elif not self._used.is_set() and not self.core.pings.n_unanswered:
                 with trio.move_on_after(QUIET_INTERVAL_S):
                     await self._used.wait()
         logger.info("no sign of life from %s for %.0f s", self.peer_id, PING_INTERVAL_S * MAX_UNANSWERED_PINGS)
@@ -390,6 +340,7 @@ class YamuxConnection(IMuxedConn):
         """Mark the connection dead and wake everybody who waits on it."""
         if not self._closed:
             self._closed = True
+            self.writer.close()
             self._accept_send.close()
             for stream in self.streams.values():
                 stream.wake()

@@ -3,12 +3,13 @@
 It keeps the rules that the muxer of py-libp2p 0.8.1 does not: what arrives is counted against the credit given
 (row 3 of the table of faults), credit is returned in batches and only when half a window is consumed (row 5), and
 a data frame with its header never exceeds one Noise record (row 6). Receive windows double while the reader keeps
-up and a window lasts less than two round trips, within a budget for the whole connection and one for all of them.
+up and a window lasts less than two round trips, within a budget that all connections share.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 HEADER = struct.Struct(">BBHII")
@@ -19,7 +20,8 @@ FIN = 4  # no more data from this side
 RST = 8  # the stream ends both ways at once
 INITIAL_WINDOW = 256 * 1024  # the spec's
 MAX_WINDOW = 16 * 2**20  # 1 Gbit/s at 130 ms of round trip
-ALL_WINDOWS_BYTES = 64 * 2**20  # beyond the first of each stream, of all connections: four links of the fastest kind
+MAX_GROWTH = 16 * 2**20  # of all windows of one connection
+ALL_WINDOWS_BYTES = 64 * 2**20  # beyond the first of each stream, of all connections
 MAX_DATA_BYTES = 65_507  # header 12 + data + Noise tag 16 = 65,535, the largest Noise record
 MAX_STREAMS = 64  # of one connection: 4 of each purpose and short ones
 
@@ -53,11 +55,74 @@ class YamuxEvent:
     stream: int = 0
 
 
+# Windows grow by bytes of one budget, and what has grown is given back when its stream ends, not before: credit that a
+# peer holds cannot be taken from it. A peer could therefore let its windows grow, then keep them and send nothing. Four
+# connections of MAX_GROWTH would hold the whole budget for ever. So no connection may hold more than what is left for
+# all others ("dynamic thresholds" of Choudhury and Hahne, 1998, with alpha 1):
+#
+#     held by each when all want as much as they get, of a budget B:   B/2 | B/3 B/3 | B/4 B/4 B/4 | ...
+#
+# A newcomer always finds something, however many identities hold windows before it.
+
+
 @dataclass(slots=True)
-class Windows:
-    """Bytes that windows of all connections may still grow by."""
+class WindowBudget:
+    """Bytes that the windows of all connections may still grow by."""
 
     spare: int = ALL_WINDOWS_BYTES
+
+    def growth_allowed(self, held: int) -> int:
+        """By how many bytes a connection may grow that has grown by ``held``: half of what is over its share."""
+        share = (self.spare + held) // 2
+        return max(0, min(share, MAX_GROWTH) - held)
+
+
+class PingTimes:
+    """Pings that were sent: which are unanswered, and the shortest round trip."""
+
+    def __init__(self) -> None:
+        self.round_trip_s: float | None = None
+        self._sent_at: dict[int, float] = {}
+        self._n_sent = 0
+
+    @property
+    def n_unanswered(self) -> int:
+        """How many pings have no answer yet."""
+        return len(self._sent_at)
+
+    def begin(self, now: float) -> int:
+        """Note a ping that is about to leave; returns its number."""
+        self._n_sent += 1
+        self._sent_at[self._n_sent] = now
+        return self._n_sent
+
+    def end(self, number: int, now: float) -> bool:
+        """Note an answer; False when nobody asked."""
+        sent_at = self._sent_at.pop(number, None)
+        if sent_at is None:
+            return False
+        trip_s = now - sent_at
+        self.round_trip_s = trip_s if self.round_trip_s is None else min(self.round_trip_s, trip_s)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class YamuxFrame:
+    """One frame that has arrived whole. ``length``: of ``payload`` in DATA, else the value that the frame carries."""
+
+    kind: int
+    flags: int
+    stream: int
+    length: int
+    payload: memoryview
+
+
+@dataclass(slots=True)
+class FrameOutcome:
+    """What some bytes of the peer led to: events for the shell, and bytes to answer with."""
+
+    events: list[YamuxEvent] = field(default_factory=list)
+    replies: bytearray = field(default_factory=bytearray)
 
 
 # A frame: a header of 12 bytes, and for DATA as many bytes as its length says.
@@ -78,24 +143,17 @@ class Windows:
 class YamuxCore:
     """One side of one connection. Not thread-safe; owned by one connection object.
 
-    ``windows`` are shared with others: a member has as many connections as it makes identities.
+    ``budget`` is shared with others: a member has as many connections as it makes identities.
     """
 
-    def __init__(
-        self,
-        is_initiator: bool,
-        window_budget: int = 16 * 2**20,
-        windows: Windows | None = None,
-    ) -> None:
-        self._windows = windows or Windows()
+    def __init__(self, is_initiator: bool, budget: WindowBudget | None = None) -> None:
         self.streams: dict[int, StreamState] = {}
-        self.round_trip_s: float | None = None
+        self.pings = PingTimes()
+        self._budget = budget or WindowBudget()
+        self._grown_bytes = 0
         self._next_id = 1 if is_initiator else 2
         self._remote_parity = 0 if is_initiator else 1
         self._buffer = bytearray()
-        self._window_spare = window_budget
-        self._pings: dict[int, float] = {}
-        self._n_pings = 0
 
     def open(self) -> tuple[StreamState, bytes]:
         """Start a stream; returns it and the bytes to send."""
@@ -147,135 +205,97 @@ class YamuxCore:
 
     def ping(self, now: float) -> bytes:
         """A ping to send; its answer gives the round trip."""
-        self._n_pings += 1
-        self._pings[self._n_pings] = now
-        return HEADER.pack(0, PING, SYN, 0, self._n_pings)
-
-    @property
-    def unanswered_pings(self) -> int:
-        """How many pings have no answer yet."""
-        return len(self._pings)
+        return HEADER.pack(0, PING, SYN, 0, self.pings.begin(now))
 
     def receive_untrusted(self, data: bytes, now: float) -> tuple[list[YamuxEvent], bytes]:
         """Take bytes from the peer; returns events and bytes to answer with. Raises YamuxError."""
         self._buffer += data
-        events: list[YamuxEvent] = []
-        replies: list[bytes] = []
+        outcome = FrameOutcome()
+        for frame in self._cut_frames():
+            self._handle_frame(frame, now, outcome)
+        return outcome.events, bytes(outcome.replies)
+
+    def _cut_frames(self) -> Iterator[YamuxFrame]:
+        """Frames that are whole; each must be done with before the next is asked for. Raises YamuxError."""
         offset = 0
-        while len(self._buffer) - offset >= HEADER.size:
-            version, kind, flags, stream_id, length = HEADER.unpack_from(self._buffer, offset)
-            if version != 0 or kind > GO_AWAY:
-                raise YamuxError(f"expected a yamux frame of version 0, got version {version}, type {kind}")
-            # The length is judged before its data has come: what waits in the buffer never exceeds a stream's credit.
-            body = length if kind == DATA else 0
-            if kind == DATA and length > self._allowed_bytes(stream_id):
-                raise YamuxError(f"{length} B arrived on stream {stream_id}, beyond the credit it was given")
-            start = offset + HEADER.size
-            end = start + body
-            if len(self._buffer) < end:
-                break
-            payload = memoryview(self._buffer)[start:end]
-            try:
-                self._handle_frame(kind, flags, stream_id, length, payload, now, events, replies)
-            finally:
-                payload.release()
-            offset = end
-        del self._buffer[:offset]
-        return events, b"".join(replies)
+        try:
+            while len(self._buffer) - offset >= HEADER.size:
+                version, kind, flags, stream_id, length = HEADER.unpack_from(self._buffer, offset)
+                if version != 0 or kind > GO_AWAY:
+                    raise YamuxError(f"expected a yamux frame of version 0, got version {version}, type {kind}")
+                # The length is judged before its data has come: what waits in the buffer never exceeds a stream's
+                # credit.
+                if kind == DATA and length > self._allowed_bytes(stream_id):
+                    raise YamuxError(f"{length} B arrived on stream {stream_id}, beyond the credit it was given")
+                start = offset + HEADER.size
+                end = start + (length if kind == DATA else 0)
+                if len(self._buffer) < end:
+                    return
+                with memoryview(self._buffer)[start:end] as payload:
+                    yield YamuxFrame(kind, flags, stream_id, length, payload)
+                offset = end
+        finally:
+            del self._buffer[:offset]
 
     def _allowed_bytes(self, stream_id: int) -> int:
         stream = self.streams.get(stream_id)
         return stream.credit_left if stream is not None else INITIAL_WINDOW
 
-    def _handle_frame(
-        self,
-        kind: int,
-        flags: int,
-        stream_id: int,
-        length: int,
-        payload: memoryview,
-        now: float,
-        events: list[YamuxEvent],
-        replies: list[bytes],
-    ) -> None:
-        if kind == PING:
-            self._handle_ping(flags, length, now, events, replies)
-        elif kind == GO_AWAY:
-            events.append(YamuxEvent("go_away"))
+    def _handle_frame(self, frame: YamuxFrame, now: float, outcome: FrameOutcome) -> None:
+        if frame.kind == PING and frame.flags & SYN:
+            outcome.replies += HEADER.pack(0, PING, ACK, 0, frame.length)
+        elif frame.kind == PING:
+            if self.pings.end(frame.length, now):
+                outcome.events.append(YamuxEvent("pong"))
+        elif frame.kind == GO_AWAY:
+            outcome.events.append(YamuxEvent("go_away"))
         else:
-            stream = self._stream_for(stream_id, flags, events, replies)
+            stream = self._stream_for(frame, outcome)
             if stream is not None:
-                self._handle_stream(stream, kind, flags, length, payload, events)
+                self._handle_stream(stream, frame, outcome.events)
 
-    def _handle_ping(
-        self,
-        flags: int,
-        value: int,
-        now: float,
-        events: list[YamuxEvent],
-        replies: list[bytes],
-    ) -> None:
-        if flags & SYN:
-            replies.append(HEADER.pack(0, PING, ACK, 0, value))
-            return
-        sent_at = self._pings.pop(value, None)
-        if sent_at is None:
-            return  # nobody asked
-        trip_s = now - sent_at
-        self.round_trip_s = trip_s if self.round_trip_s is None else min(self.round_trip_s, trip_s)
-        events.append(YamuxEvent("pong"))
-
-    def _stream_for(
-        self, stream_id: int, flags: int, events: list[YamuxEvent], replies: list[bytes]
-    ) -> StreamState | None:
-        stream = self.streams.get(stream_id)
-        if stream is not None or not flags & SYN:
+    def _stream_for(self, frame: YamuxFrame, outcome: FrameOutcome) -> StreamState | None:
+        stream = self.streams.get(frame.stream)
+        if stream is not None or not frame.flags & SYN:
             return stream  # frames for a stream that was reset here are dropped
-        if stream_id % 2 != self._remote_parity or stream_id == 0:
-            raise YamuxError(f"the peer opened stream {stream_id}, whose number is ours to give")
+        if frame.stream % 2 != self._remote_parity or frame.stream == 0:
+            raise YamuxError(f"the peer opened stream {frame.stream}, whose number is ours to give")
         if len(self.streams) >= MAX_STREAMS:
-            replies.append(HEADER.pack(0, WINDOW, RST, stream_id, 0))
+            outcome.replies += HEADER.pack(0, WINDOW, RST, frame.stream, 0)
             return None
-        stream = StreamState(stream_id)
-        self.streams[stream_id] = stream
-        replies.append(HEADER.pack(0, WINDOW, ACK, stream_id, 0))
-        events.append(YamuxEvent("opened", stream_id))
+        stream = StreamState(frame.stream)
+        self.streams[stream.id] = stream
+        outcome.replies += HEADER.pack(0, WINDOW, ACK, stream.id, 0)
+        outcome.events.append(YamuxEvent("opened", stream.id))
         return stream
 
-    def _handle_stream(
-        self,
-        stream: StreamState,
-        kind: int,
-        flags: int,
-        length: int,
-        payload: memoryview,
-        events: list[YamuxEvent],
-    ) -> None:
-        if kind == WINDOW and length:
-            stream.send_window = min(stream.send_window + length, 2**32)
+    def _handle_stream(self, stream: StreamState, frame: YamuxFrame, events: list[YamuxEvent]) -> None:
+        if frame.kind == WINDOW and frame.length:
+            stream.send_window = min(stream.send_window + frame.length, 2**32)
             events.append(YamuxEvent("writable", stream.id))
-        if kind == DATA and length:
-            stream.credit_left -= length
-            stream.received += length
-            stream.readable += payload
+        if frame.kind == DATA and frame.length:
+            stream.credit_left -= frame.length
+            stream.received += frame.length
+            stream.readable += frame.payload
             events.append(YamuxEvent("readable", stream.id))
-        if flags & RST:
+        if frame.flags & RST:
             stream.reset = True
             self._forget_stream(stream)
             events.append(YamuxEvent("reset", stream.id))
-        elif flags & FIN:
+        elif frame.flags & FIN:
             stream.remote_closed = True
             self._forget_if_done(stream)
             events.append(YamuxEvent("closed", stream.id))
 
     def _window_growth(self, stream: StreamState, now: float) -> int:
         """By how much a window grows: it doubles while its reader takes all of it in less than two round trips."""
-        if self.round_trip_s is None or now - stream.credited_at >= 2 * self.round_trip_s + 0.002:
+        round_trip_s = self.pings.round_trip_s
+        if round_trip_s is None or now - stream.credited_at >= 2 * round_trip_s + 0.002:
             return 0
-        spare = min(self._window_spare, self._windows.spare)
-        growth = min(stream.receive_window, MAX_WINDOW - stream.receive_window, spare)
-        self._window_spare -= growth
-        self._windows.spare -= growth
+        allowed = self._budget.growth_allowed(self._grown_bytes)
+        growth = min(stream.receive_window, MAX_WINDOW - stream.receive_window, allowed)
+        self._grown_bytes += growth
+        self._budget.spare -= growth
         return growth
 
     def end(self) -> None:
@@ -289,5 +309,6 @@ class YamuxCore:
 
     def _forget_stream(self, stream: StreamState) -> None:
         if self.streams.pop(stream.id, None) is not None:
-            self._window_spare += stream.receive_window - INITIAL_WINDOW
-            self._windows.spare += stream.receive_window - INITIAL_WINDOW
+            growth = stream.receive_window - INITIAL_WINDOW
+            self._grown_bytes -= growth
+            self._budget.spare += growth

@@ -35,7 +35,7 @@ class _Visitor:
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """Check a member's own certificate. Raises Refused."""
-        self._exchange.admit(peer, hello)
+        self._exchange.roster.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
         """Answer nothing."""

@@ -220,7 +220,7 @@ class Directory:
             "peer": self._identity.peer_id,
             "sequence": self._sequence,
             "issued_at": now,
-            "expires_at": records.expiry_of(now, self.exchange.pass_of(self._certificate).ends_at),
+            "expires_at": records.expiry_of(now, self.exchange.roster.pass_of(self._certificate).ends_at),
             "certificate": self._certificate,
         }
         kinds: dict[str, type[AnyRecord]] = {"peer": PeerRecord, "span": SpanRecord, "run": RunRecord}
@@ -409,7 +409,7 @@ def value_validator(exchange: Exchange, wall_clock: Callable[[], float]) -> Call
             raise IntegrityError("a catalog in a value of the DHT")
         highest = 0
         for raw in body.envelopes:
-            verified = records.read_untrusted(raw, exchange.doors.founders.ever, wall_clock())
+            verified = records.read_untrusted(raw, exchange.roster.admission.founders.ever, wall_clock())
             if record_key(exchange.keys.swarm_id, PeerId(verified.record.peer)) != key:
                 raise IntegrityError(f"a record of {verified.record.peer} under the key {key}")
             highest = max(highest, verified.record.sequence)

@@ -36,18 +36,18 @@ class Order:
 
     def weight(self, peer: PeerId) -> float:
         """What sessions of a client weigh beside those of weight 1."""
-        membership = self._exchange.members.get(peer)
+        membership = self._exchange.roster.met.get(peer)
         if membership is None:
             return 1.0
-        is_own = self._exchange.voucher_of(peer) == self._exchange.voucher_of(self._me)
+        is_own = self._exchange.roster.voucher_of(peer) == self._exchange.roster.voucher_of(self._me)
         full_weight = order.member_weight(self._exchange.book.catalog, membership, self.balance(peer), is_own)
         return max(
-            LEAST_WEIGHT, full_weight / self._exchange.n_sharing(peer)
+            LEAST_WEIGHT, full_weight / self._exchange.roster.n_sharing(peer)
         )  # an invite for any number is one voucher
 
     def balance(self, peer: PeerId) -> Balance:
         """What passed between this machine and the guests of a peer's invite, as far as the books were read."""
-        return self._balances.get(self._exchange.voucher_of(peer), Balance())
+        return self._balances.get(self._exchange.roster.voucher_of(peer), Balance())
 
     async def run(self) -> None:
         """Read the books now and then, until cancelled."""
@@ -60,7 +60,7 @@ class Order:
 
     def _read(self) -> dict[bytes, Balance]:
         """A client that signs no bill has taken all the same: this machine's own count is enough for its own order."""
-        own_voucher = self._exchange.voucher_of(self._me)
+        own_voucher = self._exchange.roster.voucher_of(self._me)
         since = int(self._exchange.now()) - SINCE_S
         served = self._books.served(since)
         served.pop(own_voucher, None)

@@ -205,10 +205,10 @@ class Reachability:
     def _relayed(self, peer: PeerId, certificate: tuple[bytes, ...]) -> Relayed | None:
         exchange = self._directory.exchange
         try:
-            membership = exchange.check(peer, certificate)
+            membership = exchange.roster.check(peer, certificate)
         except (Refused, IntegrityError):
             return None
-        return Relayed(exchange.sponsor_of(membership), may_reserve=membership.role != "client")
+        return Relayed(exchange.roster.sponsor_of(membership), may_reserve=membership.role != "client")
 
     # --- the router ------------------------------------------------------------------------------------------
 

@@ -64,6 +64,6 @@ class Registrar:
     def _arrivals(self) -> dict[bytes, AdmittedMember]:
         ends_at = int(self._exchange.now()) + MEMBERSHIP_LIFETIME_S
         arrivals = {}
-        for key, invite, terms in self._exchange.doors.arrived():
+        for key, invite, terms in self._exchange.roster.admission.arrived():
             arrivals[key] = AdmittedMember(ends_at, invite, terms.may)
         return arrivals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import statistics
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import psutil
 import trio
 
 from swarmd.config import Config, Serve
+from swarmd.errors import ConfigError
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Rpc
 from swarmd.node.machine.presence import Presence
@@ -21,16 +23,20 @@ from swarmd.node.members.order import Order
 from swarmd.node.serving.balancer import Turnover, holders_of
 from swarmd.node.serving.trials import Trials, claimant_of
 from swarmd.node.worker.worker_link import Starter
+from swarmd.plan.chains.hosting import HostingLifecycle, Placement
 from swarmd.plan.chains.memory import blocks_that_fit, group_bytes
-from swarmd.plan.chains.placement import Holder, choose_span
+from swarmd.plan.chains.placement import Holder, choose_model, choose_span
 from swarmd.plan.chains.routing import STAYS_S, stays_s
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.protocol.understanding import Understanding
 from swarmd.usage_ledger import UsageLedger
-from swarmd.values import Decision, ModelId, PeerId, Span
+from swarmd.values import ModelId, PeerId, Span
 
+LOOK_INTERVAL_S = 0.5  # a model that is added is served as soon as a person looks
 FIRST_LOOK_S = 4.0  # to see who else is there before choosing
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -71,12 +77,28 @@ class HostingServices:
         return self.rpc.network.peer_id
 
 
+async def wait_for_model(services: HostingServices, settings: Serve, lifecycle: HostingLifecycle) -> ModelId:
+    """Wait until the catalog lists the model asked for, or any; then the one that needs servers most."""
+    while True:
+        view = services.directory.view()
+        stored_models = frozenset(services.store.library.folders)
+        choice = choose_model(view.spans, view.catalog.models, settings.model, stored_models)
+        if choice.action is not None:
+            model, n_blocks = choice.action
+            if settings.span is not None and settings.span.end > n_blocks:
+                raise ConfigError(f"--blocks {settings.blocks} exceeds the model's {n_blocks} blocks")
+            return model
+        if lifecycle.wait_for_model(choice.reason):
+            logger.warning("%s", choice.reason)
+        await trio.sleep(LOOK_INTERVAL_S)
+
+
 async def choose_blocks(
-    services: HostingServices, settings: Serve, slot: int, at_most: int, model: ModelId
-) -> Decision[Span]:
-    """Choose the blocks of a model that a worker holds: ``at_most`` so many (0: as many as fit). Raises SwarmError."""
+    services: HostingServices, settings: Serve, slot: int, max_blocks: int, model: ModelId
+) -> Placement:
+    """Choose the blocks of a model that a worker holds: ``max_blocks`` (0: as many as fit). Raises SwarmError."""
     if settings.span is not None:
-        return Decision(settings.span, f"blocks {settings.span}, as --blocks says")
+        return Placement(model, settings.span, f"blocks {settings.span}, as --blocks says")
     with trio.move_on_after(FIRST_LOOK_S):  # see who else is there before choosing
         while len(services.directory.view().peers) < 2:
             await trio.sleep(0.2)
@@ -85,7 +107,7 @@ async def choose_blocks(
     block_bytes, head_bytes = group_bytes(manifest, settings.dtype, settings.quantize)
     free_bytes = max(0, _free_bytes(services, slot) - settings.head * head_bytes)
     n_fit = blocks_that_fit(free_bytes, block_bytes)
-    n_fit = min(n_fit, settings.max_blocks or n_fit, at_most or n_fit)
+    n_fit = min(n_fit, settings.max_blocks or n_fit, max_blocks or n_fit)
     holders = holders_of(await _believed_spans(services, model, n_blocks))
     speed = statistics.median([h.blocks_per_s for h in holders] or [1.0])  # its own is not measured yet
     for other_slot, choice in services.choices.items():
@@ -97,7 +119,7 @@ async def choose_blocks(
     if settings.head and span.end == n_blocks:
         n_bytes += head_bytes
     services.choices[slot] = PlacementChoice(model, span, n_bytes)
-    return decision
+    return Placement(model, span, decision.reason)
 
 
 def _free_bytes(services: HostingServices, slot: int) -> int:

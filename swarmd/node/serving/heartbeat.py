@@ -12,7 +12,7 @@ from swarmd.net.rpc import Rpc
 from swarmd.node.serving.hops import Hops, Key, SessionHop
 from swarmd.node.serving.outbox import Outbox
 from swarmd.plan.chains.session import LEASE_S, PROGRESS_INTERVAL_S, SUSPECT_AFTER_S
-from swarmd.protocol.wire.messages import Progress, Suspect, framed
+from swarmd.protocol.wire.messages import Progress, Suspect, encode_frame
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ UNUSED_LEASE_S = 60.0  # of a session that took no op: room was promised and is 
 class Heartbeats:
     """See the module. Acts on the hops that its server holds."""
 
-    def __init__(self, rpc: Rpc, hops: Hops[SessionHop], outbox: Outbox) -> None:
+    def __init__(self, rpc: Rpc, hops: Hops, outbox: Outbox) -> None:
         self._rpc = rpc
         self._hops = hops
         self._outbox = outbox
@@ -76,7 +76,7 @@ class Heartbeats:
     def _lease_s(self, hop: SessionHop) -> float:
         if not hop.state.received:
             return UNUSED_LEASE_S
-        return LEASE_S if self._rpc.existing(hop.state.client) else ABANDONED_LEASE_S
+        return LEASE_S if self._rpc.find_channel(hop.state.client) else ABANDONED_LEASE_S
 
     def _report(self, key: Key, hop: SessionHop, now: float) -> None:
         hop.told_at = now
@@ -89,7 +89,7 @@ class Heartbeats:
                 received=hop.state.received,
                 finished=hop.state.finished,
             )
-            self._outbox.put(hop.sender, framed(progress))
+            self._outbox.put(hop.sender, encode_frame(progress))
 
     def _suspect(self, key: Key, hop: SessionHop, reason: str) -> None:
         if hop.suspected:
@@ -103,4 +103,4 @@ class Heartbeats:
             seq=hop.watch.sent,
             reason=reason[:500],
         )
-        self._outbox.tell(hop.state.client, framed(suspicion))
+        self._outbox.tell(hop.state.client, encode_frame(suspicion))

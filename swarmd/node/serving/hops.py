@@ -1,4 +1,4 @@
-"""The hops that a server holds for others, of sessions and of lanes: their state, and how frames find them.
+"""The hops of sessions that a server holds for others: their state, and how frames find them.
 
 A hop knows its client, its predecessor and its successor, and is found by the block where it starts or ends.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 import trio
 
@@ -85,21 +84,6 @@ class SessionHop:
         self.waiting_edits += n_edits
 
 
-@dataclass(slots=True)
-class LaneHop:
-    """One hop of one client's lane. ``waiting`` counts the bytes of each frame that its worker has not answered."""
-
-    client: PeerId
-    principal: bytes
-    span: Span
-    predecessor: PeerId
-    successor: PeerId
-    push: bool = False
-    why: str = ""
-    used_at: float = 0.0
-    waiting: dict[tuple[type, int], int] = field(default_factory=dict)
-
-
 def session_lost(key: Key, reason: str) -> Refusal:
     """What a client is told whose hop, of a session or a lane, is over."""
     session, start = key
@@ -111,7 +95,7 @@ def session_lost(key: Key, reason: str) -> Refusal:
     )
 
 
-def session_rows(hops: Hops[SessionHop]) -> tuple[SessionRow, ...]:
+def session_rows(hops: Hops) -> tuple[SessionRow, ...]:
     """One row for each hop, for people."""
     return tuple(
         SessionRow(
@@ -128,9 +112,6 @@ def session_rows(hops: Hops[SessionHop]) -> tuple[SessionRow, ...]:
     )
 
 
-HopT = TypeVar("HopT", SessionHop, LaneHop)
-
-
 # A frame that comes in names the block where its hop starts. What a successor sends back (progress, refusals, frames of
 # a backward pass) names the block where this peer's hop ends. So hops are kept by their first block, with a second
 # index by their end:
@@ -141,11 +122,11 @@ HopT = TypeVar("HopT", SessionHop, LaneHop)
 #
 # Two hops of one session may end at the same block for a moment, while a repair replaces one by the other. Then the
 # newer one is found by its end, and removing the older one must not remove the newer one's entry.
-class Hops(Generic[HopT]):
+class Hops:
     """Hops by session and first block; of those that end at one block the one that was put last is found there."""
 
     def __init__(self) -> None:
-        self._hops: dict[Key, HopT] = {}
+        self._hops: dict[Key, SessionHop] = {}
         self._by_end: dict[Key, Key] = {}
         self._has_come = trio.Event()
 
@@ -158,27 +139,27 @@ class Hops(Generic[HopT]):
     def __len__(self) -> int:
         return len(self._hops)
 
-    def __iter__(self) -> Iterator[HopT]:
+    def __iter__(self) -> Iterator[SessionHop]:
         return iter(self._hops.values())
 
     def __contains__(self, key: Key) -> bool:
         return key in self._hops
 
-    def items(self) -> list[tuple[Key, HopT]]:
+    def items(self) -> list[tuple[Key, SessionHop]]:
         """All of them at this moment: hops may come and go while a caller goes through them."""
         return list(self._hops.items())
 
-    def get(self, key: Key) -> HopT | None:
+    def get(self, key: Key) -> SessionHop | None:
         return self._hops.get(key)
 
-    def put(self, key: Key, hop: HopT) -> None:
+    def put(self, key: Key, hop: SessionHop) -> None:
         """Enter a hop, in place of one that has the same key."""
         self.pop(key)
         self._hops[key] = hop
         self._by_end[key[0], hop.span.end] = key
         self._has_come.set()
 
-    def pop(self, key: Key) -> HopT | None:
+    def pop(self, key: Key) -> SessionHop | None:
         """Remove a hop and return it; None where there is none."""
         hop = self._hops.pop(key, None)
         if hop is None:
@@ -188,7 +169,7 @@ class Hops(Generic[HopT]):
             del self._by_end[end_key]
         return hop
 
-    def ending_at(self, session: bytes, end: int) -> HopT | None:
+    def ending_at(self, session: bytes, end: int) -> SessionHop | None:
         """Find the hop of a session that ends at a block."""
         key = self._by_end.get((session, end))
         return self._hops.get(key) if key else None

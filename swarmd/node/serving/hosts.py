@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import trio
@@ -12,8 +12,9 @@ from swarmd.errors import Code, ConfigError, Refused
 from swarmd.net.api import Purpose, TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.node.serving.choosing import HostingServices
+from swarmd.node.serving.deployment import Deployment
 from swarmd.node.serving.hosting import Hosting
-from swarmd.node.serving.leaving import ServingPause
+from swarmd.plan.chains.hosting import ServingPause
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import (
     AnyMessage,
@@ -58,6 +59,10 @@ class Hosts:
     def __iter__(self) -> Iterator[Hosting]:
         return iter(self._hostings)
 
+    def deployments(self) -> list[Deployment]:
+        """What is served now."""
+        return [hosting.deployment for hosting in self._hostings if hosting.deployment is not None]
+
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve all of it until cancelled."""
         async with trio.open_nursery() as nursery:
@@ -78,8 +83,8 @@ class Hosts:
         session = getattr(message, "session", None)
         if session is None and not isinstance(message, PutTuned):
             return False
-        hosting = self._for(message)
-        if hosting is not None and await hosting.handle(peer, message, frame, channel):
+        deployment = find_receiver(self.deployments(), message)
+        if deployment is not None and await deployment.handle(peer, message, frame, channel):
             return True
         if isinstance(message, NEEDS_A_HOP):
             raise Refused(Code.NOT_SERVING, "this peer serves no blocks", 5.0)
@@ -89,53 +94,34 @@ class Hosts:
         """Hand a frame of this very peer to the hop that it is for. Raises Refused."""
         await self.handle(peer, message, frame, None)
 
-    def _for(self, message: AnyMessage) -> Hosting | None:
-        """The hosting that a message is for; the first that serves where no one has a claim on it."""
-        serving = [h for h in self._hostings if h.server is not None]
-        if len(serving) < 2:
-            return serving[0] if serving else None
-        if isinstance(message, OpenSession | OpenLane | PutTuned):
-            able = [h for h in serving if h.holds(message.model, message.start, message.end)]
-            default = able[0] if able else serving[0]
-            return next((h for h in able if h.takes_sessions), default)
-        session = getattr(message, "session", b"")
-        block = getattr(message, "start", 0)
-        by_end = next((h for h in serving if h.ends_at(session, block)), None)
-        by_start = next((h for h in serving if h.starts_at(session, block)), None)
-        if isinstance(message, NAMES_END_OF_HOP):
-            return by_end or serving[0]
-        if isinstance(message, Refusal):
-            return by_end or by_start or serving[0]
-        return by_start or serving[0]
-
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
         """Act on the end of the last channel of one purpose to a peer."""
-        for hosting in self._hostings:
-            hosting.gone(peer, purpose)
+        for deployment in self.deployments():
+            deployment.gone(peer, purpose)
 
     # --- what the owner asks ---------------------------------------------------------------------------------
 
     def drain(self, model: str = "") -> int:
         """Stop serving a model ("": all) until ``resume``; returns how many sessions are to be taken over."""
-        chosen = [h for h in self._named(model) if not h.is_held(ServingPause.DRAIN)]
+        chosen = [h for h in self._named(model) if not h.lifecycle.is_paused_by(ServingPause.DRAIN)]
         if not chosen:
             raise ConfigError("this daemon serves no blocks: there is nothing to drain")
-        return sum(hosting.hold(ServingPause.DRAIN, PAUSED_BY_DRAIN) for hosting in chosen)
+        return sum(hosting.pause(ServingPause.DRAIN, PAUSED_BY_DRAIN) for hosting in chosen)
 
     def resume(self, model: str = "") -> None:
         """Serve again after a drain."""
         if not self._hostings:
             raise ConfigError("this daemon was started with --no-serve: start it without")
         for hosting in self._named(model):
-            hosting.release(ServingPause.DRAIN)
+            hosting.resume(ServingPause.DRAIN)
 
     def rest(self, reason: str) -> None:
         """Stop all at once for a reason; "" serves again."""
         for hosting in self._hostings:
             if reason:
-                hosting.hold(ServingPause.POLICY, reason)
+                hosting.pause(ServingPause.POLICY, reason)
             else:
-                hosting.release(ServingPause.POLICY)
+                hosting.resume(ServingPause.POLICY)
 
     def _named(self, model: str) -> list[Hosting]:
         if not model:
@@ -156,24 +142,35 @@ class Hosts:
 
     # --- what they say of themselves ---------------------------------------------------------------------------
 
-    def n_decoding(self) -> int:
-        """Count the sessions that took a step just now."""
-        return sum(hosting.n_decoding() for hosting in self._hostings)
-
     def records(self) -> list[dict[str, Any]]:
         """Give the fields of all span records that this daemon announces."""
         return [record for hosting in self._hostings for record in hosting.records()]
 
     def likely_next(self) -> set[PeerId]:
         """Name the peers to which chains through this daemon go on."""
-        return set().union(*(hosting.likely_next() for hosting in self._hostings))
+        return set().union(*(hosting.neighbours() for hosting in self._hostings))
 
     def snapshot(self) -> tuple[status.HostingStatus, ...]:
         return tuple(hosting.snapshot() for hosting in self._hostings)
 
-    def sessions(self) -> tuple[status.SessionRow, ...]:
-        """Give one row for each hop that is served here."""
-        return tuple(row for hosting in self._hostings for row in hosting.sessions())
+
+def find_receiver(deployments: Sequence[Deployment], message: AnyMessage) -> Deployment | None:
+    """The deployment that a message is for; the first that serves where no one has a claim on it."""
+    if len(deployments) < 2:
+        return deployments[0] if deployments else None
+    if isinstance(message, OpenSession | OpenLane | PutTuned):
+        able = [d for d in deployments if d.holds(message.model, message.start, message.end)]
+        default = able[0] if able else deployments[0]
+        return next((d for d in able if d.takes_sessions), default)
+    session = getattr(message, "session", b"")
+    block = getattr(message, "start", 0)
+    by_end = next((d for d in deployments if d.ends_at(session, block)), None)
+    by_start = next((d for d in deployments if d.starts_at(session, block)), None)
+    if isinstance(message, NAMES_END_OF_HOP):
+        return by_end or deployments[0]
+    if isinstance(message, Refusal):
+        return by_end or by_start or deployments[0]
+    return by_start or deployments[0]
 
 
 def _name_for_people(row: status.HostingStatus) -> str:

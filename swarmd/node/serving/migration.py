@@ -18,7 +18,7 @@ from swarmd.node.serving.next_hop import NextHopDialer
 from swarmd.node.serving.outbox import Outbox
 from swarmd.node.worker.worker_link import WorkerLink, WorkerLost, WorkerReply
 from swarmd.protocol.fields import Message
-from swarmd.protocol.wire.messages import HandedOver, HandOver, Refusal, framed
+from swarmd.protocol.wire.messages import HandedOver, HandOver, Refusal, encode_frame
 from swarmd.values import PeerId
 
 SEND_TIMEOUT_S = 60.0  # for all caches of one hop
@@ -77,7 +77,7 @@ class Migrations:
         if failure or not answers:
             code = Code.REFUSED.value
             answers = [Refusal(re=request.id, code=code, message=failure[:500])]
-        self._outbox.tell(client, framed(answers[0]))
+        self._outbox.tell(client, encode_frame(answers[0]))
 
     async def _close_when_answered(self, request: HandOver, answer: WorkerReply, answers: list[Message]) -> None:
         def handed(answered: HandedOver) -> HandedOver:

@@ -60,7 +60,7 @@ class NextHopDialer:
 
     async def connect(self, purpose: Purpose, peer: PeerId) -> bool:
         """Have a channel to a peer that a client named; a failure takes ``PUSH_TIMEOUT_S``, whatever it is."""
-        if self._rpc.existing(peer, purpose) is not None:
+        if self._rpc.find_channel(peer, purpose) is not None:
             return True
         if self._failed_lately(peer) or self._was_lost_lately(peer):
             return False

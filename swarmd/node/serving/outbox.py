@@ -76,7 +76,7 @@ class Outbox:
 
     def tell(self, client: PeerId, frame: bytes) -> None:
         """Queue ``frame`` for a client on the channel that it opened; one that is gone hears nothing."""
-        if self._rpc.existing(client, self._purpose) is not None:
+        if self._rpc.find_channel(client, self._purpose) is not None:
             self.put(client, frame)
 
     def put(self, peer: PeerId, frame: bytes) -> None:
@@ -123,7 +123,7 @@ class Outbox:
 
     async def send(self, peer: PeerId, frame: bytes) -> None:
         """Send at once what need not wait for anybody, which saves a task switch on the way of every token."""
-        channel = self._rpc.existing(peer, self._purpose)
+        channel = self._rpc.find_channel(peer, self._purpose)
         if channel is None or peer in self._waiting or not channel.can_send(len(frame)):
             self.put(peer, frame)
             return
@@ -155,7 +155,7 @@ class Outbox:
         if peer == self._rpc.network.peer_id:
             await self._to_self(frame)
         else:
-            channel = self._rpc.existing(peer, self._purpose)
+            channel = self._rpc.find_channel(peer, self._purpose)
             if channel is None:
                 channel = await self._rpc.channel(peer, self._purpose)
             await channel.send_raw(frame)

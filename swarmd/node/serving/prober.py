@@ -28,7 +28,7 @@ from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
 from swarmd.node.serving.server import Server
 from swarmd.node.serving.short_session import opening_of, short_session
-from swarmd.plan.trust.equality import bound_of, errors, is_equal
+from swarmd.plan.trust.equality import bound_of, is_equal, measure_errors
 from swarmd.plan.trust.reputation import (
     PROBE_LIFETIME_S,
     PROBES_OF_EACH,
@@ -118,7 +118,7 @@ class Prober:
             view = services.directory.view()
             spans = view.listed()
             unsaid_s = self._unsaid_times(spans, view.peers.values(), now)
-            due = choose_probes(services.me, spans, services.exchange.voucher_of, self._probed_at, now, unsaid_s)
+            due = choose_probes(services.me, spans, services.exchange.roster.voucher_of, self._probed_at, now, unsaid_s)
             for target, mine in due:
                 key = (target.peer, name_of(target))
                 try:
@@ -143,7 +143,7 @@ class Prober:
     def _note(self, target: SpanRecord, decision: Decision[bool]) -> None:
         level = logging.INFO if decision.action else logging.WARNING
         logger.log(level, "probe of [%d,%d) on %s: %s", target.start, target.end, target.peer, decision.reason)
-        voucher = self._services.exchange.voucher_of(PeerId(target.peer))
+        voucher = self._services.exchange.roster.voucher_of(PeerId(target.peer))
         key = (target.peer, name_of(target))
         self._findings.pop(key, None)  # the newest last
         self._findings[key] = (make_finding(target, decision.action, voucher), decision.reason)
@@ -213,7 +213,7 @@ class Prober:
             raise Refused(Code.REFUSED, "these numbers overflow here, too")
         bound = bound_of(accused.dtype, accused.quantize)
         entered = shown.entered[:, last]
-        deviations = errors(entered, shown.left, own_output[:, last], bound)
+        deviations = measure_errors(entered, shown.left, own_output[:, last], bound)
         is_clear = float(deviations.max()) < CLEARLY_BELOW * bound.token
         return is_equal(deviations, bound), is_clear
 
@@ -236,7 +236,7 @@ class Prober:
             if their_output.shape != own_output.shape:
                 return Decision(False, f"expected hidden states {own_output.shape}, got {their_output.shape}")
             bound = bound_of(target.dtype, target.quantize)
-            return is_equal(errors(entered, their_output, own_output, bound), bound)
+            return is_equal(measure_errors(entered, their_output, own_output, bound), bound)
         raise PeerTimeout(f"{target.peer[-8:]} did not answer within {PROBE_TIMEOUT_S:.0f} s")
 
     async def _ask(self, target: SpanRecord, span: Span, entered: Floats) -> Floats:

@@ -25,7 +25,7 @@ from swarmd.protocol.wire.messages import (
     TokensAre,
     WantReceipt,
     WantTokens,
-    framed,
+    encode_frame,
 )
 from swarmd.values import PeerId
 
@@ -87,7 +87,7 @@ class Receipts:
         """A session is over: what it came to goes into the books."""
         if hop.bill is not None:
             bill, signed = hop.bill
-            self._served.books.add(bill, signed, self._exchange.voucher_of(hop.state.client))
+            self._served.books.add(bill, signed, self._exchange.roster.voucher_of(hop.state.client))
 
     async def answer(self, hop: SessionHop, request: WantReceipt | WantTokens) -> None:
         """Sign now what has passed since the last receipt, or have the worker show it. Raises Refused, WorkerLost."""
@@ -106,11 +106,11 @@ class Receipts:
         except (Refused, WorkerLost) as error:
             code = error.code if isinstance(error, Refused) else Code.SESSION_LOST
             refusal = Refusal(re=request.id, code=code.value, message=str(error)[:500])
-            self._outbox.tell(client, framed(refusal))
+            self._outbox.tell(client, encode_frame(refusal))
             return
         assert isinstance(reply, TokensAre)
         tokens = TokensAre(re=request.id, tensor=reply.tensor)
-        self._outbox.tell(client, framed(tokens, answer.payload))
+        self._outbox.tell(client, encode_frame(tokens, answer.payload))
 
     def _signed(self, key: Key, hop: SessionHop, call_id: int = 0) -> bytes:
         assert hop.trail is not None
@@ -156,4 +156,4 @@ class Receipts:
             bill=offered,
             given=giver_signature,
         )
-        return framed(message, body)
+        return encode_frame(message, body)

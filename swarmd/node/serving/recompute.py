@@ -12,7 +12,7 @@ from swarmd.node.serving.served import ServedBlocks
 from swarmd.node.worker.worker_link import WorkerLink
 from swarmd.protocol.wire.arrays import Floats, pack_array, unpack_array_untrusted
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import CloseSession, Op, OpenSession, Refusal, framed
+from swarmd.protocol.wire.messages import CloseSession, Op, OpenSession, Refusal, encode_frame
 from swarmd.values import Span
 
 TIMEOUT_S = 60.0  # others' work comes first
@@ -50,7 +50,7 @@ class Recompute:
         )
         try:
             with trio.fail_after(TIMEOUT_S):
-                await self._worker.send(framed(opening))
+                await self._worker.send(encode_frame(opening))
                 return await self._run(key, span.start, hidden, coming)
         except trio.TooSlowError:
             raise PeerTimeout(f"the worker here did not compute that within {TIMEOUT_S:.0f} s") from None
@@ -58,7 +58,7 @@ class Recompute:
             del self._parts[key]
             with trio.CancelScope(shield=True):
                 if self._worker.is_online:
-                    await self._worker.send(framed(CloseSession(session=key, start=span.start)))
+                    await self._worker.send(encode_frame(CloseSession(session=key, start=span.start)))
 
     async def _run(
         self, key: bytes, start: int, hidden: Floats, coming: trio.MemoryReceiveChannel[Floats | Refusal]
@@ -75,7 +75,7 @@ class Recompute:
                 settled=seq - 1,
                 tensor=meta,
             )
-            await self._worker.send(framed(op, payload))
+            await self._worker.send(encode_frame(op, payload))
             answer = await coming.receive()
             if isinstance(answer, Refusal):
                 raise Refused(Code(answer.code), answer.message)

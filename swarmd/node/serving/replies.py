@@ -7,7 +7,9 @@ from swarmd.node.serving.hops import SessionHop
 from swarmd.node.serving.next_hop import NextHopDialer
 from swarmd.node.serving.outbox import Outbox
 from swarmd.node.worker.worker_link import WorkerLink, WorkerReply
-from swarmd.protocol.wire.messages import Opened, OpenSession, Replay, Replayed, Reroute, Rerouted, framed
+from swarmd.plan.chains.lane_table import LaneHop
+from swarmd.protocol.wire.messages import Opened, OpenSession, Replay, Replayed, Reroute, Rerouted, encode_frame
+from swarmd.protocol.wire.tuning import OpenLane, TunedHeld
 from swarmd.values import PeerId
 
 
@@ -30,7 +32,7 @@ class Replies:
             numerics=loaded.numerics if loaded else "",
             layer_arity=loaded.layer_arity if loaded else 0,
         )
-        self._outbox.tell(channel.peer, framed(reply))
+        self._outbox.tell(channel.peer, encode_frame(reply))
 
     async def reply_rerouted(self, channel: Channel, message: Reroute, hop: SessionHop) -> None:
         """Tell a client that its hop has other neighbours now, and what it has received."""
@@ -41,7 +43,7 @@ class Replies:
             push=hop.push,
             why=hop.why[:500],
         )
-        self._outbox.tell(channel.peer, framed(reply))
+        self._outbox.tell(channel.peer, encode_frame(reply))
 
     async def reply_replayed(self, peer: PeerId, message: Replay, answer: WorkerReply) -> None:
         """Tell a client how much its hop sent again, once the worker says so."""
@@ -49,7 +51,25 @@ class Replies:
         def make_reply(reply: Replayed) -> Replayed:
             return Replayed(re=message.id, ops=reply.ops, tokens=reply.tokens)
 
-        self._outbox.tell(peer, framed(await answer.reply(message.id, make_reply)))
+        self._outbox.tell(peer, encode_frame(await answer.reply(message.id, make_reply)))
+
+    async def reply_lane_opened(self, channel: Channel, opening: OpenLane, lane: LaneHop) -> None:
+        """Tell a client that its lane's hop is open, and whether this server pushes to the next one."""
+        decision = await self._onward.reach("training", lane.client, lane.successor)
+        lane.push = decision.action
+        lane.why = decision.reason
+        loaded = self._worker.loaded
+        reply = Opened(
+            re=opening.id,
+            push=lane.push,
+            why=lane.why[:500],
+            layer_arity=loaded.layer_arity if loaded else 0,
+        )
+        self._outbox.tell(channel.peer, encode_frame(reply))
+
+    async def reply_parameters_held(self, peer: PeerId, call_id: int, answer: WorkerReply) -> None:
+        """Tell a client that its parameters are here, once the worker says so."""
+        self._outbox.tell(peer, encode_frame(await answer.reply(call_id, lambda _: TunedHeld(re=call_id))))
 
     async def _connect_onward(self, hop: SessionHop) -> None:
         """Find out whether this server can push to its successor; ``hop.why`` says so.

@@ -51,7 +51,7 @@ from swarmd.protocol.wire.messages import (
     Taken,
     WantReceipt,
     WantTokens,
-    framed,
+    encode_frame,
 )
 from swarmd.protocol.wire.worker import Done, Loaded
 from swarmd.status import ServerStatus, SessionRow
@@ -102,7 +102,7 @@ class Server:
         self._worker = worker
         self._on_change = changed
         self._tasks = Tasks()
-        self._hops: Hops[SessionHop] = Hops()
+        self._hops = Hops()
         self._opening: Counter[Key] = Counter()  # of which the worker has not said yet that it is open
         to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, on_refusal=self._on_refusal)
         self._outbox = Outbox(rpc, self._push_failed, to_self)
@@ -228,7 +228,7 @@ class Server:
         hop.watch.on_settled(op.settled)
         if op.tensor is not None:
             self._tokens_served += n_tokens
-            voucher = self._exchange.voucher_of(hop.state.client)
+            voucher = self._exchange.roster.voucher_of(hop.state.client)
             self.served.books.serve(voucher, n_tokens * len(hop.span))
         await self._worker.send(frame.raw)
 
@@ -247,7 +247,7 @@ class Server:
         await self._end(key)
         if hop is not None:
             text = "others ask for cache, and this client uses more than a fair share"
-            self._outbox.tell(hop.state.client, framed(session_lost(key, text)))
+            self._outbox.tell(hop.state.client, encode_frame(session_lost(key, text)))
 
     async def _resend(self, op: Op, hop: SessionHop) -> None:
         """Answer a repeated op from what the worker kept."""
@@ -257,13 +257,13 @@ class Server:
             epoch=hop.state.epoch,
             have=op.seq - 1,
         )
-        await self._worker.send(framed(request))
+        await self._worker.send(encode_frame(request))
 
     async def _on_open(self, channel: Channel, opening: OpenSession) -> None:
         client = channel.peer
         key = (opening.session, opening.start)
         self._check_open(client, opening)
-        principal = self._exchange.principal(client)
+        principal = self._exchange.roster.principal(client)
         weight = self.served.weight_of(client)
         n_tokens = opening.batch * opening.max_tokens
         now = trio.current_time()
@@ -285,7 +285,7 @@ class Server:
         self._hops.put(key, hop)
         self._opening[key] += 1
         for_worker = msgspec.structs.replace(opening, id=0, client=principal, weight=weight)
-        await self._worker.send(framed(for_worker))
+        await self._worker.send(encode_frame(for_worker))
         self._tasks.start_soon(self._replies.reply_opened, channel, opening, hop)
         self._on_change()
 
@@ -298,7 +298,7 @@ class Server:
     def _check_open(self, client: PeerId, opening: OpenSession) -> None:
         if unknown := messages.unknown_needs(opening.needs, self.served.understands.needs):
             raise Refused(Code.UNSUPPORTED, f"this version does not know {', '.join(unknown)}")
-        self._exchange.require_member(client, "use")
+        self._exchange.roster.require_member(client, "use")
         require_peer_ids(opening.predecessor, opening.successor)
         loaded = self.require_serving(opening.model, opening.start, opening.end, opening.dtype, opening.codec)
         if opening.numerics and opening.numerics != loaded.numerics:
@@ -353,11 +353,11 @@ class Server:
         with trio.move_on_after(timeout_s):
             for key, hop in self._hops.items():
                 session, start = key
-                if self._rpc.existing(hop.state.client) is None:
+                if self._rpc.find_channel(hop.state.client) is None:
                     await self._end(key)
                 else:
                     leaving = Leaving(session=session, start=start, epoch=hop.state.epoch)
-                    self._outbox.tell(hop.state.client, framed(leaving))
+                    self._outbox.tell(hop.state.client, encode_frame(leaving))
             while self._hops:
                 await self._ended.wait()
         return len(self._hops)
@@ -384,7 +384,7 @@ class Server:
         if hop is None or hop.successor != peer:
             return
         if refusal.epoch in (0, hop.state.epoch):
-            self._outbox.tell(hop.state.client, framed(refusal))
+            self._outbox.tell(hop.state.client, encode_frame(refusal))
 
     def _own_hop(self, peer: PeerId, session: bytes, start: int) -> SessionHop:
         hop = self._hops.get((session, start))
@@ -431,7 +431,7 @@ class Server:
         receiver = hop.successor if hop.push else None
         if receiver is not None:
             hop.watch.on_sent(op.seq, trio.current_time())
-        elif self._rpc.existing(hop.state.client) is not None:
+        elif self._rpc.find_channel(hop.state.client) is not None:
             receiver = hop.state.client
         if receiver is not None and has_more:
             self._outbox.put(receiver, frame.raw)
@@ -460,7 +460,7 @@ class Server:
             hop.state.received = hop.state.finished = message.seq
             if hop.trail is not None:
                 hop.trail.inherit(message.tokens, message.seq)
-            self._outbox.tell(hop.state.client, framed(message))
+            self._outbox.tell(hop.state.client, encode_frame(message))
 
     async def on_worker_refusal(self, refusal: Refusal) -> None:
         """The worker cannot do what a session asked for: its client must know."""
@@ -471,7 +471,7 @@ class Server:
         if hop is not None:
             if hop.trail is not None and refusal.seq and not self._opening[refusal.session or b"", refusal.start]:
                 hop.trail.refuse()
-            self._outbox.tell(hop.state.client, framed(refusal))
+            self._outbox.tell(hop.state.client, encode_frame(refusal))
 
     def on_worker_lost(self, reason: str) -> None:
         """Tell every client whose hop went down with the worker."""
@@ -479,7 +479,7 @@ class Server:
         self._opening.clear()
         for key, hop in self._hops.items():
             self._forget(key)
-            self._outbox.tell(hop.state.client, framed(session_lost(key, reason)))
+            self._outbox.tell(hop.state.client, encode_frame(session_lost(key, reason)))
 
     # --- what ends -------------------------------------------------------------------------------------------
 
@@ -496,7 +496,7 @@ class Server:
         session, start = key
         closing = CloseSession(session=session, start=start)
         try:
-            await self._worker.send(framed(closing))
+            await self._worker.send(encode_frame(closing))
         except WorkerLost:
             return
 

@@ -41,7 +41,7 @@ async def short_session(
     try:
         yield await rpc.call(peer, opening, timeout_s=timeout_s)
     finally:
-        channel = rpc.existing(peer)
+        channel = rpc.find_channel(peer)
         if channel is not None:
             closing = CloseSession(session=opening.session, start=opening.start)
             deadline = trio.current_time() + CLOSE_TIMEOUT_S

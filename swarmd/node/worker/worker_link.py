@@ -296,7 +296,7 @@ class WorkerLink:
         call_id = self._n_asked
         answer = self._answers[call_id] = WorkerReply()
         try:
-            await self.send(messages.framed(msgspec.structs.replace(request, id=call_id), payload))
+            await self.send(messages.encode_frame(msgspec.structs.replace(request, id=call_id), payload))
         except BaseException:
             self._answers.pop(call_id, None)
             raise
@@ -358,7 +358,7 @@ class WorkerLink:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch, nursery.cancel_scope)
                 nursery.start_soon(self._pass_on, self._process)
-                await self.send(messages.framed(self._request))
+                await self.send(messages.encode_frame(self._request))
                 nursery.start_soon(self._follow_share)
                 await self._read(self._process)
                 nursery.cancel_scope.cancel()
@@ -469,7 +469,7 @@ class WorkerLink:
     async def _follow_share(self) -> None:
         with suppress(WorkerLost):
             while True:
-                await self.send(messages.framed(SetComputeShare(share=self._share.value)))
+                await self.send(messages.encode_frame(SetComputeShare(share=self._share.value)))
                 await self._share.change()
 
     async def _watch(self, scope: trio.CancelScope) -> None:

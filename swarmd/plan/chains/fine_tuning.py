@@ -1,13 +1,12 @@
-"""How fine-tuning shares a server and a chain: whose micro-batch next, how much beside decoding, what stays in memory.
+"""How fine-tuning shares a server and a chain: whose micro-batch is next, and how much is done beside decoding.
 
 Decoding goes first. While sessions decode, forward and backward passes get a share of the worker's time, block by
-block. What a server keeps for a backward is bounded, and the client that holds most gives way first.
+block. What stays in memory between the two is decided in ``tuning_memory``.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,8 +20,6 @@ IN_FLIGHT_PER_SERVER = 4  # micro-batches: one that is computed, some that wait 
 LEAST_PER_SERVER = 2  # one that is computed, one that waits
 LONG_S = 2.0  # a micro-batch that took so long waited in queues: fewer under way serve as well
 TYPICAL_S = 0.02  # of a micro-batch at a server, for how many more fit into a long way
-
-Key = tuple[bytes, int]
 
 
 def micro_batches(b: int, t: int, rows: int = 0) -> list[slice]:
@@ -73,11 +70,12 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class TuningPass:
-    """A forward or backward pass that waits in a worker; ``order`` is a running number."""
+    """A forward or backward pass that waits in a worker; ``order`` is a running number, ``weight`` its client's."""
 
     client: bytes
     is_backward: bool
     order: int
+    weight: float = 1.0
 
 
 def choose_work(waiting: Sequence[TuningPass], served: Mapping[bytes, float]) -> Decision[int]:
@@ -89,6 +87,61 @@ def choose_work(waiting: Sequence[TuningPass], served: Mapping[bytes, float]) ->
     turn = min(waiting, key=rank)
     reason = "a backward pass, which frees memory" if turn.is_backward else "a forward pass, in its turn"
     return Decision(waiting.index(turn), reason)
+
+
+# Clients take turns by the seconds that each was given, divided by its weight. A pass that was begun is finished before
+# another one, since what it holds in memory is given back then.
+#
+# Invariant: who was idle has no claim on what others got meanwhile. A client that comes, or comes back, begins with no
+# less than the least of those who wait; else it would be served alone until it had caught up.
+class TuningQueue:
+    """The passes that wait in a worker, and the time that each client was given."""
+
+    def __init__(self) -> None:
+        self._waiting: list[TuningPass] = []
+        self._served: dict[bytes, float] = {}
+        self._begun: TuningPass | None = None
+        self._n_put = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Does any pass wait?"""
+        return bool(self._waiting)
+
+    def enter(self, client: bytes) -> None:
+        """A client has opened a lane."""
+        self._served.setdefault(client, min(self._served.values(), default=0.0))
+
+    def leave(self, client: bytes) -> None:
+        """A client's last lane is closed."""
+        self._served.pop(client, None)
+
+    def put(self, client: bytes, is_backward: bool, weight: float) -> TuningPass:
+        """Enter a pass."""
+        if all(work.client != client for work in self._waiting):
+            active = [self._served.get(work.client, 0.0) for work in self._waiting]
+            served = self._served.get(client, 0.0)
+            self._served[client] = max(served, min(active, default=0.0))
+        self._n_put += 1
+        work = TuningPass(client, is_backward, self._n_put, weight)
+        self._waiting.append(work)
+        return work
+
+    def choose(self) -> TuningPass:
+        """Choose what to compute next: the pass that was begun, else the one whose turn it is."""
+        if self._begun is None:
+            self._begun = self._waiting[choose_work(self._waiting, self._served).action]
+        return self._begun
+
+    def spend(self, work: TuningPass, seconds: float) -> None:
+        """Count the time that a part of a pass took."""
+        self._served[work.client] = self._served.get(work.client, 0.0) + seconds / work.weight
+
+    def remove(self, work: TuningPass) -> None:
+        """A pass is done, or needed no more."""
+        self._waiting.remove(work)
+        if self._begun is work:
+            self._begun = None
 
 
 @dataclass(slots=True)
@@ -119,45 +172,3 @@ class Allowance:
     def spend(self, seconds: float) -> None:
         """Take the time of one pass from the bucket, which may go below zero."""
         self.saved_s -= seconds
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBatch:
-    """What a worker keeps of one micro-batch for its backward."""
-
-    key: tuple[Key, int]
-    client: bytes
-    n_bytes: int
-    order: int
-
-
-def make_room(
-    batches: Sequence[HeldBatch], client: bytes, n_bytes: int, limit_bytes: int
-) -> Decision[list[tuple[Key, int]] | None]:
-    """Choose what gives way to ``n_bytes`` more of ``client``; None: nothing does, and the new one is not kept.
-
-    What was kept last will be asked for last, so of a client the newest goes first; and only clients that would still
-    hold as much as this one give anything.
-    """
-    free = limit_bytes - sum(batch.n_bytes for batch in batches)
-    if n_bytes <= free:
-        return Decision([], "there is room")
-    # Invariant: no client loses a batch to one that would then hold more than it. So two clients never evict each
-    # other's batches in turns, and the loop ends: each round shrinks the largest holder.
-    bytes_of_client: Counter[bytes] = Counter()
-    for batch in batches:
-        bytes_of_client[batch.client] += batch.n_bytes
-    evicted: list[tuple[Key, int]] = []
-    remaining = sorted(batches, key=lambda batch: batch.order)
-    while free < n_bytes:
-        other_clients = [c for c in bytes_of_client if c != client]
-        largest_client = max(other_clients, key=lambda c: bytes_of_client[c], default=None)
-        newest = next((batch for batch in reversed(remaining) if batch.client == largest_client), None)
-        n_after = bytes_of_client[client] + n_bytes
-        if newest is None or bytes_of_client[newest.client] - newest.n_bytes < n_after:
-            return Decision(None, f"{n_bytes} B more than fits, and nobody holds more than this client")
-        remaining.remove(newest)
-        evicted.append(newest.key)
-        bytes_of_client[newest.client] -= newest.n_bytes
-        free += newest.n_bytes
-    return Decision(evicted, f"{len(evicted)} of clients that hold more give way")

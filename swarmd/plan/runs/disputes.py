@@ -53,11 +53,11 @@ class DisputeReview:
 class DisputeVerdict:
     """``faulty`` peers with the reason and who witnessed it.
 
-    ``doubted``: who shall add up nothing more, each with the member that contradicts it.
+    ``contradicted``: who shall add up nothing more, each with the member that contradicts it.
     """
 
     faulty: dict[PeerId, tuple[str, set[PeerId]]] = field(default_factory=dict)
-    doubted: dict[PeerId, PeerId] = field(default_factory=dict)
+    contradicted: dict[PeerId, PeerId] = field(default_factory=dict)
 
 
 def find_disputes(group: Group, seen: Seen, me: PeerId) -> DisputeReview:
@@ -102,7 +102,7 @@ def settle_disputes(pairs: Iterable[Pair], me: PeerId | None) -> DisputeVerdict:
     for member, reducer in sorted(unsettled):
         if me in (member, reducer):
             liar = reducer if member == me else member
-            _convict(liar, {me}, "its numbers are others than those seen here", verdict)
+            verdict.faulty.setdefault(liar, ("its numbers are others than those seen here", {me}))
     # The peer with the most contradictions goes first, and its pairs with it: who only contradicted a liar is cleared.
     # Ties go by name, so that all who look at the same pairs come to the same verdict.
     while True:
@@ -114,23 +114,10 @@ def settle_disputes(pairs: Iterable[Pair], me: PeerId | None) -> DisputeVerdict:
         most_contradicted = max(sorted(opponents), key=lambda peer: len(opponents[peer]), default=None)
         if most_contradicted is None or len(opponents[most_contradicted]) < 2:
             break
-        _convict(
-            most_contradicted,
-            opponents[most_contradicted],
-            f"{len(opponents[most_contradicted])} others contradict it",
-            verdict,
-        )
-    verdict.doubted = {reducer: member for member, reducer in sorted(unsettled)}
+        witnesses = opponents[most_contradicted]
+        verdict.faulty[most_contradicted] = f"{len(witnesses)} others contradict it", witnesses
+    verdict.contradicted = {reducer: member for member, reducer in sorted(unsettled)}
     return verdict
-
-
-def _convict(
-    peer: PeerId,
-    witnesses: set[PeerId],
-    why: str,
-    verdict: DisputeVerdict,
-) -> None:
-    verdict.faulty.setdefault(peer, (why, witnesses))
 
 
 class _Review:

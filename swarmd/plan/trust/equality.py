@@ -55,7 +55,7 @@ def widen_bound(bound: Bound, n_hops: int) -> Bound:
     return replace(bound, token=token, typical=typical)
 
 
-def errors(inputs: Floats, outputs: Floats, reference: Floats, bound: Bound) -> Floats:
+def measure_errors(inputs: Floats, outputs: Floats, reference: Floats, bound: Bound) -> Floats:
     """The error of each token [t], the largest of its rows: outputs less ``reference``, by what the span added.
 
     ``inputs``, ``outputs`` and ``reference`` (the outputs that were computed again): [b, t, d].

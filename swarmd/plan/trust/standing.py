@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from swarmd.plan.trust.blame import Blame
 from swarmd.values import Decision
 
 HALF_LIFE_S = 600.0  # of a fault's weight
@@ -37,23 +38,32 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``weight`` of one fault of a kind; with ``bans`` it counts towards a ban, of ``ban_s`` at first."""
+    """``weight`` of one fault of a kind, and how much is held against its peer; a ban is of ``ban_s`` at first."""
 
     weight: float
-    bans: bool
+    blame: Blame
     meaning: str
     ban_s: float = FIRST_BAN_S
 
+    @property
+    def bans(self) -> bool:
+        """Does it count towards a ban?"""
+        return self.blame is Blame.OFFENCE
+
 
 RULES: Mapping[Fault, Rule] = {
-    Fault.MALFORMED: Rule(0.5, True, "bytes that no honest peer sends"),
-    Fault.FORGED: Rule(1.0, True, "a signature, certificate or commit that does not verify"),
-    Fault.BAD_CHUNK: Rule(2.0, True, "weights or state that are not what their hash says"),
-    Fault.FAULTY_NUMBERS: Rule(1.0, False, "hidden states, gradients or averages that cannot be right"),
-    Fault.WRONG_RESULTS: Rule(3.0, True, "others, or this machine, compute something else from its input", 3_600.0),
-    Fault.UNACCOUNTED: Rule(1.0, False, "no receipt for what it computed, or other numbers than it signed"),
-    Fault.FALSE_ACCUSATION: Rule(1.0, True, "evidence against another that computes rightly"),
-    Fault.SILENT: Rule(0.0, False, "no sign of life while something was outstanding: left out for a while, no more"),
+    Fault.MALFORMED: Rule(0.5, Blame.OFFENCE, "bytes that no honest peer sends"),
+    Fault.FORGED: Rule(1.0, Blame.OFFENCE, "a signature, certificate or commit that does not verify"),
+    Fault.BAD_CHUNK: Rule(2.0, Blame.OFFENCE, "weights or state that are not what their hash says"),
+    Fault.FAULTY_NUMBERS: Rule(1.0, Blame.FAULT, "hidden states, gradients or averages that cannot be right"),
+    Fault.WRONG_RESULTS: Rule(
+        3.0, Blame.OFFENCE, "others, or this machine, compute something else from its input", 3_600.0
+    ),
+    Fault.UNACCOUNTED: Rule(1.0, Blame.FAULT, "no receipt for what it computed, or other numbers than it signed"),
+    Fault.FALSE_ACCUSATION: Rule(1.0, Blame.OFFENCE, "evidence against another that computes rightly"),
+    Fault.SILENT: Rule(
+        0.0, Blame.SILENT, "no sign of life while something was outstanding: left out for a while, no more"
+    ),
 }
 
 
@@ -122,15 +132,13 @@ def record_fault(
     return Decision(True, f"banned for {ban_s:.0f} s, for the {history.n_bans}. time: {history.why}")
 
 
-def leave_out(
-    history: FaultHistory, now: float, for_s: float, longest_s: float, is_way_to_blame: bool = False
-) -> float:
+def leave_out(history: FaultHistory, now: float, for_s: float, longest_s: float, is_relayed: bool = False) -> float:
     """Do without a peer for a while, twice as long each time until it does something right; returns until when.
 
-    ``is_way_to_blame``: a relay may be what is silent, so it is a last resort at once, unless it was left out before.
+    ``is_relayed``: the relay may be what is silent, so it is a last resort at once, unless it was left out before.
     """
     grown_s = min(longest_s, for_s * 2**history.strikes)
-    is_last_resort_now = is_way_to_blame and not history.strikes
+    is_last_resort_now = is_relayed and not history.strikes
     history.last_resort_at = now if is_last_resort_now else now + SECOND_CHANCE_S
     if longest_s > for_s:  # else it is only asked again and again whether it is there
         history.strikes = min(history.strikes + 1, 32)

@@ -481,12 +481,12 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def framed(message: Message, payload: bytes | memoryview = b"") -> bytes:
+def encode_frame(message: Message, payload: bytes | memoryview = b"") -> bytes:
     """Encode a message as one whole frame."""
     return frames.encode(encode(message), payload)
 
 
-def framed_zeros(message: Message, n_bytes: int) -> Iterator[bytes]:
+def encode_zeros_frame(message: Message, n_bytes: int) -> Iterator[bytes]:
     """Encode a message with ``n_bytes`` zeros as one frame, bit by bit: nobody holds them all."""
     yield frames.encode_head(encode(message), n_bytes)
     zeros = bytes(min(n_bytes, PIECE_BYTES))

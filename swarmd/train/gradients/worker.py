@@ -217,7 +217,7 @@ class WorkerSource:
         if process is None:
             raise WorkerLost("no worker is running")
         with trio.move_on_after(timeout_s):
-            await process.send(messages.framed(request, payload))
+            await process.send(messages.encode_frame(request, payload))
             while not self._frames:
                 data = await anext(self._incoming, b"")
                 if not data:

@@ -301,7 +301,7 @@ class Joining:
         finally:
             for peer in leader.missing:  # it was expected, and did not come: do without it until it says something
                 self._members.suspect(peer, trio.current_time())
-            self._members.blame(leader.blamed)
+            self._members.record_faults(leader.faulty)
             self.close_leader(leader)
 
     async def _lead_on(self, leader: Leader, why_idle: Callable[[], str]) -> Outcome | None:

@@ -81,7 +81,7 @@ class Leader:
         self.joined: dict[PeerId, JoinRound] = {}
         self._waits_for = "members"
         self.missing: list[PeerId] = []  # expected, and not there in time
-        self.blamed: dict[PeerId, set[PeerId]] = {}  # whose numbers were found faulty, by which others
+        self.faulty: dict[PeerId, set[PeerId]] = {}  # whose numbers were found faulty, by which others
         self._me = me
         self._ledger = ledger
         self._run = ledger.run
@@ -99,7 +99,7 @@ class Leader:
         self._left_out: dict[PeerId, str] = {}
         self._pairs: set[disputes.Pair] = set()  # that were in dispute in any version
         self._late_pairs: set[disputes.Pair] = set()  # between whom something did not come, in any version
-        self._doubted: set[PeerId] = set()  # add up nothing more in this round
+        self._contradicted: set[PeerId] = set()  # add up nothing more in this round
         self._by_way = ""
         self._backing: Backing | None = None
         self._news = Wakeups()
@@ -258,7 +258,7 @@ class Leader:
             lost = self._find_lost(now, version_at)
             places = edges_of(self._group).adding()
             adding = {self._group.members[place].peer for place in places}
-            if lost or self._doubted & adding:
+            if lost or self._contradicted & adding:
                 members_before = self._group.members
                 self._group = self._shrink_group(lost)
                 version_at = trio.current_time()
@@ -302,13 +302,13 @@ class Leader:
         return formed.action
 
     def _shrink_group(self, lost: dict[PeerId, str]) -> Group:
-        """Make the next version: lost members no longer count, others reduce what lost or doubted ones did."""
+        """Make the next version: lost members no longer count, others reduce what lost or contradicted ones did."""
         assert self._group is not None
         for peer, why in lost.items():
             logger.info("going on without %s: %s", peer, why)
         self._left_out.update(lost)
         unreachable = {p for p, j in self.joined.items() if not j.can_reduce}
-        idle = self._left_out.keys() | self._doubted | unreachable
+        idle = self._left_out.keys() | self._contradicted | unreachable
         block = codec_of(self._run.recipe).block
         group = groups.shrink_group(self._group, lost, idle, self._me, block)
         if group is None:
@@ -345,8 +345,8 @@ class Leader:
         faulty = {peer: (why, {peer}) for peer, why in own_words.items()} | verdict.faulty
         for peer, (why, witnesses) in faulty.items():
             lost.setdefault(peer, why)
-            self.blamed.setdefault(peer, set()).update(witnesses)
-        lost |= self._doubt_reducers(verdict.doubted)
+            self.faulty.setdefault(peer, set()).update(witnesses)
+        lost |= self._replace_reducers(verdict.contradicted)
         stuck_s = max(limit_s, 2 * self._timing.results.limit_s(), 2 * self._chunk_s())
         last_moved_at = max((s.moved_at for s in self._seen.values()), default=now)
         if now - max(version_at, last_moved_at) > stuck_s:
@@ -367,19 +367,19 @@ class Leader:
         lost = review.faults | late
         lacking = self._backing.lacking() if self._backing is not None and not review.pairs else []
         lost |= dict.fromkeys(lacking, "it does not say what it gave")
-        doubted_before = set(self._doubted)
-        lost |= self._doubt_reducers(verdict.doubted)
-        if not lost.keys() - self._left_out.keys() and self._doubted == doubted_before:
+        contradicted_before = set(self._contradicted)
+        lost |= self._replace_reducers(verdict.contradicted)
+        if not lost.keys() - self._left_out.keys() and self._contradicted == contradicted_before:
             raise RoundFailed(f"nothing has moved {how_long}, and there is nobody to go on without")
         return {p: f"{why} {how_long}" for p, why in lost.items()}
 
-    def _doubt_reducers(self, doubted: dict[PeerId, PeerId]) -> dict[PeerId, str]:
-        """Let others reduce than those in doubt; where nobody else can, do without who contradicts them instead."""
+    def _replace_reducers(self, contradicted: dict[PeerId, PeerId]) -> dict[PeerId, str]:
+        """Let others reduce than who is contradicted; where nobody else can, do without who contradicts them."""
         reducers = {p for p in self._seen if p not in self._left_out and self.joined[p].can_reduce}
-        if reducers - self._doubted - doubted.keys():
-            self._doubted |= doubted.keys()
+        if reducers - self._contradicted - contradicted.keys():
+            self._contradicted |= contradicted.keys()
             return {}
-        return {member: f"it and {reducer[-8:]} contradict each other" for reducer, member in doubted.items()}
+        return {member: f"it and {reducer[-8:]} contradict each other" for reducer, member in contradicted.items()}
 
     def _chunk_s(self) -> float:
         """Compute how long the slowest known link takes to show that anything moves."""

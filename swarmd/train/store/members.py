@@ -124,9 +124,9 @@ class Members:
         if peer in self.look(now):
             self._leading[peer] = head, now
 
-    def blame(self, blamed: Mapping[PeerId, set[PeerId]]) -> None:
+    def record_faults(self, witnesses_by_peer: Mapping[PeerId, set[PeerId]]) -> None:
         """Note that others found fault with these peers' numbers, in a round that was led here."""
-        for peer, witnesses in blamed.items():
+        for peer, witnesses in witnesses_by_peer.items():
             if witnesses & {self.me, peer}:  # seen here, or said by the peer itself: nobody else need be believed
                 self.standing.fault(peer, Fault.FAULTY_NUMBERS, "in a round of a training run")
                 continue

@@ -89,7 +89,7 @@ class ChainWithHead:
             self.n_tops += 1
         return out
 
-    def refute(self, logits: ServedLogits, reason: str) -> None:
+    def reject_logits(self, logits: ServedLogits, reason: str) -> None:
         assert logits is self.given
         self.refuted.append(reason)
         self.head = None

@@ -17,6 +17,7 @@ from swarmd.errors import Code, ConfigError, PeerError, Refused, Unreachable
 from swarmd.net.standing import Standing
 from swarmd.plan.chains.routing import Hop
 from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.reputation import Trust
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Identity
@@ -78,7 +79,7 @@ class PlayedSwarm:
         self.told: list[tuple[PeerId, AnyMessage]] = []
         self.dead: set[PeerId] = set()
         self.relayed: set[PeerId] = set()
-        self.doubted: list[PeerId] = []
+        self.left_relays: list[PeerId] = []
         self.refuse: dict[PeerId, Refused] = {}
         self.received: dict[PeerId, int] = {}
         self.reached_after_s: dict[PeerId, float] = {}
@@ -106,14 +107,14 @@ class PlayedSwarm:
 
     def learn(self, *args: Any) -> None: ...
 
-    def existing(self, peer: PeerId) -> RecordingChannel | None:
+    def find_channel(self, peer: PeerId) -> RecordingChannel | None:
         return RecordingChannel(self, peer) if peer in self.reached else None
 
     def start_soon(self, run: Callable[[], Any]) -> None:
         trio.lowlevel.spawn_system_task(run)
 
-    def doubt(self, peer: PeerId) -> bool:
-        self.doubted.append(peer)
+    def leave_relay(self, peer: PeerId) -> bool:
+        self.left_relays.append(peer)
         return peer in self.relayed
 
     async def channel(self, peer: PeerId) -> PlayedSwarm:
@@ -134,14 +135,14 @@ class PlayedSwarm:
     async def answer(self, seq: int) -> None:
         meta, payload = pack(torch.ones(1, 1, 8), torch.zeros(1, 1), None, "raw")
         epoch = self.session.hops.epoch
-        raw = messages.framed(Op(session=self.session.key, start=6, epoch=epoch, seq=seq, tensor=meta), payload)
+        raw = messages.encode_frame(Op(session=self.session.key, start=6, epoch=epoch, seq=seq, tensor=meta), payload)
         (frame,) = FrameDecoder().feed_untrusted(raw)
         op = messages.decode_untrusted(frame.header)
         await self.session.on_message(self.session.hops.links[-1].hop.peer, op, frame)
 
     async def hear(self, peer: PeerId, message: messages.Message) -> None:
         """Have the session hear what a hop says."""
-        (frame,) = FrameDecoder().feed_untrusted(messages.framed(message))
+        (frame,) = FrameDecoder().feed_untrusted(messages.encode_frame(message))
         await self.session.on_message(peer, messages.decode_untrusted(frame.header), frame)
 
     async def call(
@@ -220,7 +221,7 @@ async def test_the_last_holder_of_a_block_gets_a_second_chance_soon(virtual_time
     await step(session)
     swarm.received = {A: 1, B: 1}
     swarm.on_replay = lambda sender: trio.lowlevel.spawn_system_task(swarm.answer, 2) and None
-    session.hops.lose(session.hops.links[1], "a moment of silence")
+    session.hops.exclude(session.hops.links[1], Blame.SILENT, "a moment of silence")
     started_at = trio.current_time()
     await session._repairs.run()
     assert trio.current_time() - started_at < 2, "nobody else holds its blocks: it is not left out for 20 s"
@@ -232,9 +233,9 @@ async def test_a_relay_is_to_blame_for_silence_and_not_for_wrong_numbers(virtual
     session = swarm.session = ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100), Budget())
     await session.open()
     first, last = session.hops.links
-    session.hops.lose(first, "wrong numbers", is_silent=False)
-    session.hops.lose(last, "a moment of silence")
-    assert swarm.doubted == [B]
+    session.hops.exclude(first, Blame.FAILING, "wrong numbers")
+    session.hops.exclude(last, Blame.SILENT, "a moment of silence")
+    assert swarm.left_relays == [B]
     assert not swarm.standing.allows(A, is_last_resort=True)
     assert swarm.standing.allows(B, is_last_resort=True), "by another way, at once"
 
@@ -244,7 +245,7 @@ async def test_what_a_former_hop_refuses_costs_no_repair(virtual_time: MockClock
     session = swarm.session = ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100), Budget())
     await session.open()
     refusal = Refusal(code=Code.NO_SESSION.value, message="closed already", session=session.key, start=4)
-    (frame,) = FrameDecoder().feed_untrusted(messages.framed(refusal))
+    (frame,) = FrameDecoder().feed_untrusted(messages.encode_frame(refusal))
     await session.on_message(C, refusal, frame)
     await step(session)
     assert not session.statistics.repairs

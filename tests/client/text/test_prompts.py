@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from swarmd.client.text.prompts import Prompts
 from swarmd.errors import ConfigError
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 
 pytestmark = pytest.mark.slow
 PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}assistant:"

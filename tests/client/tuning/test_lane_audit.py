@@ -16,8 +16,8 @@ from trio.testing import MockClock
 from swarmd.client.links.checks import Checks
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import SessionOptions
-from swarmd.client.tuning.lane import MicroBatch
 from swarmd.client.tuning.lane_audit import LaneAudits, compare_answers
+from swarmd.client.tuning.lane_pass import MicroBatch
 from swarmd.client.tuning.ticket import ForwardTicket, OtherHolders
 from swarmd.errors import Code, NoRoute
 from swarmd.net.standing import Standing
@@ -65,7 +65,7 @@ def altered_server(
         header = Gradients(message.session, 0, message.seq)
         gradients = safetensors.torch.save({"w": factor * gradient.sum().reshape(1)})
         frames = backward_frames(message.session, 0, message.seq, backward(gradient), "raw")
-        return [messages.framed(header, gradients), *frames] if world.has_own else [*frames]
+        return [messages.encode_frame(header, gradients), *frames] if world.has_own else [*frames]
 
     return answer
 
@@ -148,7 +148,7 @@ class Chains:
         answer = await self.send_back(self.ticket(batch, (Hop(peer, span),)), gradient)
         return [(2 * batch.hidden, {}), answer if self.lies_alone else (2 * gradient, {})]
 
-    def decline(self, peers: Any) -> None: ...
+    def back_off(self, peers: Any) -> None: ...
 
     async def counted(self, ticket: ForwardTicket) -> Any:
         gradient = torch.ones(1, 3, 4)

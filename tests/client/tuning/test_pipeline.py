@@ -17,8 +17,9 @@ from trio.testing import MockClock
 
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import SessionOptions
-from swarmd.client.tuning.lane import Lane, MicroBatch, _is_finite
+from swarmd.client.tuning.lane import Lane
 from swarmd.client.tuning.lane_audit import CheckHistory
+from swarmd.client.tuning.lane_pass import MicroBatch, is_finite
 from swarmd.client.tuning.pipeline import WRONG, Pipeline
 from swarmd.client.tuning.ticket import ForwardTicket
 from swarmd.errors import Code, ConfigError, NoRoute, PeerTimeout, Refused, SwarmError, SwarmUnavailable
@@ -54,7 +55,7 @@ def doubling(world: World, peer: PeerId, message: messages.AnyMessage, payload: 
         return frames
     header = Gradients(message.session, 0, message.seq)
     gradients = safetensors.torch.save({"w": gradient.sum().reshape(1)})
-    return [messages.framed(header, gradients), *frames]
+    return [messages.encode_frame(header, gradients), *frames]
 
 
 def not_finite(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
@@ -71,7 +72,7 @@ def silent(world: World, peer: PeerId, message: messages.AnyMessage, payload: me
 def refusing(code: Code, only: type = Forward) -> Answer:
     def answer(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
         if isinstance(message, only):
-            return [messages.framed(messages.refusal_for(message, Refused(code, "no")))]
+            return [messages.encode_frame(messages.refusal_for(message, Refused(code, "no")))]
         return doubling(world, peer, message, payload)
 
     return answer
@@ -88,20 +89,20 @@ def endless(world: World, peer: PeerId, message: messages.AnyMessage, payload: m
     (single,) = forward_frames(message, 2, torch.zeros(1, 3, 4), None, "raw")
     (frame,) = FrameDecoder().feed_untrusted(single)
     head = messages.decode_untrusted(frame.header)
-    return [messages.framed(msgspec.structs.replace(head, part=(n, 4_000)), frame.payload) for n in range(4)]
+    return [messages.encode_frame(msgspec.structs.replace(head, part=(n, 4_000)), frame.payload) for n in range(4)]
 
 
 def other_gradients(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
     if not isinstance(message, Backward):
         return doubling(world, peer, message, payload)
     wrong = safetensors.torch.save({"w": torch.zeros(5, 3, dtype=torch.float64)})
-    return [messages.framed(Gradients(message.session, 0, message.seq), wrong)]
+    return [messages.encode_frame(Gradients(message.session, 0, message.seq), wrong)]
 
 
 def forgets_once(world: World, peer: PeerId, message: messages.AnyMessage, payload: memoryview) -> list[bytes]:
     if isinstance(message, Backward) and not world.backwards:
         world.backwards.append((peer, -1))
-        return [messages.framed(messages.refusal_for(message, Refused(Code.NOT_HELD, "gone")))]
+        return [messages.encode_frame(messages.refusal_for(message, Refused(Code.NOT_HELD, "gone")))]
     return doubling(world, peer, message, payload)
 
 
@@ -135,7 +136,7 @@ class World:
     async def channel(self, peer: PeerId, purpose: str) -> Channel:
         return Channel(self, peer)
 
-    def existing(self, peer: PeerId, purpose: str) -> None:
+    def find_channel(self, peer: PeerId, purpose: str) -> None:
         return None
 
     async def call(self, peer: PeerId, request: Any, timeout_s: float) -> None:
@@ -348,7 +349,7 @@ async def test_rows_are_sent_whole_once_a_server_has_lost_what_they_are_changes_
             return doubling(world, peer, message, payload)
         times.append([row.times for row in message.rows])
         if len(times) == 3:
-            return [messages.framed(messages.refusal_for(message, Refused(Code.NOT_HELD, "gone")))]
+            return [messages.encode_frame(messages.refusal_for(message, Refused(Code.NOT_HELD, "gone")))]
         hidden = unpack_untrusted(message.tensor, payload)[0]
         hidden = ends[0].take(message.rows, hidden) if message.rows else hidden
         return list(forward_frames(message, 2, 2 * hidden, None, "raw", ends[1]))
@@ -418,6 +419,6 @@ def test_errors_are_of_the_tree() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64, torch.bool])
 def test_a_servers_gradients_in_a_type_that_nobody_computes_in_are_refused(dtype: torch.dtype) -> None:
-    assert not _is_finite(torch.zeros(2, 2).to(dtype)), "without an error that would end the client"
-    assert _is_finite(torch.zeros(2, 2))
-    assert not _is_finite(torch.full((2,), torch.nan))
+    assert not is_finite(torch.zeros(2, 2).to(dtype)), "without an error that would end the client"
+    assert is_finite(torch.zeros(2, 2))
+    assert not is_finite(torch.full((2,), torch.nan))

@@ -62,7 +62,7 @@ class Bench:
     def open(self, key: bytes, batch: int = 1, inherit: str = "", client: bytes = b"", weight: float = 1.0) -> None:
         fields = {"batch": batch, "inherit": inherit, "epoch": 1, "client": client or key, "weight": weight}
         opening = OpenSession(session=key, start=0, end=3, max_tokens=3_000, **fields)
-        self.feed(messages.framed(opening))
+        self.feed(messages.encode_frame(opening))
         self.seq[key] = 0
         self.outputs[key] = []
 
@@ -268,7 +268,7 @@ def test_what_was_handed_over_goes_on_elsewhere(span: LoadedSpan) -> None:
         old.put(key, hidden[:, a:b], a)
         old.run()
     old.raw.clear()
-    old.feed(messages.framed(HandOver(id=1, session=key, start=0, epoch=1, to="heir")))
+    old.feed(messages.encode_frame(HandOver(id=1, session=key, start=0, epoch=1, to="heir")))
     heir.open(key, inherit="old")
     for raw in old.raw[:-1]:  # the last says that all have left
         heir.feed(raw)
@@ -287,7 +287,7 @@ def test_caches_that_were_changed_on_the_way_are_refused(span: LoadedSpan) -> No
     old.put(key, torch.randn(1, 5, 64), 0)
     old.run()
     old.raw.clear()
-    old.feed(messages.framed(HandOver(id=1, session=key, start=0, epoch=1, to="heir")))
+    old.feed(messages.encode_frame(HandOver(id=1, session=key, start=0, epoch=1, to="heir")))
     heir.open(key, inherit="old")
     raw = bytearray(old.raw[0])
     raw[-1] ^= 1
@@ -329,14 +329,14 @@ def test_forged_caches_end_their_own_session_and_nothing_else(span: LoadedSpan, 
     old.put(key, torch.randn(1, 5, 64), 0)
     old.run()
     old.raw.clear()
-    old.feed(messages.framed(HandOver(id=1, session=key, start=0, epoch=1, to="heir")))
+    old.feed(messages.encode_frame(HandOver(id=1, session=key, start=0, epoch=1, to="heir")))
     (frame,) = FrameDecoder().feed_untrusted(old.raw[0])
     part = worker.decode(frame.header)
     assert isinstance(part, CachePart)
     raw = save({**load(bytes(frame.payload)), **FORGED[forgery]})
     heir.open(key, inherit="old")
     heir.open(other_key)
-    heir.feed(messages.framed(msgspec.structs.replace(part, digest=hashlib.sha256(raw).digest()), raw))
+    heir.feed(messages.encode_frame(msgspec.structs.replace(part, digest=hashlib.sha256(raw).digest()), raw))
     (refusal,) = heir.others
     assert isinstance(refusal, Refusal)
     assert refusal.code == "session_lost"
@@ -390,7 +390,7 @@ def test_every_frame_is_counted_once_it_is_dealt_with(span: LoadedSpan) -> None:
     assert bench.engine.handled == 5
     assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["not_finite"]
     bench.put(key, torch.randn(1, 1, 64), 6)
-    bench.feed(messages.framed(CloseSession(session=key)))
+    bench.feed(messages.encode_frame(CloseSession(session=key)))
     assert bench.engine.handled == 7
     assert not bench.engine.has_work
 
@@ -478,8 +478,8 @@ class TestSharedBeginnings:
         bench.put(first, self.text(4, 2), 40, Edit(crop=56))
         bench.run()
         assert self.answers(bench, b"b" * 16, text, client) == 32
-        bench.feed(messages.framed(CloseSession(session=b"b" * 16, start=0)))
-        bench.feed(messages.framed(CloseSession(session=first, start=0)))
+        bench.feed(messages.encode_frame(CloseSession(session=b"b" * 16, start=0)))
+        bench.feed(messages.encode_frame(CloseSession(session=first, start=0)))
         assert self.answers(bench, b"c" * 16, text, client) == 0
 
     def test_what_was_taken_over_is_handed_over_and_replayed_as_well(self, bench: Bench) -> None:
@@ -487,7 +487,7 @@ class TestSharedBeginnings:
         client = b"client"
         self.answers(bench, b"a" * 16, text, client)
         self.answers(bench, b"b" * 16, text, client)
-        bench.feed(messages.framed(CloseSession(session=b"a" * 16, start=0)))
+        bench.feed(messages.encode_frame(CloseSession(session=b"a" * 16, start=0)))
         session = bench.engine._sessions[b"b" * 16, 0]
         alike(session.history.tokens(0, 96), whole(bench.engine.span, text))
 

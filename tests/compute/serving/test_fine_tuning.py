@@ -50,7 +50,7 @@ class Bench:
         self.open(LANE)
 
     def open(self, lane: bytes, client: bytes = b"c") -> None:
-        self.feed(messages.framed(OpenLane(session=lane, start=self.hop.start, end=self.hop.end, client=client)))
+        self.feed(messages.encode_frame(OpenLane(session=lane, start=self.hop.start, end=self.hop.end, client=client)))
 
     def feed(self, *raws: bytes) -> None:
         for raw in raws:
@@ -85,7 +85,7 @@ class Bench:
     def put(self, tensors: dict[str, torch.Tensor], version: bytes = b"v" * 32) -> list[tuple[AnyMessage, memoryview]]:
         for number, n, piece in pieces(safetensors.torch.save(tensors)):
             put = PutTuned(7, version, self.hop.start, self.hop.end, (number, n), self.client)
-            self.feed(messages.framed(put, piece))
+            self.feed(messages.encode_frame(put, piece))
         return self.run()
 
 
@@ -248,9 +248,9 @@ def test_what_cannot_be_used_is_refused_with_its_reason(span: LoadedSpan) -> Non
     assert refused(bench.run()) is Code.BAD_SHAPE
     bench.forward(0, hidden, tuned=b"unknown")
     assert refused(bench.run()) is Code.NOT_HELD
-    bench.feed(messages.framed(Forward(session=b"?" * 16, tensor=TensorMeta(1, 1, 64)), bytes(260)))
+    bench.feed(messages.encode_frame(Forward(session=b"?" * 16, tensor=TensorMeta(1, 1, 64)), bytes(260)))
     assert refused(bench.run()) is Code.NO_SESSION
-    bench.feed(messages.framed(Forward(session=LANE, tensor=TensorMeta(1, 1, 64)), bytes(7)))
+    bench.feed(messages.encode_frame(Forward(session=LANE, tensor=TensorMeta(1, 1, 64)), bytes(7)))
     assert refused(bench.run()) is Code.MALFORMED
     bench.forward(1, hidden)
     bench.run()
@@ -260,7 +260,7 @@ def test_what_cannot_be_used_is_refused_with_its_reason(span: LoadedSpan) -> Non
     bench.run()
     bench.backward(2, torch.randn(1, 3, 64))
     assert refused(bench.run()) is Code.BAD_SHAPE
-    bench.training._max_tokens = 3
+    bench.training._reader.max_tokens = 3
     bench.forward(3, hidden)
     assert refused(bench.run()) is Code.TOO_LONG
 
@@ -319,7 +319,7 @@ def test_what_clients_give_is_bounded_for_each_and_nobody_drives_another_out(spa
     assert sum(t.n_bytes for (client, *_), t in store._held.items() if client == b"greedy") <= 100_000
     large = {f"model.layers.0.self_attn.q_proj.lora_{x}": torch.ones(*s) for x, *s in (("A", 300, 64), ("B", 64, 300))}
     assert refused(bench.put(large, b"l" * 32)) is Code.TOO_LONG
-    bench.feed(messages.framed(PutTuned(0, b"x" * 32, 0, 4, (0, 2), b"gone"), bytes(90_000)))
+    bench.feed(messages.encode_frame(PutTuned(0, b"x" * 32, 0, 4, (0, 2), b"gone"), bytes(90_000)))
     bench.client = b"late"
     assert isinstance(bench.put(pair, b"z" * 32)[0][0], TunedHeld), "what was never finished is in nobody's way"
 

@@ -39,7 +39,7 @@ class PlayedEngine:
     def run_interleaved(self) -> Iterator[bytes]:
         self.n_aside += 1
         for op in self.taken:
-            yield messages.framed(op)
+            yield messages.encode_frame(op)
 
     def settle(self) -> Iterator[bytes]:
         self.worker._on_block()  # as caches that are handed over do
@@ -56,7 +56,7 @@ def test_in_the_midst_of_a_prompt_it_takes_steps_and_nothing_that_comes_behind_w
         step = Op(session=b"a" * 16, seq=1)
         close = CloseSession(session=b"b" * 16)
         for message in (step, close, msgspec.structs.replace(step, seq=2)):
-            ours.sendall(messages.framed(message))
+            ours.sendall(messages.encode_frame(message))
         with torch.inference_mode():
             worker._on_block()
         assert [m.seq for m in engine.taken] == [1]
@@ -64,7 +64,7 @@ def test_in_the_midst_of_a_prompt_it_takes_steps_and_nothing_that_comes_behind_w
         assert engine.n_aside == 1, "and not within itself"
         answers = list(FrameDecoder().feed_untrusted(ours.recv(1 << 16)))
         assert any(b"seq" in answer.header for answer in answers), "what it gave is on its way at once"
-        ours.sendall(messages.framed(step))
+        ours.sendall(messages.encode_frame(step))
         worker._on_block()
         assert len(worker._deferred) == 2, "what comes later stays where it is"
 

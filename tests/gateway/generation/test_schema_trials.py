@@ -16,7 +16,7 @@ from swarmd.gateway.generation import schema_trials as module
 from swarmd.gateway.generation.json_schema import BadSchema, schema_of_calls
 from swarmd.gateway.generation.schema_trials import Grammars
 from swarmd.gateway.generation.turns import QueueFull
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from tests.gateway.vocabularies import spm, unigram, word_piece
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from swarmd.gateway.generation.token_bytes import TokenBytes
 from swarmd.gateway.generation.writing import Writer
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from tests.gateway.vocabularies import spm, unigram, word_piece
 
 TOKENIZER = Tokenizer.from_file(str(bundled_folder() / "tokenizer.json"))

@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from swarmd.config import Config
 from swarmd.errors import Code, ConfigError, Refused
-from swarmd.home import bundled_folder, bundled_model
+from swarmd.home.models import bundled_folder, bundled_model
 from swarmd.net.standing import Standing
 from swarmd.node.machine.store import SHARE_WHILE_DECODING, Store
 from swarmd.plan.chains.view import SwarmView

@@ -41,8 +41,8 @@ class Index:
 
 def directory_in(index: Index) -> Directory:
     me = Identity(bytes(32))
-    exchange: Any = SimpleNamespace(view=lambda: index, keys=SimpleNamespace(swarm_id="s"))
-    exchange.pass_of = lambda _: AdmissionPass(10**6)
+    roster = SimpleNamespace(pass_of=lambda _: AdmissionPass(10**6))
+    exchange: Any = SimpleNamespace(view=lambda: index, keys=SimpleNamespace(swarm_id="s"), roster=roster)
     rpc: Any = SimpleNamespace(peers=set)
     network: Any = SimpleNamespace(peer_id=me.peer_id)
     return Directory(

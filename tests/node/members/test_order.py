@@ -41,12 +41,15 @@ async def test_servers_favour_who_computed_for_their_owner(order: str, tmp_path:
         GIVER.peer_id: b"invite of the giver",
         RIDER.peer_id: b"invite of the rider",
     }
-    exchange: Any = SimpleNamespace(
-        members={p: Membership(p, "member", (b"f", v), 10**9) for p, v in vouchers.items()},
+    roster = SimpleNamespace(
+        met={p: Membership(p, "member", (b"f", v), 10**9) for p, v in vouchers.items()},
         voucher_of=lambda peer: vouchers[peer],
+        n_sharing=lambda peer: 1,
+    )
+    exchange: Any = SimpleNamespace(
+        roster=roster,
         book=SimpleNamespace(catalog=Catalog(order=order)),
         now=lambda: 2_000.0,
-        n_sharing=lambda peer: 1,
     )
     member_order = Order(exchange, books, ME.peer_id)
     async with trio.open_nursery() as nursery:
@@ -68,7 +71,7 @@ async def test_who_signs_no_bill_has_taken_all_the_same(n_signed: int, tmp_path:
         books.add(*between(ME, RIDER, n_signed), b"invite of the rider")
     books.save()
     vouchers = {ME.peer_id: b"own", RIDER.peer_id: b"invite of the rider"}
-    exchange: Any = SimpleNamespace(voucher_of=lambda peer: vouchers[peer], now=lambda: 2_000.0)
+    exchange: Any = SimpleNamespace(roster=SimpleNamespace(voucher_of=lambda peer: vouchers[peer]), now=lambda: 2_000.0)
     member_order = Order(exchange, books, ME.peer_id)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(member_order.run)
@@ -87,7 +90,7 @@ def test_however_many_come_by_one_invite_they_share_what_one_gets() -> None:
     for invite, guest in guests:
         invite_link = certify(founder, invite.public_key, "invite", 900)
         member_link = certify(invite, guest.public_key, "member", 900)
-        exchange.admit(guest.peer_id, Hello(certificate=(invite_link, member_link)))
+        exchange.roster.admit(guest.peer_id, Hello(certificate=(invite_link, member_link)))
     admitted = {guests[0][1].public_key: AdmittedMember(900, leaked.public_key)}
     exchange.merge_catalog_untrusted(sign_catalog(Catalog(version=1, admitted=admitted), founder))
     order = Order(exchange, UsageLedger(None), founder.peer_id)

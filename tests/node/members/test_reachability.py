@@ -52,7 +52,9 @@ class PlayedNetwork:
         self.addresses = ("/ip4/192.168.1.2/tcp/4117/p2p/ME",) if listens else ()
         directory: Any = SimpleNamespace(
             view=lambda: SimpleNamespace(peers=self.records),
-            exchange=SimpleNamespace(addresses_of=lambda peer: (), check=check, sponsor_of=lambda _: b"its invite"),
+            exchange=SimpleNamespace(
+                addresses_of=lambda peer: (), roster=SimpleNamespace(check=check, sponsor_of=lambda _: b"its invite")
+            ),
             links=SimpleNamespace(round_trip_s={PeerId("R1"): 0.2, PeerId("R2"): 0.1, PeerId("R3"): 0.3}),
             announce_soon=self.announce_soon,
         )

@@ -13,8 +13,9 @@ from trio.testing import MockClock
 from swarmd.config import Serve
 from swarmd.daemon import Daemon
 from swarmd.errors import ConfigError
-from swarmd.node.serving.hosting import Hosting, State
-from swarmd.node.serving.leaving import DRAIN_S, GRACE_S
+from swarmd.node.serving.deployment import DRAIN_S, GRACE_S
+from swarmd.node.serving.hosting import Hosting
+from swarmd.plan.chains.hosting import HostingState
 from swarmd.protocol.membership.catalog import Catalog, sign_catalog
 from swarmd.values import Span
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm
@@ -31,19 +32,19 @@ async def hosting(blocks: Span = Span(0, 4), is_fixed: bool = True) -> AsyncIter
             nursery.cancel_scope.cancel()
 
 
-async def until(served: Hosting, state: State) -> None:
-    while served.state is not state:
+async def until(served: Hosting, state: HostingState) -> None:
+    while served.lifecycle.state is not state:
         await trio.sleep(0.1)
 
 
 async def test_it_loads_comes_online_and_says_why_it_holds_what_it_holds(virtual_time: MockClock) -> None:
     async with hosting() as (served, _, _):
-        seen = [served.state]
-        while served.state is not State.ONLINE:
+        seen = [served.lifecycle.state]
+        while served.lifecycle.state is not HostingState.ONLINE:
             await trio.sleep(0.05)
-            if served.state is not seen[-1]:
-                seen.append(served.state)
-        assert seen[-2:] == [State.LOADING, State.ONLINE]
+            if served.lifecycle.state is not seen[-1]:
+                seen.append(served.lifecycle.state)
+        assert seen[-2:] == [HostingState.LOADING, HostingState.ONLINE]
         row = served.snapshot()
         assert row.serving is not None
         assert (row.serving.blocks, row.serving.why) == ((0, 4), "blocks [0,4), as --blocks says")
@@ -54,27 +55,27 @@ async def test_it_loads_comes_online_and_says_why_it_holds_what_it_holds(virtual
 async def test_a_drained_one_rests_says_so_and_resumes(virtual_time: MockClock) -> None:
     """Time would stand still here if it did anything but wait."""
     async with hosting() as (served, daemon, _):
-        await until(served, State.ONLINE)
+        await until(served, HostingState.ONLINE)
         assert daemon.hosts.drain() == 0
-        await until(served, State.PAUSED)
-        assert "drained by its owner" in served.why
+        await until(served, HostingState.PAUSED)
+        assert "drained by its owner" in served.lifecycle.why
         assert served.records()[0]["state"] == "draining", "its last record would be believed until it expires"
         with pytest.raises(ConfigError, match="nothing to drain"):
             daemon.hosts.drain()
         await trio.sleep(3_600)
-        assert served.state is State.PAUSED
+        assert served.lifecycle.state is HostingState.PAUSED
         daemon.hosts.resume()
-        await until(served, State.ONLINE)
+        await until(served, HostingState.ONLINE)
         daemon.hosts.resume()
         await trio.sleep(60)
-        assert served.state is State.ONLINE, "to resume what goes on changes nothing"
+        assert served.lifecycle.state is HostingState.ONLINE, "to resume what goes on changes nothing"
 
 
 async def test_what_is_drained_before_it_serves_does_not_begin(virtual_time: MockClock) -> None:
     async with hosting() as (served, daemon, _):
         await trio.sleep(0.2)
         daemon.hosts.drain()
-        await until(served, State.PAUSED)
+        await until(served, HostingState.PAUSED)
         await trio.sleep(60)
         assert not served.is_online
         assert served.snapshot().worker is None
@@ -86,51 +87,53 @@ async def test_who_wants_the_machine_waits_for_the_grace_and_no_longer(
 ) -> None:
     """Its sessions are taken over by nobody; a drain would wait for that as long as drains do."""
     async with hosting() as (served, daemon, _):
-        await until(served, State.ONLINE)
-        assert served._serving is not None
-        monkeypatch.setattr(served._serving.server, "drain", trio.sleep)
+        await until(served, HostingState.ONLINE)
+        assert served.deployment is not None
+        monkeypatch.setattr(served.deployment.server, "drain", trio.sleep)
         if drains_before:
             daemon.hosts.drain()
             await trio.sleep(2)
         begun = trio.current_time()
         daemon.hosts.rest("its owner plays")
-        await until(served, State.PAUSED)
+        await until(served, HostingState.PAUSED)
         assert GRACE_S <= trio.current_time() - begun < GRACE_S + 0.5 < DRAIN_S
         daemon.hosts.rest("")
         await trio.sleep(60)
-        assert served.state is (State.PAUSED if drains_before else State.ONLINE), "a drain ends with resume only"
+        assert served.lifecycle.state is (HostingState.PAUSED if drains_before else HostingState.ONLINE), (
+            "a drain ends with resume only"
+        )
         daemon.hosts.resume()
-        await until(served, State.ONLINE)
+        await until(served, HostingState.ONLINE)
 
 
 async def test_a_worker_that_ends_is_loading_again_not_online(virtual_time: MockClock) -> None:
     async with hosting() as (served, _, _):
-        await until(served, State.ONLINE)
-        assert served._serving is not None
-        process = served._serving.worker._process
+        await until(served, HostingState.ONLINE)
+        assert served.deployment is not None
+        process = served.deployment.worker._process
         assert process is not None
         process.kill()
-        await until(served, State.LOADING)
-        assert "ended" in served.why
-        await until(served, State.ONLINE)
+        await until(served, HostingState.LOADING)
+        assert "ended" in served.lifecycle.why
+        await until(served, HostingState.ONLINE)
 
 
 async def test_a_model_of_that_name_is_the_one_that_is_drained(virtual_time: MockClock) -> None:
     async with hosting() as (served, daemon, _):
-        await until(served, State.ONLINE)
+        await until(served, HostingState.ONLINE)
         with pytest.raises(ConfigError, match="serves no model 'other'; it serves: toy"):
             daemon.hosts.drain("other")
         daemon.hosts.drain("toy")
-        await until(served, State.PAUSED)
+        await until(served, HostingState.PAUSED)
 
 
 async def test_a_model_is_drained_by_any_of_its_names(virtual_time: MockClock) -> None:
     async with hosting() as (served, daemon, swarm):
-        await until(served, State.ONLINE)
+        await until(served, HostingState.ONLINE)
         two_names = Catalog(version=2, models={"toy": (swarm.model, 4), "my toy": (swarm.model, 4)})
         daemon.exchange.merge_catalog_untrusted(sign_catalog(two_names, swarm._founder))
         daemon.hosts.drain("my toy")
-        await until(served, State.PAUSED)
+        await until(served, HostingState.PAUSED)
 
 
 def halves(*blocks: str) -> tuple[Serve, ...]:
@@ -165,9 +168,9 @@ async def test_two_workers_of_one_peer_are_two_hops_of_one_chain(
                 torch.testing.assert_close(output, reference.step(hidden))
             assert not session.statistics.repairs
             first = next(iter(daemon.hosts))
-            assert first._serving is not None
-            assert first._serving.worker._process is not None
-            first._serving.worker._process.kill()
+            assert first.deployment is not None
+            assert first.deployment.worker._process is not None
+            first.deployment.worker._process.kill()
             output = await session.step((), hidden, token_ids, None, False)
             assert output is not None
             torch.testing.assert_close(output, reference.step(hidden))
@@ -194,7 +197,7 @@ async def test_an_opening_goes_to_the_worker_that_takes_it(virtual_time: MockClo
 
 async def test_stopping_while_a_drain_is_under_way_ends_in_order(virtual_time: MockClock) -> None:
     async with hosting() as (served, daemon, swarm):
-        await until(served, State.ONLINE)
+        await until(served, HostingState.ONLINE)
         client = await swarm.client()
         await client.open_session(swarm.terms(100))
         daemon.hosts.drain()
@@ -210,7 +213,7 @@ async def test_blocks_that_the_model_does_not_have_fail_one_hosting_and_not_the_
             swarm = SimSwarm(nursery, 4, seed=8)
             daemon = swarm.daemons[await swarm.add(Span(0, 4), hosted=halves("0:99", "0:4"))][0]
             wrong, right = daemon.hosts
-            await until(right, State.ONLINE)
-            assert wrong.state is State.FAILED
-            assert "exceeds the model's 4 blocks" in wrong.why
+            await until(right, HostingState.ONLINE)
+            assert wrong.lifecycle.state is HostingState.FAILED
+            assert "exceeds the model's 4 blocks" in wrong.lifecycle.why
             nursery.cancel_scope.cancel()

@@ -38,11 +38,11 @@ class LaneScene:
         self.heard: list[tuple[PeerId, AnyMessage]] = []
         self.opened: list[AnyMessage] = []
         rpc = SimpleNamespace(
-            existing=self.existing, channel=self.channel, network=SimpleNamespace(), sponsor_of=str.encode
+            find_channel=self.find_channel, channel=self.channel, network=SimpleNamespace(), sponsor_of=str.encode
         )
         rpc.network = SimpleNamespace(peer_id=PeerId("me"), learn=lambda *_: None)
-        exchange = SimpleNamespace(principal=lambda peer: peer.encode(), addresses_of=lambda _: ())
-        exchange.require_member = lambda *_: None
+        roster = SimpleNamespace(principal=lambda peer: peer.encode(), require_member=lambda *_: None)
+        exchange = SimpleNamespace(roster=roster, addresses_of=lambda _: ())
         served = ServedBlocks(Identity(bytes(32)), UsageLedger(None), ModelId("m"), Span(0, 4), "float32", limit_bytes)
         onward = NextHopDialer(rpc, exchange)  # type: ignore[arg-type]
         attributes = {"served": served, "require_serving": lambda *_: None, "onward": onward}
@@ -56,14 +56,14 @@ class LaneScene:
 
     async def ask(self, request: Request, payload: bytes) -> WorkerReply:
         self.answers.append(WorkerReply())
-        await self.send(messages.framed(msgspec.structs.replace(request, id=len(self.answers)), payload))
+        await self.send(messages.encode_frame(msgspec.structs.replace(request, id=len(self.answers)), payload))
         return self.answers[-1]
 
     async def send(self, raw: bytes) -> None:
         (frame,) = FrameDecoder().feed_untrusted(raw)
         self.to_worker.append(worker_messages.decode(frame.header))
 
-    def existing(self, peer: PeerId, purpose: str) -> Any:
+    def find_channel(self, peer: PeerId, purpose: str) -> Any:
         async def send_raw(raw: bytes) -> None:
             await trio.lowlevel.checkpoint()
             for frame in FrameDecoder().feed_untrusted(raw):
@@ -76,16 +76,16 @@ class LaneScene:
         return SimpleNamespace(send_raw=send_raw, can_send=lambda _: True)
 
     async def channel(self, peer: PeerId, purpose: str) -> Any:
-        return self.existing(peer, purpose)
+        return self.find_channel(peer, purpose)
 
     async def give(self, peer: PeerId, message: AnyMessage, payload: bytes = b"") -> None:
         """Have ``peer`` send something."""
-        (frame,) = FrameDecoder().feed_untrusted(messages.framed(message, payload))
+        (frame,) = FrameDecoder().feed_untrusted(messages.encode_frame(message, payload))
         channel = SimpleNamespace(peer=peer, is_open=True)
         assert await self.lanes.handle(peer, message, frame, channel)  # type: ignore[arg-type]
 
     async def worker_says(self, message: AnyMessage) -> bool:
-        (frame,) = FrameDecoder().feed_untrusted(messages.framed(message))
+        (frame,) = FrameDecoder().feed_untrusted(messages.encode_frame(message))
         if isinstance(message, Refusal):
             known = self.lanes.take_worker_refusal(message, frame)
         elif handler := self.lanes.worker_handlers().get(type(message)):

@@ -35,7 +35,7 @@ class PlayedDialling:
         self.is_connected = False
         network = SimpleNamespace(peer_id=ME, learn=lambda _, addresses: self.learnt.append(addresses))
         network.way_to = lambda peer: "direct" if self.is_connected else None
-        rpc: Any = SimpleNamespace(existing=lambda *_: None, channel=self.channel, network=network)
+        rpc: Any = SimpleNamespace(find_channel=lambda *_: None, channel=self.channel, network=network)
         exchange: Any = SimpleNamespace(addresses_of=lambda peer: self.announced.get(peer, ()))
         self.onward = NextHopDialer(rpc, exchange)
 

@@ -32,7 +32,7 @@ class PlayedPeers:
         self.gone: set[PeerId] = set()
         self.is_busy = False
         rpc: Any = SimpleNamespace(
-            existing=self.existing,
+            find_channel=self.find_channel,
             channel=self.channel,
             network=SimpleNamespace(peer_id=ME),
             sponsor_of=lambda peer: peer[:1].encode(),
@@ -42,7 +42,7 @@ class PlayedPeers:
     async def to_self(self, raw: bytes) -> None:
         self.here.append(raw)
 
-    def existing(self, peer: PeerId, purpose: str) -> Any:
+    def find_channel(self, peer: PeerId, purpose: str) -> Any:
         async def send_raw(raw: bytes) -> None:
             await trio.lowlevel.checkpoint()
             if peer in self.stuck:
@@ -58,7 +58,7 @@ class PlayedPeers:
     async def channel(self, peer: PeerId, purpose: str) -> Any:
         if peer in self.gone:
             raise Unreachable("nobody is there")
-        return self.existing(peer, purpose)
+        return self.find_channel(peer, purpose)
 
 
 @asynccontextmanager

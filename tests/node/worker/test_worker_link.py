@@ -55,7 +55,7 @@ class PlayedWorker:
                 self.say(Tick(handled=len(self.taken)))
 
     def say(self, message: Any) -> None:
-        self._out.send_nowait(messages.framed(message))
+        self._out.send_nowait(messages.encode_frame(message))
 
     async def received(self) -> AsyncIterator[bytes]:
         async for data in self._in:

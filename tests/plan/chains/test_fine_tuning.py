@@ -1,4 +1,4 @@
-"""Whose micro-batch next, how much beside decoding, and what stays in memory."""
+"""Whose micro-batch is next, and how much is done beside decoding."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from swarmd.plan.chains.fine_tuning import (
     QUIET_S,
     Allowance,
-    HeldBatch,
     TuningPass,
+    TuningQueue,
     Window,
     choose_work,
-    make_room,
     micro_batches,
 )
 
@@ -64,6 +63,51 @@ def test_clients_take_turns_and_backwards_go_first() -> None:
     assert choose_work(waiting[:1], {}).reason.startswith("a forward pass")
 
 
+def test_a_pass_that_was_begun_is_finished_before_another_one() -> None:
+    queue = TuningQueue()
+    first = queue.put(b"a", is_backward=False, weight=1.0)
+    assert queue.choose() is first
+    queue.spend(first, 9.0)
+    second = queue.put(b"b", is_backward=True, weight=1.0)
+    assert queue.choose() is first, "although the other has been given nothing"
+    queue.remove(first)
+    assert queue.choose() is second
+    queue.remove(second)
+    assert not queue.has_work
+
+
+def test_who_was_idle_has_no_claim_on_what_others_got() -> None:
+    queue = TuningQueue()
+    for client in (b"busy", b"idle"):
+        queue.enter(client)
+    for _ in range(3):
+        work = queue.put(b"busy", is_backward=False, weight=1.0)
+        queue.spend(work, 10.0)
+        queue.remove(work)
+    waiting = queue.put(b"busy", is_backward=False, weight=1.0)
+    newcomer = queue.put(b"idle", is_backward=False, weight=1.0)
+    assert queue.choose() is waiting, "both count as having got the same"
+    queue.spend(waiting, 1.0)
+    queue.remove(waiting)
+    queue.put(b"busy", is_backward=False, weight=1.0)
+    assert queue.choose() is newcomer
+
+
+def test_more_weight_is_more_time() -> None:
+    queue = TuningQueue()
+    n_served = {b"heavy": 0, b"light": 0}
+    for client, weight in ((b"heavy", 3.0), (b"light", 1.0)):
+        queue.put(client, is_backward=False, weight=weight)
+        queue.put(client, is_backward=False, weight=weight)
+    for _ in range(400):
+        work = queue.choose()
+        n_served[work.client] += 1
+        queue.spend(work, 1.0)
+        queue.remove(work)
+        queue.put(work.client, is_backward=False, weight=work.weight)
+    assert n_served[b"heavy"] == pytest.approx(300, abs=3)
+
+
 def test_fine_tuning_has_all_the_time_while_nobody_decodes() -> None:
     allowance, now = Allowance(0.2), 0.0
     for _ in range(100):
@@ -93,28 +137,3 @@ def test_without_a_share_it_waits_until_decoding_ends() -> None:
     wait_s = allowance.wait_s(1.1, False).action
     assert QUIET_S - 0.1 <= wait_s <= QUIET_S
     assert allowance.wait_s(1.1 + wait_s, False).action == 0
-
-
-def held(*sizes: tuple[bytes, int]) -> list[HeldBatch]:
-    return [HeldBatch(((client, 0), i), client, size, i) for i, (client, size) in enumerate(sizes)]
-
-
-def test_what_fits_stays_and_the_last_come_is_not_kept() -> None:
-    assert make_room(held((b"a", 5), (b"a", 4)), b"a", 1, 10).action == []
-    assert make_room(held((b"a", 5), (b"a", 4)), b"a", 2, 10).action is None
-
-
-def test_who_holds_most_gives_way_newest_first_but_never_below_the_other() -> None:
-    known = held((b"a", 3), (b"a", 3), (b"a", 3))
-    assert make_room(known, b"b", 3, 10).action == [known[2].key]
-    assert make_room([*known[:2], *held((b"b", 3))], b"b", 4, 10).action is None
-
-
-@given(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.integers(1, 5)), max_size=12), st.integers(1, 6))
-def test_room_is_never_oversold(sizes: list[tuple[bytes, int]], wanted: int) -> None:
-    known, limit = held(*sizes), sum(n for _, n in sizes) + 2
-    gone = make_room(known, b"c", wanted, limit).action
-    if gone is not None:
-        left = [h for h in known if h.key not in gone]
-        assert sum(h.n_bytes for h in left) + wanted <= limit
-        assert all(h.client != b"c" for h in known if h.key in gone)

@@ -19,7 +19,7 @@ def pairs(*named: str) -> list[Pair]:
 def test_one_dispute_moves_the_part_and_blames_nobody() -> None:
     verdict = settle_disputes(pairs("a-b"), ME)
     assert not verdict.faulty
-    assert verdict.doubted == {B: A}
+    assert verdict.contradicted == {B: A}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_of_many_disputes_the_one_in_most_goes_first() -> None:
     """A liar that accuses all others, one of whom is accused by another one as well."""
     verdict = settle_disputes(pairs("a-b", "a-c", "a-d", "c-d"), ME)
     assert verdict.faulty.keys() == {A}
-    assert verdict.doubted == {D: C}
+    assert verdict.contradicted == {D: C}
     assert verdict.faulty[A][1] == {B, C, D}
 
 

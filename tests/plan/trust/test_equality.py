@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmd.plan.trust.audits import ALWAYS_BELOW, LEAST_RATE, AuditRecord, audit_rate, is_due, next_window
-from swarmd.plan.trust.equality import AuditVerdict, bound_of, errors, is_equal, project_tokens, two_of_three
+from swarmd.plan.trust.equality import AuditVerdict, bound_of, is_equal, measure_errors, project_tokens, two_of_three
 from swarmd.plan.trust.reputation import (
     OTHERS_TURN_S,
     Trust,
@@ -31,31 +31,31 @@ FLOAT32 = bound_of("float32", "none")
 def test_an_error_is_relative_to_what_the_span_added_and_the_worst_rows() -> None:
     wrong = LEFT.copy()
     wrong[1, 3] += 0.1 * (LEFT - ENTERED)[1, 3]
-    found = errors(ENTERED, wrong, LEFT, FLOAT32)
+    found = measure_errors(ENTERED, wrong, LEFT, FLOAT32)
     assert found[3] == pytest.approx(0.1, rel=1e-3)
     assert not found[[0, 1, 2, 4, 5]].any()
     assert not is_equal(found, FLOAT32).action
-    assert is_equal(errors(ENTERED, LEFT * np.float32(1 + 1e-6), LEFT, FLOAT32), FLOAT32).action
+    assert is_equal(measure_errors(ENTERED, LEFT * np.float32(1 + 1e-6), LEFT, FLOAT32), FLOAT32).action
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_is_never_equal(value: float) -> None:
     wrong = LEFT.copy()
     wrong[0, 2, 5] = value
-    assert not is_equal(errors(ENTERED, wrong, LEFT, FLOAT32), bound_of("bfloat16", "int8")).action
+    assert not is_equal(measure_errors(ENTERED, wrong, LEFT, FLOAT32), bound_of("bfloat16", "int8")).action
 
 
 def test_a_span_that_adds_nothing_is_no_division_by_zero() -> None:
-    assert errors(ENTERED, ENTERED, ENTERED, FLOAT32).max() == 0
-    assert not is_equal(errors(ENTERED, LEFT, ENTERED, FLOAT32), FLOAT32).action
+    assert measure_errors(ENTERED, ENTERED, ENTERED, FLOAT32).max() == 0
+    assert not is_equal(measure_errors(ENTERED, LEFT, ENTERED, FLOAT32), FLOAT32).action
 
 
 def test_a_projection_shows_the_same_errors_within_a_factor_of_two() -> None:
     entered = RNG.standard_normal((1, 200, 576), dtype=np.float32)
     again = entered + RNG.standard_normal(entered.shape, dtype=np.float32)
     left = again + np.float32(0.01) * RNG.standard_normal(entered.shape, dtype=np.float32)
-    whole = np.median(errors(entered, left, again, FLOAT32))
-    small = np.median(errors(*(project_tokens(values, 5) for values in (entered, left, again)), FLOAT32))
+    whole = np.median(measure_errors(entered, left, again, FLOAT32))
+    small = np.median(measure_errors(*(project_tokens(values, 5) for values in (entered, left, again)), FLOAT32))
     assert whole / 2 < small < whole * 2
 
 

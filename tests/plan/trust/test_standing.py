@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmd.plan.trust.blame import CONSEQUENCES, Blame
 from swarmd.plan.trust.standing import (
     BANS_FORGOTTEN_S,
     FIRST_BAN_S,
@@ -53,6 +54,15 @@ def test_what_faults_lead_to(faults: list[Fault], is_out: bool, is_turned_away: 
 def test_every_kind_has_a_rule_and_what_is_left_out_for_a_while_weighs_nothing() -> None:
     assert set(RULES) == set(Fault)
     assert RULES[Fault.SILENT].weight == 0, "honest peers under load never lose their standing"
+    assert all(rule.weight == 0 for rule in RULES.values() if rule.blame not in (Blame.FAULT, Blame.OFFENCE))
+
+
+def test_every_blame_has_one_consequence_and_what_one_session_met_is_not_remembered() -> None:
+    assert set(CONSEQUENCES) == set(Blame)
+    effects = {consequence.effect for consequence in CONSEQUENCES.values()}
+    assert len(effects) == len(Blame)
+    for blame, consequence in CONSEQUENCES.items():
+        assert blame.is_remembered is not consequence.effect.startswith("this session or pipeline")
 
 
 def test_bans_double_end_and_are_forgotten() -> None:
@@ -98,10 +108,10 @@ def test_who_alone_holds_something_is_asked_again_soon_and_who_fails_again_waits
 
 def test_who_is_silent_behind_a_relay_is_a_last_resort_at_once_but_not_again_and_again() -> None:
     seen = FaultHistory()
-    leave_out(seen, 0.0, 20.0, 600.0, is_way_to_blame=True)
+    leave_out(seen, 0.0, 20.0, 600.0, is_relayed=True)
     assert not is_allowed(seen, 0.0)
     assert is_allowed(seen, 0.0, is_last_resort=True)
-    leave_out(seen, 0.1, 20.0, 600.0, is_way_to_blame=True)
+    leave_out(seen, 0.1, 20.0, 600.0, is_relayed=True)
     assert not is_allowed(seen, 0.1, is_last_resort=True)
 
 

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from swarmd.errors import ConfigError, IntegrityError
-from swarmd.home import Home
+from swarmd.home.founder import Founder
+from swarmd.home.paths import Home
 from swarmd.plan.chains.view import RecordBook
 from swarmd.protocol.membership.catalog import (
     MAX_CATALOG_BYTES,
@@ -129,18 +130,20 @@ def test_the_founders_next_word_counts_whatever_number_a_delegate_chose() -> Non
 
 
 def test_a_home_signs_as_what_it_is(tmp_path: Path) -> None:
-    founder, member = Home(tmp_path / "founder"), Home(tmp_path / "member")
+    founder = Founder(Home(tmp_path / "founder"))
     founder.found("ours")
-    member.enter(founder.invite((), 3_600), DELEGATE, founder.catalog_raw())
+    delegate = Founder(Home(tmp_path / "member"))
+    member = delegate.membership
+    member.enter(founder.invite((), 3_600), DELEGATE, founder.membership.catalog_raw())
     add = lambda c: msgspec.structs.replace(c, models={**c.models, "mine": MODEL})  # noqa: E731
     with pytest.raises(ConfigError, match="founder, or a delegate that it names"):
-        member.change_catalog(add)
+        delegate.change_catalog(add)
     founder.change_catalog(lambda c: msgspec.structs.replace(c, delegates=(DELEGATE.public_key,)))
-    raw = founder.catalog_raw()
+    raw = founder.membership.catalog_raw()
     assert raw is not None
     member.save_catalog(raw)
-    assert member.may_publish
-    assert "mine" in member.change_catalog(add).models
+    assert delegate.may_publish
+    assert "mine" in delegate.change_catalog(add).models
     assert "mine" in member.catalog().models
-    founder.save_catalog(member.catalog_raw() or b"")
+    founder.membership.save_catalog(member.catalog_raw() or b"")
     assert "mine" in founder.change_catalog(lambda c: c).models, "the founder goes on from what its delegate published"

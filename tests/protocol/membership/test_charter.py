@@ -110,7 +110,7 @@ async def test_charters_that_leave_the_known_ones_count_for_nothing_however_many
     assert read_catalog_untrusted(thiefs, A.public_key).rank[0] == 3, "by itself it is in order"
     assert not exchange.merge_catalog_untrusted(thiefs)
     assert not exchange.merge_catalog_untrusted(sign_catalog(Catalog(version=50), A))
-    assert exchange.doors.founders.charter.keys == (B.public_key, C.public_key)
+    assert exchange.roster.admission.founders.charter.keys == (B.public_key, C.public_key)
     assert not exchange.merge_catalog_untrusted(sign_catalog(Catalog(version=2**53, charters=encoded(replaced)), B))
     late = Exchange(SwarmKeys("ours", A.public_key, bytes(32), encoded(replaced)), lambda: 100.0)
     assert not late.merge_catalog_untrusted(sign_catalog(Catalog(version=50), A)), "an invite says who founds, too"

@@ -12,7 +12,7 @@ import pytest
 
 from swarmd.compute.checkpoints.check import check_folder
 from swarmd.errors import ConfigError
-from swarmd.home import bundled_folder
+from swarmd.home.models import bundled_folder
 from swarmd.protocol.models import manifest
 
 

@@ -19,5 +19,5 @@ DEFINED = [
 
 @pytest.mark.parametrize("kind", DEFINED, ids=lambda kind: kind.__name__)
 def test_whatever_is_defined_is_understood(kind: type[Message]) -> None:
-    (frame,) = FrameDecoder().feed_untrusted(messages.framed(kind()))
+    (frame,) = FrameDecoder().feed_untrusted(messages.encode_frame(kind()))
     assert worker.decode(frame.header) == kind()

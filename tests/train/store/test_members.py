@@ -33,7 +33,7 @@ def test_standing_is_lost_by_what_is_seen_here_or_said_by_several(rounds: list[s
     now = 0.0
     members = Members(RunId("run"), ME, lambda: view, lambda peer, addresses: None, Standing(lambda: now))
     for witnesses in rounds:
-        members.blame({ACCUSED: witnesses})
+        members.record_faults({ACCUSED: witnesses})
         now += 1.0
     now = 10.0
     assert members.shunned() == [ACCUSED] * is_shunned
