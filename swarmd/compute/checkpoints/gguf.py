@@ -71,7 +71,9 @@ def convert(
     chosen: torch.dtype = getattr(torch, dtype_name)
     loss = max(_rounding_loss(tensor, chosen) for tensor in state.values())
     say(f"writing {dtype_name} ...")
-    rounded = {name: tensor.to(chosen).contiguous() for name, tensor in state.items()}
+    rounded = {}
+    for name, tensor in state.items():
+        rounded[name] = tensor.to(chosen).contiguous()
     save_torch_state_dict(rounded, folder, max_shard_size=SHARD)
     model.generation_config.save_pretrained(folder)
     config = model.config.to_dict()
@@ -158,7 +160,8 @@ def _smallest_dtype(state: dict[str, torch.Tensor]) -> str:
     """Return the smallest dtype that holds every number as it is; float16 where none does, if its range is enough."""
     for name in ("bfloat16", "float16"):
         dtype: torch.dtype = getattr(torch, name)
-        rounded = ((tensor, tensor.to(dtype).float()) for tensor in state.values())
+        tensors = state.values()
+        rounded = ((tensor, tensor.to(dtype).float()) for tensor in tensors)
         if all(torch.equal(tensor, same) for tensor, same in rounded):
             return name
     largest = max(float(tensor.abs().max()) for tensor in state.values())

@@ -23,7 +23,19 @@ MOST_ENTRIES = 1 << 20  # settings, or tensors, of a file: the largest models ha
 MOST_DIMENSIONS = 8  # of a tensor: ggml itself has 4
 ALIGNMENT = 32  # bytes, where a file says nothing
 # Kinds of settings, by ggml's numbers; those of numbers with struct's letter for them.
-NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 STRING = 8  # ggml's number for the kind
 ARRAY = 9  # ggml's number for the kind
 F32 = 0  # ggml's number for the kind of a tensor

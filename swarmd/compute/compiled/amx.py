@@ -79,7 +79,10 @@ def store_transposed(builder: Any, rows: list[Any], out: Any) -> None:
             first = rows[i]
             second = rows[i + distance]
             for k in range(2):
-                places = [(j & ~distance | k * distance) + (SIDE if j & distance else 0) for j in range(SIDE)]
+                places = []
+                for j in range(SIDE):
+                    row = SIDE if j & distance else 0  # the second row's numbers are behind those of the first
+                    places.append(row + (j & ~distance | k * distance))
                 mask = ir.Constant(int32_row, places)
                 rows[i + k * distance] = builder.shuffle_vector(first, second, mask)
         distance *= 2

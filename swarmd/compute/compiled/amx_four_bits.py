@@ -62,13 +62,17 @@ def _unpack(typingctx: Any, packed: Any, place: Any) -> Any:
         four = ir.Constant(row_vector, [4] * ROW)
         for row in range(GROUP // FOUR):
             begin = row * 2 * n_bytes
-            half_places = [pointer_to(builder, args[0], begin + i * n_bytes, half_vector) for i in range(2)]
+            half_begins = (begin, begin + n_bytes)
+            half_places = [pointer_to(builder, args[0], offset, half_vector) for offset in half_begins]
             halves = [builder.load(place, align=1) for place in half_places]
             for offset in range(0, 2 * n_bytes, CACHE_LINE):
                 emit_prefetch(builder, pointer_to(builder, args[0], begin + offset + AHEAD_BYTES))
             for part in range(PARTS // 2):
-                places = [part * SIDE + r + i * ROWS // 2 for r in range(SIDE) for i in range(FOUR)]
-                values = builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(int32, ROW), places))
+                first_row = part * SIDE
+                rows = range(first_row, first_row + SIDE)
+                places = [row + i * ROWS // 2 for row in rows for i in range(FOUR)]
+                mask = ir.Constant(ir.VectorType(int32, ROW), places)
+                values = builder.shuffle_vector(*halves, mask)
                 lower = builder.and_(values, low_bits)
                 upper = builder.lshr(values, four)
                 for i_part, unpacked in ((part, lower), (part + PARTS // 2, upper)):
@@ -95,8 +99,11 @@ def _multiply_part(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         tokens, token_stride, lower, weight, sums = args
-        call_unit(builder, "tileloadd64", int8(WEIGHT), pointer_to(builder, weight, 0), int64(ROW))
-        for part, offset, name in ((UPPER, 0, "tdpbssd"), (LOWER, lower, "tdpbusd")):  # signed bytes, unsigned ones
+        weight_place = pointer_to(builder, weight, 0)
+        call_unit(builder, "tileloadd64", int8(WEIGHT), weight_place, int64(ROW))
+        signed = (UPPER, 0, "tdpbssd")
+        unsigned = (LOWER, lower, "tdpbusd")
+        for part, offset, name in (signed, unsigned):
             inputs = int8(INPUTS + part)
             call_unit(builder, "tilezero", int8(part))
             call_unit(builder, "tileloadd64", inputs, pointer_to(builder, tokens, offset), token_stride)
@@ -140,7 +147,8 @@ def _add_group(
                 for part in range(N_BYTE_PARTS)
             ]
             upper, lower = (builder.load(place, align=ROW) for place in places)
-            product = builder.sitofp(builder.add(builder.shl(upper, eight), lower), float32_row)
+            whole = builder.add(builder.shl(upper, eight), lower)
+            product = builder.sitofp(whole, float32_row)
             sum_offset = builder.mul(loop.index, int64(4))
             sum_place = pointer_to(builder, token_sums, sum_offset, ir.FloatType())
             token_sum = broadcast(builder, builder.load(sum_place, align=4), SIDE)
@@ -276,5 +284,7 @@ def multiply_int4_tiles(
                     n_tokens = min(n, SIDE)
                     _multiply_side(x, stride, lower, n_tokens, tiles, row_scales, x_sums, aligned(sums), place)
             for i in range(sides_now):
-                _put_totals(aligned(totals) + i * ALL, token_scales, ones, out, (side + i) * SIDE, row, adds)
+                side_totals = aligned(totals) + i * ALL
+                first_token = (side + i) * SIDE
+                _put_totals(side_totals, token_scales, ones, out, first_token, row, adds)
     apply_shapes(previous)

@@ -168,8 +168,10 @@ def _write_step(builder: Any, stored: int, n_tiles: int, args: Any) -> None:
         call_unit(builder, "tileloadd64", int8(INPUTS + token_part), place, int64(ROW))
     for part in range(n_parts):
         for tile in range(n_tiles):
-            offset = builder.add(builder.mul(tile_stride, int64(tile)), int64(part * TILE))
-            call_unit(builder, "tileloadd64", int8(WEIGHT), pointer_to(builder, weight, offset), row_stride)
+            tile_offset = builder.mul(tile_stride, int64(tile))
+            offset = builder.add(tile_offset, int64(part * TILE))
+            place = pointer_to(builder, weight, offset)
+            call_unit(builder, "tileloadd64", int8(WEIGHT), place, row_stride)
             for token_part, (name, i_sum) in enumerate(_products(stored, part)):
                 total = int8(n_sums * tile + i_sum)
                 call_unit(builder, name, total, int8(WEIGHT), int8(INPUTS + token_part))
@@ -239,7 +241,8 @@ def _put_numbers(typingctx: Any, numbers: Any, out: Any, adds: Any) -> Any:
     """Write SIDE numbers to an address, or add them to what is there."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        numbers = builder.load(pointer_to(builder, args[0], 0, float32_row), align=4)
+        place = pointer_to(builder, args[0], 0, float32_row)
+        numbers = builder.load(place, align=4)
         _write_or_add(builder, numbers, args[1], args[2])
         return context.get_dummy_value()
 
@@ -258,13 +261,16 @@ def put_scaled(
     """Write SIDE sums of quantised values, or add them, times the scale of each row, at an address, and a token's."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sums = builder.load(pointer_to(builder, args[0], 0, float32_row), align=4)
-        row_scales = builder.load(pointer_to(builder, args[3], 0, float32_row), align=4)
+        sum_place = pointer_to(builder, args[0], 0, float32_row)
+        sums = builder.load(sum_place, align=4)
+        scale_place = pointer_to(builder, args[3], 0, float32_row)
+        row_scales = builder.load(scale_place, align=4)
         scales = builder.fmul(row_scales, broadcast(builder, args[4], SIDE))
         _write_or_add(builder, builder.fmul(sums, scales), args[1], args[2])
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.boolean, types.int64, types.float32), generate
+    int64 = types.int64
+    return types.void(int64, int64, types.boolean, int64, types.float32), generate
 
 
 # Tokens are split once for a product, since each of their numbers meets all rows of the weight:
@@ -276,7 +282,10 @@ def put_scaled(
 @fast
 def room_for(stored: Any, n: Any, k: Any) -> Any:
     """Return how many bytes n tokens of k numbers take, split for a weight that is stored so."""
-    return ROW + -(-n // SIDE) * (k // _step_columns(stored)) * _n_token_parts(stored) * TILE
+    n_groups = -(-n // SIDE)
+    n_steps = k // _step_columns(stored)
+    n_tiles = n_groups * n_steps * _n_token_parts(stored)
+    return ROW + n_tiles * TILE
 
 
 @fast
@@ -449,10 +458,14 @@ def multiply_tiles(
     for tile in range(first, last, tiles_at_once):
         n_tiles = min(tiles_at_once, last - tile)
         rows = weight + tile * SIDE * k * number_bytes(stored)
-        _multiply_block(stored, aligned(room), n_groups, k, rows, n_tiles, aligned(split_tiles), sums.ctypes.data)
+        tokens = aligned(room)
+        split_place = aligned(split_tiles)
+        _multiply_block(stored, tokens, n_groups, k, rows, n_tiles, split_place, sums.ctypes.data)
         for group in range(n_groups):
             place = sums.ctypes.data + group * SUMS * TILE
-            _put_sums(stored, place, transposed.ctypes.data, scales, n_tiles, out, group * SIDE, tile * SIDE, adds)
+            row = tile * SIDE
+            token = group * SIDE
+            _put_sums(stored, place, transposed.ctypes.data, scales, n_tiles, out, token, row, adds)
     apply_shapes(previous)
 
 
@@ -474,7 +487,9 @@ def multiply(
     n_groups = -(-n // SIDE)
     n_tiles = out.shape[1] // SIDE
     counter = barrier.ctypes.data
-    split_tokens_to_tiles(stored, x, room, n_groups * thread // n_threads, n_groups * (thread + 1) // n_threads)
+    first_group = n_groups * thread // n_threads
+    last_group = n_groups * (thread + 1) // n_threads
+    split_tokens_to_tiles(stored, x, room, first_group, last_group)
     n_passed = wait_at_barrier(counter, 0, n_threads)
     no_scales = np.empty(0, np.float32), np.empty(0, np.float32)
     first = n_tiles * thread // n_threads

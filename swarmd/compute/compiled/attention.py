@@ -25,7 +25,16 @@ from swarmd.compute.compiled.layout import (
     LEVELS,
     SCALE_BYTES,
 )
-from swarmd.compute.compiled.machine import carray, exact, exp, fast, narrow, number_bytes, pointer, quantisation_scale
+from swarmd.compute.compiled.machine import (
+    carray,
+    exact,
+    exp,
+    fast,
+    narrow,
+    number_bytes,
+    pointer,
+    quantisation_scale,
+)
 from swarmd.compute.compiled.mixing import add_weighted_rows, largest, multiply_rows
 
 LOWEST = np.float32(-1e30)  # below any logit
@@ -54,7 +63,8 @@ def _write(stored: Any, numbers: Any, address: Any) -> Any:
     kept_scale = carray(pointer(address + head), (1,), np.float32)
     scale, kept_scale[0] = quantisation_scale(numbers, LEVELS)
     for i in range(head):
-        quantised[i] = np.int8(np.int32(np.rint(numbers[i] / scale)))
+        rounded = np.rint(numbers[i] / scale)
+        quantised[i] = np.int8(np.int32(rounded))
 
 
 # Softmax needs the largest logit of all keys, and keys come in two parts. So it is computed online (Milakov and
@@ -146,6 +156,9 @@ def _attend_to(
 #
 #     query 0 .. groups - 1           heads of the first new token, which share this kept head
 #     query groups .. 2 groups - 1    heads of the second
+#
+# Columns and parts of arrays are written out in the loops: with locals for them LLVM divides in another way, and the
+# last bits of a step are others.
 @fast
 def attend(
     shape: Any,

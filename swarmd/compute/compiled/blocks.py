@@ -55,7 +55,8 @@ def _normalise(
             total = np.float32(0)
             for i in range(width):
                 total += row[i] * row[i]
-            scale = np.float32(1) / np.sqrt(total / np.float32(width) + epsilon)
+            mean = total / np.float32(width)
+            scale = np.float32(1) / np.sqrt(mean + epsilon)
             for i in range(width):
                 out_row[i] = row[i] * scale * weight[i]
 
@@ -105,8 +106,10 @@ def _activate_gate(
             x = gates[i]
             y = x
             if curve == GELU_TANH:
-                y = np.float32(1.5957691216) * (x + np.float32(0.044715) * x * x * x)
-            gates[i] = x / (np.float32(1) + exp(-y)) * ups[i]
+                cube = np.float32(0.044715) * x * x * x
+                y = np.float32(1.5957691216) * (x + cube)
+            activation = x / (np.float32(1) + exp(-y))
+            gates[i] = activation * ups[i]
 
 
 @fast
@@ -163,7 +166,10 @@ def _shared_arrays(room: Any, n: Any, widths: Any) -> Any:
     keys = room[a : a + b].reshape(2, n, widths[1])
     end = a + b
     gates = room[end : end + c].reshape(2, n, widths[2])
-    return queries[0], queries[1], keys[0], keys[1], gates[0], gates[1]
+    query = queries[0]  # by index: what is unpacked is another type to Numba, for which all would be compiled again
+    key = keys[0]
+    gate = gates[0]
+    return query, queries[1], key, keys[1], gate, gates[1]
 
 
 # One block, and what threads share of it. Each thread computes the norms for itself, into an array of its own: they
@@ -220,6 +226,8 @@ def run_blocks(
     logits = np.empty((n * shape[HEADS] // kept_heads, most_tokens), np.float32)
     first_head = kept_heads * thread // n_threads
     last_head = kept_heads * (thread + 1) // n_threads
+    first_column = inner * thread // n_threads
+    last_column = inner * (thread + 1) // n_threads
     n_passed = 0
     counter = barrier.ctypes.data
     adds_to = n >= 0
@@ -233,7 +241,8 @@ def run_blocks(
         n_passed = wait_at_barrier(counter, n_passed, n_threads)
         _position_heads(shape, floats, addresses, rotary, query, key, first_head, last_head)
         store_keys_and_values(shape, key, value, kv_places[block], counts, first_head, last_head)
-        attend(shape, floats[1], query, kv_places[block], counts, logits, mixed, first_head, last_head)
+        scale = floats[1]
+        attend(shape, scale, query, kv_places[block], counts, logits, mixed, first_head, last_head)
         n_passed = wait_at_barrier(counter, n_passed, n_threads)
         multiply(stored, layer_of(addresses, OUT), mixed, x, adds_to, thread, n_threads)
         n_passed = wait_at_barrier(counter, n_passed, n_threads)
@@ -241,7 +250,7 @@ def run_blocks(
         multiply(stored, layer_of(addresses, GATE), normed, gate, replaces, thread, n_threads)
         multiply(stored, layer_of(addresses, UP), normed, up, replaces, thread, n_threads)
         n_passed = wait_at_barrier(counter, n_passed, n_threads)
-        _activate_gate(gate, up, shape[CURVE], inner * thread // n_threads, inner * (thread + 1) // n_threads)
+        _activate_gate(gate, up, shape[CURVE], first_column, last_column)
         n_passed = wait_at_barrier(counter, n_passed, n_threads)
         multiply(stored, layer_of(addresses, DOWN), gate, x, adds_to, thread, n_threads)
         n_passed = wait_at_barrier(counter, n_passed, n_threads)

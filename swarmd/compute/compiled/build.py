@@ -27,7 +27,8 @@ def compiled_folder(cache_folder: Path) -> Path:
     parent = source if os.access(source, os.W_OK) else cache_folder
     # Numba looks at the file of one function only, and would go on with old machine code where another file changed.
     # So the folder's name is a hash of all files, and of the numbers that they take from this machine.
-    texts = b"".join(path.read_bytes() for path in sorted(source.glob("*.py")))
+    paths = sorted(source.glob("*.py"))
+    texts = b"".join(path.read_bytes() for path in paths)
     numbers = [rows_together(), layout.GROUP, layout.LEVEL_OF_ZERO, layout.LEVELS]
     constants = bytes([*numbers, has_matrix_unit()])
     return parent / "__pycache__" / f"numba-{hashlib.sha256(texts + constants).hexdigest()[:12]}"

@@ -52,7 +52,9 @@ SILU, GELU_TANH = range(2)
 #     0    NORM QUERY KEY VALUE OUT MLP_NORM GATE UP DOWN QUERY_NORM KEY_NORM
 #     11   SCALES + each of these
 #     22   BIAS + each of these
-NORM, QUERY, KEY, VALUE, OUT, MLP_NORM, GATE, UP, DOWN, QUERY_NORM, KEY_NORM = range(11)
+NORM, QUERY, KEY, VALUE, OUT = range(5)
+MLP_NORM, GATE, UP, DOWN = range(5, 9)
+QUERY_NORM, KEY_NORM = range(9, 11)
 SCALES, BIAS, N_ADDRESSES = 11, 22, 33
 
 # The numbers of a span's shape: heads of queries, heads of keys, the width of a head and of the MLP; the formats of

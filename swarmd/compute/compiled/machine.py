@@ -71,7 +71,10 @@ def emit_prefetch(builder: Any, place: Any, cache: int = 1) -> None:
     int32 = ir.IntType(32)
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
     hint = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer], function_type)
-    builder.call(hint, [place, int32(0), int32(4 - cache), int32(1)])  # read, keep, data
+    is_write = int32(0)
+    locality = int32(4 - cache)  # 3 is the first cache
+    is_data = int32(1)
+    builder.call(hint, [place, is_write, locality, is_data])
 
 
 @instruction
@@ -79,7 +82,8 @@ def prefetch(typingctx: Any, address: Any) -> Any:
     """Hint to read what is at an address; any will do."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit_prefetch(builder, builder.inttoptr(args[0], ir.IntType(8).as_pointer()))
+        place = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        emit_prefetch(builder, place)
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -113,7 +117,8 @@ def to_float16(typingctx: Any, number: Any) -> Any:
     """Round a float32 to the bits of a float16."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+        half = builder.fptrunc(args[0], ir.HalfType())
+        return builder.bitcast(half, ir.IntType(16))
 
     return types.uint16(types.float32), generate
 
@@ -181,7 +186,8 @@ def exp(x: Any) -> Any:
 
     A plain function, so that loops vectorise; libm's would be called number by number.
     """
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    x = max(x, np.float32(-87.0))
+    x = min(x, np.float32(88.0))
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
     p = np.float32(1.9875691500e-4)

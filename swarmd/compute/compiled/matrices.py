@@ -145,7 +145,8 @@ def _multiply_int4(
                     multiply_group(rows, scales, token, stride, token_sum, total)
         for t in range(n):
             for i in range(ROWS):
-                _put(biases, token_scales[t] * totals[t, i], out, t, r + i, adds)
+                number = token_scales[t] * totals[t, i]
+                _put(biases, number, out, t, r + i, adds)
 
 
 @fast
@@ -175,12 +176,15 @@ def _multiply_int8(
         prefetch_ahead(first, k)
         prefetch_ahead(second, k)
         token = quantised.ctypes.data
+        stride = 2 * k
         # Sums of more than CHUNK products might not fit in 32 bits: they are added up as float32 from chunk to chunk.
-        multiply_quantised_pair(first, second, token, 2 * k, n, min(CHUNK, k), totals.ctypes.data)
+        width = min(CHUNK, k)
+        multiply_quantised_pair(first, second, token, stride, n, width, totals.ctypes.data)
         for begin in range(CHUNK, k, CHUNK):
             width = min(CHUNK, k - begin)
             chunk = token + 2 * begin
-            multiply_quantised_pair(first + begin, second + begin, chunk, 2 * k, n, width, chunk_totals.ctypes.data)
+            sums = chunk_totals.ctypes.data
+            multiply_quantised_pair(first + begin, second + begin, chunk, stride, n, width, sums)
             totals += chunk_totals
         for side in range(2):
             column = r + side * half
@@ -236,27 +240,32 @@ if has_matrix_unit():
         n, k = x.shape
         m = out.shape[1]
         is_quantised = stored in (INT4, INT8)
+        weight, scales, _ = layer
         biases = _biases(layer, m)
         side = ROWS if stored == INT4 else SIDE
         first = m // side * thread // n_threads
         last = m // side * (thread + 1) // n_threads
+        first_row = first * side
+        last_row = last * side
         quantised = np.empty((n, k if is_quantised else 0), np.int16)
         token_scales = np.empty(n, np.float32)
         if is_quantised:
             quantise_tokens(x, quantised, token_scales)
         if stored == INT4:
-            multiply_int4_tiles(layer[0], layer[1], quantised, token_scales, out, adds, first * side, last * side)
+            multiply_int4_tiles(weight, scales, quantised, token_scales, out, adds, first_row, last_row)
         else:
             room = np.empty(room_for(stored, n, k), np.uint8)
-            row_scales = carray(pointer(layer[1]), (m if is_quantised else 0,), np.float32)
+            n_scales = m if is_quantised else 0
+            row_scales = carray(pointer(scales), (n_scales,), np.float32)
             if is_quantised:
                 split_tokens_to_tiles(stored, quantised, room, 0, -(-n // SIDE))
             else:
                 split_tokens_to_tiles(stored, x, room, 0, -(-n // SIDE))
-            multiply_tiles(stored, room, k, layer[0], (row_scales, token_scales), out, adds, first, last)
+            both_scales = row_scales, token_scales
+            multiply_tiles(stored, room, k, weight, both_scales, out, adds, first, last)
         if len(biases):
             for t in range(n):
-                for i in range(first * side, last * side):
+                for i in range(first_row, last_row):
                     out[t, i] += biases[i]
 
     @fast
@@ -303,7 +312,8 @@ def multiply(
 
     m is even, of 4 bits a multiple of ROWS. This thread computes its part of the weight's rows.
     """
-    if is_for_matrix_unit(stored, len(x), x.shape[1], out.shape[1]):
+    n, k = x.shape
+    if is_for_matrix_unit(stored, n, k, out.shape[1]):
         _multiply_on_matrix_unit(stored, layer, x, out, adds, thread, n_threads)
     elif stored == INT4:
         _multiply_int4(layer, x, out, adds, thread, n_threads)

@@ -38,7 +38,9 @@ from swarmd.compute.compiled.products import (
 from swarmd.compute.compiled.registers import WIDTH
 
 # Registers for sums, by tokens: AVX-512 has 32 registers of 16 numbers, AVX2 has 16 of 8.
-VECTORS = {1: 4, 2: 4, 3: 4, 4: 4} if WIDTH == 16 else {1: 8, 2: 4, 3: 4, 4: 2}
+_VECTORS_OF_8 = {1: 8, 2: 4, 3: 4, 4: 2}
+_VECTORS_OF_16 = dict.fromkeys(range(1, TOGETHER + 1), 4)
+VECTORS = _VECTORS_OF_16 if WIDTH == 16 else _VECTORS_OF_8
 ROWS_AT_ONCE = 128  # that stay in near caches, for more than TOGETHER queries
 LEAST = float(np.finfo(np.float32).min)
 
@@ -93,12 +95,15 @@ def _write_dot_products(builder: Any, stored: int, n: int, *addresses: Any) -> N
         pair = (loop.index, second)
         addresses_of_pair = [builder.add(rows, builder.mul(row_stride, row)) for row in pair]
         zero = one.type(0)
-        with tools.for_range_slice(builder, zero, row_stride, one.type(CACHE_LINE), inc=True) as (offset, _):
+        line = one.type(CACHE_LINE)
+        with tools.for_range_slice(builder, zero, row_stride, line, inc=True) as (offset, _):
             for address in addresses_of_pair:
                 _prefetch_ahead(builder, builder.add(address, offset))
         pointers = [builder.inttoptr(address, IN_MEMORY[stored].as_pointer()) for address in addresses_of_pair]
         for i, total in enumerate(dot_products(builder, stored, pointers, queries, k)):
-            builder.store(total, builder.gep(outs[i // 2], [pair[i % 2]]))
+            token, side = divmod(i, 2)
+            place = builder.gep(outs[token], [pair[side]])
+            builder.store(total, place)
 
 
 _multiply_rows = _over_rows(_write_dot_products)
@@ -158,7 +163,8 @@ def _write_column_sums(
 
     def pieces(row: Any) -> list[tuple[Any, int]]:
         """What these registers hold of a row: a pointer, and how many numbers."""
-        return [(builder.gep(row, [offset]), width) for offset, width in zip(offsets, widths, strict=True)]
+        places = [builder.gep(row, [offset]) for offset in offsets]
+        return list(zip(places, widths, strict=True))
 
     totals = []
     for row in sums:
@@ -186,7 +192,8 @@ def _write_weighted_sums(builder: Any, stored: int, n: int, *addresses: Any) -> 
     rows, row_stride, n_rows, weights, weight_stride, k, sums, sum_stride = addresses
     token_weights = [row_pointer(builder, weights, weight_stride, t) for t in range(n)]
     token_sums = [row_pointer(builder, sums, sum_stride, t) for t in range(n)]
-    for width, index in loop_in_steps(builder, k, (VECTORS[n] * WIDTH, WIDTH, 1)):
+    steps = (VECTORS[n] * WIDTH, WIDTH, 1)
+    for width, index in loop_in_steps(builder, k, steps):
         widths = [1] if width == 1 else [WIDTH] * (width // WIDTH)
         _write_column_sums(builder, stored, index, widths, (rows, row_stride, n_rows), token_weights, token_sums)
 
@@ -228,10 +235,15 @@ def _largest(typingctx: Any, numbers: Any, n: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         numbers = builder.inttoptr(args[0], float32.as_pointer())
         n = args[1]
-        best = {width: tools.alloca_once_value(builder, constant_vector(float32, LEAST, width)) for width in (WIDTH, 1)}
+        best = {}
+        for width in (WIDTH, 1):
+            least = constant_vector(float32, LEAST, width)
+            best[width] = tools.alloca_once_value(builder, least)
         for width, index in loop_in_steps(builder, n, best):
             vector = load_widened(builder, FLOAT32, builder.gep(numbers, [index]), width)
-            builder.store(larger(builder, vector, builder.load(best[width])), best[width])
+            place = best[width]
+            largest_yet = larger(builder, vector, builder.load(place))
+            builder.store(largest_yet, place)
         vector, single = (builder.load(place) for place in best.values())
         function_type = ir.FunctionType(float32, [vector.type])
         name = f"llvm.vector.reduce.fmax.v{WIDTH}f32"

@@ -80,15 +80,20 @@ def broadcast(builder: Any, number: Any, n: int) -> Any:
 #     0                                             k
 #     |-- 4 vectors --|-- 4 vectors --|-- 1 --|-- 1 --|.|.|
 #      loop of the largest step        smaller          single numbers
-def loop_in_steps(builder: Any, k: Any, steps: Iterable[int]) -> Iterator[tuple[int, Any]]:
+def loop_in_steps(
+    builder: Any,
+    k: Any,
+    steps: Iterable[int],
+) -> Iterator[tuple[int, Any]]:
     """Write loops from 0 to k, each with the next of these steps over what remains: yields the step and the index.
 
     Steps become smaller, and the last is 1.
     """
     begin = k.type(0)
     for step in dict.fromkeys(steps):
-        end = builder.sub(k, builder.srem(k, k.type(step)))
-        with tools.for_range_slice(builder, begin, end, k.type(step), inc=True) as (index, _):
+        increment = k.type(step)
+        end = builder.sub(k, builder.srem(k, increment))
+        with tools.for_range_slice(builder, begin, end, increment, inc=True) as (index, _):
             yield step, index
         begin = end
 
@@ -151,7 +156,8 @@ def dot_products(
 
     def multiply(index: Any, width: int, sums: Any) -> None:
         """Add products of ``width`` numbers to the sums of all."""
-        weights = [load_widened(builder, stored, builder.gep(row, [index]), width) for row in rows]
+        places = [builder.gep(row, [index]) for row in rows]
+        weights = [load_widened(builder, stored, place, width) for place in places]
         for t, token in enumerate(tokens):
             x = load_widened(builder, FLOAT32, builder.gep(token, [index]), width)
             for side, weight in enumerate(weights):
@@ -172,8 +178,11 @@ def dot_products(
     vectors = []
     for column in zip(*partials, strict=True):
         vectors.append(reduce(builder.fadd, map(builder.load, column)))
-    singles = [builder.extract_element(builder.load(place), int32(0)) for place in single_sums]
-    return [add_up(builder, single, vector) for single, vector in zip(singles, vectors, strict=True)]
+    totals = []
+    for place, vector in zip(single_sums, vectors, strict=True):
+        single = builder.extract_element(builder.load(place), int32(0))
+        totals.append(add_up(builder, single, vector))
+    return totals
 
 
 @instruction
@@ -199,7 +208,8 @@ def _multiply_row_pair(
         for i, total in enumerate(dot_products(builder, stored, rows, tokens, k)):
             builder.store(total, builder.gep(out, [int32(i)]))
 
-    return types.void(*[types.int64] * 8), for_each_variant(write, (FLOAT32, FLOAT16, BFLOAT16))
+    generate = for_each_variant(write, (FLOAT32, FLOAT16, BFLOAT16))
+    return types.void(*[types.int64] * 8), generate
 
 
 @fast
@@ -216,4 +226,6 @@ def multiply_row_pair(
     stride = 4 * k
     for t in range(0, n, TOGETHER):
         n_tokens = min(TOGETHER, n - t)
-        _multiply_row_pair(stored, n_tokens, first, second, x + t * stride, stride, k, products + 8 * t)
+        token = x + t * stride
+        sums = products + 8 * t
+        _multiply_row_pair(stored, n_tokens, first, second, token, stride, k, sums)

@@ -53,7 +53,8 @@ def quantise_tokens(x: Any, quantised: Any, scales: Any) -> Any:
         scale, scales[t] = quantisation_scale(x[t], MOST)
         per_scale = np.float32(1) / scale
         for i in range(k):
-            quantised[t, i] = np.int16(np.int32(np.rint(x[t, i] * per_scale)))
+            rounded = np.rint(x[t, i] * per_scale)
+            quantised[t, i] = np.int16(np.int32(rounded))
 
 
 def _load(builder: Any, element: Any, address: Any, n: int) -> Any:
@@ -101,8 +102,10 @@ def _add_products(
     """Add products of ``width`` values of both rows with each token's to 2 sums a token: in pairs, or of one alone."""
     element = int32 if width == 1 else int16
     weight_vector = ir.VectorType(element, width)
-    places = [builder.gep(row, [index]) for row in rows]
-    weights = [builder.sext(_load(builder, int8, place, width), weight_vector) for place in places]
+    weights = []
+    for row in rows:
+        values = _load(builder, int8, builder.gep(row, [index]), width)
+        weights.append(builder.sext(values, weight_vector))
     for t, token in enumerate(tokens):
         x = _load(builder, int16, builder.gep(token, [index]), width)
         for side, weight in enumerate(weights):
@@ -164,7 +167,8 @@ def _multiply_row_pair_by(n: int) -> CompiledFunction:
 
 
 def _shuffle(builder: Any, left: Any, right: Any, places: list[int]) -> Any:
-    return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(int32, len(places)), places))
+    mask = ir.Constant(ir.VectorType(int32, len(places)), places)
+    return builder.shuffle_vector(left, right, mask)
 
 
 # Values of 4 bits lie column by column, and products are added in pairs of columns: so two columns must come beside
@@ -179,7 +183,8 @@ def _interleave(builder: Any, left: Any, right: Any) -> list[Any]:
     n = left.type.count
     vectors = []
     for side in (0, LANE // 2):
-        indices = [lane + i for lane in range(side, n, LANE) for i in range(LANE // 2)]
+        lanes = range(side, n, LANE)
+        indices = [lane + i for lane in lanes for i in range(LANE // 2)]
         places = [index + i * n for index in indices for i in range(2)]
         vectors.append(_shuffle(builder, left, right, places))
     return vectors
@@ -209,18 +214,26 @@ def _group_products(builder: Any, rows: Any, tokens: Any) -> list[list[Any]]:
     four = constant_vector(int16, 4, n_bytes)
     sixteen = constant_vector(int32, 16, n_bytes)
     zeros = constant_vector(int32, 0, n_bytes // 2)
-    sums = [[tools.alloca_once_value(builder, zeros) for _ in range(4)] for _ in tokens]  # both halves of each side
-    with tools.for_range_slice(builder, int32(0), int32(GROUP), int32(2), inc=True) as (k, _):
-        offsets = [builder.mul(builder.add(k, int32(i)), int32(n_bytes)) for i in range(2)]
-        soon_read = builder.gep(rows, [builder.add(offsets[0], int32(AHEAD_BYTES))])
-        emit_prefetch(builder, soon_read)  # all at once would have to queue
-        column_bytes = [_load(builder, int8, builder.gep(rows, [offset]), n_bytes) for offset in offsets]
+    sums = []
+    for _ in tokens:  # both halves of each side
+        sums.append([tools.alloca_once_value(builder, zeros) for _ in range(4)])
+    begin = int32(0)
+    end = int32(GROUP)
+    two = int32(2)
+    with tools.for_range_slice(builder, begin, end, two, inc=True) as (k, _):
+        pair = [builder.add(k, int32(i)) for i in range(2)]
+        offsets = [builder.mul(column, int32(n_bytes)) for column in pair]
+        offset_ahead = builder.add(offsets[0], int32(AHEAD_BYTES))
+        emit_prefetch(builder, builder.gep(rows, [offset_ahead]))  # all at once would have to queue
+        places = [builder.gep(rows, [offset]) for offset in offsets]
+        column_bytes = [_load(builder, int8, place, n_bytes) for place in places]
         columns = [builder.zext(column, wide) for column in column_bytes]
         whole_bytes = _interleave(builder, *columns)
         sides = [*whole_bytes, *(builder.lshr(pairs, four) for pairs in whole_bytes)]
         for token, totals in zip(tokens, sums, strict=True):
-            pair = builder.bitcast(builder.gep(token, [k]), int32.as_pointer())
-            pair_vector = broadcast(builder, builder.load(pair, align=1), n_bytes // 2)
+            pair_place = builder.bitcast(builder.gep(token, [k]), int32.as_pointer())
+            pair_of_token = builder.load(pair_place, align=1)
+            pair_vector = broadcast(builder, pair_of_token, n_bytes // 2)
             x = builder.bitcast(pair_vector, wide)
             for pairs, total in zip(sides, totals, strict=True):
                 pair_sums = _multiply_pairs(builder, pairs, x)
@@ -229,7 +242,8 @@ def _group_products(builder: Any, rows: Any, tokens: Any) -> list[list[Any]]:
     for totals in sums:
         a, b, c, d = map(builder.load, totals)
         upper = _restore_order(builder, c, d)
-        lower = builder.sub(_restore_order(builder, a, b), builder.mul(upper, sixteen))
+        whole = _restore_order(builder, a, b)
+        lower = builder.sub(whole, builder.mul(upper, sixteen))
         products.append([lower, upper])
     return products
 
@@ -249,7 +263,8 @@ def _multiply_group_by(n: int) -> CompiledFunction:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows = builder.inttoptr(args[0], int8.as_pointer())
         scales = builder.inttoptr(args[1], int16.as_pointer())
-        products = _group_products(builder, rows, _token_pointers(builder, args[2], args[3], n))
+        tokens = _token_pointers(builder, args[2], args[3], n)
+        products = _group_products(builder, rows, tokens)
         token_sums = builder.inttoptr(args[4], float32.as_pointer())
         totals = builder.inttoptr(args[5], half_vector.as_pointer())
         minus_eight = constant_vector(float32, -float(LEVEL_OF_ZERO), n_bytes)

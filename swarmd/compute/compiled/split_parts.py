@@ -56,8 +56,10 @@ def _split_pairs(
         for numbers in (lower, upper):
             bits = builder.bitcast(numbers, int32_row) if is_cut else _round_bits(builder, numbers)
             pair.append(builder.and_(bits, _row_of(0xFFFF_0000)))
-        row = builder.or_(builder.lshr(pair[0], _row_of(16)), pair[1])
-        builder.store(row, pointer_to(builder, place, part * TILE, int32_row), align=4)
+        lower_half = builder.lshr(pair[0], _row_of(16))
+        row = builder.or_(lower_half, pair[1])
+        row_place = pointer_to(builder, place, part * TILE, int32_row)
+        builder.store(row, row_place, align=4)
         lower = builder.fsub(lower, builder.bitcast(pair[0], float32_row))
         upper = builder.fsub(upper, builder.bitcast(pair[1], float32_row))
 
@@ -111,7 +113,8 @@ def _split_row_of(stored: int) -> CompiledFunction:
         if stored == BFLOAT16:
             row = ir.VectorType(int16, STEP)
             numbers = builder.load(pointer_to(builder, args[0], 0, row), align=2)
-            builder.store(numbers, pointer_to(builder, args[1], 0, row), align=2)
+            out = pointer_to(builder, args[1], 0, row)
+            builder.store(numbers, out, align=2)
             return context.get_dummy_value()
         n_bytes = SIDE * BYTES[stored]
         lower = load_widened(builder, stored, pointer_to(builder, args[0], 0), SIDE)

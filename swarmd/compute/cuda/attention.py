@@ -30,11 +30,19 @@ PRECISION = "ieee" if torch.version.hip else "tf32x3"  # of products of float32 
 class Attention:
     """Attention of one layer's shapes: ``heads`` queries share ``kept_heads`` keys, each of ``width`` numbers."""
 
-    def __init__(self, n_tokens: int, heads: int, kept_heads: int, width: int, sample: torch.Tensor) -> None:
+    def __init__(
+        self,
+        n_tokens: int,
+        heads: int,
+        kept_heads: int,
+        width: int,
+        sample: torch.Tensor,
+    ) -> None:
         self._shape = n_tokens, heads, kept_heads, width
+        parts_shape = n_tokens, heads, SPLITS
         device = sample.device
-        self._parts = torch.empty(n_tokens, heads, SPLITS, width, dtype=torch.float32, device=device)
-        self._logs = torch.empty(n_tokens, heads, SPLITS, dtype=torch.float32, device=device)
+        self._parts = torch.empty(*parts_shape, width, dtype=torch.float32, device=device)
+        self._logs = torch.empty(parts_shape, dtype=torch.float32, device=device)
 
     def compute(
         self,
@@ -53,15 +61,21 @@ class Attention:
             raise RuntimeError(f"a layer of {query.shape[1]} heads, and one of {heads}")
         wide = triton.next_power_of_2(width)
         group = heads // kept_heads
-        _store[n, kept_heads](key, value, table, *_strides(key), *_strides(value), width, WIDE=wide)
+        key_strides = _strides(key)
+        value_strides = _strides(value)
+        _store[n, kept_heads](key, value, table, *key_strides, *value_strides, width, WIDE=wide)
         at_once = max(LEAST_ROWS, BLOCK_BYTES // (wide * query.element_size()))
+        n_rows = max(LEAST_ROWS, triton.next_power_of_2(group))
+        head_stride, token_stride = _strides(query)
         _attend[n, kept_heads, SPLITS](
-            query, table, self._parts, self._logs, scale, *_strides(query), width, heads, GROUP=group,
-            ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)), WIDE=wide, KEYS=at_once, PARTS=SPLITS,
+            query, table, self._parts, self._logs, scale,
+            head_stride, token_stride, width, heads,
+            GROUP=group, ROWS=n_rows, WIDE=wide, KEYS=at_once, PARTS=SPLITS,
             EXACT=PRECISION, num_stages=2,
         )  # fmt: skip
-        out = torch.empty(1, n, heads, width, dtype=query.dtype, device=query.device)
-        _merge[n, heads](self._parts, self._logs, out, width, heads, WIDE=wide, PARTS=SPLITS)
+        out = query.new_empty(1, n, heads, width)
+        sizes = {"WIDE": wide, "PARTS": SPLITS}
+        _merge[n, heads](self._parts, self._logs, out, width, heads, **sizes)
         return out
 
 
@@ -106,8 +120,8 @@ def _store(
 def _attend(
     query, table, parts, logs, scale,
     query_head, query_token, width, heads,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
-    EXACT: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr,
+    PARTS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attend to one part of the keys, for one token and the heads that share them."""
     token = tl.program_id(0).to(tl.int64)
@@ -129,7 +143,8 @@ def _attend(
     end = tl.minimum(begin + part_keys, n_keys)
     head_offset = tl.load(row + 2) * kept_head
     keys = tl.load(row).to(tl.pointer_type(query.dtype.element_ty)) + head_offset
-    values = tl.load(row + 1).to(tl.pointer_type(query.dtype.element_ty)) + head_offset
+    values = tl.load(row + 1).to(tl.pointer_type(query.dtype.element_ty))
+    values += head_offset
 
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -140,13 +155,16 @@ def _attend(
         is_loaded = is_key[:, None] & is_column[None]
         offsets = index[:, None] * width + columns[None]
         k = tl.load(keys + offsets, is_loaded, 0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=EXACT).to(tl.float32) * scale
+        k_transposed = tl.trans(k)
+        dots = tl.dot(q, k_transposed, input_precision=EXACT).to(tl.float32)
+        scores = dots * scale
         scores = tl.where(is_key[None], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp(scores - new_peak[:, None])
         shrink = tl.exp(peak - new_peak)
         v = tl.load(values + offsets, is_loaded, 0.0)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=EXACT)
+        new_values = tl.dot(weights.to(v.dtype), v, input_precision=EXACT)
+        mixed = mixed * shrink[:, None] + new_values
         total = total * shrink + tl.sum(weights, 1)
         peak = new_peak
     slot = (token * heads + head) * PARTS + part
@@ -159,7 +177,10 @@ def _attend(
 
 # The first part of a token is never empty, since a token sees itself: so the largest log is a number.
 @triton.jit
-def _merge(parts, logs, out, width, heads, WIDE: tl.constexpr, PARTS: tl.constexpr):
+def _merge(
+    parts, logs, out, width, heads,
+    WIDE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """Average the parts of one head of one token, weighted by e to their logs."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -170,6 +191,7 @@ def _merge(parts, logs, out, width, heads, WIDE: tl.constexpr, PARTS: tl.constex
     weights = tl.exp(log - tl.max(log, 0))
     offsets = slots[:, None] * width + columns[None]
     mixed = tl.load(parts + offsets, is_inside[None], 0.0)
-    average = tl.sum(mixed * weights[:, None], 0) / tl.sum(weights, 0)
+    weighted = tl.sum(mixed * weights[:, None], 0)
+    average = weighted / tl.sum(weights, 0)
     place = out + (token * heads + head) * width + columns
     tl.store(place, average.to(out.dtype.element_ty), is_inside)

@@ -25,19 +25,28 @@ def _compute_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = rows.shape[1]
     wide = triton.next_power_of_2(width)
-    _norm[(len(rows),)](rows, weight, out, rows.stride(0), width, eps, WIDE=wide)
+    grid = (len(rows),)
+    row_stride = rows.stride(0)
+    _norm[grid](rows, weight, out, row_stride, width, eps, WIDE=wide)
     return out
 
 
-def _compute_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _compute_rotate(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> torch.Tensor:
     """Turn x [1, h, n, d] by positions whose cosines and sines are [1, 1, n, d], both halves alike."""
     _, heads, n, width = x.shape
-    out = torch.empty(1, n, heads, width, dtype=x.dtype, device=x.device)
+    out = x.new_empty(1, n, heads, width)
     cos = cos.reshape(n, width).contiguous()
     sin = sin.reshape(n, width).contiguous()
     x = x if x.stride(3) == 1 else x.contiguous()
     wide = triton.next_power_of_2(width)
-    _rotate[n, heads](x, cos, sin, out, x.stride(1), x.stride(2), heads, width, WIDE=wide)
+    head_stride = x.stride(1)
+    token_stride = x.stride(2)
+    turn = _rotate[n, heads]
+    turn(x, cos, sin, out, head_stride, token_stride, heads, width, WIDE=wide)
     return out.transpose(1, 2)
 
 
@@ -48,7 +57,9 @@ def _compute_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     ups = up.reshape(-1, gate.shape[-1])
     n, width = gates.shape
     grid = n, triton.cdiv(width, GATED)
-    _gate[grid](gates, ups, out, gates.stride(0), ups.stride(0), width, EACH=GATED)
+    gate_stride = gates.stride(0)
+    up_stride = ups.stride(0)
+    _gate[grid](gates, ups, out, gate_stride, up_stride, width, EACH=GATED)
     return out
 
 
@@ -87,7 +98,10 @@ def _norm(x, weight, out, row_stride, width, eps, WIDE: tl.constexpr):
 #
 # ``out`` has tokens before heads, as attention reads them, and is transposed for the caller.
 @triton.jit
-def _rotate(x, cos, sin, out, head_stride, token_stride, heads, width, WIDE: tl.constexpr):
+def _rotate(
+    x, cos, sin, out,
+    head_stride, token_stride, heads, width, WIDE: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, WIDE)

@@ -27,32 +27,51 @@ _library.define("int8(Tensor rows, Tensor quantised, Tensor scales) -> Tensor")
 _library.define("int4(Tensor rows, Tensor quantised, Tensor scales) -> Tensor")
 
 
-def _compute_int8(rows: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _compute_int8(
+    rows: torch.Tensor,
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+) -> torch.Tensor:
     m, n_in = rows.shape
     n_out = len(quantised)
     if m > FEW_ROWS:
-        return torch.nn.functional.linear(rows, _int8_numbers(quantised, rows.dtype)) * scales
+        numbers = _int8_numbers(quantised, rows.dtype)
+        return torch.nn.functional.linear(rows, numbers) * scales
     out = torch.empty(m, n_out, dtype=rows.dtype, device=rows.device)
     grid = triton.cdiv(n_out, OUTS), triton.cdiv(m, ROWS)
     sizes = {"ROWS": ROWS, "OUTS": OUTS, "INS": INS, "EXACT": PRECISION}
-    _int8[grid](rows.contiguous(), quantised, scales, out, m, n_out, n_in, **sizes)
+    packed_rows = rows.contiguous()
+    _int8[grid](packed_rows, quantised, scales, out, m, n_out, n_in, **sizes)
     return out
 
 
-def _compute_int4(rows: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.linear(rows, int4_numbers(quantised, scales, rows.dtype))
+def _compute_int4(
+    rows: torch.Tensor,
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+) -> torch.Tensor:
+    numbers = int4_numbers(quantised, scales, rows.dtype)
+    return torch.nn.functional.linear(rows, numbers)
 
 
 _library.impl("int8", _compute_int8, "CompositeExplicitAutograd")
 _library.impl("int4", _compute_int4, "CompositeExplicitAutograd")
 
 
-def int8(rows: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def int8(
+    rows: torch.Tensor,
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+) -> torch.Tensor:
     """Multiply rows [m, in] with values [out, in] int8 and scales [out]: [m, out] of the rows' type."""
     return torch.ops.swarmd_cuda.int8(rows, quantised, scales)  # type: ignore[no-any-return]
 
 
-def int4(rows: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def int4(
+    rows: torch.Tensor,
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+) -> torch.Tensor:
     """Multiply rows [m, in] with pairs of values [out, in / 2], scales and zeros [out, in / 32, 2]: [m, out]."""
     return torch.ops.swarmd_cuda.int4(rows, quantised, scales)  # type: ignore[no-any-return]
 
@@ -61,17 +80,22 @@ def _int8_numbers(quantised: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert values [out, in] to another type, which torch itself takes three times as long for."""
     n_out, n_in = quantised.shape
     numbers = torch.empty(n_out, n_in, dtype=dtype, device=quantised.device)
-    _convert[n_out, triton.cdiv(n_in, WIDE)](quantised, numbers, n_in, INS=WIDE)
+    grid = n_out, triton.cdiv(n_in, WIDE)
+    _convert[grid](quantised, numbers, n_in, INS=WIDE)
     return numbers
 
 
-def int4_numbers(quantised: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def int4_numbers(
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """Make the weight [out, in] as plain numbers."""
     n_out, half = quantised.shape
     weight = torch.empty(n_out, 2 * half, dtype=dtype, device=quantised.device)
-    _int4_numbers[n_out, triton.cdiv(half, WIDE)](
-        quantised, scales, weight, half, INS=WIDE, EACH=GROUP, ZERO=LEVEL_OF_ZERO
-    )
+    grid = n_out, triton.cdiv(half, WIDE)
+    sizes = {"INS": WIDE, "EACH": GROUP, "ZERO": LEVEL_OF_ZERO}
+    _int4_numbers[grid](quantised, scales, weight, half, **sizes)
     return weight
 
 
@@ -97,11 +121,14 @@ def _int8(
     for begin in range(0, n_in, INS):
         index = begin + tl.arange(0, INS)
         is_in = (index < n_in)[None]
-        x = tl.load(rows + row_offset + index[None], is_row[:, None] & is_in, 0.0)
-        w = tl.load(quantised + column_offset + index[None], is_column[:, None] & is_in, 0)
+        is_input = is_row[:, None] & is_in
+        is_weight = is_column[:, None] & is_in
+        x = tl.load(rows + row_offset + index[None], is_input, 0.0)
+        w = tl.load(quantised + column_offset + index[None], is_weight, 0)
         w_transposed = tl.trans(w.to(x.dtype))
         total += tl.dot(x, w_transposed, input_precision=EXACT).to(tl.float32)
-    total = total * tl.load(scales + column, is_column, 0.0).to(tl.float32)[None]
+    scale = tl.load(scales + column, is_column, 0.0).to(tl.float32)
+    total = total * scale[None]
     is_inside = is_row[:, None] & is_column[None]
     place = out + row[:, None].to(tl.int64) * n_out + column[None]
     tl.store(place, total.to(out.dtype.element_ty), is_inside)
@@ -112,8 +139,10 @@ def _convert(quantised, numbers, n_in, INS: tl.constexpr):
     """Convert INS values of one row; their scale comes after the product."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * INS + tl.arange(0, INS)
-    value = tl.load(quantised + row * n_in + column, column < n_in, 0).to(tl.float32)
-    tl.store(numbers + row * n_in + column, value.to(numbers.dtype.element_ty), column < n_in)
+    is_in = column < n_in
+    offset = row * n_in + column
+    value = tl.load(quantised + offset, is_in, 0).to(tl.float32)
+    tl.store(numbers + offset, value.to(numbers.dtype.element_ty), is_in)
 
 
 # A row of bytes becomes two halves of a row of numbers, so that both loads and stores are of neighbours:
@@ -123,13 +152,17 @@ def _convert(quantised, numbers, n_in, INS: tl.constexpr):
 #                 side 0                 side 1
 #     scales     | scale, zero | scale, zero | ...                   one pair for EACH columns
 @triton.jit
-def _int4_numbers(quantised, scales, weight, half, INS: tl.constexpr, EACH: tl.constexpr, ZERO: tl.constexpr):
+def _int4_numbers(
+    quantised, scales, weight, half,
+    INS: tl.constexpr, EACH: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * INS + tl.arange(0, INS)
     is_in = column < half
     pairs = tl.load(quantised + row * half + column, is_in, 0)
     for side in tl.static_range(2):
-        value = ((pairs & 15) if side == 0 else (pairs >> 4)).to(tl.float32) - ZERO
+        bits = (pairs & 15) if side == 0 else (pairs >> 4)
+        value = bits.to(tl.float32) - ZERO
         half_row = 2 * row + side
         place = scales + (half_row * (half // EACH) + column // EACH) * 2
         scale = tl.load(place, is_in, 0.0).to(tl.float32)

@@ -45,7 +45,8 @@ class Measurements:
         results[_key(subject)] = result
         newest = dict(list(results.items())[-MOST_KEPT:])
         try:
-            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, prefix=FILE, delete=False) as file:
+            folder = self._path.parent
+            with tempfile.NamedTemporaryFile("w", dir=folder, prefix=FILE, delete=False) as file:
                 json.dump(newest, file)
             Path(file.name).replace(self._path)
         except OSError as error:
@@ -64,7 +65,8 @@ class Measurements:
 def _key(subject: tuple[object, ...]) -> str:
     machine = (processor_name(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
     versions = importlib.metadata.version("swarmd"), torch.__version__
-    return hashlib.sha256(repr((machine, versions, subject)).encode()).hexdigest()[:24]
+    text = repr((machine, versions, subject))
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def processor_name() -> str:
@@ -73,5 +75,6 @@ def processor_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    models = (line for line in lines if line.startswith("model name"))
+    names = (line.partition(":")[2].strip() for line in models)
     return next(names, platform.machine())

@@ -21,7 +21,8 @@ def packed_rows() -> int:
     for n in (64, 32):  # where a register holds 16 numbers, or 8
         halves = pairs.view(-1, 32, n // 2)
         by_columns = torch.cat([halves & 15, halves >> 4], 2)
-        if torch.equal(by_columns.transpose(1, 2).reshape(64, 32), rows.byte()):
+        unpacked = by_columns.transpose(1, 2).reshape(64, 32)
+        if torch.equal(unpacked, rows.byte()):
             return n
     return 0
 

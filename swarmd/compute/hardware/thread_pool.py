@@ -33,14 +33,18 @@ class PoolTiming:
     """Is a call of one size faster together or alone? The slower way is tried at times, at first more often."""
 
     def __init__(self) -> None:
-        self._seconds: dict[bool, deque[float]] = {is_together: deque(maxlen=N_LOOKS) for is_together in (True, False)}
+        self._seconds: dict[bool, deque[float]] = {}
+        for is_together in (True, False):
+            self._seconds[is_together] = deque(maxlen=N_LOOKS)
         self._plan = deque([True] * N_LOOKS + [False] * N_LOOKS)
         self._interval = FIRST_INTERVAL
 
     def choose_together(self) -> bool:
         """Decide whether the next call is made together."""
         if not self._plan:
-            is_faster = statistics.median(self._seconds[True]) <= statistics.median(self._seconds[False])
+            together_s = statistics.median(self._seconds[True])
+            alone_s = statistics.median(self._seconds[False])
+            is_faster = together_s <= alone_s
             self._plan.extend([is_faster] * self._interval + [not is_faster] * N_LOOKS)
             self._interval = min(2 * self._interval, LOOK_INTERVAL)
         return self._plan.popleft()
@@ -57,9 +61,13 @@ class ThreadPool:
         self.n = n
         self._is_taken = threading.Lock()
         self._timings: defaultdict[int, PoolTiming] = defaultdict(PoolTiming)
-        self._calls: list[queue.SimpleQueue[Call]] = [queue.SimpleQueue() for _ in range(1, n)]
-        for thread, calls in enumerate(self._calls, 1):
-            threading.Thread(target=_serve, args=(calls, thread, n), name=f"part {thread}", daemon=True).start()
+        self._calls: list[queue.SimpleQueue[Call]] = []
+        for thread in range(1, n):
+            calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+            self._calls.append(calls)
+            name = f"part {thread}"
+            arguments = calls, thread, n
+            threading.Thread(target=_serve, args=arguments, name=name, daemon=True).start()
 
     def run(self, size: int, call: Call) -> None:
         """Have a call made by all threads at once, which wait for each other in there, or by this one alone.

@@ -71,12 +71,14 @@ def _load_split_parts() -> Prepare:
     from swarmd.compute.compiled.amx_products import multiply, room_for
 
     def prepare(weight: StoredWeight, rows: torch.Tensor, out: torch.Tensor) -> Call:
+        inputs = rows.numpy()
+        outputs = out.numpy()
         barrier = np.zeros(1, np.int64)
         room = np.empty(room_for(weight.stored, *rows.shape), np.uint8)
 
         def run_share(thread: int, n_threads: int) -> None:
             share = barrier, thread, n_threads
-            multiply(weight.stored, rows.numpy(), weight.address, room, out.numpy(), share)
+            multiply(weight.stored, inputs, weight.address, room, outputs, share)
 
         return run_share
 

@@ -66,14 +66,19 @@ def exact_dtype(weight: torch.Tensor) -> torch.dtype:
     """Choose what a weight can be kept in to the bit: 16 bits, if it was written in them, or its own."""
     pieces = torch.split(weight.detach(), LOOKED_AT)
     for dtype in (torch.bfloat16, torch.float16):
-        if all(torch.equal(rows.to(dtype).to(rows.dtype), rows) for rows in pieces):
+        if all(_is_exact(rows, dtype) for rows in pieces):
             return dtype
     return weight.dtype
 
 
+def _is_exact(rows: torch.Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(rows.to(dtype).to(rows.dtype), rows)
+
+
 def is_exact_in_float16(weight: torch.Tensor) -> bool:
     """Is what each row of a weight would lose in float16 less than what float32 rounds?"""
-    return all(_has_exact_rows(rows.float()) for rows in torch.split(weight.detach(), LOOKED_AT))
+    pieces = torch.split(weight.detach(), LOOKED_AT)
+    return all(_has_exact_rows(rows.float()) for rows in pieces)
 
 
 def _has_exact_rows(rows: torch.Tensor) -> bool:
@@ -91,8 +96,9 @@ def _fits_any(linear: nn.Linear) -> bool:
 
 
 def _quantise_to_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    tiniest = torch.finfo(torch.float32).tiny
     largest = weight.float().abs().amax(1)
-    scales = (largest / LEVELS).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
+    scales = (largest / LEVELS).clamp(min=tiniest).bfloat16()
     scaled = weight.float() / scales.float()[:, None]
     rounded = scaled.round().clamp(-LEVELS, LEVELS)
     return rounded.to(torch.int8), scales
@@ -102,7 +108,11 @@ def _unpack_8_bits(quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
     return quantised * scales[:, None]
 
 
-def _multiply_8_bits(rows: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _multiply_8_bits(
+    rows: torch.Tensor,
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+) -> torch.Tensor:
     if len(rows) > FEW_ROWS and has_bfloat16():
         return functional.linear(rows, quantised.bfloat16()) * scales
     if len(rows) > FEW_ROWS:
@@ -111,7 +121,11 @@ def _multiply_8_bits(rows: torch.Tensor, quantised: torch.Tensor, scales: torch.
     return torch._weight_int8pack_mm(rows.contiguous(), quantised, scales)
 
 
-def _multiply_8_bits_on_a_card(rows: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _multiply_8_bits_on_a_card(
+    rows: torch.Tensor,
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+) -> torch.Tensor:
     from swarmd.compute.cuda import products  # late: Triton comes with torch where CUDA does
 
     return products.int8(rows, quantised, scales)
@@ -128,22 +142,32 @@ def _pack_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to what torch's kernel for CPUs reads: packed values, and scales and zeros [groups, out, 2]."""
     values, scales, zeros = quantise_to_4_bits(weight)
     packed = torch._convert_weight_to_int4pack_for_cpu(values.to(torch.int32), 1)
-    return packed, torch.stack([scales, zeros], -1).transpose(0, 1).contiguous()
+    by_rows = torch.stack([scales, zeros], -1)
+    return packed, by_rows.transpose(0, 1).contiguous()
 
 
 def _unpack_4_bits(quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     n_in = len(scales) * GROUP
-    return _multiply_4_bits(torch.eye(n_in, dtype=torch.bfloat16), quantised, scales).t()
+    identity = torch.eye(n_in, dtype=torch.bfloat16)
+    return _multiply_4_bits(identity, quantised, scales).t()
 
 
-def _multiply_4_bits(rows: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _multiply_4_bits(
+    rows: torch.Tensor,
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+) -> torch.Tensor:
     is_slow = len(rows) > FEW_ROWS_OF_4_BITS and not has_bfloat16()
     if is_slow and packed_rows() and len(quantised) % packed_rows() == 0:
         return multiply_unpacked(rows.float(), quantised, scales).bfloat16()
     return torch._weight_int4pack_mm_for_cpu(rows, quantised, GROUP, scales)
 
 
-def multiply_unpacked(rows: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def multiply_unpacked(
+    rows: torch.Tensor,
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+) -> torch.Tensor:
     """Multiply rows [n, in] float32 with packed 4 bits: values times scales as numbers, zeros with sums of groups.
 
     W x = sum(scale * value * x) + (zero - LEVEL_OF_ZERO * scale) * sum(x), both for each group.
@@ -185,7 +209,11 @@ def _unpack_halves(quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
     return products.int4_numbers(quantised, scales, torch.bfloat16)
 
 
-def _multiply_halves(rows: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _multiply_halves(
+    rows: torch.Tensor,
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+) -> torch.Tensor:
     from swarmd.compute.cuda import products  # late: Triton comes with torch where CUDA does
 
     return products.int4(rows, quantised, scales)

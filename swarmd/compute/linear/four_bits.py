@@ -25,17 +25,20 @@ def quantise_to_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     groups = weight.float().view(len(weight), -1, GROUP)
     low = groups.amin(-1)
     high = groups.amax(-1)
-    steps = ((high - low) / _n_steps(groups)).clamp(min=torch.finfo(torch.float32).tiny)
+    tiniest = torch.finfo(torch.float32).tiny
+    steps = ((high - low) / _n_steps(groups)).clamp(min=tiniest)
     scales = steps.bfloat16()
     zeros = (low + LEVEL_OF_ZERO * steps).bfloat16()
     # Values are those of the rounded scale and zero, so that their rounding is not added to that of the weights.
-    values = (groups - zeros.float()[..., None]) / scales.float()[..., None] + LEVEL_OF_ZERO
+    from_zero = groups - zeros.float()[..., None]
+    values = from_zero / scales.float()[..., None] + LEVEL_OF_ZERO
     return values.round().clamp(0, MOST_STEPS).flatten(1), scales, zeros
 
 
 def _n_steps(groups: torch.Tensor) -> torch.Tensor:
     """Count the steps between the ends of each group [out, n, 32]: 15, or fewer where it was quantised to fewer."""
-    sample = groups[:: max(1, len(groups) // SAMPLED_ROWS)].flatten(0, 1)
+    stride = max(1, len(groups) // SAMPLED_ROWS)
+    sample = groups[::stride].flatten(0, 1)
     if (_steps_between(sample) > 0).float().mean() < SHARE:
         return torch.full(groups.shape[:2], MOST_STEPS, device=groups.device)
     n_steps = _steps_between(groups.flatten(0, 1))

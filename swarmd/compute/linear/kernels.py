@@ -142,7 +142,9 @@ def _is_replaceable(module: nn.Module) -> bool:
 
 def quicken_layer(layer: nn.Linear) -> Decision[str]:
     """Do the same for one layer that stays torch's own, which its user may train: ``QuickLinear``."""
-    if layer.weight.device.type == "cpu" and free_memory_bytes("cpu") < ROOM * 4 * layer.weight.numel():
+    is_on_cpu = layer.weight.device.type == "cpu"
+    needed_bytes = ROOM * 4 * layer.weight.numel()
+    if is_on_cpu and free_memory_bytes("cpu") < needed_bytes:
         return Decision("plain", "not enough memory for another copy of its weight")
     row_bytes = layer.in_features * layer.weight.element_size()
     n_rows = -(-2 * TIMED_BYTES // row_bytes)
@@ -168,7 +170,8 @@ class _FastestKernel:
     def _fingerprint_of(weight: torch.Tensor) -> tuple[object, ...]:
         """Where it lies, how often it was changed, and, for changes that torch does not count, some of its numbers."""
         version = -1 if weight.is_inference() else weight._version
-        sample = weight.detach().flatten()[:: max(1, weight.numel() // LOOKED_AT)]
+        stride = max(1, weight.numel() // LOOKED_AT)
+        sample = weight.detach().flatten()[::stride]
         return weight.data_ptr(), version, weight.dtype, sample.sum().item()
 
     def compute(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -300,7 +303,9 @@ def _first_rows(layer: Any) -> Any:
 def _make_verified(sample: Sample, kernel: Kernel, compile_folder: Path | None) -> list[Any]:
     """Make the layers by a kernel, where it fits. Raises RuntimeError when it fits none, or gives other results."""
     parts = [part for _, part in sample]
-    candidates = [kernel.make(part, compile_folder) if kernel.can_take(layer) else part for layer, part in sample]
+    candidates = []
+    for layer, part in sample:
+        candidates.append(kernel.make(part, compile_folder) if kernel.can_take(layer) else part)
     pair_of_shape = {
         (plain.out_features, plain.in_features): (plain, candidate)
         for plain, candidate in zip(parts, candidates, strict=True)
@@ -308,8 +313,9 @@ def _make_verified(sample: Sample, kernel: Kernel, compile_folder: Path | None) 
     }
     if not pair_of_shape:
         raise RuntimeError("it is not for these weights on this CPU")
-    if not all(is_accurate(plain, candidate, kernel.tolerance) for plain, candidate in pair_of_shape.values()):
-        raise RuntimeError("it gives other results here")
+    for plain, candidate in pair_of_shape.values():
+        if not is_accurate(plain, candidate, kernel.tolerance):
+            raise RuntimeError("it gives other results here")
     return candidates
 
 
@@ -321,20 +327,25 @@ def is_accurate(plain: nn.Linear | FrozenLinear, candidate: FrozenLinear, tolera
     for n_rows in CHECKED_ROWS:
         hidden = torch.randn(n_rows, plain.in_features, generator=rng)
         hidden[0] = weight[0] > 0  # all of it adds up: a kernel that sums in 16 bits shows
-        expected = plain(hidden.to(weight.dtype))
-        error = (candidate.compute(hidden.to(weight.dtype)) - expected).abs().max()
+        hidden = hidden.to(weight.dtype)
+        expected = plain(hidden)
+        error = (candidate.compute(hidden) - expected).abs().max()
         if not error <= tolerance * expected.abs().max():  # NaN is not small either
             return False
     return True
 
 
-def choose_fastest(seconds: dict[str, list[float]], rows: Sequence[int]) -> Decision[str]:
+def choose_fastest(
+    seconds: Mapping[str, list[float]],
+    rows: Sequence[int],
+) -> Decision[str]:
     """Choose by the sum over these numbers of rows; the first is taken unless another is surely faster."""
     first, *alternatives = seconds
     if not alternatives:
         return Decision(first, "no other kernel works here")
     best = min(alternatives, key=lambda kind: sum(seconds[kind]))
-    ratios = [best_s / first_s for best_s, first_s in zip(seconds[best], seconds[first], strict=True)]
+    both = zip(seconds[best], seconds[first], strict=True)
+    ratios = [best_s / first_s for best_s, first_s in both]
     by_rows = ", ".join(f"{ratio:.2f} for {n}" for n, ratio in zip(rows, ratios, strict=True))
     why = f"time by rows, {best} against {first}: {by_rows}"
     is_worth_it = sum(seconds[best]) < WORTH * sum(seconds[first])
@@ -342,7 +353,11 @@ def choose_fastest(seconds: dict[str, list[float]], rows: Sequence[int]) -> Deci
 
 
 @torch.inference_mode()
-def _times(timed_layers: Sequence[Any], dtype: torch.dtype, rows: Sequence[int]) -> list[float]:
+def _times(
+    timed_layers: Sequence[Any],
+    dtype: torch.dtype,
+    rows: Sequence[int],
+) -> list[float]:
     """Measure the seconds of a pass through all layers, for each number of rows."""
     return [_time(timed_layers, n, dtype) for n in rows]
 

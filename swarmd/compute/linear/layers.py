@@ -132,7 +132,8 @@ class QuantisedLinear(FrozenLinear):
         rows = hidden.reshape(-1, self.in_features).bfloat16()
         multiply = self.format.products[rows.device.type]
         out = multiply(rows, self.quantised, self.scales)
-        out = out.to(hidden.dtype).view(*hidden.shape[:-1], self.out_features)
+        out_shape = *hidden.shape[:-1], self.out_features
+        out = out.to(hidden.dtype).view(out_shape)
         return out if self.bias is None else out + self.bias
 
 
@@ -177,7 +178,10 @@ def share_weight(layer: Any, place: torch.Tensor) -> None:
 # --- the layers of a model -------------------------------------------------------------------------------------------
 
 
-def find_layers(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict[str, Any]:
+def find_layers(
+    model: nn.Module,
+    is_wanted: Callable[[nn.Module], bool],
+) -> dict[str, Any]:
     """Find all wanted layers that hold weights, by their names."""
     return {
         name: module

@@ -39,8 +39,13 @@ def _pack_blocks(weight: torch.Tensor) -> Any:
     return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR)
 
 
-def _multiply_blocks(hidden: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(hidden, packed, bias, "none", [], "")
+def _multiply_blocks(
+    hidden: torch.Tensor,
+    packed: Any,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    multiply = torch.ops.mkldnn._linear_pointwise
+    out: torch.Tensor = multiply(hidden, packed, bias, "none", [], "")
     return out
 
 
@@ -53,7 +58,11 @@ def _pack_halves(weight: torch.Tensor) -> Any:
     return torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
 
 
-def _multiply_halves(hidden: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
+def _multiply_halves(
+    hidden: torch.Tensor,
+    packed: Any,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
     out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(hidden.float(), packed)
     out = out.to(hidden.dtype)
     return out if bias is None else out + bias
@@ -162,7 +171,8 @@ class DynamicInt8Linear(FrozenLinear):
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, self.in_features).float()
         out = self._multiply_one(rows) if len(rows) == 1 else self._multiply(rows)
-        out = out.to(hidden.dtype).view(*hidden.shape[:-1], self.out_features)
+        out_shape = *hidden.shape[:-1], self.out_features
+        out = out.to(hidden.dtype).view(out_shape)
         return out if self.bias is None else out + self.bias
 
     def _multiply_one(self, row: torch.Tensor) -> torch.Tensor:

@@ -33,4 +33,5 @@ def library_config(kind: str) -> Any:
 def relative_error(computed: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the norm of the error over the norm of the expected tensor."""
     error = computed.float() - expected.float()
-    return float(error.norm() / expected.float().norm().clamp(min=1e-9))
+    size = expected.float().norm().clamp(min=1e-9)
+    return float(error.norm() / size)
