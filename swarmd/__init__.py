@@ -43,7 +43,11 @@ __all__ = [
 ]
 
 
-def connect(invite: str | None = None, *, home: str | Path | None = None) -> Swarm:
+def connect(
+    invite: str | None = None,
+    *,
+    home: str | Path | None = None,
+) -> Swarm:
     """Join a swarm as a user of its models: with an invite, or as a guest of the member whose state is in ``home``.
 
     Without either, the default home (or SWARMD_HOME) is used. The client has an identity of its own, certified by
@@ -55,7 +59,11 @@ def connect(invite: str | None = None, *, home: str | Path | None = None) -> Swa
     return Swarm(membership(invite, home))
 
 
-def aconnect(invite: str | None = None, *, home: str | Path | None = None) -> AbstractAsyncContextManager[AsyncSwarm]:
+def aconnect(
+    invite: str | None = None,
+    *,
+    home: str | Path | None = None,
+) -> AbstractAsyncContextManager[AsyncSwarm]:
     """The same for trio programs: ``async with swarmd.aconnect(invite) as swarm``."""
     from swarmd.client.entry import membership
     from swarmd.client.swarm import join_swarm

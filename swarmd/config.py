@@ -261,7 +261,11 @@ def split(text: str) -> tuple[str, ...]:
 # Four sources, each over the one before: defaults, config.toml, SWARMD_* in the environment, flags. Tables [[serve]]
 # take the daemon's own settings for what they leave out, so they are read last, when those are known. A model or blocks
 # that are named later than the file would contradict the tables, so then the tables do not count.
-def load(folder: Path, environment: Mapping[str, str] = os.environ, **flags: Any) -> Config:
+def load(
+    folder: Path,
+    environment: Mapping[str, str] = os.environ,
+    **flags: Any,
+) -> Config:
     """Gather the settings; flags that are None were not given. Raises ConfigError."""
     config = Config()
     tables: list[Any] = []

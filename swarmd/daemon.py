@@ -351,7 +351,12 @@ class Daemon:
         return [peer, *self.hosts.records(), *self.runs.records()]
 
 
-async def main(home: Home, config: Config, ready: Callable[[Daemon], None], worker: str = WORKER) -> None:
+async def main(
+    home: Home,
+    config: Config,
+    ready: Callable[[Daemon], None],
+    worker: str = WORKER,
+) -> None:
     """Run the real daemon in the foreground until it is told to stop; ``worker`` is its module. Raises SwarmError."""
     membership = MembershipFiles(home)
     swarm = membership.swarm()

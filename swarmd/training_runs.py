@@ -68,7 +68,13 @@ class ExportedRun:
 # The run names model and data by their hashes, so that no member has to believe the starter.
 
 
-def start_run(recipe_path: Path, role: str = "train", *, again: bool = False, home: Home | None = None) -> StartedRun:
+def start_run(
+    recipe_path: Path,
+    role: str = "train",
+    *,
+    again: bool = False,
+    home: Home | None = None,
+) -> StartedRun:
     """Check a recipe, pack its data, sign the run, and have this machine's daemon take part in it.
 
     ``again``: start another run though one of this name is there; ``home``: None is the default one. Raises SwarmError.
@@ -117,7 +123,13 @@ def export_run(name: str, out: Path, *, home: Home | None = None) -> ExportedRun
     return ExportedRun(body["update"], recipe)
 
 
-def _ask(home: Home, verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> dict[str, Any]:
+def _ask(
+    home: Home,
+    verb: str,
+    method: str = "GET",
+    timeout_s: float = 15.0,
+    **query: str,
+) -> dict[str, Any]:
     return local.ask_daemon(home.socket, verb, query, method, timeout_s)
 
 
@@ -223,7 +235,13 @@ def require_data(data: str, recipe_folder: Path) -> None:
         raise ConfigError(f"data: {recipe_folder / data} is no file, and no hash of data that is on this machine")
 
 
-def _provide_data(home: Home, recipe: Recipe, recipe_folder: Path, model: Path, vocabulary: int) -> tuple[str, int]:
+def _provide_data(
+    home: Home,
+    recipe: Recipe,
+    recipe_folder: Path,
+    model: Path,
+    vocabulary: int,
+) -> tuple[str, int]:
     """Provide the data, packed on this disk; returns its hash and its number of rows. Raises ConfigError.
 
     ``vocabulary``: how many tokens the model knows, which need not be how many its tokenizer does.
@@ -279,7 +297,13 @@ def tokenise_texts(path: Path, model: Path, vocabulary: int) -> list[list[int]]:
 # --- the result --------------------------------------------------------------------------------------------------
 
 
-def _save_model(base: Path, recipe: Recipe, state: Path, layout: list[list[Any]], out: Path) -> None:
+def _save_model(
+    base: Path,
+    recipe: Recipe,
+    state: Path,
+    layout: list[list[Any]],
+    out: Path,
+) -> None:
     """Put the parameters of a state into the model that they belong to, and save it."""
     import torch
     from safetensors import safe_open

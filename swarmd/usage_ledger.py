@@ -208,7 +208,12 @@ class UsageLedger:
             sums.append(UsageSum(voucher, peers, total.given, total.taken, total.n_sessions, total.last_at))
         return sorted(sums, key=lambda s: -s.gave - s.took)
 
-    def days(self, me: str, own_voucher: bytes, since: int = 0) -> dict[int, tuple[int, int]]:
+    def days(
+        self,
+        me: str,
+        own_voucher: bytes,
+        since: int = 0,
+    ) -> dict[int, tuple[int, int]]:
         """What was given and taken each day, by days since 1970."""
         days: dict[int, tuple[int, int]] = {}
         query = f"select giver = ?, at / {DAY_S}, sum(amount) from bills where at >= ? and voucher != ? group by 1, 2"

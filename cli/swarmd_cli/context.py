@@ -82,7 +82,13 @@ def model_folders() -> ModelFolders:
 # A daemon of a newer version may say more, which is passed over; one that says less is told of in read_answer.
 
 
-def ask(answer: type[Answer], verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> Answer:
+def ask(
+    answer: type[Answer],
+    verb: str,
+    method: str = "GET",
+    timeout_s: float = 15.0,
+    **query: str,
+) -> Answer:
     """Call the daemon's control API. Raises DaemonNotRunning, or what the daemon refused with."""
     return read_answer(answer, ask_json(verb, method, timeout_s, **query))
 
@@ -98,7 +104,12 @@ def read_answer(answer: type[Answer], body: JsonObject) -> Answer:
         raise SwarmError(f"{text}: {error}: start it anew (swarmd down, then swarmd up)") from None
 
 
-def ask_json(verb: str, method: str = "GET", timeout_s: float = 15.0, **query: str) -> JsonObject:
+def ask_json(
+    verb: str,
+    method: str = "GET",
+    timeout_s: float = 15.0,
+    **query: str,
+) -> JsonObject:
     """Call the daemon's control API, and return its answer as it came. Raises as ``ask``."""
     from swarmd import errors
     from swarmd.net import local
@@ -150,7 +161,11 @@ def print_json(value: JsonObject) -> None:
     sys.stdout.write("\n")
 
 
-def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+def print_table(
+    title: str,
+    columns: list[str],
+    rows: list[list[str]],
+) -> None:
     """Print a table for people; says so when there is nothing in it."""
     from rich.console import Console
 
@@ -161,7 +176,11 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     console.print(make_table(columns, rows, title))
 
 
-def make_table(columns: list[str], rows: list[list[str]], title: str | None = None) -> Table:
+def make_table(
+    columns: list[str],
+    rows: list[list[str]],
+    title: str | None = None,
+) -> Table:
     """Make a table that looks like all of them."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table

@@ -10,7 +10,11 @@ from pathlib import Path
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
-def terminal_curve(losses: Sequence[float], width: int = 60, height: int = 8) -> list[str]:
+def terminal_curve(
+    losses: Sequence[float],
+    width: int = 60,
+    height: int = 8,
+) -> list[str]:
     """Draw losses as columns, each the mean of its steps, with the largest and smallest at the side."""
     # A column's level counts eighths of a row: level 19 is two full rows, and three eighths of the third.
     n = min(width, len(losses))

@@ -46,7 +46,10 @@ def _strings(value: Any) -> Iterable[str]:
             yield from _strings(inner)
 
 
-def make_redactor(secrets: Iterable[str], names: Mapping[str, str]) -> Callable[[str], str]:
+def make_redactor(
+    secrets: Iterable[str],
+    names: Mapping[str, str],
+) -> Callable[[str], str]:
     """Make a function that replaces secrets, and ``names`` (a user's, a machine's) by what they are called instead.
 
     Public addresses get numbers, the same for the same one in all texts, so that who talks with whom can be followed.

@@ -158,7 +158,11 @@ class BlockingLanes:
         """See Pipeline.forward. Blocks the calling thread."""
         return self._thread.call(self._pipeline.forward, batches)
 
-    def backward(self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]) -> list[LaneAnswer]:
+    def backward(
+        self,
+        tickets: Sequence[ForwardTicket],
+        gradients: Sequence[torch.Tensor],
+    ) -> list[LaneAnswer]:
         """See Pipeline.backward. Blocks the calling thread."""
         return self._thread.call(self._pipeline.backward, tickets, gradients)
 

@@ -48,7 +48,13 @@ class ApiForm(NamedTuple):
     refuse: Callable[[ApiError], Response] = error_response
 
 
-def _single_prompt_form(request: type[Any], parse: Any, answer: Any, stream: Any, *errors: Any) -> ApiForm:
+def _single_prompt_form(
+    request: type[Any],
+    parse: Any,
+    answer: Any,
+    stream: Any,
+    *errors: Any,
+) -> ApiForm:
     """Make the form of an API whose requests have one prompt each."""
 
     def parse_one(body: Any, key: str) -> list[GenerationRequest]:
@@ -87,7 +93,14 @@ FORMS = {
 class Gateway:
     """What the routes need, and what they do."""
 
-    def __init__(self, models: ServedModels, guard: Guard, turns: Turns, origins: tuple[str, ...], page: Page) -> None:
+    def __init__(
+        self,
+        models: ServedModels,
+        guard: Guard,
+        turns: Turns,
+        origins: tuple[str, ...],
+        page: Page,
+    ) -> None:
         self.models = models
         self.page = page
         self.guard = guard
@@ -121,7 +134,11 @@ class Gateway:
     def _route(self, path: str, handler: Handler, method: str = "GET") -> Route:
         return Route(path, self._guarded(handler), methods=[method, "OPTIONS"])
 
-    def _guarded(self, handler: Handler, needs_token: bool = False) -> Callable[[Request], Awaitable[Response]]:
+    def _guarded(
+        self,
+        handler: Handler,
+        needs_token: bool = False,
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
                 key = self.guard.admit(request, needs_token)

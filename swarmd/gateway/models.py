@@ -44,7 +44,13 @@ class ListedModel:
 class ServedModels:
     """Finds and loads; engines run in the nursery that is given. ``head``: see GatewayConfig."""
 
-    def __init__(self, swarm: AsyncSwarm, turns: Turns, nursery: trio.Nursery, head: str) -> None:
+    def __init__(
+        self,
+        swarm: AsyncSwarm,
+        turns: Turns,
+        nursery: trio.Nursery,
+        head: str,
+    ) -> None:
         self._swarm = swarm
         self._turns = turns
         self._nursery = nursery

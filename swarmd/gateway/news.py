@@ -29,7 +29,11 @@ MOST_LOSSES = 500  # of a run's curve; a screen has not many more columns
 Say = Callable[[str, Any], Awaitable[None]]
 
 
-def describe_swarm(view: SwarmView, own_peer: str, chats: Callable[[ModelId], bool | None]) -> dict[str, Any]:
+def describe_swarm(
+    view: SwarmView,
+    own_peer: str,
+    chats: Callable[[ModelId], bool | None],
+) -> dict[str, Any]:
     """List models, with what nobody serves and whether they can chat, and peers, with what they serve."""
     models = [
         {
@@ -130,7 +134,11 @@ class Machine:
         return await trio.to_thread.run_sync(call)
 
 
-async def send_changes(swarm: Callable[[], dict[str, Any]], machine: Machine, say: Say) -> None:
+async def send_changes(
+    swarm: Callable[[], dict[str, Any]],
+    machine: Machine,
+    say: Say,
+) -> None:
     """Send what has changed, and everything at first, until cancelled."""
     # Compared as bytes: what encodes alike is alike for the page, and is not sent again.
     sent: dict[str, bytes] = {}

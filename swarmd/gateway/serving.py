@@ -37,7 +37,11 @@ RENEWED_BEFORE_S = 86_400.0  # its certificate ends: for as long as half of it, 
 REQUEST_WITHIN_S = 15.0  # from a connection to its whole request head: slow ones are let go
 
 
-async def serve(folder: Path, settings: GatewayConfig, ready: Callable[[str], None]) -> bool:
+async def serve(
+    folder: Path,
+    settings: GatewayConfig,
+    ready: Callable[[str], None],
+) -> bool:
     """Serve until SIGTERM or SIGINT; ``ready`` gets the URL. Raises SwarmError.
 
     Returns whether to serve again: its membership ends after some days, and a new one is a new beginning.

@@ -44,7 +44,12 @@ CONVERTED = "converted"  # models that were files of another format, for the nex
 class Volunteers:
     """The demo's daemons; leaving the context ends them."""
 
-    def __init__(self, folder: Path, model: str = "demo", spans: Sequence[tuple[int, int]] = SPANS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: str = "demo",
+        spans: Sequence[tuple[int, int]] = SPANS,
+    ) -> None:
         self.homes = [Home(folder / name.lower()) for name in NAMES]
         self.model = model
         self.spans = spans
@@ -82,7 +87,12 @@ class Volunteers:
         with httpx.Client(transport=unencrypted, timeout=10) as http:
             return read_answer(answer, http.get(f"http://swarmd/v1/{verb}").json())
 
-    def wait_for(self, condition: Any, missing: str, on_stage: Callable[[str], None]) -> None:
+    def wait_for(
+        self,
+        condition: Any,
+        missing: str,
+        on_stage: Callable[[str], None],
+    ) -> None:
         """Wait as long as anything changes in what the daemons say; ``on_stage`` gets it. Raises SwarmUnavailable."""
         # No fixed time is right for every machine: importing torch takes seconds on one, minutes on another. As long
         # as a daemon says something new it is at work, so the deadline is for silence alone.
@@ -188,7 +198,12 @@ def _assemble(volunteers: Volunteers, on_stage: Callable[[str], None]) -> None:
     volunteers.wait_for(is_complete, "complete set of blocks", on_stage)
 
 
-def _generate(console: Console, volunteers: Volunteers, max_tokens: int, seed: int) -> dict[str, Any]:
+def _generate(
+    console: Console,
+    volunteers: Volunteers,
+    max_tokens: int,
+    seed: int,
+) -> dict[str, Any]:
     with importing():
         import torch
         from transformers import AutoModelForCausalLM

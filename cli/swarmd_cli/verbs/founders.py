@@ -120,7 +120,11 @@ def sign(line: Annotated[str, typer.Argument(metavar="LINE", help="What founders
     _sign_draft(draft)
 
 
-def _change(keys: tuple[bytes, ...], needed: int, honoured: tuple[bytes, ...]) -> None:
+def _change(
+    keys: tuple[bytes, ...],
+    needed: int,
+    honoured: tuple[bytes, ...],
+) -> None:
     from swarmd.protocol.membership import charter
 
     founder().key()

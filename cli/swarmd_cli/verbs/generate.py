@@ -126,7 +126,13 @@ def _choose_path(gateway: GatewayClient, name: str, raw: bool) -> str | None:
     return None if chats is None else CHAT
 
 
-def _ask_gateway(gateway: GatewayClient, path: str, name: str, text: str, sampling: dict[str, Any]) -> None:
+def _ask_gateway(
+    gateway: GatewayClient,
+    path: str,
+    name: str,
+    text: str,
+    sampling: dict[str, Any],
+) -> None:
     """Print what comes, and afterwards what it took. Raises NoRoute as long as nothing came, and SwarmError."""
     from swarmd.errors import NoRoute, SwarmError, SwarmUnavailable
 
@@ -249,7 +255,11 @@ def end_options(
     return {"eos_token_id": sorted(ends)} if ends else {}
 
 
-def _encode_turn(swarm: Any, name: str, text: str) -> tuple[dict[str, Any], frozenset[int]]:
+def _encode_turn(
+    swarm: Any,
+    name: str,
+    text: str,
+) -> tuple[dict[str, Any], frozenset[int]]:
     """Encode a user's turn as the model's chat template writes it; also returns the tokens that end an answer.
 
     The template is run in a process with limits, as it is anybody's.

@@ -256,7 +256,10 @@ def ps(as_json: Json = False) -> None:
     print_table("Sessions", ["session", "client", "blocks", "ops done", "epoch", "outputs"], rows)
 
 
-def ping(peer: Annotated[str, typer.Argument(help="A peer id, or the end of one.")], as_json: Json = False) -> None:
+def ping(
+    peer: Annotated[str, typer.Argument(help="A peer id, or the end of one.")],
+    as_json: Json = False,
+) -> None:
     """Measure the round trip to a peer, and say whether it is connected directly or through a relay.
 
     Example: swarmd ping 7xQm4kHc

@@ -279,7 +279,12 @@ def down() -> None:
     print("stopped" if is_done else "the daemon was told to stop and is still at it")
 
 
-def _new_invite(days: float, uses: int, waits: bool = False, may: tuple[Any, ...] | None = None) -> str:
+def _new_invite(
+    days: float,
+    uses: int,
+    waits: bool = False,
+    may: tuple[Any, ...] | None = None,
+) -> str:
     from swarmd.errors import ConfigError
     from swarmd.protocol.membership import invite as invites
     from swarmd.protocol.membership.catalog import MAX_USES, RIGHTS

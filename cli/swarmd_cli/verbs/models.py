@@ -105,7 +105,13 @@ def add(
     print(_next_step(name, base), file=sys.stderr)
 
 
-def add_source(source: str, name: str, base: str = "", replace: bool = False, dtype: str = "auto") -> str:
+def add_source(
+    source: str,
+    name: str,
+    base: str = "",
+    replace: bool = False,
+    dtype: str = "auto",
+) -> str:
     """Do what ``add`` does; returns what came of it, in a line. Raises SwarmError."""
     import msgspec
 

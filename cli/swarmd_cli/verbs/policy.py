@@ -151,7 +151,12 @@ def set_toml_value(text: str, name: str, key: str, value: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def _find_line(pattern: str, lines: list[str], start: int, end: int) -> int | None:
+def _find_line(
+    pattern: str,
+    lines: list[str],
+    start: int,
+    end: int,
+) -> int | None:
     """Return the first of the lines [start, end) that begins with a pattern."""
     for number in range(start, end):
         if re.match(pattern, lines[number]):

@@ -91,7 +91,14 @@ def _require_extra() -> None:
         raise ConfigError(f"fine-tuning needs {' and '.join(missing)}: pip install -e '.[tune]' in swarmd's repository")
 
 
-def _tune(recipe: TuningRecipe, data: Path, out: Path, every: int, resume: bool, as_json: bool) -> None:
+def _tune(
+    recipe: TuningRecipe,
+    data: Path,
+    out: Path,
+    every: int,
+    resume: bool,
+    as_json: bool,
+) -> None:
     with importing():
         import swarmd.client.blocking
         from swarmd.client.tuning.fine_tuning import Tuner, with_peft

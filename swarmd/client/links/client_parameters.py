@@ -129,7 +129,12 @@ class RemoteWeight(torch.Tensor):
         return remote_weight(self.shape, self.dtype)
 
 
-def _copied(function: Any, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _copied(
+    function: Any,
+    weight: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
     """What stands for a weight in another dtype, or elsewhere: no memory is taken for it, either."""
     kwargs.pop("memory_format", None)
     one = function(weight.as_subclass(torch.Tensor)[(0,) * weight.ndim], *args, **kwargs)

@@ -101,7 +101,13 @@ class Chain:
 
     # --- what is wrong with hops -----------------------------------------------------------------------------
 
-    def exclude(self, link: HopLink, blame: Blame, reason: str, for_s: float = AMBIGUOUS_FOR_S) -> None:
+    def exclude(
+        self,
+        link: HopLink,
+        blame: Blame,
+        reason: str,
+        for_s: float = AMBIGUOUS_FOR_S,
+    ) -> None:
         """Do without a hop from now on; ``blame`` says what follows for its server, for ``for_s`` if not remembered."""
         link.is_lost = True
         self.note_trouble(f"{link.hop}: {reason}")

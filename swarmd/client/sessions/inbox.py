@@ -72,7 +72,13 @@ class SessionInbox:
         self._ops = ops
         self._wrong_chains = wrong_chains
 
-    def receive_untrusted(self, peer: PeerId, message: AnyMessage, frame: Frame, now: float) -> InboxAction | None:
+    def receive_untrusted(
+        self,
+        peer: PeerId,
+        message: AnyMessage,
+        frame: Frame,
+        now: float,
+    ) -> InboxAction | None:
         """Take one message; returns what the session has to do, if anything."""
         if isinstance(message, Op):
             return self._on_op(peer, message, frame, now)
@@ -100,7 +106,13 @@ class SessionInbox:
         self._chain.note_trouble(f"{link.hop} stops serving")
         return HopDeparture(link)
 
-    def _on_op(self, peer: PeerId, op: Op, frame: Frame, now: float) -> InboxAction | None:
+    def _on_op(
+        self,
+        peer: PeerId,
+        op: Op,
+        frame: Frame,
+        now: float,
+    ) -> InboxAction | None:
         chain = self._chain
         if op.epoch != chain.epoch:
             return None
@@ -116,7 +128,13 @@ class SessionInbox:
         chain.statistics.frames_received += 1
         return self._on_answer(waiting, op, frame, now)
 
-    def _on_answer(self, waiting: OpInFlight, op: Op, frame: Frame, now: float) -> AnswerArrival | None:
+    def _on_answer(
+        self,
+        waiting: OpInFlight,
+        op: Op,
+        frame: Frame,
+        now: float,
+    ) -> AnswerArrival | None:
         """Take the answer to the first op that has none."""
         chain = self._chain
         last = chain.links[-1]

@@ -286,7 +286,12 @@ class Repairs:
 class PauseRepair:
     """The repair between two steps, one at a time. The next step waits for it, and tries again if it failed."""
 
-    def __init__(self, chain: Chain, repairs: Repairs, is_pausing: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        repairs: Repairs,
+        is_pausing: Callable[[], bool],
+    ) -> None:
         self._chain = chain
         self._repairs = repairs
         self._is_pausing = is_pausing

@@ -99,7 +99,13 @@ RepairStep = CacheMove | HopReplacement | NeighbourUpdate | StuckHopRemoval | Hi
 class RepairPlan:
     """One repair: what it has done, and what comes next. Time is an argument."""
 
-    def __init__(self, names: tuple[str, ...], reason: str, is_stuck: bool, now: float) -> None:
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        reason: str,
+        is_stuck: bool,
+        now: float,
+    ) -> None:
         """``is_stuck``: all hops show signs of life, and no answer comes."""
         self.reason = reason
         self._is_stuck = is_stuck
@@ -116,7 +122,12 @@ class RepairPlan:
         """Begin again in a new epoch: no hop knows its neighbours in that."""
         self._has_neighbours = False
 
-    def next_step(self, links: Sequence[HopLink], position: Position, n_blocks: int) -> Decision[RepairStep]:
+    def next_step(
+        self,
+        links: Sequence[HopLink],
+        position: Position,
+        n_blocks: int,
+    ) -> Decision[RepairStep]:
         """Choose what is done next for a chain with these hops."""
         if not self._has_neighbours:
             return _rebuild(links)
@@ -204,7 +215,10 @@ def find_gaps(links: Sequence[HopLink]) -> tuple[RouteGap, ...]:
     return tuple(gaps)
 
 
-def fill_gaps(links: Sequence[HopLink], replacements: Sequence[Sequence[Hop]]) -> list[HopLink]:
+def fill_gaps(
+    links: Sequence[HopLink],
+    replacements: Sequence[Sequence[Hop]],
+) -> list[HopLink]:
     """Put new hops in the places of lost ones: for each gap its own, in order."""
     filled: list[HopLink] = []
     remaining = iter(replacements)
@@ -250,7 +264,12 @@ def find_stuck(links: Sequence[HopLink], position: Position) -> HopLink:
 # answers them. So no hop computes an op twice, and the client gets no answer twice.
 
 
-def plan_replay(links: Sequence[HopLink], receiver: int, position: Position, n_blocks: int) -> ReplayGap | None:
+def plan_replay(
+    links: Sequence[HopLink],
+    receiver: int,
+    position: Position,
+    n_blocks: int,
+) -> ReplayGap | None:
     """Say what hop ``receiver`` (past the last: the client) lacks of the one before; None if nothing is to be asked."""
     n_sent = position.seq if receiver == 0 else links[receiver - 1].received
     if n_sent is None:

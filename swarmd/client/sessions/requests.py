@@ -14,7 +14,12 @@ from swarmd.values import PeerId
 class Requests:
     """Builds the requests of one session, for its chain as it is."""
 
-    def __init__(self, chain: Chain, addresses_of: Callable[[PeerId], tuple[str, ...]], receipts: bool) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        addresses_of: Callable[[PeerId], tuple[str, ...]],
+        receipts: bool,
+    ) -> None:
         self._chain = chain
         self._addresses_of = addresses_of
         self._receipts = receipts

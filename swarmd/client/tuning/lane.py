@@ -187,7 +187,12 @@ class Lane:
         finally:
             self._passes.leave(lane_pass, is_held=False)
 
-    async def _send_and_wait(self, hop: Hop, frames: Iterator[bytes], done: trio.Event) -> None:
+    async def _send_and_wait(
+        self,
+        hop: Hop,
+        frames: Iterator[bytes],
+        done: trio.Event,
+    ) -> None:
         """Send frames to a hop, and wait for what comes of them. Raises LaneFailed when the lane ends."""
 
         async def send() -> None:

@@ -286,7 +286,12 @@ class LaneAudits:
                 return True
         return self._findings.banned_hop(lane.hops) is not None
 
-    async def _audit_alone(self, hop: Hop, part: MicroBatch, gradient: torch.Tensor) -> tuple[Ruling, torch.Tensor]:
+    async def _audit_alone(
+        self,
+        hop: Hop,
+        part: MicroBatch,
+        gradient: torch.Tensor,
+    ) -> tuple[Ruling, torch.Tensor]:
         """Two of three on one hop, and what leaves it by what they say. Raises SwarmError without three."""
         bound = bound_of(self._terms.dtype, self._holders.weight_format(hop))
         part = replace(part, keep=True)

@@ -90,7 +90,11 @@ def _refusing_hop(hops: tuple[Hop, ...], block: int, is_backward: bool) -> Hop |
     return next((hop for hop in hops if hop.span.start == block), None)
 
 
-def _input_giver(hops: tuple[Hop, ...], hop: Hop, is_backward: bool) -> tuple[PeerId, ...]:
+def _input_giver(
+    hops: tuple[Hop, ...],
+    hop: Hop,
+    is_backward: bool,
+) -> tuple[PeerId, ...]:
     """The peer that gave a hop its input; none if that is the client itself."""
     index = hops.index(hop) + (1 if is_backward else -1)
     return (hops[index].peer,) if 0 <= index < len(hops) else ()

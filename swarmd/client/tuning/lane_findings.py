@@ -18,7 +18,13 @@ logger = logging.getLogger(__name__)
 class LaneFindings:
     """See the module. ``doubts`` are read by the pipeline's user."""
 
-    def __init__(self, standing: Standing, checks: Checks, model: ModelId, doubts: list[str]) -> None:
+    def __init__(
+        self,
+        standing: Standing,
+        checks: Checks,
+        model: ModelId,
+        doubts: list[str],
+    ) -> None:
         self.doubts = doubts
         self._standing = standing
         self._checks = checks
@@ -41,7 +47,12 @@ class LaneFindings:
             self._checks.note(self._record_key(hop), is_right=True)
         self.record(hops, AuditVerdict.RIGHT, "a micro-batch, there and back")
 
-    def hold_to_account(self, ruling: Ruling, hops: tuple[Hop, ...], reason: str) -> frozenset[PeerId]:
+    def hold_to_account(
+        self,
+        ruling: Ruling,
+        hops: tuple[Hop, ...],
+        reason: str,
+    ) -> frozenset[PeerId]:
         """Hold a ruling against those of some hops that it charges; returns whom to do without from now on."""
         faults = ruling.faults
         charged = tuple(hop for hop in hops if hop.peer in faults)

@@ -16,7 +16,13 @@ from swarmd.values import ModelId
 class LaneParameters:
     """Which version of the parameters each hop of a lane was given."""
 
-    def __init__(self, rpc: Rpc, model: ModelId, hops: tuple[Hop, ...], life: LaneLife) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        model: ModelId,
+        hops: tuple[Hop, ...],
+        life: LaneLife,
+    ) -> None:
         self._rpc = rpc
         self._model = model
         self._hops = hops

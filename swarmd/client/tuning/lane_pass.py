@@ -182,7 +182,12 @@ class LanePasses:
         """No hop needs anything any more of the micro-batches up to this number."""
         return min(self.live, default=self._n_begun) - 1
 
-    def begin_forward(self, batch: MicroBatch, on_done: Callable[[], None], changes: Changes | None) -> LanePass:
+    def begin_forward(
+        self,
+        batch: MicroBatch,
+        on_done: Callable[[], None],
+        changes: Changes | None,
+    ) -> LanePass:
         """Enter a micro-batch, under a new number."""
         self._n_begun += 1
         if batch.keep:

@@ -89,7 +89,11 @@ class Pipeline:
             raise ConfigError("a model with an adapter of the catalog is not tuned: load that with PEFT, and train it")
         return await _run_all([partial(self._forward_batch, batch) for batch in batches])
 
-    async def backward(self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]) -> list[LaneAnswer]:
+    async def backward(
+        self,
+        tickets: Sequence[ForwardTicket],
+        gradients: Sequence[torch.Tensor],
+    ) -> list[LaneAnswer]:
         """Gradients of what entered, and of the client's parameters, for each micro-batch. Raises SwarmError."""
         pairs = zip(tickets, gradients, strict=True)
         return await _run_all([partial(self._backward_batch, ticket, gradient) for ticket, gradient in pairs])

@@ -28,7 +28,11 @@ class AutogradLanes(Protocol):
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[ForwardTicket]: ...
 
-    def backward(self, tickets: Sequence[ForwardTicket], gradients: Sequence[torch.Tensor]) -> list[LaneAnswer]: ...
+    def backward(
+        self,
+        tickets: Sequence[ForwardTicket],
+        gradients: Sequence[torch.Tensor],
+    ) -> list[LaneAnswer]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,12 @@ class FamilyForward:
             cache.see(n_past)
         return self.run(PassInputs(hidden, positions, mask, cache.cache if cache else None), hop)
 
-    def run(self, inputs: PassInputs, hop: Span, embedded: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self,
+        inputs: PassInputs,
+        hop: Span,
+        embedded: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Run the family's own forward; ``embedded`` is what it takes for the embedding, and must not matter."""
         self._input = inputs.hidden
         self._hop = hop
@@ -164,7 +169,11 @@ class FamilyForward:
         hidden = torch.randn(b, t, self.hidden_size, generator=rng)
         return hidden.to(self.dtype).to(self.device)
 
-    def _gate(self, block: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _gate(
+        self,
+        block: int,
+        forward: Callable[..., Any],
+    ) -> Callable[..., Any]:
         """Wrap a block's forward: it takes the hop's input where the hop begins, and keeps its output at the end."""
 
         def gated(*args: Any, **kwargs: Any) -> Any:

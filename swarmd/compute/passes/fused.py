@@ -129,7 +129,12 @@ class BlockLayout:
     tensors: Sequence[Any]
 
 
-def describe(decoder: Any, blocks: Sequence[nn.Module], dtype: torch.dtype, keeps_8_bits: bool = False) -> FusedShape:
+def describe(
+    decoder: Any,
+    blocks: Sequence[nn.Module],
+    dtype: torch.dtype,
+    keeps_8_bits: bool = False,
+) -> FusedShape:
     """Find out whether a fused kernel can compute these blocks, with caches in 8 bits or in ``dtype``; moves no weight.
 
     Raises NotFused.

@@ -130,7 +130,12 @@ class GraphedPass:
         table = self._padding_row.repeat(len(self._layers), n, 1).to(device)
         attention: list[Attention] = []
 
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+        def attend(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            layer: int,
+        ) -> torch.Tensor:
             if not attention:
                 attention.append(Attention(n, query.shape[1], self._kept_heads, self._width, query))
             scale = self._ragged.scale_of(layer, self._width)

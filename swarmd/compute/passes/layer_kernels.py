@@ -58,7 +58,11 @@ class KernelChoice:
             self.remembered.keep({"action": kernels.action}, *key)
         return LayerKernels(Decision(kernels.action, kernels.reason + why), shape)
 
-    def _describe(self, model: PreTrainedModel, blocks: Sequence[nn.Module]) -> tuple[FusedShape | None, str]:
+    def _describe(
+        self,
+        model: PreTrainedModel,
+        blocks: Sequence[nn.Module],
+    ) -> tuple[FusedShape | None, str]:
         """Find out whether a fused kernel may compute these blocks; where it may not, say why."""
         if not self.may_compile:
             return None, ""

@@ -42,7 +42,11 @@ _PLAIN = {"dropout", "scaling", "sliding_window", "use_cache"}  # arguments of a
 class RaggedAttention:
     """The attention of one span's ragged passes. Use it inside ``running(pieces)``."""
 
-    def __init__(self, config: Any, on_layer: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        on_layer: Callable[[], None] = lambda: None,
+    ) -> None:
         self._config = text_config(config)
         self._original = self._config._attn_implementation
         self._name = f"swarmd_ragged_{id(self)}"
@@ -100,7 +104,12 @@ class RaggedAttention:
         finally:
             self._attend_by = self._attend_sessions
 
-    def trace(self, two: list[SessionTokens], three: list[SessionTokens], forward: Pass) -> Pass:
+    def trace(
+        self,
+        two: list[SessionTokens],
+        three: list[SessionTokens],
+        forward: Pass,
+    ) -> Pass:
         """Trace passes over 2 and 3 tokens, for any number. Raises RuntimeError and others where it cannot."""
         graph_of_two = self._record(two, forward)
         graph_of_three = self._record(three, forward)
@@ -212,7 +221,12 @@ class _PassMasks:
         self._is_eager = is_eager
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
 
-    def find(self, piece: SessionTokens, n_keys: int, window: int | None) -> torch.Tensor | None:
+    def find(
+        self,
+        piece: SessionTokens,
+        n_keys: int,
+        window: int | None,
+    ) -> torch.Tensor | None:
         """Tell which of the last ``n_keys`` keys each new token may see: [1, 1, t, n_keys], or None for all."""
         t = piece.hidden.shape[1]
         if t == 1:
@@ -236,7 +250,13 @@ class _PassMasks:
 class _PassThrough(DynamicLayer):  # type: ignore[misc]
     """Stands for one layer's cache in a ragged pass: new keys and values go on to the attention, which stores them."""
 
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(
+        self,
+        key_states: Any,
+        value_states: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
         """Return what is new; nothing is stored."""
         return key_states, value_states
 
@@ -276,7 +296,12 @@ def _attend_packed(
     return mixed.reshape(b, 1, h, -1), None
 
 
-def _pays_in_parts(cache_layer: SlabLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _pays_in_parts(
+    cache_layer: SlabLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> bool:
     """Is the past of all new tokens long, or shared with other sessions? A layer with slabs has no window."""
     if query.device.type != "cpu" or key.shape[3] != value.shape[3]:
         return False

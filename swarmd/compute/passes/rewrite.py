@@ -119,7 +119,10 @@ def _rows_key(rows: fx.Node) -> tuple[Any, ...]:
     return (rows, "")
 
 
-def _join_group(module: fx.GraphModule, group: list[tuple[fx.Node, fx.Node]]) -> None:
+def _join_group(
+    module: fx.GraphModule,
+    group: list[tuple[fx.Node, fx.Node]],
+) -> None:
     first, first_weight = group[0]
     parameters = [getattr(module, str(weight.target)) for _, weight in group]
     name = f"_joined_{first_weight.target}"

@@ -64,7 +64,11 @@ def is_pure(graph: fx.Graph) -> bool:
     return not any(operator._schema.is_mutable for operator in operators)
 
 
-def match(pattern: Any, value: Any, n_users: int = 0) -> dict[str, Any] | None:
+def match(
+    pattern: Any,
+    value: Any,
+    n_users: int = 0,
+) -> dict[str, Any] | None:
     """Return what the names in a pattern stand for; None when it does not fit.
 
     Nodes within the pattern have one user each: a peephole replaces them, and nobody else may need their results.
@@ -106,7 +110,12 @@ def put(node: fx.Node, new: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def _constant(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tensor) -> fx.Node:
+def _constant(
+    module: fx.GraphModule,
+    node: fx.Node,
+    name: str,
+    value: torch.Tensor,
+) -> fx.Node:
     """Insert a tensor that a graph needs; ``name`` stands for its value, and is written once."""
     name = f"_{name}_{value.dtype}_{value.device}".replace(".", "_").replace(":", "_")
     module.register_buffer(name, value)

@@ -128,7 +128,11 @@ class LoadedSpan:
         return SpanCache(config, hop or self.span, max_tokens, None if with_gradients else self._caches_in)
 
     @torch.inference_mode()
-    def run(self, pieces: Sequence[SessionTokens], hop: Span | None = None) -> list[torch.Tensor]:
+    def run(
+        self,
+        pieces: Sequence[SessionTokens],
+        hop: Span | None = None,
+    ) -> list[torch.Tensor]:
         """Compute the new tokens of some sessions, by what is the fastest for them; returns [b, t, d] for each."""
         return self.table(hop or self.span).choose(pieces).run(pieces)
 

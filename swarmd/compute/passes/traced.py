@@ -31,7 +31,12 @@ _library.define("attend(Tensor query, Tensor key, Tensor value, int layer) -> Te
 _captured_attention: list[Attend] = []  # that of the pass that is being captured
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+) -> torch.Tensor:
     return _captured_attention[-1](query, key, value, layer)
 
 
@@ -53,7 +58,12 @@ _PLAIN: dict[Any, Callable[..., Any]] = {
 }
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+) -> torch.Tensor:
     """Stand for attention in a pass that is being captured."""
     return torch.ops.swarmd.attend(query, key, value, layer)  # type: ignore[no-any-return]
 
@@ -61,7 +71,12 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: i
 ATTEND = torch.ops.swarmd.attend.default
 
 
-def trace(run: Pass, hidden: torch.Tensor, positions: torch.Tensor, attention: Attend) -> fx.GraphModule:
+def trace(
+    run: Pass,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    attention: Attend,
+) -> fx.GraphModule:
     """Record the operators of ``run`` for tensors of these shapes; ``attention`` computes what ``attend`` stands for.
 
     Raises RuntimeError or another exception of the tracer when ``run`` cannot be followed.
@@ -88,7 +103,11 @@ def written_down(run: Pass, first: torch.Tensor, positions: torch.Tensor) -> fx.
     return module
 
 
-def capture(two: fx.GraphModule, three: fx.GraphModule, calls: Mapping[Any, Callable[..., Any]]) -> Pass:
+def capture(
+    two: fx.GraphModule,
+    three: fx.GraphModule,
+    calls: Mapping[Any, Callable[..., Any]],
+) -> Pass:
     """Make a pass for any n from one over 2 tokens and one over 3, hidden [1, n, d] each.
 
     Operators in ``calls`` are replaced by these functions. Raises RuntimeError when both passes differ by more than

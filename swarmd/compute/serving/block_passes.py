@@ -19,7 +19,13 @@ class BlockPasses:
         self._span = span
         self._weights = {p.untyped_storage().data_ptr() for p in span.model.parameters()}
 
-    def forward(self, batch: KeptBatch, block: int, hidden: torch.Tensor, with_graph: bool) -> BlockGraph:
+    def forward(
+        self,
+        batch: KeptBatch,
+        block: int,
+        hidden: torch.Tensor,
+        with_graph: bool,
+    ) -> BlockGraph:
         """Compute one block of hidden [b, t, d]; ``with_graph`` for a backward."""
         hop = Span(block, block + 1)
         tuned = batch.tuned

@@ -159,7 +159,11 @@ class MicroBatchReader:
             raise Refused(Code.BAD_SHAPE, f"expected (batch, hidden, dtype) {expected}, got {received}")
 
 
-def _join_masks(masks: Sequence[torch.Tensor | None], n_rows: int, n_prefix: int) -> torch.Tensor | None:
+def _join_masks(
+    masks: Sequence[torch.Tensor | None],
+    n_rows: int,
+    n_prefix: int,
+) -> torch.Tensor | None:
     """Put the parts' masks together behind one for the client's prefix: [b, n_prefix + t]. Raises Refused."""
     present = [mask for mask in masks if mask is not None]
     if not present:

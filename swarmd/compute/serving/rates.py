@@ -30,7 +30,12 @@ def first_rates(engine: Engine, sample: Span, budget_s: float) -> tuple[float, f
     return share * decode_rate, share * prefill_rate
 
 
-def decode_rates(engine: Engine, n_streams: int, budget_s: float, hop: Span | None = None) -> Iterator[float]:
+def decode_rates(
+    engine: Engine,
+    n_streams: int,
+    budget_s: float,
+    hop: Span | None = None,
+) -> Iterator[float]:
     """Measure tokens/s of so many decoding streams in one pass, in about ``budget_s``: after each pass the mean."""
     hop = hop or engine.span
     caches = [engine.new_cache(hop, N_PAST + MOST_STEPS) for _ in range(n_streams)]
@@ -87,7 +92,12 @@ def last(rates: Iterable[float]) -> float:
 class SpeedMeter:
     """Measures an engine at each number of streams, one after the other, and knows the ``speed`` found so far."""
 
-    def __init__(self, engine: Engine, speed: Measured, is_disturbed: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        speed: Measured,
+        is_disturbed: Callable[[], bool],
+    ) -> None:
         self.speed = speed
         self._engine = engine
         self._is_disturbed = is_disturbed

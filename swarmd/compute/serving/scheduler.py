@@ -438,7 +438,12 @@ class Scheduler:
         self.handled += 1
         return messages.encode_frame(messages.refusal_for(message, error))
 
-    def _account_pass(self, ready: list[ReadyOp], n_tokens: dict[Key, int], took_s: float) -> None:
+    def _account_pass(
+        self,
+        ready: list[ReadyOp],
+        n_tokens: dict[Key, int],
+        took_s: float,
+    ) -> None:
         """Account tokens to clients, and learn what passes take."""
         by_key = {r.key: r for r in ready}
         now = self._clock()

@@ -77,7 +77,13 @@ class _OpInProgress:
 class HopSession:
     """One session at one hop of an engine's blocks."""
 
-    def __init__(self, engine: Engine, request: OpenSession, budget: Budget, tuned: ClientParameters = NOTHING) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        request: OpenSession,
+        budget: Budget,
+        tuned: ClientParameters = NOTHING,
+    ) -> None:
         self.hop = Span(request.start, request.end)
         self.session = request.session
         self.client = request.client

@@ -336,7 +336,12 @@ async def stream_chat(prepared: PreparedRequest, request: ChatRequest, emit: Emi
     wants_logprobs = prepared.request.wants_logprobs
     reports: list[RowReport] = []
 
-    async def write_chunk(index: int, delta: JsonObject, finish: str | None = None, logprobs: Any = None) -> None:
+    async def write_chunk(
+        index: int,
+        delta: JsonObject,
+        finish: str | None = None,
+        logprobs: Any = None,
+    ) -> None:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         usage = {"usage": None} if wants_usage else {}
         await emit.send_event({**head, "choices": [choice], **usage})

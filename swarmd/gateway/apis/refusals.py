@@ -33,7 +33,11 @@ class ApiError(Exception):
         return {"error": error}
 
 
-def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def bad_request(
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+) -> ApiError:
     """Refuse a request that can never be right, for any client."""
     return ApiError(400, "invalid_request_error", message, param, code)
 

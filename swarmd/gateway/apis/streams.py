@@ -90,7 +90,11 @@ class EventStream(Response):
 class WholeAnswer(Response):
     """One JSON answer, made by ``produce``; ``refuse`` puts an error into the API's form."""
 
-    def __init__(self, produce: Callable[[], Awaitable[Any]], refuse: Callable[[ApiError], Response]) -> None:
+    def __init__(
+        self,
+        produce: Callable[[], Awaitable[Any]],
+        refuse: Callable[[ApiError], Response],
+    ) -> None:
         super().__init__()
         self._produce = produce
         self._refuse = refuse
@@ -108,7 +112,11 @@ class WholeAnswer(Response):
             await response(scope, receive, send)
 
 
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(
+    value: Any,
+    status: int = 200,
+    headers: dict[str, str] | None = None,
+) -> Response:
     """Answer with a value as JSON."""
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 

@@ -38,7 +38,14 @@ CHILD = "swarmd.gateway.generation.schema_compiler"
 class Grammars:
     """Makes grammars for one vocabulary. A context manager: its children end on the way out."""
 
-    def __init__(self, tokenizer: Tokenizer, path: Path, vocabulary: int, eos: int, child: str = CHILD) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        path: Path,
+        vocabulary: int,
+        eos: int,
+        child: str = CHILD,
+    ) -> None:
         """``path`` is the tokenizer's file."""
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
@@ -61,7 +68,12 @@ class Grammars:
         for child in self._all:
             await child.end()
 
-    async def of_schema(self, schema: dict[str, Any], key: str = "", timeout_s: float = MOST_S) -> Grammar:
+    async def of_schema(
+        self,
+        schema: dict[str, Any],
+        key: str = "",
+        timeout_s: float = MOST_S,
+    ) -> Grammar:
         """Make the grammar of what fits a JSON schema.
 
         Raises BadSchema, QueueFull, and SwarmUnavailable where this machine is too busy now. Cancelled, the child that

@@ -38,7 +38,11 @@ class Host(Protocol):
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Remember where a peer was said to be."""
 
-    def serve(self, protocol: str, handler: Callable[[Libp2pStream], Awaitable[None]]) -> None:
+    def serve(
+        self,
+        protocol: str,
+        handler: Callable[[Libp2pStream], Awaitable[None]],
+    ) -> None:
         """Answer a protocol that stays within this folder."""
 
     async def connect(self, peer: PeerId) -> None:

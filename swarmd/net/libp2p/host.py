@@ -82,7 +82,11 @@ class SharedAttempts:
         """Is one under way?"""
         return peer in self._under_way
 
-    async def run(self, peer: PeerId, attempt: Callable[[], Awaitable[None]]) -> None:
+    async def run(
+        self,
+        peer: PeerId,
+        attempt: Callable[[], Awaitable[None]],
+    ) -> None:
         """Make an attempt, or wait for the one that is under way. Raises the PeerError that it ended with."""
         if peer in self._under_way:
             ended, failures = self._under_way[peer]
@@ -121,7 +125,12 @@ class HostOptions:
 class Libp2pNetwork:
     """See ``net.api.Network``. Use ``running()`` as an async context manager."""
 
-    def __init__(self, identity: Identity, psk: bytes | None, options: HostOptions = HostOptions()) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        psk: bytes | None,
+        options: HostOptions = HostOptions(),
+    ) -> None:
         self.peer_id = identity.peer_id
         may_use_ipv6 = len(options.listen) == 1 or has_ipv6()
         self._listen = tuple(a for a in options.listen if may_use_ipv6 or not a.startswith(EVERY_IPV6))
@@ -253,7 +262,11 @@ class Libp2pNetwork:
             raise Unreachable(str(error)) from None
         await self.ways.punching.make_direct(peer)
 
-    def serve(self, protocol: str, handler: Callable[[Libp2pStream], Awaitable[None]]) -> None:
+    def serve(
+        self,
+        protocol: str,
+        handler: Callable[[Libp2pStream], Awaitable[None]],
+    ) -> None:
         """Answer a protocol; who is blocked gets no answer."""
 
         async def handle(net_stream: INetStream) -> None:

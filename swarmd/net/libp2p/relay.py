@@ -61,7 +61,12 @@ class RelayShares:
             yield
 
     @contextmanager
-    def _counted(self, counts: Counter[PeerId], peer: PeerId, sponsor: bytes) -> Iterator[None]:
+    def _counted(
+        self,
+        counts: Counter[PeerId],
+        peer: PeerId,
+        sponsor: bytes,
+    ) -> Iterator[None]:
         self._sponsors[peer] = sponsor
         counts[peer] += 1
         try:

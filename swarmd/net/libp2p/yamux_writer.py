@@ -31,7 +31,12 @@ class FrameWriter:
     Nobody waits for that: reading would wait for the other side to read, and who is cancelled would lose it.
     """
 
-    def __init__(self, secured: ISecureConn, peer_id: ID, end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        secured: ISecureConn,
+        peer_id: ID,
+        end: Callable[[], None],
+    ) -> None:
         self._secured = secured
         self._peer_id = peer_id
         self._end = end

@@ -45,7 +45,12 @@ class RunControl(Protocol):
 
     async def leave(self, name: str) -> run_status.LeaveRunAnswer: ...
 
-    async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> run_status.OrderAnswer: ...
+    async def order(
+        self,
+        name: str,
+        state: str,
+        anchors: tuple[str, ...],
+    ) -> run_status.OrderAnswer: ...
 
     async def checkpoint(self, name: str) -> run_status.CheckpointAnswer: ...
 
@@ -105,12 +110,22 @@ class Verb:
     method: str = "GET"
 
 
-def _get(path: str, answer: type[Status], call: Call, *parameters: str) -> Verb:
+def _get(
+    path: str,
+    answer: type[Status],
+    call: Call,
+    *parameters: str,
+) -> Verb:
     """A request that changes nothing."""
     return Verb(path, answer, call, parameters)
 
 
-def _post(path: str, answer: type[Status], call: Call, *parameters: str) -> Verb:
+def _post(
+    path: str,
+    answer: type[Status],
+    call: Call,
+    *parameters: str,
+) -> Verb:
     """A request that acts."""
     return Verb(path, answer, call, parameters, "POST")
 

@@ -19,7 +19,12 @@ CLONED_FOR_S = 600.0  # after its last word
 class Health:
     """See the module. ``up_since``, in seconds since 1970, tells this daemon from another of the same key."""
 
-    def __init__(self, me: PeerId, version: str, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        version: str,
+        wall_clock: Callable[[], float],
+    ) -> None:
         self._me = me
         self._version = version
         self._wall_clock = wall_clock

@@ -110,7 +110,11 @@ def application(status: Callable[[], DaemonStatus], host: str) -> Starlette:
     return Starlette(routes=[Route("/metrics", metrics)], middleware=[local])
 
 
-async def serve_metrics(status: Callable[[], DaemonStatus], listen: str, connect: Connect | None = None) -> None:
+async def serve_metrics(
+    status: Callable[[], DaemonStatus],
+    listen: str,
+    connect: Connect | None = None,
+) -> None:
     """Serve until cancelled on HOST:PORT; a daemon without metrics goes on, whatever ended them.
 
     ``connect``: see ``serve_http``.

@@ -75,7 +75,12 @@ class Store:
             used[model] = used.get(model, frozenset()) | blocks
         return used
 
-    async def run(self, uplink: Uplink, find: Find, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(
+        self,
+        uplink: Uplink,
+        find: Find,
+        task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
         """Own the downloads that were asked for until cancelled.
 
         ``uplink`` tells how much may leave at a time, ``find`` knows what else than a model a hash may name.

@@ -21,7 +21,12 @@ Addresses = tuple[str, ...]
 class AddressMemory:
     """See the module. Begins with ``bootstrap``; without a file nothing is kept."""
 
-    def __init__(self, bootstrap: Mapping[PeerId, Addresses], file: Path | None, me: PeerId) -> None:
+    def __init__(
+        self,
+        bootstrap: Mapping[PeerId, Addresses],
+        file: Path | None,
+        me: PeerId,
+    ) -> None:
         self.known: dict[PeerId, Addresses] = dict(bootstrap)
         self.known.pop(me, None)
         self.known |= _read(file)

@@ -45,7 +45,12 @@ class Links:
 class LinkProbes:
     """See the module. ``addresses_of`` tells where a peer is dialled."""
 
-    def __init__(self, rpc: Rpc, rng: random.Random, addresses_of: Callable[[PeerId], tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        rng: random.Random,
+        addresses_of: Callable[[PeerId], tuple[str, ...]],
+    ) -> None:
         self.links = Links({})
         self._rpc = rpc
         self._rng = rng

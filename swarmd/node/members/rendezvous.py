@@ -46,7 +46,11 @@ class Rendezvous:
         self._memory = memory
         self._rng = rng
 
-    async def run(self, own_value: Callable[[], bytes], on_unanswered: Callable[[str], None]) -> None:
+    async def run(
+        self,
+        own_value: Callable[[], bytes],
+        on_unanswered: Callable[[str], None],
+    ) -> None:
         """Be found and find: soon after the start, then rarely, until cancelled.
 
         ``own_value``: what the DHT is to keep. ``on_unanswered`` hears why a known member was not reached.
@@ -118,7 +122,10 @@ def record_key(swarm_id: str, peer: PeerId) -> str:
     return f"/swarmd/{swarm_id}/{peer}"
 
 
-def value_validator(exchange: Exchange, wall_clock: Callable[[], float]) -> Callable[[str, bytes], int]:
+def value_validator(
+    exchange: Exchange,
+    wall_clock: Callable[[], float],
+) -> Callable[[str, bytes], int]:
     """Make the DHT's validator: a value must hold records of the peer that its key names, and nothing else.
 
     A DHT server stores values for strangers. Without this check anyone could replace a member's value by an older one,

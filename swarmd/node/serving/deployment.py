@@ -140,7 +140,13 @@ class Deployment:
         """Does a hop of this session, or lane, end here at a block?"""
         return self.server.sessions.hops.ends_at(session, block) or self.lanes.ends_at(session, block)
 
-    async def handle(self, peer: PeerId, message: AnyMessage, frame: Frame, channel: Channel | None) -> bool:
+    async def handle(
+        self,
+        peer: PeerId,
+        message: AnyMessage,
+        frame: Frame,
+        channel: Channel | None,
+    ) -> bool:
         """Act on one message about sessions or fine-tuning; False when it is none. Raises Refused."""
         if await self.lanes.handle(peer, message, frame, channel):
             return True

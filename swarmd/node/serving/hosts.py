@@ -78,7 +78,13 @@ class Hosts:
 
     # --- what peers send -------------------------------------------------------------------------------------
 
-    async def handle(self, peer: PeerId, message: AnyMessage, frame: Frame, channel: Channel | None) -> bool:
+    async def handle(
+        self,
+        peer: PeerId,
+        message: AnyMessage,
+        frame: Frame,
+        channel: Channel | None,
+    ) -> bool:
         """Give a message to the hosting that it is for; False when it is for none. Raises Refused."""
         session = getattr(message, "session", None)
         if session is None and not isinstance(message, PutTuned):

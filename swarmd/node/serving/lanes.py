@@ -54,7 +54,14 @@ class ServerLanes:
     A client may have so much waiting, all together twice that.
     """
 
-    def __init__(self, rpc: Rpc, exchange: Exchange, server: Server, worker: WorkerLink, deliver: Deliver) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        exchange: Exchange,
+        server: Server,
+        worker: WorkerLink,
+        deliver: Deliver,
+    ) -> None:
         self._exchange = exchange
         self._server = server
         self._worker = worker
@@ -99,7 +106,13 @@ class ServerLanes:
 
     # --- what peers send -------------------------------------------------------------------------------------
 
-    async def handle(self, peer: PeerId, message: AnyMessage, frame: Frame, channel: Channel | None) -> bool:
+    async def handle(
+        self,
+        peer: PeerId,
+        message: AnyMessage,
+        frame: Frame,
+        channel: Channel | None,
+    ) -> bool:
         """Act on one message about fine-tuning; False when it is none. Raises Refused."""
         if not self._tasks.is_open:
             return False
@@ -226,7 +239,13 @@ class ServerLanes:
 class LaneRelay:
     """Passes on what a lane's worker and its neighbours say, to where the lane says."""
 
-    def __init__(self, rpc: Rpc, table: LaneTable, deliver: Deliver, on_lost: Callable[[PeerId, str], None]) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        table: LaneTable,
+        deliver: Deliver,
+        on_lost: Callable[[PeerId, str], None],
+    ) -> None:
         self._table = table
         on_refusal = self.take_neighbours_refusal
         to_self = partial(deliver_here, rpc.network.peer_id, deliver=deliver, on_refusal=on_refusal)
@@ -273,7 +292,11 @@ class LaneRelay:
         return False
 
 
-def _tell_lost(outbox: Outbox, lost: Iterable[tuple[Key, LaneHop]], reason: str) -> None:
+def _tell_lost(
+    outbox: Outbox,
+    lost: Iterable[tuple[Key, LaneHop]],
+    reason: str,
+) -> None:
     for key, lane in lost:
         outbox.tell(lane.client, encode_frame(session_lost(key, reason)))
 

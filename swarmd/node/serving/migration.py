@@ -34,7 +34,14 @@ SEND_TIMEOUT_S = 60.0  # for all caches of one hop
 class Migrations:
     """The caches that leave one server. ``outbox`` reaches the clients that asked for it."""
 
-    def __init__(self, rpc: Rpc, onward: NextHopDialer, worker: WorkerLink, outbox: Outbox, tasks: Tasks) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        onward: NextHopDialer,
+        worker: WorkerLink,
+        outbox: Outbox,
+        tasks: Tasks,
+    ) -> None:
         self._rpc = rpc
         self._onward = onward
         self._worker = worker

@@ -48,7 +48,12 @@ class NextHopDialer:
         if self._rpc.network.way_to(peer) is None:
             _remember(self._lost_at, peer, trio.current_time())
 
-    async def reach(self, purpose: Purpose, client: PeerId, successor: PeerId | None) -> Decision[bool]:
+    async def reach(
+        self,
+        purpose: Purpose,
+        client: PeerId,
+        successor: PeerId | None,
+    ) -> Decision[bool]:
         """Find out whether this server can push to the successor of a hop, and say so."""
         if successor is None or successor == client:
             return Decision(True, "answers the client")

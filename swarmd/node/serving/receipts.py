@@ -58,7 +58,14 @@ class Receipts:
         is_heir = bool(opening.inherit)
         return Trail(shape=shape, adapter=opening.adapter, tuned=opening.tuned, is_heir=is_heir)
 
-    def note_output(self, key: Key, hop: SessionHop, seq: int, tensor: TensorMeta | None, payload: memoryview) -> None:
+    def note_output(
+        self,
+        key: Key,
+        hop: SessionHop,
+        seq: int,
+        tensor: TensorMeta | None,
+        payload: memoryview,
+    ) -> None:
         """An op has left a hop, or ended in it without output."""
         if hop.trail is None:
             return

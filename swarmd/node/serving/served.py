@@ -28,7 +28,14 @@ class ServedBlocks:
     understands: Understanding = OURS
     weight_of: Callable[[PeerId], float] = lambda _: 1.0
 
-    def require(self, model: str, start: int, end: int, dtype: str, codec: str) -> None:
+    def require(
+        self,
+        model: str,
+        start: int,
+        end: int,
+        dtype: str,
+        codec: str,
+    ) -> None:
         """Refuse a request for other blocks, another dtype or an unknown codec. Raises Refused."""
         if model != self.model:
             raise Refused(Code.NOT_SERVING, f"this server holds {self.model[:12]}, not {model[:12]}")

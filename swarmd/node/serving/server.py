@@ -158,7 +158,13 @@ class Server:
 
     # --- what peers send -------------------------------------------------------------------------------------
 
-    async def handle(self, peer: PeerId, message: AnyMessage, frame: Frame, channel: Channel | None) -> bool:
+    async def handle(
+        self,
+        peer: PeerId,
+        message: AnyMessage,
+        frame: Frame,
+        channel: Channel | None,
+    ) -> bool:
         """Act on one message about sessions; False when it is none. Raises Refused."""
         if not self._tasks.is_open:
             return False
@@ -269,7 +275,14 @@ class Server:
         self.sessions.require_free(client, opening.session, Span(opening.start, opening.end))
         return loaded
 
-    def require_serving(self, model: str, start: int, end: int, dtype: str, codec: str) -> Loaded:
+    def require_serving(
+        self,
+        model: str,
+        start: int,
+        end: int,
+        dtype: str,
+        codec: str,
+    ) -> Loaded:
         """Refuse what this server cannot compute now. Raises Refused."""
         if self.is_draining:
             raise Refused(Code.NOT_SERVING, "this server is about to stop serving", 5.0)

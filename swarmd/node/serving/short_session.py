@@ -18,7 +18,14 @@ from swarmd.values import PeerId, Span
 CLOSE_TIMEOUT_S = 1.0  # to say that it is over, whatever happened
 
 
-def opening_of(key: bytes, target: SpanRecord, hop: Span, max_tokens: int, *, receipts: bool = False) -> OpenSession:
+def opening_of(
+    key: bytes,
+    target: SpanRecord,
+    hop: Span,
+    max_tokens: int,
+    *,
+    receipts: bool = False,
+) -> OpenSession:
     """What opens a session with a server, as a client does; its ``id`` is given when it is sent."""
     return OpenSession(
         session=key,

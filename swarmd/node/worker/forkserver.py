@@ -147,7 +147,11 @@ def _tell_ends(children: dict[int, socket.socket]) -> None:
             connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
-def _fork(listener: socket.socket, connection: socket.socket, children: dict[int, socket.socket]) -> None:
+def _fork(
+    listener: socket.socket,
+    connection: socket.socket,
+    children: dict[int, socket.socket],
+) -> None:
     data, rights, _, _ = connection.recvmsg(MAX_REQUEST_BYTES, socket.CMSG_LEN(8 * _INT))
     files = array.array("i")
     for _, _, passed in rights:

@@ -38,7 +38,10 @@ def find_neighbours(spans: Iterable[SpanRecord], model: ModelId, own_span: Span)
     return neighbours
 
 
-def choose_round_trips_ms(trips_s: Mapping[PeerId, float], neighbours: set[PeerId]) -> dict[PeerId, float]:
+def choose_round_trips_ms(
+    trips_s: Mapping[PeerId, float],
+    neighbours: set[PeerId],
+) -> dict[PeerId, float]:
     """Choose the measured links that a record has room for: likely neighbours in chains first, then the nearest."""
     nearest = sorted(trips_s, key=lambda peer: (peer not in neighbours, trips_s[peer]))
     return {peer: 1000 * trips_s[peer] for peer in nearest[:ROUND_TRIPS_IN_RECORD]}

@@ -121,7 +121,13 @@ class LaneTable:
             raise Refused(Code.STRANGER, f"{peer} is no neighbour in this lane")
         return lane
 
-    def take_in(self, lane: LaneHop, message: Forward | Backward, n_bytes: int, now: float) -> None:
+    def take_in(
+        self,
+        lane: LaneHop,
+        message: Forward | Backward,
+        n_bytes: int,
+        now: float,
+    ) -> None:
         """Count a frame until the worker has answered it. Raises Refused where too much waits."""
         total_bytes = sum(other.waiting_bytes for other in self)
         client_bytes = sum(other.waiting_bytes for other in self if other.principal == lane.principal)
@@ -143,7 +149,11 @@ class LaneTable:
             lane.waiting.pop((refused, seq), None)
         return lane
 
-    def look(self, now: float, is_sending_to: Callable[[PeerId], bool]) -> tuple[list[EnteredLane], list[Key]]:
+    def look(
+        self,
+        now: float,
+        is_sending_to: Callable[[PeerId], bool],
+    ) -> tuple[list[EnteredLane], list[Key]]:
         """Say which lanes' clients should hear that work goes on, and which lanes nobody uses any more.
 
         ``is_sending_to``: are frames on their way to a peer?

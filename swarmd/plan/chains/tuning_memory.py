@@ -67,7 +67,13 @@ class BatchBook:
         """Is there room for what so many lanes may remember of rows? Half of the memory is for that."""
         return n_lanes * lane_bytes <= self._limit_bytes // 2
 
-    def keep(self, key: BatchKey, client: bytes, n_bytes: int, remembered_bytes: int) -> Decision[Room]:
+    def keep(
+        self,
+        key: BatchKey,
+        client: bytes,
+        n_bytes: int,
+        remembered_bytes: int,
+    ) -> Decision[Room]:
         """Keep a micro-batch for its backward if there is, or can be made, room for its input."""
         without_graphs = []
         with_graphs = [batch for batch in self._held.values() if batch.graph_bytes]

@@ -214,7 +214,11 @@ class _Traffic:
         self.sent = np.zeros((n, n))
         self.received = np.zeros((n, n))
 
-    def seconds(self, groups: Sequence[list[int]], members: Sequence[PartitionMember]) -> list[Shares]:
+    def seconds(
+        self,
+        groups: Sequence[list[int]],
+        members: Sequence[PartitionMember],
+    ) -> list[Shares]:
         """Compute the time on each site's uplink, then on each site's downlink; a site has its best machine's rate."""
         rows = []
         for group in groups:

@@ -262,7 +262,10 @@ def lay_out_group(
     return Decision(TopologyLayout(kind, rows, members_laid_out, trees), chosen.reason)
 
 
-def choose_topology(requested: str, sites: Sequence[int]) -> Decision[tuple[Kind, list[int]]]:
+def choose_topology(
+    requested: str,
+    sites: Sequence[int],
+) -> Decision[tuple[Kind, list[int]]]:
     """Choose kind and rows as the recipe asks, or (``auto``) by sites and size. ``sites``: by place."""
     n = len(sites)
     n_sites = len(set(sites))

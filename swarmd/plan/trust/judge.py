@@ -144,7 +144,12 @@ class Judge:
         peers = self._examined.peers | reference.peers
         return Question(peers, self._examined.sponsors | reference.sponsors)
 
-    def hear_third(self, third: Party, equals_examined: Decision[bool], equals_reference: Decision[bool]) -> Ruling:
+    def hear_third(
+        self,
+        third: Party,
+        equals_examined: Decision[bool],
+        equals_reference: Decision[bool],
+    ) -> Ruling:
         """Take a third answer, and whether each of the first two is the same."""
         assert self._reference is not None
         before = (self._examined, self._reference)

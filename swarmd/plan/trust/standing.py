@@ -132,7 +132,13 @@ def record_fault(
     return Decision(True, f"banned for {ban_s:.0f} s, for the {history.n_bans}. time: {history.why}")
 
 
-def leave_out(history: FaultHistory, now: float, for_s: float, longest_s: float, is_relayed: bool = False) -> float:
+def leave_out(
+    history: FaultHistory,
+    now: float,
+    for_s: float,
+    longest_s: float,
+    is_relayed: bool = False,
+) -> float:
     """Do without a peer for a while, twice as long each time until it does something right; returns until when.
 
     ``is_relayed``: the relay may be what is silent, so it is a last resort at once, unless it was left out before.

@@ -136,7 +136,12 @@ class RoundProgress:
         )
 
 
-def begin_version(group: Group, me: PeerId, chunk: int, parts: Mapping[Key, ReducedPart]) -> RoundProgress:
+def begin_version(
+    group: Group,
+    me: PeerId,
+    chunk: int,
+    parts: Mapping[Key, ReducedPart],
+) -> RoundProgress:
     """Begin a version of a group as one of its members, who has nothing of its average."""
     duties = duties_of(group, me)
     gets_average = any(m.peer == me and m.receives for m in group.members)

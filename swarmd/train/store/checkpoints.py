@@ -19,7 +19,13 @@ LOOK_INTERVAL_S = 0.25  # whether a state that is being changed has changed; new
 class StateCheckpoints:
     """See the module; nothing is kept without a ``folder``. ``trouble`` is what went wrong last, for people."""
 
-    def __init__(self, ledger: Ledger, folder: RunFolder | None, news: Wakeups, off_loop: OffLoop[Any]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        folder: RunFolder | None,
+        news: Wakeups,
+        off_loop: OffLoop[Any],
+    ) -> None:
         self.trouble = ""
         self._ledger = ledger
         self._recipe = ledger.run.recipe
@@ -41,7 +47,12 @@ class StateCheckpoints:
                 logger.info("going on from the checkpoint of update %d", saved.epoch)
                 return
 
-    async def _read_into(self, state: RunState, saved: SavedRun, first: dict[str, Vector]) -> bool:
+    async def _read_into(
+        self,
+        state: RunState,
+        saved: SavedRun,
+        first: dict[str, Vector],
+    ) -> bool:
         """Take over a checkpoint's vectors; where they are damaged the state is ``first`` again, and False returned."""
         layout = state.layout
         try:

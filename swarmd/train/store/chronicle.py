@@ -216,7 +216,12 @@ class Chronicle:
         for peer in {*members, *self.anchors} - {self._me}:
             tasks.start_soon(self.tell_commits, peer, [raw])
 
-    async def ask_anchor(self, anchor: PeerId, request: Prepare | Propose, payload: bytes) -> tuple[Message, bytes]:
+    async def ask_anchor(
+        self,
+        anchor: PeerId,
+        request: Prepare | Propose,
+        payload: bytes,
+    ) -> tuple[Message, bytes]:
         """Ask one anchor, which may be this peer; one that lacks commits is given them first. Raises PeerError."""
         try:
             return await self._ask_once(anchor, request, payload)

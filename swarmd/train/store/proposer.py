@@ -140,7 +140,11 @@ class Proposer:
     # that it knows one (STALE_EPOCH). Its word alone does not stop the others: one that lies could hold up the run for
     # ever. Going on is safe: a majority that promises names what a majority accepted, and binds this proposal to it.
 
-    async def _ask_anchors(self, request: Prepare | Propose, payload: bytes) -> list[tuple[int, Message, bytes]]:
+    async def _ask_anchors(
+        self,
+        request: Prepare | Propose,
+        payload: bytes,
+    ) -> list[tuple[int, Message, bytes]]:
         """Ask all anchors at once; returns as soon as a majority has said yes, or can no longer say it."""
         answers: list[tuple[int, Message, bytes]] = []
         said_yes: set[int] = set()
