@@ -199,13 +199,15 @@ class LocalSwarm:
             error.add_note(f"what each of them sees: {views}, and says of it: {says}")
             raise
 
-    def wait(self, condition: Any, what: str, volunteer: Volunteer | None = None) -> None:
-        deadline = time.monotonic() + READY_TIMEOUT_S
+    def wait(
+        self, condition: Any, what: str, volunteer: Volunteer | None = None, within_s: float = READY_TIMEOUT_S
+    ) -> None:
+        deadline = time.monotonic() + within_s
         while not condition():
             for v in [volunteer] if volunteer else self.volunteers:
                 if v.process is not None and v.process.poll() is not None:
                     raise AssertionError(f"a daemon ended while waiting for {what}:\n{v.log()[-2000:]}")
-            assert time.monotonic() < deadline, f"no {what} within {READY_TIMEOUT_S} s:\n" + self.logs()
+            assert time.monotonic() < deadline, f"no {what} within {within_s} s:\n" + self.logs()
             time.sleep(0.05)
 
     def logs(self) -> str:

@@ -234,7 +234,7 @@ def test_a_port_comes_back_when_the_router_forgets_and_when_the_daemon_was_kille
     (port,) = router.opened_ports()
     router.forget_ports()
     assert not router.opened_ports()
-    swarm.wait(lambda: router.opened_ports() == {port}, "the port again, at half of the lease")
+    swarm.wait(lambda: router.opened_ports() == {port}, "the port again, at half of the lease", within_s=120)
     volunteer.signal(signal.SIGKILL)
     assert volunteer.process is not None
     volunteer.process.wait()
