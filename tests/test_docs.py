@@ -105,3 +105,21 @@ def test_each_page_says_how_long_it_takes_to_read(page: Path) -> None:
     assert said, "say so in its first sentence"
     minutes = reading_minutes(text)
     assert abs(int(said[1]) - minutes) <= max(1, minutes // 5), f"{minutes} by now"
+
+
+def test_sections_that_are_named_are_there() -> None:
+    headings = {}
+    for page in (ROOT / "docs").rglob("*.md"):
+        titles = re.findall(r"^(?:#+ |\*\*)(.*?)\.?(?:\*\*.*)?$", page.read_text(), re.MULTILINE)
+        headings[page.relative_to(ROOT).as_posix()] = titles
+    missing = []
+    sources = [path for folder in ("swarmd", "cli", "tests", "docs") for path in (ROOT / folder).rglob("*.*")]
+    for path in (ROOT / "README.md", *sources):
+        if path.suffix not in (".py", ".md"):
+            continue
+        text = re.sub(r"\s*\n\s*#?\s*", " ", path.read_text())
+        named = re.findall(r'(docs/[\w/-]+\.md), "([^"]+)"', text)
+        missing += [
+            f"{path.relative_to(ROOT)}: {page}, {title}" for page, title in named if title not in headings[page]
+        ]
+    assert not missing

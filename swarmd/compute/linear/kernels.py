@@ -1,7 +1,7 @@
 """Which kernel computes a model's linear layers here: the fastest of what this machine offers, by measurement.
 
 A decode step reads every weight and multiplies it with a few rows. torch's own layer takes twice as long for that as
-kernels that had a weight packed beforehand, or read fewer bits (docs/performance.md, "Kernels").
+kernels that had a weight packed beforehand, or read fewer bits (docs/decisions/0007-kernels.md).
 """
 
 from __future__ import annotations

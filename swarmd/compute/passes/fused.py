@@ -3,7 +3,7 @@
 Blocks are recognised by their parts: norms before attention and before a gated MLP, heads that share keys, rotary
 positions. A family may put the same parts together otherwise. So the caller compares results before it relies on this.
 A step takes about the time of reading the weights; torch's own operators take 1
-to 15 microseconds each before they compute anything, and there are 43 in a block (docs/performance.md, "Kernels").
+to 15 microseconds each before they compute anything, and there are 43 in a block (docs/decisions/0007-kernels.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Frames: a fixed prefix, a header, raw payload bytes. Feed bytes in, take frames out; sizes are checked first.
 
 ``version:u8 reserved:u8 header_bytes:u16 payload_bytes:u32``, big-endian, then header and payload. The same
-frames travel between peers and between a daemon and its worker. See docs/protocol.md, "Frames".
+frames travel between peers and between a daemon and its worker. See docs/protocol.md, "Streams and frames".
 """
 
 from __future__ import annotations
