@@ -61,7 +61,9 @@ class Sessions:
             positions = torch.arange(at, at + hidden.shape[1], dtype=torch.int32)[None]
             sent = SentOp(self._seq, (), hidden, positions, None)
             key = bytes([number]) * 16
-            self._take(encode_op(key, self._span.span.start, 1, self._seq - 1, sent, Op(), None, "raw"))
+            self._take(
+                encode_op(Op(session=key, start=self._span.span.start, epoch=1, settled=self._seq - 1), sent, "raw")
+            )
         outs: dict[int, list[torch.Tensor]] = {number: [] for number in given}
         while self._scheduler.has_work:
             for raw in [*self._scheduler.run_pass(), *self._scheduler.settle()]:

@@ -61,7 +61,7 @@ def test_an_op_whose_answer_might_not_fit_a_frame_is_refused(span: LoadedSpan) -
     bench, n_tokens = opened(span, "int8"), 1 + MAX_PAYLOAD_BYTES // (ROWS * 64 * 4)
     positions = torch.arange(n_tokens, dtype=torch.int32).expand(ROWS, -1)
     sent = SentOp(1, (), torch.randn(ROWS, n_tokens, 64), positions, None)
-    raw = encode_op(HOSTILE, 0, 1, 0, sent, Op(), None, "int8")
+    raw = encode_op(Op(session=HOSTILE, epoch=1), sent, "int8")
     assert len(raw) < MAX_PAYLOAD_BYTES / 2, "small on the wire"
     bench.feed(raw)
     bench.run()
@@ -188,7 +188,7 @@ def test_replays_give_signs_of_life_between_frames(span: LoadedSpan, monkeypatch
     for step in range(5):
         bench.seq[HONEST] += 1
         sent = SentOp(bench.seq[HONEST], (), torch.randn(1, 1, 64), torch.full((1, 1), step, dtype=torch.int32), None)
-        bench.feed(encode_op(HONEST, 0, 1, 0, sent, Op(), None, "raw"))
+        bench.feed(encode_op(Op(session=HONEST, epoch=1), sent, "raw"))
         bench.run()
     monkeypatch.setattr(span, "on_block", lambda: signs.append(1))
     bench.feed(messages.encode_frame(messages.Replay(id=9, session=HONEST, epoch=1, have=None)))

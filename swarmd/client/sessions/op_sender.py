@@ -39,17 +39,16 @@ class OpSender:
 
     def _encode(self, op: OpInFlight) -> bytes:
         chain = self._chain
-        marks = Op(want=op.want, times=(), top=bool(op.vocabulary and op.want))
-        return encode_op(
-            chain.key,
-            chain.terms.start,
-            chain.epoch,
+        header = Op(
+            session=chain.key,
+            start=chain.terms.start,
+            epoch=chain.epoch,
             settled=chain.position.answered,
-            sent=op.sent,
-            marks=marks,
-            base=None,
-            codec=chain.codec.action,
+            want=op.want,
+            times=(),
+            top=bool(op.vocabulary and op.want),
         )
+        return encode_op(header, op.sent, chain.codec.action)
 
     async def send_frame(self, index: int, seq: int, frame: bytes) -> None:
         """Send op ``seq`` to hop ``index``; that it cannot be reached is the chain's trouble."""

@@ -237,10 +237,15 @@ class Repairs:
     async def _replay_history(self, gap: ReplayGap) -> tuple[int, int]:
         """Replay to the first hop what it lacks, from the client's own history; returns how many ops and tokens."""
         chain = self._chain
-        marks = Op(silent_through=gap.silent_through, replay_end=gap.end)
-        address = (chain.key, chain.terms.start, chain.epoch)
+        header = Op(
+            session=chain.key,
+            start=chain.terms.start,
+            epoch=chain.epoch,
+            silent_through=gap.silent_through,
+            replay_end=gap.end,
+        )
         n_ops = 0
-        for frame in replay_frames(self._history, address, gap.have, marks, chain.codec.action):
+        for frame in replay_frames(self._history, header, gap.have, chain.codec.action):
             n_ops += 1
             channel = await self._swarm.rpc.channel(chain.links[0].hop.peer)
             await channel.send_raw(frame)

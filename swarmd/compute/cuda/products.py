@@ -1,7 +1,8 @@
 """Products of rows with weights in 8 or 4 bits.
 
 A few rows are multiplied with 8 bits as they lie in memory; else numbers are made first, and cuBLAS multiplies. torch's
-own int8 kernel for CUDA is a plain loop, and its int4 one slower than bfloat16 from 16 rows on (docs/decisions/0010-cards.md).
+own int8 kernel for CUDA is a plain loop, and its int4 one slower than bfloat16 from 16 rows on
+(docs/decisions/0010-cards.md).
 
 Weights in 4 bits lie as [out, in / 2] bytes: the low half of byte j is column j, the high half column in / 2 + j.
 """

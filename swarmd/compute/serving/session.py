@@ -251,18 +251,8 @@ class HopSession:
             waited_us = max(0, elapsed_us - computed_us)
             times = (*op.times, (self.hop.start, waited_us, computed_us))
             op = msgspec.structs.replace(op, times=times)
-        if op.logits or logits:
-            op = msgspec.structs.replace(op, logits=logits)
-        return encode_op(
-            self.session,
-            self.hop.end,
-            op.epoch,
-            settled=op.settled,
-            sent=sent,
-            marks=op,
-            base=op.base,
-            codec=self._codec,
-        )
+        header = msgspec.structs.replace(op, session=self.session, start=self.hop.end, logits=logits, needs=())
+        return encode_op(header, sent, self._codec)
 
     def keep(self) -> None:
         """Add the answered op to the history; the session is ready for the next."""
@@ -303,9 +293,14 @@ class HopSession:
 
     def replay(self, request: Replay) -> Iterator[bytes]:
         """Yield the op frames that bring a successor from ``request.have`` (None: nothing) up to date."""
-        marks = Op(silent_through=request.silent_through, replay_end=request.replay_end)
-        target = (self.session, self.hop.end, request.epoch)
-        yield from replay_frames(self.history, target, request.have, marks, self._codec)
+        header = Op(
+            session=self.session,
+            start=self.hop.end,
+            epoch=request.epoch,
+            silent_through=request.silent_through,
+            replay_end=request.replay_end,
+        )
+        yield from replay_frames(self.history, header, request.have, self._codec)
 
     def show_tokens(self, request: WantTokens) -> bytes:
         """Return a frame with what left this hop of some tokens, and their positions. Raises Refused."""

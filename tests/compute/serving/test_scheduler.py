@@ -73,7 +73,8 @@ class Bench:
         b, t, _ = hidden.shape
         positions = torch.arange(n_past, n_past + t, dtype=torch.int32).expand(b, t)
         sent = SentOp(self.seq[key], edits, hidden, positions, None)
-        self.feed(encode_op(key, 0, 1, self.seq[key] - 1, sent, marks or Op(), None, "raw"))
+        header = msgspec.structs.replace(marks or Op(), session=key, epoch=1, settled=self.seq[key] - 1)
+        self.feed(encode_op(header, sent, "raw"))
 
     def feed(self, raw: bytes) -> None:
         for frame in FrameDecoder().feed_untrusted(raw):

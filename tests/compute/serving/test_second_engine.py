@@ -147,7 +147,7 @@ class Daemon:
     def put(self, session: bytes, seq: int, hidden: torch.Tensor, n_past: int, *edits: Edit) -> None:
         positions = torch.arange(n_past, n_past + hidden.shape[1], dtype=torch.int32).unsqueeze(0)
         sent = SentOp(seq, edits, hidden, positions, None)
-        self.connection.sendall(encode_op(session, 2, 1, seq - 1, sent, Op(), None, "raw"))
+        self.connection.sendall(encode_op(Op(session=session, start=2, epoch=1, settled=seq - 1), sent, "raw"))
 
     def next(self, kind: type[Any]) -> tuple[Any, Frame]:
         """The next message of a kind; ticks and the like are left out."""
