@@ -11,23 +11,21 @@ from ipaddress import ip_address
 
 import trio
 
-from swarmd.errors import IntegrityError, PeerError, Refused
+from swarmd.errors import IntegrityError, Refused
 from swarmd.net.api import NatTraversal, Relayed
 from swarmd.net.rpc import Rpc
+from swarmd.node.members.dial_back import DialBackSurvey
 from swarmd.node.members.directory import Directory
+from swarmd.node.members.relay_reservations import RelayReservations
 from swarmd.node.members.router_port import RouterPort
-from swarmd.plan.links.dialing import is_circuit, is_private
+from swarmd.plan.links.dialing import is_private
 from swarmd.plan.links.reachability import (
     N_RELAYS,
     Reach,
-    ReachabilityReport,
-    choose_relays,
     find_blocked_versions,
     find_forwarded_ports,
     judge_reachability,
-    versions_to_try,
 )
-from swarmd.protocol.membership.records import PeerRecord
 from swarmd.status import ReachStatus
 from swarmd.values import Decision, PeerId
 
@@ -35,10 +33,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 2.0  # whether there are new members to ask, or relays
 SETTLED_INTERVAL_S = 10.0  # the same, where nothing is missing
-ASK_AGAIN_S = 600.0  # routers and their leases change seldom
-UNANSWERED_S = 45.0  # who did not answer is asked again sooner: the link may just have come up
-NO_RELAY_S = 60.0  # for one that did not answer, or said no
-MAX_RELAY_ADDRESSES = 2  # of one relay that are announced: one of each family
 
 
 #     unknown --at least half of those that tried could connect--> open: relays for others, if it offers to
@@ -63,18 +57,12 @@ class Reachability:
     ) -> None:
         self._router = router
         self._ways = ways
-        self._rpc = rpc
         self._directory = directory
+        self._peer_id = rpc.network.peer_id
         self._rng = rng
         self._offers = offers
-        self._answers: dict[
-            tuple[PeerId, int], tuple[ReachabilityReport, float]
-        ] = {}  # by whom, over which version of IP
-        self._asked_at: dict[tuple[PeerId, int], float] = {}
-        self._relays: list[PeerId] = []
-        self._holding: dict[PeerId, trio.CancelScope] = {}
-        self._refused_at: dict[PeerId, float] = {}
-        self._own_hosts: set[str] = set()
+        self._survey = DialBackSurvey(ways, rpc, directory, rng)
+        self._reservations = RelayReservations(ways, rpc, directory, self._on_relays_changed)
         self._announced: tuple[tuple[str, ...], frozenset[int]] = ((), frozenset())
         self._wake = trio.Event()
         self.reach: Decision[Reach] = Decision("unknown", "no member has tried to connect yet")
@@ -85,11 +73,10 @@ class Reachability:
             async with trio.open_nursery() as nursery:
                 while True:
                     self._wake = trio.Event()
-                    await self._ask()
+                    await self._survey.ask_next()
                     self._judge()
-                    for relay in self._missing_relays():
-                        self._holding[relay] = trio.CancelScope()
-                        nursery.start_soon(self._hold, relay, self._holding[relay])
+                    if self.reach.action == "closed":
+                        self._reservations.hold_enough(nursery)
                     port = self._ways.listening_port()
                     if self._router is not None and port is not None and self._should_ask_router(self._router):
                         nursery.start_soon(self._ask_router, self._router, port)
@@ -102,20 +89,20 @@ class Reachability:
                 await self._router.give_back()
 
     def snapshot(self) -> ReachStatus:
-        relays = tuple(str(peer) for peer in self._relays)
-        mapping = self._router.mapping if self._router is not None else None
-        mapped = None if mapping is None else f"{mapping.host}:{mapping.port}"
+        router = self._router
+        mapping = router.mapping if router is not None else None
         why = self.reach.reason
         if self.reach.action == "closed":
-            why += self._router_for_people() + self._relays_for_people()
+            trouble = router.trouble if router is not None else None
+            why = "; ".join(str(part) for part in (why, trouble, self._reservations.describe()) if part)
         return ReachStatus(
             state=self.reach.action,
             why=why,
-            relays=relays,
+            relays=tuple(str(peer) for peer in self._reservations.relays),
             offers=self._is_relay,
             relaying=self._ways.n_relayed,
-            mapped=mapped,
-            is_behind_another=self._router is not None and self._router.is_behind_another,
+            mapped=None if mapping is None else f"{mapping.host}:{mapping.port}",
+            is_behind_another=router is not None and router.is_behind_another,
         )
 
     def record_fields(self) -> dict[str, object]:
@@ -129,77 +116,25 @@ class Reachability:
     @property
     def _is_settled(self) -> bool:
         if self.reach.action == "closed":
-            return len(self._relays) >= N_RELAYS
+            return len(self._reservations.relays) >= N_RELAYS
         return self.reach.action == "open"
 
-    def _router_for_people(self) -> str:
-        return f"; {self._router.trouble}" if self._router is not None and self._router.trouble else ""
-
-    def _relays_for_people(self) -> str:
-        if not self._relays:
-            return "; no member relays for it yet"
-        return f"; it is reached through {' and '.join(peer[-8:] for peer in self._relays)}"
-
-    # --- asking ----------------------------------------------------------------------------------------------
-
-    async def _ask(self) -> None:
-        """Have one more member try, until enough from outside have; all again after a while."""
-        now = trio.current_time()
-        own_hosts = set(self._ways.own_hosts())
-        if own_hosts != self._own_hosts:  # another network, perhaps: what was found there counts no more
-            self._own_hosts = own_hosts
-            self._answers = {}
-            self._asked_at = {}
-        fresh = [answer for answer, answered_at in self._answers.values() if now - answered_at < ASK_AGAIN_S]
-        me = self._rpc.network.peer_id
-        other_peers = sorted(self._directory.view().peers.keys() - {me})
-        versions = () if self._ways.listening_port() is None else versions_to_try(fresh, own_hosts)
-        target = self._whom_to_ask(versions, other_peers, now)
-        if target is None:
-            return
-        self._asked_at[target] = now
-        peer, version = target
-        try:
-            self._rpc.network.learn(peer, self._directory.exchange.addresses_of(peer))
-            self._answers[target] = (await self._ways.ask_dial_back(peer, version), now)
-        except PeerError as error:
-            self._asked_at[target] = now - ASK_AGAIN_S + UNANSWERED_S
-            logger.debug("%s does not say whether it can connect here over IPv%d: %s", peer, version, error)
-
-    def _whom_to_ask(
-        self, versions: tuple[int, ...], candidates: list[PeerId], now: float
-    ) -> tuple[PeerId, int] | None:
-        for version in versions:
-            due = []
-            for peer in candidates:
-                asked_at = self._asked_at.get((peer, version))
-                if asked_at is None or now - asked_at >= ASK_AGAIN_S:
-                    due.append(peer)
-            if due:
-                return self._rng.choice(due), version
-        return None
-
     def _judge(self) -> None:
-        oldest = trio.current_time() - 2 * ASK_AGAIN_S
-        for target, (_, answered_at) in list(self._answers.items()):
-            if answered_at <= oldest:
-                del self._answers[target]
-        answers = [answer for answer, _ in self._answers.values()]
         previous_reach = self.reach
-        listens = self._ways.listening_port() is not None
-        self.reach = (
-            judge_reachability(answers, self._own_hosts) if listens else Decision("closed", "it does not listen")
-        )
-        if self.reach.action != previous_reach.action:
-            logger.info("this peer is %s: %s", self.reach.action, self.reach.reason)
-            self._ways.is_open(self.reach.action == "open")
-            self._ways.relay_for(self._relayed if self._is_relay else None)
-            self._directory.announce_soon()
-            if self.reach.action == "open":
-                for scope in self._holding.values():
-                    scope.cancel()  # nobody needs a relay any more
-            elif self.reach.action == "closed" and self._router is not None:
-                self._router.ask_soon()  # it may have forgotten what it opened
+        if self._ways.listening_port() is None:
+            self.reach = Decision("closed", "it does not listen")
+        else:
+            self.reach = judge_reachability(self._survey.reports(), self._survey.own_hosts)
+        if self.reach.action == previous_reach.action:
+            return
+        logger.info("this peer is %s: %s", self.reach.action, self.reach.reason)
+        self._ways.is_open(self.reach.action == "open")
+        self._ways.relay_for(self._relayed if self._is_relay else None)
+        self._directory.announce_soon()
+        if self.reach.action == "open":
+            self._reservations.end()
+        elif self.reach.action == "closed" and self._router is not None:
+            self._router.ask_soon()  # it may have forgotten what it opened
 
     def _relayed(self, peer: PeerId, certificate: tuple[bytes, ...]) -> Relayed | None:
         exchange = self._directory.exchange
@@ -209,73 +144,30 @@ class Reachability:
             return None
         return Relayed(exchange.roster.sponsor_of(membership), may_reserve=membership.role != "client")
 
-    # --- the router ------------------------------------------------------------------------------------------
-
     def _should_ask_router(self, router: RouterPort) -> bool:
         """Ask it now: nobody can connect, or what it opened is to stay open."""
-        return self._is_at_home() and router.is_due(self.reach.action == "closed", trio.current_time())
-
-    def _is_at_home(self) -> bool:
-        hosts = [ip_address(host) for host in self._own_hosts]
-        return any(is_private(host) and not host.is_loopback for host in hosts)
+        hosts = [ip_address(host) for host in self._survey.own_hosts]
+        is_at_home = any(is_private(host) and not host.is_loopback for host in hosts)
+        return is_at_home and router.is_due(self.reach.action == "closed", trio.current_time())
 
     async def _ask_router(self, router: RouterPort, port: int) -> None:
         if await router.ask(port) and router.mapping is not None:
             self._ways.reached_at_port(router.mapping.port)
-            self._answers = {}
-            self._asked_at = {}
+            self._survey.begin_anew()
             self._wake.set()
 
-    # --- relays ----------------------------------------------------------------------------------------------
-
-    def _missing_relays(self) -> list[PeerId]:
-        if self.reach.action != "closed":
-            return []
-        now = trio.current_time()
-        usable: dict[PeerId, float | None] = {}
-        for record in self._directory.view().peers.values():
-            peer = PeerId(record.peer)
-            refused_at = self._refused_at.get(peer, -NO_RELAY_S)
-            if record.relays and peer != self._rpc.network.peer_id and now - refused_at >= NO_RELAY_S:
-                usable[peer] = self._directory.links.round_trip_s.get(peer)
-        current_relays = [peer for peer in self._holding if peer in usable]
-        return [peer for peer in choose_relays(usable, current_relays) if peer not in self._holding]
-
-    async def _hold(self, relay: PeerId, scope: trio.CancelScope) -> None:
-        """Be reachable through one relay, until that ends or nobody needs it."""
-
-        def on_reserved() -> None:
-            self._relays.append(relay)
-            self._announce()
-
-        self._rpc.network.learn(relay, self._directory.exchange.addresses_of(relay))
-        try:
-            with scope:
-                await self._ways.hold_reservation(relay, on_reserved)
-        except PeerError as error:
-            logger.info("not reachable through %s: %s", relay, error)
-        finally:
-            del self._holding[relay]
-            if relay in self._relays:
-                self._relays.remove(relay)
-                self._announce()
-            self._refused_at[relay] = trio.current_time()
-            self._wake.set()
+    def _on_relays_changed(self) -> None:
+        self._announce()
+        self._wake.set()
 
     def _announce(self) -> None:
         """Name what leads here beside this machine's own addresses, and tell others when that changed."""
-        me = self._rpc.network.peer_id
-        view = self._directory.view()
-        answers = [answer for answer, _ in self._answers.values()]
-        addresses = [
-            f"/ip4/{host}/tcp/{port}/p2p/{me}" for host, port in find_forwarded_ports(answers, self._own_hosts)
-        ]
-        for relay in self._relays:
-            record = view.peers.get(relay)
-            relay_addresses = record.addresses if isinstance(record, PeerRecord) else ()
-            direct = [address for address in relay_addresses if not is_circuit(address)]
-            addresses += [f"{address}/p2p-circuit/p2p/{me}" for address in direct[:MAX_RELAY_ADDRESSES]]
-        dead_versions = find_blocked_versions(answers, self._own_hosts)
+        reports = self._survey.reports()
+        own_hosts = self._survey.own_hosts
+        forwarded = find_forwarded_ports(reports, own_hosts)
+        addresses = [f"/ip4/{host}/tcp/{port}/p2p/{self._peer_id}" for host, port in forwarded]
+        addresses += self._reservations.addresses()
+        dead_versions = find_blocked_versions(reports, own_hosts)
         if (tuple(addresses), dead_versions) != self._announced:
             self._announced = (tuple(addresses), dead_versions)
             self._ways.announce(tuple(addresses), dead_versions)

@@ -39,13 +39,15 @@ class RouterPort:
     _lease: PortLease = field(default_factory=PortLease)
     _ask_at: float = 0.0
     _was_mapped: bool = False
+    _is_asking: bool = False
 
     def __post_init__(self) -> None:
         self._was_mapped = self.memory_file is not None and self.memory_file.exists()
 
     def is_due(self, is_needed: bool, now: float) -> bool:
         """Is the router to be asked now? What is open is kept open, whether it is needed or not."""
-        return now >= self._ask_at and (is_needed or self.mapping is not None or self._was_mapped)
+        is_wanted = is_needed or self.mapping is not None or self._was_mapped
+        return is_wanted and not self._is_asking and now >= self._ask_at
 
     def ask_soon(self) -> None:
         """Nobody gets through: the router may have forgotten."""
@@ -54,11 +56,14 @@ class RouterPort:
     async def ask(self, port: int) -> bool:
         """Ask for the port, or for it again. True where another port than before leads here now."""
         previous_mapping = self.mapping
+        self._is_asking = True
         try:
             self.mapping = await self.map_port(port, self.nonce)
         except PeerError as error:
             self._take_refusal(error)
             return False
+        finally:
+            self._is_asking = False
         now = trio.current_time()
         self._lease = self._lease.granted(now, self.mapping.lease_s)
         self._ask_at = self._lease.ask_at()

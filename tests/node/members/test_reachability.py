@@ -17,7 +17,9 @@ from swarmd.errors import Code, Refused, Unreachable
 from swarmd.net.api import MayRelay, Relayed
 from swarmd.net.port_control import BehindAnotherError
 from swarmd.net.port_mapping import LEASE_S, Mapping
-from swarmd.node.members.reachability import ASK_AGAIN_S, NO_RELAY_S, Reachability
+from swarmd.node.members.dial_back import ASK_AGAIN_S
+from swarmd.node.members.reachability import Reachability
+from swarmd.node.members.relay_reservations import NO_RELAY_S
 from swarmd.node.members.router_port import RouterPort
 from swarmd.plan.links.reachability import ReachabilityReport
 from swarmd.plan.links.router_port import LOOK_AGAIN_S
