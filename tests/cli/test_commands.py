@@ -206,7 +206,13 @@ def test_invites_that_cannot_work(tmp_path: Path) -> None:
 def test_an_invite_that_is_piped_in_stands_in_no_process_list(tmp_path: Path, words: list[str]) -> None:
     address = NOBODY.format(port=free_port(), peer=Identity.generate().peer_id)
     good = invites.encode(some_invite(address))
-    for piped, prompt in [("", "got nothing: paste the line"), (good[:-5], "cut short or mistyped"), (good, None)]:
+    broken = f"Join us!\n> {good[:60]}\n> {good[60:]}\nUntil then"
+    for piped, prompt in [
+        ("", "got nothing: paste the line"),
+        (good[:-5], "cut short or mistyped"),
+        (good, None),
+        (broken, None),
+    ]:
         done = CliRunner().invoke(app, ["--home", str(tmp_path), *words], input=f"{piped}\n")
         if prompt is None:
             assert "no member answers" in str(done.exception), "it was read whole"

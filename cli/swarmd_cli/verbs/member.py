@@ -29,6 +29,7 @@ from swarmd_cli.preflight import explain_waiting
 
 if TYPE_CHECKING:
     from swarmd.protocol.membership.catalog import Catalog
+    from swarmd.protocol.membership.invite import Invite
 
 MOST_INVITE_CHARACTERS = 65_536  # of a line that is read: eight addresses, keys and charters take some thousand
 
@@ -118,7 +119,7 @@ def join(
     # Identity and certificate are written to disk only once another member has answered (``enter``): a join that
     # failed leaves nothing behind, and the invite can be tried again.
     state = home()
-    ticket = invites.decode_untrusted(_read_invite() if text == "-" else text, time.time())
+    ticket = _read_invite() if text == "-" else invites.decode_untrusted(text, time.time())
     if state.has_joined:
         name = membership().swarm().keys.name
         raise ConfigError(f"{state.folder} is a member of {name!r} already: swarmd leave first")
@@ -135,18 +136,34 @@ def join(
     print("Start this machine's daemon with: swarmd up")
 
 
-def _read_invite() -> str:
-    """Read an invite from the terminal or a pipe. Raises ConfigError where there is none."""
+def _read_invite() -> Invite:
+    """Read an invite, perhaps broken over lines, from a terminal or a pipe. Raises ConfigError where there is none."""
     from swarmd.errors import ConfigError
+    from swarmd.protocol.membership import invite as invites
+    from swarmd.protocol.membership.lines import CutShortError
 
-    if sys.stdin.isatty():
-        print("The invite, one line: ", end="", file=sys.stderr, flush=True)
-    text = sys.stdin.readline(MOST_INVITE_CHARACTERS).strip()
-    if not text:
+    is_typed = sys.stdin.isatty()
+    prompt = "The invite: "
+    text = ""
+    while len(text) < MOST_INVITE_CHARACTERS:
+        if is_typed:
+            print(prompt, end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline(MOST_INVITE_CHARACTERS)
+        text += line
+        if not line.strip():
+            break
+        try:
+            return invites.decode_untrusted(text, time.time())
+        except CutShortError:
+            prompt = "... and its next line (an empty one ends it): "
+        except ConfigError:
+            if is_typed or invites.has_begun(text):
+                raise
+    if not text.strip():
         raise ConfigError(
             "expected an invite on standard input, got nothing: paste the line that swarmd invite printed"
         )
-    return text
+    return invites.decode_untrusted(text, time.time())
 
 
 def leave(

@@ -20,6 +20,7 @@ from swarmd.protocol.membership.identity import (
 
 _PREFIX = "swarmd"
 _VERSION = "1"
+MAX_ADDRESSES = 16  # of members; a line stays short enough to be copied
 Seed = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Address = Annotated[str, msgspec.Meta(max_length=256)]
 
@@ -45,7 +46,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
     """A swarm's keys, addresses of members, and a key that the founder certified to let others in."""
 
     swarm: SwarmKeys
-    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=16)]
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
     seed: Seed
     certificate: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=4)]
 
@@ -73,15 +74,20 @@ def create(
     addresses: tuple[str, ...],
     expires_at: int,
 ) -> Invite:
-    """Make a key that the founder certifies to let others in, with addresses to begin at."""
+    """Make a key that the founder certifies to let others in, with addresses to begin at: the first ones of many."""
     key = Identity.generate()
     link = certify(founder, key.public_key, "invite", expires_at)
-    return Invite(swarm, addresses, key.seed, (link,))
+    return Invite(swarm, addresses[:MAX_ADDRESSES], key.seed, (link,))
 
 
 def encode(invite: Invite) -> str:
     """An invite as the line that people copy."""
     return lines.encode(_PREFIX + _VERSION, msgspec.msgpack.encode(invite))
+
+
+def has_begun(text: str) -> bool:
+    """Does an invite begin in this text?"""
+    return f"{_PREFIX}{_VERSION}-" in text.lower()
 
 
 def decode_untrusted(text: str, now: float) -> Invite:

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
+import re
 
 from swarmd.errors import ConfigError
 
 _CHECK_BYTES = 8  # of a digest: a letter that was mistyped is found
+_MOST_RUNS = 200  # of letters that are joined: a long line that was broken into narrow ones
+
+
+class CutShortError(ConfigError):
+    """A line that has begun, and is not there whole: the rest may follow."""
 
 
 def encode(prefix: str, body: bytes) -> str:
@@ -20,24 +27,30 @@ def encode(prefix: str, body: bytes) -> str:
     return f"{prefix}-{base64.b32encode(checked).decode().rstrip('=').lower()}"
 
 
+# A line comes as people paste it: broken by a mail program, quoted with "> ", in quotes or backticks, at the end of a
+# sentence, or with the command in front. What counts is where the prefix begins. Behind it letters are joined, run by
+# run, until the checksum is right. What stands around them is passed over, and nothing else has to be guessed.
 def decode_untrusted(text: str, prefix: str, version: str, expected: str) -> bytes:
     """The body of a line as typed or pasted; ``expected`` it should be. Raises ConfigError that says what is wrong."""
-    head, dash, tail = text.strip().partition("-")
-    if not dash or not head.startswith(prefix):
+    begin = re.search(rf"(?<![a-z0-9]){re.escape(prefix)}(\d+)-", text.lower())
+    if begin is None:
         raise ConfigError(f"expected {expected} that starts with {prefix}{version}-, got {text.strip()[:20]!r}")
-    if head.removeprefix(prefix) != version:
-        found_version = head.removeprefix(prefix)
-        raise ConfigError(
-            f"{expected} of version {found_version!r}; this swarmd reads version {version}: update swarmd"
-        )
+    if begin[1] != version:
+        raise ConfigError(f"{expected} of version {begin[1]!r}; this swarmd reads version {version}: update swarmd")
+    letters = ""
+    for run in itertools.islice(re.finditer(r"[a-z2-7]+", text.lower()[begin.end() :]), _MOST_RUNS):
+        letters += run[0]
+        body = _decode_letters(letters)
+        if body is not None:
+            return body
+    raise CutShortError(f"{expected} was cut short or mistyped, its checksum does not match: copy the whole line again")
+
+
+def _decode_letters(letters: str) -> bytes | None:
+    """The body that letters stand for; None where they are no whole line."""
     try:
-        raw = base64.b32decode(tail.upper() + "=" * (-len(tail) % 8))
+        raw = base64.b32decode(letters.upper() + "=" * (-len(letters) % 8))
     except ValueError:  # binascii.Error among them
-        raise ConfigError(f"{expected} was cut short or mistyped: copy the whole line again") from None
+        return None
     body = raw[:-_CHECK_BYTES]
-    check = raw[-_CHECK_BYTES:]
-    if hashlib.sha256(body).digest()[:_CHECK_BYTES] != check:
-        raise ConfigError(
-            f"{expected} was cut short or mistyped, its checksum does not match: copy the whole line again"
-        )
-    return body
+    return body if hashlib.sha256(body).digest()[:_CHECK_BYTES] == raw[-_CHECK_BYTES:] else None
