@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -12,6 +15,10 @@ from swarmd.plan.links.dialing import IpAddress, IpNetwork
 
 WILDCARDS = {4: ("/ip4/0.0.0.0/", "/ip4/127.0.0.1/"), 6: ("/ip6/::/", "/ip6/::1/")}
 IF_INET6 = Path("/proc/net/if_inet6")  # Linux' list of IPv6 addresses, with flags
+BRIDGES = re.compile(r"(docker|virbr|podman|lxcbr|lxdbr|vmnet|vboxnet|bridge10)\d|br-[0-9a-f]{12}$|veth|cni")
+"""Interfaces that containers and virtual machines of this machine are behind, by the names that their programs give."""
+TUNNELS = re.compile(r"tun\d|tap\d|utun\d|wg|ppp\d|tailscale|zt|ham\d")
+"""Interfaces of VPNs: some members may be behind them, too."""
 TEMPORARY_FLAGS = 0x01 | 0x08 | 0x20 | 0x40  # temporary (RFC 8981), a duplicate, deprecated, tentative: linux/if_addr.h
 
 
@@ -45,15 +52,45 @@ def has_ipv6() -> bool:
 
 def _interface_hosts() -> list[IpAddress]:
     """Of all interfaces, for others; what a link calls its own (fe80::) means nothing without the interface's name."""
-    hosts = (
-        ipaddress.ip_address(a.address.partition("%")[0])
-        for _, addresses in sorted(psutil.net_if_addrs().items())
+    hosts = [
+        (name, ipaddress.ip_address(a.address.partition("%")[0]))
+        for name, addresses in sorted(psutil.net_if_addrs().items())
         for a in addresses
         if a.family in (socket.AF_INET, socket.AF_INET6)
-    )
+    ]
     passing = _temporary_hosts()
-    lasting = (host for host in hosts if not host.is_loopback and host not in passing)
-    return [host for host in lasting if not (host.version == 6 and host.is_link_local)]
+    lasting = [(name, host) for name, host in hosts if not host.is_loopback and host not in passing]
+    for_others = [(name, host) for name, host in lasting if not (host.version == 6 and host.is_link_local)]
+    return order_hosts(for_others, _outgoing_hosts())
+
+
+# Others dial the first addresses first, and records and invites hold few. A machine with Docker, libvirt or a VPN has
+# interfaces that come before the LAN's by name, and that nobody else can dial. So it is not the name that decides:
+# the address that this machine goes out by is the one that its network knows it by.
+def order_hosts(hosts: Sequence[tuple[str, IpAddress]], outgoing: Collection[IpAddress]) -> list[IpAddress]:
+    """Order hosts, each with its interface's name: those that others can likely dial first, bridges of its own last."""
+
+    def rank(entry: tuple[str, IpAddress]) -> int:
+        name, host = entry
+        if TUNNELS.match(name):  # even where all traffic goes through one: its other end lets nobody in
+            return 3
+        if host in outgoing:
+            return 0
+        if host.is_global:
+            return 1
+        return 4 if BRIDGES.match(name) else 2
+
+    return [host for _, host in sorted(hosts, key=rank)]
+
+
+def _outgoing_hosts() -> set[IpAddress]:
+    """The addresses by which this machine goes out, of each version of IP; nothing is sent to find out."""
+    hosts = set[IpAddress]()
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))
+            hosts.add(ipaddress.ip_address(probe.getsockname()[0].partition("%")[0]))
+    return hosts
 
 
 def _temporary_hosts() -> set[IpAddress]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from swarmd.net import interfaces
-from swarmd.net.interfaces import expand_wildcards
+from swarmd.net.interfaces import expand_wildcards, order_hosts
 from swarmd.net.libp2p import host
 from tests.net.test_libp2p_faults import network
 
@@ -32,6 +33,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
     (tmp_path / "if_inet6").write_text(FLAGS)
     monkeypatch.setattr(interfaces, "IF_INET6", tmp_path / "if_inet6")
+    monkeypatch.setattr(interfaces, "_outgoing_hosts", set)
 
 
 def test_every_address_is_what_stays_this_machines(machine: None) -> None:
@@ -57,3 +59,37 @@ def test_without_a_network_there_is_the_loopback(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(psutil, "net_if_addrs", dict)
     assert expand_wildcards(EVERY) == ("/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1")
     assert expand_wildcards(()) == ()
+
+
+DOCKER = [("br-1a2b3c4d5e6f", "172.18.0.1"), ("docker0", "172.17.0.1")]
+
+
+@pytest.mark.parametrize(
+    ("others", "lan"),
+    [
+        (DOCKER, "enp3s0"),
+        ([*DOCKER, ("virbr0", "192.168.122.1")], "wlp3s0"),
+        ([*DOCKER, ("tun0", "10.8.0.6")], "wlp3s0"),
+        ([(f"br-{n:012x}", f"172.{20 + n}.0.1") for n in range(12)], "enp3s0"),
+    ],
+    ids=["a compose network", "virtual machines", "a VPN", "twelve compose networks"],
+)
+@pytest.mark.parametrize("is_known", [True, False], ids=["with a route", "without a route"])
+def test_what_others_can_dial_comes_first(others: list[tuple[str, str]], lan: str, is_known: bool) -> None:
+    hosts = [(name, ip_address(host)) for name, host in [*others, (lan, "192.168.1.2")]]
+    outgoing = {ip_address("192.168.1.2")} if is_known else set()
+    ordered = [str(host) for host in order_hosts(hosts, outgoing)]
+    assert ordered[0] == "192.168.1.2"
+    assert sorted(ordered) == sorted(str(host) for _, host in hosts)
+
+
+def test_a_bridge_that_leads_out_and_a_public_address_are_no_bridges_of_its_own() -> None:
+    """A machine whose LAN is bridged for virtual machines has its address on the bridge."""
+    hosts = [("eth1", ip_address("10.0.0.5")), ("virbr0", ip_address("192.168.1.2")), ("eth2", ip_address("2600::2"))]
+    ordered = [str(host) for host in order_hosts(hosts, {ip_address("192.168.1.2")})]
+    assert ordered == ["192.168.1.2", "2600::2", "10.0.0.5"]
+
+
+def test_a_vpn_that_takes_all_traffic_comes_behind_the_network_at_hand() -> None:
+    hosts = [("tun0", ip_address("10.8.0.6")), ("wlp3s0", ip_address("192.168.1.2"))]
+    assert str(order_hosts(hosts, {ip_address("10.8.0.6")})[0]) == "192.168.1.2"
