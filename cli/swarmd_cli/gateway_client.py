@@ -9,11 +9,14 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from swarmd_cli.context import JsonObject, home
+
+if TYPE_CHECKING:
+    import httpx
 
 T = TypeVar("T")
 TAKEN_WITHIN_S = 10.0  # a connection, and what is asked; an answer may need a model that is read first
@@ -90,7 +93,8 @@ class GatewayClient:
         import httpx
 
         try:
-            answer = httpx.get(f"{self.url}/v1/models", headers=self._headers, timeout=30)
+            with _open_client(httpx.Timeout(30)) as http:
+                answer = http.get(f"{self.url}/v1/models", headers=self._headers)
         except httpx.TransportError as error:
             raise _connection_lost(error) from None
         _require_ok(answer)
@@ -104,7 +108,10 @@ class GatewayClient:
         limits = httpx.Timeout(TAKEN_WITHIN_S, read=None)
         try:
             url = self.url + path
-            with httpx.stream("POST", url, json=body, headers=self._headers, timeout=limits) as answer:
+            with (
+                _open_client(limits) as http,
+                http.stream("POST", url, json=body, headers=self._headers) as answer,
+            ):
                 _require_ok(answer)
                 for line in answer.iter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":
@@ -204,11 +211,19 @@ def _convert(value: Any, kind: type[T]) -> T:
         raise SwarmError(f"the gateway is of another version than this command: {error}: start it anew") from None
 
 
+def _open_client(timeout: httpx.Timeout) -> httpx.Client:
+    """Open what asks a gateway of this machine: never through a proxy, which would read prompts and the token."""
+    import httpx
+
+    return httpx.Client(timeout=timeout, trust_env=False)
+
+
 def _does_answer(url: str) -> bool:
     import httpx
 
     try:
-        httpx.get(f"{url}/health", timeout=5)
+        with _open_client(httpx.Timeout(5)) as http:
+            http.get(f"{url}/health")
     except httpx.TransportError:
         return False
     return True

@@ -84,7 +84,7 @@ class Volunteers:
     def ask(self, index: int, answer: type[Answer], verb: str) -> Answer:
         """Call a volunteer's control API."""
         unencrypted = httpx.HTTPTransport(uds=str(self.homes[index].socket), verify=False)
-        with httpx.Client(transport=unencrypted, timeout=10) as http:
+        with httpx.Client(transport=unencrypted, timeout=10, trust_env=False) as http:
             return read_answer(answer, http.get(f"http://swarmd/v1/{verb}").json())
 
     def wait_for(
