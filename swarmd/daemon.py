@@ -462,8 +462,14 @@ def _gateway_of(home: Home | None, config: Config) -> GatewayProcess | None:
 
 
 async def _stop_on_signal(daemon: Daemon, task_status: TaskStatus[None]) -> None:
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    """Drain and end, also when the terminal is closed or SSH is gone; ``nohup`` says that this means nothing."""
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    with trio.open_signal_receiver(*numbers) as signals:
         task_status.started()
         async for number in signals:
+            if number == signal.SIGHUP and daemon.stopping.is_set():
+                continue  # a terminal's end comes from its shell and from the kernel: nobody is in a hurry
             logger.info("stopping on %s", signal.Signals(number).name)
             daemon.stop()

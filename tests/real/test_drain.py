@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -52,7 +53,9 @@ def generate_while(model: Any, mode: str, at_token: int, act: Callable[[], None]
             thread.join()
 
 
-@pytest.mark.parametrize(("how", "mode"), [("drain", "beams"), ("down", "greedy"), ("sigterm", "padded")])
+@pytest.mark.parametrize(
+    ("how", "mode"), [("drain", "beams"), ("down", "greedy"), ("sigterm", "padded"), ("hangup", "greedy")]
+)
 def test_caches_are_handed_over_and_nothing_is_replayed(how: str, mode: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with local_swarm(tmp_path) as swarm:
@@ -61,6 +64,9 @@ def test_caches_are_handed_over_and_nothing_is_replayed(how: str, mode: str, tmp
         def leave() -> None:
             if how == "sigterm":
                 b.signal(signal.SIGTERM)
+            elif how == "hangup":  # as a terminal that is closed does: to the whole group
+                assert b.process is not None
+                os.killpg(b.process.pid, signal.SIGHUP)
             else:
                 b.ask(how, "POST")
 

@@ -105,6 +105,7 @@ def serve(path: Path, modules: Sequence[str]) -> None:
         listener.bind(str(path))
         listener.listen(64)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the daemon drains first, and closes standard input then
         print("ready", flush=True)
         server = os.getpid()
         children: dict[int, socket.socket] = {}
@@ -176,6 +177,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     try:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a session of its own: no terminal's end reaches it
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
         if outputs := files[: request["outputs"]]:

@@ -79,8 +79,12 @@ Starter = Callable[[], Awaitable[WorkerProcess]]
 
 
 # Importing torch and transformers makes objects that stay: collecting them meanwhile costs half a second.
-# Ctrl-C at a terminal reaches the whole group: it means the daemon, which drains before it ends its workers.
-START = "import gc, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); gc.disable(); from {} import main; main()"
+# Ctrl-C, or a terminal that is closed, reaches the whole group: it means the daemon, which drains before it ends its
+# workers.
+START = (
+    "import gc, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+    "gc.disable(); from {} import main; main()"
+)
 # -P: the folder in which the daemon was started may be anybody's, and is no place to import from.
 COMMAND = (sys.executable, "-P", "-c")
 # A worker computes: it fetches nothing, least of all code.
