@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import stat
+import sys
 from pathlib import Path
 from typing import TextIO
 
@@ -18,10 +19,29 @@ SOCKET = "control.sock"
 OF_OTHERS = 0o077  # bits of a mode that are for other users than the owner
 
 
+MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103  # of a Unix socket's path: macOS and the BSDs take fewer
+
+
 def default_folder() -> Path:
-    """The state folder when none was named."""
-    chosen = os.environ.get("SWARMD_HOME")
-    return Path(chosen) if chosen else Path.home() / ".local" / "share" / "swarmd"
+    """The state folder when none was named. Raises ConfigError where this user has no home folder."""
+    return resolve_folder(Path(os.environ.get("SWARMD_HOME") or "~/.local/share/swarmd"))
+
+
+def resolve_folder(folder: Path) -> Path:
+    """A state folder as its user named it, ``~`` replaced. Raises ConfigError for one that cannot be used."""
+    try:
+        resolved = folder.expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{folder}: this user has no home folder (HOME is not set): say which one with --home or SWARMD_HOME"
+        ) from None
+    n_bytes = len(os.fsencode(resolved.absolute() / SOCKET))
+    if n_bytes > MOST_SOCKET_BYTES:
+        raise ConfigError(
+            f"{resolved} is too long for the socket in it: {n_bytes} bytes, at most {MOST_SOCKET_BYTES}: "
+            "choose a shorter folder with --home or SWARMD_HOME"
+        )
+    return resolved
 
 
 # A crash, or a full disk, must never leave half a file: a half key or catalog would lose a member its place. So the new

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from swarmd.folders import SOCKET, default_folder
+from swarmd.folders import SOCKET, default_folder, resolve_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +43,7 @@ def was_home_named() -> bool:
 
 
 def _folder() -> Path:
-    return _chosen[0] if _chosen[0] is not None else default_folder()
+    return resolve_folder(_chosen[0]) if _chosen[0] is not None else default_folder()
 
 
 def home() -> Home:

@@ -10,6 +10,7 @@ import msgspec
 
 from swarmd.client.swarm import ClientMembership
 from swarmd.errors import ConfigError, SwarmError
+from swarmd.folders import resolve_folder
 from swarmd.home.membership import CLIENT_LIFETIME_S, MembershipFiles, by_peer
 from swarmd.home.models import ModelFolders
 from swarmd.home.paths import Home
@@ -23,7 +24,7 @@ def membership(invite: str | None, home: str | Path | None) -> ClientMembership:
     """Make a throw-away identity and its certificate. Raises SwarmError."""
     if invite is not None and home is not None:
         raise ConfigError("connect with an invite or with a home, not with both")
-    state = Home(Path(home)) if home is not None else Home.default()
+    state = Home(resolve_folder(Path(home))) if home is not None else Home.default()
     identity = Identity.generate()
     if invite is not None:
         ticket = invites.decode_untrusted(invite, time.time())
