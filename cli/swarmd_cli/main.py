@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from swarmd_cli.context import INTERRUPTED, set_home
+from swarmd_cli.streams import discard_output, find_lost_output, open_missing_streams
 from swarmd_cli.verbs import (
     bugreport,
     chat,
@@ -97,10 +98,19 @@ def run() -> None:
     """Entry point: exit codes are those of docs/operating.md."""
     from swarmd.errors import SwarmError, all_errors
 
+    open_missing_streams()
     try:
-        app(standalone_mode=True)
+        try:
+            app(standalone_mode=True)
+        finally:
+            sys.stdout.flush()
     except BaseException as error:
         leaves = all_errors(error)
+        lost = find_lost_output(leaves)
+        if lost is not None:
+            discard_output()
+            print(f"swarmd: standard output cannot be written: {lost.strerror}", file=sys.stderr)
+            raise SystemExit(1) from None
         if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
             print("swarmd: interrupted", file=sys.stderr)
             raise SystemExit(INTERRUPTED) from None

@@ -26,6 +26,7 @@ from swarmd_cli.context import (
     wait_until,
 )
 from swarmd_cli.preflight import explain_waiting
+from swarmd_cli.streams import tell
 
 if TYPE_CHECKING:
     from swarmd.protocol.membership.catalog import Catalog
@@ -231,13 +232,13 @@ def up(
     logs.configure(settings.log_format, verbose)
 
     def ready(running: daemon.Daemon) -> None:
-        print(f"swarmd is up as {running.network.peer_id}", flush=True)
+        tell(f"swarmd is up as {running.network.peer_id}")
         for address in running.network.addresses():
-            print(f"  {address}", flush=True)
+            tell(f"  {address}")
         if waiting := explain_waiting():
-            print(f"{waiting}; it serves nothing before", file=sys.stderr, flush=True)
+            tell(f"{waiting}; it serves nothing before", sys.stderr)
         if sys.stdout.isatty():
-            print("what it does: swarmd status; for good, after logging out too: swarmd service install; stop: Ctrl-C")
+            tell("what it does: swarmd status; for good, after logging out too: swarmd service install; stop: Ctrl-C")
 
     trio.run(daemon.main, state, settings, ready)
 

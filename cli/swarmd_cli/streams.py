@@ -1,0 +1,54 @@
+"""Standard streams as programs are started with: closed by cron or a launcher, on a full disk, or with nobody reading.
+
+A daemon goes on without them. A command that cannot say what it found says that.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterable
+from typing import TextIO
+
+STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+LOST = (errno.ENOSPC, errno.EIO, errno.EPIPE)  # a full disk, a terminal that is gone, a reader that has ended
+
+
+def open_missing_streams() -> None:
+    """Have the null device stand for streams that are closed: else the next file or socket gets their number."""
+    for number, (name, mode) in enumerate(STREAMS):
+        try:
+            os.fstat(number)
+        except OSError:
+            handle = os.open(os.devnull, os.O_RDWR)
+            if handle != number:
+                os.dup2(handle, number)
+                os.close(handle)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - for as long as the process lives
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print for whoever looks at a daemon; it goes on where nobody can."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as error:
+        if error.errno not in LOST:
+            raise
+        discard_output()
+
+
+def discard_output() -> None:
+    """Write nothing more: what is left in buffers would fail again when the process ends."""
+    handle = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(handle, 1)
+    os.close(handle)
+
+
+def find_lost_output(errors: Iterable[BaseException]) -> OSError | None:
+    """Find the error that says that standard output, and no file, cannot be written."""
+    for error in errors:
+        if isinstance(error, OSError) and error.errno in LOST and error.filename is None:
+            return error
+    return None
