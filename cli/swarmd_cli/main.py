@@ -5,6 +5,7 @@ Verbs import what they need when they run, so that ``swarmd --help`` answers at 
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -109,7 +110,8 @@ def run() -> None:
         lost = find_lost_output(leaves)
         if lost is not None:
             discard_output()
-            print(f"swarmd: standard output cannot be written: {lost.strerror}", file=sys.stderr)
+            if lost.errno != errno.EPIPE:  # who pipes into ``head`` has read enough
+                print(f"swarmd: standard output cannot be written: {lost.strerror}", file=sys.stderr)
             raise SystemExit(1) from None
         if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
             print("swarmd: interrupted", file=sys.stderr)
