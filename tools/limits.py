@@ -86,7 +86,7 @@ SEEN: dict[str, dict[str, str]] = {
     "By members of a swarm": {
         "protocol.wire.frames.MAX_PAYLOAD_BYTES": "a larger frame ends its channel",
         "protocol.wire.frames.MAX_HEADER_BYTES": "a longer header ends its channel",
-        "net.inbound.MAX_BYTES_OF_PEER": "more frames of one invite's guests wait until some are handled",
+        "net.inbound.MAX_BYTES_OF_SPONSOR": "more frames of one invite's guests wait until some are handled",
         "net.inbound.MAX_BYTES": "the same for all peers together",
         "node.serving.outbox.SEND_TIMEOUT_S": "a peer that takes no byte for longer loses its frames",
         "node.serving.outbox.MAX_WAITING_BYTES": "frames beyond it, for all peers, are not kept",

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import trio
 
-MAX_BYTES_OF_PEER = 32 * 2**20  # two frames of the largest size
+MAX_BYTES_OF_SPONSOR = 32 * 2**20  # two frames of the largest size
 MAX_BYTES = 128 * 2**20  # of all peers
 SMALL_BYTES = 64 * 1024  # what follows a frame in one read: not worth counting
 
@@ -54,7 +54,7 @@ class Inbound(Generic[ChannelT]):
     async def may_read(self, channel: ChannelT) -> None:
         """Return once a channel may read on: its sponsor has room, or none of its frames is older."""
         sponsor = self._sponsor_of(channel)
-        while self._bytes_of(sponsor) > MAX_BYTES_OF_PEER and channel != self._oldest_channel(sponsor):
+        while self._bytes_of(sponsor) > MAX_BYTES_OF_SPONSOR and channel != self._oldest_channel(sponsor):
             await self._changed.wait()
 
     def _bytes_of(self, sponsor: bytes) -> int:

@@ -1,5 +1,4 @@
-"""Requests and messages between peers over long-lived framed streams; the one place that turns a peer's failure
-into a PeerError.
+"""Requests and messages between peers over long-lived framed streams; whatever a peer does wrong is a PeerError.
 
 A *channel* is one stream to one peer for one purpose, opened by either side and used by both. Its first frame each
 way is a Hello with a membership certificate; nobody who is not admitted gets further. Frames are handled in order,

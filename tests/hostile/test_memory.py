@@ -15,7 +15,7 @@ import swarmd
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.errors import PeerError
 from swarmd.net.api import PURPOSES
-from swarmd.net.inbound import MAX_BYTES_OF_PEER
+from swarmd.net.inbound import MAX_BYTES_OF_SPONSOR
 from swarmd.net.rpc import MAX_CHANNELS
 from swarmd.protocol.wire import frames, messages
 from swarmd.protocol.wire.messages import Ping
@@ -26,7 +26,7 @@ from tests.real.harness import Volunteer, local_swarm
 GIANT = frames.MAX_PAYLOAD_BYTES
 FLOOD_S = 3.0
 MOST_OVER_IDLE_MIB = (
-    5 * MAX_BYTES_OF_PEER / 2**20
+    5 * MAX_BYTES_OF_SPONSOR / 2**20
 )  # frames, a copy while each is cut out, the muxer's windows, the heap
 BACK_WITHIN_S = 60.0
 PIECE = bytes(1 << 16)

@@ -6,7 +6,7 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from swarmd.net.inbound import MAX_BYTES, MAX_BYTES_OF_PEER, Inbound
+from swarmd.net.inbound import MAX_BYTES, MAX_BYTES_OF_SPONSOR, Inbound
 
 MIB = 2**20
 
@@ -52,4 +52,4 @@ async def test_of_all_together_whoever_has_most_gives_up_its_newest(virtual_time
     assert crowding[:-1] == [None] * (n - 1)
     assert crowding[-1] is not None
     assert not crowding[-1].startswith("honest")
-    assert MAX_BYTES_OF_PEER < MAX_BYTES
+    assert MAX_BYTES_OF_SPONSOR < MAX_BYTES

@@ -167,7 +167,7 @@ class Chain:
             self.exclude(link, Blame.FAILING, doubt.reason)
 
     def exclude_all(self, links: list[HopLink], reason: str) -> None:
-        """Of these one lies, and nobody knows which: others take over."""
+        """Have others take over: one of these lies, or computed on with what a liar gave, and nobody knows which."""
         self.note_trouble(reason)
         for link in links:
             self.exclude(link, Blame.AMBIGUOUS, reason)

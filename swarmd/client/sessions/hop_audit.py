@@ -130,11 +130,11 @@ class HopAudit:
                 await self._accuse_hop(audited, deviations)
         elif not ruling.is_cleared:
             hops.statistics.doubts.append(doubt)
-            successors = hops.links_from(link)
-            if ruling.charges and successors:
+            from_here = hops.links_from(link)
+            if ruling.charges and from_here:
                 self._has_moved |= is_undecided
                 reason = f"{link.hop} and another disagree" if is_undecided else ruling.reason
-                hops.exclude_all(successors, reason)
+                hops.exclude_all(from_here, reason)
         for peer, fault in ruling.faults.items():
             if peer != link.hop.peer:
                 self._swarm.rpc.standing.fault(peer, fault, f"as a reference: {ruling.reason}")

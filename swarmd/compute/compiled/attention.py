@@ -42,7 +42,7 @@ LOWEST = np.float32(-1e30)  # below any logit
 
 @exact
 def _row_bytes(stored: Any, head: Any) -> Any:
-    """Return the bytes of a token's head in a cache: ``kvcache.RoundedLayer`` has a scale behind quantised values."""
+    """Return the bytes of a token's head in a cache: ``kvcache.EightBitLayer`` has a scale behind quantised values."""
     return head * number_bytes(stored) + (SCALE_BYTES if stored == INT8 else 0)
 
 

@@ -4,7 +4,7 @@ All have one face. Two are always there: the family's own forward for one sessio
 over several sessions in one row. Faster ones are found while a span serves (``backend_selection``), and are rows of its
 table from then on:
 
-    new tokens of some sessions --> a row of the table, the fastest first, for so many tokens and these caches
+    new tokens of some sessions --> the first row of the table for so many tokens and these caches
                                 --> ragged, for several sessions, for long ones, and for few tokens
                                 --> family
 """
@@ -137,7 +137,8 @@ class TableRow:
 class BackendTable:
     """Which backend computes a pass at one hop, by its size: new tokens in all, and the most of one session.
 
-    ``rows`` are the backends that were found to be right and fast, the fastest first; ``reason`` says how.
+    ``rows`` are the backends that were found to be right and fast, in the order of ``candidates.all_candidates``, but
+    for one that was timed on the whole span: that comes first. ``reason`` says how.
     """
 
     def __init__(self, family: FamilyBackend, ragged: RaggedBackend | None) -> None:

@@ -1,7 +1,7 @@
 """JSON schemas to matchers of one vocabulary (llguidance). As a program it is the child that tries a schema.
 
 The library may take for ever or gigabytes for a schema of a few words, and no one knows all of those: so each schema is
-compiled by a child with limits first (``grammars``), and here only once that went well. What it does for a schema
+compiled by a child with limits first (``schema_trials``), and here only once that went well. What it does for a schema
 does not depend on who asks or when, so what the child got done is done here in the same time and room.
 
 ``python -m swarmd.gateway.generation.schema_compiler TOKENIZER_JSON VOCABULARY EOS`` is the child. It needs no torch.

@@ -105,8 +105,8 @@ class BalancerServices:
 #
 #     the server may still move today                              ``choose_target``
 #     the same target, look after look (views differ for a moment) ``confirm_target``
-#     other holders of these blocks take a session now             ``_is_spared``
-#     the plan without holders that take none still says so        ``_is_spared``
+#     other holders of these blocks take a session now             ``_can_be_spared``
+#     the plan without holders that take none still says so        ``_can_be_spared``
 #
 # Peers could announce blocks that they never serve, to make honest servers leave them. Such a claim stops counting once
 # its trial sessions are refused (``trials``), and before a move each claim that matters is tried again.
@@ -148,14 +148,14 @@ class Balancer:
             believed_spans = tuple(self._trials.select_believed(view.spans))
             view = replace(view, spans=believed_spans)
             due = self.confirm_target(view)
-            if due is None or not await self._is_spared(view, due.action):
+            if due is None or not await self._can_be_spared(view, due.action):
                 continue
             if await self._on_move(Decision(due.action, f"moved: {due.reason}")):
                 self._moved_at.append(self._wall_clock())
                 span = f"blocks {due.action.span}" if due.action.span else "another model"
                 self._last_move = f"to {span}: {due.reason}"
 
-    async def _is_spared(self, view: SwarmView, target: Target) -> bool:
+    async def _can_be_spared(self, view: SwarmView, target: Target) -> bool:
         """Has each block that this server would leave another holder, which takes sessions now?
 
         And would it leave them if those alone counted who do?

@@ -1,7 +1,7 @@
 """The rules of one hop of a session: which ops count, and when a silent neighbour is suspected.
 
-Time and events are arguments; the daemon (``node.serving.server``) and the client (``client.sessions.session``) act on
-the answers. See docs/protocol.md, "Sessions".
+Time and events are arguments. A server's hop (``plan.chains.hop``) asks whether an op counts; it and a client's chain
+(``client.sessions.chain``) ask whether a neighbour is silent. See docs/protocol.md, "Sessions".
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""When a worker that ended is started again, and when its ends are suspicious."""
+"""How long to wait before a worker that ended is started again, and how often in a row it has ended soon."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-FIRST_PAUSE_S = 0.5  # before a worker that ended is started again; doubled each time it ends soon
+FIRST_PAUSE_S = 0.5  # after a worker that had run for long; doubled by each end soon after a start
 LONGEST_PAUSE_S = 60.0  # what cannot load now may load in a minute, and costs little till then
 STEADY_S = 60.0  # a worker that ran for so long did not end because of how it starts
 

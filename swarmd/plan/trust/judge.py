@@ -85,7 +85,8 @@ class JudgeRules:
 # wrong as a whole charges none of them: one lies, and each is audited in its own sessions.
 SESSION_RULES = JudgeRules()
 # A lane of fine-tuning is examined as a whole only after none of its hops was found wrong alone. So its liar lies only
-# in company, and would never be named: all of the lane are charged, with what leaves out and does not ban.
+# in company, and would never be named: all of the lane are charged, with a fault that does not ban; one such fault does
+# not leave out either, but the pipeline backs off from all of them.
 LANE_RULES = JudgeRules(fault_of_many=Fault.FAULTY_NUMBERS)
 # A hop of a lane is asked alone because two chains differed already. The answer of an accomplice would clear it.
 LANE_HOP_RULES = JudgeRules(needs_other_sponsor=True)
@@ -107,9 +108,9 @@ LANE_HOP_RULES = JudgeRules(needs_other_sponsor=True)
 #
 #   - Nobody judges itself. One sponsor is one voice, because keys cost nothing: T has another than E and R.
 #     So where all liars have one sponsor, nobody honest is charged with an OFFENCE.
-#   - UNDECIDED puts nothing on record. The session moves away from E, but once only: R may be the liar, and would
-#     else drive it from server to server.
-#   - A reference that two others contradict is charged like any liar.
+#   - UNDECIDED puts nothing on record. The session moves away from E, and from the hops behind it, whose caches come of
+#     what E gave; but once only: R may be the liar, and would else drive it from server to server.
+#   - A reference that two others contradict is charged like any liar, if it is one server.
 #   - An heir computes with caches that another server gave it, which may have changed them: it is left, not charged.
 class Judge:
     """The case of one answer, ``examined``. ``may_move``: may its session still move away from who gave it?"""

@@ -14,7 +14,7 @@ from swarmd.plan.trust.blame import Blame
 from swarmd.values import Decision
 
 HALF_LIFE_S = 600.0  # of a fault's weight
-LEFT_OUT_ABOVE = 1.0  # one accident is not enough, two within a half-life are
+LEFT_OUT_ABOVE = 1.0  # one accident of weight 1 is not enough, two within a half-life are
 BANNED_ABOVE = 2.0  # the sum of what bans; docs/protocol.md has the weight of each fault
 FIRST_BAN_S = 60.0  # doubles with each ban
 LONGEST_BAN_S = 86_400.0  # longer than an attack lasts, and still it ends

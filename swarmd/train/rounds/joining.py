@@ -1,7 +1,7 @@
 """One peer's way through rounds: under whom it joins, when it leads itself, and what reaches it meanwhile.
 
-A round after a commit is led by the first of those who compute on it, by a rule that all follow; who gives no sign of
-life is passed over. Whatever happens, the anchors sign one outcome at most.
+A round after a commit is led by the first of those who compute on it, by a rule that all follow. One that gives no sign
+of life is done without until it says something. Whatever happens, the anchors sign one outcome at most.
 """
 
 from __future__ import annotations
