@@ -109,7 +109,7 @@ def run() -> None:
         leaves = all_errors(error)
         lost = find_lost_output(leaves)
         if lost is not None:
-            discard_output()
+            discard_output(sys.stdout)
             if lost.errno != errno.EPIPE:  # who pipes into ``head`` has read enough
                 print(f"swarmd: standard output cannot be written: {lost.strerror}", file=sys.stderr)
             raise SystemExit(1) from None

@@ -36,13 +36,13 @@ def tell(text: str, stream: TextIO | None = None) -> None:
     except OSError as error:
         if error.errno not in LOST:
             raise
-        discard_output()
+        discard_output(stream or sys.stdout)
 
 
-def discard_output() -> None:
-    """Write nothing more: what is left in buffers would fail again when the process ends."""
+def discard_output(stream: TextIO) -> None:
+    """Write nothing more to a stream: what is left in its buffer would fail again when the process ends."""
     handle = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(handle, 1)
+    os.dup2(handle, stream.fileno())
     os.close(handle)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from swarmd.plan.links.dialing import IpAddress, IpNetwork
+from swarmd.plan.links.dialing import IpAddress, IpNetwork, is_private
 
 WILDCARDS = {4: ("/ip4/0.0.0.0/", "/ip4/127.0.0.1/"), 6: ("/ip6/::/", "/ip6/::1/")}
 IF_INET6 = Path("/proc/net/if_inet6")  # Linux' list of IPv6 addresses, with flags
@@ -76,7 +76,7 @@ def order_hosts(hosts: Sequence[tuple[str, IpAddress]], outgoing: Collection[IpA
             return 3
         if host in outgoing:
             return 0
-        if host.is_global:
+        if not is_private(host):
             return 1
         return 4 if BRIDGES.match(name) else 2
 

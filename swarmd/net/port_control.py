@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import trio
 
 from swarmd.errors import RemoteProtocolError, Unreachable
+from swarmd.plan.links.dialing import is_private
 
 CONTROL_PORT = 5351  # of routers, for both
 ROUTES = Path("/proc/net/route")  # Linux' IPv4 routes: numbers in hexadecimal, the machine's byte order
@@ -198,7 +199,7 @@ def _unpack_answer(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
 
 def is_behind_another(host: IPv4Address) -> bool:
     """Is a router's own address one that nobody outside can dial: private, or a carrier's (100.64.0.0/10)?"""
-    return not host.is_global and not host.is_unspecified
+    return is_private(host) and not host.is_unspecified
 
 
 def _require_success(result: int, says: Mapping[int, str]) -> None:

@@ -40,6 +40,11 @@ class Mapping:
     lease_s: float = LEASE_S
 
     @property
+    def endpoint(self) -> tuple[str, int, int]:
+        """What leads here, and to which port, however long it was granted."""
+        return self.host, self.port, self.inside
+
+    @property
     def obstacle(self) -> BehindAnotherError | None:
         """Why nobody outside can use it though the router forwards it; None where nothing speaks against it."""
         try:

@@ -39,7 +39,9 @@ def test_a_command_says_in_a_sentence_that_nobody_hears_it(words: str, said: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", [">&-", "2>&-", "<&-", ">&- 2>&- <&-", "> /dev/full", "> /dev/full 2>&1"])
+@pytest.mark.parametrize(
+    "streams", [">&-", "2>&-", "<&-", ">&- 2>&- <&-", "> /dev/full", "2> /dev/full", "> /dev/full 2>&1"]
+)
 def test_a_daemon_runs_without_standard_streams(tmp_path: Path, streams: str) -> None:
     home = Home(tmp_path / "home")
     Founder(home).found("ours")

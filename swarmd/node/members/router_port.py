@@ -68,26 +68,14 @@ class RouterPort:
         self._lease = self._lease.granted(now, self.mapping.lease_s)
         self._ask_at = self._lease.ask_at()
         self.trouble = self.mapping.obstacle
-        if self._is_same(previous_mapping):
+        if previous_mapping is not None and previous_mapping.endpoint == self.mapping.endpoint:
             return False
-        outside_port = self.mapping.port
-        logger.info(
-            "the router forwards its port %d to this machine's %d (%s)", outside_port, port, self.mapping.spoken
-        )
+        mapping = self.mapping
+        logger.info("the router forwards its port %d to this machine's %d (%s)", mapping.port, port, mapping.spoken)
         if self.trouble:
             logger.warning("nobody outside can use that: %s", self.trouble)
         self._remember()
         return True
-
-    def _is_same(self, previous_mapping: Mapping | None) -> bool:
-        """Is it the port of before, however long it is granted this time?"""
-        if previous_mapping is None or self.mapping is None:
-            return False
-        return (previous_mapping.host, previous_mapping.port, previous_mapping.inside) == (
-            self.mapping.host,
-            self.mapping.port,
-            self.mapping.inside,
-        )
 
     def _take_refusal(self, reason: PeerError) -> None:
         now = trio.current_time()
