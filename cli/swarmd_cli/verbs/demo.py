@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from swarmd.errors import SwarmUnavailable
+from swarmd.errors import DaemonNotRunning, SwarmUnavailable
 from swarmd.home.founder import Founder
 from swarmd.home.membership import MembershipFiles
 from swarmd.home.paths import Home
 from swarmd.importing import importing
 from swarmd.member_status import PeersAnswer
+from swarmd.net.local import ask_daemon
 from swarmd.protocol.membership.identity import Identity
 from swarmd.status import DaemonStatus
 from swarmd_cli.context import Answer, read_answer
@@ -83,9 +83,7 @@ class Volunteers:
 
     def ask(self, index: int, answer: type[Answer], verb: str) -> Answer:
         """Call a volunteer's control API."""
-        unencrypted = httpx.HTTPTransport(uds=str(self.homes[index].socket), verify=False)
-        with httpx.Client(transport=unencrypted, timeout=10, trust_env=False) as http:
-            return read_answer(answer, http.get(f"http://swarmd/v1/{verb}").json())
+        return read_answer(answer, ask_daemon(self.homes[index].socket, verb, timeout_s=10.0))
 
     def wait_for(
         self,
@@ -119,7 +117,7 @@ class Volunteers:
             try:
                 has_socket = self.homes[index].socket.exists()
                 hosting = self.ask(index, DaemonStatus, "status").hosting if has_socket else ()
-            except httpx.TransportError:  # a moment before it takes connections
+            except DaemonNotRunning:  # a moment before it takes connections
                 hosting = ()
             stage = "online" if hosting else "starting its daemon"
             if hosting and hosting[0].state != "online" and hosting[0].why:
