@@ -302,6 +302,22 @@ async def test_two_that_answer_each_others_pings_both_go_on_reading(autojump_clo
         nursery.cancel_scope.cancel()
 
 
+async def test_row_25_who_reads_that_a_connection_ended_is_not_told_that_it_lives() -> None:
+    async def end_the_connection(stream: Stream) -> None:
+        (connection,) = b.connections(a.peer_id)
+        await connection.muxed_conn.close()
+
+    a, b = network(), network()
+    async with a.running(), b.running():
+        a.learn(b.peer_id, b.addresses())
+        b.set_handler("interactive", end_the_connection)
+        for _ in range(20):  # the library is late in every third of them
+            stream = await a.open_stream(b.peer_id, "interactive")
+            with pytest.raises(Unreachable):
+                await stream.receive()
+            assert a.way_to(b.peer_id) is None
+
+
 async def test_row_11_reset_is_told_apart_from_end() -> None:
     ours, theirs = YamuxCore(True), YamuxCore(False)
     for finish in ("close", "reset"):

@@ -198,7 +198,7 @@ class Libp2pNetwork:
 
     def connections(self, peer: PeerId) -> list[INetConn]:
         """Those that live."""
-        return [c for c in self.swarm.get_connections(ID.from_base58(peer)) if not c.is_closed]
+        return self.swarm.live_connections(ID.from_base58(peer))
 
     def set_handler(self, purpose: Purpose, handler: StreamHandler) -> None:
         """See ``net.api.Network``."""

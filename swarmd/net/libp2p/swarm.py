@@ -1,8 +1,9 @@
-"""py-libp2p's Swarm with its connection faults handled (rows 1, 12, 13 and 17 of docs/libp2p-faults.md).
+"""py-libp2p's Swarm with its connection faults handled (rows 1, 12, 13, 17 and 25 of docs/libp2p-faults.md).
 
 * 1: whatever escapes a stream handler resets that stream, not the host;
 * 13: inbound upgrades have a short deadline, and one address cannot take all the pending slots;
 * 17: little is read of a connection before the other side has shown its key (metered.py);
+* 25: a connection whose muxer has ended is none, though the library lists it for a moment longer;
 * the auto-connector, which dials whatever was ever heard of, is off.
 """
 
@@ -118,10 +119,17 @@ class GuardedSwarm(Swarm):
         """May nothing more pass this month?"""
         return self.traffic is not None and self.traffic.is_used_up
 
+    def live_connections(self, peer_id: ID) -> list[INetConn]:
+        """Those of a peer that can carry streams.
+
+        The library lists a connection until it has closed it, a moment after its muxer has ended: whoever learns from
+        a stream that a peer is gone asks in that moment.
+        """
+        return [c for c in self.get_connections(peer_id) if not (c.is_closed or c.muxed_conn.is_closed)]
+
     async def dial_peer(self, peer_id: ID) -> list[INetConn]:
         """Reuse a live connection, or make one. Raises SwarmException."""
-        live = [c for c in self.get_connections(peer_id) if not c.is_closed]
-        if live:
+        if live := self.live_connections(peer_id):
             return live
         if len(self.get_connections()) >= self.connection_config.max_connections:
             raise SwarmException(f"{self.connection_config.max_connections} connections are open already")

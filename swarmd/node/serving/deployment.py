@@ -154,6 +154,7 @@ class Deployment:
 
     def gone(self, peer: PeerId, purpose: Purpose) -> None:
         """Act on the end of the last channel of one purpose to a peer."""
+        self.server.onward.note_lost(peer, purpose)
         if purpose == "interactive":
             self.server.on_peer_gone(peer)
         elif purpose == "training":

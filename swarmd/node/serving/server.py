@@ -324,9 +324,8 @@ class Server:
             self._outbox.tell(hop.state.client, encode_frame(session_lost(key, reason)))
 
     def on_peer_gone(self, peer: PeerId) -> None:
-        """Act on the end of a connection: a successor is suspected, and not dialled for a moment."""
+        """Act on the end of a connection: a successor is suspected."""
         self._heartbeats.on_peer_gone(peer)
-        self.onward.note_lost(peer)
 
     def _give_way(self, ending: list[Key]) -> None:
         """End sessions that others need the room of; their clients replay them, here or elsewhere."""
