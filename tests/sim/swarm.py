@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import random
+import signal
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -156,9 +157,10 @@ class SimWorker:
                     yield answer
             yield messages.encode_frame(Tick(handled=1 + (self._scheduler.handled if self._scheduler else 0)))
 
-    def kill(self) -> None:
+    def kill(self) -> int:
         self._is_dead = True
         self._wake()
+        return -signal.SIGKILL
 
     def stop(self) -> None:
         """As SIGSTOP: it takes what comes and says nothing any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,8 +57,9 @@ class Process:
         async for data in self._receive:
             yield data
 
-    def kill(self) -> None:
+    def kill(self) -> int:
         self._send.close()
+        return -signal.SIGKILL
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from swarmd.node.worker.forkserver import VARIABLE, ForkedProcess
 from swarmd.node.worker.frame_queue import FrameQueue
 from swarmd.node.worker.loading import LoadingProgress
 from swarmd.node.worker.share import ComputeShare
-from swarmd.plan.owner.restarts import STEADY_S, RestartPolicy
+from swarmd.plan.owner.restarts import CRASHES, STEADY_S, RestartPolicy
 from swarmd.protocol.fields import Message, Request
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import Frame, FrameDecoder
@@ -71,8 +71,8 @@ class WorkerProcess(Protocol):
     def received(self) -> AsyncIterator[bytes]:
         """Give bytes from the worker until it ends."""
 
-    def kill(self) -> None:
-        """End the worker at once, and free what it holds."""
+    def kill(self) -> int:
+        """End the worker at once, and free what it holds; returns its exit status, -N for signal N."""
 
 
 Starter = Callable[[], Awaitable[WorkerProcess]]
@@ -121,10 +121,11 @@ class SubprocessWorker:
                 return
             yield data
 
-    def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+    def kill(self) -> int:
+        self._process.send_signal(signal.SIGKILL)  # one that has crashed keeps the status of its crash
+        status = self._process.wait()
         self._stream.socket.close()
+        return status
 
 
 def _launch(module: str, file: int) -> subprocess.Popen[bytes] | ForkedProcess:
@@ -313,14 +314,15 @@ class WorkerLink:
         while self._state != "failed":
             self._restarts += 1
             begun = trio.current_time()
-            await self._run_once()
-            policy.note_end(trio.current_time() - begun)
-            if policy.n_soon == 2 and self._request.compiled:
+            status = await self._run_once()
+            policy.note_end(trio.current_time() - begun, status)
+            if policy.is_compiled_code_suspect and self._request.compiled:
                 self._do_without_compiled_code()
             if self._state != "failed":
                 await trio.sleep(policy.pause_s)
 
-    async def _run_once(self) -> None:
+    async def _run_once(self) -> int:
+        """Run one worker to its end; returns its exit status."""
         self._process = await self._start()
         queue = self._queue = FrameQueue()
         self._last_words = ""
@@ -336,19 +338,20 @@ class WorkerLink:
         except* (WorkerLost, RemoteProtocolError) as group:
             self._reason = str(group.exceptions[0])
         finally:
-            self._process.kill()
+            status = self._process.kill()
             self._process = None
             self._queue = None
             self._loaded = None
             queue.close()
             if self._state != "failed":
-                self._set("down", self._why_down())
+                self._set("down", self._why_down(status))
                 self._last_end = "" if self._reason == NOT_NEEDED else self._reason
             answers = self._answers
             self._answers = {}
             for answer in answers.values():
                 answer.lose(f"the worker of this hop ended: {self._reason}"[:500])
         await self._on_change()
+        return status
 
     async def _read(self, process: WorkerProcess, queue: FrameQueue) -> None:
         decoder = FrameDecoder()
@@ -402,10 +405,9 @@ class WorkerLink:
             await handle(message, frame, has_more)
 
     def _do_without_compiled_code(self) -> None:
-        """Compiled code computes what peers send, by addresses: an end that comes again and again may be its fault."""
         self._request = msgspec.structs.replace(self._request, compiled=False)
         logger.warning(
-            "worker ended twice within %.0f s of its start (%s): it comes back without compiled code, until the daemon "
+            "worker crashed twice within %.0f s of its start (%s): it goes on without compiled code, until the daemon "
             'is started again; `compiled = "off"` in config.toml has that last',
             STEADY_S,
             self._reason,
@@ -416,11 +418,13 @@ class WorkerLink:
         rounded = "" if loss is None else f"; 8 or 4 bits put it {100 * loss:.2g} % off on a probe"
         return f"serving on {loaded.device}{rounded}{'' if self._request.compiled else '; without compiled code'}"
 
-    def _why_down(self) -> str:
+    def _why_down(self, status: int) -> str:
         if trio.current_effective_deadline() == -math.inf:
             return NOT_NEEDED
         if self._reason.startswith("no progress"):
             return self._reason
+        if -status in CRASHES:
+            return f"the worker crashed ({signal.Signals(-status).name})"
         return f"the worker ended: {self._last_words}" if self._last_words else "the worker ended"
 
     async def _follow_share(self) -> None:
