@@ -118,7 +118,11 @@ def measure(lab: Lab, folder: Path, seconds: float) -> list[str]:
             Case(
                 "restarts and forgets (PCP, two minutes granted)", routers["PCP"].forget_ports, lambda: is_open("PCP")
             ),
-            Case("the same, behind another router", second.forget_ports, lambda: has_relays(members["second"])),
+            Case(
+                "restarts and forgets, behind another router",
+                second.forget_ports,
+                lambda: has_relays(members["second"]),
+            ),
         ]
         for case in cases:
             wait_until(case.is_reached, START_WITHIN_S)
