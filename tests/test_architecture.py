@@ -19,11 +19,13 @@ PACKAGES = (ROOT / "swarmd", ROOT / "cli" / "swarmd_cli")
 LAYERS = {
     "swarmd.values": 0,
     "swarmd.errors": 0,
+    "swarmd.cgroups": 0,
     "swarmd.config": 0,
     "swarmd.folders": 0,
     "swarmd.hours": 0,
     "swarmd.importing": 0,
     "swarmd.names": 0,
+    "swarmd.resources": 0,
     "swarmd.status": 0,
     "swarmd.run_status": 0,
     "swarmd.member_status": 0,
