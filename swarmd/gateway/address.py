@@ -21,5 +21,5 @@ def read_token(folder: Path) -> str:
 def _read(path: Path) -> str | None:
     try:
         return path.read_text().strip() or None
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
