@@ -68,8 +68,13 @@ def set_(
 
     Example: swarmd policy set hours "mon-fri 22:00-08:00, sat, sun"
     """
+    from swarmd.config import read_toml
+
     path = home().folder / "config.toml"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    text = ""
+    if path.is_file():
+        read_toml(path)  # says what is wrong with it
+        text = path.read_text(encoding="utf-8")
     changed = set_toml_value(text, "policy", name, _format_toml(_parse_value(name, value)))
     _check(changed)
     from swarmd.folders import write_file
