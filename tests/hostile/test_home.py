@@ -274,6 +274,7 @@ def test_every_file_of_the_folder_may_be_in_any_state_without_a_traceback_or_a_l
     assert not troubles, "\n".join(troubles)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "says"),
     [(0o500, "config.toml: Permission denied"), (0o300, "open it"), (0o000, "open it")],
