@@ -1,6 +1,6 @@
 """One session at one hop, inside a worker: apply ops to its cache, padding and history, in order.
 
-Which ops may come, from whom and in what order is decided in the daemon (``plan.chains.session``); when an op is
+Which ops may come, from whom and in what order is decided in the daemon (``plan.chains.hop``); when an op is
 computed, and with which others, is the scheduler's. Here an op is begun, computed in one or several shares, answered
 and kept.
 """
