@@ -28,7 +28,7 @@ from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
 from swarmd.node.serving.prober import Prober
 from swarmd.plan.chains.placement import find_rescues
-from swarmd.plan.chains.routing import Route, best_alternative, best_route, gather_trips
+from swarmd.plan.chains.routing import Route, RouteQuery, best_alternative, best_route, gather_trips
 from swarmd.plan.chains.view import SwarmView
 from swarmd.plan.owner.health import WorkerLife
 from swarmd.status import ChainRow
@@ -225,10 +225,10 @@ class Owner:
             spans = view.serving(model_id)
             all_blocks = Span(0, n_blocks)
             trips = gather_trips(spans, me, half_trips_s)
+            query = RouteQuery(spans, all_blocks, me, trips, now=self._services.wall_clock())
             try:
-                now = self._services.wall_clock()
-                route = best_route(spans, all_blocks, me, trips, now=now)
-                rejected = best_alternative(route, spans, all_blocks, me, trips, now=now)
+                route = best_route(query)
+                rejected = best_alternative(route, query)
                 rows[name] = _chain_row(route, _chain_row(rejected) if rejected else None)
             except NoRoute as error:
                 rows[name] = ChainRow(cost_ms=None, error=str(error))
