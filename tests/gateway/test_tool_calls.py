@@ -155,3 +155,41 @@ async def test_who_wants_no_calls_gets_text(tmp_path: Path, tokenizer: Tokenizer
     async with played_gateway(tmp_path, **says_pieces(tokenizer, GOOD)) as played:
         assert await ask(played, api, is_streamed, tool_choice=none) == ("".join(GOOD), STOPPED[api], [])
         assert await ask(played, api, is_streamed, tools=[]) == ("".join(GOOD), STOPPED[api], [])
+
+
+# --- the second turn -----------------------------------------------------------------------------------------------
+
+ITEMS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}{% endfor %}{% endfor %}<assistant>"
+)
+
+
+def history(api: str, arguments: Any) -> dict[str, Any]:
+    """What a program sends after a call of ``write``, with the arguments as its API has them."""
+    if api == "chat":
+        call = {"id": "c1", "type": "function", "function": {"name": "write", "arguments": arguments}}
+        turns = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+        return {"messages": [*USER, *turns, {"role": "tool", "tool_call_id": "c1", "content": "ok"}]}
+    if api == "responses":
+        called = {"type": "function_call", "call_id": "c1", "name": "write", "arguments": arguments}
+        return {"input": [*USER, called, {"type": "function_call_output", "call_id": "c1", "output": "ok"}]}
+    used = {"type": "tool_use", "id": "c1", "name": "write", "input": arguments}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "ok"}
+    return {"messages": [*USER, {"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]}
+
+
+@pytest.mark.parametrize("api", REQUESTS)
+async def test_a_template_goes_through_the_arguments_of_a_past_call(
+    tmp_path: Path, tokenizer: Tokenizer, api: str
+) -> None:
+    arguments = {"text": "a"}
+    path, body = REQUESTS[api]
+    async with played_gateway(tmp_path, template=ITEMS, **says_pieces(tokenizer, GOOD)) as played:
+        sent = arguments if api == "messages" else json.dumps(arguments)
+        answer = await ask(played, api, False, **history(api, sent))
+        assert answer == ("I write.", CALLED[api], [("write", '{"text": "a"}')])
+        refused = await played.post(path, **{**body, **history(api, '{"text": "a')})
+        assert refused.status_code == 400
+        assert "a past call of write has the arguments" in refused.json()["error"]["message"]
+        assert (await ask(played, api, False, **history(api, {} if api == "messages" else "")))[0] == "I write."
