@@ -44,8 +44,6 @@ GENERATION_NUMBERS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "re
 FALLBACK_MAX_TOKENS = 2_048  # of a session, for models that announce no longest context
 MAX_IDS = 64  # tokens that end an answer; the most that a family has is a handful
 OF_NO_WEIGHTS = ("I64", "BOOL")  # of the few tensors that hold places and masks
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 
 quiet()
 _loading = threading.Lock()  # from_pretrained changes torch's defaults for as long as it builds
@@ -421,11 +419,11 @@ def target_names(hollow: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]
 
 def weight_map(folder: Path) -> dict[str, str]:
     """Map tensor names to the files that hold them. Raises ConfigError where there are none."""
-    index = folder / INDEX_FILE
+    index = folder / manifest.INDEX_FILE
     if index.is_file():
         return dict(json.loads(index.read_text())["weight_map"])
-    names = [SINGLE_FILE]
-    if not (folder / SINGLE_FILE).is_file():  # a folder that swarmd fills
+    names = [manifest.SINGLE_FILE]
+    if not (folder / manifest.SINGLE_FILE).is_file():  # a folder that swarmd fills
         names = sorted(path.name for path in folder.glob("*.safetensors"))
     files: dict[str, str] = {}
     for name in names:
