@@ -28,7 +28,7 @@ from swarmd.compute.hardware.device import OwnerReserve, free_memory_bytes
 from swarmd.compute.linear.layers import quantise_layer, replace_layers
 from swarmd.compute.linear.quantize import library_config
 from swarmd.errors import ConfigError, SwarmError
-from swarmd.plan.chains.memory import WORKSPACE_BYTES, tensor_bytes
+from swarmd.plan.chains.memory import WORKSPACE_BYTES, loaded_bits, tensor_bytes
 from swarmd.protocol.models import configuration, manifest, shards
 from swarmd.values import Span
 
@@ -305,8 +305,10 @@ def _load_model(
             kind = state[key].get_dtype()
             if kind not in shards.PLAIN_KINDS + OF_NO_WEIGHTS:
                 raise ConfigError(f"{folder}: {key} is of kind {kind}: quantised weights would be read as plain ones")
-        shapes = [tuple(tensor.get_shape()) for tensor in state.values()]
-        _check_memory(folder, shapes, dtype, quantize, device)
+        shapes = {key: tuple(tensor.get_shape()) for key, tensor in state.items()}
+        dtype_name = str(dtype).removeprefix("torch.")
+        kept = {key: loaded_bits(key, shape, quantize, str(config.model_type)) for key, shape in shapes.items()}
+        _check_memory(folder, sum(tensor_bytes(shapes[key], dtype_name, kept[key]) for key in shapes), device)
         bits = library_config(quantize)
         quantisation: dict[str, Any] = {}
         if bits:
@@ -367,16 +369,8 @@ def _share_config(module: nn.Module, old: Any, new: Any) -> None:
                 setattr(part, name, new)
 
 
-def _check_memory(
-    folder: Path,
-    shapes: list[Any],
-    dtype: torch.dtype,
-    quantize: str,
-    device: str,
-) -> None:
-    """Refuse weights that do not fit into what is free. Raises ConfigError."""
-    dtype_name = str(dtype).removeprefix("torch.")
-    needed = sum(tensor_bytes(shape, dtype_name, quantize) for shape in shapes)
+def _check_memory(folder: Path, needed: int, device: str) -> None:
+    """Refuse weights of so many bytes that do not fit into what is free. Raises ConfigError."""
     free = free_memory_bytes(device)
     if needed + WORKSPACE_BYTES <= free:
         return
