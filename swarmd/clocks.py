@@ -7,7 +7,10 @@ system on the same machine. What is decided by time is pure, and takes the momen
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, tzinfo
+
+import trio
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -38,6 +41,12 @@ def read_zone() -> tzinfo:
     if hasattr(time, "tzset"):
         time.tzset()  # one look at /etc/localtime, which is read anew where it is another file
     return LocalZone()
+
+
+def steady_clock(wall_clock: Callable[[], float]) -> Callable[[], float]:
+    """Unix seconds as they would go on from now if nobody set the clock: for what lasts so long, in this process."""
+    began_at = wall_clock() - trio.current_time()
+    return lambda: began_at + trio.current_time()
 
 
 def elapsed_s() -> float:

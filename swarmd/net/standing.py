@@ -14,7 +14,16 @@ import msgspec
 import trio
 
 from swarmd.errors import ConfigError
-from swarmd.plan.trust.standing import Fault, FaultHistory, is_allowed, is_banned, is_shunned, leave_out, record_fault
+from swarmd.plan.trust.standing import (
+    LONGEST_BAN_S,
+    Fault,
+    FaultHistory,
+    is_allowed,
+    is_banned,
+    is_shunned,
+    leave_out,
+    record_fault,
+)
 from swarmd.protocol.untrusted import read_json
 from swarmd.status import FaultRow, StandingRow
 from swarmd.values import PeerId
@@ -28,7 +37,7 @@ SAVE_INTERVAL_S = 10.0  # what is lost in a crash are the last faults only
 
 
 class Standing:
-    """See the module. ``file`` keeps it between runs; ``clock`` is unix seconds where there is one."""
+    """See the module. ``file`` keeps it between runs; ``clock`` is unix seconds that nobody sets, if there are any."""
 
     def __init__(
         self,
@@ -188,6 +197,11 @@ class Standing:
         except ConfigError as error:
             logger.warning("%s", error)
             return {}
+        # The clock may have been wrong when this was written, or may be now: no ban gets longer than bans are.
+        now = self._clock()
+        for row in rows.values():
+            row.at = min(row.at, now)
+            row.banned_until = min(row.banned_until, now + LONGEST_BAN_S)
         return {PeerId(peer): FaultHistory(**msgspec.structs.asdict(row)) for peer, row in rows.items()}
 
     def _history_of(self, peer: PeerId) -> FaultHistory:

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmd.errors import ConfigError
@@ -43,22 +43,6 @@ def test_hours_as_a_person_writes_them(text: str, inside: list[str], outside: li
 def test_what_is_no_hours_says_what_was_expected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"mon-fri 22:00-08:00|0:00 to 24:00"):
         Hours.parse(text)
-
-
-TIMES = st.tuples(st.integers(0, 23), st.integers(0, 59))
-
-
-@given(st.lists(st.tuples(st.sampled_from(DAYS), TIMES, TIMES), min_size=1, max_size=4), st.integers(0, 10_079))
-def test_the_next_change_is_the_first_minute_that_differs(
-    parts: list[tuple[str, tuple[int, int], tuple[int, int]]], minute: int
-) -> None:
-    hours = Hours.parse(", ".join(f"{d} {a}:{b:02}-{e}:{f:02}" for d, (a, b), (e, f) in parts))
-    start = MONDAY + timedelta(minutes=minute)
-    differs = (
-        n for n in range(1, 10_081) if hours.include(start + timedelta(minutes=n), UTC) != hours.include(start, UTC)
-    )
-    first = next(differs, None)
-    assert hours.next_change(start, UTC) == (None if first is None else start + timedelta(minutes=first))
 
 
 NOON = at("wed", "12:00")
@@ -155,9 +139,13 @@ def test_hours_where_clocks_are_set(zone: str, text: str, start: str, changes: l
         moment = found
 
 
+TIMES = st.tuples(st.integers(0, 23), st.integers(0, 59))
+
+
+@settings(max_examples=40)
 @given(
     st.sampled_from(
-        ["Europe/Berlin", "America/St_Johns", "Australia/Lord_Howe", "Asia/Kathmandu", "Africa/Casablanca"]
+        ["UTC", "Europe/Berlin", "America/St_Johns", "Australia/Lord_Howe", "Asia/Kathmandu", "Africa/Casablanca"]
     ),
     st.lists(st.tuples(st.sampled_from(DAYS), TIMES, TIMES), min_size=1, max_size=3),
     st.datetimes(datetime(2026, 1, 1), datetime(2027, 12, 31)),
@@ -171,7 +159,7 @@ def test_the_next_change_is_the_first_minute_that_differs_in_any_zone(
     change = hours.next_change(begin, zone)
     end = change or begin + timedelta(days=15)
     is_on = hours.include(begin, zone)
-    n_minutes = min(2_000, (end - begin) // timedelta(minutes=1))
+    n_minutes = min(1_000, (end - begin) // timedelta(minutes=1))
     assert all(hours.include(end - timedelta(minutes=n), zone) == is_on for n in range(1, n_minutes + 1))
     assert change is None or hours.include(change, zone) != is_on
 
