@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import trio
 
+from swarmd.clocks import steady_clock
 from swarmd.config import Config, split
 from swarmd.errors import Refused, SwarmError
 from swarmd.home.founder import Founder
@@ -114,7 +115,8 @@ class Daemon:
         home = member.home
         self.network = network
         self.exchange = exchange
-        standing = Standing(services.wall_clock, home.standing_file if home else None)
+        steady = steady_clock(services.wall_clock)
+        standing = Standing(steady, home.standing_file if home else None)
         self.rpc = Rpc(network, self, standing, exchange.roster.principal)
         self.directory = _directory_of(member, services, exchange, self.rpc, config)
         library = Library(member.weights, member.folders, int(config.disk_limit_gib * 2**30))
@@ -151,8 +153,9 @@ class Daemon:
             config=config,
             start_worker=services.start_worker,
             wall_clock=services.wall_clock,
+            steady_clock=steady,
             rng=services.rng,
-            turnover=Turnover(services.wall_clock),
+            turnover=Turnover(steady),
             understands=services.understands,
             presence=self.presence,
             books=self.books,
@@ -164,7 +167,7 @@ class Daemon:
         self.prober = Prober(hosting_services, self.hosts)
         self.gateway = _gateway_of(home, config)
         self.reachability = _reachability_of(member, services, self.rpc, self.directory, config)
-        self.health = Health(network.peer_id, version("swarmd"), services.wall_clock)
+        self.health = Health(network.peer_id, version("swarmd"), services.wall_clock, exchange.clocks_s)
         parts = DaemonParts(
             services=hosting_services,
             hosts=self.hosts,
@@ -257,8 +260,7 @@ class Daemon:
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """Check a peer's certificate. Raises Refused."""
-        self.health.note_hello(peer, hello)  # first: with a wrong clock here, no certificate may count
-        self.exchange.roster.admit(peer, hello)
+        self.exchange.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
         """Give a member's message to the service that it is for; False when it is for none. Raises Refused."""

@@ -162,7 +162,7 @@ class UsageLedger:
     async def keep(self) -> None:
         """Write what came now and then, until cancelled, and at the end; first forget what is very old."""
         if self.are_kept:
-            await trio.to_thread.run_sync(self.prune, int(time.time()) - KEPT_S)
+            await trio.to_thread.run_sync(self.forget_old)
         try:
             while True:
                 await trio.sleep(SAVE_INTERVAL_S)
@@ -191,6 +191,18 @@ class UsageLedger:
             self._waiting = [*waiting, *self._waiting][-MAX_WAITING:]
             self._counted += counted
             self._served += served
+
+    def forget_old(self) -> None:
+        """Forget what is very old beside the newest that is kept: a clock that is years ahead makes nothing old."""
+        try:
+            newest = self._query(
+                "select max(at) from (select at from bills union all select day * ? from served)", DAY_S
+            )
+        except IntegrityError as error:
+            logger.warning("old bills stay: %s", error)
+            return
+        if newest and newest[0][0] is not None:
+            self.prune(min(int(time.time()), newest[0][0]) - KEPT_S)
 
     def prune(self, oldest_kept: int) -> None:
         """Forget bills from before a time, in unix seconds."""

@@ -18,6 +18,7 @@ PACKAGES = (ROOT / "swarmd", ROOT / "cli" / "swarmd_cli")
 
 LAYERS = {
     "swarmd.values": 0,
+    "swarmd.clocks": 0,
     "swarmd.errors": 0,
     "swarmd.config": 0,
     "swarmd.folders": 0,
@@ -54,6 +55,7 @@ FORBIDDEN = [
     ("swarmd.plan", "torch", "decisions are made in the daemon, which has no torch"),
     ("swarmd.plan", "libp2p", "decisions do not know the network"),
     ("swarmd.plan", "time", "decisions read no clock"),
+    ("swarmd.plan", "swarmd.clocks", "decisions read no clock"),
     ("swarmd.plan", "random", "decisions draw no random numbers of their own"),
     ("swarmd.compute", "trio", "the worker has no event loop"),
     ("swarmd.compute", "libp2p", "the worker has no network"),

@@ -128,6 +128,8 @@ def join(
     certificate = ticket.admit(identity.public_key, "member", int(time.time()) + MEMBERSHIP_LIFETIME_S)
     answer = trio.run(check_in, ticket.swarm, identity, certificate, by_peer(ticket.addresses))
     membership().enter(ticket, identity, answer.catalog)
+    if answer.wrong_clock:
+        print(answer.wrong_clock, file=sys.stderr)
     if answer.waits:
         print(f"Asked to join the swarm {ticket.swarm.name!r} as {identity.peer_id}.")
         print(f"A founder lets this machine in with: swarmd members approve {identity.peer_id[-8:]}")

@@ -78,6 +78,7 @@ class Directory:
         self._announce_now = trio.Event()
         self._told_of_catalog: tuple[int, int, int] | None = None
         self._exchanged_at: float | None = None
+        self._is_clock_wrong = False
         self._reason = "starting"
 
     def view(self) -> SwarmView:
@@ -140,14 +141,23 @@ class Directory:
         try:
             is_news = await self.exchange.pull(self._rpc, peer)
         except PeerError as error:
+            self._warn_of_clock()
             self._reason = f"the last exchange, with {peer[-8:]}, failed: {error}"
             logger.debug("exchange with %s failed: %s", peer, error)
             return False
+        self._warn_of_clock()
         self._exchanged_at = trio.current_time()
         self._reason = f"exchanged with {peer[-8:]}"
         fresh = {peer: record.addresses for peer, record in self.view().peers.items() if peer != me}
         self._memory.remember(fresh)
         return not is_news
+
+    def _warn_of_clock(self) -> None:
+        """Say it once when most members' clocks say that this machine's is wrong."""
+        wrong_clock = self.exchange.describe_wrong_clock()
+        if wrong_clock and not self._is_clock_wrong:
+            logger.warning("%s", wrong_clock)
+        self._is_clock_wrong = bool(wrong_clock)
 
     async def _announce_loop(self) -> None:
         while True:

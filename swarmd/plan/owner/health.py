@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from swarmd.values import count
+from swarmd.plan.owner.clock import REMEDY, judge_clock
+from swarmd.values import count, format_moment
 
 Kind = Literal["clock", "identity", "version", "disk", "index", "device", "worker"]
-CLOCK_S = 30.0  # certificates and records bear half a minute; beyond that they begin to fail
 LEAST_DISK_BYTES = 1 << 30  # for state, logs and pieces of weights under way
 
 
@@ -26,7 +25,10 @@ class WorkerLife:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is the case. ``clocks_s``: how far others' clocks are ahead; ``is_indexed`` None: not tried yet."""
+    """What is the case. ``clocks_s``: how far others' clocks are ahead of ``now`` (unix seconds), as heard of late.
+
+    ``is_indexed`` None: not tried yet.
+    """
 
     version: str = "0"
     versions: Sequence[str] = ()
@@ -38,6 +40,7 @@ class Facts:
     has_card: bool = False
     devices: Sequence[str] = ()
     workers: Sequence[WorkerLife] = ()
+    now: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +61,11 @@ def check_health(facts: Facts) -> tuple[HealthFinding, ...]:
 
 def _check_clock(facts: Facts) -> HealthFinding:
     if not facts.clocks_s:
-        return HealthFinding("clock", None, "no other member has told its time yet")
-    n = len(facts.clocks_s)
-    n_near = sum(abs(ahead_s) <= CLOCK_S for ahead_s in facts.clocks_s)
-    if 2 * n_near >= n:  # else most say that it is this one that is wrong
-        return HealthFinding("clock", True, f"within {CLOCK_S:.0f} s of {n_near} of {n} other members")
-    ahead_s = statistics.median(s for s in facts.clocks_s if abs(s) > CLOCK_S)
-    members = f"{n - n_near} of {n} other members"
-    direction = "behind" if ahead_s > 0 else "ahead of"
-    remedy = "set it by the network (timedatectl set-ntp true), or certificates and records do not count"
-    return HealthFinding("clock", False, f"{abs(ahead_s):.0f} s {direction} {members}", remedy)
+        return HealthFinding("clock", None, "no other member has told its time of late")
+    finding = judge_clock(facts.clocks_s)
+    if not finding.is_wrong:
+        return HealthFinding("clock", True, str(finding))
+    return HealthFinding("clock", False, f"it says {format_moment(facts.now)}, {finding}", REMEDY)
 
 
 def _check_identity(facts: Facts) -> HealthFinding:
