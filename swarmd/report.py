@@ -17,7 +17,7 @@ import trio
 import swarmd.status as answers
 from swarmd.config import LONGEST_PAUSE_S, load, parse_span
 from swarmd.errors import ConfigError, NoRoute, PeerError
-from swarmd.home.membership import MembershipFiles
+from swarmd.home.membership import MembershipFiles, by_peer
 from swarmd.home.models import ModelFolders
 from swarmd.home.paths import Home
 from swarmd.member_status import PeerRow, PeersAnswer, SpanRow, WaitingRow
@@ -109,7 +109,8 @@ class Owner:
         devices = [link.loaded.device for link in links if link.loaded is not None]
         workers = [WorkerLife(link.state == "online", link.restarts, link.last_end) for link in links]
         free_bytes = psutil.disk_usage(str(self._home.folder)).free if self._home else None
-        return self._health.snapshot(view, self._directory.snapshot(), free_bytes, devices, workers)
+        missing = self._reachability.snapshot().missing if self._reachability else {}
+        return self._health.snapshot(view, self._directory.snapshot(), free_bytes, devices, workers, missing)
 
     def peers(self) -> PeersAnswer:
         """One row for each member that is known, with what it serves."""
@@ -262,6 +263,12 @@ class Owner:
             return answers.PingAnswer(peer=peer_id, round_trip_ms=None, error=str(error))
 
     # --- doing -----------------------------------------------------------------------------------------------
+
+    async def meet(self, addresses: str) -> answers.MeetAnswer:
+        """Take more ways to members (multiaddrs, comma-separated), and try them at once."""
+        given = by_peer(tuple(addresses.split(",")))
+        answered = await self._directory.meet(given)
+        return answers.MeetAnswer(tried=tuple(given), answered=answered)
 
     def pull(self, model: str, blocks: str) -> answers.PullAnswer:
         """Begin to fetch a model, or some of its blocks and what is around them."""

@@ -408,10 +408,15 @@ def _check_folder(folder: Path) -> tuple[str, bool | None, str]:
     return "state folder", True, str(folder)
 
 
+def _check_addresses(addresses: tuple[str, ...]) -> list[tuple[str, bool | None, str]]:
+    from swarmd.net.interfaces import is_loopback
+
+    only_here = "; no other machine can dial that" if is_loopback(addresses) else ""
+    return [("announced as", None if only_here else True, address + only_here) for address in addresses[:1]]
+
+
 def _check_daemon(daemon_status: DaemonStatus) -> list[tuple[str, bool | None, str]]:
     checks: list[tuple[str, bool | None, str]] = []
-    n_others = daemon_status.members - 1
-    checks.append(("other members", n_others > 0, f"{n_others} known; {daemon_status.directory.reason}"))
     reach = daemon_status.reach
     if reach is not None:
         is_reached = reach.state == "open" or bool(reach.relays)
@@ -421,7 +426,7 @@ def _check_daemon(daemon_status: DaemonStatus) -> list[tuple[str, bool | None, s
             if reach.is_behind_another:
                 remedy = "; a port forwarded at this router does not help: one at the router behind it may"
         checks.append(("reached by others", is_reached, reach.why + remedy))
-        checks += [("announced as", True, address) for address in daemon_status.addresses[:1]]
+        checks += _check_addresses(daemon_status.addresses)
     for row in daemon_status.health:
         checks.append((row.kind, row.is_fine, health_text(row)))
     policy = daemon_status.policy

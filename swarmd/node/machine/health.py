@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
@@ -56,6 +56,7 @@ class Health:
         free_disk_bytes: int | None,
         devices: Sequence[str],
         workers: Sequence[WorkerLife],
+        missing: Mapping[str, str],
     ) -> tuple[HealthRow, ...]:
         """Everything that was looked at, for people."""
         self.note_clone(view)
@@ -72,6 +73,10 @@ class Health:
             has_card=shutil.which(CARDS[0]) is not None,
             devices=devices,
             workers=workers,
+            n_others=len(other_records),
+            alone_s=directory.alone_s,
+            exchanged=directory.reason,
+            missing=missing,
         )
         return tuple(
             HealthRow(
