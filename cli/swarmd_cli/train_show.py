@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmd.values import count
-from swarmd_cli.context import format_duration, format_number, format_rate, format_size, print_table
+from swarmd_cli.context import format_duration, format_number, format_rate, format_size
+from swarmd_cli.terminal import print_table
 
 if TYPE_CHECKING:
     from swarmd.run_status import PlanAnswer, PlanSettingRow, RoundRow, RunRow

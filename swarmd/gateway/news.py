@@ -18,6 +18,7 @@ from swarmd.errors import SwarmError
 from swarmd.folders import SOCKET
 from swarmd.net.local import ask_daemon
 from swarmd.plan.chains.view import SwarmView
+from swarmd.printable import clean_strings
 from swarmd.values import ModelId, PeerId
 
 LOOK_INTERVAL_S = 2.0  # a person sees a change within so long
@@ -145,7 +146,7 @@ async def send_changes(
     while True:
         topics = {"swarm": swarm(), "machine": machine.status, "training": machine.training}
         for name, value in topics.items():
-            raw = msgspec.json.encode(value)
+            raw = msgspec.json.encode(clean_strings(value))
             if sent.get(name) != raw:
                 sent[name] = raw
                 await say(name, raw)

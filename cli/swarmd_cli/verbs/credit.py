@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import format_size, home, membership, print_json, print_table
+from swarmd_cli.context import format_size, home, membership, print_json
 from swarmd_cli.curve import EIGHTHS
+from swarmd_cli.terminal import print_table
 from swarmd_cli.verbs.look import Json
 
 DAYS = 30  # that are drawn, one column each

@@ -23,9 +23,9 @@ from swarmd_cli.context import (
     is_running,
     membership,
     print_json,
-    print_table,
     read_answer,
 )
+from swarmd_cli.terminal import print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from swarmd_cli.context import find_peers, founder, membership, print_json, print_table, reload_daemon
+from swarmd_cli.context import find_peers, founder, membership, print_json, reload_daemon
+from swarmd_cli.terminal import print_table
 from swarmd_cli.verbs.look import Json, span_text
 
 if TYPE_CHECKING:

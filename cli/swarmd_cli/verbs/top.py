@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import ask, format_duration, format_number, format_size, make_table
+from swarmd_cli.context import ask, format_duration, format_number, format_size
+from swarmd_cli.terminal import make_console, make_table, styled
 from swarmd_cli.verbs.look import download_line, reach_text, span_text
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     from swarmd.member_status import PeerRow
     from swarmd.status import DaemonStatus
@@ -34,7 +36,6 @@ def top(
 
     Example: swarmd top
     """
-    from rich.console import Console
     from rich.live import Live
 
     from swarmd.member_status import PeersAnswer
@@ -42,7 +43,7 @@ def top(
 
     # Rates are differences of two looks. Each picture needs the counters of the look before, and the time between
     # the two as it was, not as it should have been.
-    console = Console()
+    console = make_console()
     earlier = ask(DaemonStatus, "status")
     looked_at = time.monotonic()
     if not sys.stdout.isatty():
@@ -126,16 +127,18 @@ def add_footer(picture: Group, message: str) -> Group:
     """Put what the last key did, and the keys, under the picture."""
     from rich.console import Group
 
-    return Group(picture, *([message] if message else []), "[bold]q[/] quit   [bold]p[/] pause   [bold]r[/] resume")
+    keys = styled(("q", "bold"), " quit   ", ("p", "bold"), " pause   ", ("r", "bold"), " resume")
+    return Group(picture, *([message] if message else []), keys)
 
 
 def draw_screen(earlier: DaemonStatus, status: DaemonStatus, peers: Iterable[PeerRow], passed_s: float) -> Group:
     """Draw one picture, from what the daemon said ``passed_s`` apart."""
     from rich.console import Group
 
-    members = f"[bold]{status.swarm}[/]  {count(status.members, 'member')}"
+    members = count(status.members, "member")
     uptime = f"up for {format_duration(status.uptime_s)}"
-    lines = [f"{members}, {uptime}, {status.memory_mib:.0f} MiB, version {status.version}"]
+    facts = f"{members}, {uptime}, {status.memory_mib:.0f} MiB, version {status.version}"
+    lines: list[str | Text] = [styled((status.swarm, "bold"), f"  {facts}")]
     policy = status.policy
     if policy is not None:
         earlier_policy = earlier.policy or policy
@@ -143,7 +146,7 @@ def draw_screen(earlier: DaemonStatus, status: DaemonStatus, peers: Iterable[Pee
         lines.append(f"{policy.why}; {8e-6 * n_bytes / passed_s:.2f} Mbit/s beyond the home")
     if status.reach is not None:
         lines.append(reach_text(status.reach))
-    lines += [f"[red]{row.kind}: {row.text}[/]" for row in status.health if row.is_fine is False]
+    lines += [styled((f"{row.kind}: {row.text}", "red")) for row in status.health if row.is_fine is False]
     lines += [f"fetching {download_line(download)}" for download in status.downloads]
     return Group(*lines, _draw_served(earlier, status, passed_s), _draw_members(peers))
 

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import ask, ask_json, home, print_json, print_table, read_answer
+from swarmd_cli.context import ask, ask_json, home, print_json, read_answer
+from swarmd_cli.terminal import print_table
 from swarmd_cli.train_show import show_plan, show_run, write_plot
 from swarmd_cli.verbs.look import Json
 
