@@ -137,6 +137,11 @@ def find_peers() -> PeersAnswer:
     return ask(PeersAnswer, "peers") if is_running() else PeersAnswer(peers=())
 
 
+def find_names() -> dict[str, str]:
+    """Ask the daemon what members are called, by peer id; nobody has a name where it does not run."""
+    return {peer.peer: peer.name for peer in find_peers().peers}
+
+
 def reload_daemon() -> None:
     """Have the daemon, if it runs, take over what was changed here: catalog, models, rules."""
     if is_running():

@@ -7,15 +7,11 @@ would send them, not cleaned; what this version's control socket sends is looked
 from __future__ import annotations
 
 import io
-import json
-import socketserver
 import sys
 import tarfile
-import threading
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +32,7 @@ from swarmd.protocol.membership.records import PeerRecord, SpanRecord
 from swarmd.status import DaemonStatus
 from swarmd.values import PeerId
 from tests.cli.answers import filled_everywhere
+from tests.cli.played import play_daemon
 
 HOSTILE = "a[/x][red]b \x1b[2J\x1b]0;mine\x07\x9b\u202e\u200b\u2028\r\nadmitted"
 UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
@@ -69,37 +66,6 @@ def hostile_answer(path: str, truth: bool) -> Any:
     if isinstance(answer, DaemonStatus):  # update-check looks for a kind, which is the daemon's own word
         answer = replace(answer, health=(*answer.health, replace(answer.health[0], kind="version")))
     return msgspec.to_builtins(answer)
-
-
-@contextmanager
-def play_daemon(socket: Path, truth: bool) -> Iterator[None]:
-    """Answer at a home's control socket, as the types of answers say, with hostile text in all of them."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
-            path = self.path.removeprefix("/v1/").partition("?")[0]
-            body = json.dumps({"schema": 1, **hostile_answer(path, truth)}).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_GET = do_POST = answer
-
-        def log_message(self, *words: Any) -> None: ...
-
-        def address_string(self) -> str:
-            return ""
-
-    with socketserver.ThreadingUnixStreamServer(str(socket), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield
-        finally:
-            server.shutdown()
-            thread.join()
-            socket.unlink()
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +102,7 @@ def assert_harmless(text: str) -> None:
 def test_no_verb_prints_more_than_can_be_seen(
     monkeypatch: pytest.MonkeyPatch, home: Home, words: list[str], truth: bool
 ) -> None:
-    with play_daemon(home.socket, truth):
+    with play_daemon(home.socket, partial(hostile_answer, truth=truth)):
         text, code = run_verb(monkeypatch, home, words)
     assert code in (0, 1, 75), text
     assert "Traceback" not in text
@@ -157,7 +123,7 @@ def test_models_and_swarms_are_shown_by_their_names_where_no_daemon_runs(
 def test_a_bug_report_is_harmless_to_read(monkeypatch: pytest.MonkeyPatch, home: Home, tmp_path: Path) -> None:
     (home.folder / "daemon.log").write_text(f"by an earlier version: {HOSTILE}\n")
     out = tmp_path / "report.tar.gz"
-    with play_daemon(home.socket, truth=True):
+    with play_daemon(home.socket, partial(hostile_answer, truth=True)):
         text, code = run_verb(monkeypatch, home, ["bugreport", "--out", str(out)])
     assert code == 0
     assert_harmless(text)

@@ -23,7 +23,7 @@ def test_a_plan_shows_the_best_codec_of_each_and_every_topology() -> None:
 
 
 def test_a_run_at_its_end_says_how_to_take_the_model_home(capsys: pytest.CaptureFixture[str]) -> None:
-    show_run(filled(RunRow, name="my run", run="r" * 64, update=16, updates=16, finished="16 updates are done"))
+    show_run(filled(RunRow, name="my run", run="r" * 64, update=16, updates=16, finished="16 updates are done"), {})
     shown = capsys.readouterr().out
     assert "done: 16 updates are done; swarmd train export 'my run' --out FOLDER" in shown
     assert "next round" not in shown

@@ -75,7 +75,10 @@ def _gather_texts(folder: Path) -> dict[str, str]:
 
 
 def _ask_as_text(verb: str) -> str:
-    return json.dumps(ask_json(verb), indent=1)
+    answer = ask_json(verb)
+    for row in (answer, *answer.get("peers", ())):
+        row.pop("name", None)  # what members are called, this one too
+    return json.dumps(answer, indent=1)
 
 
 def _text_or_error(text: Callable[[], str]) -> str:

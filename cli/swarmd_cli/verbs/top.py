@@ -7,12 +7,13 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from swarmd.names import label_ids, label_member
 from swarmd.values import count
 from swarmd_cli.context import ask, format_duration, format_number, format_size
 from swarmd_cli.terminal import make_console, make_table, styled
@@ -135,6 +136,8 @@ def draw_screen(earlier: DaemonStatus, status: DaemonStatus, peers: Iterable[Pee
     """Draw one picture, from what the daemon said ``passed_s`` apart."""
     from rich.console import Group
 
+    peers = tuple(peers)
+    names = {peer.peer: peer.name for peer in peers}
     members = count(status.members, "member")
     uptime = f"up for {format_duration(status.uptime_s)}"
     facts = f"{members}, {uptime}, {status.memory_mib:.0f} MiB, version {status.version}"
@@ -145,10 +148,10 @@ def draw_screen(earlier: DaemonStatus, status: DaemonStatus, peers: Iterable[Pee
         n_bytes = max(0, policy.month_bytes - earlier_policy.month_bytes)
         lines.append(f"{policy.why}; {8e-6 * n_bytes / passed_s:.2f} Mbit/s beyond the home")
     if status.reach is not None:
-        lines.append(reach_text(status.reach))
+        lines.append(label_ids(reach_text(status.reach), names))
     lines += [styled((f"{row.kind}: {row.text}", "red")) for row in status.health if row.is_fine is False]
     lines += [f"fetching {download_line(download)}" for download in status.downloads]
-    return Group(*lines, _draw_served(earlier, status, passed_s), _draw_members(peers))
+    return Group(*lines, _draw_served(earlier, status, passed_s), _draw_members(peers, names))
 
 
 def _draw_served(earlier: DaemonStatus, status: DaemonStatus, passed_s: float) -> Table:
@@ -183,17 +186,17 @@ def _format_per_s(earlier: int | None, count_now: int, passed_s: float) -> str:
     return "unknown" if earlier is None else f"{max(0, count_now - earlier) / passed_s:.1f}"
 
 
-def _draw_members(peers: Iterable[PeerRow]) -> Table:
-    names = ["member", "way", "away", "serves", "tokens/s", "memory"]
+def _draw_members(peers: Iterable[PeerRow], names: Mapping[str, str]) -> Table:
+    columns = ["member", "way", "away", "serves", "tokens/s", "memory"]
     other_peers = [peer for peer in peers if not peer.is_self]
     other_peers.sort(key=lambda peer: math.inf if peer.round_trip_ms is None else peer.round_trip_ms)
-    return make_table(names, [_member_row(peer) for peer in other_peers[:MOST_PEERS]])
+    return make_table(columns, [_member_row(peer, names) for peer in other_peers[:MOST_PEERS]])
 
 
-def _member_row(peer: PeerRow) -> list[str]:
+def _member_row(peer: PeerRow, names: Mapping[str, str]) -> list[str]:
     spans = peer.spans
     return [
-        peer.peer[-8:],
+        label_member(peer.peer, names),
         peer.way or "not connected",
         format_number(peer.round_trip_ms, " ms"),
         ", ".join(f"{span.model} {span_text(span.blocks)}" for span in spans) or "nothing",
