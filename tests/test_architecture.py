@@ -245,6 +245,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "cache": {"compiled", "model"},
         "passes": {"cache", "compiled", "cuda", "hardware", "linear", "model"},
         "checkpoints": {"cache", "model", "passes"},
+        "llama_cpp": {"checkpoints"},
         "serving": {"cache", "hardware", "model", "passes"},
         "runs": {"hardware", "model"},
     },
