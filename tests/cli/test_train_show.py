@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from swarmd_cli.train_show import _choose_settings, show_run
+from swarmd_cli.train_show import _choose_settings, show_run, write_plot
 
 from swarmd.run_status import PlanAnswer, PlanSettingRow, RunRow
 from swarmd.values import count
@@ -31,3 +33,9 @@ def test_a_run_at_its_end_says_how_to_take_the_model_home(capsys: pytest.Capture
 
 def test_one_thing_is_not_written_as_many() -> None:
     assert [count(n, "anchor") for n in (0, 1, 2)] == ["0 anchors", "1 anchor", "2 anchors"]
+
+
+def test_a_runs_name_is_no_formula_of_its_picture(tmp_path: Path) -> None:
+    row = filled(RunRow, name=r"$\frac[/x]$ \x1b", losses=(3.0, 2.0))
+    write_plot([row], tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size

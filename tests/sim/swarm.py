@@ -199,7 +199,12 @@ class SimSwarm:
         return {peer: self.daemons[peer][0].network.addresses() for peer in chosen}
 
     async def add(
-        self, span: Span, is_fixed: bool = True, understands: Understanding = OURS, hosted: tuple[Serve, ...] = ()
+        self,
+        span: Span,
+        is_fixed: bool = True,
+        understands: Understanding = OURS,
+        hosted: tuple[Serve, ...] = (),
+        name: str = "",
     ) -> PeerId:
         identity, certificate = self._identity()
         network = self.world.join(identity.peer_id)
@@ -214,7 +219,7 @@ class SimSwarm:
         blocks = f"{span.start}:{span.end}" if is_fixed else "auto"
         config = Config(blocks=blocks, model="toy", cache_tokens=10**6, hosted=hosted)
         folders = {self.model: self.folder}
-        member = LocalMember(self.keys, identity, certificate, NOWHERE, folders, self._bootstrap())
+        member = LocalMember(self.keys, identity, certificate, NOWHERE, folders, self._bootstrap(), name=name)
         records = SimRecordStore(self.world, identity.peer_id)
         rng = random.Random(self.rng.random())
         world = DaemonServices(network, records, self.wall_clock, rng, start_worker, understands)
