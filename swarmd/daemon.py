@@ -11,6 +11,7 @@ import hashlib
 import logging
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -30,6 +31,7 @@ from swarmd.home.founder import Founder
 from swarmd.home.membership import MembershipFiles, by_peer
 from swarmd.home.models import ModelFolders
 from swarmd.home.paths import Home
+from swarmd.names import choose_member_name
 from swarmd.net.api import NatTraversal, Network, Purpose, RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.port_control import NONCE_BYTES
@@ -82,6 +84,7 @@ class LocalMember:
     """Whose daemon it is: the swarm's keys, this machine's identity and certificate, what is on its disk.
 
     ``home`` keeps catalog, addresses and the control socket; None: nothing is kept, as in the simulator.
+    ``name``: what other members are told that this machine is called.
     """
 
     keys: SwarmKeys
@@ -91,6 +94,7 @@ class LocalMember:
     folders: dict[ModelId, Path] = field(default_factory=dict)
     bootstrap: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)
     home: Home | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +187,7 @@ class Daemon:
         self._understands = services.understands
         self._home = home
         self._metrics = config.metrics
+        self._name = member.name
         self._policy = ""  # why nothing may work; "" while it may
         self._rng = services.rng
         self.stopping = trio.Event()
@@ -333,6 +338,7 @@ class Daemon:
         self.health.note_clone(self.directory.view())
         peer = {
             "kind": "peer",
+            "name": self._name,
             "addresses": self.network.addresses()[:16],
             "version": version("swarmd"),
             "minor": self._understands.minor,
@@ -396,6 +402,7 @@ async def main(
             folders=ModelFolders(home).read(),
             bootstrap=by_peer(swarm.bootstrap),
             home=home,
+            name=choose_member_name(config.name, socket.gethostname()),
         )
         services = DaemonServices(
             network,

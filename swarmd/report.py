@@ -75,6 +75,7 @@ class Owner:
         """Everything that ``swarmd status`` shows."""
         hosting = self._hosts.snapshot()
         view = self._directory.view()
+        own_record = view.peers.get(self._services.me)
         first = hosting[0] if hosting else None
         return answers.DaemonStatus(
             swarm=self._services.exchange.keys.name,
@@ -98,6 +99,7 @@ class Owner:
             policy=self._presence.snapshot(),
             reach=self._reachability.snapshot() if self._reachability else None,
             health=self._health_rows(view),
+            name=own_record.name if own_record else "",
         )
 
     def _sessions(self) -> tuple[answers.SessionRow, ...]:
@@ -150,6 +152,7 @@ class Owner:
                     took=balance.took,
                     found_right=findings[peer, True],
                     found_wrong=findings[peer, False],
+                    name=record.name,
                 )
             )
         now = self._services.wall_clock()

@@ -205,6 +205,7 @@ class SimSwarm:
         understands: Understanding = OURS,
         hosted: tuple[Serve, ...] = (),
         wall_clock: Callable[[], float] | None = None,
+        name: str = "",
     ) -> PeerId:
         wall_clock = wall_clock or self.wall_clock
         identity, certificate = self._identity()
@@ -220,7 +221,7 @@ class SimSwarm:
         blocks = f"{span.start}:{span.end}" if is_fixed else "auto"
         config = Config(blocks=blocks, model="toy", cache_tokens=10**6, hosted=hosted)
         folders = {self.model: self.folder}
-        member = LocalMember(self.keys, identity, certificate, NOWHERE, folders, self._bootstrap())
+        member = LocalMember(self.keys, identity, certificate, NOWHERE, folders, self._bootstrap(), name=name)
         records = SimRecordStore(self.world, identity.peer_id)
         rng = random.Random(self.rng.random())
         world = DaemonServices(network, records, wall_clock, rng, start_worker, understands)
