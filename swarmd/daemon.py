@@ -67,6 +67,7 @@ from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import Accuse, AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
 from swarmd.report import DaemonParts, Owner
+from swarmd.resources import count_processors, measure_memory
 from swarmd.train.local_run import RunsServices
 from swarmd.train.runs import Runs
 from swarmd.usage_ledger import UsageKind, UsageLedger
@@ -346,8 +347,8 @@ class Daemon:
             "needs": tuple(sorted(self._understands.needs)),
             "device": devices[0].device if devices else None,
             "device_memory_bytes": devices[0].device_memory_bytes if devices else None,
-            "memory_bytes": psutil.virtual_memory().total,
-            "cores": psutil.cpu_count(),
+            "memory_bytes": measure_memory().total_bytes,
+            "cores": count_processors(),
             "free_disk_bytes": psutil.disk_usage(str(self._home.folder)).free if self._home else None,
             "up_bytes_per_s": links.up_bytes_per_s,
             "down_bytes_per_s": links.down_bytes_per_s,

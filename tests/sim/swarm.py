@@ -24,6 +24,7 @@ from swarmd.daemon import Daemon, DaemonServices, LocalMember
 from swarmd.net.exchange import Exchange
 from swarmd.net.sim import SimRecordStore, SimWorld
 from swarmd.node.worker.worker_link import WorkerLost, WorkerProcess
+from swarmd.plan.owner.restarts import WorkerEnd
 from swarmd.protocol.membership.catalog import Catalog, sign_catalog
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.protocol.membership.invite import SwarmKeys
@@ -157,10 +158,10 @@ class SimWorker:
                     yield answer
             yield messages.encode_frame(Tick(handled=1 + (self._scheduler.handled if self._scheduler else 0)))
 
-    def kill(self) -> int:
+    def kill(self) -> WorkerEnd:
         self._is_dead = True
         self._wake()
-        return -signal.SIGKILL
+        return WorkerEnd(-signal.SIGKILL, is_memory_short=False)
 
     def stop(self) -> None:
         """As SIGSTOP: it takes what comes and says nothing any more."""

@@ -136,10 +136,11 @@ def _hosting_rows(hosting: HostingStatus) -> list[list[str]]:
     tuning = hosting.tuning
     if serving is None or worker is None or server is None or tuning is None:
         return [["serving", f"nothing now ({hosting.wanted} is wanted); {hosting.state}: {hosting.why}"]]
+    last_end = f"; the last because {worker.last_end}" if worker.last_end else ""
     rows = [
         ["serving", f"{serving.name} blocks {span_text(serving.blocks)}: {serving.why}"],
         ["state", f"{hosting.state}: {hosting.why}"],
-        ["worker", f"{worker.state}: {worker.why} (restarts: {worker.restarts})"],
+        ["worker", f"{worker.state}: {worker.why} (restarts: {worker.restarts}{last_end})"],
     ]
     if worker.batching:
         rows += [["batching", worker.batching], ["kernels", worker.kernels or ""]]
@@ -452,7 +453,8 @@ def _check_daemon(daemon_status: DaemonStatus) -> list[tuple[str, bool | None, s
         checks.append(("policy", policy.may_work or None, policy.why))
     for hosting in daemon_status.hosting:
         name = hosting.serving.name if hosting.serving else hosting.wanted
-        is_fine = hosting.state in ("online", "loading", "fetching")
+        comes_back = hosting.worker is not None and hosting.worker.last_end != ""
+        is_fine = hosting.state == "online" or (hosting.state in ("loading", "fetching") and not comes_back)
         checks.append((f"serving {name}", is_fine, f"{hosting.state}: {hosting.why}"))
     for model in merge_names(daemon_status.models):
         lacking = model.help or _missing_text(model)

@@ -48,4 +48,4 @@ def test_a_file_that_cannot_be_read_or_written_costs_nothing_but_itself(
     assert "it is made anew" in caplog.text
     memory = AddressMemory({}, tmp_path / "nowhere" / "peers.json", ME)
     memory.remember({PeerId("new"): ("b",)})
-    assert "cannot remember addresses" in caplog.text
+    assert "addresses are not remembered" in caplog.text
