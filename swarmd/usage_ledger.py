@@ -98,24 +98,28 @@ class _Database:
         self.file = file
 
     def write(self, rows: Mapping[str, Sequence[tuple[object, ...]]]) -> None:
-        """Execute statements, each with all of its rows, at once or not at all. Raises sqlite3.Error."""
-        with closing(self._open()) as database, database:
-            for statement, values in rows.items():
-                database.executemany(statement, values)
+        """Execute statements, each with all of its rows, at once or not at all. Raises as ``query``."""
+        assert self.file is not None
+        try:
+            with closing(self._open(self.file)) as database, database:
+                for statement, values in rows.items():
+                    database.executemany(statement, values)
+        except sqlite3.Error as error:
+            raise explain_failure(self.file, error) from None
 
     def query(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         """Return the rows of a query. Raises IntegrityError for a file that is damaged, else ConfigError."""
         if self.file is None or not self.file.is_file():
             return []
         try:
-            with closing(self._open()) as database, database:
+            with closing(self._open(self.file)) as database, database:
                 return database.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise explain_failure(self.file, error) from None
 
-    def _open(self) -> sqlite3.Connection:
-        assert self.file is not None
-        database = sqlite3.connect(self.file, timeout=BUSY_TIMEOUT_S)
+    @staticmethod
+    def _open(file: Path) -> sqlite3.Connection:
+        database = sqlite3.connect(file, timeout=BUSY_TIMEOUT_S)
         database.execute("pragma journal_mode = wal")
         database.execute("pragma synchronous = normal")
         database.executescript(_SCHEMA)
@@ -187,9 +191,8 @@ class UsageLedger:
         served_rows = [(day, voucher, n) for (day, voucher), n in served.items()]
         try:
             self._database.write({_ADD: bill_rows, _COUNT: counted_rows, _SERVE: served_rows})
-        except sqlite3.Error as error:
-            reason = explain_failure(self._database.file, error)
-            logger.warning("%d bills are not written yet: %s", len(waiting), reason)
+        except SwarmError as error:
+            logger.warning("%d bills are not written yet: %s", len(waiting), error)
             self._waiting = [*waiting, *self._waiting][-MAX_WAITING:]
             self._counted += counted
             self._served += served
@@ -197,10 +200,10 @@ class UsageLedger:
     def forget_old(self) -> None:
         """Forget what is very old beside the newest that is kept: a clock that is years ahead makes nothing old."""
         try:
-            newest = self._query(
+            newest = self._database.query(
                 "select max(at) from (select at from bills union all select day * ? from served)", DAY_S
             )
-        except IntegrityError as error:
+        except SwarmError as error:
             logger.warning("old bills stay: %s", error)
             return
         if newest and newest[0][0] is not None:
