@@ -23,6 +23,7 @@ LAYERS = {
     "swarmd.folders": 0,
     "swarmd.hours": 0,
     "swarmd.importing": 0,
+    "swarmd.text_files": 0,
     "swarmd.names": 0,
     "swarmd.status": 0,
     "swarmd.run_status": 0,
