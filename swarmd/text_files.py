@@ -52,10 +52,11 @@ def decode_text(raw: bytes, source: str) -> str:
         ) from None
 
 
-def read_bytes(path: Path) -> bytes:
-    """Read a user's file. Raises ConfigError."""
+def read_bytes(path: Path, at_most: int = -1) -> bytes:
+    """Read a user's file, or its beginning. Raises ConfigError."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(at_most)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
