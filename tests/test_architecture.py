@@ -26,6 +26,7 @@ LAYERS = {
     "swarmd.hours": 0,
     "swarmd.importing": 0,
     "swarmd.logs": 0,
+    "swarmd.text_files": 0,
     "swarmd.names": 0,
     "swarmd.printable": 0,
     "swarmd.resources": 0,
