@@ -17,7 +17,10 @@ CLONED_FOR_S = 600.0  # after its last word
 
 
 class Health:
-    """See the module. ``up_since``, in seconds since 1970, tells this daemon from another of the same key."""
+    """See the module. ``up_since``, in seconds since 1970, tells this daemon from another of the same key.
+
+    ``version`` is what this daemon runs, read once: whoever asks for it from the package reads a file each time.
+    """
 
     def __init__(
         self,
@@ -26,7 +29,7 @@ class Health:
         wall_clock: Callable[[], float],
     ) -> None:
         self._me = me
-        self._version = version
+        self.version = version
         self._wall_clock = wall_clock
         self.up_since = self.now()
         self._clocks: dict[PeerId, float] = {}
@@ -65,7 +68,7 @@ class Health:
         self.note_clone(view)
         other_records = [record for peer, record in view.peers.items() if peer != self._me]
         facts = Facts(
-            version=self._version,
+            version=self.version,
             versions=[record.version for record in other_records if record.version],
             clocks_s=list(self._clocks.values()),
             is_cloned=self._wall_clock() - self._cloned_at < CLONED_FOR_S,
