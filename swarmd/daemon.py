@@ -262,7 +262,7 @@ class Daemon:
 
     def hello(self) -> Hello:
         """Introduce this member to a peer that it meets."""
-        return Hello(certificate=self._certificate, agent=f"swarmd {version('swarmd')}", now=self.health.now())
+        return Hello(certificate=self._certificate, agent=f"swarmd {self.health.version}", now=self.health.now())
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """Check a peer's certificate. Raises Refused."""
@@ -341,7 +341,7 @@ class Daemon:
             "kind": "peer",
             "name": self._name,
             "addresses": self.network.addresses()[:16],
-            "version": version("swarmd"),
+            "version": self.health.version,
             "minor": self._understands.minor,
             "codecs": self._understands.codecs,
             "needs": tuple(sorted(self._understands.needs)),

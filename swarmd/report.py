@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import msgspec
 import psutil
@@ -80,7 +79,7 @@ class Owner:
         return answers.DaemonStatus(
             swarm=self._services.exchange.keys.name,
             peer=self._services.me,
-            version=version("swarmd"),
+            version=self._health.version,
             uptime_s=round(trio.current_time() - self._started_at, 1),
             addresses=tuple(self._services.rpc.network.addresses()),
             members=len(view.peers),
