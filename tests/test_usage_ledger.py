@@ -15,7 +15,7 @@ from swarmd.errors import ConfigError, IntegrityError, SwarmError
 from swarmd.protocol.accounts import usage_receipt as bills
 from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.membership.identity import Identity
-from swarmd.usage_ledger import DAY_S, UsageKind, UsageLedger, explain_failure
+from swarmd.usage_ledger import DAY_S, KEPT_S, UsageKind, UsageLedger, explain_failure
 
 ME, ANNE, BERT = (Identity(bytes([n]) * 32) for n in (1, 2, 3))
 OWN = b"own voucher"
@@ -87,6 +87,16 @@ def test_bills_of_long_ago_are_forgotten(books: UsageLedger) -> None:
     add(books, (signed(ME, ANNE, 10), ANNES), (signed(ME, ANNE, 5, session=1, signed_at=9 * DAY_S), ANNES))
     books.prune(9 * DAY_S)
     assert [(s.gave, s.n_sessions) for s in books.sums(ME.peer_id, OWN)] == [(20, 1)]
+
+
+def test_a_clock_that_is_years_ahead_forgets_no_bills(books: UsageLedger) -> None:
+    """Bills of 1970, by the clock of now, were forgotten at the start."""
+    add(books, (signed(ME, ANNE, 10), ANNES), (signed(ME, ANNE, 5, session=1, signed_at=9 * DAY_S), ANNES))
+    books.forget_old()
+    assert [(s.gave, s.n_sessions) for s in books.sums(ME.peer_id, OWN)] == [(60, 2)]
+    add(books, (signed(ME, ANNE, 7, session=2, signed_at=9 * DAY_S + KEPT_S), ANNES))
+    books.forget_old()
+    assert [(s.gave, s.n_sessions) for s in books.sums(ME.peer_id, OWN)] == [(48, 2)]
 
 
 def test_what_was_computed_is_counted_by_voucher_and_forgotten_with_the_bills(books: UsageLedger) -> None:

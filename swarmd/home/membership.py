@@ -21,6 +21,7 @@ from swarmd.protocol.membership.charter import Founders, founders_untrusted
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.protocol.membership.invite import Invite, SwarmKeys
 from swarmd.protocol.untrusted import read_json
+from swarmd.text_files import read_text
 from swarmd.values import PeerId
 
 CLIENT_LIFETIME_S = 7 * 86_400  # a client's key is thrown away with its process
@@ -140,9 +141,9 @@ def read_key(home: Home, name: str) -> Identity:
     """Read one of a home's secret keys. Raises ConfigError."""
     path = home.folder / name
     try:
-        seed = bytes.fromhex(path.read_text().strip())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as a key: {error}") from None
+        seed = bytes.fromhex(read_text(path).strip())
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read as a key: {error}: put back a copy, or join again") from None
     if len(seed) != SEED_BYTES:
         raise ConfigError(f"{path} holds {len(seed)} B, a key has {SEED_BYTES}: put back a copy, or join again")
     return Identity(seed)

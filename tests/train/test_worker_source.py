@@ -130,10 +130,10 @@ async def test_a_member_whose_worker_breaks_stops_and_the_others_go_on(virtual_t
         broken.source.compute = breaks  # type: ignore[method-assign]
         await world.until(world.epoch + 3, within_s=100, among=world.trainers()[1:])
         said = broken.trainer.record()
-        assert "it ended twice. Nothing is computed here until: swarmd train resume" in broken.trainer.why_idle()
+        assert "it ended twice. Nothing is computed here until: swarmd train resume" in broken.trainer.idleness.why()
         assert said["samples_per_s"] == 0.0
         broken.source.compute = compute  # type: ignore[method-assign]
-        broken.trainer.pause("")
+        broken.trainer.idleness.pause("")
         here = world.epoch
         await world.until(here + 3, within_s=100)
         assert any(broken.peer in peers for peers in world.contributors(world.epoch - here))

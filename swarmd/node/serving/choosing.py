@@ -51,7 +51,10 @@ class PlacementChoice:
 
 @dataclass(frozen=True, slots=True)
 class HostingServices:
-    """What all hostings of a daemon share. History that memory does not hold goes to ``spill_folder``."""
+    """What all hostings of a daemon share. History that memory does not hold goes to ``spill_folder``.
+
+    By ``steady_clock`` (clocks) is measured how long ago something was; by ``wall_clock`` others tell their times.
+    """
 
     identity: Identity
     rpc: Rpc
@@ -61,6 +64,7 @@ class HostingServices:
     config: Config
     start_worker: Starter
     wall_clock: Callable[[], float]
+    steady_clock: Callable[[], float]
     rng: random.Random
     turnover: Turnover
     understands: Understanding

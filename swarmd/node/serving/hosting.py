@@ -56,7 +56,7 @@ class Hosting:
         self._may_move = services.config.balance and settings.span is None
         balancer_services = BalancerServices(
             view=services.directory.view,
-            wall_clock=services.wall_clock,
+            steady_clock=services.steady_clock,
             rng=services.rng,
             interval_s=services.config.balance_interval_s,
             turnover=services.turnover,
