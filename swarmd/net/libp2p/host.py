@@ -356,17 +356,24 @@ async def _find_address(address: str) -> Multiaddr:
     A name becomes the address that it stands for: the library would listen on all that this machine has. Raises
     ConfigError, NotThereError.
     """
+    parsed = _parse_listen_address(address)
+    kind, host = parsed.protocols()[0].name, str(_host_value(parsed))
+    if kind in FAMILIES:
+        host = await find_host(host, FAMILIES[kind])
+        parsed = _parse_listen_address(f"/ip{6 if ':' in host else 4}/{host}/tcp/{parsed.value_for_protocol('tcp')}")
+    require_free(host, int(str(parsed.value_for_protocol("tcp"))))
+    return parsed
+
+
+def _parse_listen_address(address: str) -> Multiaddr:
     try:
         parsed = Multiaddr(address)
-        kind, host = parsed.protocols()[0].name, str(_host_value(parsed))
-        port = int(str(parsed.value_for_protocol("tcp")))
+        parsed.value_for_protocol("tcp")
     except (ValueError, LookupError) as error:
         raise ConfigError(
             f"expected a listen address such as /ip4/0.0.0.0/tcp/4001, got {address!r}: {error}"
         ) from None
-    found = await find_host(host, FAMILIES[kind]) if kind in FAMILIES else host
-    require_free(found, port)
-    return Multiaddr(f"/ip{6 if ':' in found else 4}/{found}/tcp/{port}")
+    return parsed
 
 
 def _describe_error(error: BaseException) -> str:
