@@ -109,7 +109,8 @@ class Owner:
         devices = [link.loaded.device for link in links if link.loaded is not None]
         workers = [WorkerLife(link.state == "online", link.restarts, link.last_end) for link in links]
         free_bytes = psutil.disk_usage(str(self._home.folder)).free if self._home else None
-        return self._health.snapshot(view, self._directory.snapshot(), free_bytes, devices, workers)
+        n_losing_large = self._directory.probes.n_losing_large()
+        return self._health.snapshot(view, self._directory.snapshot(), free_bytes, devices, workers, n_losing_large)
 
     def peers(self) -> PeersAnswer:
         """One row for each member that is known, with what it serves."""

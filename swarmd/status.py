@@ -195,7 +195,7 @@ class DirectoryStatus(Status, frozen=True, kw_only=True):
 
 
 class HealthRow(Status, frozen=True, kw_only=True):
-    """Something that was looked at: kind is clock, identity, version, disk, index or device.
+    """Something that was looked at: kind is clock, messages, identity, version, disk, index or device.
 
     ``is_fine`` None: that cannot be said; ``remedy``: what to do.
     """

@@ -28,6 +28,7 @@ from cryptography.x509.oid import NameOID
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import Network, Purpose, Stream, StreamHandler, Way
 from swarmd.net.handles import is_scarce
+from swarmd.net.libp2p.segments import cap_segments
 from swarmd.net.tls import BROKEN, DirectStream, Tls
 from swarmd.net.traffic import Traffic
 from swarmd.protocol.untrusted import decode
@@ -132,7 +133,10 @@ class DirectNetwork:
         port = self._port
         for host in dict.fromkeys(self._hosts):
             try:
-                listeners += await trio.open_tcp_listeners(port, host=host)
+                opened = await trio.open_tcp_listeners(port, host=host)
+                for listener in opened:
+                    cap_segments(listener.socket)
+                listeners += opened
                 port = listeners[0].socket.getsockname()[1]
             except OSError as error:
                 logger.warning("no direct channels on %s: %s", host, error)

@@ -56,6 +56,7 @@ class Health:
         free_disk_bytes: int | None,
         devices: Sequence[str],
         workers: Sequence[WorkerLife],
+        n_losing_large: int = 0,
     ) -> tuple[HealthRow, ...]:
         """Everything that was looked at, for people."""
         self.note_clone(view)
@@ -72,6 +73,7 @@ class Health:
             has_card=shutil.which(CARDS[0]) is not None,
             devices=devices,
             workers=workers,
+            n_losing_large=n_losing_large,
         )
         return tuple(
             HealthRow(

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import trio
 
-from swarmd.errors import PeerError
+from swarmd.errors import PeerError, PeerTimeout
 from swarmd.net.api import RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Rpc
@@ -144,7 +144,10 @@ class Directory:
             self._warn_of_clock()
             self._reason = f"the last exchange, with {peer[-8:]}, failed: {error}"
             logger.debug("exchange with %s failed: %s", peer, error)
+            if isinstance(error, PeerTimeout):
+                await self.probes.probe_sizes(peer, may_reconnect=peer not in members)
             return False
+        self.probes.note_answer(peer)
         self._warn_of_clock()
         self._exchanged_at = trio.current_time()
         self._reason = f"exchanged with {peer[-8:]}"

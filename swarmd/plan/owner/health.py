@@ -10,7 +10,7 @@ from typing import Literal
 from swarmd.plan.owner.clock import REMEDY, judge_clock
 from swarmd.values import count, format_moment
 
-Kind = Literal["clock", "identity", "version", "disk", "index", "device", "worker"]
+Kind = Literal["clock", "messages", "identity", "version", "disk", "index", "device", "worker"]
 LEAST_DISK_BYTES = 1 << 30  # for state, logs and pieces of weights under way
 
 
@@ -27,7 +27,7 @@ class WorkerLife:
 class Facts:
     """What is the case. ``clocks_s``: how far others' clocks are ahead of ``now`` (unix seconds), as heard of late.
 
-    ``is_indexed`` None: not tried yet.
+    ``is_indexed`` None: not tried yet. ``n_losing_large``: members with whom only small messages pass.
     """
 
     version: str = "0"
@@ -41,6 +41,7 @@ class Facts:
     devices: Sequence[str] = ()
     workers: Sequence[WorkerLife] = ()
     now: float = 0.0
+    n_losing_large: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,16 @@ class HealthFinding:
 
 def check_health(facts: Facts) -> tuple[HealthFinding, ...]:
     """Everything that was looked at."""
-    looked_at = (_check_clock, _check_identity, _check_version, _check_disk, _check_index, _check_device, _check_worker)
+    looked_at = (
+        _check_clock,
+        _check_messages,
+        _check_identity,
+        _check_version,
+        _check_disk,
+        _check_index,
+        _check_device,
+        _check_worker,
+    )
     return tuple(look(facts) for look in looked_at)
 
 
@@ -66,6 +76,17 @@ def _check_clock(facts: Facts) -> HealthFinding:
     if not finding.is_wrong:
         return HealthFinding("clock", True, str(finding))
     return HealthFinding("clock", False, f"it says {format_moment(facts.now)}, {finding}", REMEDY)
+
+
+def _check_messages(facts: Facts) -> HealthFinding:
+    if not facts.n_losing_large:
+        return HealthFinding("messages", True, "large ones pass, as far as any were sent")
+    remedy = (
+        "a link on the way (a bridge, tunnel or VPN) takes packets of less than 1,280 bytes: "
+        "on one of both machines, ip link set INTERFACE mtu 1100"
+    )
+    members = count(facts.n_losing_large, "member")
+    return HealthFinding("messages", False, f"small ones pass, large ones do not, with {members}: MTU?", remedy)
 
 
 def _check_identity(facts: Facts) -> HealthFinding:

@@ -14,6 +14,7 @@ def found(kind: Kind, **facts: object) -> HealthFinding:
 def test_what_was_not_looked_at_is_not_fine() -> None:
     assert {f.kind: f.is_fine for f in check_health(Facts())} == {
         "clock": None,
+        "messages": True,  # of exchanges each is looked at
         "identity": True,  # it is looked for in every record that comes
         "version": None,
         "disk": None,
@@ -61,9 +62,18 @@ def test_a_card_that_nobody_uses_is_named() -> None:
 
 def test_each_fault_says_what_to_do() -> None:
     ended = WorkerLife(False, 3, "the worker ended: KeyError: 7")
-    wrong = check_health(Facts("0.1", ["0.2"], [500.0], True, 5, False, "the DHT: silence", True, ["cpu"], [ended]))
-    assert [f.is_fine for f in wrong] == [False] * 7
+    wrong = check_health(
+        Facts("0.1", ["0.2"], [500.0], True, 5, False, "the DHT: silence", True, ["cpu"], [ended], 0.0, 2)
+    )
+    assert [f.is_fine for f in wrong] == [False] * 8
     assert all(f.remedy for f in wrong)
+
+
+def test_large_messages_that_are_lost_are_told() -> None:
+    lost = found("messages", n_losing_large=1)
+    assert lost.text == "small ones pass, large ones do not, with 1 member: MTU?"
+    assert "mtu 1100" in lost.remedy
+    assert found("messages").is_fine
 
 
 def test_a_workers_last_words_are_told() -> None:
