@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import trio
 
-from swarmd.errors import PeerError, PeerTimeout
+from swarmd.errors import PeerError, PeerTimeout, Unreachable
 from swarmd.net.api import Purpose
 from swarmd.net.rpc import Rpc
 from swarmd.protocol.wire.messages import Ping
@@ -112,16 +112,13 @@ class LinkProbes:
     # by a small question, over another connection where that is needed, and by a large one.
     async def probe_sizes(self, peer: PeerId, may_reconnect: bool) -> None:
         """Find out whether it is for its size that a message was not answered."""
-        try:
+        is_small_answered = await self._is_answered(peer, 0)
+        if not is_small_answered and may_reconnect:
+            await self._rpc.network.disconnect(peer)
             is_small_answered = await self._is_answered(peer, 0)
-            if not is_small_answered and may_reconnect:
-                await self._rpc.network.disconnect(peer)
-                is_small_answered = await self._is_answered(peer, 0)
-            if is_small_answered and not await self._is_answered(peer, LARGE_BYTES):
-                logger.warning("small messages to %s pass, large ones do not: swarmd doctor says what to do", peer[-8:])
-                self._lost_at[peer] = trio.current_time()
-        except PeerError as error:
-            logger.debug("no sizes are probed with %s: %s", peer, error)
+        if is_small_answered and not await self._is_answered(peer, LARGE_BYTES):
+            logger.warning("small messages to %s pass, large ones do not: swarmd doctor says what to do", peer[-8:])
+            self._lost_at[peer] = trio.current_time()
 
     def note_answer(self, peer: PeerId) -> None:
         """A large message of a peer has come."""
@@ -134,12 +131,14 @@ class LinkProbes:
         return len(self._lost_at)
 
     async def _is_answered(self, peer: PeerId, n_bytes: int) -> bool:
-        """Is a message of so many bytes, with an answer of as many, answered in time? Raises PeerError."""
+        """Is a message of so many bytes, with an answer of as many, answered in time? A refusal is an answer, too."""
         purpose: Purpose = "bulk" if n_bytes else "interactive"
         try:
             await self._rpc.call(peer, Ping(want_bytes=n_bytes), bytes(n_bytes), SIZES_TIMEOUT_S, purpose)
-        except PeerTimeout:
+        except (PeerTimeout, Unreachable):  # the muxer's own pings may end a connection that is stuck before that
             return False
+        except PeerError as error:
+            logger.debug("%s answers: %s", peer[-8:], error)
         return True
 
     async def _probe_bandwidth(self, peer: PeerId) -> None:

@@ -7,7 +7,7 @@ import random
 import trio
 from trio.testing import MockClock
 
-from swarmd.errors import PeerTimeout, Unreachable
+from swarmd.errors import PeerError, PeerTimeout, Unreachable
 from swarmd.node.members.link_probes import LOST_FOR_S, LinkProbes
 from swarmd.protocol.wire.messages import Ping, Pong
 from swarmd.values import PeerId
@@ -18,7 +18,10 @@ PEER = PeerId("12D3KooWpeer")
 class NarrowLink:
     """An Rpc and its network in one, whose only link loses what is larger than ``most_bytes``, and all behind it."""
 
-    def __init__(self, most_bytes: int = 1_000, is_stuck: bool = False) -> None:
+    def __init__(
+        self, most_bytes: int = 1_000, is_stuck: bool = False, ends_with: type[PeerError] = PeerTimeout
+    ) -> None:
+        self.ends_with = ends_with
         self.network = self
         self.most_bytes = most_bytes
         self.is_stuck = is_stuck  # behind something large
@@ -28,7 +31,7 @@ class NarrowLink:
         self.is_stuck = self.is_stuck or max(len(payload), request.want_bytes) > self.most_bytes
         if self.is_stuck:
             await trio.sleep(timeout_s)
-            raise PeerTimeout(f"{peer} did not answer within {timeout_s:.1f} s")
+            raise self.ends_with(f"{peer} did not answer within {timeout_s:.1f} s")
         return Pong(), None
 
     async def disconnect(self, peer: PeerId) -> None:
@@ -46,6 +49,13 @@ async def test_large_messages_that_are_lost_are_noticed_until_one_comes(virtual_
     assert probes.n_losing_large() == 1
     probes.note_answer(PEER)
     assert probes.n_losing_large() == 0
+
+
+async def test_a_connection_that_ends_with_a_large_message_has_lost_it(virtual_time: MockClock) -> None:
+    """Over libp2p the muxer's pings, which wait behind it, end the connection sooner than the answer is given up."""
+    probes = probes_over(NarrowLink(ends_with=Unreachable))
+    await probes.probe_sizes(PEER, may_reconnect=False)
+    assert probes.n_losing_large() == 1
 
 
 async def test_what_was_found_counts_for_a_while(virtual_time: MockClock) -> None:
