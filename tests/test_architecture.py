@@ -132,6 +132,17 @@ def test_forbidden_import(package: str, target: str, why: str) -> None:
     assert not offenders, f"{offenders} import {target}: {why}"
 
 
+def test_http_is_asked_from_three_places_only() -> None:
+    """A client that is made elsewhere would send prompts and tokens through the proxy of the environment."""
+    clients = {"httpx", "http.client", "urllib.request", "urllib3", "requests", "aiohttp"}
+    known = {
+        "swarmd.net.local",  # the daemon's Unix socket
+        "swarmd_cli.gateway_client",  # the gateway on loopback: never by a proxy
+        "swarmd.weights.hub",  # the hub, which proxies are for
+    }
+    assert {name for name, imported in modules().items() if imported & clients} == known
+
+
 def test_only_one_folder_knows_libp2p() -> None:
     offenders = [
         m

@@ -41,6 +41,9 @@ def find_folder(source: str, dtype: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    from swarmd.weights.hub import open_client
+
+    open_client().close()  # what is wrong with proxies and certificates is said before the library stumbles over it
     try:
         folder = Path(snapshot_download(source, allow_patterns=list(HUB_FILES)))
         if not _is_checkpoint(folder):
