@@ -154,7 +154,7 @@ def open_gateway() -> Iterator[GatewayClient]:
     log = folder / "chat.log"
     # The child is supervised: it ends when its standard input is closed, which the kernel does however this process
     # ends. It prints where it listens once it does; a line without that, or none, is its end.
-    with log.open("w") as errors:
+    with log.open("w", encoding="utf-8") as errors:
         child = subprocess.Popen(
             [*command(folder), "--listen", "127.0.0.1:0"],
             stdin=subprocess.PIPE,
@@ -171,7 +171,9 @@ def open_gateway() -> Iterator[GatewayClient]:
         line = child.stdout.readline().decode()
         print(clear, end="", file=sys.stderr, flush=True)
         if " is at " not in line:
-            log_lines = log.read_text().strip().splitlines() or ["the gateway ended, and did not say why"]
+            log_lines = log.read_text(encoding="utf-8").strip().splitlines() or [
+                "the gateway ended, and did not say why"
+            ]
             raise SwarmUnavailable(log_lines[-1].removeprefix("swarmd: "))
         yield GatewayClient(line.split(" is at ")[1].split()[0], read_token(folder))
     finally:

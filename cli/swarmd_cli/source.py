@@ -129,7 +129,7 @@ def _find_snapshot(folder: Path) -> Path:
     snapshots = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
     main = folder / "refs" / "main"
     if main.is_file():
-        named = folder / "snapshots" / main.read_text().strip()[:64]
+        named = folder / "snapshots" / main.read_text(encoding="utf-8").strip()[:64]
         if named in snapshots:
             return _find_checkpoint(named)
     if len(snapshots) != 1:

@@ -75,7 +75,7 @@ class RunFolder:
     def role(self) -> str:
         """This machine's part in the run; "" when it left."""
         path = self.folder / "role"
-        return path.read_text() if path.is_file() else ""
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
 
     def leave(self) -> None:
         """Forget this machine's part in the run; what the run wrote stays."""
