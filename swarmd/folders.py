@@ -177,7 +177,7 @@ def open_own(path: Path, anew: bool = False) -> TextIO:
     try:
         if anew:
             path.unlink(missing_ok=True)
-        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "w")
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "w", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be opened: {error.strerror}") from None
 
