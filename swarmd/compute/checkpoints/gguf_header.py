@@ -54,10 +54,14 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The settings by name, and the tensors by name."""
+    """The settings by name, and the tensors by name.
+
+    ``kinds``: ggml's number for the kind of each setting; for a list, the number of its elements' kind behind it.
+    """
 
     path: Path
     settings: dict[str, Any]
+    kinds: dict[str, tuple[int, ...]]
     tensors: dict[str, GgufTensor]
 
     @property
@@ -116,12 +120,13 @@ class _Reader:
         """Read a length and so many bytes of text."""
         return self.take(self.number("Q")).decode(errors="replace")
 
-    def value(self, kind: int) -> Any:
-        """Read a setting's value: a number, a text, or a list of either."""
+    def setting(self) -> tuple[tuple[int, ...], Any]:
+        """Read a setting's kind and value: a number, a text, or a list of either."""
+        kind = int(self.number("I"))
         if kind in NUMBERS:
-            return self.number(NUMBERS[kind])
+            return (kind,), self.number(NUMBERS[kind])
         if kind == STRING:
-            return self.string()
+            return (kind,), self.string()
         if kind != ARRAY:
             raise ConfigError(f"{self._trouble}: a setting is of kind {kind}, which the format does not have")
         element_kind = int(self.number("I"))
@@ -129,12 +134,12 @@ class _Reader:
         if element_kind in NUMBERS:
             code = NUMBERS[element_kind]
             data = self.take(n * struct.calcsize(f"<{code}"))
-            return list(struct.unpack(f"<{n}{code}", data))
+            return (kind, element_kind), list(struct.unpack(f"<{n}{code}", data))
         if element_kind != STRING:
             raise ConfigError(
                 f"{self._trouble}: a setting is a list of kind {element_kind}, which the format does not have"
             )
-        return [self.string() for _ in range(n)]
+        return (kind, element_kind), [self.string() for _ in range(n)]
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -160,9 +165,10 @@ def _read_fields(
     n_tensors = reader.count("tensors")
     n_settings = reader.count("settings")
     settings = {}
+    kinds = {}
     for _ in range(n_settings):
         key = reader.string()
-        settings[key] = reader.value(reader.number("I"))
+        kinds[key], settings[key] = reader.setting()
     entries = [_read_tensor(reader, trouble) for _ in range(n_tensors)]
     alignment = settings.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
@@ -177,7 +183,7 @@ def _read_fields(
             raise ConfigError(
                 f"{trouble}: it is cut short: {tensor.name} ends at byte {end}, and the file has {size}: fetch it again"
             )
-    return GgufHeader(path, settings, tensors)
+    return GgufHeader(path, settings, kinds, tensors)
 
 
 def _read_tensor(reader: _Reader, trouble: str) -> GgufTensor:
