@@ -125,6 +125,24 @@ def test_the_page_of_figures_is_that_of_the_measurements() -> None:
     )
 
 
+def test_figures_are_read_from_what_a_command_prints() -> None:
+    row = {"pattern": r"a: ([\d.]+)[\s\S]*b: ([\d.]+)", "form": "{} s, at most {}"}
+    assert performance.read_value(row, "a: 1.5 s\nb: 2.0 s") == "1.5 s, at most 2.0"
+    assert performance.read_value({"pattern": row["pattern"]}, "a: 1.5\nb: 2.0") == "1.5, 2.0"
+    assert performance.read_value(row, "a: 1.5") is None
+
+
+def test_each_row_of_figures_has_a_pattern_for_its_form_or_says_that_it_is_by_hand() -> None:
+    parts = json.loads(performance.DATA.read_text())["sections"]
+    rows = [row for part in parts if "columns" not in part for row in part["rows"]]
+    for row in rows:
+        if "pattern" in row:
+            n_figures = re.compile(row["pattern"]).groups
+            assert row.get("form", "{}" * n_figures).count("{}") == n_figures >= 1, row["what"]
+        else:
+            assert f"`{row['command']}`, by hand |" in performance.PAGE.read_text(), row["what"]
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
 def test_modules_that_a_page_names_exist(page: Path) -> None:
     rooms = "client|compute|gateway|net|node|plan|protocol|train|weights|wire"

@@ -139,6 +139,13 @@ class SimStream:
 
     async def send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint()
+        try:
+            await self._send(data)
+        except trio.Cancelled:
+            self.fail()
+            raise
+
+    async def _send(self, data: bytes) -> None:
         far_end = self.other
         while far_end._inbox_bytes > WINDOW_BYTES and not self._failed:
             await self._changed.wait()

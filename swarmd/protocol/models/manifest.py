@@ -7,6 +7,7 @@ bytes, in a canonical encoding; its own sha256 is the model's identity, the same
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import re
@@ -20,6 +21,7 @@ import msgspec
 from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol.models import configuration, shards
 from swarmd.protocol.untrusted import decode
+from swarmd.text_files import decode_text
 from swarmd.values import ModelId
 
 SINGLE_FILE = "model.safetensors"  # a checkpoint in one file, as the hub has it
@@ -364,9 +366,12 @@ def read_json(path: Path) -> Any:
     """Read a JSON file of at most MAX_JSON_BYTES. Raises ConfigError."""
     if path.stat().st_size > MAX_JSON_BYTES:
         raise ConfigError(f"{path}: {path.stat().st_size} B, at most {MAX_JSON_BYTES} are read")
+    raw = path.read_bytes()
+    if raw.startswith(codecs.BOM_UTF8):
+        raise ConfigError(
+            f"{path}: begins with a byte order mark, which transformers refuses: save it as UTF-8 without one"
+        )
     try:
-        return json.loads(path.read_bytes())
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not UTF-8 text") from None
+        return json.loads(decode_text(raw, str(path)))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None
