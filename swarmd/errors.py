@@ -99,12 +99,13 @@ class PeerTimeout(PeerError):
 
 
 class Refused(PeerError):
-    """The peer answered no, with a code and sometimes how long to wait."""
+    """The peer answered no, with a code and sometimes how long to wait, or what its clock says (unix seconds)."""
 
-    def __init__(self, code: Code, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(self, code: Code, message: str, retry_after_s: float | None = None, peer_time: int = 0) -> None:
         super().__init__(message)
         self.code = code
         self.retry_after_s = retry_after_s
+        self.peer_time = peer_time
 
 
 class RemoteProtocolError(PeerError):

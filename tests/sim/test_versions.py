@@ -41,7 +41,7 @@ async def test_what_is_new_is_used_with_those_who_announce_it(virtual_time: Mock
             assert [client.view().peers[peer].name for peer in (old, new)] == ["", "anna"]
             for _ in range(4):
                 session = await client.open_session(replace(swarm.terms(100), **changes))
-                assert {link.hop.peer for link in session.hops.links} == {new}
+                assert {link.hop.peer for link in session.chain.links} == {new}
                 hidden = torch.ones(1, 1, HIDDEN)
                 out = await session.step(StepInput(hidden, torch.zeros(1, 1, dtype=torch.int32)))
                 assert out is not None
@@ -51,7 +51,7 @@ async def test_what_is_new_is_used_with_those_who_announce_it(virtual_time: Mock
             with pytest.raises(SwarmError):
                 await client.open_session(replace(swarm.terms(100), **changes))
             plain = await client.open_session(swarm.terms(100))
-            assert {link.hop.peer for link in plain.hops.links} == {old}, "what all know goes everywhere"
+            assert {link.hop.peer for link in plain.chain.links} == {old}, "what all know goes everywhere"
             nursery.cancel_scope.cancel()
 
 

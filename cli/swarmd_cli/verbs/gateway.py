@@ -39,6 +39,7 @@ def gateway(
     from swarmd import config, logs
     from swarmd.gateway.keys import Keys
     from swarmd.gateway.listening import open_listener
+    from swarmd.resources import count_processors
 
     membership().swarm()
     settings = config.load(home().folder).check().gateway
@@ -57,7 +58,8 @@ def gateway(
 
     logs.configure_child("%(asctime)s %(levelname).1s %(message)s", logging.INFO)
     logging.getLogger("libp2p").setLevel(logging.ERROR)
-    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the rest is for a worker that serves here
+    n_threads = min(torch.get_num_threads(), count_processors())
+    torch.set_num_threads(max(1, n_threads // 2))  # the rest is for a worker that serves here
 
     def ready(url: str) -> None:
         print(f"The gateway is at {url} (OpenAI's clients: base URL {url}/v1)", flush=True)

@@ -172,16 +172,9 @@ def _print_summary(n_tokens: int, seconds: float, chain: Iterable[str]) -> None:
 
 def _read_stdin() -> str:
     """Read the prompt from standard input. Raises ConfigError for what is no UTF-8."""
-    from swarmd.errors import ConfigError
+    from swarmd.text_files import decode_text
 
-    raw = sys.stdin.buffer.read()
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"the prompt on standard input is not UTF-8: byte {error.start + 1} is 0x{raw[error.start]:02x}; "
-            "convert it first, for example with iconv -f latin1 -t utf-8"
-        ) from None
+    return decode_text(sys.stdin.buffer.read(), "the prompt on standard input")
 
 
 def _generate_here(swarm: Any, model: Any, task: _Task, as_json: bool) -> None:

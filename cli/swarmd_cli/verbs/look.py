@@ -136,10 +136,11 @@ def _hosting_rows(hosting: HostingStatus) -> list[list[str]]:
     tuning = hosting.tuning
     if serving is None or worker is None or server is None or tuning is None:
         return [["serving", f"nothing now ({hosting.wanted} is wanted); {hosting.state}: {hosting.why}"]]
+    last_end = f"; the last because {worker.last_end}" if worker.last_end else ""
     rows = [
         ["serving", f"{serving.name} blocks {span_text(serving.blocks)}: {serving.why}"],
         ["state", f"{hosting.state}: {hosting.why}"],
-        ["worker", f"{worker.state}: {worker.why} (restarts: {worker.restarts})"],
+        ["worker", f"{worker.state}: {worker.why} (restarts: {worker.restarts}{last_end})"],
     ]
     if worker.batching:
         rows += [["batching", worker.batching], ["kernels", worker.kernels or ""]]
@@ -425,11 +426,16 @@ def _check_folder(folder: Path) -> tuple[str, bool | None, str]:
     return "state folder", True, str(folder)
 
 
+def _check_addresses(addresses: tuple[str, ...]) -> list[tuple[str, bool | None, str]]:
+    from swarmd.net.interfaces import is_loopback
+
+    only_here = "; no other machine can dial that" if is_loopback(addresses) else ""
+    return [("announced as", None if only_here else True, address + only_here) for address in addresses[:1]]
+
+
 def _check_daemon(daemon_status: DaemonStatus) -> list[tuple[str, bool | None, str]]:
     checks: list[tuple[str, bool | None, str]] = []
     checks.append(("this peer", True, _full_label(daemon_status.peer, daemon_status.name)))
-    n_others = daemon_status.members - 1
-    checks.append(("other members", n_others > 0, f"{n_others} known; {daemon_status.directory.reason}"))
     reach = daemon_status.reach
     if reach is not None:
         is_reached = reach.state == "open" or bool(reach.relays)
@@ -439,7 +445,7 @@ def _check_daemon(daemon_status: DaemonStatus) -> list[tuple[str, bool | None, s
             if reach.is_behind_another:
                 remedy = "; a port forwarded at this router does not help: one at the router behind it may"
         checks.append(("reached by others", is_reached, reach.why + remedy))
-        checks += [("announced as", True, address) for address in daemon_status.addresses[:1]]
+        checks += _check_addresses(daemon_status.addresses)
     for row in daemon_status.health:
         checks.append((row.kind, row.is_fine, health_text(row)))
     policy = daemon_status.policy
@@ -447,7 +453,8 @@ def _check_daemon(daemon_status: DaemonStatus) -> list[tuple[str, bool | None, s
         checks.append(("policy", policy.may_work or None, policy.why))
     for hosting in daemon_status.hosting:
         name = hosting.serving.name if hosting.serving else hosting.wanted
-        is_fine = hosting.state in ("online", "loading", "fetching")
+        comes_back = hosting.worker is not None and hosting.worker.last_end != ""
+        is_fine = hosting.state == "online" or (hosting.state in ("loading", "fetching") and not comes_back)
         checks.append((f"serving {name}", is_fine, f"{hosting.state}: {hosting.why}"))
     for model in merge_names(daemon_status.models):
         lacking = model.help or _missing_text(model)

@@ -77,6 +77,8 @@ class ControlServices(Protocol):
 
     def addresses(self) -> answers.AddressesAnswer: ...
 
+    async def meet(self, addresses: str) -> answers.MeetAnswer: ...
+
     async def ping(self, peer: str) -> answers.PingAnswer: ...
 
     def downloads(self) -> answers.DownloadsAnswer: ...
@@ -153,6 +155,7 @@ VERBS = (
     _get("addresses", answers.AddressesAnswer, lambda d, q: d.addresses()),
     _get("downloads", answers.DownloadsAnswer, lambda d, q: d.downloads()),
     _get("here", answers.HereAnswer, lambda d, q: d.here(**q), "model"),
+    _post("meet", answers.MeetAnswer, lambda d, q: d.meet(**q), "addresses"),
     _post("ping", answers.PingAnswer, lambda d, q: d.ping(**q), "peer"),
     _post("pull", answers.PullAnswer, lambda d, q: d.pull(**q), "model", "blocks"),
     _post("rm", answers.RemoveAnswer, lambda d, q: d.remove(**q), "model"),
