@@ -243,8 +243,8 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "cache": {"compiled", "model"},
         "passes": {"cache", "compiled", "cuda", "hardware", "linear", "model"},
         "checkpoints": {"cache", "model", "passes"},
-        "llama_cpp": {"checkpoints"},
-        "serving": {"cache", "hardware", "model", "passes"},
+        "llama_cpp": {"cache", "checkpoints"},
+        "serving": {"cache", "hardware", "llama_cpp", "model", "passes"},
         "runs": {"hardware", "model"},
     },
     "train": {

@@ -32,11 +32,13 @@ class ComputeError(RuntimeError):
 class ContextSize:
     """What is reserved: tokens of all sequences together, sequences, new tokens at a time, and threads.
 
+    ``n_states``: sequences of a family that remembers in states, each of which takes its memory at once.
     ``n_positions``: of each token, where hidden states are put in (``cut_rules.Cut``).
     """
 
     n_tokens: int
     n_sequences: int
+    n_states: int = 4
     n_new: int = 512
     n_threads: int = 1
     n_positions: int = 1
@@ -62,6 +64,10 @@ class LlamaContext:
         self._outputs: dict[int, list[np.ndarray]] = {}
         self._model = _load_model(self._library, path)
         self.width: int = self._library.llama_model_n_embd(self._model)
+        self.is_recurrent = any(
+            ask(self._model) for ask in (self._library.llama_model_is_recurrent, self._library.llama_model_is_hybrid)
+        )
+        self.n_sequences = size.n_states if self.is_recurrent else size.n_sequences
         self._decide = Decision(self._take_output)  # for as long as the library may call it
         self._context = self._make_context(path)
         self._memory = self._library.llama_get_memory(self._context)
@@ -113,9 +119,17 @@ class LlamaContext:
         self.crop(target, 0)
         self._library.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
+    def count_tokens(self, sequence: int) -> int:
+        """How many tokens a sequence has."""
+        return int(self._library.llama_memory_seq_pos_max(self._memory, sequence)) + 1
+
+    def count_state_bytes(self, sequence: int) -> int:
+        """How many bytes ``take_state`` gives."""
+        return int(self._library.llama_state_seq_get_size(self._context, sequence))
+
     def take_state(self, sequence: int) -> bytes:
         """Return all that is kept of a sequence, for another worker with the same kind of caches."""
-        n_bytes = self._library.llama_state_seq_get_size(self._context, sequence)
+        n_bytes = self.count_state_bytes(sequence)
         buffer = c.create_string_buffer(n_bytes)
         n_written = self._library.llama_state_seq_get_data(self._context, buffer, n_bytes, sequence)
         return buffer.raw[:n_written]
@@ -132,7 +146,7 @@ class LlamaContext:
         params = self._library.llama_context_default_params()
         params.n_ctx = self._size.n_tokens
         params.n_batch = params.n_ubatch = self._size.n_new
-        params.n_seq_max = self._size.n_sequences
+        params.n_seq_max = self.n_sequences
         params.n_threads = params.n_threads_batch = self._size.n_threads
         params.kv_unified = True  # else only a worker with as many sequences would take a state
         params.flash_attn_type = FLASH_ATTENTION

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -10,6 +11,7 @@ import numpy as np
 
 from swarmd.compute.checkpoints.gguf_header import ARRAY, GgufHeader
 from swarmd.compute.llama_cpp.cut_rules import Cut, CutTensor, GgufSetting, TensorSource, WholeFile
+from swarmd.errors import ConfigError
 
 COPY_BYTES = 1 << 20  # of a tensor at a time: adding a model takes no memory to speak of
 
@@ -25,7 +27,8 @@ def describe_whole(header: GgufHeader) -> WholeFile:
         for name, value in header.settings.items()
         if name.startswith(prefix)
     }
-    tensors = [TensorSource(tensor.name, tensor.shape, tensor.kind) for tensor in header.tensors.values()]
+    by_name = sorted(header.tensors.values(), key=lambda tensor: tensor.name)
+    tensors = [TensorSource(tensor.name, tensor.shape, tensor.kind) for tensor in by_name]
     return WholeFile(header.architecture, settings, tensors)
 
 
@@ -48,7 +51,7 @@ def write_cut(architecture: str, cut: Cut, read: ReadTensor, path: Path) -> None
         element = GGUFValueType(kind[1]) if kind[0] == ARRAY else None
         writer.add_key_value(f"{architecture}.{name}", value, GGUFValueType(kind[0]), sub_type=element)
     writer.add_tokenizer_model("no_vocab")
-    sizes = [count_bytes(tensor) for tensor in cut.tensors]
+    sizes = [count_bytes(tensor.kind, tensor.shape) for tensor in cut.tensors]
     for tensor, n_bytes in zip(cut.tensors, sizes, strict=True):
         bits = GGMLQuantizationType(tensor.kind)
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), n_bytes, raw_dtype=bits)
@@ -73,12 +76,15 @@ def _read_part(tensor: CutTensor, read: ReadTensor, offset: int, n_bytes: int) -
     return part if tensor.factor == 1.0 else (np.frombuffer(part, "<f4") * np.float32(tensor.factor)).tobytes()
 
 
-def count_bytes(tensor: CutTensor) -> int:
-    """How many bytes a tensor takes at its bits."""
+def count_bytes(kind: int, shape: tuple[int, ...]) -> int:
+    """How many bytes a tensor takes at its bits. Raises ConfigError for a kind or a shape that ggml does not have."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # late: an extra, which GGUF alone needs
 
-    n_numbers = 1
-    for extent in tensor.shape:
-        n_numbers *= extent
-    n_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
-    return n_numbers // n_block * block_bytes
+    if kind not in set(GGMLQuantizationType):
+        raise ConfigError(f"a tensor is of kind {kind}, which ggml does not have")
+    n_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    if shape[-1] % n_block:
+        raise ConfigError(
+            f"a tensor of kind {kind} has rows of {shape[-1]} numbers, which are no whole blocks of {n_block}"
+        )
+    return math.prod(shape) // n_block * block_bytes

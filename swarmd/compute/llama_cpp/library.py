@@ -51,6 +51,8 @@ FUNCTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "llama_model_free": (None, _pointer),
         "llama_model_n_embd": (_int, _pointer),
         "llama_model_n_layer": (_int, _pointer),
+        "llama_model_is_recurrent": (_bool, _pointer),
+        "llama_model_is_hybrid": (_bool, _pointer),
         "llama_init_from_model": (_pointer, _pointer, ContextParams),
         "llama_free": (None, _pointer),
         "llama_set_n_threads": (None, _pointer, _int, _int),

@@ -248,6 +248,7 @@ def _load_request(services: HostingServices, settings: Serve, served: ServedBloc
         kv_cache=settings.kv_cache,
         head=settings.head,
         compiled=settings.compiled == "auto",
+        cache_tokens=settings.cache_tokens,
         threads=settings.threads,
         device=settings.device,
         history_bytes=config.history_mib << 20,

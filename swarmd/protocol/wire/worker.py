@@ -23,6 +23,7 @@ class LoadSpan(Message, tag="load", frozen=True):
     """Daemon to worker: load blocks [start, end) of the checkpoint in ``path``; with ``head`` what is behind, too.
 
     Without ``compiled`` no code is compiled for this CPU: the library's own kernels compute all of it.
+    ``cache_tokens``: of all sessions, for engines that reserve them at once.
     """
 
     path: FilePath = ""
@@ -41,6 +42,7 @@ class LoadSpan(Message, tag="load", frozen=True):
     spill_folder: FilePath = ""
     head: bool = False
     compiled: bool = True
+    cache_tokens: Count = 0
 
 
 class Rest(Message, tag="rest", frozen=True):

@@ -14,7 +14,8 @@ import torch
 
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.serving.engine import Engine, LoadedEngine, LoadSignals
-from swarmd.compute.serving.engines import EngineKind, NoFineTuning, load_engine
+from swarmd.compute.serving.engines import EngineKind, load_engine
+from swarmd.compute.serving.no_fine_tuning import NoFineTuning
 from swarmd.compute.serving.worker import Worker
 from swarmd.errors import ConfigError
 from swarmd.protocol.wire import messages, worker
