@@ -21,7 +21,7 @@ from typing import Any
 
 import trio
 
-from swarmd.errors import IntegrityError
+from swarmd.errors import ConfigError, IntegrityError, SwarmError
 from swarmd.protocol.accounts import usage_receipt as bills
 from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 
@@ -33,6 +33,7 @@ BUSY_TIMEOUT_S = 5.0  # for another process of this home to finish writing
 KEPT_S = 731 * 86_400  # two years of bills: of a busy server some 100 MB
 MOST_NAMED = 3  # peers of a voucher
 DAY_S = 86_400  # what the plot counts by
+PRIMARY_CODE = 0xFF  # of SQLite's result codes, which say more in their other bits
 _SCHEMA = """
 create table if not exists bills (
     giver text, taker text, voucher blob, session blob, start integer, amount integer, n_tokens integer, at integer,
@@ -97,24 +98,28 @@ class _Database:
         self.file = file
 
     def write(self, rows: Mapping[str, Sequence[tuple[object, ...]]]) -> None:
-        """Execute statements, each with all of its rows, at once or not at all. Raises sqlite3.Error."""
-        with closing(self._open()) as database, database:
-            for statement, values in rows.items():
-                database.executemany(statement, values)
+        """Execute statements, each with all of its rows, at once or not at all. Raises as ``query``."""
+        assert self.file is not None
+        try:
+            with closing(self._open(self.file)) as database, database:
+                for statement, values in rows.items():
+                    database.executemany(statement, values)
+        except sqlite3.Error as error:
+            raise explain_failure(self.file, error) from None
 
     def query(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        """Return the rows of a query. Raises IntegrityError for a file that is damaged."""
+        """Return the rows of a query. Raises IntegrityError for a file that is damaged, else ConfigError."""
         if self.file is None or not self.file.is_file():
             return []
         try:
-            with closing(self._open()) as database, database:
+            with closing(self._open(self.file)) as database, database:
                 return database.execute(query, values).fetchall()
         except sqlite3.Error as error:
-            raise IntegrityError(f"{self.file} cannot be read: {error}; move it away to begin anew") from None
+            raise explain_failure(self.file, error) from None
 
-    def _open(self) -> sqlite3.Connection:
-        assert self.file is not None
-        database = sqlite3.connect(self.file, timeout=BUSY_TIMEOUT_S)
+    @staticmethod
+    def _open(file: Path) -> sqlite3.Connection:
+        database = sqlite3.connect(file, timeout=BUSY_TIMEOUT_S)
         database.execute("pragma journal_mode = wal")
         database.execute("pragma synchronous = normal")
         database.executescript(_SCHEMA)
@@ -162,7 +167,7 @@ class UsageLedger:
     async def keep(self) -> None:
         """Write what came now and then, until cancelled, and at the end; first forget what is very old."""
         if self.are_kept:
-            await trio.to_thread.run_sync(self.prune, int(time.time()) - KEPT_S)
+            await trio.to_thread.run_sync(self.forget_old)
         try:
             while True:
                 await trio.sleep(SAVE_INTERVAL_S)
@@ -186,35 +191,46 @@ class UsageLedger:
         served_rows = [(day, voucher, n) for (day, voucher), n in served.items()]
         try:
             self._database.write({_ADD: bill_rows, _COUNT: counted_rows, _SERVE: served_rows})
-        except sqlite3.Error as error:
-            logger.warning("%d bills are not written to %s yet: %s", len(waiting), self._database.file, error)
+        except SwarmError as error:
+            logger.warning("%d bills are not written yet: %s", len(waiting), error)
             self._waiting = [*waiting, *self._waiting][-MAX_WAITING:]
             self._counted += counted
             self._served += served
+
+    def forget_old(self) -> None:
+        """Forget what is very old beside the newest that is kept: a clock that is years ahead makes nothing old."""
+        try:
+            newest = self._database.query(
+                "select max(at) from (select at from bills union all select day * ? from served)", DAY_S
+            )
+        except SwarmError as error:
+            logger.warning("old bills stay: %s", error)
+            return
+        if newest and newest[0][0] is not None:
+            self.prune(min(int(time.time()), newest[0][0]) - KEPT_S)
 
     def prune(self, oldest_kept: int) -> None:
         """Forget bills from before a time, in unix seconds."""
         try:
             self._database.query("delete from bills where at < ?", oldest_kept)
             self._database.query("delete from served where day < ?", oldest_kept // DAY_S)
-        except IntegrityError as error:
+        except SwarmError as error:
             logger.warning("old bills stay: %s", error)
 
     def counted(self, since: int = 0) -> dict[UsageKind, int]:
-        """What was counted since the day of a time in unix seconds. Raises IntegrityError for a damaged file."""
+        """What was counted since the day of a time in unix seconds. Raises as ``_Database.query``."""
         rows = dict(self._database.query("select what, sum(n) from counted where day >= ? group by 1", since // DAY_S))
         return {kind: rows.get(str(kind), 0) for kind in UsageKind}
 
     def served(self, since: int = 0) -> dict[bytes, int]:
-        """Tokens times blocks that were computed here, by voucher, signed for or not. Raises IntegrityError."""
+        """Tokens times blocks that were computed here, by voucher, signed for or not. Raises as ``_Database.query``."""
         rows = self._database.query("select voucher, sum(n) from served where day >= ? group by 1", since // DAY_S)
         return dict(rows)
 
     def sums(self, me: str, own_voucher: bytes, since: int = 0) -> list[UsageSum]:
         """By voucher, the largest first: what ``me`` computed it gave; other bills here are what its clients took.
 
-        Between guests of one voucher nothing counts, for they may be one machine. Raises IntegrityError for a file that
-        is damaged.
+        Between guests of one voucher nothing counts, for they may be one machine. Raises as ``_Database.query``.
         """
         totals: dict[bytes, _Total] = {}
         query = (
@@ -264,6 +280,24 @@ class UsageLedger:
                 raise IntegrityError(f"the books say {amount} for a bill of {bill.amount}: they were changed")
             n_bills += 1
         return n_bills
+
+
+# A reader opens the file as writers do, and SQLite writes beside it (its -wal and -shm) before anything is read. So a
+# full disk or a missing permission keeps books from being read, which are as they should be: only for a damaged file
+# the advice is to give it up.
+def explain_failure(file: Path, error: sqlite3.Error) -> SwarmError:
+    """Say what keeps SQLite from a file, and what helps."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    if code & PRIMARY_CODE == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE:
+        return ConfigError(f"{file} cannot be used: its disk is full, or its user's quota is: make room")
+    if code & PRIMARY_CODE in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        remedy = "it and its folder have to be its user's, and their disk mounted for writing"
+        return ConfigError(f"{file} cannot be opened ({error}): {remedy}")
+    if code & PRIMARY_CODE in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return ConfigError(f"{file} is in use by another process: try again in a moment")
+    if code & PRIMARY_CODE == sqlite3.SQLITE_IOERR:
+        return ConfigError(f"{file} cannot be used: its disk fails, or is full ({error})")
+    return IntegrityError(f"{file} cannot be read: {error}; move it away to begin anew")
 
 
 def _row(bill: UsageReceipt, signed: SignedUsageReceipt, voucher: bytes) -> tuple[object, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import io
 import json
 import re
+import tokenize
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +68,41 @@ def test_what_is_documented_exists() -> None:
     assert set(re.findall(r"\d+", line)) == {str(k.exit_code) for k in kinds} | {"0", str(INTERRUPTED)}
 
 
-def test_paths_that_documents_name_exist() -> None:
-    for document in [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]:
-        for path in re.findall(r"\b(?:docs|tests|benchmarks|examples)/[\w/.-]+\.(?:md|py)", document.read_text()):
-            assert (ROOT / path).exists(), f"{document.name} names {path}"
+PATH = re.compile(r"(?<![\w/.:<>{}*-])((?:\.\./)*[\w-]+(?:/[\w.-]+)+\.(?:py|md|sh|json|toml|yaml|html|js))\b")
+PLACES = (ROOT, ROOT / "swarmd", ROOT / "cli" / "swarmd_cli")  # that a path may begin in
+RECORDS = ROOT / "docs" / "decisions"  # name what there was when they were taken
+TREES = ("swarmd", "cli", "tests", "tools", "benchmarks", "examples", "docs", "findings")
+
+
+def prose_of(path: Path) -> str:
+    """What a file says to its readers: a page's text, a module's comments and docstrings."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        return text
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    tree = ast.parse(text)
+    parts = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    parts += [str(value.value) for value in statements if isinstance(value, ast.Constant)]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return "\n".join([*parts, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
+
+
+def test_paths_that_pages_docstrings_and_comments_name_exist() -> None:
+    paths = [path for tree in TREES for path in (ROOT / tree).rglob("*") if path.suffix in (".py", ".md")]
+    named = {}
+    for path in (*ROOT.glob("*.md"), *paths):
+        if RECORDS not in path.parents:
+            named[path] = set(PATH.findall(prose_of(path)))
+    assert sum(map(len, named.values())) > 300, "they are found"
+    missing = [
+        f"{path.relative_to(ROOT)} names {name}"
+        for path, names in named.items()
+        for name in sorted(names)
+        if name.startswith("..") or not any((place / name).exists() for place in (*PLACES, path.parent))
+    ]
+    assert not missing
+    assert not [path for path in named if path != Path(__file__) and "shared facts" in prose_of(path)]
 
 
 def test_readme_begins_with_the_two_commands() -> None:

@@ -77,7 +77,7 @@ SEEN: dict[str, dict[str, str]] = {
         "node.worker.worker_link.STALL_LOADING_S": "the same while it loads",
         "node.serving.deployment.DRAIN_S": "`down` and `drain` wait no longer for sessions to move",
         "node.serving.deployment.GRACE_S": "`pause` waits no longer for caches to be handed over",
-        "plan.owner.health.CLOCK_S": "`doctor` says that the clock is wrong beyond it",
+        "plan.owner.clock.CLOCK_S": "`doctor` says that the clock is wrong beyond it",
         "plan.owner.health.LEAST_DISK_BYTES": "`doctor` says that the disk is full below it",
         "plan.chains.placement.MAX_MOVES_PER_DAY": "a server that chooses its blocks moves no oftener",
         "plan.trust.standing.FIRST_BAN_S": "a member at fault is banned for this long, then twice as long each time",

@@ -1,7 +1,7 @@
 """A network in memory with the same API as libp2p's: latency, bandwidth, crashes and cuts, in virtual time.
 
 A ``SimWorld`` is seeded and holds every peer; tests run it under trio's MockClock with deterministic scheduling
-(tests/sim/conftest.py). What a cut or crash does here is what TCP does: a crash is seen by the others at once, a
+(tests/conftest.py). What a cut or crash does here is what TCP does: a crash is seen by the others at once, a
 cut is silence until somebody's deadline.
 """
 

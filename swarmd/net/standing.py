@@ -14,7 +14,16 @@ import msgspec
 import trio
 
 from swarmd.errors import ConfigError
-from swarmd.plan.trust.standing import Fault, FaultHistory, is_allowed, is_banned, is_shunned, leave_out, record_fault
+from swarmd.plan.trust.standing import (
+    LONGEST_BAN_S,
+    Fault,
+    FaultHistory,
+    is_allowed,
+    is_banned,
+    is_shunned,
+    leave_out,
+    record_fault,
+)
 from swarmd.protocol.untrusted import read_json
 from swarmd.status import FaultRow, StandingRow
 from swarmd.values import PeerId
@@ -64,8 +73,8 @@ class StandingFile:
             return False
         return True
 
-    def read(self) -> dict[PeerId, FaultHistory]:
-        """Read what was held against others; nothing of a file that is damaged."""
+    def read(self, now: float) -> dict[PeerId, FaultHistory]:
+        """Read what was held against others, at unix seconds ``now``; nothing of a file that is damaged."""
         if not self._path.is_file():
             return {}
         try:
@@ -73,11 +82,15 @@ class StandingFile:
         except ConfigError as error:
             logger.warning("%s", error)
             return {}
+        # The clock may have been wrong when this was written, or may be now: no ban gets longer than bans are.
+        for record in records.values():
+            record.at = min(record.at, now)
+            record.banned_until = min(record.banned_until, now + LONGEST_BAN_S)
         return {PeerId(peer): FaultHistory(**msgspec.structs.asdict(record)) for peer, record in records.items()}
 
 
 class Standing:
-    """See the module. ``file`` keeps it between runs; ``clock`` is unix seconds where there is one."""
+    """See the module. ``file`` keeps it between runs; ``clock`` is unix seconds that nobody sets, if there are any."""
 
     def __init__(
         self,
@@ -86,7 +99,7 @@ class Standing:
     ) -> None:
         self._clock = clock
         self._file = StandingFile(file) if file is not None else None
-        self._histories = self._file.read() if self._file is not None else {}
+        self._histories = self._file.read(clock()) if self._file is not None else {}
         self._banned: list[PeerId] = []
         self._news = trio.Event()
         self._is_saved = True

@@ -82,6 +82,7 @@ class Collaboration:
             )
         _check_optimizer(self.run.recipe, optimizer)
         self._model = model
+        self._sequence = 0
         self._parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._source = _LoopSource(self._parameters, self.run.recipe, lambda: self._is_over())
         self._folder = tempfile.TemporaryDirectory(prefix="swarmd-run-")
@@ -208,12 +209,13 @@ class Collaboration:
 
     async def _announce_record(self) -> None:
         now = int(time.time())
+        self._sequence = max(self._sequence + 1, int(time.time() * 1000))  # also where the clock was set back
         fields = self._trainer.record()
         del fields["kind"]
         certificate_ends_at = self._swarm.exchange.roster.pass_of(self._swarm.certificate).ends_at
         record = RunRecord(
             peer=self._swarm.identity.peer_id,
-            sequence=int(time.time() * 1000),
+            sequence=self._sequence,
             issued_at=now,
             expires_at=expiry_of(now, certificate_ends_at),
             certificate=self._swarm.certificate,

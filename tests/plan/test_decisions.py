@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from swarmd.errors import Code, ConfigError, NoRoute, Refused
 from swarmd.plan.chains.cache_admission import CacheLedger
 from swarmd.plan.chains.codec import choose_codec
-from swarmd.plan.chains.memory import blocks_that_fit, tensor_bytes
+from swarmd.plan.chains.memory import blocks_that_fit, loaded_bits, tensor_bytes
 from swarmd.plan.chains.placement import (
     Holder,
     choose_move,
@@ -303,7 +303,25 @@ def test_what_a_tensor_takes_in_memory_follows_dtype_and_bits() -> None:
     assert tensor_bytes((64, 32), "float32") == 2 * tensor_bytes((64, 32), "bfloat16") == 8_192
     assert tensor_bytes((64, 32), "bfloat16", "int8") == 64 * 32 * 8.25 / 8
     assert tensor_bytes((64, 32), "bfloat16", "nf4") == 64 * 32 * 4.5 / 8
-    assert tensor_bytes((32,), "bfloat16", "nf4") == 64, "norms stay as they are"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "family", "kept"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", (64, 32), "llama", "int4"),
+        ("model.layers.0.input_layernorm.weight", (32,), "llama", "none"),
+        ("model.layers.0.mixer.A_log", (64, 16), "mamba", "none"),
+        ("model.layers.0.mlp.experts.7.up_proj.weight", (64, 32), "qwen3_moe", "none"),
+        ("model.layers.0.mlp.shared_experts.up_proj.weight", (64, 32), "deepseek_v3", "int4"),
+        ("model.layers.0.mlp.experts.gate_up_proj", (4, 64, 32), "gpt_oss", "none"),
+        ("transformer.h.0.mlp.c_fc.weight", (32, 128), "gpt2", "none"),
+        ("model.layers.0.mlp.up_proj.weight", (64, 48), "llama", "int8"),
+    ],
+)
+def test_of_quantised_blocks_only_matrices_of_linear_layers_shrink(
+    name: str, shape: tuple[int, ...], family: str, kept: str
+) -> None:
+    assert loaded_bits(name, shape, "int4", family) == kept
 
 
 def test_cache_is_promised_once_and_shared_fairly() -> None:

@@ -13,6 +13,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from swarmd.plan.owner.restarts import WorkerEnd
 from swarmd.protocol.fields import Message
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.models import manifest
@@ -57,9 +58,9 @@ class Process:
         async for data in self._receive:
             yield data
 
-    def kill(self) -> int:
+    def kill(self) -> WorkerEnd:
         self._send.close()
-        return -signal.SIGKILL
+        return WorkerEnd(-signal.SIGKILL)
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ async def test_a_worker_that_is_killed_from_outside_is_started_again_each_time(s
     killed = source(lambda request: None)
     await killed.open()
     for _ in range(5):
-        with pytest.raises(SourceLost, match="it ended"):
+        with pytest.raises(SourceLost, match="killed, by somebody or by the system for want of memory"):
             await killed.compute(0, 2, True, None)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from swarmd.compute.hardware.device import OwnerReserve
+from swarmd.compute.hardware.device import OwnerReserve, use_threads
 from swarmd.compute.hardware.preemption import Preempted
 from swarmd.compute.hardware.worker_process import serve_daemon
 from swarmd.compute.serving.daemon_socket import TICK_INTERVAL_S, DaemonSocket
@@ -213,8 +213,7 @@ class Worker:
 
     def _load_model(self, request: LoadSpan) -> Message:
         """Load blocks, and be ready for work; returns what the daemon is told."""
-        if request.threads:
-            torch.set_num_threads(request.threads)
+        use_threads(request.threads)
         OwnerReserve.n_bytes = request.leave_free_bytes
         try:
             loaded = load_engine(request, LoadSignals(self._on_block, self._tell_progress), self._engine_kinds)

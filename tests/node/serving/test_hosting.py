@@ -115,7 +115,7 @@ async def test_a_worker_that_ends_is_loading_again_not_online(virtual_time: Mock
         assert process is not None
         process.kill()
         await until(served, HostingState.LOADING)
-        assert "ended" in served.lifecycle.why
+        assert "killed" in served.lifecycle.why
         await until(served, HostingState.ONLINE)
 
 
