@@ -160,7 +160,7 @@ def test_founding_and_a_daemon_that_is_not_running(tmp_path: Path) -> None:
         check=False,
     )
     assert latin.returncode == 2
-    assert b"is not UTF-8: byte 3 is 0xf6" in latin.stderr
+    assert b"is not UTF-8: line 1 has the byte 0xf6" in latin.stderr
     assert b"Traceback" not in latin.stderr
     listed = json.loads(swarmd("models", "ls", "--json", home=tmp_path).stdout)
     assert listed["schema"] == 1

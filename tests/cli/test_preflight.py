@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
 from pathlib import Path
 
@@ -117,3 +118,31 @@ def test_a_chat_stays_with_its_model_when_the_next_is_unknown(capsys: pytest.Cap
 def test_training_data_that_is_not_there_is_refused_before_a_model_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no file, and no hash of data"):
         require_data("nowhere.txt", tmp_path)
+
+
+ROW = b'{"text": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "words"),
+    [
+        ("x.jsonl", gzip.compress(ROW), r"it is compressed \(gzip\), expected UTF-8 text: unpack it first: gunzip"),
+        ("x.parquet", b"PAR1\0", "it is a Parquet file, expected UTF-8 text: write it as lines of JSON first"),
+        ("x.txt", "größer".encode("utf-16"), "it is UTF-16, expected UTF-8 text: convert it first"),
+        ("x.csv", b"text\na\n", r"it is a table, expected lines of JSON .* or plain text"),
+        ("x.jsonl.txt", ROW, "its first line is an object of JSON: name it .jsonl to have each line taken for a row"),
+    ],
+)
+def test_training_data_of_another_kind_is_refused_before_a_model_is_made(
+    tmp_path: Path, name: str, raw: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(ConfigError, match=rf"data: .*{name}: {words}"):
+        require_data(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.JSONL", "x.ndjson", "x.json", "x.txt", "x.py", "x"])
+def test_training_data_may_be_rows_or_any_plain_text(tmp_path: Path, name: str) -> None:
+    raw = ROW if "j" in name.lower() else b"\xef\xbb\xbf{ Gallia } est\n"
+    (tmp_path / name).write_bytes(raw)
+    require_data(name, tmp_path)

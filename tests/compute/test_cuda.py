@@ -156,7 +156,7 @@ def test_a_recorded_pass_gives_what_the_pass_gives(
     n_blocks = 2 if family == "llama" else 1
     span = LoadedSpan(checkpoints.make(family, tmp_path), Span(1, 1 + n_blocks), torch.float32)
     span.self_test()
-    span.layers = replace(span.layers, shape=None)  # on CPUs one call is another one
+    span.layers = replace(span.layers, shape=None)  # no fused kernel: on CPUs that would be taken
     selection, ragged = begin_selection(span), span.ragged
     assert selection is not None
     assert ragged is not None
@@ -199,8 +199,8 @@ def test_a_recorded_pass_becomes_the_first_row_where_it_is_faster_than_a_traced_
     select_backends(span)
     table = span.table(Span(1, 2))
     assert [type(row.backend) for row in table.rows] == [graphs.GraphedPass, TracedBackend]
-    assert table.reason == "time of one call against operators: 0.20 for 8 (0.50 of a straight line)"
-    assert span.explain_kernels().action.endswith("up to 8 tokens by one call")
+    assert table.reason == "time of a CUDA graph against operators: 0.20 for 8 (0.50 of a straight line)"
+    assert span.explain_kernels().action.endswith("up to 8 tokens by a CUDA graph")
 
 
 class TestOnCuda:
@@ -220,11 +220,11 @@ class TestOnCuda:
 
     @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_a_few_tokens_take_one_call(self, dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
+    def test_a_few_tokens_take_a_graph(self, dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
         span = LoadedSpan(checkpoints.make("llama", tmp_path), Span(1, 5), dtype, LoadOptions("cuda", kind))
         span.self_test()
         select_backends(span)
-        assert "by one call" in span.explain_kernels().action, span.explain_kernels()
+        assert "by a CUDA graph" in span.explain_kernels().action, span.explain_kernels()
 
     @pytest.mark.parametrize("kind", ["int8", "int4"])
     def test_few_bits_lose_what_they_lose_on_a_cpu(self, kind: str, tmp_path: Path) -> None:
