@@ -195,7 +195,7 @@ def initialise_model(folder: Path, recipe: Recipe, models: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from swarmd.compute.model.skeleton import building, read_config
+    from swarmd.compute.model.plain_config import building, read_config
     from swarmd.protocol.models.manifest import FILES
 
     sources = [name for name in ("config.json", *FILES) if (folder / name).is_file()]

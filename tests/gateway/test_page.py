@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from playwright import sync_api as playwright
 
-from tests.gateway.page_stage import CHROMIUM, Stage, model, run, stage, swarm
+from tests.gateway.page_stage import CHROMIUM, Stage, model, run, stage, started_chromium, swarm
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,10 +18,16 @@ pytestmark = [
 NOTE = "form [role=status]"
 
 
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with started_chromium() as started:
+        yield started
+
+
 @pytest.fixture
-def browser() -> Iterator[Stage]:
-    with stage() as executable:
-        yield executable
+def browser(chromium: Any) -> Iterator[Stage]:
+    with stage(chromium) as shown:
+        yield shown
 
 
 def test_a_model_that_cannot_chat_is_marked_with_the_reason(browser: Stage) -> None:

@@ -212,7 +212,7 @@ def _generate(
         from transformers.generation.streamers import BaseStreamer
 
         import swarmd.client.blocking
-        from swarmd.compute.model.skeleton import quiet
+        from swarmd.compute.model.plain_config import quiet
 
     from swarmd.home.models import bundled_folder
     from swarmd.plan.chains.routing import Hop

@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import GgufConfig
 from swarmd.compute.checkpoints.gguf_header import GgufHeader, read_header
 from swarmd.compute.checkpoints.gguf_settings import ONE_READER, changes, check_settings, used_here
 from swarmd.compute.checkpoints.gguf_tokenizer import check_words, mend
-from swarmd.compute.model.skeleton import building
+from swarmd.compute.model.plain_config import building
 from swarmd.errors import ConfigError
 from swarmd.resources import measure_memory
 
