@@ -6,12 +6,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 SEEDS  ?= 20
 
-# the tests in parts, the longest first: two cores take one part after the other, and end at about the same time
-TRAINING := $(addprefix tests/real/test_,training.py collaboration.py weights.py tuning.py tune_command.py) \
-    tests/cli/test_train_commands.py
+# The tests in parts, the longest first: two cores take one part after the other, and end at about the same time. Every
+# part that starts processes first imports all that they need, some 25 s: so there are few. Last come those that share a
+# swarm of a real model.
 SERVING  := $(addprefix tests/real/test_,swarm.py families.py drain.py hosting.py)
-GATEWAY  := $(addprefix tests/real/test_,page.py clients.py gateway.py)
-PARTS    := quick slow-gateway slow-rest slow-training slow-serving
+SMOL     := $(addprefix tests/real/test_,clients.py gateway.py)
+SLOWS    := $(shell grep -rl --include='test_*.py' 'mark\.slow' tests | sort)
+REST     := $(filter-out $(SERVING) $(SMOL),$(SLOWS)) $(SMOL)
+PARTS    := slow-rest quick slow-serving
 PYTEST   := $(BIN)/pytest -p no:cacheprovider
 SLOW     := $(PYTEST) -m "slow and not prove"
 
@@ -70,7 +72,7 @@ check: setup
 
 test:
 	@$(MAKE) --no-print-directory -j2 setup clients
-	@$(MAKE) --no-print-directory -j2 -Otarget check $(PARTS)
+	@$(MAKE) --no-print-directory -j2 -Otarget $(PARTS) check
 
 # kernels for cards, by Triton's interpreter: 190 MB that whoever only tries swarmd does not need
 $(VENV)/.triton: constraints.txt | setup
@@ -79,14 +81,10 @@ $(VENV)/.triton: constraints.txt | setup
 
 quick: setup $(VENV)/.triton
 	$(PYTEST) -m "not prove and not slow"
-slow-training: setup
-	$(SLOW) $(TRAINING)
+slow-rest: setup clients
+	$(SLOW) $(REST)
 slow-serving: setup
 	$(SLOW) $(SERVING)
-slow-gateway: setup clients
-	$(SLOW) $(GATEWAY)
-slow-rest: setup
-	$(SLOW) $(addprefix --ignore=,$(TRAINING) $(SERVING) $(GATEWAY))
 
 prove: setup
 	$(BIN)/pytest -m prove --ignore=tests/compute/test_families.py

@@ -70,6 +70,7 @@ class WorkerStatus(Status, frozen=True, kw_only=True):
     why: str
     batching: str | None
     kernels: str | None
+    last_end: str = ""  # why the worker before it ended by itself
 
 
 class ServingStatus(Status, frozen=True, kw_only=True):
@@ -238,7 +239,10 @@ class PolicyStatus(Status, frozen=True, kw_only=True):
 
 
 class DaemonStatus(Status, frozen=True, kw_only=True):
-    """``serving``, ``worker``, ``server``, ``training`` and ``balance`` are those of the first of ``hosting``."""
+    """``serving``, ``worker``, ``server``, ``training`` and ``balance`` are those of the first of ``hosting``.
+
+    ``name`` is what others are told that this machine is called.
+    """
 
     swarm: str
     peer: str
@@ -261,6 +265,7 @@ class DaemonStatus(Status, frozen=True, kw_only=True):
     policy: PolicyStatus | None = None
     reach: ReachStatus | None = None
     health: tuple[HealthRow, ...] = ()
+    name: str = ""
 
 
 class ProbeRow(Status, frozen=True, kw_only=True):

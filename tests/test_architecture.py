@@ -18,12 +18,18 @@ PACKAGES = (ROOT / "swarmd", ROOT / "cli" / "swarmd_cli")
 
 LAYERS = {
     "swarmd.values": 0,
+    "swarmd.clocks": 0,
     "swarmd.errors": 0,
+    "swarmd.cgroups": 0,
     "swarmd.config": 0,
     "swarmd.folders": 0,
     "swarmd.hours": 0,
     "swarmd.importing": 0,
+    "swarmd.logs": 0,
+    "swarmd.text_files": 0,
     "swarmd.names": 0,
+    "swarmd.printable": 0,
+    "swarmd.resources": 0,
     "swarmd.status": 0,
     "swarmd.run_status": 0,
     "swarmd.member_status": 0,
@@ -54,6 +60,7 @@ FORBIDDEN = [
     ("swarmd.plan", "torch", "decisions are made in the daemon, which has no torch"),
     ("swarmd.plan", "libp2p", "decisions do not know the network"),
     ("swarmd.plan", "time", "decisions read no clock"),
+    ("swarmd.plan", "swarmd.clocks", "decisions read no clock"),
     ("swarmd.plan", "random", "decisions draw no random numbers of their own"),
     ("swarmd.compute", "trio", "the worker has no event loop"),
     ("swarmd.compute", "libp2p", "the worker has no network"),
@@ -83,6 +90,11 @@ def is_for_types(node: ast.AST) -> bool:
 
 
 @functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def modules(at_run_time: bool = False) -> dict[str, set[str]]:
     """Every module of the project with what it imports, imports for type-checking included unless told otherwise."""
     imports = {}
@@ -91,10 +103,8 @@ def modules(at_run_time: bool = False) -> dict[str, set[str]]:
             parts = path.relative_to(package.parent).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             imported: set[str] = set()
-            tree = ast.parse(path.read_text())
-            if at_run_time:
-                tree.body = [node for node in tree.body if not is_for_types(node)]
-            for node in ast.walk(tree):
+            body = [node for node in parsed(path).body if not (at_run_time and is_for_types(node))]
+            for node in itertools.chain.from_iterable(map(ast.walk, body)):
                 if isinstance(node, ast.Import):
                     imported |= {alias.name for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module:
@@ -131,6 +141,41 @@ def test_forbidden_import(package: str, target: str, why: str) -> None:
     assert not offenders, f"{offenders} import {target}: {why}"
 
 
+def opens_text_by_locale(call: ast.Call) -> bool:
+    """Does a call read or write text in whichever encoding the machine's locale has?"""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if "encoding" in {keyword.arg for keyword in call.keywords}:
+        return False
+    if name in ("read_text", "write_text"):
+        return isinstance(call.func, ast.Attribute)  # pathlib's
+    modes = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
+    return name in ("open", "fdopen", "NamedTemporaryFile", "TemporaryFile") and any(
+        m in modes for m in ("r", "w", "a")
+    )
+
+
+def test_text_files_are_utf8_in_every_locale() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for package in PACKAGES
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and opens_text_by_locale(node)
+    ]
+    assert not wrong, f'{wrong}: say encoding="utf-8"'
+
+
+def test_http_is_asked_from_three_places_only() -> None:
+    """A client that is made elsewhere would send prompts and tokens through the proxy of the environment."""
+    clients = {"httpx", "http.client", "urllib.request", "urllib3", "requests", "aiohttp"}
+    known = {
+        "swarmd.net.local",  # the daemon's Unix socket
+        "swarmd_cli.gateway_client",  # the gateway on loopback: never by a proxy
+        "swarmd.weights.hub",  # the hub, which proxies are for
+    }
+    assert {name for name, imported in modules().items() if imported & clients} == known
+
+
 def test_only_one_folder_knows_libp2p() -> None:
     offenders = [
         m
@@ -160,7 +205,7 @@ def unexplained(path: Path) -> list[str]:
     """Numbers of a module that have a name and no reason: neither a comment on their line nor a docstring below."""
     source = path.read_text()
     lines = source.splitlines()
-    body = ast.parse(source).body
+    body = parsed(path).body
     names = []
     for node, below in itertools.zip_longest(body, body[1:]):
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -186,6 +231,7 @@ BEGIN = "<!-- made by python -m tests.test_architecture -->"
 END = "<!-- end -->"
 
 
+@functools.cache
 def lengths() -> tuple[dict[str, int], dict[str, int]]:
     """Lines of every file, and of every function of it."""
     files = {}
@@ -195,7 +241,7 @@ def lengths() -> tuple[dict[str, int], dict[str, int]]:
             name = str(path.relative_to(ROOT))
             text = path.read_text()
             files[name] = len(text.splitlines())
-            for node in ast.walk(ast.parse(text)):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     functions[f"{name}:{node.name}"] = (node.end_lineno or 0) - node.lineno + 1
     return files, functions

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Annotated, Protocol
 
 import msgspec
@@ -29,6 +29,7 @@ from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import Network, Purpose, Stream, StreamHandler, Way
 from swarmd.net.inbound import is_scarce
 from swarmd.net.late_addresses import LateAddresses, NotThereError
+from swarmd.net.libp2p.segments import cap_segments
 from swarmd.net.tls import BROKEN, DirectStream, Tls
 from swarmd.net.traffic import Traffic
 from swarmd.protocol.untrusted import decode
@@ -47,6 +48,8 @@ TICKET_TIMEOUT_S = 3.0  # one request on a stream that is open
 AGAIN_AFTER_S = 300.0  # a firewall that said no will say it again
 HANDSHAKE_BYTES = 3_000  # of TLS, both ways
 MAX_TICKET_BYTES = 4_096  # a certificate of 2 KiB at most, and a token
+FIRST_DAY = datetime(1970, 1, 1, tzinfo=UTC)  # of a certificate that is pinned: no clock has a part in it
+LAST_DAY = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)  # RFC 5280, 4.1.2.5: that it never ends
 DIRECT: tuple[Purpose, ...] = ("interactive", "training", "averaging")  # by the byte that follows a token
 
 
@@ -140,6 +143,8 @@ class DirectNetwork:
             listeners = await trio.open_tcp_listeners(self._port, host=host)
         except OSError as error:
             raise NotThereError(str(error.strerror or error)) from None
+        for listener in listeners:
+            cap_segments(listener.socket)
         self._port = listeners[0].socket.getsockname()[1]
         return listeners
 
@@ -306,15 +311,14 @@ def _server_context() -> tuple[ssl.SSLContext, bytes]:
     """A TLS 1.3 context with a certificate made for this run; returns it with the certificate in DER."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "swarmd direct channel")])
-    now = datetime.now(UTC)
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=30))  # clocks differ
-        .not_valid_after(now + timedelta(days=3_650))
+        .not_valid_before(FIRST_DAY)
+        .not_valid_after(LAST_DAY)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
     )

@@ -96,7 +96,7 @@ def _outgoing_hosts() -> set[IpAddress]:
 def _temporary_hosts() -> set[IpAddress]:
     """IPv6 addresses that will not be this machine's for long, where the system says so."""
     try:
-        rows = [line.split() for line in IF_INET6.read_text().splitlines()]
+        rows = [line.split() for line in IF_INET6.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return set()
     temporary = [row for row in rows if int(row[4], 16) & TEMPORARY_FLAGS]

@@ -43,7 +43,7 @@ def swarm(*models: dict[str, Any]) -> dict[str, Any]:
     numbers = {"memory_gib": 15.6, "up_mbit": 20.0, "down_mbit": 100.0, "version": "0.2.0", "seen_at": 0}
     peer = {
         "peer": "12D3KooWabcdefgh",
-        "short": "abcdefgh",
+        "label": "abcdefgh (anna)",
         "is_here": True,
         "device": "cpu",
         "spans": spans,
@@ -130,7 +130,16 @@ class Stage:
 
 
 @contextmanager
-def stage(viewport: dict[str, int] | None = None) -> Iterator[Stage]:
+def started_chromium() -> Iterator[Any]:
+    """A browser for many pages: it takes seconds to start, and a page in a context of its own shares nothing."""
+    with playwright.sync_playwright() as api:
+        chromium = api.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@contextmanager
+def stage(chromium: Any, viewport: dict[str, int] | None = None) -> Iterator[Stage]:
     news: queue.Queue[bytes] = queue.Queue()
 
     class Gateway(BaseHTTPRequestHandler):
@@ -150,19 +159,16 @@ def stage(viewport: dict[str, int] | None = None) -> Iterator[Stage]:
             """Say nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
-        with playwright.sync_playwright() as api:
-            chromium = api.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-            page = chromium.new_context(viewport=viewport or NARROW).new_page()
-            stage_shown = Stage(page, f"http://127.0.0.1:{server.server_port}", news)
-            page.on(
-                "console", lambda m: stage_shown.complaints.append(m.text) if m.type in ("error", "warning") else None
-            )
-            page.on("pageerror", lambda error: stage_shown.complaints.append(str(error)))
-            yield stage_shown
-            assert not stage_shown.complaints, "the console is silent"
-            chromium.close()
+        context = chromium.new_context(viewport=viewport or NARROW)
+        page = context.new_page()
+        stage_shown = Stage(page, f"http://127.0.0.1:{server.server_port}", news)
+        page.on("console", lambda m: stage_shown.complaints.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: stage_shown.complaints.append(str(error)))
+        yield stage_shown
+        context.close()
+        assert not stage_shown.complaints, "the console is silent"
     finally:
         news.put(b"")
         server.shutdown()

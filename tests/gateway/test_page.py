@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from playwright import sync_api as playwright
 
-from tests.gateway.page_stage import CHROMIUM, Stage, model, run, stage, swarm
+from tests.gateway.page_stage import CHROMIUM, Stage, model, run, stage, started_chromium, swarm
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,10 +18,16 @@ pytestmark = [
 NOTE = "form [role=status]"
 
 
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with started_chromium() as started:
+        yield started
+
+
 @pytest.fixture
-def browser() -> Iterator[Stage]:
-    with stage() as executable:
-        yield executable
+def browser(chromium: Any) -> Iterator[Stage]:
+    with stage(chromium) as shown:
+        yield shown
 
 
 def test_a_model_that_cannot_chat_is_marked_with_the_reason(browser: Stage) -> None:
@@ -103,6 +110,16 @@ def test_a_run_is_told_in_sentences_and_its_curve_falls(browser: Stage) -> None:
     browser.say("training", {"runs": [run("caesar", (), updates=None, left_s=None, last_round=None, why="")]})
     browser.see("li", "12 updates are done")
     assert not any(word in browser.page.inner_text("main") for word in ("undefined", "null", "NaN", "; ."))
+
+
+def test_members_are_shown_by_their_names(browser: Stage) -> None:
+    browser.open("swarm")
+    browser.say("swarm", swarm(model("demo")))
+    browser.see("th", "abcdefgh (anna) (here)")
+    browser.open("training")
+    browser.say("training", {"runs": [run("caesar", (10.0, 9.9), shunned=["12D3KooWabcdefgh", "12D3KooWstranger"])]})
+    browser.see("th", "abcdefgh (anna)")
+    browser.see("li", "Done without, for faulty numbers: abcdefgh (anna), stranger.")
 
 
 DRAWN = """async (text) => {

@@ -35,7 +35,7 @@ from swarmd.train.vectors.state import Vector
 from swarmd.values import PeerId
 from tests.train.world import Member, TrainingWorld, check_ledger, replay, training
 
-N_UPDATES = 8  # in some of which the liar takes part, until it is found out
+N_UPDATES = 6  # in some of which the liar takes part, until it is found out
 LONGEST_S = 60.0  # of an update, whatever a liar does: rounds that fail, and a leader that is done without
 
 

@@ -138,6 +138,8 @@ def join(
     certificate = ticket.admit(identity.public_key, "member", int(time.time()) + MEMBERSHIP_LIFETIME_S)
     answer = trio.run(check_in, ticket.swarm, identity, certificate, by_peer(ticket.addresses))
     membership().enter(ticket, identity, answer.catalog)
+    if answer.wrong_clock:
+        print(answer.wrong_clock, file=sys.stderr)
     if answer.waits:
         print(f"Asked to join the swarm {ticket.swarm.name!r} as {identity.peer_id}.")
         print(f"A founder lets this machine in with: swarmd members approve {identity.peer_id[-8:]}")
@@ -246,6 +248,9 @@ def up(
     blocks: Annotated[str | None, typer.Option(metavar="A:B", help="Serve blocks A to B (exclusive).")] = None,
     no_serve: Annotated[bool, typer.Option("--no-serve", help="Only help others find each other.")] = False,
     announce: Annotated[str | None, typer.Option(help="Address to give to others instead.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What to tell members that this machine is called; '' is none.")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more of what happens.")] = False,
 ) -> None:
     """Run the daemon in the foreground. Without flags it serves the least-covered blocks that fit.
@@ -264,6 +269,7 @@ def up(
         model=",".join(serve) if serve else None,
         blocks=blocks,
         announce=announce,
+        name=name,
         serve=False if no_serve else None,
     )
     membership().swarm()

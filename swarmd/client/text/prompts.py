@@ -153,7 +153,7 @@ async def one_turn(folder: Path, text: str) -> Prompt:
 
 def main(folder: Path) -> None:
     """Answer one question a line until the questions end."""
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # anything else that is printed is no answer
     try:
         with importing():
@@ -189,6 +189,8 @@ def answer(
         ids = template.ids(question["messages"], question["tools"], question["options"])
     except MemoryError:
         raise
+    except ConfigError as error:
+        return {"error": str(error)}
     except Exception as error:  # noqa: BLE001 - a template is anybody's program: it fails in any way
         return {"error": f"the model's chat template refuses this: {' '.join(str(error).split())[:300]}"}
     tail = tokenizer.decode(ids[-64:])

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from swarmd.client.text.tokenizer_trial import try_out
-from swarmd.compute.model.skeleton import building, read_config
+from swarmd.compute.model.plain_config import building, read_config
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from swarmd.compute.cache.adapters import SpanAdapters
 from swarmd.compute.checkpoints.rehearsal import rehearse
 from swarmd.compute.model import skeleton
+from swarmd.compute.model.plain_config import building, read_config
 from swarmd.errors import ConfigError
 from swarmd.protocol.models import shards
 from swarmd.protocol.models.adapter import WEIGHTS_FILE, lora_of, name_of_module
@@ -42,7 +43,7 @@ CAUSAL_MASK = re.compile(r"\.(attn|attention|self_attn)\.bias$")  # of four dime
 # lacks a scale or a set of biases computes something, only not what its author meant.
 def check_folder(folder: Path, manifest: Manifest) -> None:
     """Refuse an unsupported family, and a checkpoint that is not just all of the model. Raises ConfigError."""
-    config = skeleton.read_config(folder)
+    config = read_config(folder)
     skeleton.read_generation(folder)
     rehearse(folder, config)
     hollow = _build_without_numbers(folder, config)
@@ -59,7 +60,7 @@ def check_folder(folder: Path, manifest: Manifest) -> None:
 
 def check_adapter(folder: Path, manifest: Manifest, base: Path) -> None:
     """Refuse an adapter that the model in ``base`` cannot use as it is. Raises ConfigError."""
-    hollow = _build_without_numbers(base, skeleton.read_config(base))
+    hollow = _build_without_numbers(base, read_config(base))
     layers = skeleton.decoder_layers(hollow)
     span = Span(0, len(layers))
     adapters = SpanAdapters(
@@ -82,7 +83,7 @@ def check_adapter(folder: Path, manifest: Manifest, base: Path) -> None:
 def _build_without_numbers(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
     """Build the whole model of tensors that have shapes only. Raises ConfigError."""
     cls = skeleton.family_class(config)
-    with skeleton.building(f"{folder}: {type(config).__name__} cannot be built"), torch.device("meta"):
+    with building(f"{folder}: {type(config).__name__} cannot be built"), torch.device("meta"):
         return cls(config)
 
 
@@ -165,7 +166,7 @@ def _check_fit(
 ) -> None:
     """Have the library load what is there, without numbers, and refuse what it passes over. Raises ConfigError."""
     state = {tensor.name: torch.empty(tensor.shape, device="meta") for tensor in tensors}
-    with skeleton.building(f"{folder}: {type(config).__name__} cannot be loaded from these tensors"):
+    with building(f"{folder}: {type(config).__name__} cannot be loaded from these tensors"):
         _, info = cls.from_pretrained(
             None,
             config=config,

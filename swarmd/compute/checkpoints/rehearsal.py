@@ -27,6 +27,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from swarmd.compute.model import skeleton
+from swarmd.compute.model.plain_config import building
 from swarmd.compute.passes.span import LoadedSpan, LoadOptions
 from swarmd.errors import ConfigError
 from swarmd.values import Span
@@ -112,7 +113,7 @@ def _build_small(
 ) -> PreTrainedModel | None:
     """Build a model with random numbers; None if it cannot be built, is not small, or does not work."""
     try:
-        with skeleton.building("no small model"), torch.random.fork_rng():  # a family draws numbers, too
+        with building("no small model"), torch.random.fork_rng():  # a family draws numbers, too
             config = kind.from_dict(settings)
             cls = skeleton.family_class(config)
             with torch.device("meta"):
@@ -136,7 +137,7 @@ def _try_apart(model: PreTrainedModel) -> tuple[str, bool]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         try:
-            with skeleton.building("a trial fails"):
+            with building("a trial fails"):
                 _compare_blocks(Path(folder), trace)
         except ConfigError as error:
             if needed:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -27,27 +25,18 @@ from swarmd.compute.cuda.availability import trouble
 from swarmd.compute.hardware.device import OwnerReserve, free_memory_bytes
 from swarmd.compute.linear.layers import quantise_layer, replace_layers
 from swarmd.compute.linear.quantize import library_config
-from swarmd.errors import ConfigError, SwarmError
-from swarmd.plan.chains.memory import WORKSPACE_BYTES, tensor_bytes
-from swarmd.protocol.models import configuration, manifest, shards
+from swarmd.compute.model.plain_config import building, read_config
+from swarmd.errors import ConfigError
+from swarmd.plan.chains.memory import WORKSPACE_BYTES, loaded_bits, tensor_bytes
+from swarmd.protocol.models import manifest, shards
 from swarmd.values import Span
-
-
-def quiet() -> None:
-    """Keep transformers' progress bars and advice off the terminal."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
 
 GENERATION_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 GENERATION_NUMBERS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 FALLBACK_MAX_TOKENS = 2_048  # of a session, for models that announce no longest context
 MAX_IDS = 64  # tokens that end an answer; the most that a family has is a handful
 OF_NO_WEIGHTS = ("I64", "BOOL")  # of the few tensors that hold places and masks
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 
-quiet()
 _loading = threading.Lock()  # from_pretrained changes torch's defaults for as long as it builds
 
 
@@ -137,35 +126,6 @@ class PassThrough(Stub):
         return torch.zeros(1, 1, 1, device=value.device)
 
 
-def read_config(folder: Path) -> PretrainedConfig:
-    """Build a checkpoint's configuration of what is plain in it. Raises ConfigError for what makes no sense.
-
-    transformers sees neither the file nor its folder: nothing in it can name code, a package or a place.
-    """
-    path = folder / "config.json"
-    written = manifest.read_config(folder)
-    family = written["model_type"]
-    if family not in CONFIG_MAPPING:
-        raise ConfigError(f"{path}: unsupported family: transformers knows no {family[:64]!r}")
-    kind = CONFIG_MAPPING[family]
-    fields = getattr(kind, "__dataclass_fields__", {})
-    plain = configuration.rebuild_plain(written)
-    family_fields = fields.keys() - PretrainedConfig.__dataclass_fields__.keys()
-    # A field of the family's own that is not plain would be left out, and the model would be another one: refuse it.
-    left_out = family_fields & written.keys() - plain.keys()
-    unreadable = sorted(name for name in left_out if written[name] != fields[name].default)
-    if unreadable:
-        name = unreadable[0]
-        value = str(written[name])[:40]
-        raise ConfigError(f"{path}: {name} is {value!r}, expected numbers, flags, and words of letters and digits")
-    # Names that are neither fields nor attributes may stay; those of methods would overwrite code.
-    foreign = plain.keys() - fields.keys()
-    methods = {name for name in foreign if callable(getattr(kind, name, None))}
-    settings = {name: value for name, value in plain.items() if name not in methods}
-    with building(f"{path}: not a configuration of {family}"):
-        return kind.from_dict(settings)
-
-
 def read_generation(folder: Path) -> dict[str, Any]:
     """Read how a checkpoint's author wants it used: where answers end, and numbers for sampling. No code is named.
 
@@ -186,24 +146,6 @@ def read_generation(folder: Path) -> dict[str, Any]:
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise ConfigError(f"{path}: {name} is {repr(value)[:64]}, expected {expected}")
     return settings
-
-
-@contextmanager
-def building(trouble: str) -> Iterator[None]:
-    """Guard a block that builds something of what anybody may have written.
-
-    Each family fails in its own way; here all become one sentence. Raises ConfigError, ``trouble`` and the reason,
-    for whatever was raised inside.
-    """
-    try:
-        yield
-    except SwarmError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a configuration that makes no sense fails anywhere, with anything
-        reason = " ".join(str(error).split())[:300]
-        if isinstance(error, KeyError):  # says but a name
-            reason = f"transformers knows no {reason} there"
-        raise ConfigError(f"{trouble}: {reason or type(error).__name__}") from None
 
 
 def text_config(config: PretrainedConfig) -> Any:
@@ -307,8 +249,10 @@ def _load_model(
             kind = state[key].get_dtype()
             if kind not in shards.PLAIN_KINDS + OF_NO_WEIGHTS:
                 raise ConfigError(f"{folder}: {key} is of kind {kind}: quantised weights would be read as plain ones")
-        shapes = [tuple(tensor.get_shape()) for tensor in state.values()]
-        _check_memory(folder, shapes, dtype, quantize, device)
+        shapes = {key: tuple(tensor.get_shape()) for key, tensor in state.items()}
+        dtype_name = str(dtype).removeprefix("torch.")
+        kept = {key: loaded_bits(key, shape, quantize, str(config.model_type)) for key, shape in shapes.items()}
+        _check_memory(folder, sum(tensor_bytes(shapes[key], dtype_name, kept[key]) for key in shapes), device)
         bits = library_config(quantize)
         quantisation: dict[str, Any] = {}
         if bits:
@@ -369,16 +313,8 @@ def _share_config(module: nn.Module, old: Any, new: Any) -> None:
                 setattr(part, name, new)
 
 
-def _check_memory(
-    folder: Path,
-    shapes: list[Any],
-    dtype: torch.dtype,
-    quantize: str,
-    device: str,
-) -> None:
-    """Refuse weights that do not fit into what is free. Raises ConfigError."""
-    dtype_name = str(dtype).removeprefix("torch.")
-    needed = sum(tensor_bytes(shape, dtype_name, quantize) for shape in shapes)
+def _check_memory(folder: Path, needed: int, device: str) -> None:
+    """Refuse weights of so many bytes that do not fit into what is free. Raises ConfigError."""
     free = free_memory_bytes(device)
     if needed + WORKSPACE_BYTES <= free:
         return
@@ -421,11 +357,11 @@ def target_names(hollow: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]
 
 def weight_map(folder: Path) -> dict[str, str]:
     """Map tensor names to the files that hold them. Raises ConfigError where there are none."""
-    index = folder / INDEX_FILE
+    index = folder / manifest.INDEX_FILE
     if index.is_file():
-        return dict(json.loads(index.read_text())["weight_map"])
-    names = [SINGLE_FILE]
-    if not (folder / SINGLE_FILE).is_file():  # a folder that swarmd fills
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    names = [manifest.SINGLE_FILE]
+    if not (folder / manifest.SINGLE_FILE).is_file():  # a folder that swarmd fills
         names = sorted(path.name for path in folder.glob("*.safetensors"))
     files: dict[str, str] = {}
     for name in names:

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from swarmd.compute.hardware.device import device_description, pick_device
+from swarmd.compute.hardware.device import device_description, pick_device, use_threads
 from swarmd.compute.hardware.worker_process import serve_daemon
-from swarmd.compute.model import skeleton
+from swarmd.compute.model.plain_config import building, read_config
 from swarmd.compute.runs.expert_balance import balance_factor
 from swarmd.compute.runs.inner_steps import take_step
 from swarmd.compute.runs.lora import with_recipe_lora
@@ -260,8 +260,8 @@ def build(path: Path, recipe: Recipe) -> nn.Module:
     """Build the model as the recipe trains it: all of it, or LoRA on it. Raises ConfigError."""
     torch.manual_seed(recipe.seed)
     dtype = DTYPES[recipe.precision]
-    with skeleton.building(f"{path} cannot be loaded"), _with_index(path) as folder:
-        config = skeleton.read_config(folder)
+    with building(f"{path} cannot be loaded"), _with_index(path) as folder:
+        config = read_config(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
     model.get_input_embeddings().padding_idx = None  # no row is padded: in many models it is the end between two texts
     if recipe.train == "all":
@@ -284,7 +284,7 @@ def _with_index(folder: Path) -> Iterator[Path]:
                     for place in shards.read_header(file, path, path.stat().st_size):
                         weight_map[place.name] = path.name
         index = {"metadata": {}, "weight_map": weight_map}
-        (Path(temporary) / "model.safetensors.index.json").write_text(json.dumps(index))
+        (Path(temporary) / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         yield Path(temporary)
 
 
@@ -336,8 +336,7 @@ class GradientWorker:
         return messages.encode_frame(ComputedRows(loss=loss))
 
     def _load_run(self, message: LoadRun, raw: bytes) -> bytes:
-        if message.threads:
-            torch.set_num_threads(message.threads)
+        use_threads(message.threads)
         recipe = read_run_untrusted(raw).recipe
         device = pick_device()
         model = build(Path(message.path), recipe)

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmd.compute.model import skeleton
+from swarmd.compute.model.plain_config import building, read_config
 from swarmd.compute.runs.expert_balance import balance_factor
 from swarmd.compute.runs.lora import names_of_targets, with_recipe_lora
 from swarmd.errors import ConfigError
@@ -29,8 +30,8 @@ class Outline:
 
 def read_outline(folder: Path, recipe: Recipe) -> Outline:
     """Look at a model as a recipe would train it. Raises ConfigError for what cannot be trained so."""
-    config = skeleton.read_config(folder)
-    with skeleton.building(f"{folder / 'config.json'}"), torch.device("meta"):
+    config = read_config(folder)
+    with building(f"{folder / 'config.json'}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     balance_factor(model)
     positions = getattr(skeleton.text_config(config), "max_position_embeddings", None) or math.inf

@@ -27,7 +27,6 @@ from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicat
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.stream_muxer.exceptions import MuxedConnError, MuxedStreamError
 from libp2p.transport.exceptions import OpenConnectionError
-from libp2p.transport.tcp.tcp import TCP
 from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
@@ -39,6 +38,7 @@ from swarmd.net.libp2p.addresses import OwnAddresses
 from swarmd.net.libp2p.connections import is_relayed, protocol_of, remote_of
 from swarmd.net.libp2p.dialler import HandshakeError
 from swarmd.net.libp2p.noise import BufferedNoise
+from swarmd.net.libp2p.segments import CappedTcp
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, OurMuxer, connection_config, retry_config
 from swarmd.net.libp2p.ways import Libp2pNatTraversal
@@ -324,7 +324,7 @@ def _build_swarm(keys: KeyPair, psk: bytes | None, traffic: Traffic | None) -> G
         peer_id,
         store,
         upgrader,
-        [TCP()],
+        [CappedTcp()],
         retry_config(),
         connection_config(),
         psk=psk.hex() if psk else None,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from swarmd.errors import ConfigError
+from swarmd.folders import write_file
 from swarmd.protocol.untrusted import read_json
 from swarmd.values import PeerId
 
@@ -51,9 +52,9 @@ class AddressMemory:
         if self._file is None:
             return False
         try:
-            self._file.write_text(json.dumps(self.known))
-        except OSError as error:
-            logger.warning("cannot remember addresses in %s: %s", self._file, error.strerror)
+            write_file(self._file, json.dumps(self.known))
+        except ConfigError as error:
+            logger.warning("addresses are not remembered: %s", error)
             return False
         return True
 

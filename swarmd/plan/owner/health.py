@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from swarmd.values import count
+from swarmd.plan.owner.clock import REMEDY, judge_clock
+from swarmd.values import count, format_moment
 
-Kind = Literal["listening", "members", "clock", "identity", "version", "disk", "index", "device", "worker"]
-CLOCK_S = 30.0  # certificates and records bear half a minute; beyond that they begin to fail
+Kind = Literal["listening", "members", "clock", "messages", "identity", "version", "disk", "index", "device", "worker"]
 ALONE_S = 60.0  # a machine that has just started finds others sooner, and records of those that left have ended
 LEAST_DISK_BYTES = 1 << 30  # for state, logs and pieces of weights under way
 
@@ -27,8 +26,9 @@ class WorkerLife:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is the case. ``clocks_s``: how far others' clocks are ahead; ``is_indexed`` None: not tried yet.
+    """What is the case. ``clocks_s``: how far others' clocks are ahead of ``now`` (unix seconds), as heard of late.
 
+    ``is_indexed`` None: not tried yet. ``n_losing_large``: members with whom only small messages pass.
     ``exchanged``: what the last exchange with another member came to; none has been known for ``alone_s``.
     ``missing``: addresses that are not listened on, and why.
     """
@@ -43,10 +43,12 @@ class Facts:
     has_card: bool = False
     devices: Sequence[str] = ()
     workers: Sequence[WorkerLife] = ()
+    now: float = 0.0
     n_others: int = 0
     alone_s: float | None = None
     exchanged: str = ""
     missing: Mapping[str, str] = field(default_factory=dict)
+    n_losing_large: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ def check_health(facts: Facts) -> tuple[HealthFinding, ...]:
         _check_listening,
         _check_members,
         _check_clock,
+        _check_messages,
         _check_identity,
         _check_version,
         _check_disk,
@@ -104,16 +107,22 @@ def _format_minutes(seconds: float) -> str:
 
 def _check_clock(facts: Facts) -> HealthFinding:
     if not facts.clocks_s:
-        return HealthFinding("clock", None, "no other member has told its time yet")
-    n = len(facts.clocks_s)
-    n_near = sum(abs(ahead_s) <= CLOCK_S for ahead_s in facts.clocks_s)
-    if 2 * n_near >= n:  # else most say that it is this one that is wrong
-        return HealthFinding("clock", True, f"within {CLOCK_S:.0f} s of {n_near} of {n} other members")
-    ahead_s = statistics.median(s for s in facts.clocks_s if abs(s) > CLOCK_S)
-    members = f"{n - n_near} of {n} other members"
-    direction = "behind" if ahead_s > 0 else "ahead of"
-    remedy = "set it by the network (timedatectl set-ntp true), or certificates and records do not count"
-    return HealthFinding("clock", False, f"{abs(ahead_s):.0f} s {direction} {members}", remedy)
+        return HealthFinding("clock", None, "no other member has told its time of late")
+    finding = judge_clock(facts.clocks_s)
+    if not finding.is_wrong:
+        return HealthFinding("clock", True, str(finding))
+    return HealthFinding("clock", False, f"it says {format_moment(facts.now)}, {finding}", REMEDY)
+
+
+def _check_messages(facts: Facts) -> HealthFinding:
+    if not facts.n_losing_large:
+        return HealthFinding("messages", True, "large ones pass, as far as any were sent")
+    remedy = (
+        "a link on the way (a bridge, tunnel or VPN) takes packets of less than 1,280 bytes: "
+        "on one of both machines, ip link set INTERFACE mtu 1100"
+    )
+    members = count(facts.n_losing_large, "member")
+    return HealthFinding("messages", False, f"small ones pass, large ones do not, with {members}: MTU?", remedy)
 
 
 def _check_identity(facts: Facts) -> HealthFinding:

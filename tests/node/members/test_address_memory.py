@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -48,4 +49,19 @@ def test_a_file_that_cannot_be_read_or_written_costs_nothing_but_itself(
     assert "it is made anew" in caplog.text
     memory = AddressMemory({}, tmp_path / "nowhere" / "peers.json", ME)
     memory.remember({PeerId("new"): ("b",)})
-    assert "cannot remember addresses" in caplog.text
+    assert "addresses are not remembered: cannot write" in caplog.text
+
+
+def test_a_full_disk_loses_nothing_that_was_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "peers.json"
+    AddressMemory({}, file, ME).remember({PeerId("old"): ("a",)})
+    memory = AddressMemory({}, file, ME)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))  # of each file: as if there were no more room
+    try:
+        memory.remember({PeerId("new"): ("b",)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "addresses are not remembered: cannot write" in caplog.text
+    assert AddressMemory({}, file, ME).known == {"old": ("a",)}
+    assert [*tmp_path.iterdir()] == [file]

@@ -16,6 +16,7 @@ def test_what_was_not_looked_at_is_not_fine() -> None:
         "listening": True,  # what is missing is known at once
         "members": None,
         "clock": None,
+        "messages": True,  # of exchanges each is looked at
         "identity": True,  # it is looked for in every record that comes
         "version": None,
         "disk": None,
@@ -47,8 +48,8 @@ def test_who_finds_nobody_is_told_since_when_and_what_to_do(alone_s: float | Non
         ([0.3], True, "within 30 s of 1 of 1 other members"),
         ([12.0, -1.0, 110.0], True, "within 30 s of 2 of 3 other members"),
         ([0.0, -100.0], True, "within 30 s of 1 of 2 other members"),
-        ([95.0, 94.0, 0.0], False, "94 s behind 2 of 3 other members"),
-        ([-3_600.0], False, "3600 s ahead of 1 of 1 other members"),
+        ([95.0, 94.0, 0.0], False, "it says 1970-01-01 00:00 UTC, 94 s behind 2 of 3 other members"),
+        ([-3_600.0], False, "it says 1970-01-01 00:00 UTC, 60 minutes ahead of 1 of 1 other members"),
     ],
 )
 def test_a_clock_is_wrong_where_most_say_so(clocks: list[float], is_fine: bool, text: str) -> None:
@@ -92,10 +93,18 @@ def test_each_fault_says_what_to_do() -> None:
         [ended],
         alone_s=90.0,
         missing={"x": "y"},
+        n_losing_large=2,
     )
     wrong = check_health(facts)
-    assert [f.is_fine for f in wrong] == [False] * 9
+    assert [f.is_fine for f in wrong] == [False] * 10
     assert all(f.remedy for f in wrong)
+
+
+def test_large_messages_that_are_lost_are_told() -> None:
+    lost = found("messages", n_losing_large=1)
+    assert lost.text == "small ones pass, large ones do not, with 1 member: MTU?"
+    assert "mtu 1100" in lost.remedy
+    assert found("messages").is_fine
 
 
 def test_a_workers_last_words_are_told() -> None:
