@@ -18,10 +18,13 @@ from typing import Any, TypeVar
 
 from swarmd.errors import ConfigError
 from swarmd.hours import Hours
+from swarmd.names import HOST_NAME, require_member_name
+from swarmd.text_files import read_text
 from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
 
+FILE_NAME = "config.toml"  # in the home folder
 DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/4117,/ip6/::/tcp/4117"
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE = ("none", "int8", "int4", "nf4")
@@ -132,6 +135,7 @@ class PolicyConfig:
 class Config:
     """Everything a daemon can be told.
 
+    ``name`` is what members are told that this machine is called: "auto" is the host's name, "" is none.
     ``direct`` offers direct channels beside libp2p, on ``direct_port`` or, if that is 0, on any free one.
     ``upnp`` asks the router to forward a port where members cannot connect (by PCP and NAT-PMP, too).
     ``relay`` connects members that nobody can dial to others, where this machine can be dialled.
@@ -154,6 +158,7 @@ class Config:
     ``cache_tokens`` bounds what sessions may reserve, ``history_mib`` the memory for replay before it spills to disk.
     """
 
+    name: str = HOST_NAME
     listen: str = DEFAULT_LISTEN
     announce: str = ""
     blocked_peers: str = ""
@@ -206,6 +211,7 @@ class Config:
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not 0 <= value < float("inf"):
                 raise ConfigError(f"{field.name} cannot be negative or infinite, got {value}")
+        require_member_name(self.name)
         _check_choice("training_runs", self.training_runs, TRAINING)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
         if self.metrics and not _LOCAL.fullmatch(self.metrics):
@@ -243,14 +249,17 @@ TABLES = ("hosted", "gateway", "policy")  # of config.toml: no flag and no varia
 OLD_NAMES = {"training_mib": "tuning_mib", "training_share": "tuning_share", "training": "training_runs"}
 
 
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """Parse what a person wrote. Raises ConfigError that names its ``source`` for what is no TOML."""
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} is no TOML: {error}") from None
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a file that a person wrote. Raises ConfigError for one that is no TOML."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # TOML's own error and UnicodeDecodeError are ValueErrors
-        raise ConfigError(f"{path} is no TOML: {error}") from None
+    return parse_toml(read_text(path), str(path))
 
 
 def split(text: str) -> tuple[str, ...]:
@@ -267,17 +276,23 @@ def load(
     **flags: Any,
 ) -> Config:
     """Gather the settings; flags that are None were not given. Raises ConfigError."""
-    config = Config()
-    tables: list[Any] = []
-    path = folder / "config.toml"
-    if path.is_file():
-        written = read_toml(path)
-        if isinstance(written.get("serve"), list):
-            tables = written.pop("serve")
-        gateway = _one_table(written.pop("gateway", {}), GatewayConfig(), "gateway", str(path))
-        policy = _one_table(written.pop("policy", {}), PolicyConfig(), "policy", str(path))
-        config = replace(config, gateway=gateway, policy=policy)
-        config = _apply(config, written, str(path))
+    path = folder / FILE_NAME
+    written = read_toml(path) if os.path.lexists(path) else {}
+    return gather(written, str(path), environment, **flags)
+
+
+def gather(
+    written: Mapping[str, Any],
+    source: str,
+    environment: Mapping[str, str],
+    **flags: Any,
+) -> Config:
+    """Gather the settings from what the file ``source`` says, and what counts more. Raises ConfigError."""
+    top = dict(written)
+    tables: list[Any] = top.pop("serve") if isinstance(top.get("serve"), list) else []
+    gateway = _one_table(top.pop("gateway", {}), GatewayConfig(), "gateway", source)
+    policy = _one_table(top.pop("policy", {}), PolicyConfig(), "policy", source)
+    config = _apply(Config(gateway=gateway, policy=policy), top, source)
     names = _setting_types(config, TABLES).keys() | OLD_NAMES.keys()
     variables = {name: environment.get(f"SWARMD_{name.upper()}") for name in sorted(names)}
     from_environment = {name: value for name, value in variables.items() if value is not None}
@@ -288,7 +303,7 @@ def load(
         *from_environment,
         *from_flags,
     }:  # what is said later counts, not the file's
-        hosted = [_table(config, table, str(path)) for table in tables]
+        hosted = [_table(config, table, source) for table in tables]
         config = replace(config, hosted=tuple(hosted))
     return config.check()
 

@@ -52,21 +52,88 @@ def write_file(path: Path, content: str | bytes, secret: bool = False) -> None:
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     data = content.encode() if isinstance(content, str) else content
     try:
-        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o644)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_new(new, data, 0o600 if secret else 0o644)
         new.replace(path)
     except OSError as error:
-        new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+            new.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def read_file(path: Path) -> bytes | None:
+    """Read a file; None where there is none. Raises ConfigError."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file, if there is one. Raises ConfigError."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot remove {path}: {error.strerror}") from None
+
+
+def require_writable(folder: Path) -> None:
+    """Raise ConfigError for a folder in which nothing can be made: closed to its user, or on a read-only disk."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"nothing can be written in {folder}: open it (chmod u+rwx), have its disk mounted for writing, or choose "
+            "another --home"
+        )
+
+
+def rewrite_file(path: Path, data: bytes) -> None:
+    """Write anew what a person's file holds, whole or not at all: links to it, its mode and its owner stay.
+
+    Raises ConfigError, also for a file that its owner may not write, or that is another user's.
+    """
+    target = Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for links in a circle
+    if not target.exists():
+        write_file(target, data)
+        return
+    if not os.access(target, os.W_OK):
+        raise ConfigError(f"{target} may not be written (mode {_mode(target):o}): chmod u+w {target} allows it")
+    new = target.with_name(f".{target.name}.{os.getpid()}.new")
+    try:
+        _write_new(new, data, 0o600)
+        _copy_rights(target, new)
+        new.replace(target)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {target}: {error.strerror}") from None
+
+
+def _write_new(path: Path, data: bytes, mode: int) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _copy_rights(old: Path, new: Path) -> None:
+    """Give a file the owner, mode and access lists of another; its time is its own."""
+    import shutil  # which loads every format of archives: only who rewrites a file pays
+
+    status = old.stat()
+    os.chown(new, status.st_uid, status.st_gid)
+    shutil.copystat(old, new)
+    os.utime(new)
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def is_open_to_others(path: Path) -> bool:
     """Can other users of this machine open a file or folder, if they can reach it?"""
     try:
-        return bool(stat.S_IMODE(path.stat().st_mode) & OF_OTHERS)
+        return bool(_mode(path) & OF_OTHERS)
     except OSError:
         return False
 
@@ -75,7 +142,7 @@ def close_to_others(folder: Path) -> None:
     """Make a folder its owner's alone, and say so where it was not."""
     if not is_open_to_others(folder):
         return
-    mode = stat.S_IMODE(folder.stat().st_mode)
+    mode = _mode(folder)
     try:
         folder.chmod(mode & ~OF_OTHERS)
     except OSError as error:

@@ -9,7 +9,9 @@ Torch and transformers are imported once a recipe is sound: what is wrong is sai
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import json
 import math
 import shutil
 import sys
@@ -30,6 +32,7 @@ from swarmd.net import local
 from swarmd.protocol.models import manifest
 from swarmd.protocol.runs import recipe as recipes
 from swarmd.protocol.runs.recipe import Recipe, Run
+from swarmd.text_files import find_other_format, read_bytes, read_text
 from swarmd.train.runs import ROLES
 from swarmd.train.store.disk import RunFolder
 from swarmd.values import ModelId
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
     from swarmd.compute.runs.outline import Outline
 
 MADE_FROM = "made_from.txt"  # in a checkpoint that a run began with: the files that decided it
+ROWS = (".jsonl", ".ndjson", ".json")  # names of files with a row on each line
+TABLES = (".csv", ".tsv")  # whose commas and headings nobody wants a model to learn
+HEAD_BYTES = 65_536  # of data, which tell what it is before a model is made for it
 EXPORT_TIMEOUT_S = 600.0  # the daemon writes the whole state to the disk
 
 
@@ -198,7 +204,7 @@ def initialise_model(folder: Path, recipe: Recipe, models: Path) -> Path:
         digest = hashlib.sha256((folder / name).read_bytes())
         listed += f"{name} {digest.hexdigest()}\n"
     checkpoint = models / f"{recipe.name}-{recipe.seed}"
-    if checkpoint.exists() and _read_text(checkpoint / MADE_FROM) != listed:
+    if checkpoint.exists() and _read_listed(checkpoint / MADE_FROM) != listed:
         suffix = hashlib.sha256(listed.encode()).hexdigest()[:8]
         checkpoint = checkpoint.with_name(f"{checkpoint.name}-{suffix}")
     torch.manual_seed(recipe.seed)
@@ -211,8 +217,8 @@ def initialise_model(folder: Path, recipe: Recipe, models: Path) -> Path:
     return checkpoint
 
 
-def _read_text(path: Path) -> str:
-    return path.read_text() if path.is_file() else ""
+def _read_listed(path: Path) -> str:
+    return read_text(path) if path.is_file() else ""
 
 
 def _adopt_folder(home: Home, folder: Path) -> ModelId:
@@ -230,9 +236,35 @@ def _adopt_folder(home: Home, folder: Path) -> ModelId:
 
 
 def require_data(data: str, recipe_folder: Path) -> None:
-    """Refuse what is neither a file nor a hash, before a model is made for it. Raises ConfigError."""
-    if not (recipe_folder / data).is_file() and not is_model_hash(data):
-        raise ConfigError(f"data: {recipe_folder / data} is no file, and no hash of data that is on this machine")
+    """Refuse what is no hash, and no file of rows or text, before a model is made for it. Raises ConfigError."""
+    path = recipe_folder / data
+    if not path.is_file():
+        if not is_model_hash(data):
+            raise ConfigError(f"data: {path} is no file, and no hash of data that is on this machine")
+        return
+    head = read_bytes(path, HEAD_BYTES)
+    other = find_other_format(head) or ("" if _has_rows(path) else _find_table(path, head))
+    if other:
+        raise ConfigError(f"data: {path}: {other}")
+
+
+def _has_rows(path: Path) -> bool:
+    """Does a file hold a row on each line, by its name? Else it is one text."""
+    return path.suffix.lower() in ROWS
+
+
+def _find_table(path: Path, head: bytes) -> str:
+    """Say why a file is no plain text, but rows under another name; "" where it may be text."""
+    if path.suffix.lower() in TABLES:
+        return 'it is a table, expected lines of JSON ({"text": ...}) in a .jsonl file, or plain text'
+    line = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]
+    try:
+        is_row = isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return ""
+    if is_row:
+        return "its first line is an object of JSON: name it .jsonl to have each line taken for a row"
+    return ""
 
 
 def _provide_data(
@@ -278,13 +310,13 @@ def tokenise_texts(path: Path, model: Path, vocabulary: int) -> list[list[int]]:
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
-    if path.suffix != ".jsonl":
-        try:
-            return [[*encode(path.read_text()), *end]]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read as text: {error}") from None
-    rows = read_dataset(path, Encoding(encode, (), end, vocabulary, sys.maxsize)).rows
-    labelled = [number for number, row in enumerate(rows, 1) if row.labels != row.ids]
+    if not _has_rows(path):
+        text = read_text(path).replace("\r\n", "\n")
+        return [[*encode(text), *end]]
+    dataset = read_dataset(path, Encoding(encode, (), end, vocabulary, sys.maxsize))
+    rows = dataset.rows
+    numbered = zip(dataset.line_numbers, rows, strict=True)
+    labelled = [number for number, row in numbered if row.labels != row.ids]
     if labelled:
         raise ConfigError(
             f"{path}: line {labelled[0]} says which of its tokens count (a completion, or labels), as {len(labelled)} "

@@ -54,7 +54,21 @@ def test_what_cannot_be_right_is_named(tmp_path: Path, text: str, reason: str) -
 
 def test_a_file_in_another_encoding_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_bytes('model = "größer"'.encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"config\.toml is no TOML: .*utf-8"):
+    with pytest.raises(ConfigError, match=r"config\.toml is not UTF-8: line 1 has the byte 0xf6; convert it first"):
+        load(tmp_path, {})
+    (tmp_path / "config.toml").write_bytes('model = "a"'.encode("utf-16"))
+    with pytest.raises(ConfigError, match=r"config\.toml: it is UTF-16, expected UTF-8 text: convert it first: iconv"):
+        load(tmp_path, {})
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_bytes(b'\xef\xbb\xbfmodel = "a"\r\n')
+    assert load(tmp_path, {}).model == "a"
+
+
+def test_a_link_that_leads_nowhere_is_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"config\.toml cannot be read: No such file"):
         load(tmp_path, {})
 
 

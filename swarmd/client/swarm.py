@@ -155,7 +155,7 @@ class AsyncSwarm:
         if is_audited and self.audits:
             auditor = Auditor(self, self, session)
             session.auditor = auditor
-            session.hops.on_lost = auditor.on_lost
+            session.chain.on_lost = auditor.on_lost
         if terms.verify == 1:
             open_second = partial(self.open_session, is_audited=False)
             session.second = VerifyingChain(session, open_second, self.start_soon)
@@ -183,7 +183,7 @@ class AsyncSwarm:
                 await session.auditor.last_look()
         finally:
             with trio.CancelScope(shield=True):
-                for (peer, _), (bill, signed) in session.hops.accounts.bills.items():
+                for (peer, _), (bill, signed) in session.chain.accounts.bills.items():
                     self.books.add(bill, signed, self.voucher_of(peer))
                 second = await session.second.stop() if session.second is not None else None
                 if second is not None:

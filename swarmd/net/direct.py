@@ -12,7 +12,7 @@ import logging
 import os
 import ssl
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,7 +27,8 @@ from cryptography.x509.oid import NameOID
 
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import Network, Purpose, Stream, StreamHandler, Way
-from swarmd.net.handles import is_scarce
+from swarmd.net.inbound import is_scarce
+from swarmd.net.late_addresses import LateAddresses, NotThereError
 from swarmd.net.libp2p.segments import cap_segments
 from swarmd.net.tls import BROKEN, DirectStream, Tls
 from swarmd.net.traffic import Traffic
@@ -112,34 +113,39 @@ class DirectNetwork:
     async def running(self) -> AsyncIterator[None]:
         """Listen for direct channels, if there is a host to listen on, until the end of the block."""
         async with trio.open_nursery() as nursery:
-            listeners = await self._open_listeners()
-            if listeners:
-                context, self._certificate = _server_context()
-                self._port = listeners[0].socket.getsockname()[1]
-
-                async def accept(connection: trio.SocketStream) -> None:
-                    await self._accept_connection(connection, context)
-
-                self._inner.set_handler("ticket", self._give_ticket)
-                nursery.start_soon(trio.serve_listeners, accept, listeners)
+            if self._hosts:
+                await self._listen(nursery)
             yield
             nursery.cancel_scope.cancel()
             for streams in list(self._streams.values()):
                 for stream in list(streams):
                     await stream.reset()
 
-    async def _open_listeners(self) -> list[trio.SocketListener]:
-        listeners: list[trio.SocketListener] = []
-        port = self._port
-        for host in dict.fromkeys(self._hosts):
-            try:
-                opened = await trio.open_tcp_listeners(port, host=host)
-                for listener in opened:
-                    cap_segments(listener.socket)
-                listeners += opened
-                port = listeners[0].socket.getsockname()[1]
-            except OSError as error:
-                logger.warning("no direct channels on %s: %s", host, error)
+    async def _listen(self, nursery: trio.Nursery) -> None:
+        """Listen on all hosts that are there, and on the others once they are."""
+        late_hosts = LateAddresses("direct channels", self._open_listeners)
+        context, self._certificate = _server_context()
+
+        async def accept(connection: trio.SocketStream) -> None:
+            await self._accept_connection(connection, context)
+
+        async def serve(listeners: Sequence[trio.SocketListener]) -> None:
+            self._inner.set_handler("ticket", self._give_ticket)
+            nursery.start_soon(trio.serve_listeners, accept, listeners)
+
+        for listeners in await late_hosts.find_all(dict.fromkeys(self._hosts)):
+            await serve(listeners)
+        nursery.start_soon(late_hosts.run, serve)
+
+    async def _open_listeners(self, host: str) -> Sequence[trio.SocketListener]:
+        """Listen on one more host, at the port of the others. Raises NotThereError."""
+        try:
+            listeners = await trio.open_tcp_listeners(self._port, host=host)
+        except OSError as error:
+            raise NotThereError(str(error.strerror or error)) from None
+        self._port = listeners[0].socket.getsockname()[1]
+        for listener in listeners:
+            cap_segments(listener.socket)
         return listeners
 
     # --- the Network it stands for ----------------------------------------------------------------------------

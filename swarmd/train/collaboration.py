@@ -107,7 +107,7 @@ class Collaboration:
         self._call(self._source.give, n_samples, mean * n_samples, gradient)
         self._model.zero_grad()
         is_new = self._take_parameters()
-        idle = self._trainer.why_idle()
+        idle = self._trainer.idleness.why()
         return StepResult(self._epoch, is_new, self._trainer.doing, bool(idle))
 
     def status(self) -> RunRow:
@@ -179,13 +179,13 @@ class Collaboration:
         )
         if self._order:
             self._trainer.chronicle.take_order_untrusted(self._order)
-        swarm.take_part(self.run.id, self._trainer)
+        swarm.take_part(self.run.id, self._trainer.inbox)
         swarm.start_soon(self._run_trainer)
         await self._source.wait_wanted()
 
     def _is_over(self) -> bool:
         catching_up = self._trainer.catching_up
-        return bool(self._trainer.why_idle()) and catching_up is not None and not catching_up.is_due
+        return bool(self._trainer.idleness.why()) and catching_up is not None and not catching_up.is_due
 
     async def _run_trainer(self) -> None:
         failure = "this part in the run has ended"

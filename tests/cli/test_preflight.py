@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from swarmd.home.models import bundled_folder
 from swarmd.home.paths import Home
 from swarmd.protocol.membership.identity import Identity
 from swarmd.training_runs import require_data
+from tests.cli.imported import imported_by
 from tests.cli.played import PlayedGateway
 
 HEAVY = {"torch", "transformers", "libp2p", "trio"}
@@ -56,18 +56,10 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "message"), WRONG)
 def test_what_is_wrong_is_refused_before_torch_is_imported(founded: Path, words: list[str], message: str) -> None:
-    code = (
-        f"import sys; sys.argv = ['swarmd', '--home', {str(founded)!r}, *{words!r}]\n"
-        "from swarmd_cli.main import run\n"
-        "try: run()\n"
-        f"finally: print('HEAVY', sorted({HEAVY!r} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
+    imported, done = imported_by(founded, words, HEAVY)
     assert done.returncode == (3 if "daemon" in message else 2), done.stderr
     assert message in done.stderr
-    assert done.stdout.splitlines()[-1] == "HEAVY []"
+    assert not imported
 
 
 def test_members_that_listen_are_asked_while_the_own_daemon_is_down(
@@ -126,3 +118,31 @@ def test_a_chat_stays_with_its_model_when_the_next_is_unknown(capsys: pytest.Cap
 def test_training_data_that_is_not_there_is_refused_before_a_model_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no file, and no hash of data"):
         require_data("nowhere.txt", tmp_path)
+
+
+ROW = b'{"text": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "words"),
+    [
+        ("x.jsonl", gzip.compress(ROW), r"it is compressed \(gzip\), expected UTF-8 text: unpack it first: gunzip"),
+        ("x.parquet", b"PAR1\0", "it is a Parquet file, expected UTF-8 text: write it as lines of JSON first"),
+        ("x.txt", "größer".encode("utf-16"), "it is UTF-16, expected UTF-8 text: convert it first"),
+        ("x.csv", b"text\na\n", r"it is a table, expected lines of JSON .* or plain text"),
+        ("x.jsonl.txt", ROW, "its first line is an object of JSON: name it .jsonl to have each line taken for a row"),
+    ],
+)
+def test_training_data_of_another_kind_is_refused_before_a_model_is_made(
+    tmp_path: Path, name: str, raw: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(ConfigError, match=rf"data: .*{name}: {words}"):
+        require_data(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.JSONL", "x.ndjson", "x.json", "x.txt", "x.py", "x"])
+def test_training_data_may_be_rows_or_any_plain_text(tmp_path: Path, name: str) -> None:
+    raw = ROW if "j" in name.lower() else b"\xef\xbb\xbf{ Gallia } est\n"
+    (tmp_path / name).write_bytes(raw)
+    require_data(name, tmp_path)

@@ -15,7 +15,7 @@ A, B = PeerId("a"), PeerId("b")
 
 
 def save(standing: Standing) -> None:
-    standing._save_file()
+    standing.save()
 
 
 def test_what_is_held_against_a_peer_survives_a_restart_and_a_moment_does_not(tmp_path: Path) -> None:
@@ -68,10 +68,10 @@ def test_doing_well_ends_growing_waits_not_what_was_done() -> None:
     for _ in range(3):
         standing.leave_out(A, "silence")
         now += 1_000
-    assert standing.strikes(A) == 3
+    assert standing._histories[A].strikes == 3
     standing.fault(A, Fault.BAD_CHUNK, "lies")
     standing.did_well(A)
-    assert standing.strikes(A) == 0
+    assert standing._histories[A].strikes == 0
     assert standing.shunned() == [A]
 
 

@@ -24,6 +24,7 @@ from swarmd.daemon import Daemon, DaemonServices, LocalMember
 from swarmd.net.exchange import Exchange
 from swarmd.net.sim import SimRecordStore, SimWorld
 from swarmd.node.worker.worker_link import WorkerLost, WorkerProcess
+from swarmd.plan.owner.restarts import WorkerEnd
 from swarmd.protocol.membership.catalog import Catalog, sign_catalog
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.protocol.membership.invite import SwarmKeys
@@ -157,10 +158,10 @@ class SimWorker:
                     yield answer
             yield messages.encode_frame(Tick(handled=1 + (self._scheduler.handled if self._scheduler else 0)))
 
-    def kill(self) -> int:
+    def kill(self) -> WorkerEnd:
         self._is_dead = True
         self._wake()
-        return -signal.SIGKILL
+        return WorkerEnd(-signal.SIGKILL, is_memory_short=False)
 
     def stop(self) -> None:
         """As SIGSTOP: it takes what comes and says nothing any more."""
@@ -205,6 +206,7 @@ class SimSwarm:
         understands: Understanding = OURS,
         hosted: tuple[Serve, ...] = (),
         wall_clock: Callable[[], float] | None = None,
+        name: str = "",
     ) -> PeerId:
         wall_clock = wall_clock or self.wall_clock
         identity, certificate = self._identity()
@@ -220,7 +222,7 @@ class SimSwarm:
         blocks = f"{span.start}:{span.end}" if is_fixed else "auto"
         config = Config(blocks=blocks, model="toy", cache_tokens=10**6, hosted=hosted)
         folders = {self.model: self.folder}
-        member = LocalMember(self.keys, identity, certificate, NOWHERE, folders, self._bootstrap())
+        member = LocalMember(self.keys, identity, certificate, NOWHERE, folders, self._bootstrap(), name=name)
         records = SimRecordStore(self.world, identity.peer_id)
         rng = random.Random(self.rng.random())
         world = DaemonServices(network, records, wall_clock, rng, start_worker, understands)

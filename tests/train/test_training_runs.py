@@ -158,13 +158,28 @@ def lines(path: Path, *rows: dict[str, Any]) -> Path:
 )
 def test_rows_that_say_which_tokens_count_are_refused_with_their_line(tmp_path: Path, row: dict[str, Any]) -> None:
     path = lines(tmp_path / "data.jsonl", {"text": "Gallia est omnis divisa."}, row)
-    with pytest.raises(ConfigError, match=r"line 2 says which of its tokens count .* 1 of 2 lines"):
+    path.write_text(path.read_text().replace("\n", "\n\n"))  # a blank line is no row, and counts as a line
+    with pytest.raises(ConfigError, match=r"line 3 says which of its tokens count .* 1 of 2 lines"):
         tokenise_texts(path, tiny_model(tmp_path / "tiny"), 1024)
 
 
 def test_rows_whose_tokens_all_count_are_taken(tmp_path: Path) -> None:
     path = lines(tmp_path / "data.jsonl", {"text": "Gallia est."}, {"input_ids": [5, 6], "labels": [5, 6]})
     assert tokenise_texts(path, tiny_model(tmp_path / "tiny"), 1024)[1] == [5, 6]
+
+
+def test_a_text_is_one_row_without_its_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_bytes(b"Gallia est.\n")
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfGallia est.\r\n")
+    model = tiny_model(tmp_path / "tiny")
+    plain, marked = (tokenise_texts(tmp_path / f"{name}.txt", model, 1024) for name in ("plain", "marked"))
+    assert plain == marked
+
+
+def test_a_text_that_is_no_utf8_names_the_line(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes("Gallia\ngrößer".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"x\.txt is not UTF-8: line 2 has the byte 0xf6; convert it first"):
+        tokenise_texts(tmp_path / "x.txt", tiny_model(tmp_path / "tiny"), 1024)
 
 
 def test_a_token_that_the_model_does_not_know_is_refused_with_the_limit(tmp_path: Path) -> None:

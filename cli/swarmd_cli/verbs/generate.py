@@ -26,6 +26,7 @@ from swarmd_cli.gateway_client import (
     require_listed,
 )
 from swarmd_cli.preflight import require_answers
+from swarmd_cli.terminal import show_answer
 
 T = TypeVar("T")
 
@@ -148,7 +149,7 @@ def _ask_gateway(
             for choice in event.choices:
                 delta = choice.delta or TextDelta(choice.text)
                 part = delta.content or delta.reasoning_content or ""
-                print(part, end="", flush=True)
+                show_answer(part)
                 has_begun = has_begun or bool(part)
     except SwarmError as error:
         if has_begun:
@@ -171,16 +172,9 @@ def _print_summary(n_tokens: int, seconds: float, chain: Iterable[str]) -> None:
 
 def _read_stdin() -> str:
     """Read the prompt from standard input. Raises ConfigError for what is no UTF-8."""
-    from swarmd.errors import ConfigError
+    from swarmd.text_files import decode_text
 
-    raw = sys.stdin.buffer.read()
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"the prompt on standard input is not UTF-8: byte {error.start + 1} is 0x{raw[error.start]:02x}; "
-            "convert it first, for example with iconv -f latin1 -t utf-8"
-        ) from None
+    return decode_text(sys.stdin.buffer.read(), "the prompt on standard input")
 
 
 def _generate_here(swarm: Any, model: Any, task: _Task, as_json: bool) -> None:
@@ -202,7 +196,12 @@ def _generate_here(swarm: Any, model: Any, task: _Task, as_json: bool) -> None:
     sampling: dict[str, Any] = {"do_sample": False}
     if task.temperature > 0:
         sampling = {"do_sample": True, "temperature": task.temperature}
-    streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=is_chat, skip_special_tokens=True)
+
+    class AnswerStreamer(TextStreamer):  # type: ignore[misc]
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            show_answer(text, "\n" if stream_end else "")
+
+    streamer = None if as_json else AnswerStreamer(tokenizer, skip_prompt=is_chat, skip_special_tokens=True)
     began_at = time.perf_counter()
     ending = end_options(model.generation_config.eos_token_id, tokenizer.eos_token_id, ends)
     ids = model.generate(**inputs, max_new_tokens=task.max_tokens, streamer=streamer, **ending, **sampling)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import ask, home, print_json, print_table, reload_daemon, wait_until
+from swarmd_cli.context import ask, home, print_json, reload_daemon, wait_until
+from swarmd_cli.terminal import print_table
 
 app = typer.Typer(help="When this machine works for others.", no_args_is_help=True, rich_markup_mode=None)
 UNITS_S = {"m": 60, "h": 3_600, "d": 86_400}
@@ -68,13 +67,21 @@ def set_(
 
     Example: swarmd policy set hours "mon-fri 22:00-08:00, sat, sun"
     """
-    path = home().folder / "config.toml"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    changed = set_toml_value(text, "policy", name, _format_toml(_parse_value(name, value)))
-    _check(changed)
-    from swarmd.folders import write_file
+    import os
 
-    write_file(path, changed)
+    from swarmd import config
+    from swarmd.folders import rewrite_file
+    from swarmd.text_files import decode_text, read_bytes
+    from swarmd_cli.toml_edit import set_in_file
+
+    path = home().folder / config.FILE_NAME
+    rule = _parse_value(name, value)
+    raw = read_bytes(path) if os.path.lexists(path) else b""
+    changed = set_in_file(raw, str(path), "policy", name, rule)
+    # The whole file as it would be, read by the very code that the daemon reads it with: a rule that is refused must
+    # not be written first, or the daemon would not start again.
+    config.gather(config.parse_toml(decode_text(changed, str(path)), str(path)), str(path), {})
+    rewrite_file(path, changed)
     reload_daemon()
     explain()
 
@@ -133,37 +140,6 @@ def parse_duration(text: str) -> int:
     return seconds
 
 
-def set_toml_value(text: str, name: str, key: str, value: str) -> str:
-    """Set ``key = value`` in the table ``[name]`` of a TOML text; the rest stays as it was written."""
-    # By lines, not by a TOML library: it would lose the owner's comments and order.
-    lines = text.splitlines()
-    setting = f"{key} = {value}"
-    header = _find_line(rf"\s*\[{name}\]\s*(#.*)?$", lines, 0, len(lines))
-    if header is None:
-        gap = [""] if lines else []
-        return "\n".join([*lines, *gap, f"[{name}]", setting, ""])
-    end = _find_line(r"\s*\[", lines, header + 1, len(lines))
-    known = _find_line(rf"\s*{key}\s*=", lines, header + 1, len(lines) if end is None else end)
-    if known is None:
-        lines.insert(header + 1, setting)
-    else:
-        lines[known] = setting
-    return "\n".join([*lines, ""])
-
-
-def _find_line(
-    pattern: str,
-    lines: list[str],
-    start: int,
-    end: int,
-) -> int | None:
-    """Return the first of the lines [start, end) that begins with a pattern."""
-    for number in range(start, end):
-        if re.match(pattern, lines[number]):
-            return number
-    return None
-
-
 def _parse_value(name: str, value: str) -> Any:
     """Turn what was typed into what the rule takes. Raises ConfigError."""
     from swarmd.config import PolicyConfig
@@ -172,6 +148,8 @@ def _parse_value(name: str, value: str) -> Any:
     if name not in HELP:
         raise ConfigError(f"there is no rule {name!r}; there are: {', '.join(HELP)}")
     kind = type(getattr(PolicyConfig(), name))
+    if any("\ud800" <= c <= "\udfff" for c in value):  # bytes of the command line that are no UTF-8
+        raise ConfigError(f"{name} takes text in UTF-8, not {value!r}")
     words = {"true": True, "yes": True, "false": False, "no": False}
     try:
         return words[value.lower()] if kind is bool else kind(value or kind())
@@ -182,14 +160,3 @@ def _parse_value(name: str, value: str) -> Any:
 
 def _format_toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)  # which TOML reads alike: strings, numbers, true and false
-
-
-def _check(text: str) -> None:
-    """Raise ConfigError when these settings cannot be right."""
-    from swarmd import config
-
-    # The whole file as it would be, read by the very code that the daemon reads it with: a rule that is refused must
-    # not be written first, or the daemon would not start again.
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.toml").write_text(text, encoding="utf-8")
-        config.load(Path(folder), {})

@@ -6,6 +6,7 @@ A row is ``{"text": ...}``, ``{"prompt": ..., "completion": ...}`` (the loss cou
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmd.errors import ConfigError
+from swarmd.text_files import find_other_format, read_bytes
 
 IGNORED = -100  # label of a token without a loss, as in torch and transformers
 MAX_REPORTED = 20  # faulty lines: a person mends these first
@@ -30,10 +32,11 @@ class DatasetRow:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """All rows of a file, and its sha256: a run goes on with the same data only."""
+    """All rows of a file, and its sha256: a run goes on with the same data only. Blank lines are no rows."""
 
     rows: tuple[DatasetRow, ...]
     digest: str
+    line_numbers: tuple[int, ...] = ()  # of each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +56,20 @@ class _BadRow(Exception):
 
 def read_dataset(path: Path, encoding: Encoding) -> Dataset:
     """Read and check every line. Raises ConfigError that names the lines that cannot be used, and why."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    lines = raw.split(b"\n")
-    if lines and not lines[-1]:
-        lines.pop()
+    raw = read_bytes(path)
+    other = find_other_format(raw) or _find_other_json(raw)
+    if other:
+        raise ConfigError(f"{path}: {other}")
+    lines = raw.removeprefix(codecs.BOM_UTF8).splitlines()
     rows = []
+    line_numbers = []
     bad = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             rows.append(_read_row(line, encoding))
+            line_numbers.append(number)
         except _BadRow as error:
             bad.append(f"  line {number}: {error}")
     if bad:
@@ -73,20 +78,38 @@ def read_dataset(path: Path, encoding: Encoding) -> Dataset:
         raise ConfigError(f"{path}: {len(bad)} of {len(lines)} lines cannot be used:\n{listed}")
     if not rows:
         raise ConfigError(f'{path} is empty: expected a line like {{"text": "..."}} for each row')
-    return Dataset(tuple(rows), sha256(raw).hexdigest())
+    return Dataset(tuple(rows), sha256(raw).hexdigest(), tuple(line_numbers))
+
+
+def _find_other_json(raw: bytes) -> str:
+    """Say what JSON a file is whose lines are no rows, and what makes them that; "" where they may be."""
+    text = raw.removeprefix(codecs.BOM_UTF8).lstrip()
+    if text.startswith(b"["):
+        return "it is one JSON array, expected an object on each line: jq -c '.[]' writes it so"
+    if text.partition(b"\n")[0].strip() == b"{":
+        return "its objects go over several lines, expected one on each line: jq -c . writes it so"
+    return ""
 
 
 def _read_row(line: bytes, encoding: Encoding) -> DatasetRow:
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
-        raise _BadRow(f"invalid UTF-8 at byte {error.start + 1}") from None
-    if not text.strip():
-        raise _BadRow("it is empty")
+        raise _BadRow(
+            f"invalid UTF-8 at byte {error.start + 1}: convert the file first, as with iconv -f latin1 -t utf-8"
+        ) from None
     try:
         value = json.loads(text)
+    except json.JSONDecodeError as error:  # which counts lines, too: of this one
+        raise _BadRow(f"no JSON: {error.msg} at character {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise _BadRow(f"no JSON: {error}") from None
+    if isinstance(value, dict) and None in value.values():
+        name = next(name for name in value if value[name] is None)
+        raise _BadRow(
+            f'"{name}" is null, as pandas fills columns that a row lacks: leave it out '
+            "(jq -c 'with_entries(select(.value != null))')"
+        )
     if not isinstance(value, dict) or set(value) not in KINDS:
         got = ", ".join(map(repr, value)) if isinstance(value, dict) else type(value).__name__
         raise _BadRow(f'expected an object with "text", "prompt" and "completion", or "input_ids", got {got or "none"}')

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -37,6 +38,14 @@ KEPT_CHECKPOINTS = 2  # the newest, and one that is whole while it is written
 STATE_FILE = "state.json"
 TENSORS_FILE = "state.safetensors"
 ADAMW = ("step", "exp_avg", "exp_avg_sq")  # what torch's AdamW remembers of a parameter
+
+
+class CheckpointState(msgspec.Struct):
+    """The part of a checkpoint that is no tensor: what was asked for, the data's hash, and the loss of each step."""
+
+    recipe: dict[str, Any]
+    data: str
+    losses: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,27 +246,27 @@ class Tuner:
         """Go back to the newest checkpoint that is whole; returns its step, 0 without one. Raises ConfigError."""
         for folder in checkpoints(self._folder):
             try:
-                state = json.loads((folder / STATE_FILE).read_text())
+                state = msgspec.convert(json.loads((folder / STATE_FILE).read_text()), CheckpointState)
                 tensors = load_file(folder / TENSORS_FILE)
-            except (OSError, ValueError, SafetensorError) as error:
+            except (OSError, ValueError, msgspec.ValidationError, SafetensorError) as error:
                 logger.warning("%s is damaged (%s): an older one is tried", folder, error)
                 continue
             self._require_same(state, folder)
             self._restore_state(tensors)
-            self.losses = list(state["losses"])
+            self.losses = state.losses
             return len(self.losses)
         return 0
 
-    def _require_same(self, state: dict[str, Any], folder: Path) -> None:
+    def _require_same(self, state: CheckpointState, folder: Path) -> None:
         """A run goes on with what it began with. Raises ConfigError."""
         mine = json.loads(json.dumps(asdict(self.recipe)))
-        saved = state["recipe"]
+        saved = state.recipe
         names = [field.name for field in fields(TuningRecipe)]
         changed = [name for name in names if saved.get(name) != mine[name]]
         if changed:
             changes = ", ".join(f"{name} was {saved.get(name)!r}, is {mine[name]!r}" for name in changed)
             raise ConfigError(f"{folder} is of another run: {changes}: take the same options, or another --out")
-        if state["data"] != self._data.digest:
+        if state.data != self._data.digest:
             raise ConfigError(f"{folder} was made with other data: take the same file, or another --out")
 
     def _restore_state(self, tensors: dict[str, torch.Tensor]) -> None:

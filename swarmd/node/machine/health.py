@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
@@ -19,7 +19,8 @@ CLONED_FOR_S = 600.0  # after its last word
 class Health:
     """See the module. ``clocks_s``: how far other members' clocks are ahead, as far as they were heard of late.
 
-    ``up_since``, in seconds since 1970, tells this daemon from another of the same key.
+    ``up_since``, in seconds since 1970, tells this daemon from another of the same key. ``version`` is what this daemon
+    runs, read once: whoever asks for it from the package reads a file each time.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class Health:
         clocks_s: Callable[[], Sequence[float]],
     ) -> None:
         self._me = me
-        self._version = version
+        self.version = version
         self._wall_clock = wall_clock
         self.up_since = self.now()
         self._clocks_s = clocks_s
@@ -56,13 +57,14 @@ class Health:
         free_disk_bytes: int | None,
         devices: Sequence[str],
         workers: Sequence[WorkerLife],
+        missing: Mapping[str, str],
         n_losing_large: int = 0,
     ) -> tuple[HealthRow, ...]:
         """Everything that was looked at, for people."""
         self.note_clone(view)
         other_records = [record for peer, record in view.peers.items() if peer != self._me]
         facts = Facts(
-            version=self._version,
+            version=self.version,
             versions=[record.version for record in other_records if record.version],
             now=self._wall_clock(),
             clocks_s=self._clocks_s(),
@@ -73,6 +75,10 @@ class Health:
             has_card=shutil.which(CARDS[0]) is not None,
             devices=devices,
             workers=workers,
+            n_others=len(other_records),
+            alone_s=directory.alone_s,
+            exchanged=directory.reason,
+            missing=missing,
             n_losing_large=n_losing_large,
         )
         return tuple(

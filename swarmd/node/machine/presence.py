@@ -26,7 +26,7 @@ import trio
 from swarmd.clocks import elapsed_s, read_zone
 from swarmd.config import PolicyConfig, split
 from swarmd.errors import ConfigError
-from swarmd.folders import write_file
+from swarmd.folders import remove_file, write_file
 from swarmd.hours import Hours
 from swarmd.net.api import TaskStatus
 from swarmd.net.traffic import Traffic
@@ -163,9 +163,9 @@ class Presence:
         self._write_pause(pause)
 
     def resume(self) -> None:
-        """End a pause; the rules count again."""
+        """End a pause; the rules count again. Raises ConfigError when a restart would pause anew."""
         if self._file is not None:
-            self._file.unlink(missing_ok=True)
+            remove_file(self._file)
         self._set(None, None)
 
     def _set(self, pause: Pause | None, ends_s: float | None) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from swarmd.plan.owner.clock import REMEDY, judge_clock
 from swarmd.values import count, format_moment
 
-Kind = Literal["clock", "messages", "identity", "version", "disk", "index", "device", "worker"]
+Kind = Literal["listening", "members", "clock", "messages", "identity", "version", "disk", "index", "device", "worker"]
+ALONE_S = 60.0  # a machine that has just started finds others sooner, and records of those that left have ended
 LEAST_DISK_BYTES = 1 << 30  # for state, logs and pieces of weights under way
 
 
@@ -28,6 +29,8 @@ class Facts:
     """What is the case. ``clocks_s``: how far others' clocks are ahead of ``now`` (unix seconds), as heard of late.
 
     ``is_indexed`` None: not tried yet. ``n_losing_large``: members with whom only small messages pass.
+    ``exchanged``: what the last exchange with another member came to; none has been known for ``alone_s``.
+    ``missing``: addresses that are not listened on, and why.
     """
 
     version: str = "0"
@@ -41,6 +44,10 @@ class Facts:
     devices: Sequence[str] = ()
     workers: Sequence[WorkerLife] = ()
     now: float = 0.0
+    n_others: int = 0
+    alone_s: float | None = None
+    exchanged: str = ""
+    missing: Mapping[str, str] = field(default_factory=dict)
     n_losing_large: int = 0
 
 
@@ -57,6 +64,8 @@ class HealthFinding:
 def check_health(facts: Facts) -> tuple[HealthFinding, ...]:
     """Everything that was looked at."""
     looked_at = (
+        _check_listening,
+        _check_members,
         _check_clock,
         _check_messages,
         _check_identity,
@@ -67,6 +76,33 @@ def check_health(facts: Facts) -> tuple[HealthFinding, ...]:
         _check_worker,
     )
     return tuple(look(facts) for look in looked_at)
+
+
+def _check_listening(facts: Facts) -> HealthFinding:
+    if not facts.missing:
+        return HealthFinding("listening", True, "on all addresses that it is to listen on")
+    text = "; ".join(f"not on {address} yet: {why}" for address, why in sorted(facts.missing.items()))
+    remedy = "it is tried again by itself; where it will never be there, change listen in config.toml"
+    return HealthFinding("listening", False, text, remedy)
+
+
+def _check_members(facts: Facts) -> HealthFinding:
+    if facts.n_others:
+        return HealthFinding("members", True, f"{count(facts.n_others, 'other')} known; {facts.exchanged}")
+    alone_s = facts.alone_s or 0.0
+    if alone_s < ALONE_S:
+        return HealthFinding("members", None, f"no other member has been found yet; {facts.exchanged}")
+    text = f"no other member has been found for {_format_minutes(alone_s)}; {facts.exchanged}"
+    remedy = (
+        "if others moved: swarmd join with a fresh invite (a founder's swarmd invite prints one), or with an address"
+        " that swarmd status shows on the machine of another member"
+    )
+    return HealthFinding("members", False, text, remedy)
+
+
+def _format_minutes(seconds: float) -> str:
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h"
 
 
 def _check_clock(facts: Facts) -> HealthFinding:

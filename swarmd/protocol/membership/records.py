@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from swarmd.errors import Code, IntegrityError, Refused
+from swarmd.names import MAX_MEMBER_NAME
 from swarmd.protocol.fields import Addresses, Block, Certificate, Count, Digest, Name, Needs, Text
 from swarmd.protocol.membership.identity import (
     Identity,
@@ -68,6 +69,7 @@ class PeerRecord(Record, tag="peer", frozen=True):
     are those of versions that did not say so. ``holds``: of which models it gives away which groups, as ranges
     [start, end) (weights.folder says what a group is). ``reach``: whether others can dial it (unknown, open or closed,
     as measured); ``relays``: it connects members that nobody can dial to others. ``found``: whose blocks it has probed.
+    ``name``: what its owner calls it; two may have the same.
     """
 
     addresses: Addresses = ()
@@ -87,6 +89,7 @@ class PeerRecord(Record, tag="peer", frozen=True):
     relays: bool = False
     found: Annotated[tuple[ProbeFinding, ...], msgspec.Meta(max_length=32)] = ()
     holds: Annotated[dict[Name, GroupRanges], msgspec.Meta(max_length=32)] = {}
+    name: Annotated[str, msgspec.Meta(max_length=MAX_MEMBER_NAME)] = ""
 
 
 class SpanRecord(Record, tag="span", frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -42,10 +43,10 @@ def test_rows_are_what_they_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b"", "it is empty"),
-        (b"   ", "it is empty"),
-        (b'{"text": "\xff"}', "invalid UTF-8 at byte 11"),
-        (b"nope", "no JSON"),
+        (b'{"text": "a", "label": null}', '"label" is null, as pandas fills columns that a row lacks: leave it out'),
+        ({"text": None}, '"text" is null'),
+        (b'{"text": "\xff"}', "invalid UTF-8 at byte 11: convert the file first"),
+        (b"nope", "no JSON: Expecting value at character 1"),
         (b"[" * 100_000, "no JSON"),
         (b"3", "got int"),
         ({"txt": "a"}, "got 'txt'"),
@@ -77,15 +78,70 @@ def test_what_cannot_be_used_is_named_by_its_line(tmp_path: Path, line: bytes | 
 
 def test_many_bad_lines_are_counted_and_some_are_shown(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="50 of 50 lines") as failure:
-        read_dataset(write(tmp_path, *[b""] * 50), LETTERS)
+        read_dataset(write(tmp_path, *[b"x"] * 50), LETTERS)
     assert "and 30 more" in str(failure.value)
 
 
 def test_an_empty_or_missing_file_is_said_to_be_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is empty"):
         read_dataset(write(tmp_path), LETTERS)
+    with pytest.raises(ConfigError, match="is empty"):
+        read_dataset(write(tmp_path, b"", b"   "), LETTERS)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_dataset(tmp_path / "nothing", LETTERS)
+
+
+ROW = b'{"text": "ab"}\n'
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\xef\xbb\xbf" + ROW * 2,
+        ROW + b"\n" + ROW,
+        ROW * 2 + b" \n",
+        ROW.replace(b"\n", b"\r\n") * 2,
+        b"\n" + (ROW * 2)[:-1],
+        ROW.replace(b"\n", b"\r") * 2,
+    ],
+    ids=["BOM", "blank line", "blank end", "CRLF", "no end", "CR"],
+)
+def test_rows_are_read_as_programs_of_all_kinds_write_them(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(raw)
+    assert read_dataset(path, LETTERS).rows == (DatasetRow((101, 97, 98, 102), (101, 97, 98, 102)),) * 2
+
+
+def test_a_blank_line_counts_when_a_bad_one_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 3: no JSON"):
+        read_dataset(write(tmp_path, b"", ROW.strip(), b"x"), LETTERS)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (gzip.compress(ROW), r"it is compressed \(gzip\), expected UTF-8 text: unpack it first: gunzip"),
+        (b"\x28\xb5\x2f\xfd\0", r"it is compressed \(Zstandard\)"),
+        (
+            ROW.decode().encode("utf-16"),
+            "it is UTF-16, expected UTF-8 text: convert it first: iconv -f utf-16 -t utf-8",
+        ),
+        (ROW.decode().encode("utf-16-le"), "byte 2 is NUL: it is UTF-16"),
+        (b"PAR1\0\0", r"it is a Parquet file, .*: write it as lines of JSON first: pandas'"),
+        (
+            b"\xef\xbb\xbf[" + ROW.strip() + b"]",
+            r"it is one JSON array, expected an object on each line: jq -c '\.\[\]'",
+        ),
+        (b'{\n "text": "ab"\n}\n', "its objects go over several lines, expected one on each line: jq -c"),
+    ],
+    ids=["gzip", "zstd", "UTF-16", "UTF-16 without a mark", "Parquet", "array", "pretty"],
+)
+def test_a_file_of_another_kind_is_one_sentence_with_what_to_do(tmp_path: Path, raw: bytes, words: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(raw)
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl: {words}") as failure:
+        read_dataset(path, LETTERS)
+    assert "\n" not in str(failure.value)
 
 
 @settings(max_examples=50)

@@ -110,8 +110,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder: Path, tmp_path
         run.save_checkpoint()
     (tmp_path / "checkpoint-2" / "state.safetensors").write_bytes(b"half")
     assert tuner(folder, tmp_path).resume() == 1
-    (tmp_path / "checkpoint-1" / "state.json").write_text("[")
-    assert tuner(folder, tmp_path).resume() == 0
+    for damaged in ("[", "[1]", "{}", '{"recipe": {}, "data": 3, "losses": []}'):
+        (tmp_path / "checkpoint-1" / "state.json").write_text(damaged)
+        assert tuner(folder, tmp_path).resume() == 0
 
 
 def test_a_run_is_not_resumed_with_another_recipe_or_other_data(folder: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class HealthScene:
         return SwarmView({ME: PeerRecord(peer=ME, up_since=up_since, **times)}, (), Catalog())
 
     def row(self, kind: str, view: SwarmView) -> HealthRow:
-        rows = self.health.snapshot(view, DIRECTORY, None, (), ())
+        rows = self.health.snapshot(view, DIRECTORY, None, (), (), {})
         return next(row for row in rows if row.kind == kind)
 
 
