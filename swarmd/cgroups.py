@@ -138,7 +138,7 @@ def _path_below(mounted: str, path: str) -> list[str]:
 
 def _read(file: Path) -> str:
     with suppress(OSError, UnicodeDecodeError):
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     return ""
 
 

@@ -41,7 +41,25 @@ def resolve_folder(folder: Path) -> Path:
             f"{resolved} is too long for the socket in it: {n_bytes} bytes, at most {MOST_SOCKET_BYTES}: "
             "choose a shorter folder with --home or SWARMD_HOME"
         )
+    _require_readable(resolved)
     return resolved
+
+
+def _require_readable(folder: Path) -> None:
+    remedy = "open it (chmod u+rwx), or choose another one with --home or SWARMD_HOME"
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return  # it may be made yet
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror}: {remedy}") from None
+    if not _may(folder, os.R_OK | os.X_OK):
+        raise ConfigError(f"{folder} cannot be read by this user: {remedy}")
+
+
+def _may(folder: Path, mode: int) -> bool:
+    """May this process use a folder so, with what it is allowed to do now?"""
+    return os.access(folder, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 # A crash, or a full disk, must never leave half a file: a half key or catalog would lose a member its place. So the new
@@ -80,7 +98,7 @@ def remove_file(path: Path) -> None:
 
 def require_writable(folder: Path) -> None:
     """Raise ConfigError for a folder in which nothing can be made: closed to its user, or on a read-only disk."""
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if not _may(folder, os.W_OK | os.X_OK):
         raise ConfigError(
             f"nothing can be written in {folder}: open it (chmod u+rwx), have its disk mounted for writing, or choose "
             "another --home"
@@ -159,7 +177,7 @@ def open_own(path: Path, anew: bool = False) -> TextIO:
     try:
         if anew:
             path.unlink(missing_ok=True)
-        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "w")
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "w", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be opened: {error.strerror}") from None
 

@@ -111,7 +111,10 @@ class Owner:
         workers = [WorkerLife(link.state == "online", link.restarts, link.last_end) for link in links]
         free_bytes = psutil.disk_usage(str(self._home.folder)).free if self._home else None
         missing = self._reachability.snapshot().missing if self._reachability else {}
-        return self._health.snapshot(view, self._directory.snapshot(), free_bytes, devices, workers, missing)
+        n_losing_large = self._directory.probes.n_losing_large()
+        return self._health.snapshot(
+            view, self._directory.snapshot(), free_bytes, devices, workers, missing, n_losing_large
+        )
 
     def peers(self) -> PeersAnswer:
         """One row for each member that is known, with what it serves."""

@@ -213,7 +213,7 @@ def initialise_model(folder: Path, recipe: Recipe, models: Path) -> Path:
     model.save_pretrained(checkpoint)
     for name in sources[1:]:
         shutil.copy(folder / name, checkpoint / name)
-    (checkpoint / MADE_FROM).write_text(listed)
+    (checkpoint / MADE_FROM).write_text(listed, encoding="utf-8")
     return checkpoint
 
 

@@ -141,6 +141,41 @@ def test_forbidden_import(package: str, target: str, why: str) -> None:
     assert not offenders, f"{offenders} import {target}: {why}"
 
 
+def opens_text_by_locale(call: ast.Call) -> bool:
+    """Does a call read or write text in whichever encoding the machine's locale has?"""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if "encoding" in {keyword.arg for keyword in call.keywords}:
+        return False
+    if name in ("read_text", "write_text"):
+        return isinstance(call.func, ast.Attribute)  # pathlib's
+    modes = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
+    return name in ("open", "fdopen", "NamedTemporaryFile", "TemporaryFile") and any(
+        m in modes for m in ("r", "w", "a")
+    )
+
+
+def test_text_files_are_utf8_in_every_locale() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for package in PACKAGES
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and opens_text_by_locale(node)
+    ]
+    assert not wrong, f'{wrong}: say encoding="utf-8"'
+
+
+def test_http_is_asked_from_three_places_only() -> None:
+    """A client that is made elsewhere would send prompts and tokens through the proxy of the environment."""
+    clients = {"httpx", "http.client", "urllib.request", "urllib3", "requests", "aiohttp"}
+    known = {
+        "swarmd.net.local",  # the daemon's Unix socket
+        "swarmd_cli.gateway_client",  # the gateway on loopback: never by a proxy
+        "swarmd.weights.hub",  # the hub, which proxies are for
+    }
+    assert {name for name, imported in modules().items() if imported & clients} == known
+
+
 def test_only_one_folder_knows_libp2p() -> None:
     offenders = [
         m

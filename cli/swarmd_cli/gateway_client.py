@@ -155,7 +155,7 @@ def open_gateway() -> Iterator[GatewayClient]:
     log = folder / "chat.log"
     # The child is supervised: it ends when its standard input is closed, which the kernel does however this process
     # ends. It prints where it listens once it does; a line without that, or none, is its end.
-    with log.open("w") as errors:
+    with log.open("w", encoding="utf-8") as errors:
         child = subprocess.Popen(
             [*command(folder), "--listen", "127.0.0.1:0"],
             stdin=subprocess.PIPE,
@@ -173,7 +173,9 @@ def open_gateway() -> Iterator[GatewayClient]:
         if is_terminal:
             rewrite_line("")
         if " is at " not in line:
-            log_lines = log.read_text().strip().splitlines() or ["the gateway ended, and did not say why"]
+            log_lines = log.read_text(encoding="utf-8").strip().splitlines() or [
+                "the gateway ended, and did not say why"
+            ]
             raise SwarmUnavailable(log_lines[-1].removeprefix("swarmd: "))
         yield GatewayClient(line.split(" is at ")[1].split()[0], read_token(folder))
     finally:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from swarmd_cli.context import INTERRUPTED, set_home
-from swarmd_cli.streams import discard_output, find_lost_output, open_missing_streams
+from swarmd_cli.streams import discard_output, find_lost_output, prepare_streams
 from swarmd_cli.terminal import guard_streams
 from swarmd_cli.verbs import (
     bugreport,
@@ -100,7 +100,7 @@ def run() -> None:
     """Entry point: exit codes are those of docs/operating.md."""
     from swarmd.errors import SwarmError, all_errors
 
-    open_missing_streams()
+    prepare_streams()
     guard_streams()
     try:
         try:

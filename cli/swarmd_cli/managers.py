@@ -306,7 +306,7 @@ def _is_lingering() -> bool:
 
 
 def _template(name: str) -> str:
-    return (resources.files("swarmd_cli") / name).read_text()
+    return (resources.files("swarmd_cli") / name).read_text(encoding="utf-8")
 
 
 def _is_group(name: str) -> bool:

@@ -26,7 +26,7 @@ def read_secrets(folder: Path) -> set[str]:
     secrets: set[str] = set()
     for name in SECRET_FILES:
         try:
-            text = (folder / name).read_text()
+            text = (folder / name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
         try:

@@ -44,6 +44,9 @@ def find_folder(source: str, dtype: str) -> Path:
         raise ConfigError(f"there is no file or folder {folder}")
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    from swarmd.weights.hub import open_client
+
+    open_client().close()  # what is wrong with proxies and certificates is said before the library stumbles over it
     try:
         folder = _download(source)
         if not _is_checkpoint(folder):
@@ -141,7 +144,7 @@ def _find_snapshot(folder: Path) -> Path:
     snapshots = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
     main = folder / "refs" / "main"
     if main.is_file():
-        named = folder / "snapshots" / main.read_text().strip()[:64]
+        named = folder / "snapshots" / main.read_text(encoding="utf-8").strip()[:64]
         if named in snapshots:
             return _find_checkpoint(named)
     if len(snapshots) != 1:

@@ -6,13 +6,40 @@ A daemon goes on without them. A command that cannot say what it found says that
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterable
-from typing import TextIO
+from typing import Any, TextIO
 
 STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 LOST = (errno.ENOSPC, errno.EIO, errno.EPIPE)  # a full disk, a terminal that is gone, a reader that has ended
+
+
+class LossyFile(io.FileIO):
+    """Standard error: what cannot be written there is lost, and the command goes on."""
+
+    def write(self, data: Any) -> int:
+        """Write, or pass over it."""
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in LOST:
+                raise
+            return len(data)
+
+
+def prepare_streams() -> None:
+    """Make the standard streams ones that a command can use, whatever it was started with.
+
+    A closed one is the null device. A character that the locale's encoding lacks is written as "?", not refused.
+    """
+    open_missing_streams()
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+    errors = io.BufferedWriter(LossyFile(2, "w", closefd=False))
+    sys.stderr = io.TextIOWrapper(errors, sys.stderr.encoding, "backslashreplace", line_buffering=True)
 
 
 def open_missing_streams() -> None:

@@ -20,6 +20,6 @@ def read_token(folder: Path) -> str:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text().strip() or None
-    except OSError:
+        return path.read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError):
         return None

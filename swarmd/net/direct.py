@@ -29,6 +29,7 @@ from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import Network, Purpose, Stream, StreamHandler, Way
 from swarmd.net.inbound import is_scarce
 from swarmd.net.late_addresses import LateAddresses, NotThereError
+from swarmd.net.libp2p.segments import cap_segments
 from swarmd.net.tls import BROKEN, DirectStream, Tls
 from swarmd.net.traffic import Traffic
 from swarmd.protocol.untrusted import decode
@@ -142,6 +143,8 @@ class DirectNetwork:
             listeners = await trio.open_tcp_listeners(self._port, host=host)
         except OSError as error:
             raise NotThereError(str(error.strerror or error)) from None
+        for listener in listeners:
+            cap_segments(listener.socket)
         self._port = listeners[0].socket.getsockname()[1]
         return listeners
 

@@ -96,7 +96,7 @@ def _outgoing_hosts() -> set[IpAddress]:
 def _temporary_hosts() -> set[IpAddress]:
     """IPv6 addresses that will not be this machine's for long, where the system says so."""
     try:
-        rows = [line.split() for line in IF_INET6.read_text().splitlines()]
+        rows = [line.split() for line in IF_INET6.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return set()
     temporary = [row for row in rows if int(row[4], 16) & TEMPORARY_FLAGS]
@@ -104,7 +104,7 @@ def _temporary_hosts() -> set[IpAddress]:
 
 
 def own_networks() -> tuple[IpNetwork, ...]:
-    """The networks that this machine is on, loopback included."""
+    """The networks that this machine is on, loopback included, and the other ends of its tunnels."""
     interface_networks: list[IpNetwork] = []
     for addresses in psutil.net_if_addrs().values():
         for interface_address in addresses:
@@ -112,6 +112,9 @@ def own_networks() -> tuple[IpNetwork, ...]:
                 host = interface_address.address.partition("%")[0]
                 prefix = ipaddress.ip_address(interface_address.netmask)
                 interface_networks.append(ipaddress.ip_network(f"{host}/{int(prefix).bit_count()}", strict=False))
+                if interface_address.ptp:
+                    other_end = interface_address.ptp.partition("%")[0]
+                    interface_networks.append(ipaddress.ip_network(other_end))
     return tuple(interface_networks)
 
 

@@ -124,7 +124,7 @@ async def _exchange_datagrams(
 def find_gateway() -> IPv4Address:
     """The router that leads elsewhere. Raises Unreachable."""
     try:
-        rows = [line.split() for line in ROUTES.read_text().splitlines()[1:]]
+        rows = [line.split() for line in ROUTES.read_text(encoding="utf-8").splitlines()[1:]]
     except OSError:
         raise NoRouterError("this system does not say which router it has") from None
     default_routes = []

@@ -10,7 +10,7 @@ import json
 import os
 import struct
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swarmd.errors import ConfigError, Unreachable
 from swarmd.plan.links.download import Ref
@@ -19,10 +19,26 @@ from swarmd.protocol.models.manifest import CHUNK_BYTES, INDEX_FILE, SINGLE_FILE
 from swarmd.protocol.models.shards import Place
 from swarmd.values import PeerId
 
+if TYPE_CHECKING:
+    import httpx
+
 HUB = PeerId("hub")
 """Stands for the hub among the donors of a download."""
 TIMEOUT_S = 60.0  # a hub that answers nothing for so long is down
 MAX_INDEX_BYTES = 32 * 2**20  # of a sharded checkpoint's index
+
+
+def open_client() -> httpx.Client:
+    """Open what asks the hub: through a proxy where the environment names one. Raises ConfigError where it cannot."""
+    import httpx
+
+    try:
+        return httpx.Client(follow_redirects=True, timeout=TIMEOUT_S)
+    except (OSError, ImportError, ValueError, httpx.InvalidURL) as error:  # a certificate, SOCKS, an address
+        raise ConfigError(
+            f"the hub cannot be asked with the settings of this environment ({error}): "
+            "look at HTTPS_PROXY, ALL_PROXY, NO_PROXY and SSL_CERT_FILE"
+        ) from None
 
 
 # The hub's bytes go through the same check as a peer's: the sha256 of each chunk in the manifest. What is read here
@@ -89,7 +105,10 @@ class Hub:
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         if self._client is None:
-            self._client = httpx.Client(follow_redirects=True, timeout=TIMEOUT_S)
+            try:
+                self._client = open_client()
+            except ConfigError as error:
+                raise Unreachable(str(error)) from None
         endpoint = os.environ.get("HF_ENDPOINT")
         url = hf_hub_url(
             self._repo,

@@ -247,6 +247,9 @@ def check_running(swarm: LocalSwarm, tmp_path: Path) -> None:
     fails(swarmd("resume", home=home), 2, "--no-serve")
     assert "nothing: started with --no-serve" in swarmd("status", home=home).stdout
     fails(swarmd("leave", home=home), 2, "swarmd down first")
+    moved = NOBODY.format(port=free_port(), peer=Identity.generate().peer_id)
+    assert "takes 1 way to others. Nobody answers there yet" in swarmd("join", moved, home=home).stdout
+    assert moved in str(founder.ask("addresses")), "it goes on trying"
     fails(swarmd("up", home=home), 2, "another daemon runs on")
     port = founder.ask("status")["addresses"][0].split("/")[4]
     other_home = Home(tmp_path / "other")

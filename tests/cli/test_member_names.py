@@ -83,7 +83,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
     ("words", "n_times"),
     [
         ("status", 2),
-        ("doctor", 2),
+        ("doctor", 1),
         ("ps", 1),
         ("why", 4),
         ("top --interval 0.5", 1),

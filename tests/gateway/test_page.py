@@ -112,6 +112,16 @@ def test_a_run_is_told_in_sentences_and_its_curve_falls(browser: Stage) -> None:
     assert not any(word in browser.page.inner_text("main") for word in ("undefined", "null", "NaN", "; ."))
 
 
+def test_members_are_shown_by_their_names(browser: Stage) -> None:
+    browser.open("swarm")
+    browser.say("swarm", swarm(model("demo")))
+    browser.see("th", "abcdefgh (anna) (here)")
+    browser.open("training")
+    browser.say("training", {"runs": [run("caesar", (10.0, 9.9), shunned=["12D3KooWabcdefgh", "12D3KooWstranger"])]})
+    browser.see("th", "abcdefgh (anna)")
+    browser.see("li", "Done without, for faulty numbers: abcdefgh (anna), stranger.")
+
+
 DRAWN = """async (text) => {
   const { markdown } = await import('/page/files/markdown.js');
   const place = document.createElement('div');

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from swarmd.net import interfaces
-from swarmd.net.interfaces import expand_wildcards, order_hosts
+from swarmd.net.interfaces import expand_wildcards, order_hosts, own_networks
 from swarmd.net.libp2p import host
 from tests.net.test_libp2p_faults import network
 
@@ -59,6 +59,13 @@ def test_without_a_network_there_is_the_loopback(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(psutil, "net_if_addrs", dict)
     assert expand_wildcards(EVERY) == ("/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1")
     assert expand_wildcards(()) == ()
+
+
+def test_the_other_end_of_a_tunnel_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    tunnel = SimpleNamespace(family=socket.AF_INET, address="10.9.0.1", netmask="255.255.255.255", ptp="10.9.0.2")
+    lan = SimpleNamespace(family=socket.AF_INET, address="192.168.1.2", netmask="255.255.255.0", ptp=None)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"tun0": [tunnel], "eth0": [lan]})
+    assert list(map(str, own_networks())) == ["10.9.0.1/32", "10.9.0.2/32", "192.168.1.0/24"]
 
 
 DOCKER = [("br-1a2b3c4d5e6f", "172.18.0.1"), ("docker0", "172.17.0.1")]

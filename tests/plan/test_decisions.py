@@ -296,7 +296,10 @@ def test_the_chance_of_a_gap_is_what_a_thousand_swarms_show_or_a_little_more(see
 def test_at_least_one_block_is_taken_and_never_more_than_there_are() -> None:
     assert blocks_that_fit(10, [1 << 30] * 8) == 1
     assert blocks_that_fit(1 << 40, [1 << 20] * 8) == 8
-    assert blocks_that_fit(8 << 20, [1 << 20] * 8) == 4, "half is for caches, history and others"
+    assert blocks_that_fit(8 << 30, [1 << 30] * 8) == 4, "half is for caches, history and others"
+    assert blocks_that_fit(300 << 20, [1 << 20] * 99) == 44, (
+        "what a pass works in has to be free, too, or loading fails"
+    )
 
 
 def test_what_a_tensor_takes_in_memory_follows_dtype_and_bits() -> None:

@@ -189,6 +189,16 @@ class Lab:
             place.do(f"ip addr add {net_6}::2/64 dev {link}b nodad && ip route add default via {net_6}::1")
         return place
 
+    def narrow(self, place: Place, mtu: int) -> None:
+        """Let the way to a public place take smaller packets than its ends send, and lose what would tell them."""
+        link = self.middle.do(f"ip -o route get {place.address}").split("dev ")[1].split()[0]
+        self.middle.do(
+            f"ip link set {link} mtu {mtu} && nft add table ip silent && "
+            "nft add chain ip silent out '{ type filter hook output priority 0; }' && "
+            "nft add rule ip silent out icmp type destination-unreachable drop"
+        )
+        place.do(f"ip link set {link[:-1]}b gso_max_segs 1")  # else a cable of Linux hands over many packets as one
+
     def router(self, name: str, nat: Nat = "cone", lan: str = "192.168.1", six: Six = "none") -> Place:
         """A home's router, with a public address."""
         place = self.public(name, six)

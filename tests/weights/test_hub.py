@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from swarmd.errors import SwarmUnavailable, Unreachable
+from swarmd.errors import ConfigError, SwarmUnavailable, Unreachable
 from swarmd.net.pace import Pace
 from swarmd.net.standing import Standing
 from swarmd.weights import fetch
 from swarmd.weights import folder as files
 from swarmd.weights.fetch import Fetch
 from swarmd.weights.folder import ModelFolder
-from swarmd.weights.hub import HUB, Hub
+from swarmd.weights.hub import HUB, Hub, open_client
 from tests.weights.conftest import N_BLOCKS
 
 SOURCE = "org/name@c0ffee"
@@ -80,3 +80,16 @@ async def test_a_hub_that_lacks_the_model_is_unreachable_not_a_crash(
     target = files.create(tmp_path / "store", full_model.manifest)
     with pytest.raises(SwarmUnavailable, match="try again"):
         await fetch_of(target, ALL, "org/other@1").run()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SSL_CERT_FILE", "/gone.pem"), ("NO_PROXY", "[::1]"), ("ALL_PROXY", "socks9://127.0.0.1:1")],
+)
+def test_settings_of_the_environment_that_cannot_be_used_are_named(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="look at HTTPS_PROXY, ALL_PROXY, NO_PROXY and SSL_CERT_FILE"):
+        open_client()

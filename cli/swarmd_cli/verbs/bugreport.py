@@ -92,7 +92,7 @@ def _text_or_error(text: Callable[[], str]) -> str:
 
 def _read_tail(path: Path) -> str:
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        lines = path.read_text(errors="replace", encoding="utf-8").splitlines()
     except OSError as error:
         return f"not there: {error.strerror}\n"
     return "\n".join(lines[-LOG_LINES:]) + "\n"

@@ -157,7 +157,7 @@ class Conversation:
     def _save(self, path: Path) -> None:
         try:
             conversation = {"model": self.model, "messages": self._messages()}
-            path.write_text(json.dumps(conversation, indent=2) + "\n")
+            path.write_text(json.dumps(conversation, indent=2) + "\n", encoding="utf-8")
             print(f"(written to {path})")
         except OSError as error:
             print(f"({path} cannot be written: {error.strerror})")

@@ -107,7 +107,7 @@ class Volunteers:
                 on_stage(stage)
             for index, process in enumerate(self.processes):
                 if process.poll() is not None:
-                    log = (self.homes[index].folder / "daemon.log").read_text()[-800:]
+                    log = (self.homes[index].folder / "daemon.log").read_text(encoding="utf-8")[-800:]
                     raise SwarmUnavailable(f"{NAMES[index]}'s daemon ended while waiting for {missing}:\n{log}")
             if time.monotonic() > deadline:
                 raise SwarmUnavailable(f"no {missing}, and nothing has changed for {QUIET_S:.0f} s: {shown_stage}")

@@ -367,8 +367,8 @@ def update_check() -> None:
     from swarmd.status import DaemonStatus
 
     health = ask(DaemonStatus, "status").health
-    row = next(row for row in health if row.kind == "version")
-    print(health_text(row))
+    rows = [row for row in health if row.kind == "version"]
+    print(health_text(rows[0]) if rows else "the daemon has not looked yet, or is of another version: swarmd status")
 
 
 def doctor(as_json: Json = False) -> None:

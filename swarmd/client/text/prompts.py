@@ -153,7 +153,7 @@ async def one_turn(folder: Path, text: str) -> Prompt:
 
 def main(folder: Path) -> None:
     """Answer one question a line until the questions end."""
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # anything else that is printed is no answer
     try:
         with importing():

@@ -240,13 +240,13 @@ class Tuner:
             "data": self._data.digest,
             "losses": self.losses,
         }
-        (folder / STATE_FILE).write_text(json.dumps(state))
+        (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def resume(self) -> int:
         """Go back to the newest checkpoint that is whole; returns its step, 0 without one. Raises ConfigError."""
         for folder in checkpoints(self._folder):
             try:
-                state = msgspec.convert(json.loads((folder / STATE_FILE).read_text()), CheckpointState)
+                state = msgspec.convert(json.loads((folder / STATE_FILE).read_text(encoding="utf-8")), CheckpointState)
                 tensors = load_file(folder / TENSORS_FILE)
             except (OSError, ValueError, msgspec.ValidationError, SafetensorError) as error:
                 logger.warning("%s is damaged (%s): an older one is tried", folder, error)

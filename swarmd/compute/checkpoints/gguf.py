@@ -79,7 +79,7 @@ def convert(
     config = model.config.to_dict()
     config = {name: config[name] for name in config if name not in NOT_OURS}
     config |= {"dtype": dtype_name, "architectures": [type(model).__name__]}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     n_parameters = sum(tensor.numel() for tensor in state.values())
     return Conversion(n_parameters, dtype_name, loss)
 

@@ -73,6 +73,11 @@ OF_NO_CONSEQUENCE: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (0.0,),
 }
 """Settings that mean nothing at these values, whatever the architecture."""
+NEEDED = {
+    *("context_length", "embedding_length", "block_count", "attention.head_count", "attention.head_count_kv"),
+    *("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "expert_used_count"),
+}
+"""Settings that a family's usual value would stand in for, whose tensors' shapes would not tell."""
 REMARKS = ("tensor_data_layout",)
 ONE_READER = (
     "lfm2",
@@ -116,9 +121,9 @@ def check_settings(header: GgufHeader) -> None:
             f"{path}: {name}.{key} is {str(value)[:40]}, which is not understood and may change what the "
             "model computes: take the model as safetensors"
         )
-    needed = [key for key in BY_READER[:3] + BY_READER[5:7] if key not in arch_settings]
-    if needed:
-        raise ConfigError(f"{path}: {name}.{needed[0]} is missing, and the reader needs it: convert the model anew")
+    needed = NEEDED | {"attention.sliding_window"} if name == "gemma3" else NEEDED  # without it: no windows
+    if missing := [key for key in UNDERSTOOD[name] if key in needed and key not in arch_settings]:
+        raise ConfigError(f"{path}: {name}.{missing[0]} is missing, and the reader needs it: convert the model anew")
     if empty := [key for key in BY_READER if key in arch_settings and not arch_settings[key]]:
         raise ConfigError(f"{path}: {name}.{empty[0]} is {arch_settings[empty[0]]}, which no model has")
     lists = [key for key in BY_READER if isinstance(arch_settings.get(key), list)]
@@ -199,11 +204,12 @@ def _rotary_parameters(
     head_dim: int,
 ) -> dict[str, Any]:
     """Return transformers' parameters of the rotary angles. Raises ConfigError for a scaling that is not understood."""
-    path = header.path
     name = header.architecture
     arch_settings = header.arch_settings()
     known: Mapping[str, Any] = dict(config.rope_parameters or {})
     if name == "gemma3":  # blocks that see a window have angles of their own, which are never scaled
+        if arch_settings.get("rope.dimension_count", head_dim) != head_dim:
+            raise _partly_rotary(header, head_dim)
         near = {"rope_type": "default", "rope_theta": arch_settings.get("rope.freq_base_swa", 10_000.0)}
         far = {"rope_theta": arch_settings.get("rope.freq_base", 1_000_000.0), **_rotary_scaling(header)}
         return {"sliding_attention": near, "full_attention": far}
@@ -212,10 +218,17 @@ def _rotary_parameters(
     if name in PART_ROTARY:
         rotary["partial_rotary_factor"] = n_rotary / head_dim
     elif n_rotary != head_dim:
-        raise ConfigError(f"{path}: {n_rotary} of a head's {head_dim} numbers rotate, which is not read in a {name}")
+        raise _partly_rotary(header, head_dim)
     elif "partial_rotary_factor" in known:
         rotary["partial_rotary_factor"] = 1.0
     return rotary
+
+
+def _partly_rotary(header: GgufHeader, head_dim: int) -> ConfigError:
+    n_rotary = header.arch_settings()["rope.dimension_count"]
+    return ConfigError(
+        f"{header.path}: {n_rotary} of a head's {head_dim} numbers rotate, which is not read in a {header.architecture}"
+    )
 
 
 def _rotary_scaling(header: GgufHeader) -> dict[str, Any]:
@@ -223,8 +236,9 @@ def _rotary_scaling(header: GgufHeader) -> dict[str, Any]:
     path = header.path
     name = header.architecture
     arch_settings = header.arch_settings()
-    kind = arch_settings.get("rope.scaling.type", "none")
     factor = arch_settings.get("rope.scaling.factor")
+    unnamed_kind = "none" if factor in (None, 0.0, 1.0) else "linear"  # as llama.cpp takes a factor alone
+    kind = arch_settings.get("rope.scaling.type", unnamed_kind)
     first_length = arch_settings.get("rope.scaling.original_context_length")
     attention_factor = arch_settings.get("rope.scaling.attn_factor", 1.0)
     is_long = FACTORS_LONG in header.tensors or FACTORS_SHORT in header.tensors

@@ -50,7 +50,7 @@ def compiling(cache_folder: Path) -> Iterator[None]:
                 shutil.rmtree(old_folder, ignore_errors=True)
         numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]  # set from the environment otherwise
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
+        with (folder / "lock").open("w", encoding="utf-8") as lock:
             # Compiling takes 20 s: a process that starts at the same time waits for the result instead.
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

@@ -46,7 +46,7 @@ class Measurements:
         newest = dict(list(results.items())[-MOST_KEPT:])
         try:
             folder = self._path.parent
-            with tempfile.NamedTemporaryFile("w", dir=folder, prefix=FILE, delete=False) as file:
+            with tempfile.NamedTemporaryFile("w", dir=folder, prefix=FILE, delete=False, encoding="utf-8") as file:
                 json.dump(newest, file)
             Path(file.name).replace(self._path)
         except OSError as error:
@@ -56,7 +56,7 @@ class Measurements:
         try:
             if self._path is None or self._path.stat().st_size > MOST_BYTES:
                 return {}
-            results = json.loads(self._path.read_text())
+            results = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return results if isinstance(results, dict) else {}
@@ -72,7 +72,7 @@ def _key(subject: tuple[object, ...]) -> str:
 def processor_name() -> str:
     """Return the processor's name, as its maker calls it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
     models = (line for line in lines if line.startswith("model name"))

@@ -54,7 +54,7 @@ class PackedModel(msgspec.Struct, frozen=True):
 def pack_file(header: GgufHeader, folder: Path) -> None:
     """Write config.json and the weights of a GGUF file to ``folder``, with little memory. Raises ConfigError."""
     whole = describe_whole(header)
-    (folder / "config.json").write_text(json.dumps(make_config(whole), sort_keys=True))
+    (folder / "config.json").write_text(json.dumps(make_config(whole), sort_keys=True), encoding="utf-8")
     ordered = sorted(header.tensors.values(), key=lambda tensor: tensor.name)
     prefix, _ = shards.make_header((tensor.name, BYTES, (tensor.n_bytes,)) for tensor in ordered)
     with header.path.open("rb") as source, (folder / WEIGHTS).open("wb") as target:
@@ -104,7 +104,7 @@ class PackedFolder:
     """The weights of a packed model, or of some of its blocks. Raises ConfigError for what does not fit."""
 
     def __init__(self, folder: Path) -> None:
-        self.whole = read_config_untrusted(json.loads((folder / "config.json").read_text()))
+        self.whole = read_config_untrusted(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         self._places: dict[str, tuple[Path, Place]] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with path.open("rb") as file:

@@ -359,7 +359,7 @@ def weight_map(folder: Path) -> dict[str, str]:
     """Map tensor names to the files that hold them. Raises ConfigError where there are none."""
     index = folder / manifest.INDEX_FILE
     if index.is_file():
-        return dict(json.loads(index.read_text())["weight_map"])
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     names = [manifest.SINGLE_FILE]
     if not (folder / manifest.SINGLE_FILE).is_file():  # a folder that swarmd fills
         names = sorted(path.name for path in folder.glob("*.safetensors"))

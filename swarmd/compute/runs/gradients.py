@@ -284,7 +284,7 @@ def _with_index(folder: Path) -> Iterator[Path]:
                     for place in shards.read_header(file, path, path.stat().st_size):
                         weight_map[place.name] = path.name
         index = {"metadata": {}, "weight_map": weight_map}
-        (Path(temporary) / "model.safetensors.index.json").write_text(json.dumps(index))
+        (Path(temporary) / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         yield Path(temporary)
 
 

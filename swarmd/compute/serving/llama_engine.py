@@ -149,7 +149,7 @@ def _new_tokens(piece: SessionTokens, is_real: np.ndarray) -> list[NewTokens]:
 def takes(request: LoadSpan) -> bool:
     """Is it a packed GGUF model?"""
     with suppress(OSError, ValueError):
-        config = json.loads((Path(request.path) / "config.json").read_text())
+        config = json.loads((Path(request.path) / "config.json").read_text(encoding="utf-8"))
         return isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
     return False
 

@@ -55,7 +55,7 @@ class WaitingOp:
     came_at: float
 
 
-# Invariants: at most one op of a session is begun, the first of its queue; ``queues`` has no empty queue. The client
+# Invariants: at most one op of a session is begun, the first of its queue; ``waiting`` has no empty queue. The client
 # that was given least comes first (``ClientTurns``). What cannot be done ends its own session, and no other.
 class SessionQueues:
     """See the module. ``handled`` counts the frames whose work is done."""

@@ -116,7 +116,7 @@ def try_schema(compiler: Compiler, schema: str) -> dict[str, Any]:
 
 def main(path: Path, vocabulary: int, eos: int) -> None:
     """Try one schema a line until they end."""
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no answer
     try:
         compiler = Compiler(Tokenizer.from_file(str(path)), vocabulary, eos)

@@ -27,7 +27,6 @@ from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicat
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.stream_muxer.exceptions import MuxedConnError, MuxedStreamError
 from libp2p.transport.exceptions import OpenConnectionError
-from libp2p.transport.tcp.tcp import TCP
 from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
@@ -39,6 +38,7 @@ from swarmd.net.libp2p.addresses import OwnAddresses
 from swarmd.net.libp2p.connections import is_relayed, protocol_of, remote_of
 from swarmd.net.libp2p.dialler import HandshakeError
 from swarmd.net.libp2p.noise import BufferedNoise
+from swarmd.net.libp2p.segments import CappedTcp
 from swarmd.net.libp2p.stream import Libp2pStream
 from swarmd.net.libp2p.swarm import YAMUX, GuardedSwarm, OurMuxer, connection_config, retry_config
 from swarmd.net.libp2p.ways import Libp2pNatTraversal
@@ -324,7 +324,7 @@ def _build_swarm(keys: KeyPair, psk: bytes | None, traffic: Traffic | None) -> G
         peer_id,
         store,
         upgrader,
-        [TCP()],
+        [CappedTcp()],
         retry_config(),
         connection_config(),
         psk=psk.hex() if psk else None,
@@ -356,17 +356,24 @@ async def _find_address(address: str) -> Multiaddr:
     A name becomes the address that it stands for: the library would listen on all that this machine has. Raises
     ConfigError, NotThereError.
     """
+    parsed = _parse_listen_address(address)
+    kind, host = parsed.protocols()[0].name, str(_host_value(parsed))
+    if kind in FAMILIES:
+        host = await find_host(host, FAMILIES[kind])
+        parsed = _parse_listen_address(f"/ip{6 if ':' in host else 4}/{host}/tcp/{parsed.value_for_protocol('tcp')}")
+    require_free(host, int(str(parsed.value_for_protocol("tcp"))))
+    return parsed
+
+
+def _parse_listen_address(address: str) -> Multiaddr:
     try:
         parsed = Multiaddr(address)
-        kind, host = parsed.protocols()[0].name, str(_host_value(parsed))
-        port = int(str(parsed.value_for_protocol("tcp")))
+        parsed.value_for_protocol("tcp")
     except (ValueError, LookupError) as error:
         raise ConfigError(
             f"expected a listen address such as /ip4/0.0.0.0/tcp/4001, got {address!r}: {error}"
         ) from None
-    found = await find_host(host, FAMILIES[kind]) if kind in FAMILIES else host
-    require_free(found, port)
-    return Multiaddr(f"/ip{6 if ':' in found else 4}/{found}/tcp/{port}")
+    return parsed
 
 
 def _describe_error(error: BaseException) -> str:

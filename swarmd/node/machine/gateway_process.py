@@ -92,7 +92,7 @@ class GatewayProcess:
         finally:
             with trio.CancelScope(shield=True):
                 await _end(process)
-        log_lines = self.log.read_text(errors="replace").strip().splitlines()
+        log_lines = self.log.read_text(errors="replace", encoding="utf-8").strip().splitlines()
         if code and log_lines:
             return log_lines[-1].removeprefix("swarmd: ")[:200]
         return f"it ended with {code}"

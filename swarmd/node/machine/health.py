@@ -58,6 +58,7 @@ class Health:
         devices: Sequence[str],
         workers: Sequence[WorkerLife],
         missing: Mapping[str, str],
+        n_losing_large: int = 0,
     ) -> tuple[HealthRow, ...]:
         """Everything that was looked at, for people."""
         self.note_clone(view)
@@ -78,6 +79,7 @@ class Health:
             alone_s=directory.alone_s,
             exchanged=directory.reason,
             missing=missing,
+            n_losing_large=n_losing_large,
         )
         return tuple(
             HealthRow(

@@ -267,7 +267,7 @@ def _on_battery() -> bool:
 
 def _read_line(file: Path) -> str:
     with suppress(OSError, UnicodeDecodeError):
-        return file.read_text().strip()
+        return file.read_text(encoding="utf-8").strip()
     return ""
 
 

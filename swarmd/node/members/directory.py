@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import trio
 
-from swarmd.errors import PeerError
+from swarmd.errors import PeerError, PeerTimeout, Unreachable
 from swarmd.net.api import RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.rpc import Rpc
@@ -48,11 +49,12 @@ class DirectoryServices:
     rng: random.Random
 
 
-# Four loops, each with its own pace, so that none waits for another:
+# Five loops, each with its own pace, so that none waits for another:
 #
 #     announce     sign this peer's records, push them to a few members   every 20 s, at once when something changed
 #     exchange     swap what one other member lacks (anti-entropy)        every 2 s, 8 s while nothing is new
 #     rendezvous   be found, and find, through the DHT                    rarely
+#     silent       was a message too large to pass, as it was not answered?  after an exchange that timed out
 #     probe        measure round trips, and bandwidth to one member       every 30 s
 #
 # Pushes make news fast (log6 of the members steps), exchanges make it certain: a member that missed a push hears it
@@ -80,6 +82,7 @@ class Directory:
         self._exchanged_at: float | None = None
         self._is_clock_wrong = False
         self._alone_since: float | None = None
+        self._silent, self._to_probe = trio.open_memory_channel[PeerId](0)
         self._reason = "starting"
 
     def view(self) -> SwarmView:
@@ -125,6 +128,7 @@ class Directory:
             nursery.start_soon(self.probes.run, self._others, likely_next, self.announce_soon)
             if self._is_exchange_on:
                 nursery.start_soon(self._exchange_loop)
+                nursery.start_soon(self._probe_silent)
             task_status.started()
 
     async def meet(self, given: Mapping[PeerId, tuple[str, ...]]) -> tuple[PeerId, ...]:
@@ -141,6 +145,11 @@ class Directory:
                 if peer != self._rpc.network.peer_id:
                     nursery.start_soon(try_member, peer)
         return tuple(answered)
+
+    async def _probe_silent(self) -> None:
+        """Look whether it is for their size that messages are not answered, at one member after the other."""
+        async for peer in self._to_probe:
+            await self.probes.probe_sizes(peer, may_reconnect=peer not in self._others())
 
     async def _exchange_loop(self) -> None:
         """Exchange with somebody, less and less often while it brings nothing to either side and no run needs news."""
@@ -175,7 +184,11 @@ class Directory:
             self._warn_of_clock()
             self._reason = f"the last exchange, with {peer[-8:]}, failed: {error}"
             logger.debug("exchange with %s failed: %s", peer, error)
+            if peer in self.exchange.roster.met and isinstance(error, (PeerTimeout, Unreachable)):
+                with suppress(trio.WouldBlock):  # the size of another one's messages is looked at already
+                    self._silent.send_nowait(peer)
             return None
+        self.probes.note_answer(peer)
         self._warn_of_clock()
         self._exchanged_at = trio.current_time()
         self._reason = f"exchanged with {peer[-8:]}"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import trio
 
-from swarmd.errors import PeerError
+from swarmd.errors import PeerError, PeerTimeout, Unreachable
+from swarmd.net.api import Purpose
 from swarmd.net.rpc import Rpc
 from swarmd.protocol.wire.messages import Ping
 from swarmd.values import PeerId
@@ -27,6 +28,9 @@ PROBE_S = 0.5  # that the last may take: windows on the way have opened by then,
 NEAR_S = 0.003  # of a round trip within one building; between homes of one town it takes 5 ms and more
 ANSWER_S = 5.0  # for a peer that is there to say so
 MOST_ASKED = 64  # at once, whether they are there
+LARGE_BYTES = 1 << 12  # three packets of Ethernet's: what is lost where a link on the way takes smaller ones
+SIZES_TIMEOUT_S = 4.0  # for a message of either size to be answered
+LOST_FOR_S = 600.0  # since large messages were last found to be lost: exchanges fail meanwhile, and it is tried again
 
 
 @dataclass(slots=True)
@@ -52,6 +56,7 @@ class LinkProbes:
         addresses_of: Callable[[PeerId], tuple[str, ...]],
     ) -> None:
         self.links = Links({})
+        self._lost_at: dict[PeerId, float] = {}
         self._rpc = rpc
         self._rng = rng
         self._addresses_of = addresses_of
@@ -100,6 +105,41 @@ class LinkProbes:
             for peer in self._rng.sample(candidates, min(MOST_ASKED, len(candidates))):
                 nursery.start_soon(ask, peer)
         return alive
+
+    # Somewhere on the way a link takes smaller packets than this machine sends (net.libp2p.segments), and the message
+    # that says so is lost. The connection stays up, and what is small passes. A large message is sent again and again,
+    # with all that comes after it on the same connection waiting behind it. So an answer that does not come is followed
+    # by a small question, over another connection where that is needed, and by a large one.
+    async def probe_sizes(self, peer: PeerId, may_reconnect: bool) -> None:
+        """Find out whether it is for its size that a message was not answered."""
+        is_small_answered = await self._is_answered(peer, 0)
+        if not is_small_answered and may_reconnect:
+            await self._rpc.network.disconnect(peer)
+            is_small_answered = await self._is_answered(peer, 0)
+        if is_small_answered and not await self._is_answered(peer, LARGE_BYTES):
+            logger.warning("small messages to %s pass, large ones do not: swarmd doctor says what to do", peer[-8:])
+            self._lost_at[peer] = trio.current_time()
+
+    def note_answer(self, peer: PeerId) -> None:
+        """A large message of a peer has come."""
+        self._lost_at.pop(peer, None)
+
+    def n_losing_large(self) -> int:
+        """With how many members large messages are lost."""
+        now = trio.current_time()
+        self._lost_at = {peer: lost_at for peer, lost_at in self._lost_at.items() if now - lost_at < LOST_FOR_S}
+        return len(self._lost_at)
+
+    async def _is_answered(self, peer: PeerId, n_bytes: int) -> bool:
+        """Is a message of so many bytes, with an answer of as many, answered in time? A refusal is an answer, too."""
+        purpose: Purpose = "bulk" if n_bytes else "interactive"
+        try:
+            await self._rpc.call(peer, Ping(want_bytes=n_bytes), bytes(n_bytes), SIZES_TIMEOUT_S, purpose)
+        except (PeerTimeout, Unreachable):  # the muxer's own pings may end a connection that is stuck before that
+            return False
+        except PeerError as error:
+            logger.debug("%s answers: %s", peer[-8:], error)
+        return True
 
     async def _probe_bandwidth(self, peer: PeerId) -> None:
         try:

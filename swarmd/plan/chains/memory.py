@@ -57,6 +57,7 @@ def group_bytes(
 
 
 def blocks_that_fit(free_bytes: int, blocks: list[int]) -> int:
-    """How many blocks a server takes that may choose: as many as fit, and one at least."""
-    n_fit = int(free_bytes * SHARE_OF_FREE) // max(1, *blocks)
+    """How many blocks a server takes that may choose: as many as fit beside a pass, and one at least."""
+    room_bytes = min(int(free_bytes * SHARE_OF_FREE), free_bytes - WORKSPACE_BYTES)
+    n_fit = room_bytes // max(1, *blocks)
     return max(1, min(len(blocks), n_fit))

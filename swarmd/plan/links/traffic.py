@@ -11,7 +11,7 @@ from swarmd.plan.links.dialing import IpNetwork
 
 MBIT = 1e6 / 8  # bytes a second
 HEADERS_BYTES = 52  # of IPv4 and TCP with its time stamps, for each segment
-SEGMENT_BYTES = 1_448  # of Ethernet's 1,500
+SEGMENT_BYTES = 1_208  # net.libp2p.segments asks for 1,220, less TCP's time stamps
 SEGMENTS_OF_ACK = 2  # RFC 9293, 3.8.6.3: at least every second segment is acknowledged
 CONNECTION_BYTES = 8 * HEADERS_BYTES  # three segments to begin a connection, four to end it, and one to spare
 REST_SHARE = 0.97  # of a month's bytes: then only what is begun is ended

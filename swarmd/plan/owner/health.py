@@ -10,7 +10,7 @@ from typing import Literal
 from swarmd.plan.owner.clock import REMEDY, judge_clock
 from swarmd.values import count, format_moment
 
-Kind = Literal["listening", "members", "clock", "identity", "version", "disk", "index", "device", "worker"]
+Kind = Literal["listening", "members", "clock", "messages", "identity", "version", "disk", "index", "device", "worker"]
 ALONE_S = 60.0  # a machine that has just started finds others sooner, and records of those that left have ended
 LEAST_DISK_BYTES = 1 << 30  # for state, logs and pieces of weights under way
 
@@ -28,7 +28,7 @@ class WorkerLife:
 class Facts:
     """What is the case. ``clocks_s``: how far others' clocks are ahead of ``now`` (unix seconds), as heard of late.
 
-    ``is_indexed`` None: not tried yet.
+    ``is_indexed`` None: not tried yet. ``n_losing_large``: members with whom only small messages pass.
     ``exchanged``: what the last exchange with another member came to; none has been known for ``alone_s``.
     ``missing``: addresses that are not listened on, and why.
     """
@@ -48,6 +48,7 @@ class Facts:
     alone_s: float | None = None
     exchanged: str = ""
     missing: Mapping[str, str] = field(default_factory=dict)
+    n_losing_large: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ def check_health(facts: Facts) -> tuple[HealthFinding, ...]:
         _check_listening,
         _check_members,
         _check_clock,
+        _check_messages,
         _check_identity,
         _check_version,
         _check_disk,
@@ -110,6 +112,17 @@ def _check_clock(facts: Facts) -> HealthFinding:
     if not finding.is_wrong:
         return HealthFinding("clock", True, str(finding))
     return HealthFinding("clock", False, f"it says {format_moment(facts.now)}, {finding}", REMEDY)
+
+
+def _check_messages(facts: Facts) -> HealthFinding:
+    if not facts.n_losing_large:
+        return HealthFinding("messages", True, "large ones pass, as far as any were sent")
+    remedy = (
+        "a link on the way (a bridge, tunnel or VPN) takes packets of less than 1,280 bytes: "
+        "on one of both machines, ip link set INTERFACE mtu 1100"
+    )
+    members = count(facts.n_losing_large, "member")
+    return HealthFinding("messages", False, f"small ones pass, large ones do not, with {members}: MTU?", remedy)
 
 
 def _check_identity(facts: Facts) -> HealthFinding:

@@ -149,7 +149,7 @@ def pack_texts(
     make_folder(folder)
     config = {"model_type": DATA, "num_hidden_layers": len(cut), "tokens": tokens}
     try:
-        (folder / "config.json").write_text(canonical_json(config))
+        (folder / "config.json").write_text(canonical_json(config), encoding="utf-8")
         with (folder / "model.safetensors").open("wb") as file:
             file.write(prefix)
             for part in cut:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmd.compute.checkpoints import gguf, gguf_settings
+from swarmd.compute.checkpoints.gguf_header import GgufHeader
 from swarmd.errors import ConfigError
 from tests.gguf_files import N_TOKENS, TOKENS, make_model, settings_of, tensors_of, write
 from tests.real.smollm2 import gguf_file
@@ -60,6 +61,10 @@ RIGHT: dict[str, Case] = {
     "linear": (
         *("llama", "llama", rotary("linear", factor=4.0)),
         *({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {}),
+    ),
+    "a factor alone is linear": (
+        *("llama", "llama", rotary("linear", factor=4.0)),
+        *({"rope.scaling.factor": 4.0}, {}),
     ),
     "yarn": (
         *("qwen2", "qwen2", rotary("yarn", factor=4.0, original_max_position_embeddings=128)),
@@ -160,6 +165,11 @@ def plain(tmp_path: Path, **changes: Any) -> Path:
         ({"settings": {"attention.value_length": 8}}, "keys of 16 and values of 8"),
         ({"settings": {"attention.head_count_kv": None}}, r"llama\.attention\.head_count_kv is missing"),
         ({"settings": {"attention.head_count_kv": [2, 2]}}, r"llama\.attention\.head_count_kv is a list"),
+        (
+            {"settings": {"attention.layer_norm_rms_epsilon": None}},
+            r"llama\.attention\.layer_norm_rms_epsilon is missing",
+        ),
+        ({"settings": {"attention.scale": 0.5}}, r"llama\.attention\.scale is 0\.5, which is not understood"),
         ({"settings": {"context_length": 0}}, r"llama\.context_length is 0"),
         ({"settings": {"block_count": 1}}, r"no place for blk\.1\.attn_k\.weight"),
         ({"settings": {"block_count": 3}}, r"lacks tensors for model\.layers\.2"),
@@ -185,6 +195,38 @@ def test_what_would_be_read_wrongly_is_refused_by_name(changes: dict[str, Any], 
     with pytest.raises(ConfigError, match=message) as refused:
         convert(plain(tmp_path, **changes), tmp_path / "made")
     assert "\n" not in str(refused.value)
+
+
+CHANGE_NUMBERS = {
+    **{"attention.scale": 0.5, "logit_scale": 0.5, "residual_scale": 0.5, "embedding_scale": 12.0},
+    **{"attn_output_scale": 0.5, "attention.clamp_kqv": 8.0, "attention.max_alibi_bias": 8.0},
+    **{"attention.sliding_window_pattern": 4, "attention.key_length_mla": 32, "attention.temperature_scale": 0.1},
+    **{"expert_weights_scale": 2.5, "expert_weights_norm": True, "expert_gating_func": 2, "expert_shared_count": 1},
+    **{"rope.scaling.yarn_log_multiplier": 0.1, "rope.scaling.yarn_beta_fast": 16.0, "rope.scale_linear": 2.0},
+    **{"rope.scaling.yarn_ext_factor": 0.5, "interleave_moe_layer_step": 2, "swiglu_clamp_exp": [7.0, 7.0]},
+}
+"""Settings of llama.cpp's that change what other architectures compute, and mean the same in any."""
+
+
+@pytest.mark.parametrize("architecture", sorted(gguf_settings.UNDERSTOOD))
+def test_a_setting_that_changes_numbers_and_is_not_read_is_refused(architecture: str) -> None:
+    needed = {key: 1 for key in gguf_settings.UNDERSTOOD[architecture] if key in gguf_settings.NEEDED}
+    needed |= {"attention.sliding_window": 8} if architecture == "gemma3" else {}
+
+    def check(**more: Any) -> None:
+        of_architecture = {f"{architecture}.{key}": value for key, value in {**needed, **more}.items()}
+        settings = {"general.architecture": architecture, **of_architecture}
+        gguf_settings.check_settings(GgufHeader(Path("model.gguf"), settings, {}))
+
+    check()
+    for key, value in CHANGE_NUMBERS.items():
+        with pytest.raises(ConfigError, match=rf"{architecture}\.{key} is .* not understood"):
+            check(**{key: value})
+    for key in list(needed):
+        missing = needed.pop(key)
+        with pytest.raises(ConfigError, match=rf"{architecture}\.{key} is missing"):
+            check()
+        needed[key] = missing
 
 
 def test_an_architecture_that_nobody_has_compared_is_refused_with_those_that_are_read(tmp_path: Path) -> None:
@@ -214,6 +256,25 @@ def test_what_is_no_whole_file_is_refused_in_one_sentence(
     with pytest.raises(ConfigError, match=f"cannot be read as GGUF: .*{message}") as refused:
         convert(path, tmp_path / "made")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "message"),
+    [
+        ("gemma 3 4B", {"rope.dimension_count": 8}, "8 of a head's 16 numbers rotate"),
+        ("phi3 long", {"rope.scaling.factor": 4.0}, "a scaling of rotary angles"),
+        ("Llama 3.1", {"rope.scaling.factor": 4.0}, "at once are not understood"),
+    ],
+)
+def test_rotary_settings_that_do_not_fit_together_are_refused(
+    case: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    family, architecture, changes, said, extra = RIGHT[case]
+    model = make_model(family, **changes)
+    tensors = {**tensors_of(model, architecture), **{name: np.array(numbers) for name, numbers in extra.items()}}
+    path = write(tmp_path / "model.gguf", architecture, settings_of(model, **{**said, **settings}), tensors)
+    with pytest.raises(ConfigError, match=message):
+        convert(path, tmp_path / "made")
 
 
 def test_what_lies_beside_a_file_is_not_mixed_with_it_and_said(tmp_path: Path) -> None:

@@ -138,6 +138,7 @@ async def test_who_can_be_dialled_asks_three_members_and_relays_for_members_only
         assert len(world.asked) == 3
         assert world.me.record_fields() == {"reach": "open", "relays": True}
         assert world.also == ("/ip4/5.0.1.2/tcp/4117/p2p/ME",), "the router forwards it: nobody had to say so"
+        assert list(world.me.snapshot().missing) == ["/ip4/10.8.0.2/tcp/4117"], "what it does not listen on yet"
         assert world.may_relay is not None
         assert world.may_relay(PeerId("A"), (b"member",)) == Relayed(b"its invite", may_reserve=True)
         assert world.may_relay(PeerId("A"), (b"client",)) == Relayed(b"its invite", may_reserve=False)

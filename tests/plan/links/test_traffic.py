@@ -35,8 +35,8 @@ def test_what_stays_at_home_is_free(host: str, expected: bool) -> None:
 def test_headers_and_acknowledgements_count() -> None:
     assert wire_bytes(0) == 0
     assert wire_bytes(1) == 53
-    assert wire_bytes(1_449) == 1_449 + 2 * 52
-    assert ack_bytes(1_448) == ack_bytes(2_896) == 52
+    assert wire_bytes(1_209) == 1_209 + 2 * 52
+    assert ack_bytes(1_208) == ack_bytes(2_416) == 52
 
 
 @pytest.mark.parametrize(

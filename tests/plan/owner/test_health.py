@@ -16,6 +16,7 @@ def test_what_was_not_looked_at_is_not_fine() -> None:
         "listening": True,  # what is missing is known at once
         "members": None,
         "clock": None,
+        "messages": True,  # of exchanges each is looked at
         "identity": True,  # it is looked for in every record that comes
         "version": None,
         "disk": None,
@@ -92,10 +93,18 @@ def test_each_fault_says_what_to_do() -> None:
         [ended],
         alone_s=90.0,
         missing={"x": "y"},
+        n_losing_large=2,
     )
     wrong = check_health(facts)
-    assert [f.is_fine for f in wrong] == [False] * 9
+    assert [f.is_fine for f in wrong] == [False] * 10
     assert all(f.remedy for f in wrong)
+
+
+def test_large_messages_that_are_lost_are_told() -> None:
+    lost = found("messages", n_losing_large=1)
+    assert lost.text == "small ones pass, large ones do not, with 1 member: MTU?"
+    assert "mtu 1100" in lost.remedy
+    assert found("messages").is_fine
 
 
 def test_a_workers_last_words_are_told() -> None:
