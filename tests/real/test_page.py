@@ -14,11 +14,11 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright import sync_api as playwright
 
+from tests.gateway.page_stage import CHROMIUM, NARROW, started_chromium
 from tests.real.gateways import RealGateway, real_gateway
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.training import start_run, wait_update
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
@@ -89,24 +89,27 @@ def chatty(folder: Path) -> Path:
 both = pytest.mark.parametrize("browser", ["light", "dark"], indirect=True)
 
 
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with started_chromium() as started:
+        yield started
+
+
 @pytest.fixture
 def browser(
-    stage: tuple[LocalSwarm, list[Volunteer], RealGateway], request: pytest.FixtureRequest
+    chromium: Any, stage: tuple[LocalSwarm, list[Volunteer], RealGateway], request: pytest.FixtureRequest
 ) -> Iterator[Browser]:
     swarm, volunteers, gateway = stage
-    with playwright.sync_playwright() as api:
-        chromium = api.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = chromium.new_context(
-            color_scheme=getattr(request, "param", "light"), viewport={"width": 320, "height": 700}
-        ).new_page()
-        found = Browser(page, gateway, swarm, volunteers)
-        page.on("console", lambda m: found.complaints.append(m.text) if m.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: found.complaints.append(str(error)))
-        yield found
-        assert not found.complaints, "the console is silent"
-        too_wide = page.evaluate("() => document.documentElement.scrollWidth > innerWidth")
-        assert not too_wide, "everything fits 320 pixels"
-        chromium.close()
+    context = chromium.new_context(color_scheme=getattr(request, "param", "light"), viewport=NARROW)
+    page = context.new_page()
+    found = Browser(page, gateway, swarm, volunteers)
+    page.on("console", lambda m: found.complaints.append(m.text) if m.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: found.complaints.append(str(error)))
+    yield found
+    too_wide = page.evaluate("() => document.documentElement.scrollWidth > innerWidth")
+    context.close()
+    assert not found.complaints, "the console is silent"
+    assert not too_wide, "everything fits 320 pixels"
 
 
 @pytest.mark.parametrize("browser", ["light", pytest.param("dark", marks=pytest.mark.prove)], indirect=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,31 @@ import swarmd
 from swarmd.home.founder import Founder
 from swarmd.home.membership import MembershipFiles
 from swarmd.home.paths import Home
+from swarmd.plan.chains.routing import Hop
 from tests.real.faults import generate, inputs_for
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 
 pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Pair:
+    """Two volunteers with half of the bundled model each, for tests that only look."""
+
+    swarm: LocalSwarm
+    first: Volunteer
+    second: Volunteer
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        return self.swarm.hops((self.first, 0, 3), (self.second, 3, 6))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    torch.set_num_threads(1)
+    with local_swarm(tmp_path_factory.mktemp("pair")) as swarm:
+        yield Pair(swarm, *swarm.serving((0, 3), (3, 6)))
 
 
 def members_seen_by(volunteer: Volunteer) -> set[str]:
@@ -106,46 +129,43 @@ def test_daemon_that_was_cut_off_comes_back_and_serves(tmp_path: Path) -> None:
             assert not model.last_session.statistics.repairs
 
 
-def test_client_for_trio_programs_and_client_beside_a_daemon(tmp_path: Path) -> None:
-    with local_swarm(tmp_path) as swarm:
-        (only,) = swarm.serving((0, 6))
+def test_client_for_trio_programs_and_client_beside_a_daemon(pair: Pair) -> None:
+    members = {pair.first.peer, pair.second.peer}
 
-        async def look() -> None:
-            async with swarmd.aconnect(home=only.home.folder) as inside:
-                assert only.peer in inside.view().peers
-                assert inside.rpc.network.peer_id != only.peer
-                assert (await inside.resolve("demo"))[1] == 6
+    async def look() -> None:
+        async with swarmd.aconnect(home=pair.first.home.folder) as inside:
+            assert members <= set(inside.view().peers)
+            assert inside.rpc.network.peer_id not in members
+            assert (await inside.resolve("demo"))[1] == 6
 
-        trio.run(look)
-        with swarmd.connect(swarm.invite()) as client:
-            assert set(client.view().peers) == {only.peer}, "clients do not announce themselves"
-            with pytest.raises(swarmd.ConfigError, match="the swarm's catalog has no model 'nope'; it has: demo"):
-                client.model("nope")
-            model = client.model("demo")
-            with pytest.raises(swarmd.CacheExhausted, match="limit is 2048"):
-                model.generate(torch.zeros(1, 2000, dtype=torch.long) + 5, max_new_tokens=100)
+    trio.run(look)
+    with swarmd.connect(pair.swarm.invite()) as client:
+        assert set(client.view().peers) == members, "clients do not announce themselves"
+        with pytest.raises(swarmd.ConfigError, match="the swarm's catalog has no model 'nope'; it has: demo"):
+            client.model("nope")
+        model = client.model("demo")
+        with pytest.raises(swarmd.CacheExhausted, match="limit is 2048"):
+            model.generate(torch.zeros(1, 2000, dtype=torch.long) + 5, max_new_tokens=100)
 
 
-def test_several_threads_share_a_client(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    with local_swarm(tmp_path) as swarm:
-        (only,) = swarm.serving((0, 6))
-        with swarmd.connect(home=only.home.folder) as client:
-            model = client.model("demo")
-            prompts = [inputs_for("greedy", 1024, seed) for seed in range(3)]
-            alone = [generate(model, "greedy", p, 16, 0).sequences for p in prompts]
-            together: dict[int, torch.Tensor] = {}
+def test_several_threads_share_a_client(pair: Pair) -> None:
+    with swarmd.connect(home=pair.first.home.folder) as client:
+        model = client.model("demo")
+        prompts = [inputs_for("greedy", 1024, seed) for seed in range(3)]
+        alone = [generate(model, "greedy", p, 16, 0).sequences for p in prompts]
+        together: dict[int, torch.Tensor] = {}
 
-            def work(index: int) -> None:
-                together[index] = generate(model, "greedy", prompts[index], 16, 0).sequences
+        def work(index: int) -> None:
+            together[index] = generate(model, "greedy", prompts[index], 16, 0).sequences
 
-            threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert all(torch.equal(together[i], alone[i]) for i in range(3))
-        swarm.wait(lambda: not only.ask("sessions")["sessions"], "the sessions to be closed")
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.equal(together[i], alone[i]) for i in range(3))
+    for volunteer in (pair.first, pair.second):
+        pair.swarm.wait(lambda v=volunteer: not v.ask("sessions")["sessions"], "the sessions to be closed")  # type: ignore[misc]
 
 
 def test_missing_blocks_are_named(tmp_path: Path) -> None:
@@ -177,48 +197,42 @@ def test_a_range_of_one_dead_hop_is_recovered_on_two(tmp_path: Path) -> None:
         assert [hop.split(" ")[0] for hop in outcome.chain] == ["[0,2)", "[2,4)", "[4,6)", "[6,8)"]
 
 
-def test_a_draft_model_speculates_and_the_chain_verifies(tmp_path: Path) -> None:
+def test_a_draft_model_speculates_and_the_chain_verifies(pair: Pair) -> None:
     from transformers import AutoModelForCausalLM
 
     from swarmd.home.models import bundled_folder
 
-    torch.set_num_threads(1)
-    with local_swarm(tmp_path) as swarm:
-        first, second = swarm.serving((0, 3), (3, 6))
-        draft = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
-        with swarmd.connect(home=first.home.folder) as client:
-            model = client.model("demo", chain=swarm.hops((first, 0, 3), (second, 3, 6)))
-            inputs = inputs_for("greedy", 1024, 6)
-            expected = generate(model, "greedy", inputs, 30, 6)
-            plain_steps = model.last_session.statistics.steps
-            out = generate(model, "greedy", inputs, 30, 6, assistant_model=draft)
-            assert torch.equal(out.sequences, expected.sequences)
-            assert model.last_session.statistics.steps < plain_steps / 2, "several tokens in one pass"
-            torch.manual_seed(1)
-            sampled = model.generate(**inputs, do_sample=True, max_new_tokens=20, assistant_model=draft)
-            assert sampled.shape[1] > inputs["input_ids"].shape[1]
+    draft = AutoModelForCausalLM.from_pretrained(bundled_folder(), dtype=torch.float32)
+    with swarmd.connect(home=pair.first.home.folder) as client:
+        model = client.model("demo", chain=pair.hops)
+        inputs = inputs_for("greedy", 1024, 6)
+        expected = generate(model, "greedy", inputs, 30, 6)
+        plain_steps = model.last_session.statistics.steps
+        out = generate(model, "greedy", inputs, 30, 6, assistant_model=draft)
+        assert torch.equal(out.sequences, expected.sequences)
+        assert model.last_session.statistics.steps < plain_steps / 2, "several tokens in one pass"
+        torch.manual_seed(1)
+        sampled = model.generate(**inputs, do_sample=True, max_new_tokens=20, assistant_model=draft)
+        assert sampled.shape[1] > inputs["input_ids"].shape[1]
 
 
-def test_codecs_travel_through_real_servers(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    with local_swarm(tmp_path) as swarm:
-        first, second = swarm.serving((0, 3), (3, 6))
-        ids = inputs_for("greedy", 1024, 7)["input_ids"]
-        with swarmd.connect(home=first.home.folder) as client, torch.no_grad():
-            chain = swarm.hops((first, 0, 3), (second, 3, 6))
-            raw = client.model("demo", chain=chain)(ids).logits
-            worst = {}
-            for codec in ("float16", "bfloat16", "int8"):
-                logits = client.model("demo", chain=chain, codec=codec)(ids).logits
-                worst[codec] = float((logits - raw).abs().max() / raw.abs().max())
-            with pytest.raises(swarmd.ConfigError, match="codec is one of"):
-                client.model("demo", chain=chain, codec="zip")(ids)
-            eight = client.model("demo", chain=chain, head="int8")
-            worst["head"] = float((eight(ids).logits - raw).abs().max() / raw.abs().max())
-            assert eight.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False).shape[1] == ids.shape[1] + 4
-            with pytest.raises(swarmd.ConfigError, match="head is one of own, int8, swarm, not 'mine'"):
-                client.model("demo", chain=chain, head="mine")
-        assert 0 < worst["float16"] < 0.005
-        assert 0 < worst["bfloat16"] < 0.05
-        assert 0 < worst["int8"] < 0.1
-        assert 0 < worst["head"] < 0.05
+def test_codecs_travel_through_real_servers(pair: Pair) -> None:
+    ids = inputs_for("greedy", 1024, 7)["input_ids"]
+    with swarmd.connect(home=pair.first.home.folder) as client, torch.no_grad():
+        chain = pair.hops
+        raw = client.model("demo", chain=chain)(ids).logits
+        worst = {}
+        for codec in ("float16", "bfloat16", "int8"):
+            logits = client.model("demo", chain=chain, codec=codec)(ids).logits
+            worst[codec] = float((logits - raw).abs().max() / raw.abs().max())
+        with pytest.raises(swarmd.ConfigError, match="codec is one of"):
+            client.model("demo", chain=chain, codec="zip")(ids)
+        eight = client.model("demo", chain=chain, head="int8")
+        worst["head"] = float((eight(ids).logits - raw).abs().max() / raw.abs().max())
+        assert eight.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False).shape[1] == ids.shape[1] + 4
+        with pytest.raises(swarmd.ConfigError, match="head is one of own, int8, swarm, not 'mine'"):
+            client.model("demo", chain=chain, head="mine")
+    assert 0 < worst["float16"] < 0.005
+    assert 0 < worst["bfloat16"] < 0.05
+    assert 0 < worst["int8"] < 0.1
+    assert 0 < worst["head"] < 0.05
